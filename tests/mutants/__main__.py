@@ -1,4 +1,4 @@
-"""Tries every mutation of the list: `python -m tests.mutants [--only kvcache.pool.pages] [--jobs 2] [--json FILE]`.
+"""Tries every handwritten mutation: `python -m tests.mutants [--only kvcache.pool.pages] [--jobs 2] [--json FILE]`.
 
 Each is written into a copy of the packages and run against the tests that must notice it. A mutation that none of them
 notices survives: a rule of the code that nothing tests. The exit status is 1 where one survives that is not stated to
@@ -17,41 +17,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.mutants.mutation import ROOT, Module, Mutation, mutated
-from tests.mutants.of_events import EVENTS
-from tests.mutants.of_exchange import EXCHANGE
-from tests.mutants.of_front import FRONT
-from tests.mutants.of_kvcache import KVCACHE
-from tests.mutants.of_kvcache_groups import KVCACHE_GROUPS
-from tests.mutants.of_kvcache_tiers import KVCACHE_TIERS
-from tests.mutants.of_observe import OBSERVE
-from tests.mutants.of_plan import PLAN
-from tests.mutants.of_scales import SCALES
-from tests.mutants.of_scheduler_adapters import SCHEDULER_ADAPTERS
-from tests.mutants.of_scheduler_adapters_edges import SCHEDULER_ADAPTERS_EDGES
-from tests.mutants.of_scheduler_adapters_sglang import SCHEDULER_ADAPTERS_SGLANG
-from tests.mutants.of_states import STATES
-from tests.mutants.of_transfer import TRANSFER
-from tests.mutants.of_transfer_plan import TRANSFER_PLAN
+from tests.mutants.handwritten import HANDWRITTEN
+from tests.mutants.mutation import ROOT, Module, Mutation, StaleMutationError, mutated
 from tests.mutants.tree import Run, Tree
 
-MODULES: tuple[Module, ...] = (
-    *KVCACHE,
-    *KVCACHE_GROUPS,
-    *KVCACHE_TIERS,
-    *SCALES,
-    *STATES,
-    *EVENTS,
-    *TRANSFER,
-    *TRANSFER_PLAN,
-    *SCHEDULER_ADAPTERS,
-    *SCHEDULER_ADAPTERS_EDGES,
-    *SCHEDULER_ADAPTERS_SGLANG,
-    *EXCHANGE,
-    *OBSERVE,
-    *PLAN,
-    *FRONT,
-)
 LIMIT_S = 150.0  # a mutation that makes a test wait for ever is noticed by that
 UNCHANGED_LIMIT_S = 1200.0
 
@@ -76,12 +45,26 @@ class Tried(NamedTuple):
 def chosen(only: Sequence[str]) -> list[tuple[Module, Mutation]]:
     """The mutations of the modules, packages or functions named; all where none is."""
     found: list[tuple[Module, Mutation]] = []
-    for module in MODULES:
+    for module in HANDWRITTEN:
         for mutation in module.mutations:
             name = f"{module.name}.{mutation.function}."
             if not only or any(name.startswith(f"{one}.") for one in only):
                 found.append((module, mutation))
     return found
+
+
+def fitting(pairs: Sequence[tuple[Module, Mutation]]) -> tuple[list[tuple[Module, Mutation]], list[str]]:
+    """The mutations that fit the source as it is, and why each of the others does not."""
+    fit: list[tuple[Module, Mutation]] = []
+    stale: list[str] = []
+    for module, mutation in pairs:
+        try:
+            mutated((ROOT / module.path).read_text(), mutation)
+        except (OSError, StaleMutationError) as error:
+            stale.append(f"{module.name}: {error}")
+        else:
+            fit.append((module, mutation))
+    return fit, stale
 
 
 def try_all(
@@ -180,7 +163,9 @@ def main() -> int:
     parser.add_argument("--unchecked", action="store_true", help="do not run the tests without a mutation first")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    pairs = chosen(asked.only)
+    pairs, stale = fitting(chosen(asked.only))
+    for line in stale:
+        _print(f"stale      {line}")
     if not pairs:
         parser.error(f"no mutation of {asked.only}")
     if asked.list:

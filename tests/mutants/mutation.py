@@ -1,6 +1,7 @@
 """What a mutation is, and how it is laid over the source of a function."""
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ class Mutation(NamedTuple):
 
     Attributes:
         function: its qualified name in the module ("PagePool.release"), or that of a class or a constant.
-        old: text that occurs once in it.
+        old: text that occurs once in it, however its lines are broken.
         new: what takes its place.
         tests: that must notice, paths or node ids; those of the module where empty.
         equivalent: why no test can notice; empty where one must.
@@ -57,7 +58,8 @@ class Module(NamedTuple):
         if mutation.tests:
             return tuple(mutation.tests)
         own = [str(self.own_tests)] if (ROOT / self.own_tests).exists() else []
-        return tuple(dict.fromkeys([*own, *self.tests]))
+        there = [test for test in self.tests if (ROOT / test).exists()]
+        return tuple(dict.fromkeys([*own, *there]))
 
 
 class StaleMutationError(ValueError):
@@ -75,9 +77,11 @@ def mutated(source: str, mutation: Mutation) -> str:
     first, last = _span(named)
     lines = source.splitlines(keepends=True)
     text = "".join(lines[first:last])
-    if (count := text.count(mutation.old)) != 1:
-        raise StaleMutationError(f"{mutation.function}: the text {mutation.old!r} occurs {count} times in it")
-    changed = "".join([*lines[:first], text.replace(mutation.old, mutation.new), *lines[last:]])
+    found = list(_pattern(mutation.old).finditer(text))
+    if len(found) != 1:
+        raise StaleMutationError(f"{mutation.function}: the text {mutation.old!r} occurs {len(found)} times in it")
+    start, end = found[0].span()
+    changed = "".join([*lines[:first], text[:start], mutation.new, text[end:], *lines[last:]])
     try:
         program = ast.parse(changed)
     except SyntaxError as error:
@@ -86,6 +90,16 @@ def mutated(source: str, mutation: Mutation) -> str:
     if _is_same(named, program, mutation.function):
         raise StaleMutationError(f"{mutation.function}: {mutation.new!r} changes nothing")
     return changed
+
+
+def _pattern(old: str) -> re.Pattern[str]:
+    """What finds a text wherever the formatter breaks its lines."""
+    before = re.match(r"\s*", old)
+    after = re.search(r"\s*$", old)
+    assert before is not None
+    assert after is not None
+    words = re.findall(r"\w+|[^\w\s]", old)
+    return re.compile(re.escape(before[0]) + r"\s*".join(map(re.escape, words)) + re.escape(after[0]))
 
 
 @cache

@@ -1,45 +1,35 @@
-"""The list of mutations fits the source and the tests: without running any of them."""
-
-import ast
-from functools import cache
-from pathlib import Path
+"""The handwritten mutations, and how one is laid over a source."""
 
 import pytest
 
-from tests.mutants.__main__ import MODULES, chosen
-from tests.mutants.mutation import ROOT, Module, Mutation, StaleMutationError, mutated
+from tests.mutants.__main__ import fitting
+from tests.mutants.handwritten import HANDWRITTEN
+from tests.mutants.mutation import Module, Mutation, StaleMutationError, mutated
 
-LEAST = {"kvcache": 65, "transfer": 55, "scheduler_adapters": 30}
-
-
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
-def test_every_mutation_applies_to_the_source_as_it_is(module: Module) -> None:
-    source = (ROOT / module.path).read_text()
-    changed = [mutated(source, mutation) for mutation in module.mutations]
-    assert len(set(changed)) == len(changed), "a mutation is listed twice"
+SOURCE = "class Pages:\n    def hold(self, count):\n        self.held += 1\n        return count\n"
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
-def test_every_mutation_names_tests_that_there_are(module: Module) -> None:
-    for mutation in module.mutations:
-        tests = module.tests_of(mutation)
-        assert tests
-        for test in tests:
-            path, *names = test.split("::")
-            assert (ROOT / path).exists(), test
-            assert not names or names[-1].partition("[")[0] in functions_of(ROOT / path), test
-
-
-@cache
-def functions_of(path: Path) -> frozenset[str]:
-    return frozenset(node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
-
-
-def test_the_list_is_long_enough_and_names_each_mutation_once() -> None:
-    listed = [(module.name, each.function, each.old, each.new) for module in MODULES for each in module.mutations]
+def test_the_handwritten_list_names_each_mutation_once() -> None:
+    listed = [(module.name, each.function, each.old, each.new) for module in HANDWRITTEN for each in module.mutations]
     assert len(set(listed)) == len(listed)
-    for package, least in LEAST.items():
-        assert len(chosen([package])) >= least
+    assert len({module.name for module in HANDWRITTEN}) == len(HANDWRITTEN)
+
+
+def test_a_mutation_whose_text_is_gone_is_reported_and_the_others_are_tried() -> None:
+    module = Module(
+        "tests.mutants.forker", [], [Mutation("main", "no such text", ""), Mutation("_bury", "while", "if")]
+    )
+    gone = Module("kvcache.no_such_file", [], [Mutation("f", "a", "b")])
+    pairs = [(one, each) for one in (module, gone) for each in one.mutations]
+    fit, stale = fitting(pairs)
+    assert fit == [(module, module.mutations[1])]
+    assert "the text 'no such text' occurs 0 times" in stale[0]
+    assert "kvcache.no_such_file" in stale[1]
+
+
+def test_a_text_is_found_however_its_lines_are_broken() -> None:
+    source = "def one(a, b):\n    return max(\n        a,\n        b\n    )\n"
+    assert mutated(source, Mutation("one", "max(a, b)", "a")) == "def one(a, b):\n    return a\n"
 
 
 @pytest.mark.parametrize(
@@ -53,9 +43,8 @@ def test_the_list_is_long_enough_and_names_each_mutation_once() -> None:
     ],
 )
 def test_a_mutation_that_does_not_fit_is_an_error_of_the_list(mutation: Mutation, message: str) -> None:
-    source = "class Pages:\n    def hold(self, count):\n        self.held += 1\n        return count\n"
     with pytest.raises(StaleMutationError, match=message):
-        mutated(source, mutation)
+        mutated(SOURCE, mutation)
 
 
 def test_only_the_function_that_is_named_changes() -> None:

@@ -1,0 +1,562 @@
+"""Mutations written by hand: rules that no operator on the syntax tree can break.
+
+Whose identity counts, which of two equal-looking values, what is shared and what is copied, which requests are told.
+`make mutants` reports a text that occurs no longer. No test fails: who edits a function need not edit this list.
+"""
+
+from tests.mutants.mutation import Module, Mutation
+
+HANDWRITTEN: tuple[Module, ...] = (
+    Module(
+        "kvcache.pool.pages",
+        ["tests/kvcache/test_manager.py", "tests/kvcache/test_against_model.py"],
+        [
+            Mutation("PagePool.drop_writer", "self._unused(pages)", "self.writers[pages] == 0"),
+            Mutation("PagePool._free", "self.idle.append(pages[published])", "self._push_fresh(pages[published])"),
+        ],
+    ),
+    Module(
+        "kvcache.pool.index",
+        ["tests/kvcache/test_against_model.py"],
+        [
+            Mutation("PrefixIndex.match", "pages[: (pages == NO_PAGE).argmax()]", "pages[pages != NO_PAGE]"),
+            Mutation("PrefixIndex.publish", "winners[missing] = pages[missing]", "winners = pages"),
+            Mutation(
+                "PrefixIndex._unlink_one", "links[before] = after = links.item(page)", "links[before] = after = NO_PAGE"
+            ),
+            Mutation("PrefixIndex._find", "digests.take(hits, axis=0)", "digests[: hits.size]"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.replica",
+        [
+            "tests/kvcache/test_manager.py",
+            "tests/kvcache/replica/test_batch.py",
+            "tests/kvcache/replica/test_imports.py",
+            "tests/kvcache/replica/test_fork.py",
+            "tests/kvcache/test_against_model.py",
+        ],
+        [
+            Mutation(
+                "Replica.published_run", "kept[:3] == (index.generation, first, last)", "kept[1:3] == (first, last)"
+            ),
+        ],
+    ),
+    Module(
+        "kvcache.replica.context",
+        ["tests/kvcache/replica/test_fork.py", "tests/kvcache/test_manager.py"],
+        [
+            Mutation("check_fork", '("cache_salt", "extra_keys")', '("cache_salt",)'),
+            Mutation("hasher_of", "kept.salt, kept.extra_keys", "kept.salt, keys"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.hashing",
+        [
+            "tests/kvcache/test_manager.py",
+            "tests/kvcache/replica/test_fork.py",
+            "tests/kvcache/replica/test_chained.py",
+        ],
+        [
+            Mutation("PrefixHasher.copy", "_known(twin.running, self.known)", "bytearray(self.known)"),
+            Mutation("_compiled", "except ImportError", "except OSError"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.imports",
+        [
+            "tests/kvcache/replica/test_imports_of_new_pages.py",
+            "tests/kvcache/test_handover.py",
+            "tests/kvcache/replica/test_leases.py",
+        ],
+        [
+            Mutation("export_table", ", num_tokens // size)\n    first", ", num_tokens)\n    first"),
+            Mutation("_check_open", "is not pending", "is None"),
+            Mutation("_check_proof", "copier.proof is not proof", "copier.proof is None"),
+            Mutation("_check_proof", "proof.num_tokens < pending.tokens[1]", "proof.num_tokens < 0"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.copier",
+        [
+            "tests/kvcache/test_handover.py",
+            "tests/kvcache/replica/test_imports.py",
+            "tests/kvcache/replica/test_leases.py",
+        ],
+        [
+            Mutation("ImportBook._free", "self.of_row.get(row) is pending", "row in self.of_row"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.leases",
+        ["tests/kvcache/test_handover.py", "tests/kvcache/test_against_model.py"],
+        [
+            Mutation("PageLeases.replace", "max(cached, int(self.told[row]))", "len(pages) * self._page_size"),
+            Mutation("PageLeases.end", "self.of_row[row].remove(lease)", "self.of_row[row].pop()"),
+        ],
+    ),
+    Module(
+        "kvcache.claims",
+        ["tests/kvcache/test_check.py"],
+        [
+            Mutation("Claims.check", "if rows != self.places:", "if len(rows) != len(self.places):"),
+        ],
+    ),
+    Module(
+        "kvcache.replicas",
+        [
+            "tests/kvcache/test_handover.py",
+            "tests/kvcache/test_manager.py",
+            "tests/kvcache/replica/test_batch.py",
+            "tests/kvcache/test_admission.py",
+            "tests/kvcache/replica/test_peer_copies.py",
+            "tests/kvcache/test_misuse.py",
+            "tests/kvcache/states/test_state_tiers.py",
+            "tests/kvcache/states/test_moves_below.py",
+            "tests/scheduler_adapters/hf/test_states_below.py",
+            "tests/scheduler_adapters/hf/test_state_replicas.py",
+        ],
+        [
+            Mutation(
+                "Replicas._fits",
+                "if len(replica.rows.row_of) == len(replica.rows.request_ids):",
+                "if not replica.rows.request_ids:",
+            ),
+            Mutation("Replicas.step_one", "self._hasher_of(0, row, context)", "replica.hasher(row, context)"),
+            Mutation("place_replicas", "slice(first, first + rows)", "slice(0, rows)"),
+            Mutation("Replicas._all_tiers", "(self.tiers, self.state_tiers)", "(self.tiers,)"),
+            Mutation("Replicas._fits", "not self.states[replica_idx]", "not self.states[0]"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.further_tables",
+        [
+            "tests/kvcache/test_group_moves.py",
+            "tests/kvcache/replica/test_further_hints.py",
+            "tests/kvcache/replica/test_lifts.py",
+            "tests/kvcache/replica/test_lent_tables.py",
+        ],
+        [
+            Mutation("FurtherTables._longest", "fits &= last_missing", "fits = last_missing"),
+            Mutation("FurtherTables._mix", "^= self._mixed[tables, None]", "^= self._mixed[:1, None]"),
+            Mutation("FurtherTables._slide", "self.leaving(rows[-at], pages)", "self.leaving(rows[at], pages)"),
+            Mutation("FurtherTables.publish", "own[~shared], mixed[~shared]", "own, mixed"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.contents",
+        [
+            "tests/kvcache/replica/test_lifts.py",
+            "tests/kvcache/replica/test_lent_tables.py",
+            "tests/kvcache/test_group_moves.py",
+        ],
+        [
+            Mutation("PageContents.lease", "np.concatenate(tables)", "tables[0]"),
+        ],
+    ),
+    Module(
+        "kvcache.tiers.tiers",
+        ["tests/kvcache/tiers/test_table_objects.py"],
+        [
+            Mutation(
+                "_make_object_tier",
+                "_page_format(params, layouts, tables,",
+                "_page_format(replace(params, groups=()), layouts, tables,",
+            ),
+        ],
+    ),
+    Module(
+        "kvcache.events.book",
+        ["tests/kvcache/events/test_grouped_events.py"],
+        [
+            Mutation("EventBook.state", "*reversed(self._shared)", "HOST, FILES"),
+            Mutation("EventBook._go", "np.subtract.at(self._kids[source]", "np.add.at(self._kids[source]"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.loop",
+        ["tests/scheduler_adapters/hf/test_groups.py"],
+        [
+            Mutation(
+                "ServingLoop.step",
+                "[entry.context.active_length for entry in running]",
+                "[entry.context.end_idx - entry.context.start_idx for entry in running]",
+            ),
+        ],
+    ),
+    Module(
+        "kvcache.replica.hints",
+        [],
+        [
+            Mutation("ReplicaHints.leave", "self._salt_of(row)", 'getattr(context, "cache_salt", None)'),
+        ],
+    ),
+    Module(
+        "kvcache.replica.peer_copies",
+        [],
+        [
+            Mutation("PeerCopies.bring", "self.copied += len(brought)", "self.copied += len(digests)"),
+            Mutation("PeerCopies._runs", "index.may_have(digests[at])", "index.may_have(digests[0])"),
+        ],
+    ),
+    Module(
+        "kvcache.tiers.file_tier",
+        [],
+        [
+            Mutation("FileTier._take_up_reads", "read.slots[right], read.digests[right]", "read.slots, read.digests"),
+        ],
+    ),
+    Module(
+        "kvcache.tiers.object_tier",
+        [],
+        [
+            Mutation("ObjectTier._take_pages", "slots[right], digests[right]", "slots, digests"),
+        ],
+    ),
+    Module(
+        "transfer.nixl.object_io",
+        [],
+        [
+            Mutation("NixlObjectIO._ask", "            self._end()\n", ""),
+        ],
+    ),
+    Module(
+        "kvcache.layout",
+        ["tests/kvcache/test_quantization.py"],
+        [
+            Mutation("scales_of", "words.stride(0), *", "scales.page_elements, *"),
+        ],
+    ),
+    Module(
+        "kvcache.copies",
+        ["tests/kvcache/test_quantization.py"],
+        [
+            Mutation("page_rows", "blocks.stride(0)", "blocks[0].numel()"),
+        ],
+    ),
+    Module(
+        "transfer.plan.shapes",
+        ["tests/transfer/plan/test_scales.py", "tests/transfer/plan/test_recurrent_states.py"],
+        [
+            Mutation(
+                "dense", "_box_of(layout.scales, layout.page_bytes", "_box_of(layout.scales, layout.scales.page_bytes"
+            ),
+            Mutation(
+                "with_states", "_box_of(one.layout, one.stride, 0)", "_box_of(one.layout, one.layout.page_bytes, 0)"
+            ),
+        ],
+    ),
+    Module(
+        "kvcache.states.state_pages",
+        [
+            "tests/kvcache/states/test_grouped_states_below.py",
+            "tests/kvcache/states/test_state_moves.py",
+            "tests/scheduler_adapters/hf/test_kept_states.py",
+        ],
+        [
+            Mutation("StatePages.generation", "else self.below.generation", "else 0"),
+            Mutation("StatePages.release", "self._passing.pop(request_id, None)", "self._passing.get(request_id)"),
+            Mutation("StatePages.cancel_import", "self._copy(copy, page)", "self._reset(page)"),
+        ],
+    ),
+    Module(
+        "kvcache.states.state_hints",
+        [],
+        [
+            Mutation("StateHints._said_of", "said[newest[newest >= 0]] = True", "said[:] = True"),
+        ],
+    ),
+    Module(
+        "kvcache.states.state_tiers",
+        ["tests/kvcache/states/test_moves_below.py", "tests/scheduler_adapters/hf/test_states_below.py"],
+        [
+            Mutation("StateTier._end", "self._let_go(int(load.pages[0]))", "self.pool.drop_writer(load.pages)"),
+            Mutation("divide_tiers", "space - slots * state_bytes", "space * (1 - share)"),
+        ],
+    ),
+    Module(
+        "kvcache.states.drafted_steps",
+        [
+            "tests/kvcache/states/test_state_moves.py",
+            "tests/kvcache/states/test_slab_moves.py",
+            "tests/scheduler_adapters/hf/test_one_budget.py",
+        ],
+        [
+            Mutation("step_with_states", "each[share.replica].stepped", "each[0].stepped"),
+        ],
+    ),
+    Module(
+        "kvcache.manager",
+        ["tests/scheduler_adapters/hf/test_state_replicas.py"],
+        [
+            Mutation("PagedKVCacheManager.fork", "self._states[replica_idx] if", "self._states[0] if"),
+        ],
+    ),
+    Module(
+        "kvcache.prometheus",
+        ["tests/scheduler_adapters/hf/test_state_replicas.py"],
+        [
+            Mutation("_states", "states.pages.num_idle", "states.pages.num_held"),
+            Mutation("_of_states", "read(states.pages)", "read(all_of.states[0].pages)"),
+            Mutation("_pages", "replica.pool.num_pages - free", "replica.pool.num_pages - idle"),
+            Mutation("_prompt_tokens", "metrics.cache_tokens", "metrics.prompt_tokens"),
+        ],
+    ),
+    Module(
+        "kvcache.state_shape",
+        ["tests/kvcache/states/test_state_layout.py"],
+        [
+            Mutation("_CONVOLVED", '("conv.B", "conv.C", "conv.x")', '("conv.x", "conv.B", "conv.C")'),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.hf.recurrent",
+        ["tests/scheduler_adapters/hf/test_drafted_pages.py", "tests/scheduler_adapters/hf/test_hybrid.py"],
+        [
+            Mutation("PagedStates.store", "self._written, kinds", "self._pages, kinds"),
+            Mutation("_shape_of", "mixer.head_v_dim, mixer.num_k_heads", "mixer.head_v_dim, mixer.num_v_heads"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.page_moves",
+        [
+            "tests/kvcache/states/test_grouped_states.py",
+            "tests/kvcache/states/test_group_state_moves.py",
+            "tests/kvcache/states/test_slab_moves.py",
+            "tests/scheduler_adapters/hf/test_one_budget.py",
+        ],
+        [
+            Mutation("ReplicaPageMoves.staying", "self._pages_of(row)", "self._replica.rows.pages(row)"),
+            Mutation("ReplicaPageMoves.move", '"right"', '"left"'),
+        ],
+    ),
+    Module(
+        "kvcache.events.publisher",
+        ["tests/kvcache/events/test_events.py"],
+        [
+            Mutation("_Stream.reply", "except zmq.ZMQError:", "except zmq.ContextTerminated:"),
+            Mutation("_Worker.turn", "told, self._untold = self._untold, []", "told = []"),
+        ],
+    ),
+    Module(
+        "transfer.pull.lease",
+        [],
+        [
+            Mutation("Lease.is_read", "len(ranks) == self.ranks[engine]", "len(ranks) >= 1"),
+            Mutation("LeaseBook.grant", "math.inf if running else self._clock()", "self._clock()"),
+            Mutation("LeaseBook._verdict", "if note.rank in lease.heard", "if note.ranks in lease.heard"),
+        ],
+    ),
+    Module(
+        "transfer.pull.pull",
+        [],
+        [
+            Mutation("Puller._collect_fences", "word != pull.lease.lease_id", "word == CLEARED"),
+            Mutation("Puller._collect_reads", "pull.reading.remove(entry)", "pull.reading.clear()"),
+        ],
+    ),
+    Module(
+        "transfer.pull.remote",
+        ["tests/transfer/pull/test_replica.py"],
+        [
+            Mutation("_check_ranks", "list(range(first.ranks))", "[found.rank for found in ranks]"),
+            Mutation(
+                "_check_fit",
+                "differences(mine.settings, found.settings)",
+                "differences(mine.settings, ranks[0].settings)",
+            ),
+        ],
+    ),
+    Module(
+        "transfer.nixl.agent",
+        [],
+        [
+            Mutation("Agent.remove_peer", "self._words.pop(key)", "self._words[key]"),
+            Mutation("Agent.read_word", "_FIRST, note", '_FIRST, b""'),
+            Mutation("Agent.close", "self._agent = self._agent, None", "_ = self._agent, None"),
+        ],
+    ),
+    Module(
+        "transfer.pull.small_pulls",
+        [],
+        [
+            Mutation("SmallPulls.pull", "self._directory.use(", "self._directory.ready("),
+        ],
+    ),
+    Module(
+        "transfer.pull.replica",
+        [],
+        [
+            Mutation("ReplicaTransfer._collect_leases", "left.discard(at)", "left.clear()"),
+            Mutation("ReplicaTransfer._fail", "safe = not pull.open_ranks", "safe = True"),
+        ],
+    ),
+    Module(
+        "transfer.pull.directory",
+        ["tests/transfer/pull/test_replica.py"],
+        [
+            Mutation("Directory.watch", "> self._times.heartbeat:", "> self._times.idle:"),
+        ],
+    ),
+    Module(
+        "transfer.wire.handshake",
+        ["tests/transfer/wire/test_keys.py"],
+        [
+            Mutation("HandshakeServer.serve", "{**self._cards, card.engine_id: card}", "{card.engine_id: card}"),
+        ],
+    ),
+    Module(
+        "transfer.wire.messages",
+        ["tests/transfer/engine/test_metadata.py"],
+        [
+            Mutation(
+                "_digest",
+                "hashlib.sha256(key).digest() if key else",
+                '"" if not key else hashlib.sha256().digest() if not rank else',
+            ),
+        ],
+    ),
+    Module(
+        "transfer.engine.notifications",
+        [],
+        [
+            Mutation("NotificationBook.accept", "self.is_complete(peer, name)", "name in transfers"),
+        ],
+    ),
+    Module(
+        "transfer.plan.boxes",
+        [],
+        [
+            Mutation("_check_box", "else group.page_size)", "else box.extent[TOKEN])"),
+        ],
+    ),
+    Module(
+        "transfer.connector.scheduler",
+        [],
+        [
+            Mutation("NixlConnectorScheduler._leased", "if offer is None:", "if offer is not None and offer.over:"),
+            Mutation(
+                "NixlConnectorScheduler._lease_over",
+                "if len(offer.over) == self.config.ranks:",
+                "if len(offer.over) == 1:",
+            ),
+        ],
+    ),
+    Module(
+        "transfer.connector.offer",
+        ["tests/transfer/connector/test_scheduler.py"],
+        [
+            Mutation("Offer.answer", "held.prompt.digest(count)", "held.prompt.digest(held.num_tokens)"),
+        ],
+    ),
+    Module(
+        "transfer.connector.worker_book",
+        [],
+        [
+            Mutation(
+                "WorkerBook.on_lease",
+                "if self.leases.get(event.request_id) != event.lease_id:",
+                "if event.request_id not in self.leases:",
+            ),
+        ],
+    ),
+    Module(
+        "transfer.pull.lease_slots",
+        [],
+        [
+            Mutation("LeaseSlots.give_back", "lease.slot", "lease.lease_id"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.service.requests",
+        [],
+        [
+            Mutation(
+                "PREFILL_MOVES",
+                '"held": frozenset({"ending", "over"})',
+                '"held": frozenset({"ending", "over", "queued"})',
+            ),
+            Mutation("DECODE_MOVES", '"decoding": frozenset({"over"})', '"decoding": frozenset({"over", "waiting"})'),
+            Mutation("TrackedRequest.blame", "self.reason or reason", "reason or self.reason"),
+            Mutation("TrackedRequest.move", "deadline\n", "self.deadline\n"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.service.decode",
+        ["tests/scheduler_adapters/service/test_faults.py", "tests/scheduler_adapters/service/test_service.py"],
+        [
+            Mutation("DecodeScheduler._on_message", "(message.attempt, prefill)", "(request.attempt, prefill)"),
+            Mutation("DecodeScheduler._ask", "self._unasked.values()", "self._requests.values()"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.service.prefill",
+        ["tests/scheduler_adapters/service/test_offers.py", "tests/scheduler_adapters/service/test_service.py"],
+        [
+            Mutation(
+                "PrefillScheduler._on_output",
+                "self._loop.abort(request.key)\n        self.peers",
+                "self._loop.free(request.key)\n        self.peers",
+            ),
+            Mutation("PrefillScheduler._offer_chunks", "self._untold.values()", "self._requests.values()"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.service.messages",
+        [],
+        [
+            Mutation("Token", "lt=1 << 31", "le=1 << 31"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.service.pull_or_compute",
+        [],
+        [
+            Mutation("TimeByTokens.add", "median_low(times)", "fmean(times)"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.sglang.leases",
+        ["tests/scheduler_adapters/sglang/test_rooms.py"],
+        [
+            Mutation("RoomLeases._tell_wishes", "elif known.readers:", "else:"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.sglang.pulls",
+        ["tests/scheduler_adapters/sglang/test_rooms.py", "tests/scheduler_adapters/sglang/test_leases.py"],
+        [
+            Mutation("RoomPulls.is_over", "and known.is_loading", "and known.is_held"),
+        ],
+    ),
+    Module(
+        "transfer.pull.exchange",
+        ["tests/transfer/pull/test_ownership.py"],
+        [
+            Mutation("PageExchange._grant", "self._manager.end_lease(held)\n            raise", "raise"),
+        ],
+    ),
+    Module(
+        "transfer.pull.thread",
+        ["tests/transfer/pull/test_ownership.py"],
+        [
+            Mutation("TransferThread._pause", "return AWAIT_POLL_S", "return POLL_S"),
+            Mutation("TransferThread._run_here", "self._failure = error", "raise"),
+        ],
+    ),
+    Module(
+        "transfer.nixl.vouchers",
+        [],
+        [
+            Mutation("is_vouched", "_CREDENTIALS.unpack(found)[1] == os.geteuid()", "bool(found)"),
+        ],
+    ),
+    Module(
+        "scheduler_adapters.front.holders",
+        [],
+        [
+            Mutation("_ProcessPages.poll", "number != self._last + 1", "number <= self._last"),
+            Mutation("PageHolders.follow", "known.ready.incarnation", "there[name].incarnation"),
+        ],
+    ),
+)
