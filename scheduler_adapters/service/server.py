@@ -6,9 +6,7 @@ Its settings come as one line of JSON on standard input. The pipe stays open: it
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
-import json
 import math
 import signal
 import sys
@@ -17,7 +15,6 @@ import traceback
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -50,9 +47,6 @@ from transfer.nixl.chaos import ChaosAgent, Rates
 from transfer.pull.exchange import PageExchange
 from transfer.wire.keys import Keyring, load_keyring
 from transfer.wire.secret import read_secret
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # What comes through a socket ends a wait. Leases, pulls and deadlines have none: they are looked at as often as this.
 _WAIT_MS = 1
@@ -109,6 +103,7 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
         InvalidParamsError, PoolTooSmallError, ModelLoadError: the settings cannot work.
     """
     from scheduler_adapters.hf.runner import HFRunner, kv_params_of, load_model, manager_for  # noqa: PLC0415  (heavy)
+    from scheduler_adapters.hf.weights import model_name  # noqa: PLC0415
 
     model = load_model(config.model, config.seed, config.device)
     params = kv_params_of(
@@ -126,17 +121,6 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
     manager = manager_for(model, params, *sizes, devices, available_cache_memory=config.cache_bytes)
     runner = HFRunner(model, manager.states)
     return ServingLoop(manager, runner, config.token_budget), {"model": model_name(model)}
-
-
-def model_name(model: PreTrainedModel) -> str:
-    """Names a model by its configuration and the first values of each of its weights: pages of another are no good."""
-    # Where it was loaded from, and by which version, is no part of what its pages mean.
-    config = {key: value for key, value in model.config.to_dict().items() if key[0] != "_" and "version" not in key}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, weight in model.state_dict().items():
-        digest.update(f"{name}{tuple(weight.shape)}".encode())
-        digest.update(weight.detach().flatten()[:64].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 class ChaosAgents:
