@@ -118,8 +118,8 @@ fuzz: $(STAMP) ## a million bad messages to each: the metadata and its handshake
 model: $(STAMP) ## explore every interleaving of the ownership protocol (ARGS="--without fence")
 	@$(BIN)/python -m tests.transfer.protocol_model $(ARGS)
 
-mutants: $(STAMP) ## try every mutation of a fixed list: the tests must notice each (ARGS="--only kvcache.pool.pages --jobs 2")
-	@$(BIN)/python -m tests.mutants $(ARGS)
+mutants: $(STAMP) ## break every function in every small way, list what no test notices (ARGS="--only kvcache.pool.pages")
+	@$(BIN)/python -m tests.mutants --elsewhere $(ARGS)
 
 check: lint types ## lint and types: what every commit must pass
 

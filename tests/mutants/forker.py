@@ -1,7 +1,8 @@
 """Runs pytest in a fork of a process that has the libraries loaded already: loading them takes longer than most tests.
 
 `python -m tests.mutants.forker`, in a copy of the repository. Each line of its standard input is a run as JSON; each
-line of its standard output is what came of one. The packages under test are not loaded here, only in the forks.
+line of its standard output is what came of one. The packages under test are not loaded here, only in the forks. A fork
+that has collected its tests may serve many runs (`tests.mutants.warm`): it reads the lines then, until one says "end".
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tests.orphans import adopt, end_children
@@ -57,6 +59,39 @@ def run(tests: Sequence[str], options: Sequence[str], limit_s: float, *, compile
         return {"status": status, "output": output.read().decode(errors="replace")}
 
 
+def serve_warm(tests: Sequence[str], options: Sequence[str], packages: Sequence[str]) -> dict[str, Any]:
+    """Let a fork collect tests and serve runs of them, until it is told to end.
+
+    Returns:
+        `ended`: its exit status; `output`: its last part.
+    """
+    adopt()
+    with tempfile.TemporaryFile() as output:
+        asked, answered = os.dup(0), os.dup(1)
+        child = os.fork()
+        if child == 0:
+            lines, answers = os.fdopen(asked), os.fdopen(answered, "w")
+
+            def ask() -> dict[str, Any] | None:
+                request = json.loads(lines.readline() or "{}")
+                return request if request.get("tests") is not None else None
+
+            def answer(found: dict[str, Any]) -> None:
+                answers.write(json.dumps(found) + "\n")
+                answers.flush()
+
+            warm = importlib.import_module("tests.mutants.warm")
+            plugin = warm.Warm([Path(package) for package in packages], ask, answer)
+            _become_pytest([*options, *tests], output.fileno(), compiled=True, plugins=[plugin])
+        os.close(asked)
+        os.close(answered)
+        _, status = os.waitpid(child, 0)
+        end_children()
+        _bury()
+        output.seek(max(0, output.seek(0, os.SEEK_END) - 20_000))
+        return {"ended": os.waitstatus_to_exitcode(status), "output": output.read().decode(errors="replace")}
+
+
 def _wait(child: int, limit_s: float) -> int | None:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
@@ -74,7 +109,7 @@ def _bury() -> None:
             pass
 
 
-def _become_pytest(arguments: Sequence[str], output: int, *, compiled: bool) -> None:
+def _become_pytest(arguments: Sequence[str], output: int, *, compiled: bool, plugins: Sequence[object] = ()) -> None:
     status = 70
     try:
         os.setsid()
@@ -85,7 +120,7 @@ def _become_pytest(arguments: Sequence[str], output: int, *, compiled: bool) -> 
         sys.dont_write_bytecode = not compiled
         if not compiled:
             os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-        status = int(importlib.import_module("pytest").main(list(arguments)))
+        status = int(importlib.import_module("pytest").main(list(arguments), plugins=list(plugins)))
     except BaseException:  # noqa: BLE001 - whatever it is, the fork must not go on as its parent does
         traceback.print_exc()
     finally:
@@ -102,7 +137,9 @@ def main() -> None:
         except ImportError:
             continue  # of an optional extra: the tests that need it are skipped
     for line in sys.stdin:
-        sys.stdout.write(json.dumps(run(**json.loads(line))) + "\n")
+        asked = json.loads(line)
+        found = serve_warm(**asked) if "packages" in asked else run(**asked)
+        sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
 
 

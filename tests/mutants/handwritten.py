@@ -9,7 +9,6 @@ from tests.mutants.mutation import Module, Mutation
 HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.pool.pages",
-        ["tests/kvcache/test_manager.py", "tests/kvcache/test_against_model.py"],
         [
             Mutation("PagePool.drop_writer", "self._unused(pages)", "self.writers[pages] == 0"),
             Mutation("PagePool._free", "self.idle.append(pages[published])", "self._push_fresh(pages[published])"),
@@ -17,7 +16,6 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.pool.index",
-        ["tests/kvcache/test_against_model.py"],
         [
             Mutation("PrefixIndex.match", "pages[: (pages == NO_PAGE).argmax()]", "pages[pages != NO_PAGE]"),
             Mutation("PrefixIndex.publish", "winners[missing] = pages[missing]", "winners = pages"),
@@ -30,13 +28,6 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.replica",
         [
-            "tests/kvcache/test_manager.py",
-            "tests/kvcache/replica/test_batch.py",
-            "tests/kvcache/replica/test_imports.py",
-            "tests/kvcache/replica/test_fork.py",
-            "tests/kvcache/test_against_model.py",
-        ],
-        [
             Mutation(
                 "Replica.published_run", "kept[:3] == (index.generation, first, last)", "kept[1:3] == (first, last)"
             ),
@@ -44,7 +35,6 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.replica.context",
-        ["tests/kvcache/replica/test_fork.py", "tests/kvcache/test_manager.py"],
         [
             Mutation("check_fork", '("cache_salt", "extra_keys")', '("cache_salt",)'),
             Mutation("hasher_of", "kept.salt, kept.extra_keys", "kept.salt, keys"),
@@ -53,22 +43,12 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.hashing",
         [
-            "tests/kvcache/test_manager.py",
-            "tests/kvcache/replica/test_fork.py",
-            "tests/kvcache/replica/test_chained.py",
-        ],
-        [
             Mutation("PrefixHasher.copy", "_known(twin.running, self.known)", "bytearray(self.known)"),
             Mutation("_compiled", "except ImportError", "except OSError"),
         ],
     ),
     Module(
         "kvcache.replica.imports",
-        [
-            "tests/kvcache/replica/test_imports_of_new_pages.py",
-            "tests/kvcache/test_handover.py",
-            "tests/kvcache/replica/test_leases.py",
-        ],
         [
             Mutation("export_table", ", num_tokens // size)\n    first", ", num_tokens)\n    first"),
             Mutation("_check_open", "is not pending", "is None"),
@@ -79,17 +59,11 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.copier",
         [
-            "tests/kvcache/test_handover.py",
-            "tests/kvcache/replica/test_imports.py",
-            "tests/kvcache/replica/test_leases.py",
-        ],
-        [
             Mutation("ImportBook._free", "self.of_row.get(row) is pending", "row in self.of_row"),
         ],
     ),
     Module(
         "kvcache.replica.leases",
-        ["tests/kvcache/test_handover.py", "tests/kvcache/test_against_model.py"],
         [
             Mutation("PageLeases.replace", "max(cached, int(self.told[row]))", "len(pages) * self._page_size"),
             Mutation("PageLeases.end", "self.of_row[row].remove(lease)", "self.of_row[row].pop()"),
@@ -97,25 +71,12 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.claims",
-        ["tests/kvcache/test_check.py"],
         [
             Mutation("Claims.check", "if rows != self.places:", "if len(rows) != len(self.places):"),
         ],
     ),
     Module(
         "kvcache.replicas",
-        [
-            "tests/kvcache/test_handover.py",
-            "tests/kvcache/test_manager.py",
-            "tests/kvcache/replica/test_batch.py",
-            "tests/kvcache/test_admission.py",
-            "tests/kvcache/replica/test_peer_copies.py",
-            "tests/kvcache/test_misuse.py",
-            "tests/kvcache/states/test_state_tiers.py",
-            "tests/kvcache/states/test_moves_below.py",
-            "tests/scheduler_adapters/hf/test_states_below.py",
-            "tests/scheduler_adapters/hf/test_state_replicas.py",
-        ],
         [
             Mutation(
                 "Replicas._fits",
@@ -131,12 +92,6 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.further_tables",
         [
-            "tests/kvcache/test_group_moves.py",
-            "tests/kvcache/replica/test_further_hints.py",
-            "tests/kvcache/replica/test_lifts.py",
-            "tests/kvcache/replica/test_lent_tables.py",
-        ],
-        [
             Mutation("FurtherTables._longest", "fits &= last_missing", "fits = last_missing"),
             Mutation("FurtherTables._mix", "^= self._mixed[tables, None]", "^= self._mixed[:1, None]"),
             Mutation("FurtherTables._slide", "self.leaving(rows[-at], pages)", "self.leaving(rows[at], pages)"),
@@ -146,17 +101,11 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.contents",
         [
-            "tests/kvcache/replica/test_lifts.py",
-            "tests/kvcache/replica/test_lent_tables.py",
-            "tests/kvcache/test_group_moves.py",
-        ],
-        [
             Mutation("PageContents.lease", "np.concatenate(tables)", "tables[0]"),
         ],
     ),
     Module(
         "kvcache.tiers.tiers",
-        ["tests/kvcache/tiers/test_table_objects.py"],
         [
             Mutation(
                 "_make_object_tier",
@@ -167,7 +116,6 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.events.book",
-        ["tests/kvcache/events/test_grouped_events.py"],
         [
             Mutation("EventBook.state", "*reversed(self._shared)", "HOST, FILES"),
             Mutation("EventBook._go", "np.subtract.at(self._kids[source]", "np.add.at(self._kids[source]"),
@@ -175,7 +123,6 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "scheduler_adapters.loop",
-        ["tests/scheduler_adapters/hf/test_groups.py"],
         [
             Mutation(
                 "ServingLoop.step",
@@ -186,14 +133,12 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.replica.hints",
-        [],
         [
             Mutation("ReplicaHints.leave", "self._salt_of(row)", 'getattr(context, "cache_salt", None)'),
         ],
     ),
     Module(
         "kvcache.replica.peer_copies",
-        [],
         [
             Mutation("PeerCopies.bring", "self.copied += len(brought)", "self.copied += len(digests)"),
             Mutation("PeerCopies._runs", "index.may_have(digests[at])", "index.may_have(digests[0])"),
@@ -201,42 +146,36 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.tiers.file_tier",
-        [],
         [
             Mutation("FileTier._take_up_reads", "read.slots[right], read.digests[right]", "read.slots, read.digests"),
         ],
     ),
     Module(
         "kvcache.tiers.object_tier",
-        [],
         [
             Mutation("ObjectTier._take_pages", "slots[right], digests[right]", "slots, digests"),
         ],
     ),
     Module(
         "transfer.nixl.object_io",
-        [],
         [
             Mutation("NixlObjectIO._ask", "            self._end()\n", ""),
         ],
     ),
     Module(
         "kvcache.layout",
-        ["tests/kvcache/test_quantization.py"],
         [
             Mutation("scales_of", "words.stride(0), *", "scales.page_elements, *"),
         ],
     ),
     Module(
         "kvcache.copies",
-        ["tests/kvcache/test_quantization.py"],
         [
             Mutation("page_rows", "blocks.stride(0)", "blocks[0].numel()"),
         ],
     ),
     Module(
         "transfer.plan.shapes",
-        ["tests/transfer/plan/test_scales.py", "tests/transfer/plan/test_recurrent_states.py"],
         [
             Mutation(
                 "dense", "_box_of(layout.scales, layout.page_bytes", "_box_of(layout.scales, layout.scales.page_bytes"
@@ -249,11 +188,6 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.states.state_pages",
         [
-            "tests/kvcache/states/test_grouped_states_below.py",
-            "tests/kvcache/states/test_state_moves.py",
-            "tests/scheduler_adapters/hf/test_kept_states.py",
-        ],
-        [
             Mutation("StatePages.generation", "else self.below.generation", "else 0"),
             Mutation("StatePages.release", "self._passing.pop(request_id, None)", "self._passing.get(request_id)"),
             Mutation("StatePages.cancel_import", "self._copy(copy, page)", "self._reset(page)"),
@@ -261,14 +195,12 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.states.state_hints",
-        [],
         [
             Mutation("StateHints._said_of", "said[newest[newest >= 0]] = True", "said[:] = True"),
         ],
     ),
     Module(
         "kvcache.states.state_tiers",
-        ["tests/kvcache/states/test_moves_below.py", "tests/scheduler_adapters/hf/test_states_below.py"],
         [
             Mutation("StateTier._end", "self._let_go(int(load.pages[0]))", "self.pool.drop_writer(load.pages)"),
             Mutation("divide_tiers", "space - slots * state_bytes", "space * (1 - share)"),
@@ -277,24 +209,17 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.states.drafted_steps",
         [
-            "tests/kvcache/states/test_state_moves.py",
-            "tests/kvcache/states/test_slab_moves.py",
-            "tests/scheduler_adapters/hf/test_one_budget.py",
-        ],
-        [
             Mutation("step_with_states", "each[share.replica].stepped", "each[0].stepped"),
         ],
     ),
     Module(
         "kvcache.manager",
-        ["tests/scheduler_adapters/hf/test_state_replicas.py"],
         [
             Mutation("PagedKVCacheManager.fork", "self._states[replica_idx] if", "self._states[0] if"),
         ],
     ),
     Module(
         "kvcache.prometheus",
-        ["tests/scheduler_adapters/hf/test_state_replicas.py"],
         [
             Mutation("_states", "states.pages.num_idle", "states.pages.num_held"),
             Mutation("_of_states", "read(states.pages)", "read(all_of.states[0].pages)"),
@@ -304,14 +229,12 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "kvcache.state_shape",
-        ["tests/kvcache/states/test_state_layout.py"],
         [
             Mutation("_CONVOLVED", '("conv.B", "conv.C", "conv.x")', '("conv.x", "conv.B", "conv.C")'),
         ],
     ),
     Module(
         "scheduler_adapters.hf.recurrent",
-        ["tests/scheduler_adapters/hf/test_drafted_pages.py", "tests/scheduler_adapters/hf/test_hybrid.py"],
         [
             Mutation("PagedStates.store", "self._written, kinds", "self._pages, kinds"),
             Mutation("_shape_of", "mixer.head_v_dim, mixer.num_k_heads", "mixer.head_v_dim, mixer.num_v_heads"),
@@ -320,19 +243,12 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.page_moves",
         [
-            "tests/kvcache/states/test_grouped_states.py",
-            "tests/kvcache/states/test_group_state_moves.py",
-            "tests/kvcache/states/test_slab_moves.py",
-            "tests/scheduler_adapters/hf/test_one_budget.py",
-        ],
-        [
             Mutation("ReplicaPageMoves.staying", "self._pages_of(row)", "self._replica.rows.pages(row)"),
             Mutation("ReplicaPageMoves.move", '"right"', '"left"'),
         ],
     ),
     Module(
         "kvcache.events.publisher",
-        ["tests/kvcache/events/test_events.py"],
         [
             Mutation("_Stream.reply", "except zmq.ZMQError:", "except zmq.ContextTerminated:"),
             Mutation("_Worker.turn", "told, self._untold = self._untold, []", "told = []"),
@@ -340,7 +256,6 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "transfer.pull.lease",
-        [],
         [
             Mutation("Lease.is_read", "len(ranks) == self.ranks[engine]", "len(ranks) >= 1"),
             Mutation("LeaseBook.grant", "math.inf if running else self._clock()", "self._clock()"),
@@ -349,7 +264,6 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "transfer.pull.pull",
-        [],
         [
             Mutation("Puller._collect_fences", "word != pull.lease.lease_id", "word == CLEARED"),
             Mutation("Puller._collect_reads", "pull.reading.remove(entry)", "pull.reading.clear()"),
@@ -357,7 +271,6 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "transfer.pull.remote",
-        ["tests/transfer/pull/test_replica.py"],
         [
             Mutation("_check_ranks", "list(range(first.ranks))", "[found.rank for found in ranks]"),
             Mutation(
@@ -369,7 +282,6 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "transfer.nixl.agent",
-        [],
         [
             Mutation("Agent.remove_peer", "self._words.pop(key)", "self._words[key]"),
             Mutation("Agent.read_word", "_FIRST, note", '_FIRST, b""'),
@@ -378,14 +290,12 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "transfer.pull.small_pulls",
-        [],
         [
             Mutation("SmallPulls.pull", "self._directory.use(", "self._directory.ready("),
         ],
     ),
     Module(
         "transfer.pull.replica",
-        [],
         [
             Mutation("ReplicaTransfer._collect_leases", "left.discard(at)", "left.clear()"),
             Mutation("ReplicaTransfer._fail", "safe = not pull.open_ranks", "safe = True"),
@@ -393,21 +303,18 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "transfer.pull.directory",
-        ["tests/transfer/pull/test_replica.py"],
         [
             Mutation("Directory.watch", "> self._times.heartbeat:", "> self._times.idle:"),
         ],
     ),
     Module(
         "transfer.wire.handshake",
-        ["tests/transfer/wire/test_keys.py"],
         [
             Mutation("HandshakeServer.serve", "{**self._cards, card.engine_id: card}", "{card.engine_id: card}"),
         ],
     ),
     Module(
         "transfer.wire.messages",
-        ["tests/transfer/engine/test_metadata.py"],
         [
             Mutation(
                 "_digest",
@@ -418,21 +325,18 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "transfer.engine.notifications",
-        [],
         [
             Mutation("NotificationBook.accept", "self.is_complete(peer, name)", "name in transfers"),
         ],
     ),
     Module(
         "transfer.plan.boxes",
-        [],
         [
             Mutation("_check_box", "else group.page_size)", "else box.extent[TOKEN])"),
         ],
     ),
     Module(
         "transfer.connector.scheduler",
-        [],
         [
             Mutation("NixlConnectorScheduler._leased", "if offer is None:", "if offer is not None and offer.over:"),
             Mutation(
@@ -444,14 +348,12 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "transfer.connector.offer",
-        ["tests/transfer/connector/test_scheduler.py"],
         [
             Mutation("Offer.answer", "held.prompt.digest(count)", "held.prompt.digest(held.num_tokens)"),
         ],
     ),
     Module(
         "transfer.connector.worker_book",
-        [],
         [
             Mutation(
                 "WorkerBook.on_lease",
@@ -462,14 +364,12 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "transfer.pull.lease_slots",
-        [],
         [
             Mutation("LeaseSlots.give_back", "lease.slot", "lease.lease_id"),
         ],
     ),
     Module(
         "scheduler_adapters.service.requests",
-        [],
         [
             Mutation(
                 "PREFILL_MOVES",
@@ -483,7 +383,6 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "scheduler_adapters.service.decode",
-        ["tests/scheduler_adapters/service/test_faults.py", "tests/scheduler_adapters/service/test_service.py"],
         [
             Mutation("DecodeScheduler._on_message", "(message.attempt, prefill)", "(request.attempt, prefill)"),
             Mutation("DecodeScheduler._ask", "self._unasked.values()", "self._requests.values()"),
@@ -491,7 +390,6 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "scheduler_adapters.service.prefill",
-        ["tests/scheduler_adapters/service/test_offers.py", "tests/scheduler_adapters/service/test_service.py"],
         [
             Mutation(
                 "PrefillScheduler._on_output",
@@ -503,42 +401,36 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "scheduler_adapters.service.messages",
-        [],
         [
             Mutation("Token", "lt=1 << 31", "le=1 << 31"),
         ],
     ),
     Module(
         "scheduler_adapters.service.pull_or_compute",
-        [],
         [
             Mutation("TimeByTokens.add", "median_low(times)", "fmean(times)"),
         ],
     ),
     Module(
         "scheduler_adapters.sglang.leases",
-        ["tests/scheduler_adapters/sglang/test_rooms.py"],
         [
             Mutation("RoomLeases._tell_wishes", "elif known.readers:", "else:"),
         ],
     ),
     Module(
         "scheduler_adapters.sglang.pulls",
-        ["tests/scheduler_adapters/sglang/test_rooms.py", "tests/scheduler_adapters/sglang/test_leases.py"],
         [
             Mutation("RoomPulls.is_over", "and known.is_loading", "and known.is_held"),
         ],
     ),
     Module(
         "transfer.pull.exchange",
-        ["tests/transfer/pull/test_ownership.py"],
         [
             Mutation("PageExchange._grant", "self._manager.end_lease(held)\n            raise", "raise"),
         ],
     ),
     Module(
         "transfer.pull.thread",
-        ["tests/transfer/pull/test_ownership.py"],
         [
             Mutation("TransferThread._pause", "return AWAIT_POLL_S", "return POLL_S"),
             Mutation("TransferThread._run_here", "self._failure = error", "raise"),
@@ -546,14 +438,12 @@ HANDWRITTEN: tuple[Module, ...] = (
     ),
     Module(
         "transfer.nixl.vouchers",
-        [],
         [
             Mutation("is_vouched", "_CREDENTIALS.unpack(found)[1] == os.geteuid()", "bool(found)"),
         ],
     ),
     Module(
         "scheduler_adapters.front.holders",
-        [],
         [
             Mutation("_ProcessPages.poll", "number != self._last + 1", "number <= self._last"),
             Mutation("PageHolders.follow", "known.ready.incarnation", "there[name].incarnation"),

@@ -1,4 +1,4 @@
-"""What a mutation is, and how it is laid over the source of a function."""
+"""What a handwritten mutation is, and how it is laid over the source of a function."""
 
 import ast
 import re
@@ -18,15 +18,11 @@ class Mutation(NamedTuple):
         function: its qualified name in the module ("PagePool.release"), or that of a class or a constant.
         old: text that occurs once in it, however its lines are broken.
         new: what takes its place.
-        tests: that must notice, paths or node ids; those of the module where empty.
-        equivalent: why no test can notice; empty where one must.
     """
 
     function: str
     old: str
     new: str
-    tests: Sequence[str] = ()
-    equivalent: str = ""
 
 
 class Module(NamedTuple):
@@ -34,32 +30,16 @@ class Module(NamedTuple):
 
     Attributes:
         name: dotted.
-        tests: that must notice beside its own test file, where a mutation names no others.
         mutations: of its functions.
     """
 
     name: str
-    tests: Sequence[str]
     mutations: Sequence[Mutation]
 
     @property
     def path(self) -> Path:
         """Its file, from the root of the repository."""
         return Path(*self.name.split(".")).with_suffix(".py")
-
-    @property
-    def own_tests(self) -> Path:
-        """The test file that mirrors it, where there is one."""
-        package, *folders, name = self.name.split(".")
-        return Path("tests", package, *folders, f"test_{name}.py")
-
-    def tests_of(self, mutation: Mutation) -> tuple[str, ...]:
-        """The tests that must notice a mutation: those that it names, else the module's."""
-        if mutation.tests:
-            return tuple(mutation.tests)
-        own = [str(self.own_tests)] if (ROOT / self.own_tests).exists() else []
-        there = [test for test in self.tests if (ROOT / test).exists()]
-        return tuple(dict.fromkeys([*own, *there]))
 
 
 class StaleMutationError(ValueError):

@@ -7,9 +7,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.mutants.mutation import ROOT
 
@@ -46,6 +47,7 @@ class Tree:
                 shutil.copytree(ROOT / part, folder / part, ignore=NO_CACHES)
             else:
                 shutil.copy2(ROOT / part, folder / part)
+        self.reach: dict[tuple[str, ...], dict[str, Any]] = {}  # of each set of test files: what their tests call
         self._stamp = time.time_ns()
         self._forker: subprocess.Popen[str] | None = None
 
@@ -67,34 +69,49 @@ class Tree:
 
     def run_mutated(self, path: Path, source: str, tests: Sequence[str], limit_s: float) -> Run:
         """Run tests with another source in a file, which is as before afterwards."""
+        with self.changed(path, source):
+            return self.run(tests, limit_s)
+
+    @contextmanager
+    def changed(self, path: Path, source: str) -> Iterator[None]:
+        """Another source in a file, which is as before afterwards."""
         file = self.folder / path
         before, status = file.read_bytes(), file.stat()
         self._stamp += 2_000_000_000  # compiled files are compared by whole seconds and size: each change is a new one
         try:
             file.write_text(source)
             os.utime(file, ns=(self._stamp, self._stamp))
-            return self.run(tests, limit_s)
+            yield
         finally:
             file.write_bytes(before)
             os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
     def run(self, tests: Sequence[str], limit_s: float, *, compiled: bool = False) -> Run:
         """Run tests up to the first that fails. `compiled`: keep what Python compiles, for the next runs."""
-        options = ["-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", f"--basetemp={self.folder / 'basetemp'}"]
-        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is loaded before pytest begins
-        asked = {"tests": list(tests), "options": options, "limit_s": limit_s, "compiled": compiled}
-        if self._forker is None:
-            self._forker = self._start_forker()
-        assert self._forker.stdin is not None
-        assert self._forker.stdout is not None
         start = time.monotonic()
-        self._forker.stdin.write(json.dumps(asked) + "\n")
-        self._forker.stdin.flush()
-        answer = json.loads(self._forker.stdout.readline())
+        asked = {"tests": list(tests), "options": ["-x", *self.options], "limit_s": limit_s, "compiled": compiled}
+        answer = self.ask(asked)
         outcome, output = _outcome(answer["status"]), answer["output"]
         found = _FAILED.search(output)
         by = output[-2000:] if outcome == "broken" else found[1] if found else ""
         return Run(outcome, by, time.monotonic() - start)
+
+    @property
+    def options(self) -> list[str]:
+        """Of pytest: the same order, the same random numbers, and nothing written beside the copy."""
+        given = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", f"--basetemp={self.folder / 'basetemp'}"]
+        given += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is loaded before pytest begins
+        return [*given, "--hypothesis-seed=0"]
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Hand a request to the process that forks; its answer."""
+        if self._forker is None:
+            self._forker = self._start_forker()
+        assert self._forker.stdin is not None
+        assert self._forker.stdout is not None
+        self._forker.stdin.write(json.dumps(request) + "\n")
+        self._forker.stdin.flush()
+        return json.loads(self._forker.stdout.readline())
 
     def close(self) -> None:
         """End what runs the tests."""
@@ -112,7 +129,8 @@ class Tree:
         )
 
     def _environment(self) -> dict[str, str]:
-        return dict(os.environ) | {"PYTHONPATH": str(self.folder)}
+        # CI asks for a second try of what fails; here a failure is what is looked for.
+        return dict(os.environ) | {"PYTHONPATH": str(self.folder), "PYTEST_ADDOPTS": ""}
 
 
 def _outcome(status: int | None) -> str:

@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.mutants.__main__ import fitting
 from tests.mutants.handwritten import HANDWRITTEN
-from tests.mutants.mutation import Module, Mutation, StaleMutationError, mutated
+from tests.mutants.mutation import Mutation, StaleMutationError, mutated
 
 SOURCE = "class Pages:\n    def hold(self, count):\n        self.held += 1\n        return count\n"
 
@@ -13,18 +12,6 @@ def test_the_handwritten_list_names_each_mutation_once() -> None:
     listed = [(module.name, each.function, each.old, each.new) for module in HANDWRITTEN for each in module.mutations]
     assert len(set(listed)) == len(listed)
     assert len({module.name for module in HANDWRITTEN}) == len(HANDWRITTEN)
-
-
-def test_a_mutation_whose_text_is_gone_is_reported_and_the_others_are_tried() -> None:
-    module = Module(
-        "tests.mutants.forker", [], [Mutation("main", "no such text", ""), Mutation("_bury", "while", "if")]
-    )
-    gone = Module("kvcache.no_such_file", [], [Mutation("f", "a", "b")])
-    pairs = [(one, each) for one in (module, gone) for each in one.mutations]
-    fit, stale = fitting(pairs)
-    assert fit == [(module, module.mutations[1])]
-    assert "the text 'no such text' occurs 0 times" in stale[0]
-    assert "kvcache.no_such_file" in stale[1]
 
 
 def test_a_text_is_found_however_its_lines_are_broken() -> None:

@@ -1,0 +1,43 @@
+"""The mutants that no test can notice, and why.
+
+`harmless.txt` holds one a line: the file and the function, the operator, the expressions, and a reason. An entry whose
+expression is gone from its function is reported by `make mutants`, and fails nothing.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+from tests.mutants.sites import Mutant
+
+LIST = Path(__file__).with_name("harmless.txt")
+_BECAUSE = " ## "
+ANY = "*"  # in place of the expressions: every change of that operator in that function
+
+
+@cache
+def reasons(file: Path = LIST) -> Mapping[str, str]:
+    """Why each is harmless, by its key."""
+    found: dict[str, str] = {}
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        if line.strip() and not line.startswith("#"):
+            key, parted, reason = line.partition(_BECAUSE)
+            if not parted or not reason.strip() or key.count(" | ") < 2:
+                raise ValueError(f"{file.name}, line {number}: not 'file:function | operator | old -> new ## reason'")
+            found[key.strip()] = reason.strip()
+    return found
+
+
+def reason_of(mutant: Mutant, known: Mapping[str, str]) -> str:
+    """Why a mutant is harmless; empty where nobody says so."""
+    return known.get(mutant.key) or known.get(_any(mutant), "")
+
+
+def gone(mutants: Iterable[Mutant], known: Mapping[str, str]) -> list[str]:
+    """The entries that no mutant has any more."""
+    there = {key for mutant in mutants for key in (mutant.key, _any(mutant))}
+    return [key for key in known if key not in there]
+
+
+def _any(mutant: Mutant) -> str:
+    return f"{mutant.path}:{mutant.function} | {mutant.operator} | {ANY}"

@@ -1,0 +1,138 @@
+"""Where the tests of a source file are: beside it, and elsewhere.
+
+Beside `kvcache/pool/pages.py` is `tests/kvcache/pool/test_pages.py`, and each `test_pages_*.py` there. A file without a
+test file of its name is tested through the doors that the table names, or else by its folder. What the table names and
+is gone is passed over, so that who moves a test need not edit the table at once.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.mutants.mutation import ROOT
+
+PACKAGES = ("kvcache", "transfer", "scheduler_adapters")
+
+# Without the package and "test_": a file, and the test files through which it is tested.
+_DOORS: dict[str, dict[str, str]] = {
+    "kvcache": {
+        "arguments": "misuse hostile params",
+        "claims": "misuse check manager replica/batch",
+        "copies": "quantization storage",
+        "events/log": "events/grouped_events events/events",
+        "families": "prometheus",
+        "figures": "prometheus",
+        "layout": "quantization",
+        "metrics": "manager",
+        "pool/quotas": "pool/retention replica/hints states/state_hints",
+        "replica/block_table": "replica/imports replica/leases replica/further_imports",
+        "replica/copier": "handover replica/imports replica/leases",
+        "replica/hinted_states": "states/state_hints",
+        "replica/page_moves": "states/slab_moves states/grouped_states",
+        "replica/pages_below": "replica/lifts tiers/host_tier",
+        "replica/prefix_states": "states/grouped_states states/state_pages",
+        "replica/reservation": "replica/replica",
+        "replica/rows": "replica/batch replica/fork handover against_model",
+        "replicas": "manager admission handover replica/batch states/state_moves",
+        "state_shape": "states/state_layout",
+        "states/drafted_pages": "states/state_moves states/slab_moves",
+        "states/drafted_steps": "states/state_moves states/slab_moves",
+        "states/kept_states": "states/state_moves states/grouped_states",
+        "states/replica_states": "states/state_moves states/slab_moves states/grouped_states",
+        "states/state_memory": "states/state_moves states/slab_moves states/state_hints states/state_pages",
+        "states/state_slabs": "states/slab_moves",
+        "states/state_views": "states/state_layout states/state_pages",
+        "tiers/file_index": "tiers/file_tier",
+        "tiers/page_folder": "tiers/file_tier tiers/page_files",
+        "tiers/page_objects": "tiers/object_tier",
+        "tiers/read_rates": "tiers/object_tier tiers/table_objects",
+        "tiers/tiers": "tiers/host_tier tiers/object_tier replica/lifts replica/lent_tables",
+        "types": "manager",
+        "watch/book": "watch/endpoint watch/log",
+        "watch/cells": "watch/endpoint",
+        "watch/follower": "watch/endpoint",
+        "watch/pools": "watch/endpoint watch/log",
+        "watched": "watch/endpoint watch/log",
+    },
+    "transfer": {
+        "connector/metadata": "connector/scheduler connector/worker",
+        "connector/offer": "connector/scheduler",
+        "engine/checks": "engine/engine",
+        "engine/peers": "engine/engine engine/metadata",
+        "engine/tensor_agent": "engine/engine",
+        "nixl/object_store": "nixl/object_io",
+        "nixl/settings": "nixl/agent",
+        "plan/intersection": "plan/plan plan/scales",
+        "plan/shapes": "plan/scales plan/recurrent_states plan/plan",
+        "pull/asking": "pull/lending",
+        "pull/at_once": "pull/small_pulls",
+        "pull/lately": "pull/pull pull/replica",
+        "pull/page_owner": "pull/exchange pull/ownership",
+        "pull/pull_state": "pull/pull",
+        "pull/reader_agents": "pull/exchange pull/start",
+        "stats": "prometheus pull/rank pull/replica",
+        "watch": "pull/exchange",
+    },
+    "scheduler_adapters": {
+        "arguments": "cli",
+        "demo/options": "cli demo/demo",
+        "front/app": "front/observe front/command",
+        "front/options": "front/command",
+        "front/prometheus": "front/observe",
+        "hf/recurrent": "hf/state_models hf/hybrid",
+        "plan/options": "plan/command",
+        "plan/plan": "plan/command plan/memory",
+        "plan/tables": "plan/command",
+        "plan/ways": "plan/memory plan/blocks",
+        "replay/command": "replay/replay cli",
+        "replay/options": "replay/replay cli",
+        "service/places": "service/service",
+        "service/prefill": "service/offers service/service service/faults",
+        "service/program": "service/fleet",
+        "service/server": "service/service service/fleet",
+        "sglang/pulls": "sglang/rooms sglang/leases",
+        "top/options": "top/command",
+        "top/pagemap": "top/app",
+        "top/panels": "top/app",
+        "top/sources": "top/app top/command",
+        "top/view": "top/app",
+        "viewer": "front/command top/command",
+    },
+}
+# Where else what is wrong in a package shows: its doors.
+_ELSEWHERE = {
+    "kvcache": ("manager", "handover", "against_model", "misuse", "check", "group_moves"),
+    "transfer": ("pull/ownership", "pull/exchange", "pull/replica", "connector/worker_pairs"),
+    "scheduler_adapters": (),
+}
+
+
+def sources() -> list[Path]:
+    """The files of the packages, from the root of the repository."""
+    return sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def beside(path: Path) -> list[str]:
+    """The test files of a source file that must notice what is wrong in it; none where none can run here."""
+    package, *_ = path.parts
+    folder = ROOT / "tests" / path.parent
+    if own := [*folder.glob(f"test_{path.stem}.py"), *sorted(folder.glob(f"test_{path.stem}_*.py"))]:
+        return _names(own)
+    doors = _DOORS[package].get(str(Path(*path.parts[1:]).with_suffix("")), "").split()
+    return _names(_doors(package, doors)) or _names(sorted(folder.glob("test_*.py")))
+
+
+def elsewhere(path: Path) -> list[str]:
+    """The test files that may notice what those beside a file do not: of its folder, and of the package's doors."""
+    package, *_ = path.parts
+    others = [*sorted((ROOT / "tests" / path.parent).glob("test_*.py")), *_doors(package, _ELSEWHERE[package])]
+    own = beside(path)
+    return [name for name in _names(others) if name not in own]
+
+
+def _doors(package: str, names: Iterable[str]) -> list[Path]:
+    tests = [ROOT / "tests" / package / name for name in names]
+    return [test.with_name(f"test_{test.name}.py") for test in tests]
+
+
+def _names(files: Iterable[Path]) -> list[str]:
+    return list(dict.fromkeys(str(file.relative_to(ROOT)) for file in files if file.exists()))

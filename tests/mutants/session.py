@@ -1,0 +1,122 @@
+"""Test files that are collected once and tried against many mutants, each by the tests that reach its function."""
+
+import ast
+from collections.abc import Sequence
+from functools import cached_property
+from math import ceil
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from tests.mutants.sites import functions
+from tests.mutants.tree import Run, Tree
+
+PACKAGES = ("kvcache", "transfer", "scheduler_adapters")
+_REACH_LIMIT_S = 1200.0
+_COLD_S = 60.0  # a process of its own loads everything anew
+_GRACE_S = 10.0
+_SPIN_S = 2.0  # of processor time, beyond twice as much as without a change: a loop does not end
+_PATIENCE = 4.0  # times as long as without a change: then the tests hang, and that is noticed, too
+
+
+class Session:
+    """Some test files in a copy of the repository.
+
+    Args:
+        tree: the copy; it serves one session at a time.
+        files: of tests.
+
+    Raises:
+        RuntimeError: the tests cannot be collected.
+    """
+
+    def __init__(self, tree: Tree, files: Sequence[str]) -> None:
+        self.tree = tree
+        self.files = tuple(files)
+        packages = [str(tree.folder / name) for name in PACKAGES]
+        begun = tree.ask({"tests": list(files), "options": tree.options, "packages": packages})
+        self.is_over = "ended" in begun
+        if self.is_over:
+            raise RuntimeError(f"{' '.join(files)}: no test is collected: {begun['output'][-2000:]}")
+        self._imported = frozenset(begun["imported"])
+        self._is_single = begun["threads"] == 1  # the fork of a process with threads may hang
+
+    @cached_property
+    def _reach(self) -> dict[str, Any]:
+        """What each test calls and how long it takes: found once for all sessions of a tree with these files."""
+        if self.files in self.tree.reach:
+            return self.tree.reach[self.files]
+        found = self._ask(_request([], _REACH_LIMIT_S) | {"reach": True})
+        if "seconds" not in found:
+            raise RuntimeError(f"{' '.join(self.files)}: the tests do not end without a change: {found}")
+        self.tree.reach[self.files] = found
+        return found
+
+    @property
+    def failed(self) -> list[str]:
+        """The tests that fail without a change. They notice nothing."""
+        return self._reach["failed"]
+
+    @property
+    def seconds(self) -> float:
+        """How long all tests take."""
+        return sum(self._reach["seconds"].values())
+
+    def tests_of(self, path: Path, function: str) -> list[str]:
+        """The tests that may notice a change of a function, the quickest first; all where it isn't a function's."""
+        name = f"{self.tree.folder / path}:{function}"
+        reach, seconds, spawning = self._reach["reach"], self._reach["seconds"], set(self._reach["spawning"])
+        is_code = function in functions(ast.parse((self.tree.folder / path).read_text())) and name not in self._imported
+        chosen = {test for test in seconds if not is_code or name in reach[test] or test in spawning}
+        # Of one file at a time, as what a file's tests share is set up once. What starts processes comes last.
+        order = sorted(chosen, key=lambda test: (test.partition("::")[0], test in spawning, seconds[test]))
+        return [test for test in order if test not in self.failed]
+
+    def run(self, path: Path, function: str, before: str, after: str) -> Run:
+        """Try another source of a file by the tests that may notice, up to the first that does.
+
+        Returns:
+            What came of it; "cold" is its outcome where only `run_cold` can try it.
+        """
+        start = monotonic()
+        tests = self.tests_of(path, function)
+        if not tests:
+            return Run("passed", "no test gets there", 0.0)
+        expected_s = sum(self._reach["seconds"][test] for test in tests)
+        limit_s = _GRACE_S + _PATIENCE * expected_s
+        file = self.tree.folder / path
+        with self.tree.changed(path, after):
+            if self._is_single and f"{file}:{function}" not in self._imported:
+                asked = {"path": str(file), "before": before, "after": after, "function": function}
+                found = self._ask(_request(tests, limit_s) | asked | {"processor_s": ceil(_SPIN_S + 2 * expected_s)})
+                if "no_swap" not in found:
+                    return Run(_outcome(found["status"]), found.get("by", ""), monotonic() - start)
+        return Run("cold", "", monotonic() - start)
+
+    def run_cold(self, path: Path, function: str, after: str) -> Run:
+        """Try another source in a process that loads everything anew; the session is closed."""
+        tests = self.tests_of(path, function)
+        limit_s = _COLD_S + _PATIENCE * sum(self._reach["seconds"][test] for test in tests)
+        return self.tree.run_mutated(path, after, tests, limit_s)
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        found = self.tree.ask(request)
+        if "ended" in found:
+            self.is_over = True
+            raise RuntimeError(f"{' '.join(self.files)}: the session is over: {found}")
+        return found
+
+    def close(self) -> None:
+        """End the session; the tree can serve another."""
+        if not self.is_over:
+            self.is_over = "ended" in self.tree.ask({"tests": None})
+
+
+def _request(tests: Sequence[str], limit_s: float) -> dict[str, Any]:
+    return {"tests": list(tests), "limit_s": limit_s, "processor_s": 0, "reach": False, "path": ""}
+
+
+def _outcome(status: int | None) -> str:
+    if status is None:
+        return "timed out"
+    return "crashed" if status < 0 else "passed" if status == 0 else "failed"

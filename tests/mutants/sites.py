@@ -1,0 +1,224 @@
+"""The mutants of a source file: every change of its functions and constants that a test could notice.
+
+What no test should look at stays as it is: docstrings, annotations, texts of errors and of logs, `__repr__`, `assert`,
+declarations without a body, and what only a type checker runs.
+"""
+
+import ast
+import itertools
+import textwrap
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.mutants.operators import changes
+
+_SHOWN = 160  # characters of an expression
+_LEFT_OUT_NAMES = {"__repr__", "__str__", "__all__", "__slots__", "__match_args__", "__getattr__"}
+_LOGS = {"_log", "log", "logger", "logging", "warnings"}
+_CALLS_OF_TYPES = {"cast", "TypeVar", "NewType", "ParamSpec", "NamedTuple", "namedtuple", "getLogger"}
+_TYPE_FIELDS = {"annotation", "returns", "decorator_list"}
+_DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Mutant(NamedTuple):
+    """One change of one source file.
+
+    Attributes:
+        path: of the file, from the root of the repository.
+        function: the qualified name of what changes: a function, or a constant of a module or a class.
+        operator: that makes the change.
+        line: of the file, where the change begins.
+        old: what stands there, on one line.
+        new: what takes its place, on one line.
+        begin: of the bytes that change in the file.
+        end: of these.
+        text: that takes their place.
+    """
+
+    path: Path
+    function: str
+    operator: str
+    line: int
+    old: str
+    new: str
+    begin: int
+    end: int
+    text: str
+
+    def applied(self, source: str) -> str:
+        """The source with the change."""
+        data = source.encode()
+        return (data[: self.begin] + self.text.encode() + data[self.end :]).decode()
+
+    @property
+    def key(self) -> str:
+        """What names the change whatever the lines around it: the file, the function, the operator, the expressions."""
+        return f"{self.path}:{self.function} | {self.operator} | {self.old} -> {self.new}"
+
+
+class Site(NamedTuple):
+    """A node whose changes belong to a function."""
+
+    function: str
+    node: ast.AST
+    is_alone: bool
+
+
+def mutants(path: Path, source: str) -> list[Mutant]:
+    """Every mutant of a file, each just once, in the order of the file."""
+    starts = [0, *itertools.accumulate(len(line) for line in source.encode().splitlines(keepends=True))]
+    found: dict[tuple[int, int, str], Mutant] = {}
+    written = cache(ast.unparse)  # the same node is changed in many ways
+    for site in sites(ast.parse(source)):
+        for operator, old, new in changes(site.node):
+            if site.is_alone and operator == "dropped":
+                continue  # the same as a condition that is never met
+            assert isinstance(old, ast.expr | ast.stmt)
+            assert old.end_lineno is not None
+            assert old.end_col_offset is not None
+            begin = starts[old.lineno - 1] + old.col_offset
+            end = starts[old.end_lineno - 1] + old.end_col_offset
+            before, text = written(old), ast.unparse(new)
+            if text != before and (begin, end, text) not in found:
+                shown = old.lineno, _shown(before), _shown(text)
+                found[begin, end, text] = Mutant(path, site.function, operator, *shown, begin, end, _placed(old, text))
+    return [found[where] for where in sorted(found)]
+
+
+def _placed(old: ast.expr | ast.stmt, text: str) -> str:
+    """A text in place of a node: an expression in brackets, a statement at its indentation."""
+    if isinstance(old, ast.stmt):
+        return textwrap.indent(text, " " * old.col_offset).lstrip(" ")
+    return text if text.isidentifier() or text.isdecimal() else f"({text})"
+
+
+def _shown(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
+
+def functions(program: ast.Module) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every function and method of a file by its qualified name, without those in functions."""
+    found: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}
+
+    def of(body: Sequence[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, _DEFINITIONS):
+                found[prefix + node.name] = node
+            elif isinstance(node, ast.ClassDef):
+                of(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.If | ast.Try):
+                of([one for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt)], prefix)
+
+    of(program.body, "")
+    return found
+
+
+def sites(program: ast.Module) -> Iterator[Site]:
+    """The nodes of a file that are worth changing."""
+    yield from _of_body(program.body, "")
+
+
+def _of_body(body: Sequence[ast.stmt], prefix: str) -> Iterator[Site]:
+    for node in body:
+        yield from _of_declared(node, prefix)
+
+
+def _of_declared(node: ast.stmt, prefix: str) -> Iterator[Site]:
+    """The nodes of a class, function or constant; of what stands in an `if` or `try`, too."""
+    if isinstance(node, ast.ClassDef) and not _is_protocol(node):
+        yield from _of_body(node.body, f"{prefix}{node.name}.")
+    elif isinstance(node, _DEFINITIONS) and node.name not in _LEFT_OUT_NAMES and not _is_declaration(node):
+        yield from _of_function(node, prefix + node.name)
+    elif isinstance(node, ast.If) and not _is_for_types(node.test):
+        yield from _of_body([*node.body, *node.orelse], prefix)
+    elif isinstance(node, ast.Try):
+        handled = [one for handler in node.handlers for one in handler.body]
+        yield from _of_body([*node.body, *handled, *node.orelse, *node.finalbody], prefix)
+    elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        if isinstance(target, ast.Name) and target.id not in _LEFT_OUT_NAMES:
+            yield from _below(node.value, prefix + target.id)
+
+
+def _is_protocol(node: ast.ClassDef) -> bool:
+    return any("Protocol" in ast.unparse(base) for base in node.bases)
+
+
+def _is_declaration(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function has no body of its own, or is one of several declarations."""
+    if any(ast.unparse(one).rpartition(".")[2] in {"overload", "abstractmethod"} for one in node.decorator_list):
+        return True
+    return all(isinstance(one, ast.Pass) or _is_bare(one) for one in node.body)
+
+
+def _is_bare(node: ast.stmt) -> bool:
+    """A docstring, or `...`."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_for_types(test: ast.expr) -> bool:
+    return ast.unparse(test).rpartition(".")[2] == "TYPE_CHECKING"
+
+
+def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[Site]:
+    for value in [*node.args.defaults, *node.args.kw_defaults]:
+        if value is not None:
+            yield from _below(value, name)
+    for statement in node.body:
+        yield from _below(statement, name)
+
+
+def _below(node: ast.AST, name: str, *, is_alone: bool = False) -> Iterator[Site]:
+    """The nodes from one on downwards, but for those that no test should look at."""
+    if isinstance(node, _DEFINITIONS):  # in a function: it is part of that one
+        yield from _of_function(node, name)
+        return
+    if isinstance(node, ast.ClassDef):
+        for site in _of_body(node.body, ""):
+            yield site._replace(function=name)
+        return
+    if _is_left_out(node):
+        return
+    yield Site(name, node, is_alone)
+    if isinstance(node, ast.Raise):
+        return  # the text of an error
+    alone = node.body if isinstance(node, ast.If) and len(node.body) == 1 and not node.orelse else []
+    for child in _children(node):
+        yield from _below(child, name, is_alone=child in alone)
+
+
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"isinstance", "issubclass"}:
+        yield node.args[0]
+        return
+    if isinstance(node, ast.For) and _is_first_found(node):
+        assert isinstance(node.iter, ast.Subscript)
+        yield from (node.target, node.iter.value, *node.body)
+        return
+    for field, value in ast.iter_fields(node):
+        if field not in _TYPE_FIELDS:
+            for one in value if isinstance(value, list) else [value]:
+                if isinstance(one, ast.AST):
+                    yield one
+
+
+def _is_first_found(node: ast.For) -> bool:
+    """Whether a loop is `for x in found[:1]: raise ...`, which the first ends, however many there are."""
+    return isinstance(node.body[0], ast.Raise) and ast.unparse(node.iter).endswith("[:1]")
+
+
+def _is_left_out(node: ast.AST) -> bool:
+    if isinstance(node, ast.JoinedStr | ast.Assert | ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal):
+        return True
+    if isinstance(node, ast.Call):
+        first = node.func
+        while isinstance(first, ast.Attribute | ast.Call):
+            first = first.value if isinstance(first, ast.Attribute) else first.func
+        name = getattr(node.func, "attr", "") or getattr(node.func, "id", "")
+        return name in _CALLS_OF_TYPES or (isinstance(first, ast.Name) and first.id in _LOGS)
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant) or _is_left_out(node.value)
+    return isinstance(node, ast.If) and _is_for_types(node.test)

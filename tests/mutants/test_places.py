@@ -1,0 +1,27 @@
+from pathlib import Path
+
+from tests.mutants.places import beside, elsewhere, sources
+
+
+def test_the_test_file_of_the_same_name_is_beside_a_file() -> None:
+    assert beside(Path("kvcache/pool/pages.py")) == ["tests/kvcache/pool/test_pages.py"]
+
+
+def test_a_file_without_a_test_file_of_its_name_is_tested_through_its_doors() -> None:
+    assert beside(Path("kvcache/claims.py"))[0] == "tests/kvcache/test_misuse.py"
+
+
+def test_a_file_that_no_table_names_is_tested_by_its_folder() -> None:
+    found = beside(Path("kvcache/pool/no_such_file.py"))
+    assert "tests/kvcache/pool/test_pages.py" in found
+    assert {Path(name).parent for name in found} == {Path("tests/kvcache/pool")}
+
+
+def test_elsewhere_is_what_is_not_beside() -> None:
+    pages = Path("kvcache/pool/pages.py")
+    assert "tests/kvcache/test_manager.py" in elsewhere(pages)
+    assert not set(elsewhere(pages)) & set(beside(pages))
+
+
+def test_only_what_needs_an_environment_of_its_own_has_no_tests_here() -> None:
+    assert {path.parts[:2] for path in sources() if not beside(path)} <= {("scheduler_adapters", "vllm")}

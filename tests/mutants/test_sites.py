@@ -1,0 +1,136 @@
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.mutation import ROOT
+from tests.mutants.operators import changes
+from tests.mutants.places import beside, sources
+from tests.mutants.sites import Mutant, functions, mutants, sites
+
+PATH = Path("kvcache/example.py")
+
+
+def of(source: str) -> list[Mutant]:
+    return mutants(PATH, source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""A docstring."""\nimport os\nfrom os import path\n',
+        "def f() -> int:\n    '''Returns 1.'''\n    ...\n",
+        "def f(a: int | None, b: 'list[1]'): pass\n",
+        "class A(Protocol):\n    def f(self):\n        return self.a + 1\n",
+        "class A:\n    __slots__ = (1, 2)\n    a: int\n    def __repr__(self):\n        return self.a + 1\n",
+        "if TYPE_CHECKING:\n    LIMIT = 1\n",
+        "@overload\ndef f(a, b=1): return a\n",
+        "@abc.abstractmethod\ndef f(a):\n    return a + 1\n",
+        "__all__ = [1]\n",
+        "def f():\n    assert a < b, c + 1\n",
+        "def f():\n    log.debug('text', a + 1)\n    _log.warning(a)\n    warnings.warn(a - 1)\n",
+        "A = TypeVar('A', bound=1)\n_log = logging.getLogger('a')\n",
+        "def f():\n    f'{a + 1}'\n",
+    ],
+)
+def test_what_no_test_should_look_at_stays_as_it_is(source: str) -> None:
+    assert of(source) == []
+
+
+def test_the_text_of_an_error_stays_and_the_error_may_be_dropped() -> None:
+    assert {(one.operator, one.new) for one in of("def f():\n    raise E(f'{a - 1}', b + 1)\n")} == {
+        ("dropped", "pass")
+    }
+
+
+def test_an_error_that_alone_depends_on_a_condition_is_dropped_once() -> None:
+    found = of("def f():\n    if a:\n        raise E\n")
+    assert [(one.operator, one.new) for one in found] == [
+        ("condition", "False"),
+        ("condition", "True"),
+        ("negated", "not a"),
+    ]
+
+
+def test_how_many_are_found_of_what_the_first_ends_does_not_matter() -> None:
+    assert [one.old for one in of("def f():\n    for a in b[c + 1][:1]:\n        raise E\n")] == [
+        "c + 1",
+        "1",
+        "1",
+        "raise E",
+    ]
+
+
+def test_a_mutant_is_of_the_outermost_function_or_of_a_constant() -> None:
+    source = (
+        "LIMIT = 1\n"
+        "class Pool:\n"
+        "    most = 2\n"
+        "    def take(self):\n"
+        "        def inner():\n"
+        "            return 3\n"
+        "        class Inner:\n"
+        "            def f(self): return 4\n"
+        "        return lambda: 5\n"
+    )
+    assert {(one.function, one.old) for one in of(source) if one.operator == "constant"} == {
+        ("LIMIT", "1"),
+        ("Pool.most", "2"),
+        ("Pool.take", "3"),
+        ("Pool.take", "4"),
+        ("Pool.take", "5"),
+    }
+
+
+def test_only_the_expression_changes_whatever_letters_stand_before_it() -> None:
+    source = "def f():\n    a = 'äöü'; return b < c  # as it is\n"
+    (found,) = [one for one in of(source) if one.new == "b <= c"]
+    assert found.applied(source) == source.replace("b < c", "(b <= c)")
+
+
+def test_a_statement_keeps_its_indentation_and_a_branch_its_elif() -> None:
+    source = (
+        "def f():\n    if a:\n        x.b(1)\n    elif c:\n"
+        "        try:\n            d()\n        finally:\n            e()\n"
+    )
+    changed = {one.applied(source) for one in of(source)}
+    assert source.replace("elif c:", "elif False:") in changed
+    assert source.replace("x.b(1)", "pass") in changed
+    assert source.replace("            e()", "            pass") in changed
+    assert all(ast.parse(one) for one in changed)
+
+
+def test_the_name_of_a_mutant_does_not_change_with_what_stands_around_it() -> None:
+    source = "def f(a):\n    return a < 1\n"
+    moved = (
+        "import os\n\n\ndef g():\n    return 7\n\n\n"
+        "def f(a):\n    print(a)\n    return (\n        a\n        < 1\n    )\n"
+    )
+    (one,) = [one.key for one in of(source) if one.new == "a <= 1"]
+    assert one == "kvcache/example.py:f | compare | a < 1 -> a <= 1"
+    assert one in {other.key for other in of(moved)}
+
+
+def test_every_mutant_of_a_file_is_another_program() -> None:
+    path = Path("kvcache/pool/pages.py")
+    source = (ROOT / path).read_text()
+    changed = [one.applied(source) for one in mutants(path, source)]
+    assert len(changed) > 150
+    dumps = {ast.dump(ast.parse(one)) for one in changed}
+    assert ast.dump(ast.parse(source)) not in dumps
+    assert len(dumps) == len(changed)
+
+
+def test_every_function_of_five_lines_has_a_mutant_but_those_that_only_hand_on() -> None:
+    reached, without = 0, []
+    for path in sources():
+        if not beside(path):
+            continue
+        source = (ROOT / path).read_text()
+        program = ast.parse(source)
+        have = {site.function for site in sites(program) if any(changes(site.node))}
+        for name, node in functions(program).items():
+            if (node.end_lineno or 0) - node.lineno + 1 >= 5:
+                reached += name in have
+                without += [] if name in have else [f"{path}:{name}"]
+    assert reached > 99 * len(without), without

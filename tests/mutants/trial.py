@@ -1,0 +1,156 @@
+"""Tries mutants: by the tests beside their file, and those that survive there by the tests elsewhere."""
+
+import queue
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Lock
+from time import monotonic
+from typing import NamedTuple
+
+from tests.mutants.chosen import Batch
+from tests.mutants.harmless import reason_of
+from tests.mutants.mutation import ROOT
+from tests.mutants.places import beside, elsewhere
+from tests.mutants.session import Session
+from tests.mutants.sites import Mutant
+from tests.mutants.tree import Run, Tree
+
+BESIDE, ELSEWHERE, SURVIVED, SURVIVED_BESIDE = "noticed beside", "noticed elsewhere", "survived", "survived beside"
+HARMLESS, BROKEN = "harmless", "no program"
+
+
+class Tried(NamedTuple):
+    """A mutant, and what came of it.
+
+    Attributes:
+        mutant: that was tried.
+        beside: what came of the tests beside its file.
+        elsewhere: what came of the others; None where they were not asked.
+        reason: why it is harmless, if somebody says so.
+        is_changed: it is of a function that a change touches.
+    """
+
+    mutant: Mutant
+    beside: Run
+    elsewhere: Run | None = None
+    reason: str = ""
+    is_changed: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """Where it was noticed; "survived beside" where only the tests beside its file were asked."""
+        if self.beside.outcome == "broken":
+            return BROKEN
+        if self.beside.outcome != "passed":
+            return BESIDE
+        if self.elsewhere and self.elsewhere.outcome not in {"passed", "broken"}:
+            return ELSEWHERE
+        if self.reason:
+            return HARMLESS
+        return SURVIVED if self.elsewhere else SURVIVED_BESIDE
+
+    @property
+    def is_gap(self) -> bool:
+        """No test beside its file notices it, and nobody has said why none can."""
+        return self.verdict in {ELSEWHERE, SURVIVED, SURVIVED_BESIDE} and not self.reason
+
+
+class Trial:
+    """Tries batches of mutants, in copies of the repository.
+
+    Args:
+        tell: takes what came of each mutant, and a line of what else happens.
+        known: why some are harmless, by key.
+        seconds: from now, after which no mutant is begun.
+        asks_elsewhere: a mutant that the tests beside its file let pass is tried by the others.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[Tried | str], None],
+        known: Mapping[str, str],
+        seconds: float,
+        *,
+        asks_elsewhere: bool,
+    ) -> None:
+        self._tell_one = tell
+        self._known = known
+        self._deadline = monotonic() + seconds
+        self._asks_elsewhere = asks_elsewhere
+        self._lock = Lock()
+        self.tried: list[Tried] = []
+
+    def run(self, batches: Sequence[Batch], jobs: int) -> list[Tried]:
+        """Try the batches, `jobs` at a time; what came of each mutant whose turn came in time."""
+        trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
+
+        def one(batch: Batch) -> list[Tried]:
+            if monotonic() > self._deadline:
+                return []
+            tree = trees.get()
+            try:
+                return self._batch(tree, batch)
+            finally:
+                trees.put(tree)
+
+        with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ExitStack() as stack:
+            for number in range(jobs):
+                tree = Tree(Path(folder, str(number)).absolute())
+                stack.callback(tree.close)
+                tree.check_imports()
+                trees.put(tree)
+            with ThreadPoolExecutor(jobs) as pool:
+                return [tried for some in pool.map(one, batches) for tried in some]
+
+    def _batch(self, tree: Tree, batch: Batch) -> list[Tried]:
+        found = {
+            mutant: Tried(mutant, run, None, reason_of(mutant, self._known), batch.is_changed)
+            for mutant, run in self._by(tree, beside(batch.path), batch.path, batch.mutants).items()
+        }
+        left = [one.mutant for one in found.values() if one.verdict == SURVIVED_BESIDE]
+        if self._asks_elsewhere and left and monotonic() < self._deadline:
+            for mutant, run in self._by(tree, elsewhere(batch.path), batch.path, left).items():
+                found[mutant] = found[mutant]._replace(elsewhere=run)
+        for one in found.values():
+            self._tell(one)
+        return list(found.values())
+
+    def _by(self, tree: Tree, files: Sequence[str], path: Path, mutants: Sequence[Mutant]) -> dict[Mutant, Run]:
+        """What came of mutants of one file by some test files, of those whose turn came in time."""
+        source = (ROOT / path).read_text()
+        found: dict[Mutant, Run] = {}
+        try:
+            session = Session(tree, files)
+        except RuntimeError as error:
+            self._tell(f"not tried: {error}")
+            return {}
+        try:
+            for failed in session.failed:
+                self._tell(f"fails without a mutation: {failed}")
+            for mutant in mutants:
+                if monotonic() < self._deadline:
+                    found[mutant] = self._one(session, mutant, source)
+        except RuntimeError as error:
+            self._tell(f"not tried: {error}")
+        finally:
+            session.close()
+        for mutant in [mutant for mutant, run in found.items() if run.outcome == "cold"]:
+            found.pop(mutant)
+            if monotonic() < self._deadline:
+                found[mutant] = session.run_cold(path, mutant.function, mutant.applied(source))
+        return found
+
+    def _one(self, session: Session, mutant: Mutant, source: str) -> Run:
+        after = mutant.applied(source)
+        try:
+            compile(after, str(mutant.path), "exec", dont_inherit=True)
+        except SyntaxError as error:
+            return Run("broken", str(error), 0.0)
+        return session.run(mutant.path, mutant.function, source, after)
+
+    def _tell(self, what: Tried | str) -> None:
+        with self._lock:
+            self._tell_one(what)

@@ -1,0 +1,280 @@
+"""A pytest session that has imported and collected its tests already, and forks for each run.
+
+A run lays the code of one changed function over the function that is loaded. That takes milliseconds, where a process
+of its own takes seconds. What a function's code does not hold (constants, defaults, what ran during the imports) cannot
+be changed so: `Swap` says so, and the run is done in a process of its own.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import resource
+import select
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import hypothesis
+import pytest
+
+from tests.orphans import adopt, end_children
+
+_MEMORY_BYTES = 6 << 30  # beyond what the session has mapped: a changed limit must not take the machine's memory
+_SPAWNS = {"Popen.__init__", "BaseProcess.start"}
+Request = dict[str, Any]
+
+
+class NoSwapError(Exception):
+    """A change that is not one of a function's code alone."""
+
+
+class Reach:
+    """Which functions of the packages each test calls, and how long it takes.
+
+    Args:
+        packages: folders; only functions of files below them count.
+    """
+
+    def __init__(self, packages: Sequence[Path]) -> None:
+        self._packages = tuple(f"{package}{os.sep}" for package in packages)
+        self._codes: dict[int, CodeType] = {}
+        self._spawned = False
+        self.of_tests: dict[str, list[str]] = {}
+        self.seconds: dict[str, float] = {}
+        self.failed: list[str] = []
+        self.spawning: set[str] = set()
+
+    def begin(self) -> None:
+        """Take note of every call from now on, in every thread."""
+        self._codes = {}
+        threading.settrace(self._trace)
+        sys.settrace(self._trace)
+
+    def end(self) -> list[str]:
+        """Take note of none any more; the functions called since `begin`."""
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+        called = [code for code in list(self._codes.values()) if code.co_filename.startswith(self._packages)]
+        return sorted({name_of(code) for code in called})
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> None:  # noqa: ARG002
+        self._codes[id(frame.f_code)] = frame.f_code
+
+    def _has_spawned(self) -> bool:
+        return any(code.co_qualname in _SPAWNS for code in list(self._codes.values()))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        self.begin()
+        start = time.monotonic()
+        try:
+            return (yield)
+        finally:
+            self.seconds[item.nodeid] = time.monotonic() - start
+            if self._has_spawned():
+                self.spawning.add(item.nodeid)
+            self.of_tests[item.nodeid] = self.end()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> Generator[None, object, object]:
+        """What a process does that serves a whole file, is not seen: all tests of the file may depend on it."""
+        before = self._has_spawned()
+        try:
+            return (yield)
+        finally:
+            if fixturedef.scope != "function" and self._has_spawned() and not before:
+                names = [item.nodeid for item in request.session.items]
+                self.spawning |= {name for name in names if name.startswith(str(fixturedef.baseid))}
+
+    def found(self) -> dict[str, object]:
+        """What was found, for the other process."""
+        return {
+            "seconds": self.seconds,
+            "reach": self.of_tests,
+            "failed": self.failed,
+            "spawning": sorted(self.spawning),
+        }
+
+
+def name_of(code: CodeType) -> str:
+    """The file of a code, and the function or method that it belongs to."""
+    return f"{code.co_filename}:{code.co_qualname.partition('.<locals>')[0]}"
+
+
+class First:
+    """Takes note of the first test that fails."""
+
+    def __init__(self) -> None:
+        self.by = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self.by:
+            self.by = report.nodeid
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and not self.by:
+            self.by = report.nodeid
+
+    def found(self) -> dict[str, object]:
+        """What was found, for the other process."""
+        return {"by": self.by}
+
+
+class Warm:
+    """The plugin of a session that runs its tests in forks, as another process asks.
+
+    Args:
+        packages: folders of what is changed.
+        asked: gives the next request, None where there are no more.
+        answer: takes the answer to each.
+
+    """
+
+    def __init__(
+        self,
+        packages: Sequence[Path],
+        asked: Callable[[], Request | None],
+        answer: Callable[[Request], None],
+    ) -> None:
+        self._packages = packages
+        self._asked = asked
+        self._answer = answer
+        self._imports = Reach(packages)
+        self._imports.begin()
+        self._result: Any = None
+        # What fails is looked for, not its smallest case.
+        settings = hypothesis.settings(phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
+        hypothesis.settings.register_profile("mutants", settings, print_blob=False)
+        hypothesis.settings.load_profile("mutants")
+        self._swaps: dict[str, dict[str, list[FunctionType]]] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Serve requests, each in a fork, which goes on from here as a session of its own."""
+        imported = self._imports.end()
+        if session.testsfailed or not session.items:
+            return None  # the session ends here, and what it has printed is the answer
+        adopt()
+        self._answer({"tests": [item.nodeid for item in session.items], "imported": imported, "threads": _threads()})
+        functions = [one for one in gc.get_objects() if type(one) is FunctionType]
+        for function in functions:
+            name = function.__code__.co_qualname
+            self._swaps.setdefault(function.__code__.co_filename, {}).setdefault(name, []).append(function)
+        gc.collect()
+        gc.freeze()
+        while (request := self._asked()) is not None:
+            self._result = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the run)
+            child = os.fork()
+            if child == 0:
+                self._become(session, request)
+                return None
+            self._answer(self._ended(child, request["limit_s"]))
+        return True
+
+    def _become(self, session: pytest.Session, request: Request) -> None:
+        os.setsid()
+        sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + _MEMORY_BYTES, mapped + _MEMORY_BYTES))
+        if request["processor_s"]:
+            resource.setrlimit(resource.RLIMIT_CPU, (request["processor_s"], request["processor_s"] + 1))
+        by_name = {item.nodeid: item for item in session.items}
+        session.items = [by_name[name] for name in request["tests"]] if request["tests"] else session.items
+        session.testscollected = len(session.items)
+        plugin = Reach(self._packages) if request["reach"] else First()
+        session.config.pluginmanager.register(plugin, "result")
+        session.config.option.maxfail = 0 if request["reach"] else 1
+        session.config.add_cleanup(lambda: self._tell(plugin.found()))
+        if request["path"]:
+            try:
+                self._swap(request["path"], request["before"], request["after"], request["function"])
+            except NoSwapError as error:
+                self._tell({"no_swap": str(error)})
+                os._exit(0)
+
+    def _tell(self, found: object) -> None:
+        self._result.write(json.dumps(found).encode())
+        self._result.flush()
+
+    def _ended(self, child: int, limit_s: float) -> Request:
+        ready = os.pidfd_open(child)
+        in_time = bool(select.select([ready], [], [], limit_s)[0])
+        os.close(ready)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if in_time else None
+        end_children()
+        _bury()
+        self._result.seek(0)
+        told = self._result.read()
+        self._result.close()
+        return {"status": status, **(json.loads(told) if told else {})}
+
+    def _swap(self, path: str, before: str, after: str, function: str) -> None:
+        """Lay the code of a changed function over the function that is loaded.
+
+        Raises:
+            NoSwapError: something else changes, or the function isn't loaded.
+        """
+        old, new = codes_of(before, path), codes_of(after, path)
+        mine = {name for name in old if name == function or name.startswith(f"{function}.<locals>")}
+        others = (old.keys() | new.keys()) - mine
+        if any([*map(_content, old.get(name, ()))] != [*map(_content, new.get(name, ()))] for name in others):
+            raise NoSwapError("other code changes, too")
+        loaded = self._swaps.get(path, {})
+        swapped = 0
+        for name in mine:
+            lines = [code.co_firstlineno for code in old[name]]
+            for one in loaded.get(name, []):
+                # Several functions of one name are told apart by their lines.
+                if len(old[name]) != len(new.get(name, [])) or lines.count(one.__code__.co_firstlineno) != 1:
+                    raise NoSwapError("not the code that is loaded")
+                try:
+                    one.__code__ = new[name][lines.index(one.__code__.co_firstlineno)]
+                except ValueError as error:
+                    raise NoSwapError(str(error)) from error
+                swapped += 1
+        if not swapped:
+            raise NoSwapError("no such function is loaded")
+
+
+def _content(code: CodeType) -> tuple[object, ...]:
+    """What a code does, wherever it stands in its file; without the codes within it."""
+    constants = [(type(one), repr(one)) for one in code.co_consts if not isinstance(one, CodeType)]
+    return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+
+
+def codes_of(source: str, path: str) -> dict[str, list[CodeType]]:
+    """The code of each function of a source by its qualified name, in the order of the file; "" is the file's own."""
+    found: dict[str, list[CodeType]] = defaultdict(list)
+
+    def of(code: CodeType) -> None:
+        found[code.co_qualname if code.co_name != "<module>" else ""].append(code)
+        for one in code.co_consts:
+            if isinstance(one, CodeType):
+                of(one)
+
+    of(compile(source, path, "exec", dont_inherit=True))
+    return found
+
+
+def _threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def _bury() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
