@@ -1,8 +1,8 @@
 """Where the tests of a source file are: beside it, and elsewhere.
 
-Beside `kvcache/pool/pages.py` is `tests/kvcache/pool/test_pages.py`, and each `test_pages_*.py` there. A file without a
-test file of its name is tested through the doors that the table names, or else by its folder. What the table names and
-is gone is passed over, so that who moves a test need not edit the table at once.
+Beside `kvcache/pool/pages.py` is `tests/kvcache/pool/test_pages.py`, and each `test_pages_*.py` there. A file whose
+rules only show through others is tested through the doors that the table names. A file with neither is tested by its
+folder. What the table names and is gone is passed over, so that who moves a test need not edit the table at once.
 """
 
 from collections.abc import Iterable
@@ -115,10 +115,9 @@ def beside(path: Path) -> list[str]:
     """The test files of a source file that must notice what is wrong in it; none where none can run here."""
     package, *_ = path.parts
     folder = ROOT / "tests" / path.parent
-    if own := [*folder.glob(f"test_{path.stem}.py"), *sorted(folder.glob(f"test_{path.stem}_*.py"))]:
-        return _names(own)
+    own = [*folder.glob(f"test_{path.stem}.py"), *sorted(folder.glob(f"test_{path.stem}_*.py"))]
     doors = _DOORS[package].get(str(Path(*path.parts[1:]).with_suffix("")), "").split()
-    return _names(_doors(package, doors)) or _names(sorted(folder.glob("test_*.py")))
+    return _names([*own, *_doors(package, doors)]) or _names(sorted(folder.glob("test_*.py")))
 
 
 def elsewhere(path: Path) -> list[str]:

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -303,4 +304,42 @@ def test_a_replica_short_of_pages_takes_none_from_another(model: Any, monkeypatc
     assert tokens_of(outputs) == [reference_tokens(model, prompt, 30) for prompt in prompts]
     assert loop.preemptions == 1
     assert admitted == [("r0", 0), ("r1", 0), ("r2", 1), ("r1", 0)]
+    assert_nothing_held(loop.manager)
+
+
+def test_pages_that_never_arrive_hold_a_request_up_for_five_seconds_and_no_other_any_longer(
+    model: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("scheduler_adapters.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
+    loop = new_loop(model)
+    # As a store that has the pages, and does not answer.
+    monkeypatch.setattr(loop.manager, "prefetch", lambda context: context.request_id == "r1")
+    for request in requests_of(PROMPTS[:3]):
+        loop.add(request)
+    for now[0] in (100.0, 102.5, 104.9):
+        loop.step()
+        assert (loop.fetching, loop.num_running, loop.num_waiting) == (True, 1, 2)
+    now[0] = 105.0  # five seconds after the first look
+    outputs = loop.step()
+    assert (loop.fetching, loop.num_running, loop.num_waiting) == (False, 3, 0)
+    while loop.has_work:
+        outputs += loop.step()
+    assert [[output.token for output in outputs if output.request_id == name] for name in ("r1", "r2")] == expected[1:3]
+    assert_nothing_held(loop.manager)
+
+
+def test_with_windows_a_budget_of_one_token_still_finds_cached_prefixes(make_model: Callable[..., Any]) -> None:
+    """Several block tables have pages for one chunk, and a chunk of one token would be a decode step."""
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    windowed = make_model("gemma3", layer_types=layers, sliding_window=24)
+    prompt = PROMPTS[0][:60]
+    loop = new_loop(windowed, budget=1, page_size=8, group_layers=True)
+    assert len(loop.manager.layer_tables.tables) > 1
+    admitted: list[int] = []
+    loop.on_admit = lambda _request_id, _replica, cached: admitted.append(cached)
+    wanted = [reference_tokens(windowed, prompt, 4)]
+    for _ in range(2):
+        assert tokens_of(serve(loop, requests_of([prompt], new=4))) == wanted
+    assert admitted == [0, 56]
     assert_nothing_held(loop.manager)

@@ -187,6 +187,20 @@ def test_a_hint_to_go_first_is_worth_nothing_after_its_time_either() -> None:
     assert order.pop(4).tolist() == [1, 2, 3, 4]
 
 
+def test_a_page_that_moves_takes_its_hint_and_its_time_along() -> None:
+    now = [0.0]
+    order = order_of(clock=lambda: now[0])
+    stays, ends = Retention(session_continues=True, ttl_s=100.0), Retention(session_continues=True, ttl_s=5.0)
+    order.hint(pages(1, 2), page_hints(stays, 2, 1))
+    order.hint(pages(3), page_hints(ends, 1, 1))
+    order.moved(pages(1, 3), pages(11, 13))
+    assert order.codes[[1, 3]].tolist() == [NEUTRAL] * 2
+    order.append(pages(13, 11, 2))
+    said(order, None, 4)
+    now[0] = 6.0
+    assert order.pop(4).tolist() == [13, 4, 11, 2]
+
+
 def test_times_of_several_hints_end_one_by_one() -> None:
     now = [0.0]
     order = order_of(clock=lambda: now[0])

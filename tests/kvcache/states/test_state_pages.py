@@ -224,6 +224,29 @@ def test_a_passing_copy_goes_with_the_next_one_and_never_with_anothers() -> None
     states.check(["a", "b"])
 
 
+@pytest.mark.parametrize("leased", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_request_runs_on_from_the_state_that_it_settles_on(kept: bool, leased: bool) -> None:
+    """Where others know the page by its number, the drafted state comes to it; where not, the pages change places."""
+    states = StatePages(SHAPE, 3)
+    page = states.allocate("a")
+    states.advance(torch.tensor([page]), [8])
+    if leased:
+        states.lease("a", "lease")
+    assert states.draft("a")
+    drafted = states.drafts.page_of["a"]
+    for tensor in states.blocks[0]:
+        tensor[page], tensor[drafted] = 5, 7
+    states.advance(torch.tensor([drafted]), [10])
+    states.settle("a", 10 if kept else 8)
+    own = states.page_of("a")
+    assert own == (drafted if kept and not leased else page)
+    assert states.tokens_of("a") == (10 if kept else 8)
+    assert all((tensor[own] == (7 if kept else 5)).all() for tensor in states.blocks[0])
+    assert (states.drafts.page_of, states.num_held) == ({}, 1)
+    states.check(["a"])
+
+
 def test_copies_give_way_to_requests_and_to_newer_ones() -> None:
     states = StatePages(SHAPE, 3)
     states.advance(torch.tensor([states.allocate("a")]), [8])

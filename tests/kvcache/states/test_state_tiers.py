@@ -55,3 +55,36 @@ def test_files_are_asked_for_later_states_than_those_at_hand(monkeypatch: pytest
     states.keep("a", digest(2), 16, passing=False)
     assert states.bring_newest(prompt, wait=True)
     assert asked == [[1, 2, 3], [3]]
+
+
+class Lower:
+    """What lies below the host: it has the states of these digests, and none comes."""
+
+    generation = 0
+
+    def __init__(self, *there: int) -> None:
+        self.there = there
+        self.fetched: list[tuple[int, int]] = []  # the digest that is wanted, and what it saves
+
+    def has_of(self, digests: np.ndarray, asked: np.ndarray, *, perhaps: bool) -> np.ndarray:  # noqa: ARG002
+        return asked & np.isin(digests[:, :, 0], self.there)
+
+    def ask(self, digests: np.ndarray, perhaps: np.ndarray) -> bool:  # noqa: ARG002
+        return False
+
+    def fetch(self, digests: np.ndarray, wanted: np.ndarray, *, wait: bool, gain: int) -> None:  # noqa: ARG002
+        self.fetched.append((int(digests[wanted][0, 0]), gain))
+
+    def brings(self, digests: np.ndarray, wanted: np.ndarray) -> bool:  # noqa: ARG002
+        return False
+
+
+def test_a_state_saves_every_page_before_it_however_many_are_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache.states.state_tiers._LOOKED_AT", 4)
+    states = StatePages(SHAPE, 3)
+    offsets = [kind_offsets(kinds) for kinds in states.layouts]
+    tier = StateTier(HostTier([offsets[0][-1]], 4, 1, pinned=False), states.places, offsets)
+    tier.lower = (lower := Lower(2, 6, 7, 10),)  # type: ignore[assignment]
+    prompt = np.concatenate([digest(number) for number in range(1, 11)])
+    assert not tier.bring_newest(prompt, wait=False)
+    assert lower.fetched == [(10, 10), (7, 7), (6, 6), (2, 2)]

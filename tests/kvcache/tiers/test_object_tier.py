@@ -378,6 +378,36 @@ def test_a_reset_drops_what_is_being_read(served: Make, store: StoredObjects) ->
     again.manager.release(context.request_id)
 
 
+def test_an_answer_from_before_a_reset_leaves_what_was_asked_after_it(served: Make, store: StoredObjects) -> None:
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+    again = served(params={"object_tier_timeout_s": 60.0})
+    settled(again)
+    tier = objects_of(again)
+    store.may.clear()
+    context = again.claim(PROMPT)
+    assert again.manager.prefetch(context)
+    first = tier._jobs[0]
+    again.manager.reset_prefix_cache()
+    assert again.manager.prefetch(context)  # asks anew, and of the same objects
+    busy = dict(tier._busy)
+    assert busy
+    assert first.names == [*busy]
+    assert [job.names for job in tier._jobs] == [first.names, first.names]
+    again.manager.check()
+    held = tier._jobs.popleft()  # only the answer of before comes
+    store.may.set()
+    held.done.result()
+    tier._end(held)
+    assert tier._busy == busy
+    assert not tier._known
+    again.manager.check()
+    settled(again)
+    assert not tier._busy
+    again.manager.release(context.request_id)
+
+
 def test_a_reset_is_told_when_the_store_answers_again(served: Make, store: StoredObjects) -> None:
     it = served()
     it.serve(PROMPT)

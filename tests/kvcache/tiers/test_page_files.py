@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -240,3 +241,11 @@ def test_short_reads_and_writes_go_on_where_they_stopped(tmp_path: Path, monkeyp
     for _ in range(20):
         it = Written(tmp_path)
         assert it.read().all()
+
+
+@pytest.mark.parametrize("wide", [0o640, 0o620, 0o610, 0o604, 0o602, 0o601, 0o777])
+def test_a_file_that_others_may_use_is_made_its_owners_alone(tmp_path: Path, wide: int) -> None:
+    it = Written(tmp_path)
+    it.path.chmod(wide)
+    assert not isinstance(read_rows(it.path, LAYOUT), FileRefusal)
+    assert stat.S_IMODE(it.path.stat().st_mode) == 0o600

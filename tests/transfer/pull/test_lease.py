@@ -243,10 +243,12 @@ def test_what_is_remembered_of_ended_leases_is_bounded(book: LeaseBook, monkeypa
     for lease_id in range(1, 101):
         book.grant(lease_id, "r", 0, 1.0)
         book.end(lease_id, "x")
-    assert len(book._ended) == 10
-    assert book.hear(note(100)) is None
-    assert book.hear(note(1)) is None
-    assert book.counts == {"late": 1, "unknown": 1}
+    assert list(book._ended) == [*range(91, 101)]  # the oldest are forgotten
+    for lease_id in range(91, 101):
+        assert book.hear(note(lease_id)) is None
+    assert book.counts == {"late": 10}
+    assert book.hear(note(90)) is None
+    assert book.counts == {"late": 10, "unknown": 1}
 
 
 @pytest.mark.parametrize("damage", ["word", "slot", "forgotten"])

@@ -63,3 +63,29 @@ def test_a_page_that_never_comes_right_is_read_three_times() -> None:
     assert part.arrived is not None
     with pytest.raises(PullFailedError, match="1 pages still differ from their source after 3 reads, group 0 page 2"):
         part.arrived()
+
+
+@pytest.mark.parametrize(
+    ("span", "verified"), [((0, 16), 1), ((0, 17), 2), ((0, 31), 2), ((15, 17), 2), ((16, 32), 1), ((31, 33), 2)]
+)
+def test_every_page_of_a_pull_is_verified_those_at_its_ends_too(
+    pool: np.ndarray, span: tuple[int, int], verified: int
+) -> None:
+    """16 tokens a page: a page counts of which one token is read, and the page after the last one does not."""
+    checks = checks_of(pool)
+    checks.seal(0, [3, 4])
+    mine = rank(layout=LAYOUT, bases=(pool.ctypes.data,))
+    there = msgspec.structs.replace(mine, checks_addrs=(checks.words[0].ctypes.data,))
+    agent: Any = SimpleNamespace(register=lambda *_: None)
+    planned = plan(LAYOUT, LAYOUT, (mine.bases, there.bases))
+    for wrong in (1, 2):  # of the pages that are read into
+        verifier = Verifier(checks, mine, there, 1.0, agent)
+        verifier._words[0][[1, 2]] = checks.words[0][[3, 4]]  # what arrives of the source's words
+        pool[[1, 2]] = pool[[3, 4]]
+        pool[wrong, -1] ^= 1
+        part = verifier.part("r", planned, [([1, 2], [1, 2], span)])
+        assert part is not None
+        assert part.arrived is not None
+        again = part.arrived()
+        assert verifier.repeated == (wrong <= verified)
+        assert (again is not None) == (wrong <= verified)

@@ -259,6 +259,36 @@ def test_a_post_that_is_refused_stops_the_others_and_waits_for_what_is_in_flight
     assert rig.engine.failure == ""  # refused, not lost: the next pull may be taken
 
 
+class Settled(Part):
+    """Takes note of each time it is told that nothing of it is in flight any more."""
+
+    __slots__ = ("times",)
+
+    def settle(self) -> None:
+        self.times = getattr(self, "times", 0) + 1
+
+
+def settled(runs: int = 2, num_bytes: int = 100) -> Settled:
+    rows = np.arange(runs * 3, dtype=np.uint64).reshape(runs, 3) + 64
+    made = Settled(0, rows, rows, num_bytes)
+    made.times = 0
+    return made
+
+
+def test_a_part_is_settled_once_whether_it_could_be_posted_or_not(rig: Rig) -> None:
+    """What it reads into may be used again from then on: neither while something is in flight, nor never."""
+    rig.agent.auto = False
+    rig.agent.raise_at = {1: AgentError("no")}
+    rig.open()
+    posted, refused, unposted = settled(), settled(), settled()
+    rig.add(posted, refused, unposted)
+    rig.polled()
+    assert (posted.times, refused.times, unposted.times) == (0, 1, 0)
+    rig.agent.end(0)
+    assert rig.polled()[-1].safe
+    assert (posted.times, refused.times, unposted.times) == (1, 1, 0)
+
+
 def test_of_a_source_that_is_gone_the_reason_says_so_and_what_is_left_to_do(rig: Rig) -> None:
     rig.agent.raise_at = {0: AgentError("posting: NIXL_ERR_REMOTE_DISCONNECT", peer_lost=True)}
     rig.open()

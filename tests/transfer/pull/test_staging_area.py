@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from kvcache.layout import PageLayout, as_blocks
+from tests.transfer.pull.test_pull import Rig
 from tests.transfer.replicas import run
+from transfer.errors import AgentError
 from transfer.plan.page_lists import PagesOfGroup
+from transfer.plan.plan import plan
 from transfer.plan.shapes import dense
 from transfer.pull import staging_area
 from transfer.pull.lease import LeaseRef, new_lease_id
@@ -97,3 +100,30 @@ def test_what_is_staged_is_what_was_sent(pools: tuple[Pool, Pool], slab_bytes: i
     assert torch.equal(reader.tokens(ours, 0, start), before)
     assert len(read) >= (1 if slab_bytes > 1 << 20 else 3)
     assert len(area._free) == staging_area.SLABS
+
+
+def test_a_part_whose_first_read_cannot_be_posted_gives_its_slab_back() -> None:
+    """Whether nothing of it was posted, or an earlier part is in flight still, and holds a slab of its own."""
+    page = PageLayout("int16", 2, LAYERS, 2, 0, HEADS, 16, DIM, HEAD_MAJOR)
+    theirs = PageLayout("int16", 2, LAYERS, 2, 0, HEADS, 32, DIM, TOKEN_MAJOR)
+    local, remote = dense(page, PAGES), dense(theirs, PAGES)
+    memory = np.zeros(local.region_bytes[0], np.uint8)
+    bases = (memory.ctypes.data,)
+    area = staging_area.StagingArea(local, bases)
+    planned = plan(local, remote, (bases, bases))
+    parts = [staging_area.StagedPart(area, planned, 0, ([at, at + 1], [at], (0, 32))) for at in range(3)]
+    rig = Rig()
+    rig.agent.auto = False
+    rig.agent.raise_at = {1: AgentError("no such address")}
+    rig.open()
+    rig.add(*parts)
+    assert [event.safe for event in rig.polled()] == [False]
+    assert len(area._free) == staging_area.SLABS - 1  # the one that is in flight
+    rig.agent.end(0)
+    assert [event.safe for event in rig.polled()] == [False, True]
+    assert sorted(area._free) == [*range(staging_area.SLABS)]
+    rig.agent.raise_at = {2: AgentError("no such address")}
+    rig.open("next")
+    rig.add(staging_area.StagedPart(area, planned, 0, ([0, 1], [0], (0, 32))), key="next")
+    assert rig.polled()[-1].safe
+    assert sorted(area._free) == [*range(staging_area.SLABS)]
