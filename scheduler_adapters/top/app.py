@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from typing import ClassVar
 
@@ -20,9 +21,10 @@ from kvcache.watched import PageState, states_of
 from scheduler_adapters.top import panels
 from scheduler_adapters.top.pagemap import COLOURS, GLYPHS, Colours, Span, colours
 from scheduler_adapters.top.sources import LiveSource, PlayedSource
-from scheduler_adapters.top.view import Filter, TopView
+from scheduler_adapters.top.view import Filter, TopView, nobody_answers
 
 _TICK_S = 0.1
+_WAITING = "waiting for a first look ..."
 _STEP_S = 5.0  # of a recording, to and fro
 
 
@@ -89,14 +91,19 @@ class PageMap(Widget):
         width = self.size.width
         area = next((one for one in self._areas if one.top <= y < one.top + one.lines), None)
         if area is None:
-            waiting = "waiting for a first look ..." if y == 0 and not self._areas else ""
-            return Strip([Segment(waiting.ljust(width))], width)
+            waiting = self._waiting(width) if not self._areas else []
+            return Strip([Segment((waiting[y] if y < len(waiting) else "")[:width].ljust(width))], width)
         if y == area.top:
             style = Style(bold=True, reverse="GONE" in area.title)
             return Strip([Segment(area.title[:width].ljust(width), style)], width)
         line = y - area.top - 1
         make = _wide_line if area.wide else _half_line
         return Strip(make(area, line, width)).adjust_cell_length(width)
+
+    def _waiting(self, width: int) -> list[str]:
+        """The lines in place of a map."""
+        unanswered = self._view.unanswered()
+        return textwrap.wrap(nobody_answers(unanswered), max(1, width)) if unanswered else [_WAITING]
 
     def on_click(self, event: events.Click) -> None:
         """Say what is below the pointer; a second click on it zooms in there."""
@@ -241,6 +248,8 @@ class TopApp(App[None]):
             parts.append("PAUSED")
         if isinstance(self.source, PlayedSource):
             parts.append(f"playing {self.source.position:.1f} of {self.source.length:.1f} s, {self.source.speed:g}x")
+        if (unanswered := view.unanswered()) and view.pools():
+            parts.append(f"nobody answers at {', '.join(unanswered)}")
         shown = [f"{name}={getattr(view.filter, name)}" for name in Filter.__slots__ if getattr(view.filter, name)]
         parts += [f"filter {' '.join(shown)}"] if shown else []
         return "   ".join(parts).replace("[", r"\[")

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
-import select
 import shlex
 import socket
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -18,6 +16,7 @@ from kvcache.errors import WatchError
 from scheduler_adapters.arguments import small_file
 from scheduler_adapters.errors import MissingExtraError, ServiceError
 from scheduler_adapters.top.options import TopOptions
+from scheduler_adapters.top.printed import print_looks
 from scheduler_adapters.top.sources import LiveSource, PlayedSource
 from scheduler_adapters.viewer import PROGRAM
 from transfer.wire.keys import load_keyring
@@ -28,6 +27,7 @@ try:
     from textual_serve.server import Server
 
     from scheduler_adapters.top.app import TopApp
+    from scheduler_adapters.top.terminal import has_terminal, run_for_browser, run_in_terminal
 except ImportError as error:
     raise MissingExtraError(f"top needs the extra 'top' (pip install 'pagewire[top]'): {error}") from error
 
@@ -44,31 +44,22 @@ class _WatchAddresses(msgspec.Struct):
 
 
 def run_top(options: TopOptions) -> int:
-    """Show it until told to quit; 0. A `KVCacheError` says in a sentence what does not work."""
+    """Show the processes until somebody quits, or print one look where there is no terminal; the exit status.
+
+    A `KVCacheError` says in a sentence what does not work.
+    """
     if options.web:
         serve_web(options)
         return 0
     source = source_of(options)
-    if "TEXTUAL_DRIVER" in os.environ:
-        threading.Thread(target=_end_with_server, daemon=True).start()
-    app = TopApp(source)
     try:
-        app.run()
+        if "TEXTUAL_DRIVER" in os.environ:
+            return run_for_browser(TopApp(source))
+        if has_terminal():
+            return run_in_terminal(TopApp(source))
+        return print_looks(source, until_interrupted=options.record is not None)
     finally:
         source.close()
-    return app.return_code or 0
-
-
-def _end_with_server() -> None:
-    """Of a browser's program: it ends when the server that has started it does, in whatever way that ends.
-
-    Textual's driver stops to read then, and the program goes on for nobody. Nothing is lost: a recording has each look
-    as it comes.
-    """
-    hung_up = select.poll()
-    hung_up.register(0, select.POLLHUP)
-    hung_up.poll()
-    os._exit(0)
 
 
 def source_of(options: TopOptions) -> LiveSource | PlayedSource:

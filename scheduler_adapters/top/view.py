@@ -16,6 +16,7 @@ from scheduler_adapters.top.pagemap import Span, span_of
 from scheduler_adapters.top.sources import Heard
 
 _SILENT_S = 3.0  # then a process counts as gone
+ANSWER_S = 5.0  # then nobody answers at an address that was never heard
 _KEPT = 240  # looks, for rates
 _MOST_ZOOM = 24
 
@@ -87,6 +88,14 @@ class Filter:
         return self.process in process and self.replica in ("", pool)
 
 
+def nobody_answers(addresses: list[str]) -> str:
+    """What to say when nobody answers at addresses, and what to check."""
+    return (
+        f"nobody answers at {', '.join(addresses)}. Check that the process runs and is watched (`pagewire serve "
+        "--watch` logs the addresses), and that the keys are the fleet's (--secret or --keyring)"
+    )
+
+
 class TopView:
     """The state behind the drawing. `clock` gives the time of recordings where one is played."""
 
@@ -97,6 +106,7 @@ class TopView:
         self.pool = ""  # the one that is looked at, as `address/pool`; empty: all
         self.zoom = 0
         self.centre = 0.5  # a share of the pool
+        self.began = time.monotonic()
         self.now = 0.0
 
     @property
@@ -117,6 +127,12 @@ class TopView:
     def is_gone(self, process: WatchedProcess) -> bool:
         """Whether it has not been heard for a while."""
         return self.now - process.heard_at > _SILENT_S
+
+    def unanswered(self) -> list[str]:
+        """The addresses that have not answered once, a few seconds after the beginning."""
+        if time.monotonic() - self.began < ANSWER_S:
+            return []
+        return [address for address, process in self.processes.items() if not process.heard_at]
 
     # ---- pools
 
