@@ -429,7 +429,8 @@ class PagedKVCacheManager(PoolFigures):
         return self._states[self._claims.locate(request_id, "release")[1]]
 
     def _look_for_reset(self) -> None:
-        if self._reset_endpoint is not None and self._reset_endpoint.asked():
+        if self._reset_endpoint is not None and self._reset_endpoint.is_asked:
+            self._reset_endpoint.is_asked = False  # before the reset: what is asked for from now on comes after it
             self.reset_prefix_cache()
 
     def flush_tiers(self) -> None:

@@ -1,14 +1,20 @@
 """A socket on which another process asks for the prefix cache to be dropped (new weights, say)."""
 
 import logging
+import os
+import threading
+import time
+import weakref
+from contextlib import closing, suppress
 
 import zmq
 
 from kvcache.arguments import shown
 from kvcache.errors import InvalidParamsError
-from kvcache.sockets import bound_socket
+from kvcache.sockets import BoundSocket, bound_socket
 
-_MESSAGES_A_CALL = 64
+_PAUSE_S = 0.005  # after some messages
+_MESSAGES = 64
 
 _log = logging.getLogger("pagewire")
 
@@ -27,21 +33,49 @@ def open_endpoint(endpoint_base: str | None, *, caching: bool) -> "ResetEndpoint
 
 
 class ResetEndpoint:
-    """A PULL socket at `<base>-reset_prefix_cache`; any message asks for one reset."""
+    """A PULL socket at `<base>-reset_prefix_cache`; any message asks for one reset.
+
+    A thread reads it. The loop looks at a flag.
+
+    Attributes:
+        is_asked: a reset was asked for since the loop has set this to False.
+    """
 
     def __init__(self, endpoint_base: str) -> None:
         self.address = f"{endpoint_base}-reset_prefix_cache"
-        self._socket = bound_socket(f"zmq_endpoint_base {endpoint_base!r}", zmq.PULL, self.address)
-
-    def asked(self) -> bool:
-        """Whether a reset was asked for. Never waits; takes up at most `_MESSAGES_A_CALL` messages."""
-        for taken in range(_MESSAGES_A_CALL):
-            try:
-                self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return taken > 0
-        return True
+        self.is_asked = False
+        socket = bound_socket(f"zmq_endpoint_base {endpoint_base!r}", zmq.PULL, self.address)
+        wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(
+            target=_read, args=(socket, wake, weakref.ref(self)), name="pagewire-reset", daemon=True
+        )
+        self._thread.start()
+        self._end = weakref.finalize(self, _end, self._thread, wake)
 
     def close(self) -> None:
-        """Close the socket. Safe twice."""
-        self._socket.close()
+        """End the thread, and close the socket. Safe twice."""
+        self._end()
+        self._thread.join(2.0)
+
+
+def _end(thread: threading.Thread, wake: int) -> None:
+    if thread.is_alive():  # else this is a fork, and would wake the thread of its parent
+        os.eventfd_write(wake, 1)
+
+
+def _read(socket: BoundSocket, wake: int, endpoint: "weakref.ref[ResetEndpoint]") -> None:
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    poller.register(wake, zmq.POLLIN)  # a wait with an end would wake an idle process again and again
+    with closing(socket), suppress(zmq.ContextTerminated):
+        while wake not in dict(poller.poll()):
+            taken = 0
+            with suppress(zmq.Again):
+                while taken < _MESSAGES:
+                    socket.recv_multipart(zmq.NOBLOCK)
+                    taken += 1
+            if taken and (asked := endpoint()) is not None:
+                asked.is_asked = True
+                del asked
+            time.sleep(_PAUSE_S)
+        os.close(wake)  # after it was written to: nobody writes there again

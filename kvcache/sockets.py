@@ -1,16 +1,52 @@
 """ZMQ sockets that are bound: bounded, and closed where they cannot be."""
 
-from collections.abc import Callable
+import errno
+import os
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import zmq
 
 from kvcache.arguments import shown
 from kvcache.errors import InvalidParamsError
+from kvcache.gate import Gate, Limits
 
 _MAX_QUESTION_BYTES = 1 << 10
 """Of a message to such a socket, on which nobody says much: those of CURVE's greeting are the longest."""
 _UNREAD_QUESTIONS = 100
+QUESTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES)
+"""Of a socket on which peers ask a few times a second."""
+SUBSCRIPTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES, peers=256, subscription_bytes=1 << 14)
+"""Of a PUB socket. libzmq keeps a node of 40 bytes for each byte of a topic: so a peer takes 640 KiB at most."""
+
+
+class BoundSocket(zmq.Socket[bytes]):
+    """A socket that listens, behind a `Gate` where strangers can reach it."""
+
+    _gate: Gate | None = None
+
+    @property
+    def address(self) -> str:
+        """As bound, with the port that a 0 turned into."""
+        return self.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") if self._gate is None else self._gate.address
+
+    def listen(self, what: str, address: str, limits: Limits | None) -> None:
+        """Bind; None: strangers cannot reach it, and it needs no gate. `ZMQError` where that cannot be."""
+        if limits is None or not address.startswith(("tcp://", "ipc://")):
+            self.bind(address)
+            return
+        self.setsockopt(zmq.IPC_FILTER_PID, os.getpid())
+        try:
+            self._gate = Gate(what, address, limits)
+        except OSError as error:
+            raise zmq.ZMQError(error.errno or errno.EINVAL, error.strerror or str(error)) from error
+        self.bind(self._gate.inner)
+
+    def close(self, linger: int | None = None) -> None:
+        """Close it; what was sent goes on for `linger` milliseconds. Safe twice."""
+        super().close(linger)
+        if self._gate is not None:
+            self._gate.close((linger or 0) / 1000)
 
 
 def keep_alive(socket: "zmq.Socket[bytes]") -> None:
@@ -27,33 +63,48 @@ def keep_alive(socket: "zmq.Socket[bytes]") -> None:
         socket.setsockopt(option, value)
 
 
+def listening(
+    what: str,
+    kind: int,
+    address: str,
+    options: Mapping[zmq.SocketOption, int],
+    limits: Limits | None,
+    secure: Callable[[Any], None] | None,
+) -> BoundSocket:
+    """A socket of this kind at `address`. With `secure`, which prepares it, no stranger gets to it.
+
+    Raises `zmq.ZMQError` where the address cannot be bound, and what `secure` raises; nothing stays open then.
+    """
+    context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+    socket = cast("BoundSocket", context.socket(kind, socket_class=BoundSocket))
+    try:
+        for option, value in {zmq.LINGER: 0, zmq.IPV6: int("[" in address), **options}.items():
+            socket.setsockopt(option, value)
+        keep_alive(socket)
+        if secure is not None:
+            secure(cast("Any", socket))
+        socket.listen(what, address, limits if secure is None else None)
+    except BaseException:
+        socket.close()
+        raise
+    return socket
+
+
 def bound_socket(
-    what: str, kind: int, address: str, unread: int = 1, secure: Callable[[Any], None] | None = None
-) -> "zmq.Socket[bytes]":
+    what: str,
+    kind: int,
+    address: str,
+    unread: int = 1,
+    secure: Callable[[Any], None] | None = None,
+    limits: Limits = QUESTIONS,
+) -> BoundSocket:
     """A socket of this kind at `address`; a peer has `unread` messages waiting for it at most.
 
     `secure` prepares it before it is bound. Raises what that raises, and `InvalidParamsError` where the address cannot
     be bound, under the name of `what` it is for.
     """
-    context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
-    socket = context.socket(kind)
+    options = {zmq.SNDHWM: unread, zmq.RCVHWM: _UNREAD_QUESTIONS, zmq.MAXMSGSIZE: _MAX_QUESTION_BYTES}
     try:
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.SNDHWM, unread),
-            (zmq.RCVHWM, _UNREAD_QUESTIONS),
-            (zmq.MAXMSGSIZE, _MAX_QUESTION_BYTES),
-            (zmq.IPV6, int("[" in address)),
-        ):
-            socket.setsockopt(option, value)
-        keep_alive(socket)
-        if secure is not None:
-            secure(cast("Any", socket))
-        socket.bind(address)
+        return listening(what, kind, address, options, limits, secure)
     except zmq.ZMQError as error:
-        socket.close()
         raise InvalidParamsError(f"{what}: cannot bind {shown(address)}: {error}") from error
-    except BaseException:
-        socket.close()
-        raise
-    return socket

@@ -22,7 +22,7 @@ from kvcache.events.book import EventBook, Told
 from kvcache.events.log import MOST_ENTRIES, Entry, EventLog
 from kvcache.events.wire import END_OF_REPLAY, AllBlocksCleared, BlockStored, EventBatch, KVEvent, encode
 from kvcache.kv_events import KVEvents
-from kvcache.sockets import bound_socket
+from kvcache.sockets import SUBSCRIPTIONS, bound_socket
 
 _LOOK_MS = 5  # between two looks at the log, where it was empty
 # Python runs one thread at a time, and takes the turn away from none for 5 ms: so this one gives it up by itself, after
@@ -65,7 +65,7 @@ class _Stream:
         self.sent_at = 0.0
         self._unsent: deque[tuple[bytes, ...]] = deque()  # what is left of the answer under way, its first for the peer
         self._taken_at = 0.0  # when the peer took something of it last; 0: nothing yet
-        self.pub = bound_socket("kv_events", zmq.PUB, address, options.hwm, options.secure)
+        self.pub = bound_socket("kv_events", zmq.PUB, address, options.hwm, options.secure, SUBSCRIPTIONS)
         self.replay = None
         if replay_address is not None:
             try:
@@ -79,8 +79,7 @@ class _Stream:
     @property
     def addresses(self) -> tuple[str, str | None]:
         """Where the sockets are bound."""
-        replay = None if self.replay is None else self.replay.getsockopt_string(zmq.LAST_ENDPOINT)
-        return self.pub.getsockopt_string(zmq.LAST_ENDPOINT), replay
+        return self.pub.address, None if self.replay is None else self.replay.address
 
     def send(self, events: Sequence[KVEvent]) -> None:
         """Send a batch. Never waits: a subscriber that cannot take it misses it."""

@@ -21,7 +21,7 @@ from kvcache.errors import InvalidParamsError, InvariantError
 from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
 from kvcache.replicas import Replicas
-from kvcache.sockets import bound_socket
+from kvcache.sockets import BoundSocket, bound_socket
 from kvcache.watch.book import WatchBook, counted
 from kvcache.watch.pools import WatchedPool, pools_of
 from kvcache.watched import AskLook, Beside, CheckReport
@@ -43,7 +43,7 @@ _HERE = ("tcp://127.", "tcp://[::1]:", "tcp://localhost:", "ipc://", "inproc://"
 class _WatchThread:
     """What the thread runs; an owner of pools that is forgotten without being closed ends it."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", owner: object, make_book: Callable[[Any], WatchBook]) -> None:
+    def __init__(self, socket: BoundSocket, owner: object, make_book: Callable[[Any], WatchBook]) -> None:
         self.closing = threading.Event()
         self.check_asked = False
         self.checked: tuple[float, CheckReport] | None = None
@@ -136,7 +136,7 @@ class Watch:
         self._recount, self._pools = recount, pools
         self._check_due = 0.0
         socket = _bound(endpoint, secure)
-        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.address = socket.address
         self._worker = _WatchThread(socket, owner, make_book)
         self._thread = threading.Thread(target=self._worker.run, name="pagewire-watch", daemon=True)
         self._thread.start()
@@ -215,7 +215,7 @@ def _pause(cost_s: float, held_s: float, busy: float) -> float:
     return max(_LEAST_S, cost_s * (1 / _SHARE - 1), for_the_loop)
 
 
-def _bound(endpoint: str, secure: Callable[[Any], None] | None) -> "zmq.Socket[bytes]":
+def _bound(endpoint: str, secure: Callable[[Any], None] | None) -> BoundSocket:
     if secure is None and not endpoint.startswith(_HERE):
         raise InvalidParamsError(f"watch: {shown(endpoint)} is beyond this host: that takes keys (`secure`)")
     socket = bound_socket("watch", zmq.ROUTER, endpoint, _MOST_WAITING, secure)

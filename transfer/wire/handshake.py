@@ -23,7 +23,8 @@ from typing import Literal, Self, TypeAlias
 import msgspec
 import zmq
 
-from kvcache.sockets import keep_alive
+from kvcache.gate import Limits
+from kvcache.sockets import keep_alive, listening
 from transfer.errors import HandshakeError, MetadataError, TransferError
 from transfer.wire.allowed_peers import AllowedPeers
 from transfer.wire.keys import Throttle
@@ -54,7 +55,11 @@ _BATCH = 64
 # An engine asks a source once, and for a sign of life once a second; a host may run many engines.
 _QUERIES_PER_S = 100
 _PATIENCE = 6  # times its time-out a question waits for a peer that can be reached, and says nothing
+_UNREAD = 128  # questions of a peer that wait for the thread; the others wait at the peer
 _LEASES_PER_S = 4000  # of each rank of a reader: each asks for each request, and again while its lease is being granted
+
+# A REQ socket puts an empty frame first. A reader asks as many ranks as it has, over one connection.
+_LIMITS = Limits(message_bytes=MAX_QUERY_BYTES, per_second=4 * _LEASES_PER_S)
 
 Done: TypeAlias = "Callable[[Answer | TransferError], None]"
 QueryOutcome = Literal["answered", "refused", "malformed", "throttled", "failed"]
@@ -127,23 +132,13 @@ class HandshakeServer:
         self._lease_throttle = Throttle(_LEASES_PER_S, time.monotonic)
         self._cards = {card.engine_id: card for card in cards}
         self._stopping = False
-        self._socket = _context().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_QUERY_BYTES)  # a longer one ends that connection, nothing else
-        self._socket.setsockopt(zmq.RCVHWM, 1000)
-        self._socket.setsockopt(zmq.SNDHWM, 1000)  # of each peer; an answer beyond it is dropped
-        keep_alive(self._socket)
+        # An answer beyond what waits for a peer is dropped.
+        options = {zmq.MAXMSGSIZE: MAX_QUERY_BYTES, zmq.RCVHWM: _UNREAD, zmq.SNDHWM: 1000}
         try:
-            if secure is not None:
-                secure(self._socket)
-            self._socket.bind(bind)
-        except HandshakeError:
-            self._socket.close()
-            raise
+            self._socket = listening("handshake", zmq.ROUTER, bind, options, _LIMITS, secure)
         except zmq.ZMQError as error:
-            self._socket.close()
             raise HandshakeError(f"handshake server: cannot bind {bind!r}: {error}") from error
-        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint: str = self._socket.address
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._main, name="handshake", daemon=True)
         self._thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.kvcache.build import manager_of
 from tests.kvcache.events.mirror import PATIENCE_S, Mirror, settled, worker_of
 
 ANY = "tcp://127.0.0.1:0"
+_names = itertools.count()  # a name is free again some time after its socket was closed
 
 
 @pytest.fixture
@@ -180,7 +182,7 @@ def test_a_flood_of_questions_takes_a_share_of_the_threads_time_and_no_memory(ma
 
 @pytest.fixture
 def stream() -> Iterator[_Stream]:
-    made = _Stream(KVEvents(ANY, "inproc://replays"), 0)  # inproc: nothing between the two but what ZMQ keeps
+    made = _Stream(KVEvents(ANY, f"inproc://replays-{next(_names)}"), 0)  # nothing between the two but what ZMQ keeps
     yield made
     made.close()
 
@@ -264,7 +266,12 @@ def test_of_answers_that_nobody_reads_few_messages_are_kept(stream: _Stream, mon
 
 
 def test_one_answer_is_under_way_at_a_time() -> None:
-    worker = _Worker(KVEvents(ANY, "inproc://replays"), EventLog(), EventBook(1, 8, 4, CacheSpec("full_attention")), 1)
+    worker = _Worker(
+        KVEvents(ANY, f"inproc://replays-{next(_names)}"),
+        EventLog(),
+        EventBook(1, 8, 4, CacheSpec("full_attention")),
+        1,
+    )
     (stream,) = worker.streams
     first = stream.sequence
     for _ in range(40):

@@ -1,0 +1,337 @@
+"""A gate: what passes it, what does not, and what a stranger costs the process, its honest peers and its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvcache import InvalidParamsError, KVEvents
+from kvcache.gate import FrameCounter, Gate, GateError, Limits, listen
+from kvcache.reset_endpoint import ResetEndpoint
+from kvcache.sockets import QUESTIONS, SUBSCRIPTIONS, BoundSocket, bound_socket
+from kvcache.watch.endpoint import ManagerWatch
+from kvcache.watch.follower import WatchClient
+from kvcache.watched import AskLook
+from tests.kvcache.build import manager_of
+from tests.kvcache.stranger import GREETING, MORE_RSS, READY, flood, frame, rss, stranger
+
+ANY = "tcp://127.0.0.1:0"
+PATIENCE_S = 30.0
+
+
+def waited(done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+# ---- what is followed
+
+
+def passed(limits: Limits, data: bytes, chooser: random.Random) -> tuple[bytes, int]:
+    """All that is passed on of data that comes in random pieces."""
+    counter, out, rest, frames = FrameCounter(limits), b"", b"", 0
+    while data or rest:
+        piece = chooser.randrange(1, 40)
+        rest, data = rest + data[:piece], data[piece:]
+        most = chooser.randrange(1, 4)
+        count, begun = counter.passes(rest, most)
+        assert begun <= most
+        out, rest, frames = out + rest[:count], rest[count:], frames + begun
+        if not data and begun < most and not count:
+            break
+    return out, frames
+
+
+def test_however_it_comes_all_that_is_within_the_limits_is_passed_on() -> None:
+    chooser, messages = random.Random(1), 0
+    for _ in range(300):
+        stream, frames = GREETING + READY, 1
+        for _ in range(chooser.randrange(1, 12)):
+            count = chooser.randrange(1, 5)
+            messages += 1
+            frames += count
+            for at in range(count):
+                body = chooser.randbytes(chooser.choice([0, 1, 9, 200, 255, 256, 300]))
+                stream += frame(0 if at == count - 1 else 1, body)
+                if chooser.random() < 0.2:
+                    stream, frames = stream + frame(4, b"\x04PING\0\0"), frames + 1
+        for limits in (Limits(message_bytes=1200), Limits(message_bytes=1200, subscription_bytes=1 << 20)):
+            assert passed(limits, stream, chooser) == (stream, frames)
+    assert messages > 1000
+
+
+@pytest.mark.parametrize(
+    ("data", "limit"),
+    [
+        (frame(1, b"") * 9, "frames"),
+        (frame(0, bytes(1025)), "bytes"),
+        (frame(1, bytes(600)) * 2, "bytes"),
+        (b"\x03" + (1 << 62).to_bytes(8, "big"), "bytes"),
+        (b"\x06" + (1 << 62).to_bytes(8, "big"), "bytes"),
+        (b"\x08\x00", "protocol"),
+        ((frame(1, bytes(1000)) + frame(0, b"")) * 5, "subscriptions"),
+        (frame(4, b"\x09SUBSCRIBE" + bytes(900)) * 5, "subscriptions"),
+        (frame(4, b"\x06CANCEL" + bytes(900)) * 5, "subscriptions"),
+    ],
+)
+def test_whoever_exceeds_a_limit_is_told_from_the_others(data: bytes, limit: str) -> None:
+    for seed in range(20):
+        limits = Limits(message_bytes=1024, subscription_bytes=4096 if limit == "subscriptions" else None)
+        with pytest.raises(GateError) as error:
+            passed(limits, GREETING + READY + data, random.Random(seed))
+        assert error.value.limit == limit
+
+
+def test_what_is_no_zmtp_3_without_keys_does_not_pass() -> None:
+    for begin in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x01\x00" * 40,
+        GREETING.replace(b"NULL\0", b"CURVE"),
+        GREETING[:10] + b"\x01",
+    ):
+        with pytest.raises(GateError, match="ZMTP 3"):
+            passed(QUESTIONS, begin, random.Random(1))
+
+
+# ---- floods of real sockets
+
+
+class Served:
+    """A socket of the project with the question that an honest peer asks it."""
+
+    def __init__(self, address: str, kind: bytes, ask: Callable[[], None]) -> None:
+        self.address, self.kind, self.ask = address, kind, ask
+
+
+@pytest.fixture(params=["reset", "replay", "events", "watch"])
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
+    with contextlib.ExitStack() as stack:
+        manager = stack.enter_context(closing(manager_of(32, params={"kv_events": KVEvents(ANY, ANY)})))
+        if request.param == "reset":
+            endpoint = stack.enter_context(closing(ResetEndpoint(f"ipc://{tmp_path}/pw")))
+            push = stack.enter_context(zmq.Context.instance().socket(zmq.PUSH))
+            push.connect(endpoint.address)
+
+            def ask_reset() -> None:
+                endpoint.is_asked = False
+                push.send(b"")
+                waited(lambda: endpoint.is_asked)
+
+            yield Served(endpoint.address, b"PUSH", ask_reset)
+        elif request.param == "watch":
+            watch = stack.enter_context(closing(ManagerWatch(manager)))
+            client = stack.enter_context(closing(WatchClient(watch.address)))
+
+            def ask_look() -> None:
+                client.ask(AskLook())
+                assert client.answer(PATIENCE_S) is not None
+
+            yield Served(watch.address, b"DEALER", ask_look)
+        else:
+            events, replay = manager.kv_event_endpoints[0]
+            peer = stack.enter_context(
+                zmq.Context.instance().socket(zmq.DEALER if request.param == "replay" else zmq.SUB)
+            )
+            peer.connect(replay if request.param == "replay" else events)
+            if request.param == "events":
+                peer.subscribe(b"")
+
+            def ask() -> None:
+                if request.param == "replay":
+                    peer.send_multipart([b"", bytes(8)])
+                assert peer.poll(PATIENCE_S * 1000)
+                while peer.poll(20):
+                    peer.recv_multipart()
+
+            yield Served(replay, b"DEALER", ask) if request.param == "replay" else Served(events, b"SUB", ask)
+
+
+@pytest.mark.parametrize(
+    ("data", "most"),
+    [
+        (frame(1, b"") * 32768, 4 << 20),  # a message of 2 million frames that has no end
+        (frame(1, bytes(1000)) * 64, 512 << 20),
+        (
+            frame(4, b"\x09SUBSCRIBE" + bytes(900)) * 64,
+            1 << 17,
+        ),  # few of them: those that subscribe nothing have to wait
+    ],
+    ids=["empty frames", "long frames", "commands"],
+)
+def test_a_message_without_an_end_is_dropped_fills_no_memory_and_keeps_nobody(
+    served: Served, data: bytes, most: int
+) -> None:
+    served.ask()
+    before = rss()
+    sent = flood(served.address, served.kind, data, most)
+    served.ask()
+    assert rss() - before < MORE_RSS
+    if most > 1 << 17:
+        assert sent < most, "it was dropped"
+
+
+def test_a_multipart_of_a_million_frames_by_a_real_peer_asks_for_nothing(tmp_path: Path) -> None:
+    with closing(ResetEndpoint(f"ipc://{tmp_path}/pw")) as endpoint, zmq.Context() as context:
+        before = rss()
+        with context.socket(zmq.PUSH) as push:
+            push.setsockopt(zmq.LINGER, 0)
+            push.setsockopt(zmq.RECONNECT_IVL, 60_000)
+            push.connect(endpoint.address)
+            for _ in range(20_000):
+                push.send(b"", zmq.SNDMORE)
+            push.send(b"")
+            with context.socket(zmq.PUSH) as honest:
+                honest.connect(endpoint.address)
+                assert not endpoint.is_asked
+                honest.send(b"")
+                waited(lambda: endpoint.is_asked)
+        assert rss() - before < MORE_RSS
+
+
+# ---- a gate by itself
+
+
+@pytest.fixture
+def echo() -> Iterator[Callable[[Limits], BoundSocket]]:
+    with contextlib.ExitStack() as stack:
+
+        def made(limits: Limits) -> BoundSocket:
+            return stack.enter_context(closing(bound_socket("echo", zmq.ROUTER, ANY, 100, limits=limits)))
+
+        yield made
+
+
+def gate_of(bound: BoundSocket) -> Gate:
+    gate = bound._gate
+    assert gate is not None
+    return gate
+
+
+def test_one_peer_too_many_is_closed_at_once_and_the_others_go_on(echo: Any, caplog: pytest.LogCaptureFixture) -> None:
+    bound = echo(Limits(message_bytes=100, peers=3))
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(closing(stranger(bound.address))) for _ in range(3)]
+        one_more = stack.enter_context(
+            closing(socket.create_connection(("127.0.0.1", int(bound.address.rpartition(":")[2]))))
+        )
+        one_more.settimeout(PATIENCE_S)
+        assert one_more.recv(1) == b""
+        for peer in peers:
+            peer.sendall(frame(0, b"x"))
+            assert bound.poll(PATIENCE_S * 1000)
+            assert bound.recv_multipart()[1] == b"x"
+        peers[0].close()
+        waited(lambda: len(gate_of(bound)._peers) == 2)
+        stack.enter_context(closing(stranger(bound.address)))
+    assert gate_of(bound).dropped == {"peers": 1}
+    assert "echo: dropped a peer of tcp://127.0.0.1:" in caplog.text
+    assert "more than 3 peers" in caplog.text
+
+
+def test_peers_leave_the_process_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache.gate.resource.getrlimit", lambda _: (1024, 4096))
+    assert Limits(message_bytes=1).most_peers == 170
+    assert SUBSCRIPTIONS.most_peers == 170
+    monkeypatch.setattr("kvcache.gate.resource.getrlimit", lambda _: (1 << 20, 1 << 20))
+    assert Limits(message_bytes=1).most_peers == 1024
+
+
+def test_a_peer_has_so_many_messages_a_second_and_the_others_are_heard_meanwhile(echo: Any) -> None:
+    bound, heard, started = echo(Limits(message_bytes=100, per_second=1000.0)), 0, time.monotonic()
+    with closing(stranger(bound.address)) as loud, closing(stranger(bound.address)) as honest:
+        loud.setblocking(False)
+        rest = frame(0, b"") * 200_000
+        for at in range(20):
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[loud.send(rest) :]
+            honest.sendall(frame(0, b"honest"))
+            answered = False
+            while not answered:
+                assert bound.poll(PATIENCE_S * 1000)
+                answered = bound.recv_multipart()[1] == b"honest"
+                heard += not answered
+            assert at >= 0
+        while bound.poll(50) and heard < 4000:
+            bound.recv_multipart()
+            heard += 1
+        assert 0 < heard <= 2000 + 1000 * (time.monotonic() - started)
+
+
+def test_what_was_sent_before_it_closed_arrives_and_the_address_is_free_again() -> None:
+    bound = bound_socket("echo", zmq.ROUTER, ANY, 100)
+    address = bound.address
+    with zmq.Context.instance().socket(zmq.DEALER) as peer:
+        peer.connect(address)
+        peer.send(b"ask")
+        assert bound.poll(PATIENCE_S * 1000)
+        name, _ = bound.recv_multipart()
+        for _ in range(50):
+            bound.send_multipart([name, bytes(1000)])
+        bound.close(linger=20_000)
+        for _ in range(50):
+            assert peer.poll(PATIENCE_S * 1000)
+            assert len(peer.recv()) == 1000
+    bound.close()
+    again = bound_socket("echo", zmq.ROUTER, address)
+    assert again.address == address
+    again.close()
+
+
+def test_it_listens_where_zmq_would(tmp_path: Path) -> None:
+    for address, shown in (
+        ("tcp://127.0.0.1:0", "tcp://127.0.0.1:"),
+        ("tcp://*:*", "tcp://0.0.0.0:"),
+        ("tcp://lo:0", "tcp://127.0.0.1:"),
+        (f"ipc://{tmp_path}/s", f"ipc://{tmp_path}/s"),
+        ("ipc://@pagewire-test-gate", "ipc://@pagewire-test-gate"),
+    ):
+        with (
+            closing(bound_socket("echo", zmq.ROUTER, address)) as bound,
+            zmq.Context.instance().socket(zmq.DEALER) as peer,
+        ):
+            assert bound.address.startswith(shown)
+            peer.connect(bound.address.replace("0.0.0.0", "127.0.0.1"))  # noqa: S104
+            peer.send(b"here")
+            assert bound.poll(PATIENCE_S * 1000)
+            bound.recv_multipart()
+    assert not (tmp_path / "s").exists()
+    for address in (
+        "tcp://127.0.0.1",
+        "tcp://:1",
+        "tcp://nowhere:1",
+        "tcp://127.0.0.1:99999",
+        f"ipc://{tmp_path}/{'x' * 200}",
+    ):
+        with pytest.raises(OSError, match=r"^\[Errno|Invalid|too long"):
+            listen(address)
+        with pytest.raises(InvalidParamsError, match="cannot bind"):
+            bound_socket("echo", zmq.ROUTER, address)
+
+
+def test_nobody_else_gets_to_the_socket_behind_it() -> None:
+    with closing(bound_socket("echo", zmq.ROUTER, ANY)) as bound:
+        name = gate_of(bound).inner.removeprefix("ipc://@")
+        read, write = os.pipe()
+        if not (child := os.fork()):
+            with socket.socket(socket.AF_UNIX) as peer:
+                peer.connect("\0" + name)
+                peer.settimeout(PATIENCE_S)
+                with contextlib.suppress(ConnectionError):
+                    os.write(write, b"let in" if peer.recv(1) else b"closed")
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert os.read(read, 10) == b"closed"
+        os.close(read)
+        os.close(write)
