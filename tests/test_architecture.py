@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters")
-MAX_FILE, MAX_FUNCTION = 450, 60  # lines
+MAX_FILE, MAX_FUNCTION = 700, 60  # lines
 
 # Files beside a package's rooms that the rooms may import: its values. The other files beside them are its top.
 VALUES = {

@@ -91,6 +91,7 @@ class SchedulerSide:
                 self._waiting[request_id] = wanted
                 self._begin_span(request, wanted)
         except TransferError as error:
+            self._connector.give_back(params, str(error))
             self._refuse(request_id, str(error))
         if _is_source(params):
             self._shorten(request, params)

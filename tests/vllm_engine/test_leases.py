@@ -34,7 +34,7 @@ SHAPES = {
 def test_params_of_another_prompt_bring_none_of_its_pages(
     make: Make, left: dict[str, Any], right: dict[str, Any], policy: str
 ) -> None:
-    """Also not for those who come later, and would find them in the prefix cache."""
+    """Also not for those who come later, and would find them in the prefix cache. Prefill lets go of the pages."""
     prefill, decode = make("kv_producer", Shape(**left)), make("kv_consumer", Shape(policy=policy, **right))
     prompts = {"a": PROMPT, "b": PROMPT[50:] + PROMPT[:50]}
     params = {name: prefilled(prefill, f"p{name}", prompt) for name, prompt in prompts.items()}
@@ -43,9 +43,11 @@ def test_params_of_another_prompt_bring_none_of_its_pages(
         run_until([prefill, decode], lambda name=name: decode.finish_reason(name))
         right_tokens = expected_tokens(prompts[name], 3, decode.shape)
         assert decode.tokens(name) == ([] if policy == "fail" else right_tokens)
-    for name, prompt in prompts.items():  # nothing of theirs is in the cache, and their leases stand as before
+    run_until([prefill, decode], lambda: prefill.free_blocks == prefill.free_at_start)
+    for name, prompt in prompts.items():  # nothing of theirs is in the cache
         wanted = expected_tokens(prompt, 3, decode.shape)
-        assert served([prefill, decode], f"{name} again", prompt, 3, params[name]) == wanted
+        again = prefilled(prefill, f"p{name} again", prompt)
+        assert served([prefill, decode], f"{name} again", prompt, 3, again) == wanted
         assert served([prefill, decode], f"{name} alone", prompt, 3, None) == wanted
     assert_empty(prefill, decode)
 
@@ -95,7 +97,9 @@ def test_a_tenant_reads_no_pages_of_another_one(make: Make) -> None:
     decode.scheduler.add_request(made(PROMPT, "a", 3, prefill.params("pb"), salts["a"]))
     run_until([prefill, decode], lambda: decode.finish_reason("a"))
     assert decode.finish_reason("a") == "error"
-    decode.scheduler.add_request(made(PROMPT, "b", 3, prefill.params("pb"), salts["b"]))
+    prefill.scheduler.add_request(made(PROMPT, "pb again", 1, PREFILL, salts["b"]))  # the other lease is given back
+    run_until([prefill], lambda: prefill.finish_reason("pb again"))
+    decode.scheduler.add_request(made(PROMPT, "b", 3, prefill.params("pb again"), salts["b"]))
     run_until([prefill, decode], lambda: decode.finish_reason("b"))
     assert decode.tokens("b") == expected_tokens(PROMPT, 3, decode.shape)
 

@@ -56,6 +56,7 @@ class Settings:
         connector: of `kv_transfer_config`; none where empty.
         extra: of `kv_connector_extra_config`.
         max_tokens: of a request.
+        blocks: of the pool; as many as hold 16,384 tokens where 0.
         prefix_cache: vLLM's own.
     """
 
@@ -69,6 +70,7 @@ class Settings:
     connector: str = json.dumps(OURS)
     extra: str = json.dumps({"kv_lease_duration": LEASE})
     max_tokens: int = 2048
+    blocks: int = 0
     prefix_cache: bool = True
 
     @property
@@ -77,7 +79,7 @@ class Settings:
         found = {
             "--served-model-name": "m", "--host": "127.0.0.1", "--dtype": "float32", "--seed": 0,
             "--max-model-len": self.max_tokens, "--max-num-seqs": 32, "--block-size": self.block_size,
-            "--num-gpu-blocks-override": 16_384 // self.block_size, "--tensor-parallel-size": self.tp,
+            "--num-gpu-blocks-override": self.blocks or 16_384 // self.block_size, "--tensor-parallel-size": self.tp,
         }  # fmt: skip
         if ON_GPU:
             found["--gpu-memory-utilization"] = 0.15  # several servers share a device

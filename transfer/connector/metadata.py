@@ -64,6 +64,7 @@ class ConnectorMetadata(msgspec.Struct, kw_only=True):
         reqs_computed: requests whose pages are all computed: the time of their leases runs.
         reqs_not_processed: requests whose leases end now, and why.
         reqs_to_cancel: loads to give up, and why.
+        to_give_back: leases of other engines under which nothing is read, and why.
     """
 
     reqs_to_recv: dict[str, LoadRequest] = {}
@@ -72,6 +73,7 @@ class ConnectorMetadata(msgspec.Struct, kw_only=True):
     reqs_computed: list[str] = []
     reqs_not_processed: dict[str, str] = {}
     reqs_to_cancel: dict[str, str] = {}
+    to_give_back: list[tuple[Wanted, str]] = []
 
 
 class WorkerOutput(msgspec.Struct, kw_only=True):

@@ -14,7 +14,7 @@ from typing import Any
 from transfer.connector.config import GroupConfig, WorkerConfig, check_config
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, Progress, SendRequest, WorkerOutput, as_blocks
 from transfer.connector.offer import Held, Offer
-from transfer.connector.transfer_params import TransferParams, params_of, read_params
+from transfer.connector.transfer_params import TransferParams, params_of, pointer_in, read_params
 from transfer.errors import HandshakeError, InvalidLeaseError, InvalidTransferError, TransferParamsError
 from transfer.pull.lease_slots import LEASE_SLOTS, LeaseSlots
 from transfer.pull.start import fleet_keys
@@ -230,6 +230,14 @@ class NixlConnectorScheduler:
                 f"more tokens than the {count} of the request is of no use"
             )
         return None if found is None else found.wanted(prompt)
+
+    def give_back(self, params: object, reason: str) -> None:
+        """Has a source told that nothing is read under the lease that a request's params name, if they name one.
+
+        For a request that takes no load: its params are wrong, or its name is that of another load.
+        """
+        if (wanted := pointer_in(params)) is not None:
+            self._metadata.to_give_back.append((wanted, reason))
 
     def hold(self, request_id: str, wanted: Wanted) -> None:
         """Tells a source that a request waits for its pages, which has no blocks yet: the lease is renewed until then.

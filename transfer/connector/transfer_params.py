@@ -29,10 +29,24 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = 80
 # A host name, an IPv4 or a bracketed IPv6 address: nothing else gets into an endpoint.
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]")
 _LEASE_ID = re.compile(r"0x(?=.*[1-9a-f])[0-9a-f]{1,16}")
-_REMOTE = ("engine_id", "request_id", "host", "port", "num_tokens")
+_NAMES = {name: f"remote_{name}" for name in ("engine_id", "request_id", "host", "port", "num_tokens")}
 
 
-class TransferParams(msgspec.Struct, frozen=True, kw_only=True, rename={name: f"remote_{name}" for name in _REMOTE}):
+class _Pointer(msgspec.Struct, frozen=True, kw_only=True, rename=_NAMES):
+    """The part of the params that names a lease, and whom to ask for it."""
+
+    engine_id: Annotated[str, Meta(min_length=1, max_length=_MAX_NAME)]
+    host: Annotated[str, Meta(min_length=1, max_length=_MAX_NAME)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    lease_id: str
+
+    @property
+    def address(self) -> str:
+        """ZMQ endpoint of the handshake."""
+        return f"tcp://{self.host}:{self.port}"
+
+
+class TransferParams(_Pointer, frozen=True, kw_only=True, rename=_NAMES):
     """What `kv_transfer_params` say. Made by a source, or checked by `read_params`.
 
     Attributes:
@@ -49,19 +63,14 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, rename={name: f"
 
     do_remote_prefill: bool = True
     do_remote_decode: bool | None = False
-    engine_id: Annotated[str, Meta(min_length=1, max_length=_MAX_NAME)]
     request_id: Annotated[str, Meta(min_length=1, max_length=_MAX_NAME)]
     num_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
-    host: Annotated[str, Meta(min_length=1, max_length=_MAX_NAME)]
-    port: Annotated[int, Meta(ge=1, le=65535)]
-    lease_id: str
     transfer_mode: Literal["pull"] = "pull"
 
     def wanted(self, prompt: Prompt) -> Wanted:
         """Returns whom to ask, and for which tokens: those of the reader's own prompt, as far as the source has it."""
         num_tokens = min(self.num_tokens, len(prompt.token_ids))
-        address = f"tcp://{self.host}:{self.port}"
-        return Wanted(address, self.engine_id, int(self.lease_id, 16), num_tokens, prompt.digest(num_tokens))
+        return Wanted(self.address, self.engine_id, int(self.lease_id, 16), num_tokens, prompt.digest(num_tokens))
 
 
 def params_of(params: TransferParams) -> dict[str, Any]:
@@ -86,19 +95,38 @@ def read_params(request_id: str, params: object) -> TransferParams | None:
         reason, _, path = str(error).partition(" - at `$.")
         key, *steps = re.findall(r"\w+", path or reason.rpartition(" ")[2])  # of what is missing the last word
         raise _refusal(request_id, known, (key, *map(int, steps)), reason) from error
-    for key, is_wrong, expected in (
-        ("remote_engine_id", not found.engine_id.isprintable(), _PRINTABLE),
-        ("remote_request_id", not found.request_id.isprintable(), _PRINTABLE),
-        ("remote_host", not _HOST.fullmatch(found.host), "a host name or an IP address is expected"),
-        (
-            "lease_id",
-            not _LEASE_ID.fullmatch(found.lease_id),
-            "0x and up to 16 digits of 0-9 and a-f, not all 0, are expected",
-        ),
-    ):
-        if is_wrong:
-            raise _refusal(request_id, known, (key,), expected)
+    faults = _faults(found)
+    if not found.request_id.isprintable():
+        faults["remote_request_id"] = _PRINTABLE
+    for key, expected in faults.items():
+        raise _refusal(request_id, known, (key,), expected)
     return found
+
+
+def pointer_in(params: object) -> Wanted | None:
+    """Returns the lease that a dict from outside names, whatever else is wrong with it, to be given back.
+
+    None where the dict asks for no pages, or names no lease.
+    """
+    if not _is_dict(params) or params.get("do_remote_prefill") in (None, False):
+        return None
+    try:
+        found = msgspec.convert({key: value for key, value in params.items() if isinstance(key, str)}, _Pointer)
+    except msgspec.ValidationError:
+        return None
+    return None if _faults(found) else Wanted(found.address, found.engine_id, int(found.lease_id, 16), 0, b"")
+
+
+def _faults(found: _Pointer) -> dict[str, str]:
+    """What is expected in place of each value that has the right type and is wrong all the same, by its key."""
+    faults: dict[str, str] = {}
+    if not found.engine_id.isprintable():
+        faults["remote_engine_id"] = _PRINTABLE
+    if not _HOST.fullmatch(found.host):
+        faults["remote_host"] = "a host name or an IP address is expected"
+    if not _LEASE_ID.fullmatch(found.lease_id):
+        faults["lease_id"] = "0x and up to 16 digits of 0-9 and a-f, not all 0, are expected"
+    return faults
 
 
 def _refusal(request_id: str, params: dict[str, Any], place: tuple[Any, ...], reason: str) -> TransferParamsError:

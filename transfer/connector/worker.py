@@ -29,6 +29,7 @@ from transfer.stats import StatsSnapshot
 from transfer.wire.allowed_peers import AllowedPeers
 from transfer.wire.handshake import HandshakeClient
 from transfer.wire.keys import Keyring
+from transfer.wire.messages import Wanted
 
 _GRANT_S = 5.0
 """Most that a step waits for its leases to stand. Readers ask again where they come later."""
@@ -161,7 +162,7 @@ class NixlConnectorWorker:
         return self._running().add_engine(address, ranks)
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
-        """Takes over a step's work: leases to grant, to start and to end; loads to begin, to go on with, to give up.
+        """Takes over a step's work: leases to grant, start, end and give back; loads to begin, go on with, give up.
 
         What is wrong with one load fails that load alone; `get_finished` tells.
 
@@ -190,6 +191,11 @@ class NixlConnectorWorker:
             if (load := self._book.find(request_id)) is not None:
                 load.cancelled = True
                 thread.call_soon(ReplicaTransfer.cancel, load.key, reason)
+        for wanted, reason in metadata.to_give_back:
+            self._give_back(thread, wanted, reason)
+
+    def _give_back(self, thread: TransferThread, wanted: Wanted, reason: str) -> None:
+        thread.call_soon(ReplicaTransfer.refuse, wanted, reason, self.config.timing.load)
 
     def _load(self, thread: TransferThread, request_id: str, asked: LoadRequest) -> None:
         before = self._book.find(request_id)
@@ -200,7 +206,9 @@ class NixlConnectorWorker:
             groups = self._book.ask(load, asked)
         except InvalidTransferError as error:
             self._book.fail(load, str(error), safe=before is None)
-            if before is not None:
+            if before is None:
+                self._give_back(thread, asked.wanted, str(error))
+            else:
                 thread.call_soon(ReplicaTransfer.cancel, load.key, str(error))
             return
         if before is None:

@@ -22,7 +22,7 @@ from transfer.pull.lease import LeaseRef
 from transfer.pull.pull_state import PullEvent, PullTimes, ReplicaPull
 from transfer.pull.rank import RankTransfer
 from transfer.pull.small_pulls import SmallPulls, is_of_other_start
-from transfer.pull.source import Place, Source, answered
+from transfer.pull.source import Place, Source, check_tokens, nothing_of, source_in
 from transfer.stats import TransferStats
 from transfer.wire.handshake import HandshakeClient
 from transfer.wire.messages import Answer, LeaseReply, Wanted
@@ -175,7 +175,7 @@ class ReplicaTransfer:
         """Begins a pull by all ranks, of all the pages that `groups` names; None: `add_pages` says of what.
 
         Its `PullEvent`s come as events, also for bad input. Of a `Wanted` the source says which pages it holds. Where
-        these are of other tokens the pull fails, and its lease stays as it is: it is not this reader's.
+        these are of other tokens, or fewer, the pull fails, and the lease is given back: it brings nothing to anybody.
         """
         if key in self._pulls:
             # Nothing is known of it under this name yet, so the owner is told at once and the older one goes on.
@@ -225,19 +225,31 @@ class ReplicaTransfer:
             self._fail(key, f"{where}: asking engine {wanted.engine_id!r} for the pages of its lease: {answer}")
         elif answer.error:
             waited = self._waited(pull)
-            self._fail(key, f"{where}: engine {wanted.engine_id!r} at {wanted.address}: {answer.error}{waited}")
+            self._give_back(key, f"{where}: engine {wanted.engine_id!r} at {wanted.address}: {answer.error}{waited}")
         elif not answer.pages:
             now = self._clock()
             pull.ask_at, pull.pause_s = now + pull.pause_s, min(2 * pull.pause_s, _MAX_PAUSE_S)
             heapq.heappush(self._due, (pull.ask_at, key))
             pull.waits_for = answer.waits_for, min(pull.waits_for[1], now)
         else:
-            try:
-                pull.source, pull.pages = answered(where, wanted, answer.pages, self.ranks[0].identity.key)
-            except TransferError as error:
-                self._fail(key, str(error))
-            else:
-                self._start(key)
+            self._on_pages(key, wanted, answer.pages)
+
+    def _on_pages(self, key: str, wanted: Wanted, data: bytes) -> None:
+        """The source has said what it holds: that is read where it is of the wanted tokens."""
+        pull = self._pulls[key]
+        try:
+            source, pages = source_in(wanted, data, self.ranks[0].identity.key)
+        except TransferError as error:
+            self._fail(key, str(error))
+            return
+        try:
+            if not pull.refusal:
+                check_tokens(f"request {key!r}", wanted, pages)
+        except TransferError as error:
+            self._give_back(key, str(error))
+            return
+        pull.source, pull.pages = source, pages
+        self._start(key)
 
     def _waited(self, pull: ReplicaPull) -> str:
         """What a source that is asked again and again has named as missing; empty where it never did."""
@@ -272,9 +284,19 @@ class ReplicaTransfer:
             self.refuse(pull.source, reason, pull.deadline - self._clock())
         self._fail(key, reason, is_failure=False)
 
+    def _give_back(self, key: str, reason: str) -> None:
+        """Fails a pull whose source lives, but holds nothing for it. A refusal is said once, and not refused again."""
+        pull = self._pulls[key]
+        if not pull.refusal:
+            self.refuse(pull.source, reason, pull.deadline - self._clock())
+        self._fail(key, reason)
+
     def refuse(self, source: Source | Wanted, reason: str, timeout_s: float) -> None:
-        """Tells a source that nothing is read under its lease: it keeps the pages for nobody. No event comes of it."""
-        self.pull(f"{_REFUSED}{next(self._refusals)}", source, timeout_s, refusal=reason)
+        """Tells a source that nothing is read under its lease: it keeps the pages for nobody. No event comes of it.
+
+        Whoever names a lease may give it back, whatever its tokens: of a request that was rejected nobody knows them.
+        """
+        self.pull(f"{_REFUSED}{next(self._refusals)}", nothing_of(source), timeout_s, refusal=reason)
 
     def poll(self) -> bool:
         """Moves everything on. Whether READs are under way, or a source is waited for.

@@ -1,7 +1,7 @@
 """Where pages are read from: a `Source`, or a `Wanted`, of which the engine there is asked first what it holds.
 
 What travels through clients is a pointer, and decides nothing: with it a reader asks the source itself which pages its
-lease holds, and of which tokens. It reads them if these are the tokens of its own request.
+lease holds, and of which tokens. It reads them if these are its own request's tokens, and else gives the lease back.
 """
 
 from __future__ import annotations
@@ -40,19 +40,27 @@ class Source(NamedTuple):
         return (self.address, self.engine_id)
 
 
-def answered(where: str, wanted: Wanted, data: bytes, key: bytes) -> tuple[Source, LeasedPages]:
-    """Returns where to read, and what: as the source's sealed answer says, where it is about the wanted tokens.
+def nothing_of(source: Source | Wanted) -> Source | Wanted:
+    """Returns what is asked of a source that is only to be told that nothing is read: no token, of whatever prompt."""
+    return source if isinstance(source, Source) else source._replace(num_tokens=0, digest=b"")
+
+
+def source_in(wanted: Wanted, data: bytes, key: bytes) -> tuple[Source, LeasedPages]:
+    """Returns where a lease stands, and what it holds, as the source's sealed answer says.
 
     Raises:
-        PullFailedError: the lease holds the pages of other tokens; with both digests.
         MetadataError: the answer was changed on its way, or is that of another engine or lease.
     """
     pages = open_pages(data, wanted.engine_id, wanted.lease_id, key)
+    lease = LeaseRef(pages.lease_id, pages.slot, pages.duration_s)
+    return Source(wanted.address, wanted.engine_id, lease, pages.incarnation), pages
+
+
+def check_tokens(where: str, wanted: Wanted, pages: LeasedPages) -> None:
+    """Whether a lease holds the pages of the wanted tokens; a PullFailedError with both digests where it does not."""
     if pages.prompt_digest != wanted.digest:
         raise PullFailedError(
             f"{where}: lease {wanted.lease_id:#018x} of engine {wanted.engine_id!r} holds the pages of another prompt: "
             f"the digest of its first {wanted.num_tokens} tokens is {pages.prompt_digest.hex()[:16]}, that of the "
             f"request's is {wanted.digest.hex()[:16]}"
         )
-    lease = LeaseRef(pages.lease_id, pages.slot, pages.duration_s)
-    return Source(wanted.address, wanted.engine_id, lease, pages.incarnation), pages

@@ -98,6 +98,18 @@ def test_what_a_lease_holds_is_told_when_it_stands_on_every_rank_and_not_before(
     assert (pages.num_tokens, pages.block_ids, pages.prompt_digest) == (20, ((5, 6, 7),), PROMPT.digest(17))
 
 
+def test_a_lease_that_params_name_is_given_back_once_with_the_reason(make: Any) -> None:
+    source, reader = make(), make()
+    offered(source)
+    made = params(source)
+    reader.give_back(made | {"remote_num_tokens": 0}, "wrong")
+    reader.give_back(made | {"lease_id": 7}, "names no lease")
+    ((named, reason),) = reader.build_metadata().to_give_back
+    assert (named.address, named.lease_id, reason) == (source.address, int(made["lease_id"], 16), "wrong")
+    assert reader.build_metadata().to_give_back == []
+    assert open_pages(answer(source, made, named.num_tokens).pages, "p", named.lease_id).block_ids == ((5, 6, 7),)
+
+
 def test_what_a_lease_holds_is_told_when_its_request_is_computed(make: Any) -> None:
     scheduler = make()
     offered(scheduler, running=True)

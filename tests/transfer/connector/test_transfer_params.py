@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from transfer.connector.transfer_params import TransferParams, params_of, read_params
+from transfer.connector.transfer_params import TransferParams, params_of, pointer_in, read_params
 from transfer.errors import TransferError, TransferParamsError
 from transfer.wire.messages import MAX_TOKENS
 from transfer.wire.prompt import Prompt
@@ -132,6 +132,28 @@ def test_a_missing_value_is_said_to_be_missing(key: str) -> None:
     few = {name: value for name, value in GOOD.items() if name != key}
     with pytest.raises(TransferParamsError, match=rf"request 'r': kv_transfer_params\['{key}'\] is missing: "):
         read_params("r", few)
+
+
+POINTER = {"remote_engine_id", "remote_host", "remote_port", "lease_id"}
+
+
+@pytest.mark.parametrize(("key", "value"), [bad[:2] for bad in BAD], ids=[str(number) for number in range(len(BAD))])
+def test_a_lease_can_be_given_back_by_params_that_name_it_whatever_else_they_say(key: str, value: Any) -> None:
+    found = pointer_in(GOOD | {key: value})
+    assert found == (None if key in POINTER else ("tcp://10.0.0.7:5600", "p", (1 << 64) - 1, 0, b""))
+
+
+@pytest.mark.parametrize("missing", GOOD)
+def test_what_is_missing_names_a_lease_where_it_is_no_part_of_the_pointer(missing: str) -> None:
+    few = {key: value for key, value in GOOD.items() if key != missing}
+    assert (pointer_in(few) is None) == (missing in POINTER | {"do_remote_prefill"})
+
+
+@pytest.mark.parametrize(
+    "params", [None, {}, [], "text", {"do_remote_prefill": True}, GOOD | {"do_remote_prefill": False}, {1: 2}], ids=str
+)
+def test_what_asks_for_no_pages_names_no_lease(params: object) -> None:
+    assert pointer_in(params) is None
 
 
 @pytest.mark.parametrize("params", [[], "text", 7, [("do_remote_prefill", True)], Strange()])

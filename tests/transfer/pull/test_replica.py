@@ -369,16 +369,39 @@ def test_a_lease_that_ends_while_a_reader_waits_for_it_says_for_what_and_how_lon
     asked = answering(p, *[{"waits_for": "its request is still computed"}] * 3, {"error": "it has ended"})
     pull(d, wanted(p, p.offer()), groups=ASKED)
     run(p, d, until=settled(d))
-    assert len(asked) == 4
+    assert asked[:4] == [48] * 4
     assert re.search(
         r": it has ended \(asked for 0\.\d s, last answer: its request is still computed\)$", d.pulls[-1].error
     )
 
 
 @pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ([{"prompt_digest": b"another's"}], "request 'r': lease .* holds the pages of another prompt"),
+        ([{"error": "it holds the pages of 40 tokens"}, {}], "request 'r': engine 'p' at tcp://.*: it holds the pages"),
+    ],
+    ids=str,
+)
+def test_a_lease_that_brings_nothing_is_given_back_with_the_reason(
+    engine: Any, answers: list[dict[str, Any]], message: str
+) -> None:
+    """The source is asked once more, for no token: whatever it holds, it may let go of."""
+    p, d = engine("p", 2), engine("d", 2)
+    d.blank()
+    lease = p.offer()
+    asked = answering(p, *(one if "error" in one else {"lease": lease, **one} for one in answers))
+    pull(d, wanted(p, lease), groups=ASKED)
+    run(p, d, until=lambda: settled(d)() and p.overs and not d.replica._pulls)
+    assert re.search(message, d.pulls[-1].error)
+    assert [over.reason for over in p.overs] == [d.pulls[-1].error[:200]]
+    assert (len(d.pulls), asked) == (1, [48, 0])
+    assert (d.heads(LOCAL) == 0x5A).all()
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt_digest": b"another's"}, "request 'r': lease .* holds the pages of another prompt"),
         ({"lease_id": 5}, "says of lease .* is of engine 'p' and lease 0x0000000000000005"),
         ({"error": "it has ended"}, "request 'r': engine 'p' at tcp://.*: it has ended"),
     ],
@@ -398,6 +421,7 @@ def test_a_lease_that_is_not_for_this_reader_is_not_touched_by_it(
     run(p, d, until=lambda: time.monotonic() > end)
     assert (p.overs, sum(p.ranks[0].leases.counts.values())) == ([], 0)
     assert (d.heads(LOCAL) == 0x5A).all()
+    assert not d.replica._pulls, "a refusal that is refused is not repeated"
 
 
 def test_pages_of_another_number_of_groups_fail_the_pull_and_end_the_lease(engine: Any) -> None:
