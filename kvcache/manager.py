@@ -319,23 +319,24 @@ class PagedKVCacheManager(PoolFigures):
 
         `full_pages` leaves out a last page that still fills while a prompt runs, `first_page` (one table) those before.
         """
-        place = self._claims.locate(request_id, "block_table")
+        replica, _, row = place = self._claims.locate(request_id, "block_table")
         table = imports.export_table(*place, self.fingerprint, full_pages=full_pages, first_page=first_page)
         if self._states:
             table = self._states_of(request_id).name_state(table, full_pages=full_pages)
-        return table
+        return replica.leases.sealed(row, table)
 
-    def lease(self, request_id: RequestID) -> PageLease:
+    def lease(self, request_id: RequestID, *, seal: Callable[[BlockTable], bytes] | None = None) -> PageLease:
         """Hold what a claimed request computes, until `end_lease`; also what it will compute while it stays claimed.
 
         While the request is claimed this changes nothing. When it is released, for whatever reason, its row is free,
         but its pages stay as they are for as long as one of its leases is open. They stay findable by their prefix.
+        `seal` says something of each `block_table` that is made of the request from now on: its `seals`.
         """
         replica, replica_idx, row = self._claims.locate(request_id, "lease")
         replica.refuse_pending(row, "lease")
         if self._states:
             self._states[replica_idx].pages.drafts.check_booked(request_id)
-        lease = replica.leases.grant(request_id, replica_idx, row)
+        lease = replica.leases.grant(request_id, replica_idx, row, seal)
         if self._states:
             self._states[replica_idx].lease(request_id, lease)
         return lease
@@ -363,6 +364,7 @@ class PagedKVCacheManager(PoolFigures):
         pending = imports.begin_import(replica, replica_idx, row, context, of_tokens, num_steps, partial=partial)
         if pending is not None:
             self._claims.bind(context, replica_idx, row)
+            pending.told.append(table)
             if self._states:
                 self._states[replica_idx].begin_import(context, pending, table)
         return pending
@@ -373,11 +375,13 @@ class PagedKVCacheManager(PoolFigures):
         Raises as `import_block_table`, also for pages other than before, or an import that is closed.
         """
         replica, replica_idx, row = self._claims.own(context, "extend_import")
+        of_tokens = table
         if self._states:
             of_tokens = without_state(context, table, len(self.layer_tables.tables))
             self._states[replica_idx].refuse_other(context, pending, table)
-            table = of_tokens
-        return imports.extend_import(replica, row, context, pending, table, last=last)
+        more = imports.extend_import(replica, row, context, pending, of_tokens, last=last)
+        pending.told.append(table)
+        return more
 
     def copier(self, pending: PendingImport) -> ImportCopier:
         """The right to copy into an open import's pages, and to prove that it was done: handed out once."""

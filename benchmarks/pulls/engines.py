@@ -24,6 +24,8 @@ from transfer.wire.handshake import EngineCard, HandshakeClient
 
 HEAD_MAJOR = "head,layer,side,token,dim"
 ITEMSIZE, TOKENS = 2, 16
+TABLE_KEY = bytes(range(32))
+"""Of the block tables of each source, which the reader makes itself."""
 
 Memory = NDArray[np.uint8]
 Elements = NDArray[np.uint16]
@@ -110,7 +112,9 @@ def make(spec: Spec) -> Engine:
     for number, (layout, shard) in enumerate(shards):
         whole = layout if len(shard.region_bytes) == 1 else msgspec.structs.replace(layout, num_layers=1)
         regions = [_pool(whole, spec.pages, huge=spec.huge) for _ in shard.region_bytes]
-        identity = RankIdentity(engine_id=spec.name, incarnation=incarnation, rank=number, ranks=len(shards))
+        identity = RankIdentity(
+            engine_id=spec.name, incarnation=incarnation, rank=number, ranks=len(shards), table_key=TABLE_KEY
+        )
         ranks.append(RankTransfer(identity, shard, [region.ctypes.data for region in regions]))
         every.append(regions)
     card = EngineCard(spec.name, incarnation, tuple(rank.metadata for rank in ranks))

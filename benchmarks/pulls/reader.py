@@ -7,11 +7,13 @@ from time import perf_counter_ns as now
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from benchmarks.pools import expect
-from benchmarks.pulls.engines import Engine, Spec, make
+from benchmarks.pulls.engines import TABLE_KEY, Engine, Spec, make
 from benchmarks.pulls.source import SourceProcess
+from kvcache.replica.block_table import BlockTable
 from transfer.plan.page_lists import PagesOfGroup
 from transfer.plan.plan import plan
 from transfer.plan.source_ranks import sources
@@ -20,10 +22,12 @@ from transfer.pull.parts import Part
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankTransfer
 from transfer.pull.remote import RemoteEngine
+from transfer.pull.seals import TableSeals
 from transfer.pull.source import Source
 from transfer.pull.thread import TransferThread
 
 _TIMEOUT_S = 60.0
+_SEALS = TableSeals(TABLE_KEY)
 Ids = NDArray[np.int32]
 Rows = NDArray[np.uint64]
 
@@ -90,11 +94,26 @@ class Reader:
     def _source(self, lease: LeaseRef) -> Source:
         return Source(self._address.endpoint, self.source_spec.name, lease)
 
+    def _tables(self, pages: Pages, lease: LeaseRef) -> tuple[BlockTable]:
+        """The block table that the source would have sent, of which the reader compares the seal."""
+        table = BlockTable(
+            request_id="r",
+            replica_idx=0,
+            num_tokens=pages.tokens,
+            page_size=self.source_spec.page_size,
+            groups=(tuple(pages.remote.tolist()),),
+            fingerprint="",
+            hash_algorithm="sha256",
+            digests=bytes(32 * len(pages.remote)),
+        )
+        return (replace(table, seals=(_SEALS.seal(lease.lease_id, table),)),)
+
     def pull(self, pages: Pages, lease: LeaseRef) -> Times:
         """One pull, polled without a pause."""
         key, source, groups, replica = next(self._keys), self._source(lease), pages.groups, self.replica
+        tables = self._tables(pages, lease)
         start = now()
-        replica.pull(key, source, _TIMEOUT_S, groups)
+        replica.pull(key, source, _TIMEOUT_S, groups, tables=tables)
         begun = now()
         while not replica.events:
             replica.poll()
@@ -113,8 +132,9 @@ class Reader:
             self.start_thread()
         thread = self.thread
         key, source, groups, events = next(self._keys), self._source(lease), pages.groups, thread.events
+        tables = self._tables(pages, lease)
         start = now()
-        thread.pull(key, source, groups, _TIMEOUT_S)
+        thread.pull(key, source, groups, _TIMEOUT_S, tables)
         begun = now()
         thread.wait(lambda: bool(events), _TIMEOUT_S)
         end = now()
@@ -125,8 +145,9 @@ class Reader:
         """The same while this thread goes on in Python, as a serving loop does: what it loses is `stall`."""
         thread = self.thread or self.start_thread()
         key, source, groups, events = next(self._keys), self._source(lease), pages.groups, thread.events
+        tables = self._tables(pages, lease)
         start = now()
-        thread.pull(key, source, groups, _TIMEOUT_S)
+        thread.pull(key, source, groups, _TIMEOUT_S, tables)
         begun = last = now()
         longest = 0
         while not events:

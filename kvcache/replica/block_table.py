@@ -39,6 +39,9 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     digests: bytes = b""  # one after another, of all full pages; none where prefix caching is off
     kinds: tuple[str, ...] = ()  # what each further group keeps (`LayerTables.kinds`), where there are several tables
     first_page: int = 0  # the logical page of the first id and digest: whoever takes the table up has those before it
+    # What each lease of the request says of this table, so that its readers know that it names these pages: whoever
+    # grants the lease makes it (`manager.lease`), and a reader compares it (`transfer.pull.seals`). Empty without any.
+    seals: tuple[bytes, ...] = ()
 
     def pages_from(self, page: int) -> tuple[int, ...]:
         """The ids from a logical page on, which is not before the first."""
@@ -51,18 +54,6 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
         if before is None or before.page_size != self.page_size or self.page_size <= 0:
             return False
         return self.first_page * self.page_size <= before.num_tokens
-
-    def behind(self, before: "BlockTable") -> "BlockTable":
-        """This table with the pages that it leaves out, which an earlier one that it `follows` names."""
-        if self.first_page <= 0 or before.first_page or not before.groups or not self.groups:
-            return self  # nothing is left out, or one of them is refused when it is taken up
-        width = len(before.digests) // max(1, before.num_tokens // before.page_size)
-        return msgspec.structs.replace(
-            self,
-            groups=(before.groups[0][: self.first_page] + self.groups[0], *self.groups[1:]),
-            digests=before.digests[: self.first_page * width] + self.digests,
-            first_page=0,
-        )
 
 
 class PageDigests(NamedTuple):
@@ -124,6 +115,7 @@ class PendingImport:
     further: list[FurtherImport] = field(default_factory=list[FurtherImport])  # of each further table
     wholes: tuple[tuple[int, int], ...] = ()  # of each further group the other's page of the whole request, and ours
     on_free: Callable[[], None] | None = None  # called when a cancelled import has given its pages back
+    told: list[BlockTable] = field(default_factory=list[BlockTable])  # tables whose pages nobody has taken to copy yet
 
     @property
     def needs_copy(self) -> bool:

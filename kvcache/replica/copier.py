@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.pool.pages import PagePool
-from kvcache.replica.block_table import PageCopy, PendingImport
+from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
 from kvcache.replica.rows import BlockRows
 
 
@@ -35,7 +35,7 @@ class ImportCopier:
     Made by `PagedKVCacheManager.copier`.
     """
 
-    __slots__ = ("_ended", "_has_all", "_taken", "is_over", "pending", "proof")
+    __slots__ = ("_ended", "_has_all", "_taken", "is_over", "pending", "proof", "tables")
 
     def __init__(self, pending: PendingImport, ended: Callable[[], None]) -> None:
         self.pending = pending
@@ -44,6 +44,7 @@ class ImportCopier:
         self._has_all = False
         self.is_over = False  # it writes to no page any more
         self.proof: ImportProof | None = None
+        self.tables: tuple[BlockTable, ...] = ()  # those that name what was taken last, and was not taken before
 
     def take(self, *, last: bool = True) -> list[PageCopy]:
         """What is to be copied by now and was not taken before: an entry for each group of layers.
@@ -58,6 +59,7 @@ class ImportCopier:
             raise InvalidRequestError(f"request {pending.request_id!r}: no pages are left to copy: {reason}")
         copies = pending.copies(self._taken, last=last)
         self._taken, self._has_all = pending.tokens[1], last
+        self.tables, pending.told = (*pending.told,), []
         return copies
 
     def prove(self) -> ImportProof:

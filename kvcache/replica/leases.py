@@ -8,14 +8,18 @@ its readers. A page that leaves the row earlier, as content like its own was fou
 from collections.abc import Callable
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.pool.pages import PagePool
+from kvcache.replica.block_table import BlockTable
 from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
 from kvcache.types import RequestID
 
 ComputedPages = Callable[[int, int], Pages]
 """Of a row the pages of its further tables before a column, by column."""
+Seal = Callable[[BlockTable], bytes]
+"""What a lease says of a block table whose pages it holds, for its readers to compare."""
 
 _NEVER = 1 << 62
 
@@ -26,10 +30,11 @@ class PageLease:
     It covers every page in which tokens of the request are computed between the two, also those that are still to come.
     """
 
-    __slots__ = ("owner", "replica_idx", "request_id")
+    __slots__ = ("owner", "replica_idx", "request_id", "seal")
 
-    def __init__(self, owner: "PageLeases", request_id: RequestID, replica_idx: int) -> None:
+    def __init__(self, owner: "PageLeases", request_id: RequestID, replica_idx: int, seal: Seal | None = None) -> None:
         self.owner = owner
+        self.seal = seal
         self.request_id = request_id  # as it was called when the lease was made; it may be another request's by now
         self.replica_idx = replica_idx
 
@@ -57,8 +62,8 @@ class PageLeases:
     def __contains__(self, lease: PageLease) -> bool:
         return lease in self._held
 
-    def grant(self, request_id: RequestID, replica_idx: int, row: int) -> PageLease:
-        lease = PageLease(self, request_id, replica_idx)
+    def grant(self, request_id: RequestID, replica_idx: int, row: int, seal: Seal | None = None) -> PageLease:
+        lease = PageLease(self, request_id, replica_idx, seal)
         self.of_row.setdefault(row, []).append(lease)
         self._row_of[lease] = row
         self._held[lease] = []
@@ -81,6 +86,11 @@ class PageLeases:
             self.told[row] = max(tokens, int(self.told[row]))
             if windows and tokens:
                 self.kept[row] = min(tokens, int(self.kept[row]))
+
+    def sealed(self, row: int, table: BlockTable) -> BlockTable:
+        """The table of a row with what each of its leases says of it."""
+        seals = [lease.seal for lease in self.of_row.get(row, ()) if lease.seal is not None]
+        return replace(table, seals=tuple(seal(table) for seal in seals)) if seals else table
 
     def refuse_rewrite(self, rows: Rows, starts: Ints) -> None:
         """Raise `InvalidRequestError` where one of `rows` would compute from before what its readers were told of."""

@@ -35,6 +35,7 @@ from transfer.pull.pull_state import PullEvent
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvcache.replica.block_table import BlockTable
     from kvcache.replica.copier import ImportProof
     from scheduler_adapters.base import PulledPages
     from scheduler_adapters.service.sockets import Awaited, Context, Socket
@@ -280,7 +281,8 @@ class DecodeScheduler:
         if offer.token is not None and not self._on_first_token(request, offer.token):
             return
         if request.importing is not None:
-            self._extend(request, request.importing, offer)
+            importing, last = request.importing, offer.token is not None
+            self._extend(request, importing, [offer.table], importing.pending.tokens[1], last=last)
 
     def _take_over(self, request: DecodeRequest, offer: msg.PagesOffer) -> None:
         """Keep the lease alive from now on, on the replica that will have the pages; queue for these."""
@@ -320,10 +322,11 @@ class DecodeScheduler:
                 if offer is None or (request.phase, request.attempt) != ("offered", attempt):
                     queue.popleft()  # it ended while it waited
                     continue
+                first, *further = request.offers.tables
                 last = offer.token is not None
                 try:
                     context = request.new_context()
-                    pending = reserve(self._manager, context, request.replica, offer.table, last=last)
+                    pending = reserve(self._manager, context, request.replica, first, last=last and not further)
                 except KVCacheError as error:
                     queue.popleft()
                     self._fail(request, str(error), final=True)
@@ -333,18 +336,24 @@ class DecodeScheduler:
                 queue.popleft()
                 importing = request.importing = Importing(context, pending)
                 request.move("pulling", self._clock() + (self._times.pull_s if last else self._times.prefill_s))
-                self.counts["reused"] += (start := pending.tokens[0]) // self._manager.page_size
-                self._read(request, importing, last=last, new=start < pending.tokens[1])
+                start = pending.tokens[0]
+                self.counts["reused"] += start // self._manager.page_size
+                self._extend(request, importing, further, start, last=last)
 
-    def _extend(self, request: DecodeRequest, importing: Importing, offer: msg.PagesOffer) -> None:
-        """Read what the source has beyond what it had."""
-        last = offer.token is not None
+    def _extend(
+        self, request: DecodeRequest, importing: Importing, tables: Sequence[BlockTable], start: int, *, last: bool
+    ) -> None:
+        """Read what the source has from token `start` on, as these tables and those before them name it."""
+        request.offers.imported()
+        pending = importing.pending
         try:
-            more = self._manager.extend_import(importing.context, importing.pending, offer.table, last=last)
+            for at, table in enumerate(tables, 1):
+                is_last = last and at == len(tables)
+                self._manager.extend_import(importing.context, pending, table, last=is_last)
         except KVCacheError as error:
             self._fail(request, str(error))
         else:
-            self._read(request, importing, last=last, new=more.tokens[0] < more.tokens[1])
+            self._read(request, importing, last=last, new=start < pending.tokens[1])
 
     def _read(self, request: DecodeRequest, importing: Importing, *, last: bool, new: bool) -> None:
         """Read what is `new`, and fence it after the `last`; where nothing was to be read at all, join at once."""

@@ -6,8 +6,7 @@ checked, nor read.
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
+from kvcache.replica.block_table import BlockTable
 from scheduler_adapters.service import messages as msg
 
 
@@ -15,11 +14,14 @@ class Offers:
     """Those of one attempt.
 
     Attributes:
-        newest: the last that was taken, with all pages by then as long as these were asked for.
+        newest: the last that was taken.
+        tables: of those that were taken, in order, the block tables that an import is still to begin and go on with.
+            They stay as they came: each has a seal of its own.
     """
 
     def __init__(self) -> None:
         self.newest: msg.PagesOffer | None = None
+        self.tables: list[BlockTable] = []
         self._waiting: dict[tuple[int, bool], msg.PagesOffer] = {}  # by tokens, and whether it is the last
 
     def has_had(self, offer: msg.PagesOffer) -> bool:
@@ -35,17 +37,20 @@ class Offers:
         """One that has come."""
         self._waiting[_place(offer)] = offer
 
-    def take(self, *, whole: bool) -> msg.PagesOffer | None:
-        """The next, unless it leaves out pages that none before has named; `whole`: with those that it leaves out."""
+    def take(self) -> msg.PagesOffer | None:
+        """The next, unless it leaves out pages that none before has named."""
         offer = self._waiting.get(min(self._waiting, default=(0, False)))
         before = None if self.newest is None else self.newest.table
         if offer is None or not offer.table.follows(before):
             return None
         del self._waiting[_place(offer)]
-        if whole and before is not None:
-            offer = replace(offer, table=offer.table.behind(before))
         self.newest = offer
+        self.tables = [*self.tables, offer.table] if offer.table.first_page else [offer.table]
         return offer
+
+    def imported(self) -> None:
+        """An import goes on with what was taken so far."""
+        self.tables = []
 
 
 def _place(offer: msg.PagesOffer) -> tuple[int, bool]:

@@ -323,7 +323,7 @@ class DecodeRequest(TrackedRequest):
 
     @property
     def offer(self) -> msg.PagesOffer | None:
-        """The longest one of this attempt."""
+        """The last one of this attempt that was taken."""
         return self.offers.newest
 
     @property
@@ -342,9 +342,9 @@ class DecodeRequest(TrackedRequest):
             span.begin(_PARTS[self.phase])
 
     def next_offer(self) -> msg.PagesOffer | None:
-        """The next to take, if there is one: with all its pages, until an import has those before."""
+        """The next to take, if there is one."""
         is_open = self.phase in ("asked", "offered", "pulling")
-        return self.offers.take(whole=self.importing is None) if is_open else None
+        return self.offers.take() if is_open else None
 
     def fenced(self, times: PullTimes | None) -> None:
         """Its pull has passed: what was the reading was reading and fence, and what follows is taking the pages up."""

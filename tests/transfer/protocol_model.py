@@ -93,7 +93,9 @@ class Explorer:
         self.protocol = Protocol(cast.shape, without)
         readers = cast.shape.readers
         # A READ may hit a page, or which pages of a request are there counts.
-        self._exact = bool(without & {"writer-hold", "quarantine", "settled-ends"}) or cast.shape.by_content
+        self._exact = (
+            bool(without & {"writer-hold", "quarantine", "settled-ends", "named-by-source"}) or cast.shape.by_content
+        )
         self._mirrors = len(readers) == 2 and readers[0] == readers[1] and not self._exact
         self._rooms: list[Room] = []
         self._faces: list[Face] = []

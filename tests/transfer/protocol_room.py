@@ -47,6 +47,7 @@ class Room(NamedTuple):
     below: int = 0  # pages that P has in a lower tier as well, and may bring back
     coming: int = 0  # pages that are on their way from there
     first: int = 0  # pages of the prompt before the first one asked for, which the other masks leave out from then on
+    forged: int = 0  # readers whose table was changed on its way: its first page id is that of another request's page
 
 
 class View(NamedTuple):
@@ -284,7 +285,11 @@ class Protocol:
                 taken = self._with_links(room, links, COPYING)
                 pages = lowest(free, size)
                 taken = taken._replace(pull=put(room.pull, reader, PULLING), pages=put(room.pages, reader, pages))
-                yield Move(f"D{reader} takes the offer of {name}, reserves pages {bits(pages)}, posts its READs", taken)
+                text = f"D{reader} takes the offer of {name}, reserves pages {bits(pages)}, posts its READs"
+                yield Move(text, taken)
+                if not self.has("named-by-source"):  # with the rule it refuses the offer, which it may do anyway
+                    text = f"{text}: its table was changed on its way, and names another request's page for page 0"
+                    yield Move(text, taken._replace(forged=room.forged | 1 << reader))
             refused = room._replace(pull=put(room.pull, reader, CLOSED), said=room.said | self._mask(links))
             yield Move(f"D{reader} refuses {name}", refused, f"D{reader}")
         elif state == IDLE and room.found == UNASKED and UNSET not in room.word:
@@ -372,7 +377,7 @@ class Protocol:
             if copied & bit:
                 continue
             writes = None if self.has("writer-hold") else (reader, pages[page])
-            right = room.intact[rank] & bit
+            right = room.intact[rank] & bit & ~(room.forged >> reader & 1)
             text = f"page {page} of {name} is copied from P{rank} to D{reader}, page {pages[page]}"
             text += "" if right else ": bytes of another request"
             yield Move(
@@ -452,7 +457,10 @@ class Protocol:
         links = self.of_reader[reader]
         room = self._with_links(room, links, NONE)._replace(former=room.former | (room.said & self._mask(links)))
         return room._replace(
-            pull=put(room.pull, reader, IDLE), pages=put(room.pages, reader, 0), loose=put(room.loose, reader, 0)
+            pull=put(room.pull, reader, IDLE),
+            pages=put(room.pages, reader, 0),
+            loose=put(room.loose, reader, 0),
+            forged=room.forged & ~(1 << reader),
         )
 
     def spoil(self, room: Room, reader: int, page: int) -> Room:

@@ -54,6 +54,7 @@ RULES = {
     "list-when-there": "a page that a source brings from a lower tier is listed when it is there, not when it is begun",
     "no-hole": "a later stretch of a prompt is taken only where all pages before it are here",
     "hold-the-head": "what comes before a stretch is held from when that is taken",
+    "named-by-source": "a page is read only if the source itself has named it for this lease",
     "own-word": "each stretch counts by the word of its own lease, on its own source, not by that of the one before",
 }
 ASSUMPTIONS = {

@@ -72,8 +72,8 @@ def test_failures_are_counted_by_kind(side: Any) -> None:
     """Four that really happen: nobody there, a lease that is over, pages that never come, a source that goes away."""
     source, reader = side(Side, "p"), side(Reader, "d")
     source.compute()
-    table = source.manager.block_table("r")
     offer = source.offer()
+    table = source.manager.block_table("r")
     _, pending = reader.reserve(table)
     reader.exchange.open_pull(0, "nobody", offer._replace(address="tcp://127.0.0.1:9"), 20.0)
     reader.exchange.open_pull(0, "slow", offer, 0.4)

@@ -225,9 +225,9 @@ class Agent:
         """As `read`, where it is likely to end as it is posted: None if it has, for then nothing is left to release."""
         here, there = memory_types
         agent, bound = self._agent, self._agent.agent
-        try:
-            local_list = self._descriptors(agent.nixl_mems[here.value], local)
-            remote_list = self._descriptors(agent.nixl_mems[there.value], remote)
+        try:  # `_value_`: what `value` gives, in a third of the time
+            local_list = self._descriptors(agent.nixl_mems[here._value_], local)
+            remote_list = self._descriptors(agent.nixl_mems[there._value_], remote)
             made = bound.createXferReq(agent.nixl_ops["READ"], local_list, remote_list, peer, b"", [])
         except _errors() as error:
             raise _agent_error(f"agent {self.name!r}: READ of {len(local)} runs of {peer!r}", error) from error
@@ -237,11 +237,10 @@ class Agent:
         """As `read_at_once` of 8 bytes of host memory, from an address of the peer's to one of ours; with a note."""
         agent, bound, words = self._agent, self._agent.agent, self._words
         try:
-            if ("", local) not in words:
-                words["", local] = self._prepared(self._self, local)
-            if (peer, remote) not in words:
-                words[peer, remote] = self._prepared(peer, remote)
-            here, there = words["", local], words[peer, remote]
+            if (here := words.get(("", local))) is None:
+                here = words["", local] = self._prepared(self._self, local)
+            if (there := words.get((peer, remote))) is None:
+                there = words[peer, remote] = self._prepared(peer, remote)
             made = bound.makeXferReq(agent.nixl_ops["READ"], here, _FIRST, there, _FIRST, note, [], False)
         except _errors() as error:
             raise _agent_error(f"agent {self.name!r}: READ of a word of {peer!r}", error) from error

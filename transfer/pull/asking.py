@@ -171,6 +171,7 @@ class PageAsks:
             hash_algorithm=ask.query.hash_algorithm,
             digests=own,
             first_page=ask.query.first_page,
+            seals=(pages.table_seal,),
         )
         lease = LeaseRef(pages.lease_id, pages.slot, pages.duration_s)
         return Source(*ask.place, lease, pages.incarnation), table

@@ -5,6 +5,7 @@ One a process: an engine with a thread for each replica of a manager, and the se
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcache.errors import InvalidRequestError
@@ -16,12 +17,13 @@ from transfer.plan.boxes import ShardLayout
 from transfer.plan.shapes import dense, of_tables, with_states
 from transfer.pull.asking import Lent, PageAsks
 from transfer.pull.bell import Bell
-from transfer.pull.lease import LeaseRef
+from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.lease_slots import LeaseSlots
 from transfer.pull.lending import LENT_S, PageLending
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer
+from transfer.pull.seals import TableSeals, new_table_key
 from transfer.pull.source import Source
 from transfer.pull.start import ShardMemory, fleet_keys, make_rank, start_thread
 from transfer.pull.thread import TransferThread
@@ -117,6 +119,8 @@ class PageExchange:
         self._verify, self._agent = verify, agent
         if not 0.0 <= lend <= 1.0:
             raise InvalidEngineError(f"exchange {name!r}: lend is {lend}, a share from 0.0 to 1.0 is needed")
+        self._table_key = new_table_key()
+        self._seals = TableSeals(self._table_key)
         self._key, keyring = fleet_keys(f"exchange {name!r}", secret, keyring=keyring)
         allowed = AllowedPeers((*host_of(bind), *allowed_peers))
         self.incarnation = new_incarnation()
@@ -134,7 +138,9 @@ class PageExchange:
         ask = None if keyring is None else keyring.secure_client
         self.cards: list[EngineCard] = []
         self.bell = Bell()
-        self.lending = PageLending(manager, self._grant_lent, self.bell.ring, share=lend, key=self._key)
+        self.lending = PageLending(
+            manager, self._grant_lent, self.bell.ring, share=lend, key=self._key, seals=self._seals
+        )
         kinds = kv_kind(manager.layouts), manager.layer_tables.kinds[1:]
         self._asks = PageAsks(HandshakeClient(ask, allowed=allowed), name, self._key, agreed, *kinds)
         try:
@@ -166,6 +172,7 @@ class PageExchange:
                 ranks=len(shards),
                 compatibility=compatibility,
                 key=self._key,
+                table_key=self._table_key,
             )
             memory = ShardMemory(layout, [tensor.data_ptr() for tensor in tensors], tensors[0].device)
             ranks.append(
@@ -199,9 +206,10 @@ class PageExchange:
     def offer(self, request_id: str, duration_s: float, *, running: bool = False) -> Source | None:
         """Leases what a claimed request computes. None: as many leases stand as can.
 
-        `Offered` tells that the lease stands: only then may the result leave, with the manager's block table. The
-        manager holds the pages from now on, also when the request is released, until `LeaseOver` or a failed `Offered`
-        has come out of `poll`.
+        `Offered` tells that the lease stands: only then may the result leave, with the manager's block table. That is
+        made after this call: a table carries the seals of the leases that its request has by then, and no reader takes
+        one that lacks the seal of its lease. The manager holds the pages from now on, also when the request is
+        released, until `LeaseOver` or a failed `Offered` has come out of `poll`.
 
         Args:
             request_id: claimed, and not to be filled by an import.
@@ -213,11 +221,14 @@ class PageExchange:
             NotReservedError: (a RuntimeError) an import of its pages is pending.
             EngineClosedError: the transfer thread has died.
         """
-        return self._grant(self._manager.lease(request_id), request_id, duration_s, running=running)
+        lease_id = new_lease_id()
+        held = self._manager.lease(request_id, seal=partial(self._seals.seal, lease_id))
+        return self._grant(held, lease_id, request_id, duration_s, running=running)
 
     def _grant(
         self,
         held: Any,
+        lease_id: int,
         name: str,
         duration_s: float,
         *,
@@ -228,7 +239,7 @@ class PageExchange:
         replica: int = held.replica_idx
         lease = None
         try:
-            lease = self._slots[replica].take(duration_s)
+            lease = self._slots[replica].take(duration_s, lease_id)
             if lease is not None:
                 self.threads[replica].call_soon(ReplicaTransfer.offer, name, lease, pages=pages, running=running)
         except BaseException:
@@ -243,7 +254,8 @@ class PageExchange:
         return Source(self.address, self._names[replica], lease, self.incarnation)
 
     def _grant_lent(self, held: Any, table: BlockTable) -> Source | None:
-        return self._grant(held, table.request_id, LENT_S, running=False, pages=table.groups if self._verify else None)
+        pages = table.groups if self._verify else None
+        return self._grant(held, new_lease_id(), table.request_id, LENT_S, running=False, pages=pages)
 
     def seal(self, replica: int, pages: Sequence[Sequence[int]]) -> None:
         """Makes the page checks of computed pages, a list for each group, where readers verify. Waits for that."""
@@ -314,7 +326,7 @@ class PageExchange:
         self._refuse_open(replica, key)
         copier = self._manager.copier(pending)
         try:
-            self.threads[replica].pull(key, source, copier.take(last=True), timeout_s)
+            self.threads[replica].pull(key, source, copier.take(last=True), timeout_s, copier.tables)
         except BaseException:
             copier.give_up()  # nobody has begun to write
             raise
@@ -354,7 +366,8 @@ class PageExchange:
             copier = self._pulls[replica, key] = self._manager.copier(pending)
         elif copier.pending is not pending:
             raise InvalidRequestError(f"request {pending.request_id!r}: the pull {key!r} is of another import")
-        self.threads[replica].add_pages(key, copier.take(last=last), last=last)
+        groups = copier.take(last=last)
+        self.threads[replica].add_pages(key, groups, last=last, tables=copier.tables)
 
     def cancel_pull(self, replica: int, key: str, reason: str) -> None:
         """Gives a pull up; its last event comes when nothing of it is in flight."""

@@ -16,9 +16,11 @@ class LeaseSlots:
     def __init__(self) -> None:
         self._free = list(range(LEASE_SLOTS))
 
-    def take(self, duration_s: float) -> LeaseRef | None:
-        """A lease with a new id, in the lowest free slot; None where as many stand as can."""
-        return LeaseRef(new_lease_id(), heapq.heappop(self._free), duration_s) if self._free else None
+    def take(self, duration_s: float, lease_id: int | None = None) -> LeaseRef | None:
+        """A lease in the lowest free slot, with a new id or the given one; None where as many stand as can."""
+        if not self._free:
+            return None
+        return LeaseRef(new_lease_id() if lease_id is None else lease_id, heapq.heappop(self._free), duration_s)
 
     def give_back(self, lease: LeaseRef) -> None:
         """The word of a lease is cleared on every rank, or it never stood: the slot may be another's."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from transfer.pull.page_owner import PageOwner
+    from transfer.pull.seals import TableSeals
     from transfer.pull.source import Source
 
     Grant = Callable[[Any, BlockTable], Source | None]
@@ -62,6 +63,7 @@ class PageLender:
         *,
         share: float,
         key: bytes,
+        seals: TableSeals,
     ) -> None:
         self.pages_lent = 0
         self._manager = manager
@@ -69,7 +71,7 @@ class PageLender:
         self._grant = grant
         self._ring = ring
         self._most = int(share * (manager.total_num_pages // manager.num_replicas))
-        self._key = key
+        self._key, self._seals = key, seals
         self._kind = kv_kind(manager.layouts)
         self._lent: dict[int, _LentPages] = {}  # by lease
         self._granting: set[int] = set()  # those of them that do not stand yet
@@ -172,6 +174,7 @@ class PageLender:
             num_tokens=len(found) * query.page_size,
             block_ids=((),) if table is None else table.groups,
             prompt_digest=digests[len(digests) - len(digests) // max(1, len(found)) :],
+            table_seal=b"" if source is None or table is None else self._seals.seal(source.lease.lease_id, table),
         )
         return sealed_pages(pages, self._key)
 
@@ -190,14 +193,26 @@ class PageLending:
         ring: called at a question, in the thread of the handshake's server: `poll` is to be called.
         share: of each replica's pages, that may be lent at a time.
         key: of the digests over answers.
+        seals: of the tables of what is lent.
 
     Attributes:
         of: of each replica, what it lends.
     """
 
-    def __init__(self, manager: PageOwner, grant: Grant, ring: Callable[[], None], *, share: float, key: bytes) -> None:
-        replicas = range(manager.num_replicas)
-        self.of = [PageLender(manager, replica, grant, ring, share=share, key=key) for replica in replicas]
+    def __init__(
+        self,
+        manager: PageOwner,
+        grant: Grant,
+        ring: Callable[[], None],
+        *,
+        share: float,
+        key: bytes,
+        seals: TableSeals,
+    ) -> None:
+        self.of = [
+            PageLender(manager, replica, grant, ring, share=share, key=key, seals=seals)
+            for replica in range(manager.num_replicas)
+        ]
 
     @property
     def pages_lent(self) -> int:

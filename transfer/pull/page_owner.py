@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
     from kvcache.layer_groups import LayerTables
     from kvcache.layout import KindPages, PageLayout
+    from kvcache.replica.block_table import BlockTable
 
 
 class PendingPages(Protocol):
@@ -74,8 +75,11 @@ class PageOwner(Protocol):
         """`[replica][group]`, in the order of a block table, after the pages of tokens."""
         ...
 
-    def lease(self, request_id: str) -> Any:
-        """Hold what a claimed request computes, until `end_lease`. The hold says its `replica_idx`."""
+    def lease(self, request_id: str, *, seal: Callable[[BlockTable], bytes]) -> Any:
+        """Hold what a claimed request computes, until `end_lease`. The hold says its `replica_idx`.
+
+        From now on each block table of the request carries its `seal` among its `seals`.
+        """
         ...
 
     @property

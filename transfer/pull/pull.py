@@ -150,7 +150,8 @@ class Puller:
             self._free.append(slot)
             now = self._clock()
             self.ended.append(PullRecord(part.num_bytes, len(part.local), found.post_s, now - started))
-            return PullEvent(key, "", safe=True, times=PullTimes(started + found.post_s, now) if self.timed else None)
+            times = PullTimes(started + found.post_s, now) if self.timed else None
+            return PullEvent(key, "", True, 0, times)
         pull = self._pulls[key] = self._opened(key, engine, lease, timeout_s)
         self._go_on(pull, part, slot, found)
         return None

@@ -17,7 +17,9 @@ from transfer.pull.source import Source
 from transfer.wire.messages import LeasedPages, Wanted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from kvcache.replica.block_table import BlockTable
 
 FIRST_PAUSE_S = 1e-3
 """Until a source is asked again whether a lease stands by now on all its ranks; doubled each time."""
@@ -90,6 +92,20 @@ class RankPull:
         return bool(self.reading or self.fencing)
 
 
+class Reading(NamedTuple):
+    """Pages that a pull is to read.
+
+    Attributes:
+        groups: for each group of the layout the pages here and there, and their tokens.
+        last: nothing more will be read.
+        tables: the source's block tables that name them, beside those of readings before: its seals are compared first.
+    """
+
+    groups: PageLists
+    last: bool
+    tables: Sequence[BlockTable] = ()
+
+
 @dataclass(slots=True, eq=False)
 class ReplicaPull:
     """A pull by all ranks: what waits until its source is known, and which ranks are not through. Each has its READs.
@@ -99,7 +115,7 @@ class ReplicaPull:
         pages: that; None where the owner names the pages.
         ask_at: when it is to be asked again.
         waits_for: what it has said was missing when it was last asked, and since when it has said so.
-        waiting: pages to read, and whether they are the last.
+        waiting: pages to read.
         open_ranks: those that may still read.
         passed: of each rank, how many calls of `add_pages` a fence has passed.
         told: its owner knows that it has failed.
@@ -113,7 +129,7 @@ class ReplicaPull:
     ask_at: float = math.inf
     waits_for: tuple[str, float] = ("", math.inf)
     pause_s: float = FIRST_PAUSE_S
-    waiting: deque[tuple[PageLists, bool]] = field(default_factory=_DEQUE)
+    waiting: deque[Reading] = field(default_factory=_DEQUE)
     open_ranks: set[int] = field(default_factory=_SET)
     passed: dict[int, int] = field(default_factory=_DICT)
     started: bool = False
@@ -122,10 +138,12 @@ class ReplicaPull:
     refusal: str = ""
     times: PullTimes | None = None
 
-    def next_pages(self, key: str) -> tuple[PageLists, bool]:
-        """The first that wait, with the blocks that the source has named, and whether they are the last."""
-        groups, last = self.waiting.popleft()
-        return groups if self.pages is None else with_blocks(f"request {key!r}", groups, self.pages), last
+    def next_pages(self, key: str) -> Reading:
+        """The first that wait, with the blocks that the source has named."""
+        reading = self.waiting.popleft()
+        if self.pages is None:
+            return reading
+        return reading._replace(groups=with_blocks(f"request {key!r}", reading.groups, self.pages))
 
 
 def check_opening(key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float, *, is_open: bool) -> None:

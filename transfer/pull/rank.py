@@ -43,6 +43,7 @@ class RankIdentity:
         ranks: ranks of the engine.
         compatibility: what must agree for the bytes to mean the same: model, cache dtype and so on.
         key: shared secret of the digest over metadata; empty where metadata only has to arrive unharmed.
+        table_key: of the seals of the engine's block tables; empty where it makes none.
     """
 
     engine_id: str
@@ -51,6 +52,7 @@ class RankIdentity:
     ranks: int = 1
     compatibility: Mapping[str, str] = field(default_factory=dict[str, str])
     key: bytes = b""
+    table_key: bytes = b""
 
 
 def new_incarnation() -> str:
@@ -178,6 +180,7 @@ class RankTransfer:
             checks_addrs=tuple(words.ctypes.data for words in shown.words) if shown else (),
             compatibility=dict(self.identity.compatibility),
             settings=agreed_settings(self.memory_type),
+            table_key=self.identity.table_key,
         )
 
     def remote(self, engine_id: str) -> RemoteEngine | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from transfer.errors import (
     AgentError,
@@ -22,9 +23,14 @@ from transfer.plan.runs import Runs, concatenated
 from transfer.plan.source_ranks import sources
 from transfer.pull.page_checks import Verifier
 from transfer.pull.parts import FOREGROUND_BYTES, Part, longest_run
+from transfer.pull.seals import TableSeals
 from transfer.pull.staging_area import StagingArea, staged_parts
 from transfer.wire.handshake import differences
 from transfer.wire.messages import RankMetadata
+
+if TYPE_CHECKING:
+    from kvcache.replica.block_table import BlockTable
+    from transfer.pull.lease import LeaseRef
 
 
 class RemoteEngine:
@@ -36,6 +42,7 @@ class RemoteEngine:
         failure: why it is taken for dead; empty otherwise.
         read_ranks: the ranks that hold a part of what we need and are read from. The others are only told.
         staging: where pulls go through whose runs are too short for the wire; None where all are direct.
+        seals: compares what a block table says with what this engine has said; None where it makes no tables.
         verifier: compares what arrives with the source's page checks; None where that is not asked for.
 
     Raises:
@@ -54,6 +61,7 @@ class RemoteEngine:
         self.staging: StagingArea | None = None
         _check_ranks(self.ranks)
         _check_fit(self.ranks, mine, compatibility)
+        self.seals = TableSeals(first.table_key) if first.table_key else None
         self._mine = mine
         held = sources(mine.layout, [found.layout for found in self.ranks], mine.rank)
         self.read_ranks = tuple(at for at, _ in held)
@@ -115,6 +123,24 @@ class RemoteEngine:
                 where = f"request {key!r}: rank {planned.rank} of {self.engine_id!r}"
                 raise InvalidTransferError(f"{where}: {error}") from error
         return found
+
+    def check_tables(self, key: str, lease: LeaseRef, tables: Sequence[BlockTable]) -> None:
+        """Whether this engine has said of each table that the lease holds its pages.
+
+        Raises:
+            PullFailedError: it has not, of one of them.
+        """
+        for table in tables:
+            try:  # no comparison in constant time is needed: whoever is refused waits for far more than these 16 bytes
+                is_sealed = self.seals is not None and self.seals.seal(lease.lease_id, table) in table.seals
+            except (TypeError, ValueError, OverflowError, RecursionError):
+                is_sealed = False
+            if not is_sealed:
+                raise PullFailedError(
+                    f"request {key!r}: engine {self.engine_id!r} has not said that lease {lease.lease_id:#018x} holds "
+                    f"the pages that the block table of {table.num_tokens} tokens names: it was changed on its way, is "
+                    "of another lease or another start of the engine, or was made before the offer"
+                )
 
     def small_part(self, groups: PageLists) -> Part | None:
         """All that is to be read of few pages, where one rank holds it and one transfer brings it; else None."""

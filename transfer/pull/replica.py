@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from numpy.typing import ArrayLike
 
@@ -19,13 +19,16 @@ from transfer.errors import PullFailedError, TransferError
 from transfer.plan.page_lists import PageLists
 from transfer.pull.directory import Directory, Peer, Times
 from transfer.pull.lease import LeaseRef
-from transfer.pull.pull_state import PullEvent, PullTimes, ReplicaPull
+from transfer.pull.pull_state import PullEvent, PullTimes, Reading, ReplicaPull
 from transfer.pull.rank import RankTransfer
 from transfer.pull.small_pulls import SmallPulls, is_of_other_start
 from transfer.pull.source import Place, Source, check_tokens, nothing_of, source_in
 from transfer.stats import TransferStats
 from transfer.wire.handshake import HandshakeClient
 from transfer.wire.messages import Answer, LeaseReply, Wanted
+
+if TYPE_CHECKING:
+    from kvcache.replica.block_table import BlockTable
 
 
 class LeaseOver(NamedTuple):
@@ -170,21 +173,23 @@ class ReplicaTransfer:
         timeout_s: float,
         groups: PageLists | None = None,
         *,
+        tables: Sequence[BlockTable] = (),
         refusal: str = "",
     ) -> None:
         """Begins a pull by all ranks, of all the pages that `groups` names; None: `add_pages` says of what.
 
         Its `PullEvent`s come as events, also for bad input. Of a `Wanted` the source says which pages it holds. Where
         these are of other tokens, or fewer, the pull fails, and the lease is given back: it brings nothing to anybody.
+        Where block `tables` name the pages, the pull fails unless the source has sealed each of them under this lease.
         """
         if key in self._pulls:
             # Nothing is known of it under this name yet, so the owner is told at once and the older one goes on.
             raise PullFailedError(f"request {key!r}: a pull of this name has not ended yet")
-        if groups is not None and not refusal and self._pull_at_once(key, source, timeout_s, groups):
+        if groups is not None and not refusal and self._pull_at_once(key, source, timeout_s, groups, tables):
             return
         pull = self._pulls[key] = ReplicaPull(source, self._clock() + timeout_s, refusal=refusal)
         if groups is not None:
-            pull.waiting.append((groups, True))
+            pull.waiting.append(Reading(groups, last=True, tables=tables))
         self._unstarted.add(key)
         self.directory.connect(source.place)
         self._ask(key)
@@ -193,10 +198,12 @@ class ReplicaTransfer:
             heapq.heappush(self._due, (pull.deadline, key))
         self._collect_pulls()  # few pages are here by now
 
-    def _pull_at_once(self, key: str, source: Source | Wanted, timeout_s: float, groups: PageLists) -> bool:
+    def _pull_at_once(
+        self, key: str, source: Source | Wanted, timeout_s: float, groups: PageLists, tables: Sequence[BlockTable]
+    ) -> bool:
         """Whether a pull of few pages has begun; mostly it is over then."""
         try:
-            has_begun, event = self.small.pull(key, source, timeout_s, groups)
+            has_begun, event = self.small.pull(key, source, timeout_s, groups, tables)
         except TransferError:
             return False  # of which the long way tells
         if event is not None:
@@ -256,7 +263,7 @@ class ReplicaTransfer:
         missing, since = pull.waits_for
         return f" (asked for {self._clock() - since:.1f} s, last answer: {missing[:200]})" if missing else ""
 
-    def add_pages(self, key: str, groups: PageLists, *, last: bool) -> None:
+    def add_pages(self, key: str, groups: PageLists, *, last: bool, tables: Sequence[BlockTable] = ()) -> None:
         """Reads pages of a pull, or further ones. Nothing happens where it has ended already.
 
         Args:
@@ -264,10 +271,11 @@ class ReplicaTransfer:
             groups: for each group of the layout the pages here and there, and their tokens; only ours (`BlocksOfGroup`)
                 where the source says which pages it holds.
             last: nothing more will be read.
+            tables: the source's block tables that name these pages, as for `pull`.
         """
         if (pull := self._pulls.get(key)) is None or pull.error:
             return
-        pull.waiting.append((groups, last))
+        pull.waiting.append(Reading(groups, last, tables))
         self._start(key)
         self._collect_pulls()
 
@@ -400,9 +408,10 @@ class ReplicaTransfer:
             if pull.refusal:
                 self._fail(key, pull.refusal)
             while pull.waiting:
-                groups, last = pull.next_pages(key)
+                reading = pull.next_pages(key)
+                self.ranks[0].puller.get(key).engine.check_tables(key, pull.source.lease, reading.tables)
                 for rank in self.ranks:
-                    rank.add_pages(key, groups, last=last)
+                    rank.add_pages(key, reading.groups, last=reading.last)
         except TransferError as error:
             self._fail(key, str(error))
 

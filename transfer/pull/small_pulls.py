@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transfer.memory import MemoryType
 from transfer.plan.page_lists import PageLists
@@ -18,6 +18,9 @@ from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankTransfer
 from transfer.pull.source import Source
 from transfer.wire.messages import Wanted
+
+if TYPE_CHECKING:
+    from kvcache.replica.block_table import BlockTable
 
 _SMALL_BYTES = 1 << 20
 """A pull of so many bytes takes 0.1 to 0.3 ms. On a busy machine the thread, woken for it, takes twice that."""
@@ -42,7 +45,7 @@ class SmallPulls:
         return num_bytes <= _SMALL_BYTES and self._directory.ready(source.place) is not None
 
     def pull(
-        self, key: str, source: Source | Wanted, timeout_s: float, groups: PageLists
+        self, key: str, source: Source | Wanted, timeout_s: float, groups: PageLists, tables: Sequence[BlockTable]
     ) -> tuple[bool, PullEvent | None]:
         """Begins a pull the short way, if that is one for it.
 
@@ -50,7 +53,7 @@ class SmallPulls:
             Whether it has begun, and its event if it is over by now; else it goes on, and the rank has its events.
 
         Raises:
-            TransferError: as `Puller.open`; nothing has begun.
+            TransferError: as `Puller.open`, or the source has not made one of the `tables`; nothing has begun.
         """
         if self._rank is None or not isinstance(source, Source):
             return False, None
@@ -61,12 +64,13 @@ class SmallPulls:
         part = remote.small_part(groups)
         if part is None:
             return False, None
+        remote.check_tables(key, source.lease, tables)
         return True, self._rank.puller.pull_at_once(key, remote, source.lease, timeout_s, part)
 
 
 def is_of_other_start(source: Source | Wanted, peer: Peer) -> bool:
     """Whether another start of the engine has granted the lease than the one that is known."""
-    return isinstance(source, Source) and source.incarnation not in ("", peer.incarnation)
+    return isinstance(source, Source) and source.incarnation not in (peer.incarnation, "")
 
 
 def _page_bytes(ranks: Sequence[RankTransfer]) -> list[int] | None:

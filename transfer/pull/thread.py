@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from transfer.errors import EngineClosedError, TransferError
 from transfer.plan.page_lists import PageLists
@@ -27,6 +27,9 @@ from transfer.pull.replica import Event, ReplicaTransfer
 from transfer.pull.source import Source
 from transfer.stats import StatsSnapshot
 from transfer.wire.messages import Wanted
+
+if TYPE_CHECKING:
+    from kvcache.replica.block_table import BlockTable
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -108,23 +111,30 @@ class TransferThread:
         """Has a method of `ReplicaTransfer` called in the thread, and waits for nothing: its events tell of it."""
         self._hand_over(lambda: method(self.replica, *args, **options))
 
-    def pull(self, key: str, source: Source | Wanted, groups: PageLists | None, timeout_s: float) -> None:
+    def pull(
+        self,
+        key: str,
+        source: Source | Wanted,
+        groups: PageLists | None,
+        timeout_s: float,
+        tables: Sequence[BlockTable] = (),
+    ) -> None:
         """Begins a pull, with all its pages unless `groups` is None. Its `PullEvent`s come as events."""
 
         def run() -> None:
             try:
-                self.replica.pull(key, source, timeout_s, groups)
+                self.replica.pull(key, source, timeout_s, groups, tables=tables)
             except TransferError as error:
                 self.events.append(PullEvent(key, str(error), safe=True))
 
         if groups is None or not self._run_here(lambda: self.replica.small.is_small(source, groups), run):
             self._hand_over(run)
 
-    def add_pages(self, key: str, groups: PageLists, *, last: bool) -> None:
+    def add_pages(self, key: str, groups: PageLists, *, last: bool, tables: Sequence[BlockTable] = ()) -> None:
         """Reads pages of a pull, or further ones, as `ReplicaTransfer.add_pages`."""
 
         def run() -> None:
-            self.replica.add_pages(key, groups, last=last)
+            self.replica.add_pages(key, groups, last=last, tables=tables)
 
         if not self._run_here(lambda: self.replica.small.is_small(self.replica.source_of(key), groups), run):
             self._hand_over(run)

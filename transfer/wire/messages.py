@@ -17,7 +17,7 @@ from transfer.errors import MetadataError
 from transfer.memory import MemoryType
 from transfer.plan.boxes import ADDRESS_LIMIT, ShardLayout, check
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of everything in this file. Peers of another version are refused by name."""
 
 MAX_RANKS = 4096
@@ -31,7 +31,7 @@ _Name = Annotated[str, Meta(min_length=1, max_length=512)]
 _T = TypeVar("_T")
 
 
-class RankMetadata(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="rank/1"):
+class RankMetadata(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="rank/2"):
     """One rank of an engine: what a reader needs to pull from it. Safe to send between processes.
 
     Attributes:
@@ -51,6 +51,7 @@ class RankMetadata(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
         checks_addrs: per group of the layout, address of its page checks in host memory; empty where it makes none.
         compatibility: what must agree for the bytes to mean the same: model, cache dtype and so on.
         settings: effective settings of UCX and NIXL that must agree.
+        table_key: of the seals of the engine's block tables (`transfer.pull.seals`); empty where it makes no tables.
         digest: keyed digest over all other fields; `sealed_rank` fills it in.
     """
 
@@ -70,6 +71,7 @@ class RankMetadata(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
     checks_addrs: tuple[int, ...] = ()
     compatibility: dict[str, str] = {}
     settings: dict[str, str] = {}
+    table_key: Annotated[bytes, Meta(max_length=64)] = b""
     digest: bytes = b""
 
 
@@ -191,7 +193,7 @@ class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
     first_page: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
 
 
-class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="pages/1"):
+class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="pages/2"):
     """What an engine holds under a lease that stands on all its ranks.
 
     Attributes:
@@ -204,6 +206,7 @@ class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True,
         block_ids: for each group of layers its blocks; the last one holds the last token, or the state after it.
         prompt_digest: of as many tokens as were asked for, from the first on, and of what else their KV depends on; of
             pages that were asked for by what they hold the digest of the last one.
+        table_seal: of the block table that the reader makes of pages that it has asked for by what they hold.
         digest: keyed digest over all other fields; `sealed_pages` fills it in.
     """
 
@@ -215,6 +218,7 @@ class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True,
     num_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
     block_ids: tuple[tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...], ...]
     prompt_digest: bytes
+    table_seal: Annotated[bytes, Meta(max_length=64)] = b""
     digest: bytes = b""
 
 

@@ -1,4 +1,4 @@
-"""Offers of new pages are taken in turn, whatever the order in which they come: whole, as long as none was imported."""
+"""Offers of new pages are taken in turn, whatever the order in which they come; an import takes up all their tables."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,32 +54,34 @@ def offer_of(tokens: int, first: int = 0, token: int | None = None, **fields: An
     return msg.PagesOffer(request_id="r", attempt=1, source=SOURCE, table=table, prompt_digest=b"d", token=token)
 
 
-WHOLE = offer_of(18, token=5)
 PARTS = [offer_of(4), offer_of(12, 1), offer_of(16, 3), offer_of(18, 4, 5)]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2), (0, 3, 1, 2)])
-@pytest.mark.parametrize("whole", [True, False])
-def test_offers_are_taken_in_turn_whatever_the_order_in_which_they_come(order: tuple[int, ...], whole: bool) -> None:
-    offers, taken = Offers(), list[msg.PagesOffer]()
+@pytest.mark.parametrize("imported", [True, False])
+def test_offers_are_taken_in_turn_whatever_the_order_in_which_they_come(order: tuple[int, ...], imported: bool) -> None:
+    offers, taken, tables = Offers(), list[msg.PagesOffer](), list[BlockTable]()
     for at in order:
         assert not offers.has_had(PARTS[at])
         offers.add(PARTS[at])
-        while (offer := offers.take(whole=whole)) is not None:
+        while (offer := offers.take()) is not None:
             assert offers.newest == offer
             taken.append(offer)
+            if imported:
+                tables += offers.tables
+                offers.imported()
         assert all(offers.has_had(PARTS[before]) for before in order[: order.index(at) + 1])
-    if whole:
-        assert taken == [offer_of(4), offer_of(12), offer_of(16), WHOLE]
-    else:
-        assert taken == PARTS
+    assert taken == PARTS
+    assert tables + offers.tables == [part.table for part in PARTS]
 
 
-def test_tables_that_overlap_are_told_of_once() -> None:
+def test_a_table_that_leaves_nothing_out_stands_for_those_before_it() -> None:
     offers = Offers()
-    for offer in (offer_of(12), offer_of(16, 1), offer_of(18, 0, 5)):
+    for offer, count in ((offer_of(12), 1), (offer_of(16, 1), 2), (offer_of(18, 0, 5), 1)):
         offers.add(offer)
-        assert offers.take(whole=True) == offer_of(offer.table.num_tokens, 0, offer.token)
+        assert offers.take() == offer
+        assert len(offers.tables) == count
+    assert offers.tables == [offer_of(18).table]
 
 
 @pytest.mark.parametrize(
@@ -97,24 +99,10 @@ def test_what_leaves_out_pages_that_nobody_has_told_of_waits(before: msg.PagesOf
     offers = Offers()
     if before is not None:
         offers.add(before)
-        assert offers.take(whole=True) == before
+        assert offers.take() == before
     offers.add(offer_of(30, 3))
-    assert offers.take(whole=True) is None
+    assert offers.take() is None
     assert offers.newest == before
-
-
-@pytest.mark.parametrize(
-    "before", [offer_of(12, groups=()), offer_of(12, first_page=-1), offer_of(12, digests=b""), offer_of(12, 0)]
-)
-def test_what_fits_nothing_is_left_to_whoever_takes_the_table_up(before: msg.PagesOffer) -> None:
-    offers = Offers()
-    for offer in (before, offer_of(18, 3, 5)):
-        offers.add(offer)
-        taken = offers.take(whole=True)
-        assert taken is not None
-    right = before == offer_of(12)
-    assert (taken.table == WHOLE.table) is right
-    assert taken.table.num_tokens == 18
 
 
 def names(offer: msg.PagesOffer) -> tuple[int, int]:
@@ -141,8 +129,11 @@ def test_a_request_without_room_keeps_all_that_it_was_told_of(
     said = Said(service, monkeypatch)
     request = offered(service)
     assert names(said.offers[-1])[0] > 0
-    assert request.offer is not None
-    assert names(request.offer) == (0, -(-len(PROMPT) // 16))
+    tables = request.offers.tables
+    assert [table.first_page for table in tables] == [
+        sum(len(one.groups[0]) for one in tables[:at]) for at in range(len(tables))
+    ]
+    assert sum(len(table.groups[0]) for table in tables) == -(-len(PROMPT) // 16)
     serves_to_the_end(service, expected)
     assert service.decode.counts["retries"] == 0
 

@@ -314,7 +314,7 @@ def test_15_a_question_for_a_rank_that_there_is_not_ends_no_listener(engine: Any
         socket.setsockopt(zmq.RCVTIMEO, 5000)
         socket.connect(source.scheduler.address)
         socket.send(message)
-        assert b"no query of protocol 2" in socket.recv()
+        assert b"no query of protocol 3" in socket.recv()
         socket.close()
     transfer(Pair(FULL, PLAIN, PLAIN, 8, source_blocks=((3,),), reader_blocks=((1,),)), source, reader)
     assert reader.failed == {}

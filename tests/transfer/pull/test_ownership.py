@@ -167,8 +167,8 @@ def test_released_before_the_pull(sides: tuple[Side, Reader]) -> None:
     context = TextContext(PROMPT, 32, "r")
     with source.manager.claim(context):
         source.run(context, MINE)
-        table = source.manager.block_table("r")
         offer = source.offer()
+        table = source.manager.block_table("r")
     assert not source.manager.contains("r")
     assert source.manager.num_leased_blocks == 4
     source.overwrite()

@@ -41,6 +41,7 @@ HARM = {
     "list-when-there": (STALE_PAGE, 13),
     "no-hole": (HOLE, 20),
     "hold-the-head": (HOLE, 20),
+    "named-by-source": (STALE_PAGE, 9),
     "own-word": (STALE_PAGE, 17),
     "whole-reads": (STALE_PAGE, 9),
     "settled-ends": (STALE_PAGE, 17),

@@ -80,5 +80,5 @@ def test_values_that_cannot_be_are_refused(change: dict[str, Any], message: str)
 
 def test_what_is_no_answer_is_refused() -> None:
     for data in (b"", b"\xc1", encode_message(PAGES)[:-3]):
-        with pytest.raises(MetadataError, match="are no pages of a lease of protocol 2"):
+        with pytest.raises(MetadataError, match="are no pages of a lease of protocol 3"):
             answered("request 'r'", WANTED, data, KEY)

@@ -197,7 +197,7 @@ def test_what_was_asked_for_before_runs_before(pair: tuple[Threaded, Threaded]) 
     p, d = pair
     ran: list[str] = []
     pull = d.engine.replica.pull
-    d.engine.replica.pull = lambda *args: ran.append("pull") or pull(*args)  # type: ignore[method-assign,func-returns-value]
+    d.engine.replica.pull = lambda *args, **named: ran.append("pull") or pull(*args, **named)  # type: ignore[method-assign,func-returns-value]
     at_rest(d)
     d.thread._commands.append(lambda: ran.append("before"))  # as it is before the thread has woken for it
     d.pull(p, 1)
@@ -219,7 +219,7 @@ def test_a_thread_at_rest_is_woken_by_what_the_caller_reads_itself(
 def test_a_failure_in_the_callers_thread_ends_the_engine_and_is_told_like_any(pair: tuple[Threaded, Threaded]) -> None:
     p, d = pair
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("broken by the test")
 
     d.engine.replica.pull = broken  # type: ignore[method-assign]

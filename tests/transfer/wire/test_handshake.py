@@ -234,7 +234,7 @@ def test_a_malformed_query_is_answered_with_the_reason(dealer: Any) -> None:
     socket.send(b"nonsense")
     answer = decode_answer(socket.recv())
     assert isinstance(answer, QueryRefusal)
-    assert "8 bytes are no query of protocol 2" in answer.reason
+    assert "8 bytes are no query of protocol 3" in answer.reason
     assert answer.query_id == -1
 
 

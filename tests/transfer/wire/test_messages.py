@@ -145,7 +145,7 @@ def test_metadata_beyond_the_limit_is_not_even_decoded(monkeypatch: pytest.Monke
 
 def test_another_version_is_refused_by_name() -> None:
     data = encode_message(MetadataQuery(query_id=1)).replace(b"query/1", b"query/2")
-    with pytest.raises(MetadataError, match=r"no query of protocol 2.*query/2"):
+    with pytest.raises(MetadataError, match=r"no query of protocol 3.*query/2"):
         decode_query(data)
 
 
