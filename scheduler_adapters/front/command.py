@@ -129,7 +129,7 @@ async def _serve(options: ServeOptions, made: ExitStack) -> None:
     keyring = keys_of(str(options.keyring or ""), options.secret or "")
     router = bind_router(context, endpoint, None if endpoint.startswith("ipc:") else keyring)
     made.callback(router.close)
-    endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+    endpoint = router.address
     listening = made.enter_context(closing(_listen(options.http_host, options.http_port)))
     placements: dict[str, type[InTurns | Selected]] = {"in-turns": InTurns, "dynamo": Selected}
     placement = placements.get(options.placement)

@@ -182,7 +182,7 @@ def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSig
         if config.role == "prefill":
             router, times = bind_router(context, config.listen, keyring), PrefillTimes(lease_s=config.lease_s)
             scheduler = PrefillScheduler(config.name, loop, exchange, router, times=times)
-            ready = msgspec.structs.replace(ready, listen=router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
+            ready = msgspec.structs.replace(ready, listen=router.address)
         else:
             scheduler = DecodeScheduler(
                 config.name,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar, cast
 
 import zmq
 
-from kvcache.sockets import keep_alive
+from kvcache.gate import Limits
+from kvcache.sockets import BoundSocket, keep_alive
 from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import messages as msg
 from transfer.errors import HandshakeError
@@ -22,9 +23,11 @@ _SILENT_MS = 2000
 _MAX_QUEUED = 10_000
 _BATCH = 256
 _monitors = itertools.count()
+_LIMITS = Limits(message_bytes=msg.MAX_MESSAGE_BYTES, per_second=20_000.0)
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+AnySocket = TypeVar("AnySocket", bound=Socket)
 
 
 class Awaited(Protocol):
@@ -37,7 +40,10 @@ class Awaited(Protocol):
 
 def bounded_socket(context: Context, kind: int) -> Socket:
     """A socket whose peers cannot fill our memory. A `Pulse` tells that one is stopped or out of reach."""
-    socket = context.socket(kind)
+    return _bounded(context.socket(kind))
+
+
+def _bounded(socket: AnySocket) -> AnySocket:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, msg.MAX_MESSAGE_BYTES)  # a longer one ends that connection, nothing else
     socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
@@ -120,19 +126,20 @@ def monitor_of(socket: Socket, events: int) -> Socket:
     return socket.get_monitor_socket(events, f"inproc://pagewire-monitor-{next(_monitors)}")
 
 
-def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None) -> Socket:
+def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None) -> BoundSocket:
     """A ROUTER that says so where a peer is gone, and lets a peer that comes back take its name over.
 
     A keyring lets in only the peers on its list, and needs the process's own context: `HandshakeError` where it cannot
-    be used. `ServiceError` where the endpoint cannot be bound.
+    be used. `ServiceError` where the endpoint cannot be bound. Without one a `Gate` stands before the socket, but over
+    ipc, whose folder is private.
     """
-    socket = bounded_socket(context, zmq.ROUTER)
+    socket = _bounded(cast("BoundSocket", context.socket(zmq.ROUTER, socket_class=BoundSocket)))
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     try:
         if keyring is not None:
             keyring.secure_server(socket)
-        socket.bind(endpoint)
+        socket.listen("service", endpoint, None if keyring is not None or endpoint.startswith("ipc:") else _LIMITS)
     except HandshakeError:
         socket.close()
         raise

@@ -139,8 +139,8 @@ class RoomServer:
     """
 
     def __init__(self, host: str, keyring: Keyring | None) -> None:
-        self._socket: Socket = bind_router(_context(), endpoint(host, 0), keyring)
-        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._socket = bind_router(_context(), endpoint(host, 0), keyring)
+        self.port = int(self._socket.address.rpartition(":")[2])
         self.malformed = 0
 
     def received(self) -> Iterator[tuple[bytes, ToServer]]:

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 import zmq
 
 from scheduler_adapters.service.sockets import Pulse, bind_router, bounded_socket, join_frontend, received
+from tests.kvcache.stranger import MORE_RSS, frame, rss
+from tests.kvcache.stranger import flood as stranger_floods
 
 MODULE = "tests.scheduler_adapters.service.test_sockets"
 
@@ -67,6 +70,22 @@ def survive(endpoint: str, kind: str) -> None:
     count = sum(1 for _ in itertools.takewhile(bool, iter(lambda: sum(1 for _ in received(socket)), -1)))
     assert count > 3  # batches
     print("survived")  # noqa: T201
+
+
+def test_a_stranger_at_a_port_without_keys_fills_no_memory_and_keeps_nobody(tmp_path: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.setsockopt(zmq.LINGER, 0)
+        with closing(bind_router(context, "tcp://127.0.0.1:0")) as router:
+            peer.connect(router.address)
+            before = rss()
+            for data in (frame(1, b"") * 32768, frame(1, bytes(1 << 20))):
+                assert stranger_floods(router.address, b"DEALER", data, 256 << 20) < 256 << 20, "it was dropped"
+                peer.send(b"a request")
+                assert router.poll(30_000)
+                assert [frames[1:] for frames in received(router)] == [[b"a request"]]
+            assert rss() - before < 3 * MORE_RSS
+        with closing(bind_router(context, f"ipc://{tmp_path}/p")) as private:
+            assert private._gate is None, "nobody else gets into a folder of our own"
 
 
 @pytest.mark.slow
