@@ -43,8 +43,7 @@ class PagedGenerator:
     def __init__(self, model: PreTrainedModel, manager: PagedKVCacheManager, token_budget: int = 512) -> None:
         _check_settings(model)
         _check_pages(model, manager)
-        with paged_attention(model):
-            runner = HFRunner(model, manager.states)
+        runner = HFRunner(model, manager.states)
         self._model = model
         self._manager = manager
         self._loop = ServingLoop(manager, runner, token_budget)

@@ -102,10 +102,17 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
     Raises:
         InvalidParamsError, PoolTooSmallError, ModelLoadError: the settings cannot work.
     """
-    from scheduler_adapters.hf.runner import HFRunner, kv_params_of, load_model, manager_for  # noqa: PLC0415  (heavy)
+    from scheduler_adapters.hf.runner import (  # noqa: PLC0415  (heavy)
+        HFRunner,
+        attend_over_pages,
+        kv_params_of,
+        load_model,
+        manager_for,
+    )
     from scheduler_adapters.hf.weights import model_name  # noqa: PLC0415
 
     model = load_model(config.model, config.seed, config.device)
+    attend_over_pages(model)
     params = kv_params_of(
         model.config,
         page_size=config.page_size,

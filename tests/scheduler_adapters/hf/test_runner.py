@@ -10,6 +10,7 @@ from kvcache.replica.context import TextContext
 from scheduler_adapters.errors import ModelLoadError, UnsupportedModelError
 from scheduler_adapters.hf.runner import (
     HFRunner,
+    attend_over_pages,
     is_rounding_tie,
     kv_params_of,
     load_model,
@@ -26,11 +27,11 @@ NEW = 12
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3-mixed", "mistral"])
-def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
+def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
     if request.param == "qwen3-mixed":  # layers with and without a window in one model
         kinds = ["full_attention", "sliding_attention", "full_attention"]
-        return make_model("qwen3", use_sliding_window=True, sliding_window=20, layer_types=kinds)
-    return make_model(request.param)
+        return shared_model("qwen3", use_sliding_window=True, sliding_window=20, layer_types=kinds)
+    return shared_model(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +111,28 @@ def test_params_follow_the_config(make_model: Callable[..., Any]) -> None:
     assert num_layers_of(config) == 3
 
 
-def test_own_attention_is_given_back_after_an_error(tiny_model: Any) -> None:
-    HFRunner(tiny_model)
-    with contextlib.suppress(KeyError), own_attention(tiny_model):
-        assert tiny_model.config._attn_implementation == "sdpa"
+def test_own_attention_is_given_back_after_an_error() -> None:
+    model = load_model(None)
+    attend_over_pages(model)
+    with contextlib.suppress(KeyError), own_attention(model):
+        assert model.config._attn_implementation == "sdpa"
         raise KeyError
-    assert tiny_model.config._attn_implementation == "pagewire"
+    assert model.config._attn_implementation == "pagewire"
+
+
+def test_a_model_is_as_it_was_after_each_call_of_a_runner(hand_pool: Callable[..., Any]) -> None:
+    model = load_model(None)
+    model.train()
+    model.model.layers[1].eval()  # some layers train and others don't
+    before = model.config._attn_implementation, [module.training for module in model.modules()]
+    runner = HFRunner(model)
+    assert (model.config._attn_implementation, [module.training for module in model.modules()]) == before
+    context = TextContext(PROMPTS[0], len(PROMPTS[0]) + 1)
+    pool = hand_pool(model, [context.max_length])
+    runner.run([context], pool.inputs([context]))
+    with pytest.raises(UnsupportedModelError, match="block tables"):
+        runner.run([context], [one._replace(lookup_table=torch.zeros(3, 1, 1)) for one in pool.inputs([context])])
+    assert (model.config._attn_implementation, [module.training for module in model.modules()]) == before
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral"])
