@@ -1,6 +1,7 @@
 """A NIXL agent: memory it registers, peers it knows, transfers it posts. The only importer of nixl.
 
-nixl is imported when the first agent is made: until then a program can still set the environment, which UCX reads once.
+nixl is imported when the first agent is made. Its settings are environment variables: NIXL reads them when it is
+imported, UCX when an agent is made. They are set for that moment only.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import threading
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -41,10 +43,12 @@ WORD_BYTES = 8
 
 _FIRST = [0]
 _agents: WeakSet[Any] = WeakSet()
+_making = [threading.Lock()]  # held while the environment has an agent's settings
 
 
 def _keep_in_fork() -> None:
     """Keeps every agent in a fork for ever: NIXL's destructor would wait there for a thread that a fork has not."""
+    _making[0] = threading.Lock()  # a thread that the fork has not may have held it
     for agent in _agents:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
 
@@ -72,6 +76,22 @@ def nixl_errors(doing: str) -> Generator[None]:
         yield
     except _errors() as error:
         raise _agent_error(doing, error) from error
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str]) -> Generator[None]:
+    """Set environment variables within the block, one thread at a time; afterwards they are as they were."""
+    with _making[0]:
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 class Agent:
@@ -107,25 +127,26 @@ class Agent:
         self._voucher: Voucher | None = None
         self._words: dict[tuple[str, int], int] = {}  # lists of one word, by peer and address; "" stands for ours
         self._owner = os.getpid()
-        os.environ.update(effective_settings(memory_type))
-        try:
-            api: Any = importlib.import_module("nixl._api")
-        except ImportError as error:
-            raise AgentError(f"making NIXL agent {name!r}: nixl cannot be imported: {error}") from error
-        config = api.nixl_agent_config(
-            enable_prog_thread=False,  # NIXL's own thread spins: it takes a whole core for each agent
-            enable_listen_thread=False,  # it would answer anyone; metadata travels in messages of our own
-            listen_port=0,
-            backends=[],
-            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,  # without locks, a second thread means a crash
-        )
-        params = {"num_threads": "1", "split_batch_size": str(background_runs)} if files is None else dict(files)
         plugin = "UCX" if files is None else "POSIX"
-        with nixl_errors(f"making NIXL agent {name!r}"):
-            self._agent: Any = api.nixl_agent(name, config)
-            _agents.add(self._agent)
-            self._agent.create_backend(plugin, params)
-            self.backend = int(self._agent.backends[plugin])
+        params = {"num_threads": "1", "split_batch_size": str(background_runs)} if files is None else dict(files)
+        with _environment(effective_settings(memory_type)):
+            try:
+                api: Any = importlib.import_module("nixl._api")
+            except ImportError as error:
+                raise AgentError(f"making NIXL agent {name!r}: nixl cannot be imported: {error}") from error
+            config = api.nixl_agent_config(
+                enable_prog_thread=False,  # NIXL's own thread spins: it takes a whole core for each agent
+                enable_listen_thread=False,  # it would answer anyone; metadata travels in messages of our own
+                listen_port=0,
+                backends=[],
+                # Without locks, a second thread means a crash.
+                sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+            )
+            with nixl_errors(f"making NIXL agent {name!r}"):
+                self._agent: Any = api.nixl_agent(name, config)
+                _agents.add(self._agent)
+                self._agent.create_backend(plugin, params)
+                self.backend = int(self._agent.backends[plugin])
         # For `post`, without NIXL's wrappers in Python, which look at each argument's type first: 3 of 11 µs. The agent
         # of the bindings is not among them: it ends with its last name, and `close` has to be the end of it.
         bindings: Any = importlib.import_module("nixl._bindings")

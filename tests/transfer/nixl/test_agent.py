@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -37,10 +38,15 @@ report = {"early": [m for m in sys.modules if m.startswith("nixl")], "same": dic
 import torch
 fingerprint = transfer.settings_fingerprint()
 report["pure"] = dict(os.environ) == before
+class Watch:  # sees the environment as NIXL sees it when it is imported
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "nixl" and "set" not in report:
+            report["set"] = {k: v for k, v in os.environ.items() if k.startswith(("UCX_", "NIXL_"))}
+sys.meta_path.insert(0, Watch())
 engine = transfer.KVTransferEngine("e", [[torch.zeros(4, 4096, dtype=torch.uint8)]], total_num_pages=4)
 report["fingerprint"] = [fingerprint, transfer.settings_fingerprint()]
 report["told"] = engine.metadata.settings
-report["set"] = {k: v for k, v in os.environ.items() if k.startswith(("UCX_", "NIXL_"))}
+report["restored"] = dict(os.environ) == before
 report["threads"] = len(os.listdir("/proc/self/task"))
 for number in handled:
     signal.raise_signal(number)
@@ -60,11 +66,12 @@ def run(**env: str) -> dict:
     return json.loads(done.stdout)
 
 
-def test_a_process_gets_the_settings_when_its_first_agent_is_made():
+def test_the_settings_are_in_the_environment_while_an_agent_is_made_and_not_after():
     report = run()
     assert report["early"] == []
     assert report["same"]
     assert report["pure"]
+    assert report["restored"], "an agent leaves nothing in the environment for the program's other children"
     assert report["not heard"] == [], "NIXL and UCX leave the program's own signals alone"
     assert len(set(report["fingerprint"])) == 1
     assert report["told"] == agreed_settings(environ={})
@@ -211,3 +218,19 @@ def test_what_nixl_refuses_of_a_word_is_an_agent_error():
 def test_host_memory_is_no_vram():
     with pytest.raises(AgentError, match="agent 'alone@2': registering 1 regions"):
         TensorAgent.create_agent("alone@2", 0, torch.zeros(4, 8), 4, 8, MemoryType.VRAM)
+
+
+def test_agents_made_by_several_threads_at_once_leave_the_environment_as_it_was():
+    before = dict(os.environ)
+    made: list[Agent] = []
+    threads = [
+        threading.Thread(target=lambda at=at: made.append(Agent(f"at-once-{at}-{os.getpid()}"))) for at in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for agent in made:
+        agent.close()
+    assert len(made) == 6
+    assert dict(os.environ) == before
