@@ -22,7 +22,7 @@ CUDA := .venvs/vllm-gpu
 CUDA_PIP := $(CUDA)/bin/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-core test-rest long pairs test-sglang test-vllm test-engines test-gpu kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet placement first-token clean
+.PHONY: help demo test test-ci long pairs test-sglang test-vllm test-engines test-gpu kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet placement first-token clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -39,20 +39,18 @@ $(STAMP): pyproject.toml constraints.txt Makefile hatch_build.py $(CHAINED).c
 demo: $(STAMP) ## serve prompts across a prefill and a decode process (ARGS="--requests 32 ...")
 	@$(BIN)/pagewire demo $(ARGS)
 
-# Most tests wait for processes of their own, so two halves at once take little more than half of the time on two cores.
-CORE := tests/kvcache tests/transfer tests/mutants
-test: $(STAMP) ## run all tests, in two halves at once, or in one process those that are asked for (ARGS="-k name ...")
+# Most tests wait for processes of their own, so three workers on two cores take less time than two. A file's tests share
+# what they set up, so that a file goes to one worker.
+WORKERS ?= $(shell expr $$(nproc) + 1)
+test: $(STAMP) ## run all tests, or those that are asked for in one process (ARGS="-k name ...")
 ifeq ($(strip $(ARGS)),)
-	@$(MAKE) --no-print-directory --jobs 2 --keep-going test-core test-rest
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
 
-test-core: $(STAMP)
-	@$(BIN)/python -m pytest $(CORE)
-
-test-rest: $(STAMP)
-	@$(BIN)/python -m pytest tests $(CORE:%=--ignore=%)
+test-ci: $(STAMP) ## run the tests that CI runs beside `make test`: benchmarks in their smallest form, models in every combination
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m ci $(ARGS)
 
 long: $(STAMP) ## run the tests that take minutes: every signal in every stage of the demo, every message in every phase
 	@$(BIN)/python -m pytest -m long --timeout 600 $(ARGS)

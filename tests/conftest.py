@@ -1,12 +1,16 @@
 """What concerns all tests."""
 
 import importlib.util
+import os
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import cache
 from multiprocessing import forkserver, resource_tracker
 
 import pytest
 
+from tests.isolation import QUIET, seed_torch, surroundings_stay
 from tests.orphans import adopt, children, end_children
 
 # Each needs an environment of its own, and collects nothing elsewhere.
@@ -14,7 +18,9 @@ ENGINES = {"sglang": "tests/sglang_engine (make test-sglang)", "vllm": "tests/vl
 
 
 def pytest_configure() -> None:
-    """Undo what a shell does to a command in the background, so that each process that a test starts can be ended.
+    """Make every test start from the same process, whoever runs it and however.
+
+    Undo what a shell does to a command in the background, so that each process that a test starts can be ended.
 
     Such a command ignores SIGINT, under nohup SIGHUP, and hands that on. A handler is not handed on. What is blocked
     is handed on too, and would hold up the alarm by which tests run out of time.
@@ -24,22 +30,48 @@ def pytest_configure() -> None:
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     adopt()
+    if not _among_engines():
+        os.environ.update(QUIET)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests and their children share few cores
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fixtures draw the same numbers whatever ran before."""
+    seed_torch(item)
+
+
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """As above, for the test itself."""
+    seed_torch(item)
+
+
+@cache
+def _among_engines() -> bool:
+    """Whether this is an environment of an engine, whose own modules set variables and handlers."""
+    return any(map(importlib.util.find_spec, ENGINES))
 
 
 def _file_or_session(fixture_name: str, config: pytest.Config) -> str:  # noqa: ARG001  (as pytest calls it)
     """The engines' tests share processes between files."""
-    return "session" if any(map(importlib.util.find_spec, ENGINES)) else "module"
+    return "session" if _among_engines() else "module"
 
 
 @pytest.fixture(autouse=True, scope=_file_or_session)
 def _no_process_is_left() -> Iterator[None]:
     """No test file leaves a process behind, whether its tests pass or fail, and whoever its parent was."""
     before = set(children())
-    yield
+    with nullcontext() if _among_engines() else surroundings_stay():
+        yield
     # Python's own servants live as long as this process does, and end with it.
     servants = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}
     left = end_children(but=before | servants, grace_s=10.0)
     assert not left, f"processes that tests have left behind, now killed: {left}"
+
+
+@pytest.fixture(autouse=True)
+def _surroundings_stay() -> Iterator[None]:
+    with nullcontext() if _among_engines() else surroundings_stay():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -56,5 +88,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     left_out = [where for package, where in ENGINES.items() if importlib.util.find_spec(package) is None]
     if left_out:
         terminalreporter.write_line(f"not run here, as they need environments of their own: {', '.join(left_out)}")
-    if not terminalreporter.config.getoption("markexpr").startswith("long"):
-        terminalreporter.write_line("not run here, as they take minutes: tests marked long (make long)")
+    if terminalreporter.config.getoption("markexpr") == "not long and not ci":
+        terminalreporter.write_line(
+            "not run here, as they take minutes: tests marked ci (make test-ci), long (make long)"
+        )
+    again = {report.nodeid for report in terminalreporter.stats.get("rerun", ())}
+    passed = sorted(again & {report.nodeid for report in terminalreporter.stats.get("passed", ())})
+    for nodeid in passed:
+        terminalreporter.write_line(f"DEFECT: passed only when it was tried again: {nodeid}", red=True)

@@ -9,16 +9,18 @@ import runpy
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
+from tests.isolation import QUIET
 from tests.orphans import die_with_parent
 
-QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 _PRELOAD = [
     "nixl._api",
     "scheduler_adapters.service.server",
@@ -28,10 +30,20 @@ _PRELOAD = [
 ]
 
 
+# The server is started by whichever test needs it first, and inherits nothing from that test.
+_ENVIRONMENT, _FOLDER = dict(os.environ) | QUIET, Path.cwd()
+
+
 def _context() -> ForkServerContext:
-    os.environ.update(QUIET)  # NIXL reads it when it is imported
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in set(os.environ) - set(_ENVIRONMENT):
+            patch.delenv(name)
+        for name, value in _ENVIRONMENT.items():
+            patch.setenv(name, value)
+        patch.chdir(_FOLDER)
+        forkserver.ensure_running()
     return context
 
 

@@ -60,7 +60,7 @@ def test_sweeps_of_traces_are_drawn_one_by_one(tmp_path: Path) -> None:
     assert all(path.stat().st_size > 10_000 for path in made)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_results_say_where_and_how_they_were_made(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "release", "--quick", "--clock", "cpu", "--json-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

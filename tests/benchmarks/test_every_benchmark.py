@@ -158,7 +158,7 @@ RUNS: dict[str, Callable[[Patch, Path], list[Row]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", RUNS)
 def test_a_benchmark_comes_to_its_end_with_rows(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = RUNS[name](monkeypatch, tmp_path)

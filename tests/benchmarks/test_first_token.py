@@ -77,7 +77,7 @@ def test_without_the_trace_the_command_says_so(
     assert "conversation_trace.jsonl: No such file" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("forked_fleets")
 def test_both_ways_are_measured_part_by_part() -> None:

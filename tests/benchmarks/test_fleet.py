@@ -103,7 +103,7 @@ def test_wrong_tokens_and_silent_failures_are_named() -> None:
     assert "says not why" in verdicts["silent"]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("forked_fleets")
 def test_a_small_fleet_loses_two_processes_and_no_page() -> None:

@@ -5,7 +5,7 @@ import pytest
 from benchmarks import handover
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_prompt_of_several_chunks_is_measured_both_ways() -> None:
     rows = handover.measure("small", [2 * handover.BUDGET + 1], 1)
     assert [(row["pull"], row["n"]) for row in rows] == [("whole", 1), ("chunkwise", 1)]

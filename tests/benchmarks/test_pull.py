@@ -38,7 +38,7 @@ def test_every_topology_and_order_fits_its_pools() -> None:
             assert source.pages * source.page_size == reader.pages * reader.page_size >= 2 * case.pages * 16
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_case_is_measured_beside_the_limit_and_its_bytes_are_looked_at() -> None:
     rows = measure(Case("TP 1→2", "head-major", 64 * KIB, 8), 0.05)
     assert [row["program"] for row in rows] == [SPUN, LIMIT, THREADED]
@@ -50,7 +50,7 @@ def test_a_case_is_measured_beside_the_limit_and_its_bytes_are_looked_at() -> No
     assert rows[1]["ratio"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_pages_that_are_not_the_sources_are_noticed() -> None:
     source_spec, spec = Case("equal", "head-major", 16 * KIB, 4).specs()
     with SourceProcess(source_spec) as source:
@@ -117,7 +117,7 @@ def test_the_sources_processor_time_counts_for_ours_alone(monkeypatch: pytest.Mo
     assert {one.cpu for one in times[LIMIT]} == {0.0}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_sources_processor_time_is_read_from_its_pid() -> None:
     with SourceProcess(Case("equal", "head-major", 16 * KIB, 4).specs()[0]) as source:
         assert 10**6 < source.cpu_ns() < 600 * 10**9  # importing torch alone is more than a millisecond

@@ -15,7 +15,7 @@ def test_the_file_tier_is_measured_beside_dd(tmp_path: Path) -> None:
     assert all(row[what] > 0 for row in (dd, ours) for what in ("write", "read", "read_cold"))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_serving_and_steps_are_measured_with_and_without_a_tier() -> None:
     model = tiers.load_model(None)
     without, with_tier = tiers.serving(model, 0, 5), tiers.serving(model, 4, 5)

@@ -106,56 +106,42 @@ class Trial:
                 return [tried for some in pool.map(one, batches) for tried in some]
 
     def _batch(self, tree: Tree, batch: Batch) -> list[Tried]:
-        found: dict[Mutant, Tried] = {}
-
-        def take(mutant: Mutant, run: Run) -> None:
-            found[mutant] = one = Tried(mutant, run, None, reason_of(mutant, self._known), batch.is_changed)
-            self._tell(one)
-
-        def take_elsewhere(mutant: Mutant, run: Run) -> None:
-            found[mutant] = one = found[mutant]._replace(elsewhere=run)
-            self._tell(one)
-
-        self._by(tree, beside(batch.path), batch, batch.mutants, take)
+        found = {
+            mutant: Tried(mutant, run, None, reason_of(mutant, self._known), batch.is_changed)
+            for mutant, run in self._by(tree, beside(batch.path), batch.path, batch.mutants).items()
+        }
         left = [one.mutant for one in found.values() if one.verdict == SURVIVED_BESIDE]
         if self._asks_elsewhere and left and monotonic() < self._deadline:
-            others = elsewhere(batch.path)
-            self._by(tree, others, batch, left, take_elsewhere, but=beside(batch.path))
+            for mutant, run in self._by(tree, elsewhere(batch.path), batch.path, left).items():
+                found[mutant] = found[mutant]._replace(elsewhere=run)
+        for one in found.values():
+            self._tell(one)
         return list(found.values())
 
-    def _by(
-        self,
-        tree: Tree,
-        files: Sequence[str],
-        batch: Batch,
-        mutants: Sequence[Mutant],
-        take: Callable[[Mutant, Run], None],
-        but: Sequence[str] = (),
-    ) -> None:
-        """Try mutants of one file by some test files, those whose turn comes in time."""
-        source, cold = (ROOT / batch.path).read_text(), list[Mutant]()
+    def _by(self, tree: Tree, files: Sequence[str], path: Path, mutants: Sequence[Mutant]) -> dict[Mutant, Run]:
+        """What came of mutants of one file by some test files, of those whose turn came in time."""
+        source = (ROOT / path).read_text()
+        found: dict[Mutant, Run] = {}
         try:
-            session = Session(tree, files, but)
+            session = Session(tree, files)
         except RuntimeError as error:
             self._tell(f"not tried: {error}")
-            return
+            return {}
         try:
             for failed in session.failed:
                 self._tell(f"fails without a mutation: {failed}")
             for mutant in mutants:
                 if monotonic() < self._deadline:
-                    run = self._one(session, mutant, source)
-                    if run.outcome == "cold":
-                        cold.append(mutant)
-                    else:
-                        take(mutant, run)
+                    found[mutant] = self._one(session, mutant, source)
         except RuntimeError as error:
             self._tell(f"not tried: {error}")
         finally:
             session.close()
-        for mutant in cold:
+        for mutant in [mutant for mutant, run in found.items() if run.outcome == "cold"]:
+            found.pop(mutant)
             if monotonic() < self._deadline:
-                take(mutant, session.run_cold(batch.path, mutant.function, mutant.applied(source)))
+                found[mutant] = session.run_cold(path, mutant.function, mutant.applied(source))
+        return found
 
     def _one(self, session: Session, mutant: Mutant, source: str) -> Run:
         after = mutant.applied(source)

@@ -1,5 +1,7 @@
 """Small random models, and a hand-made pool of pages for runners that need no manager."""
 
+import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -170,11 +172,6 @@ MORE_HYBRIDS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _few_threads() -> None:
-    torch.set_num_threads(1)
-
-
 def _make_model(kind: str, **changes: Any) -> Any:
     """A random model of another architecture, built as `from_pretrained` would leave it."""
     import transformers
@@ -223,7 +220,50 @@ def _make_model(kind: str, **changes: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def make_model() -> Any:
+    """Makes a model that is the caller's own."""
     return _make_model
+
+
+class SharedModels:
+    """Models that tests of several files run and none may change; each is made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[Any, Any]] = {}
+
+    def __call__(self, kind: str, **changes: Any) -> Any:
+        key = f"{kind} {sorted(changes.items())}"
+        if key not in self._made:
+            model = load_model(None) if kind == "tiny" else _make_model(kind, **changes)
+            self._made[key] = model, _fingerprint(model)
+        return self._made[key][0]
+
+    def check(self) -> None:
+        changed = {key for key, (model, before) in self._made.items() if _fingerprint(model) != before}
+        for key in changed:
+            del self._made[key]  # one test's mistake is one failure
+        assert not changed, f"a test changed models that others run: {changed}"
+
+
+def _fingerprint(model: Any) -> Any:
+    """What one test could change for another: weights, attention, modes, generation settings."""
+    digest = hashlib.blake2b()
+    for name, value in model.state_dict().items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    modes = [module.training for module in model.modules()]
+    config = model.config.to_json_string(), model.config._attn_implementation
+    return digest.hexdigest(), config, modes, model.generation_config.to_json_string()
+
+
+@pytest.fixture(scope="session")
+def shared_model() -> SharedModels:
+    return SharedModels()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _models_stay(shared_model: SharedModels) -> Iterator[None]:
+    yield
+    shared_model.check()
 
 
 @pytest.fixture(scope="session")
@@ -235,10 +275,10 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return root
 
 
-@pytest.fixture(scope="session")
-def tiny_model() -> Any:
+@pytest.fixture
+def tiny_model(shared_model: SharedModels) -> Any:
     """The demo's own model."""
-    return load_model(None)
+    return shared_model("tiny")
 
 
 class _HandPool:

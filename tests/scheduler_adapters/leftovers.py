@@ -28,6 +28,8 @@ class Run:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self._mark = secrets.token_hex(8)
+        self._memory = Path("/dev/shm", f"test-{self._mark}")  # noqa: S108  (UCX wants a file system in memory)
+        self._memory.mkdir(mode=0o700)
         self._seen = 0
         self.lines: list[str] = []
         self._shared: set[str] = set()
@@ -38,6 +40,7 @@ class Run:
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(folder),
             "TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "torch"),  # torch's own, made at its import
+            "UCX_POSIX_DIR": str(self._memory),
             MARK: self._mark,
         }
         self.process = subprocess.Popen(
@@ -94,12 +97,13 @@ class Run:
         return found
 
     def leftovers(self, *, files: bool = True) -> list[str]:
-        """What is left: processes, files, shared memory."""
+        """What is left: processes, files, shared memory that no process has mapped."""
         left = [f"process {pid}: {line}" for pid, line in self.descendants().items()]
         left += [f"file {path}" for path in self.folder.rglob("*") if files]
         for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]:
             if line.split()[4] in self._shared:  # who made it
                 left.append(f"shared memory: {line}")
+        left += [f"shared memory: {path}" for path in self._memory.glob("*")]
         return left
 
     def assert_nothing_left(self, *, files: bool = True, within_s: float = 5.0) -> None:
@@ -107,6 +111,7 @@ class Run:
         while left := self.leftovers(files=files):
             assert time.monotonic() < deadline, left
             time.sleep(0.02)
+        self._memory.rmdir()
 
 
 def wait_for_work(pid: int, seconds: float) -> None:
@@ -120,16 +125,3 @@ def wait_for_work(pid: int, seconds: float) -> None:
     while used() < begin + seconds:
         assert time.monotonic() < deadline, f"process {pid} does nothing"
         time.sleep(0.02)
-
-
-def shared_files() -> set[str]:
-    """Files of shared memory that no process has mapped."""
-    names = {path.name for path in Path("/dev/shm").iterdir()}  # noqa: S108  (it is looked at alone)
-    for entry in Path("/proc").iterdir():
-        if names and entry.name.isdigit():
-            try:
-                text = (entry / "maps").read_text()
-            except OSError:
-                continue
-            names -= {name for name in names if f"/dev/shm/{name}" in text}  # noqa: S108  (as above)
-    return names

@@ -33,8 +33,8 @@ LONG = prompt_of(201, 5 * LIMITS.budget // 2)  # in chunks
 
 
 @pytest.fixture(scope="module")
-def model(make_model: Callable[..., Any]) -> Any:
-    return make_model("llama")
+def model(shared_model: Callable[..., Any]) -> Any:
+    return shared_model("llama")
 
 
 @pytest.fixture(scope="module")

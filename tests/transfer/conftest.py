@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.forked import QUIET, start
+from tests.forked import start
 from tests.transfer import worker
 
 if TYPE_CHECKING:
     from transfer import KVTransferEngine
 
 TRANSPORTS = {"shm": {}, "tcp": {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}}
-
-os.environ.update(QUIET)  # this process's own agents: faults are provoked on purpose, and each prints lines
 
 
 class RaisedError(Exception):

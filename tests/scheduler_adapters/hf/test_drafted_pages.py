@@ -15,8 +15,8 @@ from tests.scheduler_adapters.serving import assert_nothing_held
 
 
 @pytest.fixture(scope="module")
-def model(make_model: Callable[..., Any]) -> Any:
-    return make_model("bamba")
+def model(shared_model: Callable[..., Any]) -> Any:
+    return shared_model("bamba")
 
 
 def ready(model: Any, wrong: bool = True, **engine: Any) -> tuple[Engine, TextContext, int]:

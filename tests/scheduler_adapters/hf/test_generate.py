@@ -23,8 +23,8 @@ def manager_of(model: Any, pages: int = 200, rows: int = 4, **manager: Any) -> A
 
 
 @pytest.fixture(scope="module")
-def model(make_model: Callable[..., Any]) -> Any:
-    return make_model("llama")
+def model(shared_model: Callable[..., Any]) -> Any:
+    return shared_model("llama")
 
 
 @pytest.fixture(scope="module")

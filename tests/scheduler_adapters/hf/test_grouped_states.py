@@ -32,8 +32,8 @@ SHARED = pytest.mark.parametrize("shared", [True, False], ids=["among-pages", "a
 
 
 @pytest.fixture(scope="module")
-def model(make_model: Callable[..., Any]) -> Any:
-    return make_model("lfm3")
+def model(shared_model: Callable[..., Any]) -> Any:
+    return shared_model("lfm3")
 
 
 @pytest.fixture(scope="module")

@@ -33,9 +33,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
+def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
     kind, changes = MODELS[request.param]
-    return make_model(kind, num_hidden_layers=4, **changes)
+    return shared_model(kind, num_hidden_layers=4, **changes)
 
 
 @pytest.fixture(scope="module")

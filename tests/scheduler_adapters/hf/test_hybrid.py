@@ -49,13 +49,13 @@ PAGE = 8
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)
-def each_model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
-    return make_model(request.param)
+def each_model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
+    return shared_model(request.param)
 
 
 @pytest.fixture(scope="module")
-def model(make_model: Callable[..., Any]) -> Any:
-    return make_model("bamba")
+def model(shared_model: Callable[..., Any]) -> Any:
+    return shared_model("bamba")
 
 
 @pytest.fixture(scope="module")

@@ -24,13 +24,13 @@ PROMPTS = [[*SYSTEM, *ByteTokenizer().encode(text)[1:]] for text in ENDS]
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)
-def each_model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
-    return make_model(request.param)
+def each_model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
+    return shared_model(request.param)
 
 
 @pytest.fixture(scope="module")
-def model(make_model: Callable[..., Any]) -> Any:
-    return make_model("bamba")
+def model(shared_model: Callable[..., Any]) -> Any:
+    return shared_model("bamba")
 
 
 def cached_loop(

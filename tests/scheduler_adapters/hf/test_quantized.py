@@ -60,8 +60,8 @@ def scaled(dtype: torch.dtype, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
-def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
-    return make_model(request.param, initializer_range=0.3)  # so large that eight bits show
+def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
+    return shared_model(request.param, initializer_range=0.3)  # so large that eight bits show
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -14,13 +14,13 @@ MODELS = ("bamba", "qwen3_next", "granite", "lfm2", "kimi_linear")
 
 
 @pytest.fixture(scope="module", params=[*MODELS, "jamba", "llama"])
-def each_model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
-    return make_model(request.param)
+def each_model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
+    return shared_model(request.param)
 
 
 @pytest.fixture(scope="module")
-def model(make_model: Callable[..., Any]) -> Any:
-    return make_model("bamba")
+def model(shared_model: Callable[..., Any]) -> Any:
+    return shared_model("bamba")
 
 
 @pytest.mark.parametrize("across", [False, True])

@@ -102,8 +102,8 @@ def test_a_zamba2_itself_gives_other_logits_one_token_at_a_time(make_model: Call
 
 
 @pytest.fixture(scope="module", params=MORE_HYBRIDS)
-def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
-    return make_model(request.param)
+def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
+    return shared_model(request.param)
 
 
 @pytest.mark.parametrize(("budget", "shards"), [(64, 1), (7, 2)])

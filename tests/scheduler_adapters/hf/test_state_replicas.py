@@ -24,8 +24,8 @@ WAYS = {"apart": {"share_state_memory": False, "state_copies": 8}, "shared": {}}
 
 
 @pytest.fixture(scope="module", params=["bamba", "qwen3_next", "kimi_linear"])
-def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
-    return make_model(request.param)
+def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
+    return shared_model(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ PATIENT = DecodeTimes()
 
 
 @pytest.fixture(scope="module")
-def model(make_model: Callable[..., Any]) -> Any:
-    return make_model("llama")
+def model(shared_model: Callable[..., Any]) -> Any:
+    return shared_model("llama")
 
 
 @pytest.fixture(scope="module")

@@ -72,8 +72,8 @@ def test_what_is_not_read_waits_in_order_and_the_front_turns_deaf_at_its_limit(p
 
 
 @pytest.fixture(scope="module")
-def model(make_model: Callable[..., Any]) -> Any:
-    return make_model("llama")
+def model(shared_model: Callable[..., Any]) -> Any:
+    return shared_model("llama")
 
 
 def test_requests_of_a_deaf_front_fail_and_their_pages_come_back(

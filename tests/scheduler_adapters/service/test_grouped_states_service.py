@@ -14,8 +14,8 @@ from tests.scheduler_adapters.service.test_grouped_service import PAGE, PROMPTS
 
 
 @pytest.fixture(scope="module")
-def model(make_model: Callable[..., Any]) -> Any:
-    return make_model("lfm3")
+def model(shared_model: Callable[..., Any]) -> Any:
+    return shared_model("lfm3")
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ WIDTH = 32
 
 
 @pytest.fixture(scope="module")
-def model(make_model: Callable[..., Any]) -> Any:
-    return make_model("llama")
+def model(shared_model: Callable[..., Any]) -> Any:
+    return shared_model("llama")
 
 
 @pytest.fixture(scope="module")

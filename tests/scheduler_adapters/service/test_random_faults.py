@@ -144,8 +144,8 @@ class Storm:
 
 
 @pytest.fixture(scope="module")
-def model(make_model: Any) -> Any:
-    return make_model("llama")
+def model(shared_model: Any) -> Any:
+    return shared_model("llama")
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ from tests.scheduler_adapters.service.test_faults import (
 
 
 @pytest.fixture(scope="module")
-def model(make_model: Callable[..., Any]) -> Any:
-    return make_model("llama")
+def model(shared_model: Callable[..., Any]) -> Any:
+    return shared_model("llama")
 
 
 @pytest.fixture(scope="module")

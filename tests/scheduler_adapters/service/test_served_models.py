@@ -25,9 +25,9 @@ def model_of(make_model: Callable[..., Any], kind: str) -> Any:
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "gemma3", "deepseek_v3"])
-def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
+def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
     """Four query heads on two key/value heads in each of them, or on one latent of all."""
-    return model_of(make_model, request.param)
+    return model_of(shared_model, request.param)
 
 
 @pytest.fixture(scope="module")

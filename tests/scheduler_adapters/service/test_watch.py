@@ -27,8 +27,8 @@ PROMPTS = [[(7 * at + number) % 250 for at in range(40 + 25 * number)] for numbe
 
 
 @pytest.fixture(scope="module")
-def model(make_model: Callable[..., Any]) -> Any:
-    return make_model("llama")
+def model(shared_model: Callable[..., Any]) -> Any:
+    return shared_model("llama")
 
 
 @pytest.fixture

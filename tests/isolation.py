@@ -1,0 +1,88 @@
+"""No test changes what another test sees: the process is as it was after each test and each file."""
+
+import os
+import signal
+import sys
+import zlib
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+
+QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+"""Tests provoke faults on purpose, and each of them would print lines."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # SIGALRM is pytest-timeout's
+
+
+# pytest sets the first for each test, libraries set the others when they are imported.
+_OTHERS = {
+    *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+    *("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"),
+}
+
+
+class Surroundings(NamedTuple):
+    """What a process has that every test in it sees."""
+
+    environment: dict[str, str]
+    folder: str
+    handlers: tuple[Any, ...]
+    threads: int | None  # None: torch is not imported
+    dtype: Any
+
+
+def _surroundings() -> Surroundings:
+    torch: Any = sys.modules.get("torch")
+    environment = {name: value for name, value in os.environ.items() if name not in _OTHERS}
+    return Surroundings(
+        environment,
+        os.getcwd(),  # noqa: PTH109  (a string is compared)
+        tuple(map(signal.getsignal, _SIGNALS)),
+        None if torch is None else torch.get_num_threads(),
+        None if torch is None else torch.get_default_dtype(),
+    )
+
+
+def _changed(before: Surroundings, after: Surroundings) -> dict[str, object]:
+    """What differs; torch counts from its import on."""
+    found: dict[str, object] = {}
+    for name, was, now in zip(Surroundings._fields, before, after, strict=True):
+        if name == "environment":
+            found |= {key: (was.get(key), now.get(key)) for key in {**was, **now} if was.get(key) != now.get(key)}
+        elif was != now and (before.dtype is not None or name not in ("threads", "dtype")):
+            found[name] = was, now
+    return found
+
+
+def _restore(before: Surroundings) -> None:
+    """Put the process back, so that one test's mistake fails that test alone."""
+    kept = {name: os.environ[name] for name in _OTHERS if name in os.environ}
+    os.environ.clear()
+    os.environ.update(before.environment | kept)
+    os.chdir(before.folder)
+    for number, handler in zip(_SIGNALS, before.handlers, strict=True):
+        signal.signal(number, handler)
+    torch: Any = sys.modules.get("torch")
+    if before.threads is not None:
+        torch.set_num_threads(before.threads)
+        torch.set_default_dtype(before.dtype)
+
+
+@contextmanager
+def surroundings_stay() -> Generator[None]:
+    """Fail if the block changes the environment, the working directory, signal handlers or torch's settings."""
+    before = _surroundings()
+    yield
+    if changed := _changed(before, _surroundings()):
+        _restore(before)
+        pytest.fail(f"a test changed what others see, from and to: {changed}")
+
+
+def seed_torch(item: pytest.Item) -> None:
+    """Seed torch's global generator as pytest-randomly seeds those of Python and numpy: by seed and test."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        seed = item.config.getoption("randomly_seed", 0)
+        torch.manual_seed((int(seed) + zlib.crc32(item.nodeid.encode())) % 2**63)

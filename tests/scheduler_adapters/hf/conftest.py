@@ -1,0 +1,45 @@
+"""Which models and combinations run in `make test`, and which in CI alone (`make test-ci`).
+
+A test of several models promises something of each form of recurrent state, and runs once for each form at home: the
+combinations of its other parameters are dealt out among the forms. Serving is promised of every model.
+"""
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+FORMS = {
+    "bamba": "Mamba 2",
+    "jamba": "Mamba 1",
+    "qwen3_next": "gated delta nets",
+    "lfm2": "short convolutions",
+    "minimax": "linear attention",
+    "kimi_linear": "gated delta nets beside latents",
+}
+EACH_MODEL_AT_HOME = {"test_every_request_gets_the_models_own_tokens", "test_tokens_are_the_models_own"}
+_RECURRENT = {
+    *("test_hybrid", "test_kept_states", "test_states_below", "test_one_budget"),
+    *("test_state_replicas", "test_speculation"),
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    families: dict[str, dict[str, list[pytest.Function]]] = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        if isinstance(item, pytest.Function) and Path(__file__).parent in item.path.parents:
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            kind = params.get("each_model", params.get("model"))
+            if isinstance(kind, str):
+                families[f"{item.path}::{item.originalname}"][kind].append(item)
+    for name, kinds in families.items():
+        path, _, function = name.partition("::")
+        every = function in EACH_MODEL_AT_HOME or Path(path).stem not in _RECURRENT
+        at_home = [kind for kind in kinds if every or kind in FORMS]
+        for kind, combinations in kinds.items():
+            combinations.sort(key=lambda item: item.nodeid)
+            place = sorted(at_home).index(kind) % len(combinations) if kind in at_home else None
+            for at, item in enumerate(combinations):
+                if at != place:
+                    item.add_marker(pytest.mark.ci)
