@@ -8,6 +8,7 @@ from kvcache.copies import page_rows
 from kvcache.errors import (
     AlreadyClaimedError,
     BlockTableMismatchError,
+    InterruptedCallError,
     InvalidParamsError,
     InvalidRequestError,
     InvariantError,
@@ -29,6 +30,7 @@ from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
 from kvcache.quantization import KVCacheQuantizationConfig
+from kvcache.recovery import Recovered
 from kvcache.replica.batch import Batch
 from kvcache.replica.block_table import BlockTable, PageCopy, PageDigests, PendingImport
 from kvcache.replica.context import Context, TextContext
@@ -52,6 +54,7 @@ __all__ = [
     "GroupTable",
     "ImportCopier",
     "ImportProof",
+    "InterruptedCallError",
     "InvalidParamsError",
     "InvalidRequestError",
     "InvariantError",
@@ -76,6 +79,7 @@ __all__ = [
     "RaggedKVCacheInputSymbols",
     "RaggedKVCacheInputs",
     "RangeRetention",
+    "Recovered",
     "RequestID",
     "Retention",
     "Routing",

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.errors import InvariantError
+from kvcache.errors import InterruptedCallError, InvariantError, KVCacheError
 from kvcache.replica.replica import Replica
 
 _CHANGES_SOMETHING = (
@@ -26,9 +26,13 @@ def _checked_around(method: Callable[..., Any], check: Callable[[], None]) -> Ca
     def run(*args: Any, **kwargs: Any) -> Any:
         check()
         try:
-            return method(*args, **kwargs)
-        finally:
-            check()
+            result = method(*args, **kwargs)
+        except KVCacheError as error:  # of any other the next call says whether the books are right
+            if not isinstance(error, InterruptedCallError):
+                check()
+            raise
+        check()
+        return result
 
     return run
 
@@ -40,27 +44,18 @@ def check_replica(replica: Replica) -> None:
     tier, free pages by difference.
     """
     pool, rows = replica.pool, replica.rows
-    holders = np.zeros(pool.num_pages + 1, np.int64)
-    writers = np.zeros(pool.num_pages + 1, np.int64)
     for request_id, row in rows.row_of.items():
         if rows.request_ids[row] != request_id:
             raise InvariantError(f"request {request_id!r}: its row {row} names {rows.request_ids[row]!r}")
         _check_row(replica, row)
-        np.add.at(holders, rows.pages(row), 1)
     for row, request_id in enumerate(rows.request_ids):
         if request_id is None and (rows.num_pages[row] or rows.table[row].any()):
             raise InvariantError(f"row {row} is free, but names {rows.num_pages[row]} pages")
     if replica.further is not None:
         replica.further.check()
-        holders += replica.further.holders()
     replica.leases.check()
-    holders += replica.leases.holders()
     replica.imports.check()
-    for pending in replica.imports.each:
-        np.add.at(writers, pending.written, 1)
-    for pages in replica.tier.coming():
-        np.add.at(writers, pages, 1)
-    pool.check(holders, writers)
+    pool.check(*replica.counted())
 
 
 def _check_row(replica: Replica, row: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from kvcache.arguments import check_request_id, integer, shown
 from kvcache.errors import AlreadyClaimedError, InvalidRequestError, InvariantError, UnknownRequestError
 from kvcache.replica.batch import UNKNOWN, Batch, Gathered
-from kvcache.replica.context import Context, TextContext, check_context
+from kvcache.replica.context import Context, ReadContext, TextContext, check_context, read_context
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Ints, as_rows
 from kvcache.types import RequestID
@@ -37,8 +37,8 @@ class Claims:
         self.bound: dict[object, int] = {}
         self._contexts: dict[int, Context] = {}  # by place
 
-    def claim(self, request_id: RequestID, replica_idx: int | None) -> int:
-        """Bind a row of the replica; which one."""
+    def free_at(self, request_id: RequestID, replica_idx: int | None) -> int:
+        """The replica on which a new request is to be claimed, which has a row for it; changes nothing."""
         count = len(self._replicas)
         check_request_id(request_id, "external_claim")
         if request_id in self.places:
@@ -49,8 +49,13 @@ class Claims:
             raise InvalidRequestError(
                 f"request {request_id!r}: replica_idx is {shown(replica_idx)}, one of the {count} replicas is needed"
             )
-        row = self._replicas[chosen].rows.claim(request_id)
-        self.places[request_id] = chosen * self._rows_per_replica + row
+        self._replicas[chosen].rows.check_free(request_id)
+        return chosen
+
+    def claim(self, request_id: RequestID, replica_idx: int) -> int:
+        """Bind a row of the replica, of which `free_at` has said that there is one; which row."""
+        row = self._replicas[replica_idx].rows.claim(request_id)
+        self.places[request_id] = replica_idx * self._rows_per_replica + row
         return row
 
     def locate(self, request_id: RequestID, call: str) -> tuple[Replica, int, int]:
@@ -68,13 +73,6 @@ class Claims:
         if place not in self._contexts:
             self._contexts[place] = context
             self.bound[_key(context)] = place
-
-    def bind_reserved(self, gathered: Gathered, reserved: Sequence[bool]) -> None:
-        """`bind` those of a call that have pages now."""
-        rows = zip(gathered.contexts, gathered.replicas.tolist(), gathered.rows.tolist(), reserved, strict=True)
-        for context, replica_idx, row, has_pages in rows:
-            if has_pages:
-                self.bind(context, replica_idx, row)
 
     def one(self, batch: Sequence[Context]) -> One | None:
         """The request of a list of one, where it has pages of the only replica; else None: it takes `gather`."""
@@ -105,17 +103,53 @@ class Claims:
         made.unbound = unbound
         return made
 
-    def release(self, request_id: RequestID) -> None:
-        """Give back the request's row and pages."""
+    def leaving(self, request_id: RequestID) -> tuple[int, TextContext | ReadContext | None]:
+        """The place of a request that is about to be released, and what its hints are read from."""
         place = self._place(request_id, "release")
-        replica, _, row = self._at(place)
         context = self._contexts.get(place)
+        try:
+            return place, None if context is None else read_context(context)
+        except Exception:  # noqa: BLE001 - the caller's code: a release cannot be refused for what a context does
+            return place, None
+
+    def release(self, request_id: RequestID, place: int, context: TextContext | ReadContext | None) -> None:
+        """Give back the request's row and pages: of what `leaving` has said."""
+        replica, _, row = self._at(place)
         replica.release(row, context)
         del self.places[request_id]
-        if context is not None:
-            del self._contexts[place]
-            del self.bound[_key(context)]
+        if (bound := self._contexts.pop(place, None)) is not None:
+            del self.bound[_key(bound)]
         self._releases += 1
+
+    def unclaim(self, request_id: RequestID) -> None:
+        """A request that was claimed just now, and has no pages, is not claimed."""
+        self.release(request_id, *self.leaving(request_id))
+
+    def mend(self) -> None:
+        """A request is claimed where all say so: here, and the replica's rows, which are mended by that."""
+        claimed: dict[RequestID, int] = {}
+        for at, replica in enumerate(self._replicas):
+            row_of: dict[RequestID, int] = {}
+            for row, request_id in enumerate(replica.rows.request_ids):
+                place = at * self._rows_per_replica + row
+                if request_id is not None and self.places.get(request_id) == place:
+                    row_of[request_id], claimed[request_id] = row, place
+            replica.rows.mend(row_of)
+        self.places = claimed
+        with_pages = {place for place in claimed.values() if self._at(place)[0].rows.num_pages[self._at(place)[2]]}
+        self._contexts = {place: context for place, context in self._contexts.items() if place in with_pages}
+        self.bound.clear()  # `get` of it is remembered elsewhere
+        self.bound.update({_key(context): place for place, context in self._contexts.items()})
+        self._releases += 1
+
+    def context_at(self, place: int) -> Context | None:
+        """The context that the place is bound to."""
+        return self._contexts.get(place)
+
+    def names_at(self, places: Iterable[int]) -> list[RequestID]:
+        """The requests that are claimed at these places."""
+        names = {place: request_id for request_id, place in self.places.items()}
+        return [names[place] for place in places if place in names]
 
     def check(self) -> None:
         """Raise `InvariantError` unless these are the rows that the replicas have bound, and to whom."""

@@ -65,6 +65,10 @@ class BlockTableMismatchError(KVCacheError, ValueError):
     """A block table from elsewhere that does not fit this manager's pages, or this request's tokens."""
 
 
+class InterruptedCallError(KVCacheError, RuntimeError):
+    """A call was interrupted while it changed the manager's books: nothing else runs until `recover()` mends them."""
+
+
 class InvariantError(KVCacheError, RuntimeError):
     """`check()` found the first place where the manager's books do not agree. Always a bug of ours: report it."""
 

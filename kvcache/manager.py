@@ -13,16 +13,18 @@ from numpy.typing import NDArray
 from kvcache import arguments, sizing
 from kvcache.check import check_around_calls
 from kvcache.claims import Claims
+from kvcache.errors import KVCacheError, NoFreeStatePageError
 from kvcache.figures import PoolFigures
 from kvcache.layer_groups import layer_tables
 from kvcache.layout import replica_fingerprint, shard_layouts
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams, resolve_page_size
+from kvcache.recovery import Recovered, recover
 from kvcache.replica import imports, inputs
 from kvcache.replica.batch import Batch
 from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
 from kvcache.replica.contents import PageContents
-from kvcache.replica.context import Context, TextContext, check_context, check_fork
+from kvcache.replica.context import Context, TextContext, check_context, check_fork, read_context, was_refused
 from kvcache.replica.copier import ImportCopier, ImportProof
 from kvcache.replica.leases import PageLease, books_of
 from kvcache.replicas import place_replicas
@@ -39,7 +41,9 @@ class PagedKVCacheManager(PoolFigures):
     The life of a request: `external_claim`, then for each step `maybe_reserve`, `fetch`, the model, `context.update`,
     `step`; at the end `release` (`with claim` is both ends). Not thread-safe: one serving loop owns it.
 
-    Every error is a `KVCacheError` and leaves everything as it was. Beside those that a call names:
+    Every error is a `KVCacheError` and leaves everything as it was. What comes from elsewhere in the middle of a call
+    (Ctrl-C, no memory) may leave the books half done: then every call raises `InterruptedCallError` until `recover` has
+    mended them. An error of a caller's own context leaves everything as it was. Beside those that a call names:
 
     - `UnknownRequestError` (a KeyError): a request is not claimed.
     - `InvalidRequestError` (a ValueError): an argument that does not fit; `num_steps` below 1; a request named twice;
@@ -104,10 +108,11 @@ class PagedKVCacheManager(PoolFigures):
         check_endpoint(zmq_endpoint_base)
         sizing.warn_of_what_falls_short(params, sizes, tables, self.page_size, pages)
         self._replicas = place_replicas(params, sizes, self.layouts, devices_of, stream, pages, tables)
+        self._mark = self._replicas.mark  # which call changes the books
         self._states = self._replicas.states  # of each replica, where there are recurrent layers
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints
         self._claims = Claims(self._replicas.each)
-        self.contents = PageContents(self._replicas.each, self.fingerprint)  # pages by what they hold
+        self.contents = PageContents(self._replicas.each, self.fingerprint, self._mark)  # pages by what they hold
         # What a decode step looks up: the place of a context, and the tokens that the pages of a place hold.
         self._place_of: Callable[[Any, int], int] = self._claims.bound.get
         self._capacity = self._replicas.capacity
@@ -124,45 +129,61 @@ class PagedKVCacheManager(PoolFigures):
         Raises `AlreadyClaimedError`, or `NoFreeRowError` where every row of the replica is claimed (ValueErrors); of
         these `NoFreeStatePageError` where the request's recurrent state has no room.
         """
-        self._claims.claim(request_id, replica_idx)
+        mark = self._mark
+        mark.check("external_claim")
+        chosen = self._claims.free_at(request_id, replica_idx)
+        mark.call = ("external_claim", request_id)
+        self._claims.claim(request_id, chosen)
         if self._states:
             try:
-                self._states_of(request_id).claim(request_id)
-            except BaseException:
-                self._claims.release(request_id)
+                self._states[chosen].claim(request_id)
+            except NoFreeStatePageError as error:
+                self._claims.unclaim(request_id)
+                mark.fail(error)
                 raise
+        mark.call = None
 
     @contextmanager
     def claim(self, context: Context, replica_idx: int | None = None) -> Generator[int]:
-        """Claim for the length of a `with` block, then release; gives the replica, the recommended one if not named."""
+        """Claim for the length of a `with` block, then release; gives the replica, the recommended one if not named.
+
+        Where a call was interrupted in the block, `recover` releases the request: the block's own error goes on.
+        """
         check_context(context, "claim")
         if replica_idx is None:
             replica_idx = self.get_or_recommend_replica(context)
-        self.external_claim(context.request_id, replica_idx)
+        request_id = context.request_id
+        self.external_claim(request_id, replica_idx)
         try:
             yield replica_idx
         finally:
-            if self.contains(context.request_id):
-                self.release(context.request_id)
+            if self._mark.call is not None:
+                self._mark.leaving.append(request_id)
+            elif request_id in self._claims.places:
+                self.release(request_id)
 
     def contains(self, request_id: RequestID) -> bool:
         """Whether the request is claimed."""
+        self._mark.check("contains")
         arguments.check_request_id(request_id, "contains")
         return request_id in self._claims.places
 
     def get_replica(self, context: Context) -> int:
         """The replica that the request is claimed on."""
+        self._mark.check("get_replica")
         check_context(context, "get_replica")
         return self._claims.locate(context.request_id, "get_replica")[1]
 
     def get_or_recommend_replica(self, context: Context) -> int:
         """The request's replica, or the one to claim it on, by `params.routing`."""
+        self._mark.check("get_or_recommend_replica")
         check_context(context, "get_or_recommend_replica")
         known = context.request_id in self._claims.places
         return self.get_replica(context) if known else self.admission(context).replica_idx
 
     def admission(self, context: Context, num_steps: int = 1) -> Admission:
         """Where a request that is not claimed yet is best claimed, and whether it could have a row and pages now."""
+        self._mark.check("admission")
         num_steps = arguments.steps(num_steps)
         check_context(context, "admission")
         self._look_for_reset()
@@ -174,19 +195,30 @@ class PagedKVCacheManager(PoolFigures):
         Worth a call while a request waits: `maybe_reserve` takes what has come by then, waits a tenth of a second at
         most, once, for what has not, and takes what comes later when it is called for a later chunk.
         """
+        mark = self._mark
+        mark.check("prefetch")
         check_context(context, "prefetch")
         self._look_for_reset()
-        return self._replicas.prefetch(context)
+        read = read_context(context)
+        mark.call = ("prefetch", None)
+        coming = self._replicas.prefetch(read)
+        mark.call = None
+        return coming
 
     def release(self, request_id: RequestID) -> None:
         """Give back the request's row and pages. With prefix caching its full pages stay findable while there is room.
 
         Pages under a lease stay as they are, for nobody else, until the lease has ended.
         """
+        mark = self._mark
+        mark.check("release")
+        place, context = self._claims.leaving(request_id)
+        mark.call = ("release", request_id)
         states = self._states_of(request_id) if self._states else None
-        self._claims.release(request_id)
+        self._claims.release(request_id, place, context)
         if states is not None:
             states.release(request_id)
+        mark.call = None
 
     # ---- a step of the serving loop
 
@@ -197,6 +229,9 @@ class PagedKVCacheManager(PoolFigures):
         the same call may work once others have released theirs. Tokens that a lease promises to readers are not
         computed anew: `InvalidRequestError`, here and in `fetch`.
         """
+        mark = self._mark
+        if mark.call is not None:
+            mark.refuse("maybe_reserve")
         # A decode step that stays on its page: 15 of 16 calls end here.
         try:
             place = self._place_of(data, -1)
@@ -213,21 +248,27 @@ class PagedKVCacheManager(PoolFigures):
         num_steps = arguments.steps(num_steps)
         if self._reset_endpoint is not None and data.active_length > 1:
             self._look_for_reset()
-        if not self._replicas.reserve(replica_idx, row, data, num_steps):
-            return False
-        if place < 0:
+        context = read_context(data)
+        mark.call = ("maybe_reserve", context.request_id)
+        try:
+            reserved = self._replicas.reserve(replica_idx, row, context, num_steps)
+        except Exception as error:
+            mark.fail(error, refused=was_refused(context))
+            raise
+        if reserved and place < 0:
             self._claims.bind(data, replica_idx, row)
-        return True
+        mark.call = None
+        return reserved
 
     def reserve_batch(self, batch: Sequence[Context], num_steps: int = 1) -> NDArray[np.bool_]:
         """`maybe_reserve` for each: bool `[len(batch)]`. A refused one takes nothing; raises before any is touched."""
+        self._mark.check("reserve_batch")
         num_steps = arguments.steps(num_steps)
         gathered = self._claims.gather(batch, "reserve_batch")
         if self._reset_endpoint is not None and gathered.slack < 0 and (gathered.actives - gathered.starts > 1).any():
             self._look_for_reset()
-        reserved = self._replicas.reserve_batch(gathered, num_steps)
-        if gathered.unbound:
-            self._claims.bind_reserved(gathered, reserved.tolist())
+        reserved = self._replicas.reserve_batch(gathered, num_steps, self._claims.bind)
+        self._mark.call = None
         return reserved
 
     def fork(self, parent: Context, child: Context, num_steps: int = 1) -> bool:
@@ -237,6 +278,8 @@ class PagedKVCacheManager(PoolFigures):
         and keys, and knows its computed tokens and more (`TextContext.fork` makes one). False: too few pages, nothing
         changed. Raises as `external_claim`, too.
         """
+        mark = self._mark
+        mark.check("fork")
         num_steps = arguments.steps(num_steps)
         replica, replica_idx, parent_row = self._claims.own(parent, "fork")
         check_context(child, "fork")
@@ -244,22 +287,30 @@ class PagedKVCacheManager(PoolFigures):
         states = self._states[replica_idx] if self._states else None
         if states is not None:
             states.refuse_fork(parent.request_id, child.request_id)
-        row, forked = self._claims.claim(child.request_id, replica_idx), False
-        indices = child.start_idx, child.active_idx
+        read, parent_id = read_context(child), parent.request_id
+        self._claims.free_at(read.request_id, replica_idx)
+        mark.call = ("fork", read.request_id)
+        row = self._claims.claim(read.request_id, replica_idx)
+        indices = read.start_idx, read.active_idx
         try:
-            done = self._replicas.fork(replica_idx, parent_row, row, child, num_steps)
-            if done and states is not None:
-                states.fork(parent.request_id, child, indices)
-            forked = done
-        finally:
-            if not forked:
-                self._claims.release(child.request_id)
+            forked = self._replicas.fork(replica_idx, parent_row, row, read, num_steps)
+            if forked and states is not None:
+                states.fork(parent_id, read, indices)
+        except Exception as error:
+            if isinstance(error, KVCacheError) or was_refused(read):
+                self._claims.unclaim(read.request_id)
+            mark.fail(error, refused=was_refused(read))
+            raise
         if forked:
             self._claims.bind(child, replica_idx, row)
+        else:
+            self._claims.unclaim(read.request_id)
+        mark.call = None
         return forked
 
     def batch(self, contexts: Sequence[Context]) -> Batch:
         """Look the requests up once; the result is accepted wherever a sequence of contexts is."""
+        self._mark.check("batch")
         return self._claims.batch(contexts)
 
     def fetch(self, batch: Sequence[Context], num_steps: int = 1) -> list[RaggedKVCacheInputs]:
@@ -267,6 +318,8 @@ class PagedKVCacheManager(PoolFigures):
 
         Each replica sees its own requests, in batch order. Raises `NotReservedError` where one has too few pages.
         """
+        if self._mark.call is not None:
+            self._mark.refuse("fetch")
         num_steps = arguments.steps(num_steps)
         self._look_for_reset()
         fetched = self._replicas.fetch_one(self._claims.one(batch), num_steps)
@@ -278,6 +331,8 @@ class PagedKVCacheManager(PoolFigures):
         A request's page ids may change: content that was published before is shared, and the duplicate freed. Raises
         `NotReservedError` where a request computed more tokens than it has pages for.
         """
+        if self._mark.call is not None:
+            self._mark.refuse("step")
         if self._states:
             gather = functools.partial(self._claims.gather, batch, "step")
             step_with_states(self._states, gather, self._replicas.step)
@@ -296,6 +351,7 @@ class PagedKVCacheManager(PoolFigures):
 
     def get_data_parallel_splits(self, context_batch: Sequence[Context]) -> torch.Tensor:
         """Where each replica's requests end in a batch ordered by replica: int64 `[num_replicas + 1]`, from 0."""
+        self._mark.check("get_data_parallel_splits")
         gathered = self._claims.gather(context_batch, "get_data_parallel_splits")
         return inputs.data_parallel_splits(gathered.replicas, self.num_replicas)
 
@@ -319,6 +375,7 @@ class PagedKVCacheManager(PoolFigures):
 
         `full_pages` leaves out a last page that still fills while a prompt runs, `first_page` (one table) those before.
         """
+        self._mark.check("block_table")
         replica, _, row = place = self._claims.locate(request_id, "block_table")
         table = imports.export_table(*place, self.fingerprint, full_pages=full_pages, first_page=first_page)
         if self._states:
@@ -332,20 +389,30 @@ class PagedKVCacheManager(PoolFigures):
         but its pages stay as they are for as long as one of its leases is open. They stay findable by their prefix.
         `seal` says something of each `block_table` that is made of the request from now on: its `seals`.
         """
+        mark = self._mark
+        mark.check("lease")
         replica, replica_idx, row = self._claims.locate(request_id, "lease")
         replica.refuse_pending(row, "lease")
         if self._states:
             self._states[replica_idx].pages.drafts.check_booked(request_id)
-        lease = replica.leases.grant(request_id, replica_idx, row, seal)
+        lease = PageLease(replica.leases, request_id, replica_idx, seal)
+        mark.call = ("lease", lease)
+        replica.leases.grant(lease, row)
         if self._states:
             self._states[replica_idx].lease(request_id, lease)
+        mark.call = None
         return lease
 
     def end_lease(self, lease: PageLease) -> None:
         """Nobody reads under it any more, as readers were told: pages that nobody else holds are free. Safe twice."""
-        books_of(lease, [replica.leases for replica in self._replicas.each]).end(lease)
+        mark = self._mark
+        mark.check("end_lease")
+        books = books_of(lease, [replica.leases for replica in self._replicas.each])
+        mark.call = ("end_lease", lease)
+        books.end(lease)
         for states in self._states:
             states.pages.end_lease(lease)
+        mark.call = None
 
     def import_block_table(
         self, context: Context, table: BlockTable, num_steps: int = 1, *, partial: bool = False
@@ -357,16 +424,25 @@ class PagedKVCacheManager(PoolFigures):
         table, of any page size and split, covers fewer tokens than the context knows, as the last one runs here; with
         `partial` the first full pages only: `extend_import` follows. Raises `BlockTableMismatchError` (a ValueError).
         """
+        mark = self._mark
+        mark.check("import_block_table")
         num_steps = arguments.steps(num_steps)
         replica, replica_idx, row = self._claims.own(context, "import_block_table")
         self._look_for_reset()
         of_tokens = without_state(context, table, len(self.layer_tables.tables)) if self._states else table
-        pending = imports.begin_import(replica, replica_idx, row, context, of_tokens, num_steps, partial=partial)
+        read = read_context(context)
+        mark.call = ("import_block_table", read.request_id)
+        try:
+            pending = imports.begin_import(replica, replica_idx, row, read, of_tokens, num_steps, partial=partial)
+        except Exception as error:
+            mark.fail(error, refused=was_refused(read))
+            raise
         if pending is not None:
             self._claims.bind(context, replica_idx, row)
             pending.told.append(table)
             if self._states:
-                self._states[replica_idx].begin_import(context, pending, table)
+                self._states[replica_idx].begin_import(read, pending, table)
+        mark.call = None
         return pending
 
     def extend_import(self, context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> PageCopy:
@@ -374,18 +450,34 @@ class PagedKVCacheManager(PoolFigures):
 
         Raises as `import_block_table`, also for pages other than before, or an import that is closed.
         """
+        mark = self._mark
+        mark.check("extend_import")
         replica, replica_idx, row = self._claims.own(context, "extend_import")
         of_tokens = table
         if self._states:
             of_tokens = without_state(context, table, len(self.layer_tables.tables))
             self._states[replica_idx].refuse_other(context, pending, table)
-        more = imports.extend_import(replica, row, context, pending, of_tokens, last=last)
+        read = read_context(context)
+        mark.call = ("extend_import", read.request_id)
+        try:
+            copy = imports.extend_import(replica, row, read, pending, of_tokens, last=last)
+        except KVCacheError as error:
+            mark.fail(error)
+            raise
         pending.told.append(table)
-        return more
+        mark.call = None
+        return copy
 
     def copier(self, pending: PendingImport) -> ImportCopier:
         """The right to copy into an open import's pages, and to prove that it was done: handed out once."""
-        return imports.own_import(self._replicas.each, pending, "copier", is_open=True).imports.make_copier(pending)
+        mark = self._mark
+        mark.check("copier")
+        books = imports.own_import(self._replicas.each, pending, "copier", is_open=True).imports
+        books.refuse_taken(pending)
+        mark.call = ("copier", pending)
+        copier = books.make_copier(pending)
+        mark.call = None
+        return copier
 
     def commit_import(self, context: Context, pending: PendingImport, proof: ImportProof | None = None) -> None:
         """Every page has been copied, as `proof` says: the tokens count as cached, the full pages are published.
@@ -393,10 +485,19 @@ class PagedKVCacheManager(PoolFigures):
         `proof` is what the import's copier gave: with the event of a pull that passed, where an endpoint reads; None
         where nothing was to be copied (`pending.needs_copy`). It is of this import, and of all that its table covers.
         """
+        mark = self._mark
+        mark.check("commit_import")
         replica, replica_idx, row = self._claims.own(context, "commit_import")
-        imports.finish_import(replica, row, context, pending, proof)
+        read = read_context(context)
+        mark.call = ("commit_import", read.request_id)
+        try:
+            imports.finish_import(replica, row, read, pending, proof)
+        except Exception as error:
+            mark.fail(error, refused=was_refused(read))
+            raise
         if self._states:
-            self._states[replica_idx].pages.commit_import(context.request_id, pending.num_tokens)
+            self._states[replica_idx].pages.commit_import(read.request_id, pending.num_tokens)
+        mark.call = None
 
     def cancel_import(self, pending: PendingImport) -> None:
         """The import is given up. Safe twice.
@@ -404,14 +505,19 @@ class PagedKVCacheManager(PoolFigures):
         Its pages are handed out to nobody, and its request cannot run, while its copier may still write to them. Where
         they are written by somebody who has not taken the copier, this call says that nothing writes any more.
         """
+        mark = self._mark
+        mark.check("cancel_import")
         replica = imports.own_import(self._replicas.each, pending, "cancel_import")
         if not pending.closed:
+            mark.call = ("cancel_import", pending)
             replica.imports.cancel(pending)
+            mark.call = None
 
     # ---- what is where
 
     def get_req_blocks(self, request_id: RequestID) -> list[int]:
         """The request's page ids in logical order, shared ones included."""
+        self._mark.check("get_req_blocks")
         replica, _, row = self._claims.locate(request_id, "get_req_blocks")
         return replica.rows.pages(row).tolist()
 
@@ -426,7 +532,10 @@ class PagedKVCacheManager(PoolFigures):
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached page that nobody holds, on all tiers. Pages in use stay findable."""
+        mark = self._mark
+        mark.begin("reset_prefix_cache")
         self._replicas.forget_idle()
+        mark.call = None
 
     def _states_of(self, request_id: RequestID) -> ReplicaStates:
         """Those of the request's replica."""
@@ -434,21 +543,52 @@ class PagedKVCacheManager(PoolFigures):
 
     def _look_for_reset(self) -> None:
         if self._reset_endpoint is not None and self._reset_endpoint.is_asked:
+            self._mark.call = (
+                "reset_prefix_cache",
+                None,
+            )  # first: what interrupts it does not forget what was asked for
             self._reset_endpoint.is_asked = False  # before the reset: what is asked for from now on comes after it
-            self.reset_prefix_cache()
+            self._replicas.forget_idle()
+            self._mark.call = None
 
     def flush_tiers(self) -> None:
         """Copy all published pages to host and files, and wait: for who stops or measures, as steps copy anyway."""
+        mark = self._mark
+        mark.begin("flush_tiers")
         self._replicas.flush()
+        mark.call = None
 
     def check(self) -> None:
         """Recount everything. Raises `InvariantError` (a RuntimeError), naming the first discrepancy."""
+        self._mark.check("check")
         self._replicas.check()
         self._claims.check()
 
+    def recover(self) -> Recovered:
+        """Mend the books after a call was interrupted while it changed them; without that, look at what there is.
+
+        Waits until nothing is being copied, then works all books out from rows, leases and imports, and recounts them.
+        Requests whose pages may not hold what they should are released, as are those that the interrupted call claimed,
+        forked, imported or released, and those whose `with claim` block ended meanwhile: claim them anew, from their
+        first token. The others go on; call again for them what was interrupted. Safe to call again where it is
+        interrupted itself.
+
+        Raises `InvariantError` (a RuntimeError) where the books are still not right: nothing but `close` works then.
+        """
+        return recover(self._replicas, self._claims, self._mark)
+
     def close(self) -> None:
-        """Close the sockets, and the file tier once all that is published is written. Safe twice."""
-        self._replicas.close()
+        """Close the sockets, and the file tier once all that is published is written. Safe twice.
+
+        Also where a call was interrupted and the books were not mended: then nothing more is written.
+        """
+        mark = self._mark
+        right = mark.call is None
+        if right:
+            mark.call = ("close", None)
+        self._replicas.close(flush=right)
         if self._reset_endpoint is not None:
             self._reset_endpoint.close()
             self._reset_endpoint = None
+        if right:
+            mark.call = None

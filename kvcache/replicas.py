@@ -1,7 +1,7 @@
 """`Replicas`: divides a call on a batch by replica, and makes it on each."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,15 @@ from kvcache.layer_groups import LayerGroup, LayerTables
 from kvcache.layout import PageLayout
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
+from kvcache.pool.index import PrefixIndex
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool
 from kvcache.replica.batch import Batch, BatchState, Gathered
-from kvcache.replica.context import Context, hasher_of
+from kvcache.replica.context import Context, hasher_of, read_context, was_refused
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.further_tables import FurtherPlan, FurtherTables
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
+from kvcache.replica.leases import PageLease
 from kvcache.replica.lifts import lift, prefetch
 from kvcache.replica.partial import PartialReuse
 from kvcache.replica.peer_copies import PeerCopies
@@ -37,7 +39,10 @@ from kvcache.sizing import Sizes
 from kvcache.states.replica_states import ReplicaStates, slab_pages_of, state_tiers_of
 from kvcache.states.state_tiers import divide_tiers
 from kvcache.tiers.tiers import Tiers, make_tiers
-from kvcache.types import Admission, RaggedKVCacheInputs
+from kvcache.types import Admission, RaggedKVCacheInputs, RequestID
+from kvcache.under_way import UnderWay
+
+_FETCH, _STEP = ("fetch", None), ("step", None)
 
 
 def place_replicas(
@@ -54,14 +59,14 @@ def place_replicas(
     rows = sizes.max_batch_size // len(devices)
     count, page_size = len(tables.tables), layouts[0].page_size
     slab_pages, divided = slab_pages_of(params, layouts), divide_tiers(params, len(layouts))
-    every = AllRows(len(devices), rows, page_size)
+    every, mark = AllRows(len(devices), rows, page_size), UnderWay()
     placed: list[PlacedReplica] = []
     for group in devices:
         pinned, first = any(device.type == "cuda" for device in group), rows * len(placed)
         own = slice(first, first + rows)
         block_rows = BlockRows(every, own, sizes.max_seq_len, page_size, pinned=pinned, tables=count)
         pool = SlabPool(pages, words, slab_pages) if slab_pages else PagePool(pages, words)
-        replica = Replica(params, block_rows, pool)
+        replica = Replica(params, block_rows, pool, mark)
         if count > 1:
             caching = params.enable_prefix_caching
             replica.further = FurtherTables(tables, replica.pool, block_rows, replica.leases, caching=caching)
@@ -90,6 +95,7 @@ class Replicas:
         self.tiers = tiers
         self.state_tiers: Tiers | None = None  # of recurrent states, where layers have some
         self.each: list[Replica] = [place.replica for place in placed]
+        self.mark = self.each[0].mark  # which call changes the books of all this
         self.states: Sequence[ReplicaStates] = ()  # of each replica, where there are recurrent layers
         self._most = self.each[0].max_seq_len
         self._router = Router(len(placed), params.routing)
@@ -98,6 +104,7 @@ class Replicas:
         least = params.partial_reuse_min_tokens
         self._partial = [PartialReuse(replica, least) for replica in self.each] if least else None
         self._events: EventPublisher | None = None
+        self._indexes: dict[int, PrefixIndex] = {}  # that these are of, by source
         self._log: EventLog | None = None  # what is written down for them
 
     @property
@@ -162,20 +169,33 @@ class Replicas:
             self._reuse_part(self._partial[replica_idx], replica_idx, row, context)
         return new_pages is not None
 
-    def reserve_batch(self, gathered: Gathered, num_steps: int) -> NDArray[np.bool_]:
-        """`reserve` for each request: bool `[batch]`. Raises before any request is touched."""
+    def reserve_batch(
+        self, gathered: Gathered, num_steps: int, bind: Callable[[Context, int, int], None]
+    ) -> NDArray[np.bool_]:
+        """`reserve` for each request: bool `[batch]`. Raises before any request is touched.
+
+        `bind` is told of a context that has pages now, its replica and row. Where a caller's own context raises when it
+        is moved, those before it have their pages. The call may still be marked as under way on return.
+        """
         if gathered.slack >= num_steps - 1 or self._reserve_decoding(gathered, num_steps):
             return np.ones(len(gathered.contexts), np.bool_)
         places: list[tuple[int, int]] = list(zip(gathered.replicas.tolist(), gathered.rows.tolist(), strict=True))
-        for (replica_idx, row), context in zip(places, gathered.contexts, strict=True):
+        contexts = [read_context(context) for context in gathered.contexts]
+        for (replica_idx, row), context in zip(places, contexts, strict=True):
             self.each[replica_idx].refuse_pending(row, "reserve_batch")
             self.each[replica_idx].refuse_rewrite(row, context)
             self.each[replica_idx].pages_needed(context, num_steps)
-        reserved = [
-            self.reserve(replica_idx, row, context, num_steps)
-            for (replica_idx, row), context in zip(places, gathered.contexts, strict=True)
-        ]
-        return np.array(reserved, np.bool_)
+        self.mark.call = ("reserve_batch", gathered.places)
+        reserved = np.zeros(len(contexts), np.bool_)
+        for at, ((replica_idx, row), context) in enumerate(zip(places, contexts, strict=True)):
+            try:
+                reserved[at] = self.reserve(replica_idx, row, context, num_steps)
+            except Exception as error:
+                self.mark.fail(error, refused=was_refused(context))
+                raise
+            if reserved[at]:
+                bind(gathered.contexts[at], replica_idx, row)
+        return reserved
 
     def fork(self, replica_idx: int, parent: int, row: int, child: Context, num_steps: int) -> bool:
         """Let the claimed `row` share what the row `parent` has computed; False: too few pages, nothing changed."""
@@ -197,6 +217,7 @@ class Replicas:
         for replica, state in zip(self.each, states, strict=True):
             if replica.leases.of_row:
                 replica.leases.refuse_rewrite(state.rows, state.starts)
+        self.mark.call = _FETCH
         if self.tiers is not None:
             for tier, state in zip(self.tiers.replicas, states, strict=True):
                 tier.arrive(state.rows)  # what is restored from below is there when the model reads it
@@ -207,6 +228,7 @@ class Replicas:
             fetched += place.inputs(state, num_steps)
         for of_replica, state in zip(self.states, states, strict=False):  # none, or one of each replica
             of_replica.fetched(state.rows)
+        self.mark.call = None
         return fetched
 
     def fetch_one(self, one: One | None, num_steps: int) -> list[RaggedKVCacheInputs] | None:
@@ -217,7 +239,11 @@ class Replicas:
         start, active, end = context.start_idx, context.active_idx, context.end_idx
         if end > self.capacity[row]:
             return None
-        self.each[0].counter.run_one(row, start, active)
+        counter = self.each[0].counter
+        if row in counter.open:  # a decode step changes nothing
+            self.mark.call = _FETCH
+            counter.run_one(row, start, active)
+            self.mark.call = None
         each = np.array((start, active, end))
         state = BatchState(slice(row, row + 1), each[:1], each[1:2], each[2:], active - start, active, end)
         inputs = self.placed[0].inputs(state, 1)
@@ -237,10 +263,14 @@ class Replicas:
             if self._partial is not None:
                 return False
             first, last = rows.committed.item(row), computed // rows.page_size
-            hasher = self._hasher_of(0, row, context)
-            replica.publish_one(row, first, hasher.digests(context.tokens, first, last))
+            digests = self._hasher_of(0, row, context).digests(context.tokens, first, last)
+            self.mark.call = _STEP
+            replica.publish_one(row, first, digests)
+        if row in replica.counter.open:
+            self.mark.call = _STEP
+            replica.counter.run_one(row, 0, computed)
         rows.cached[row] = computed
-        replica.counter.run_one(row, 0, computed)
+        self.mark.call = None
         return True
 
     def _is_plain(self, row: int) -> bool:
@@ -250,15 +280,28 @@ class Replicas:
             return False
         return row not in replica.leases.of_row
 
-    def step(self, gathered: Gathered) -> None:
-        """Publish what is full of computed tokens. Raises before anything is published."""
+    def step(self, gathered: Gathered, settle: Callable[[], None] | None = None) -> None:
+        """Publish what is full of computed tokens. Raises before anything is published.
+
+        `settle`: of drafted states, what is done once the tokens are published.
+        """
         computed = gathered.starts
         if gathered.slack < -1:  # else none was run past its pages
             for share in gathered.split(len(self.each)):
                 self.each[share.replica].refuse_short(share.rows, computed[share.at], "step")
+        word = _STEP if settle is None else ("step", gathered.places)
         if gathered.due > 0:  # no page is full
+            self.mark.call = word
             self._computed(gathered)
-            return
+        else:
+            self._publish(gathered, word)
+        if self.states:
+            self._states_stepped(gathered, settle)
+        self.mark.call = None
+
+    def _publish(self, gathered: Gathered, word: tuple[str, object]) -> None:
+        """Publish what may be full of computed tokens; the call is marked by `word` as under way on return."""
+        computed = gathered.starts
         # No page was full before the last token: of a batch those alone are asked whose page that token has filled.
         looked = None if gathered.due else gathered.turning()
         # Of all replicas first: digests are refused where a request's salt or keys changed, and nothing is half done.
@@ -267,6 +310,7 @@ class Replicas:
             for share in (gathered.split(len(self.each)) if looked is None else looked)
             if (pages := self._filled(gathered, share)) is not None
         ]
+        self.mark.call = word
         for share, pages in full:
             self.each[share.replica].publish(share.rows, computed[share.at], pages)
         if looked is not None or len(full) < len(self.each):  # else that has told of all
@@ -279,6 +323,13 @@ class Replicas:
             gathered.due = self._rows.due(gathered.places, computed) if self.each[0].caching else NEVER
         if self._log is not None:
             self._log.end_call()
+
+    def _states_stepped(self, gathered: Gathered, settle: Callable[[], None] | None) -> None:
+        """The states of the requests after a step."""
+        if settle is not None:
+            settle()
+        for share in gathered.split(len(self.each)):
+            self.states[share.replica].stepped(share.rows, gathered.starts[share.at])
 
     def publish_events(self, options: KVEvents, params: KVCacheParams, tables: LayerTables) -> None:
         """Tell subscribers what the pools and the tiers below them hold, from now on; each replica is a rank.
@@ -296,11 +347,45 @@ class Replicas:
         log, capacity = EventLog(), sum(len(index.published) for index in indexes.values())
         book = EventBook(len(self.each), capacity, self.each[0].page_size, *specs)
         self._events = EventPublisher(options, log, book, len(self.each))
+        self._indexes = indexes
         for number, index in indexes.items():
             log.watch(index, number)
         self._log = log
         for replica in self.each:
             replica.log = log
+
+    def stop(self) -> None:
+        """Return once no device and no thread of a tier copies, reads or writes anything."""
+        for place in self.placed:
+            place.settle()
+        for tiers in self._all_tiers:
+            tiers.stop()
+
+    def mend(self, over: PageLease | None) -> set[RequestID]:
+        """After an interrupt, `stop` and the claims' `mend`: all books follow from rows, leases and imports.
+
+        `over`: a lease that is open no more. Returns requests that cannot go on.
+        """
+        lost: set[RequestID] = set()
+        for at, replica in enumerate(self.each):
+            ended = replica.mend(over)
+            if self.states:
+                lost |= {*ended}
+                self.states[at].mend()
+            replica.mend_pool()
+        for tiers in self._all_tiers:
+            tiers.mend()
+        for partial in self._partial or ():
+            partial.clear()
+        if self._events is not None:
+            self._events.agree(self._indexes, 1 if self.each[0].further is None else 1 + self.each[0].further.count)
+        return lost
+
+    def goes_on(self, replica_idx: int, row: int, request_id: RequestID, start: int) -> bool:
+        """Whether what is before `start` is surely in the request's pages, and its state is that after it."""
+        if not self.each[replica_idx].goes_on(row, start):
+            return False
+        return not self.states or self.states[replica_idx].goes_on(request_id, start)
 
     def forget_idle(self) -> None:
         """Forget every page that nobody holds."""
@@ -329,10 +414,10 @@ class Replicas:
     def _all_tiers(self) -> list[Tiers]:
         return [tiers for tiers in (self.tiers, self.state_tiers) if tiers is not None]
 
-    def close(self) -> None:
-        """Close the file tier once all that is published is written, and what tells of it. Safe twice."""
+    def close(self, *, flush: bool) -> None:
+        """Close the file tier, with `flush` once all that is published is written, and what tells of it. Safe twice."""
         for tiers in self._all_tiers:
-            tiers.close()
+            tiers.close(flush=flush)
         if self._events is not None:
             self._events.close()
 
@@ -366,8 +451,10 @@ class Replicas:
                 return True
             shares = gathered.split(len(self.each))
         lengths = gathered.ends + (num_steps - 1) if num_steps > 1 else gathered.ends
+        self.mark.call = ("reserve_batch", gathered.places)
         for share in shares:
             if not self.each[share.replica].reserve_decoding(share.rows, lengths[share.at]):
+                self.mark.call = None
                 return False
         gathered.slack = num_steps - 1  # of many requests that get pages now, others do next
         return True

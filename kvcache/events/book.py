@@ -26,7 +26,7 @@ from kvcache.events.wire import (
     hashes_of,
     keys_of_block,
 )
-from kvcache.pool.index import NO_PAGE, PrefixIndex
+from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
 
 Ids = NDArray[np.int32]
 """Contents by their number here; 0 is none."""
@@ -110,6 +110,15 @@ class EventBook:
     def hashes(self, source: int) -> Hashes:
         """The hashes of all pages that a source has."""
         return self._index.words_of(np.flatnonzero(self._present[source]))
+
+    def differences(self, source: int, digests: Digests) -> list[Entry]:
+        """What is to be applied so that a source has just the pages of these digests."""
+        have, want = self.hashes(source), hashes_of(digests)
+        gone, come = have[~np.isin(have, want)], digests[~np.isin(want, have)]
+        return [
+            *([(source, False, gone.byteswap()[:, None])] if gone.size else ()),
+            *([(source, True, come)] if len(come) else ()),
+        ]
 
     # ---- entries
 

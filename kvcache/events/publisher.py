@@ -12,9 +12,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import chain
 
+import numpy as np
 import zmq
 
 from kvcache.errors import InvalidParamsError
@@ -22,6 +23,7 @@ from kvcache.events.book import EventBook, Told
 from kvcache.events.log import MOST_ENTRIES, Entry, EventLog
 from kvcache.events.wire import END_OF_REPLAY, AllBlocksCleared, BlockStored, EventBatch, KVEvent, encode
 from kvcache.kv_events import KVEvents
+from kvcache.pool.index import PrefixIndex
 from kvcache.sockets import SUBSCRIPTIONS, bound_socket
 
 _LOOK_MS = 5  # between two looks at the log, where it was empty
@@ -240,6 +242,18 @@ class _Worker:
             entries.clear()
             self._lost = True  # after that: who begins anew sees none of those entries
 
+    def agree(self, indexes: Mapping[int, PrefixIndex], tables: int) -> None:
+        """Called by the loop: what was written down is applied, then what the books and the indexes do not agree in."""
+        with self._applying:
+            self._untold += self._apply(self._take(len(self._log.entries)))
+            for number, index in indexes.items():
+                index.log, index.number = self._log.entries.append, number
+                pages = np.flatnonzero(index.published).astype(np.int32)
+                digests, of = index.digests_of(pages), index.tables_of(pages)
+                for table in range(1 if of is None else tables):
+                    mine = digests if of is None else digests[of == table]
+                    self._untold += self._apply(self._book.differences(number + table, mine))
+
     def turn(self) -> bool:
         """Tell what was written down since the last turn; whether there was anything."""
         with self._applying:
@@ -336,6 +350,13 @@ class EventPublisher:
         self._thread = threading.Thread(target=self._worker.run, name="pagewire-kv-events", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._worker.stop)
+
+    def agree(self, indexes: Mapping[int, PrefixIndex], tables: int) -> None:
+        """Tell what these indexes, by their sources, have come to have or to lack while nobody wrote it down.
+
+        `tables`: block tables of an index of pages.
+        """
+        self._worker.agree(indexes, tables)
 
     def close(self) -> None:
         """Tell what is left, and that it is gone. Waits a second at most. Safe twice."""

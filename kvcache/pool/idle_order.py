@@ -14,6 +14,7 @@ _BITS, _NOWHERE = np.array(12, np.int32), np.array(-1, np.int32)  # numpy takes 
 MOST_ORDERS = 40  # that the log of a pool has room for: the plain order, and one for each kind of retention hint
 _SCAN = 64
 _NEAR = 8  # entries that are looked at one by one
+_LAST = 1 << 62
 
 
 class OrderLog:
@@ -28,6 +29,14 @@ class OrderLog:
         self.live = np.zeros(chunks, np.int32)  # entries of each chunk that count
         self.spare = list(range(chunks))
         self.orders: list[IdleOrder] = []
+
+    def clear(self) -> None:
+        """No page is in any order."""
+        self.stamp[:] = _NOWHERE
+        self.live[:] = 0
+        self.spare[:] = range(len(self.live))
+        for order in self.orders:
+            order.begin()
 
 
 class IdleOrder:
@@ -45,11 +54,26 @@ class IdleOrder:
         self._family = log.orders
         self._family.append(self)
         self.chunks: list[int] = []  # of the log, those that are this order's, oldest first
+        self.begin()
+        self.explains, self.reasons = False, None  # there is one reason alone: see `HintedOrder`
+
+    def begin(self) -> None:
+        """The order is empty, and has no chunk of the log but a spare one."""
+        self.chunks.clear()
         self._head = 0  # entries of the oldest chunk that need not be looked at again
         self._filled = CHUNK  # entries of the newest chunk
         self._open_chunk()
         self.count = 0
-        self.explains, self.reasons = False, None  # there is one reason alone: see `HintedOrder`
+
+    def mend(self, pages: Indices) -> None:
+        """Just these pages are in the order, as before as far as that is known; the others are the youngest."""
+        known = self._stamp[pages] >= 0
+        self.begin_with(pages[np.argsort(np.where(known, self.positions()[pages], _LAST), kind="stable")])
+
+    def begin_with(self, pages: Indices) -> None:
+        """Just these pages are in the order, oldest first, and none in another one of its log."""
+        self.log.clear()
+        self.append(pages)
 
     def append(self, pages: Pages | Indices) -> None:
         """Put `pages`, none of them in the order, behind all others; the first of them goes first."""

@@ -146,6 +146,21 @@ class PrefixIndex:
         if self.tables is not None and tables is not None:
             self.tables[pages] = tables
 
+    def mend(self) -> None:
+        """Link anew what is published, whatever the links say; of two pages of one digest one stays. Nobody is told."""
+        pages = np.flatnonzero(self.published)
+        _, once = np.unique(self._records[pages], return_index=True)
+        pages = pages[np.sort(once)].astype(np.int32)
+        self.clear()
+        self.published[pages] = True
+        self._link(pages, self._buckets(self.digests_of(pages)))
+
+    def clear(self) -> None:
+        """Nothing is published any more. Nobody is told."""
+        self.published[:] = False
+        self._links[:] = NO_PAGE
+        self.generation += 1
+
     def check(self) -> None:
         linked = np.flatnonzero(self.published).astype(np.int32)
         found = self.find(self._digests[linked])
@@ -210,6 +225,10 @@ class PrefixIndex:
         at = pages.astype(INDEX)
         self._records.put(at, digests.view(self._records.dtype).reshape(-1))
         self._changed(at, True, digests)
+        self._link(pages, buckets)
+
+    def _link(self, pages: Pages, buckets: Buckets) -> None:
+        at = pages.astype(INDEX)
         while True:
             heads = self._heads[buckets]
             self._heads[buckets] = pages

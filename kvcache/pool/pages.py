@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
 from kvcache.pool.idle_order import MOST_ORDERS, IdleOrder, OrderLog, Pages
-from kvcache.pool.index import INDEX, PrefixIndex
+from kvcache.pool.index import INDEX, NO_PAGE, PrefixIndex
 from kvcache.pool.retention import HintedOrder
 
 _ONE = np.array(1, np.int32)  # numpy takes twice as long for a number of Python's
@@ -182,6 +182,24 @@ class PagePool:
             raise InvariantError("the null page is in use")
         self.idle.check()
         self.index.check()
+
+    def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
+        """Take these recounts `[num_pages + 1]` for true, and follow from them which pages are fresh and idle.
+
+        Published pages are findable as before. For what an interrupt has left: nothing else is believed.
+        """
+        self.holders[:], self.writers[:] = holders, writers
+        self._writing = int(writers.sum())
+        self.index.mend()
+        unused = (holders == 0) & (writers == 0)
+        unused[NO_PAGE] = False
+        self._begin_with(np.flatnonzero(unused & ~self.index.published), np.flatnonzero(unused & self.index.published))
+
+    def _begin_with(self, fresh: NDArray[np.intp], idle: NDArray[np.intp]) -> None:
+        """Just these pages are fresh, and these idle."""
+        self.idle.mend(idle)
+        self._fresh_count = 0
+        self._push_fresh(fresh[::-1])
 
     def _unused(self, pages: Pages) -> NDArray[np.bool_]:
         at = pages.astype(INDEX)

@@ -100,6 +100,20 @@ class TenantQuotas:
         firsts = (self._orders[owner].first() for owner in sorted(self._over))
         return next((page for page in firsts if self._is_slab[page] == slabs), 0)
 
+    def clear(self) -> None:
+        """None of the pages and slabs is idle; whose they are, is known still."""
+        known = {_OTHERS, *self._ids.values()}
+        for owner in self._orders.keys() - known:
+            del self._orders[owner]
+        for salt, owner in self._ids.items():
+            self._salts[owner] = salt
+            self._quotas[owner] = int(self._shares.get(salt, self._share) * self._num_pages)
+        self._log.orders[:] = self._orders.values()
+        self._log.clear()
+        self._over.clear()
+        self._slabs.clear()
+        self._is_slab[:] = False
+
     def check(self, idle: Pages, *, slabs: bool = False) -> None:
         owned = idle[self._owner[idle] != _NOBODY]
         found = np.concatenate([order.pages() for order in self._orders.values()])

@@ -222,6 +222,15 @@ class HintedOrder:
     def pages(self) -> Pages:
         return np.concatenate([*(order.pages() for order in self._older.values()), self._recent.pages()])
 
+    def mend(self, pages: Indices) -> None:
+        """As `IdleOrder.mend`; those that follow hints come before the others, as ever. `quotas` have none of them."""
+        known = self._settled[pages] | (self._recent.log.stamp[pages] >= 0)
+        pages = pages[np.argsort(np.where(known, self.positions()[pages], _LAST), kind="stable")]
+        self._recent.log.clear()
+        self._settled[:] = False
+        self._renewed = self.count = 0
+        self.append(pages)
+
     def check(self) -> None:
         self._recent.check()
         if self.count != len(self.pages()) or int(self._settled.sum()) != self.count - self._recent.count:

@@ -186,6 +186,17 @@ class SlabPool(PagePool):
             if self._ages[slab] > self._age_of(slab):
                 raise InvariantError(f"slab {slab} was used at {self._age_of(slab)}, and is taken to be younger")
 
+    def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
+        """As the base. Whoever takes slabs has said in `taken` which are: nobody else holds their pages."""
+        holders[np.flatnonzero(np.repeat(self.taken, self.slab_pages))] += 1
+        super().mend(holders, writers)
+
+    def _begin_with(self, fresh: NDArray[np.intp], idle: NDArray[np.intp]) -> None:
+        self._lie_from(0, 0)
+        self._ages[:] = 0
+        self._used[idle[self._used[idle] == 0]] = self.clock
+        super()._begin_with(fresh, idle)
+
     # ---- inside
 
     def _free(self, pages: NDArray[np.intp]) -> None:

@@ -13,12 +13,14 @@ from kvcache.replica.leases import PageLease
 from kvcache.replica.lifts import bring
 from kvcache.replica.replica import Replica
 from kvcache.types import RequestID
+from kvcache.under_way import UnderWay
 
 
 class PageContents:
     """What the pages of a manager's replicas hold. The manager has it as `contents`."""
 
-    def __init__(self, replicas: Sequence[Replica], fingerprint: str) -> None:
+    def __init__(self, replicas: Sequence[Replica], fingerprint: str, mark: UnderWay) -> None:
+        self._mark = mark
         self._replicas = replicas
         self._fingerprint = fingerprint
 
@@ -56,6 +58,7 @@ class PageContents:
         and of each what that takes. `name`: of who asks, for who looks at leases. Raises
         `BlockTableMismatchError` where the pages here cannot be compared with these.
         """
+        self._mark.check("contents.lease")
         replica, digests = self._wanted(name, replica_idx, wanted)
         if replica.further is None:
             tables = [replica.pool.index.match(digests[: max(0, most)])]
@@ -75,7 +78,11 @@ class PageContents:
             first_page=wanted.first_page,
             kinds=() if replica.further is None else replica.further.kinds,
         )
-        return replica.leases.grant_pages(name, replica_idx, np.concatenate(tables)), table
+        lease = PageLease(replica.leases, name, replica_idx)
+        self._mark.call = ("contents.lease", lease)
+        replica.leases.grant_pages(lease, np.concatenate(tables))
+        self._mark.call = None
+        return lease, table
 
     def bring(self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int) -> bool:
         """Have those of the pages that `lease` would hold brought to the devices which only lower tiers have.
@@ -83,10 +90,15 @@ class PageContents:
         A few at each call, and with those that are there half of the free pages at most: whoever runs here comes first.
         Whether some are on their way: until then `lease` may find fewer. Raises as `lease`.
         """
+        self._mark.check("contents.bring")
         replica, digests = self._wanted(name, replica_idx, wanted)
+        self._mark.call = ("contents.bring", None)
         if replica.further is not None:
-            return bring(replica, digests[: max(0, most)])
-        return replica.tier.bring(digests, wanted.first_page, most)
+            coming = bring(replica, digests[: max(0, most)])
+        else:
+            coming = replica.tier.bring(digests, wanted.first_page, most)
+        self._mark.call = None
+        return coming
 
     def _wanted(self, name: RequestID, replica_idx: int, wanted: PageDigests) -> tuple[Replica, NDArray[np.uint64]]:
         """The replica, and the digests if they are of pages like its own."""

@@ -270,6 +270,83 @@ class TextContext:
         self._buffer = grown
 
 
+class ReadContext:
+    """A caller's own context as it was when a call began: the call reads nothing else of it once it changes anything.
+
+    `set_token_indices` reaches the caller's context. Where that raises, its indices are set back; `refused` says that
+    they are where they were.
+    """
+
+    __slots__ = (
+        *("_began", "_carries_hasher", "_hasher", "active_idx", "cache_salt", "end_idx", "extra_keys", "own"),
+        *("refused", "request_id", "retention", "start_idx", "tokens"),
+    )
+
+    def __init__(self, own: Context) -> None:
+        self.own = own
+        self.request_id: RequestID = own.request_id
+        self.start_idx, self.active_idx, self.end_idx = self._began = _indices_of(own)
+        self.tokens: NDArray[np.integer[Any]] = own.tokens
+        self.cache_salt, self.extra_keys = salt_and_keys(own)
+        self.retention: object = getattr(own, "retention", None)
+        self._carries_hasher = hasattr(own, "prefix_hasher")
+        self._hasher: object = getattr(own, "prefix_hasher", None)
+        self.refused = False
+
+    @property
+    def active_length(self) -> int:
+        return self.active_idx - self.start_idx
+
+    @property
+    def current_length(self) -> int:
+        return self.end_idx
+
+    @property
+    def prefix_hasher(self) -> object:
+        if not self._carries_hasher:
+            raise AttributeError("prefix_hasher")
+        return self._hasher
+
+    @prefix_hasher.setter
+    def prefix_hasher(self, hasher: PrefixHasher) -> None:
+        try:
+            self.own.prefix_hasher = hasher  # pyright: ignore[reportAttributeAccessIssue] - an optional attribute
+        except Exception:  # noqa: BLE001 - the caller's code: the manager keeps the hasher of one that cannot
+            self._carries_hasher = False
+        self._hasher = hasher
+
+    def update(self, token: int) -> None:
+        self.own.update(token)
+
+    def set_token_indices(
+        self, start_idx: int | None = None, active_idx: int | None = None, end_idx: int | None = None
+    ) -> None:
+        named = {"start_idx": start_idx, "active_idx": active_idx, "end_idx": end_idx}
+        own = self.own
+        try:
+            own.set_token_indices(**{name: value for name, value in named.items() if value is not None})
+            self.start_idx, self.active_idx, self.end_idx = _indices_of(own)
+        except Exception:
+            if _indices_of(own) != self._began:
+                own.set_token_indices(start_idx=self._began[0], active_idx=self._began[1])
+            self.refused = _indices_of(own) == self._began
+            raise
+
+
+def read_context(context: Context) -> "TextContext | ReadContext":
+    """What a call may read of a context while it changes the books: nothing of this raises."""
+    return context if type(context) is TextContext else ReadContext(context)
+
+
+def was_refused(context: TextContext | ReadContext) -> bool:
+    """Whether the caller's own context has raised, and its indices are as they were."""
+    return type(context) is ReadContext and context.refused
+
+
+def _indices_of(context: Context) -> tuple[int, int, int]:
+    return context.start_idx, context.active_idx, context.end_idx
+
+
 class Leader(Protocol):
     """What moves many contexts at once, and lets each catch up when somebody looks at it: a `Batch`."""
 

@@ -12,6 +12,8 @@ from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.pool.pages import PagePool
 from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
 from kvcache.replica.rows import BlockRows
+from kvcache.types import RequestID
+from kvcache.under_way import UnderWay
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -76,16 +78,19 @@ class ImportCopier:
         return self.proof
 
     def give_up(self) -> None:
-        """Nothing of this copier writes to the pages any more: of a cancelled import, they are free now. Safe twice."""
+        """Nothing of this copier writes to the pages any more: of a cancelled import, they are free now. Safe twice.
+
+        While the manager waits for `recover`, that gives the pages back.
+        """
         if not self.is_over:
-            self.is_over = True
             self._ended()
 
 
 class ImportBook:
     """Imports from their beginning until nobody writes to their pages any more."""
 
-    def __init__(self, pool: PagePool, rows: BlockRows) -> None:
+    def __init__(self, pool: PagePool, rows: BlockRows, mark: UnderWay) -> None:
+        self._mark = mark
         self.each: list[PendingImport] = []  # also those cancelled while their copier may still write
         self.of_row: dict[int, PendingImport] = {}  # of each claimed row that waits for one, and cannot run
         self.copiers: dict[PendingImport, ImportCopier] = {}  # those handed out
@@ -98,14 +103,23 @@ class ImportBook:
         self.of_row[row] = pending
         self.each.append(pending)
 
-    def make_copier(self, pending: PendingImport) -> ImportCopier:
-        """Who writes to the pages of an open import. Raises `InvalidRequestError` where somebody does already."""
+    def refuse_taken(self, pending: PendingImport) -> None:
+        """Raise `InvalidRequestError` where somebody writes to the pages of an import already."""
         if pending in self.copiers:
             raise InvalidRequestError(f"request {pending.request_id!r}: the copier of its import was handed out before")
 
+    def make_copier(self, pending: PendingImport) -> ImportCopier:
+        """Who writes to the pages of an open import."""
+
         def ended() -> None:
-            if pending.closed and pending in self.copiers:
-                self._give_back(pending)
+            interrupted = self._mark.call is not None
+            if not interrupted:
+                self._mark.call = ("give_up", None)
+            copier.is_over = True
+            if not interrupted:
+                if pending.closed and pending in self.copiers:
+                    self._give_back(pending)
+                self._mark.call = None
 
         copier = self.copiers[pending] = ImportCopier(pending, ended)
         return copier
@@ -120,6 +134,22 @@ class ImportBook:
         copier = self.copiers.get(pending)
         if copier is None or copier.is_over:
             self._give_back(pending)
+
+    def mend(self) -> list[RequestID]:
+        """The rows are mended: what of the imports is over is no more here, and gives its pages back. Whose it was."""
+        over = [pending for pending in self.each if pending.closed and not self._is_written(pending)]
+        self.each[:] = [pending for pending in dict.fromkeys(self.each) if pending not in over]
+        self.copiers = {pending: copier for pending, copier in self.copiers.items() if pending in self.each}
+        rows = self._rows.request_ids
+        for row, pending in list(self.of_row.items()):
+            if pending not in self.each or rows[row] != pending.request_id:
+                del self.of_row[row]
+        return [pending.request_id for pending in over]
+
+    def _is_written(self, pending: PendingImport) -> bool:
+        """Whether somebody may still write to its pages."""
+        copier = self.copiers.get(pending)
+        return copier is not None and not copier.is_over
 
     def check(self) -> None:
         for pending in self.each:

@@ -49,6 +49,11 @@ class PlacedReplica:
                 rows.changed[changed] = False
             return build_inputs(self._pools, self._tables, state, self.replica.page_size, num_steps)
 
+    def settle(self) -> None:
+        """Wait until the devices have done all that they were told to do."""
+        for device in {blocks.device for blocks in self.blocks if blocks.is_cuda}:
+            torch.cuda.synchronize(device)
+
     def copy_page(self, source: int, target: int) -> None:
         with self._on_stream():
             for rows in self.rows:

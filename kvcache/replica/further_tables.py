@@ -332,6 +332,30 @@ class FurtherTables:
         counts[NO_PAGE] = 0
         return counts
 
+    def mend(self) -> None:
+        """The rows of the first table are mended: where they end these end too, and begin behind the last hole."""
+        columns = np.arange(self.table.shape[2], dtype=np.int64)
+        self.ends[:] = np.minimum(self.ends, self._rows.num_pages)
+        inside = columns < self.ends[:, None]
+        for number, (_, tables) in enumerate(self._groups):
+            whole = (self.table[tables] != NO_PAGE).all(axis=0) & inside
+            firsts = np.where(~whole & inside, columns + 1, 0).max(axis=1)
+            self.firsts[number] = np.where(self.ends > 0, firsts, 0)
+            self.table[tables] *= inside & (columns >= firsts[:, None])
+
+    def sees(self, row: int, start: int) -> bool:
+        """Whether the row has what the query at token `start` sees."""
+        before = -(-start // self._page_size)
+        return int(self.ends[row]) >= before and all(
+            int(self.firsts[number, row]) <= self._seen(group, start) for number, (group, _) in enumerate(self._groups)
+        )
+
+    def first_unpublished(self) -> Ints:
+        """Of each row the column of the first page, of any of these tables, that is not published."""
+        columns = np.arange(self.table.shape[2], dtype=np.int64)
+        named = (self.table != NO_PAGE) & ~self._pool.index.published[self.table]
+        return np.where(named.any(axis=0), columns, len(columns)).min(axis=1)
+
     def check(self) -> None:
         """Raise `InvariantError` where a table has not the pages that the first table's rows stand for."""
         rows = self._rows

@@ -115,6 +115,30 @@ class ReplicaHints:
             baseline.clear()
         self._begin_with_what_is_there()
 
+    def clear_quotas(self) -> None:
+        """No page of a tenant is idle: the pools are about to say which are."""
+        if self._quotas is not None:
+            self._quotas.clear()
+
+    def begin_order(self) -> None:
+        """After an interrupt: where a first hint has come, the orders of pages and states follow hints."""
+        if self._order is not None:
+            self._pool.idle = self._order
+            if self._states is not None:
+                self._states.begin(self._quotas)
+        elif self._baselines:
+            self._order_pages()
+
+    def mend(self) -> None:
+        """The pool is mended: the baselines begin anew with what it has, and nothing is expected of any row."""
+        self._expected.clear()
+        free = [row for row, request_id in enumerate(self._rows.request_ids) if request_id is None]
+        for row in free:
+            self._found[row] = 0
+        if self._baselines:
+            self._begin_baselines()
+            self._begin_with_what_is_there()
+
     def leave(self, row: int, context: Context | None) -> None:
         """The row is about to be released; None: it was never given pages."""
         self._found[row], found = 0, self._found[row]
@@ -199,11 +223,14 @@ class ReplicaHints:
         """The first hint."""
         if not self._most_hinted:
             return
-        plain = LruBaseline(self._pool.num_pages)
-        self._baselines = plain, HintedBaseline(self._pool.num_pages, plain.rate, plain.mask, self._most_hinted)
+        self._begin_baselines()
         order = self._order or self._order_pages()
         order.share = self._share.value
         self._begin_with_what_is_there()
+
+    def _begin_baselines(self) -> None:
+        plain = LruBaseline(self._pool.num_pages)
+        self._baselines = plain, HintedBaseline(self._pool.num_pages, plain.rate, plain.mask, self._most_hinted)
 
     def _begin_with_what_is_there(self) -> None:
         if not self._baselines:

@@ -62,20 +62,17 @@ class PageLeases:
     def __contains__(self, lease: PageLease) -> bool:
         return lease in self._held
 
-    def grant(self, request_id: RequestID, replica_idx: int, row: int, seal: Seal | None = None) -> PageLease:
-        lease = PageLease(self, request_id, replica_idx, seal)
+    def grant(self, lease: PageLease, row: int) -> None:
+        """The lease is of the request at this row."""
         self.of_row.setdefault(row, []).append(lease)
         self._row_of[lease] = row
         self._held[lease] = []
         self.tell(row, int(self._rows.cached[row]))  # its block table may have been made before
-        return lease
 
-    def grant_pages(self, name: str, replica_idx: int, pages: Pages) -> PageLease:
-        """A lease of published pages, whoever computed them; `name`: of who asks for them."""
-        lease = PageLease(self, name, replica_idx)
+    def grant_pages(self, lease: PageLease, pages: Pages) -> None:
+        """The lease is of published pages, whoever computed them."""
         self._held[lease] = []
         self._hold(lease, pages)
-        return lease
 
     def tell(self, row: int, tokens: int, *, windows: bool = True) -> None:
         """Readers may know by now where the first `tokens` tokens of a leased row lie: these are not written again.
@@ -108,17 +105,20 @@ class PageLeases:
 
         `further` gives those of its further tables, before a column.
         """
-        leases = self.of_row.pop(row, None)
+        leases = self.of_row.get(row)
         if leases is None:
             return
         computed = -(-max(int(self._rows.cached[row]), int(self.told[row])) // self._rows.page_size)
         computed = max(computed, int(self._rows.committed[row]))
-        self.told[row], self.kept[row] = 0, _NEVER
         for lease in leases:
-            del self._row_of[lease]
             self._hold(lease, pages[:computed])
             if further is not None:
                 self._hold(lease, further(row, computed))
+        # After all have them: what interrupts this before is begun again by `mend` and a release.
+        for lease in leases:
+            del self._row_of[lease]
+        del self.of_row[row]
+        self.told[row], self.kept[row] = 0, _NEVER
 
     def last_read(self, row: int) -> int:
         """The page after the last of a leased row in which something is computed: leases keep those that leave it."""
@@ -162,6 +162,21 @@ class PageLeases:
             for pages in held:
                 np.add.at(counts, pages, 1)
         return counts
+
+    def mend(self, over: PageLease | None) -> None:
+        """The rows are mended: which leases are whose follows; `over`: one that is open no more."""
+        if over is not None:
+            self._held.pop(over, None)
+        rows = self._rows.request_ids
+        self._row_of = {
+            lease: row for lease, row in self._row_of.items() if lease in self._held and rows[row] == lease.request_id
+        }
+        self.of_row.clear()
+        for lease, row in self._row_of.items():
+            self.of_row.setdefault(row, []).append(lease)
+        alone = np.ones(len(rows), np.bool_)
+        alone[list(self.of_row)] = False
+        self.told[alone], self.kept[alone] = 0, _NEVER
 
     def check(self) -> None:
         booked = [(lease, row) for row, leases in self.of_row.items() for lease in leases]

@@ -1,6 +1,6 @@
 """`PagesBelow`: what a replica asks of the tier below its pool."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -116,6 +116,9 @@ class PagesBelow:
         `first`: which page of its prompt the first is. To be called again while it says that some are on their way.
         """
         return False
+
+    def mend(self, rows: Iterable[int]) -> None:
+        """After an interrupt: these rows are claimed. Nothing is being copied any more."""
 
     def leave(self, row: int, pages: Pages) -> None:
         """The row gives up its pages, and has used the published `pages`, in logical order, just now."""

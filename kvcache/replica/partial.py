@@ -43,6 +43,11 @@ class PartialReuse:
             self._siblings.setdefault(prefix, {})[page] = (digest, tokens)
             self._prefix_of[page] = prefix
 
+    def clear(self) -> None:
+        """Nothing is known of any page."""
+        self._siblings.clear()
+        self._prefix_of.clear()
+
     def find(self, row: int, context: Context) -> tuple[int, int, int] | None:
         """What the reserved row can copy: the page to copy, its own page, and the tokens that are cached then."""
         size, rows, start = self._replica.page_size, self._replica.rows, context.start_idx

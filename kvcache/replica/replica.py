@@ -10,6 +10,7 @@ from kvcache.errors import InvalidRequestError, NotReservedError, PromptTooLongE
 from kvcache.events.log import EventLog
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import HashAlgorithm, KVCacheParams
+from kvcache.pool.index import NO_PAGE
 from kvcache.pool.pages import PagePool
 from kvcache.replica.context import Context, hasher_of, salt_and_keys
 from kvcache.replica.copier import ImportBook
@@ -17,11 +18,13 @@ from kvcache.replica.further_tables import FurtherPlan, FurtherTables
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.hints import ReplicaHints
 from kvcache.replica.keys import ExtraKeys
-from kvcache.replica.leases import PageLeases
+from kvcache.replica.leases import PageLease, PageLeases
 from kvcache.replica.pages_below import NO_SLOTS, PagesBelow
 from kvcache.replica.prefix_states import PrefixStates, up_to_state
 from kvcache.replica.reservation import Reservation
 from kvcache.replica.rows import BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
+from kvcache.types import RequestID
+from kvcache.under_way import UnderWay
 
 DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]
 
@@ -41,14 +44,15 @@ class Filled(NamedTuple):
 class Replica:
     """State and rules of one replica; knows nothing of tensors or devices."""
 
-    def __init__(self, params: KVCacheParams, rows: BlockRows, pool: PagePool) -> None:
+    def __init__(self, params: KVCacheParams, rows: BlockRows, pool: PagePool, mark: UnderWay | None = None) -> None:
+        self.mark = mark or UnderWay()  # of the manager
         self.page_size = rows.page_size
         self.max_seq_len = rows.max_seq_len
         self.caching = params.enable_prefix_caching
         self.hash_algorithm: HashAlgorithm = params.hash_algorithm
         self.pool = pool
         self.rows = rows
-        self.imports = ImportBook(self.pool, rows)
+        self.imports = ImportBook(self.pool, rows, self.mark)
         self.leases = PageLeases(self.pool, rows)
         self._hashers: dict[int, PrefixHasher] = {}  # by row, of the contexts that cannot carry their own
         self._named: dict[int, tuple[str | None, ExtraKeys]] = {}  # by row, salt and keys of the request's pages
@@ -330,6 +334,74 @@ class Replica:
                 f"request {context.request_id!r}: set_token_indices({cached}) left start_idx at {context.start_idx}"
             )
         self.counter.hit(row, context.end_idx, before, cached)
+
+    def mend(self, over: PageLease | None) -> list[RequestID]:
+        """After an interrupt, the claims and so the rows are mended: all that follows from rows, leases and imports.
+
+        Whose page is found by others is believed as far as its row says that it is published: `over` is a lease that is
+        open no more. Returns the requests whose imports were over. The pool is mended last, by `mend_pool`.
+        """
+        rows, further = self.rows, self.further
+        claimed = [*rows.row_of.values()]
+        if further is not None:
+            further.mend()
+        self.leases.mend(over)
+        ended = self.imports.mend()
+        published = self.pool.index.published
+        columns = np.arange(rows.table.shape[1], dtype=np.int64)
+        named = (rows.table != NO_PAGE) & ~published[rows.table]
+        committed = np.minimum(rows.committed, np.where(named, columns, rows.num_pages[:, None]).min(axis=1))
+        if further is not None:
+            committed = np.minimum(np.minimum(committed, further.first_unpublished()), further.ends)
+        rows.commit(np.arange(len(committed)), committed)
+        vouched, used = np.zeros_like(published), np.zeros_like(published)
+        for table in (rows.table, *(() if further is None else further.table)):
+            used[table] = True
+            vouched[table[columns < committed[:, None]]] = True
+        published[used & ~vouched] = False
+        for row in range(len(committed)):
+            rows.measure(row, usable=row not in self.imports.of_row)
+            if further is not None and row not in self.imports.of_row:
+                rows.capacity[row] = min(int(rows.capacity[row]), int(further.ends[row]) * self.page_size)
+        self.counter.mend()
+        for known in (self._hashers, self._named):
+            for row in known.keys() - {*claimed}:
+                del known[row]
+        self.tier.mend(claimed)
+        return ended
+
+    def mend_pool(self) -> None:
+        """Who holds and writes which page follows from the rest."""
+        self.hints.clear_quotas()
+        self.hints.begin_order()
+        self.pool.mend(*self.counted())
+        self.hints.mend()
+
+    def counted(self) -> tuple[Ints, Ints]:
+        """How many hold each page, and how many transfers write it: int64 `[num_pages + 1]`.
+
+        Holders are counted by walking rows and leases, writers by walking open imports and pages on their way from a
+        lower tier.
+        """
+        holders, writers = (np.zeros(self.pool.num_pages + 1, np.int64) for _ in range(2))
+        for row in self.rows.row_of.values():
+            np.add.at(holders, self.rows.pages(row), 1)
+        if self.further is not None:
+            holders += self.further.holders()
+        holders += self.leases.holders()
+        for pending in self.imports.each:
+            np.add.at(writers, pending.written, 1)
+        for pages in self.tier.coming():
+            np.add.at(writers, pages, 1)
+        return holders, writers
+
+    def goes_on(self, row: int, start: int) -> bool:
+        """Whether what is before `start` is surely in the row's pages, as far as its next token sees it."""
+        rows = self.rows
+        there = max(rows.cached.item(row), rows.committed.item(row) * self.page_size)
+        if not start <= there <= rows.num_pages.item(row) * self.page_size:
+            return False
+        return self.further is None or self.further.sees(row, start)
 
     # ---- refusals
 

@@ -80,9 +80,12 @@ class BlockRows:
         self.row_of: dict[RequestID, int] = {}
         self._free = list(range(rows))  # a heap: the lowest row first, so that a batch is often one run of rows
 
-    def claim(self, request_id: RequestID) -> int:
+    def check_free(self, request_id: RequestID) -> None:
+        """Raise `NoFreeRowError` where no row is free."""
         if not self._free:
             raise NoFreeRowError(f"request {request_id!r}: all {len(self.request_ids)} rows of the replica are claimed")
+
+    def claim(self, request_id: RequestID) -> int:
         row = heapq.heappop(self._free)
         self.request_ids[row] = request_id
         self.row_of[request_id] = row
@@ -123,6 +126,28 @@ class BlockRows:
     def measure(self, row: int, *, usable: bool = True) -> None:
         self.capacity[row] = min(self.num_pages.item(row) * self.page_size, self.max_seq_len) if usable else -1
 
+    def mend(self, row_of: dict[RequestID, int]) -> None:
+        """Just these requests have a row; of each the pages count up to the first that is none.
+
+        `measure` and `commit` are to follow, as others know more of that.
+        """
+        taken = np.zeros(len(self.request_ids), np.bool_)
+        taken[list(row_of.values())] = True
+        self.row_of = row_of
+        self.request_ids[:] = [None] * len(taken)
+        for request_id, row in row_of.items():
+            self.request_ids[row] = request_id
+        self._free[:] = np.flatnonzero(~taken).tolist()  # ascending: a heap
+        for counts in (self.num_pages, self.cached, self.counted):
+            counts[~taken] = 0
+        self.prompt[~taken] = -1
+        columns = np.arange(self.table.shape[1], dtype=np.int64)
+        self.num_pages[:] = np.minimum(
+            self.num_pages, np.where(self.table == NO_PAGE, columns, len(columns)).min(axis=1)
+        )
+        self.table[columns >= self.num_pages[:, None]] = NO_PAGE
+        self.changed[:] = True
+
     def unbind(self, row: int) -> None:
         """Clear the row, which is bound, and give it back."""
         self.table[row, : self.num_pages[row]] = NO_PAGE
@@ -143,20 +168,20 @@ class PromptCounter:
 
     def __init__(self, rows: BlockRows) -> None:
         self._rows = rows
-        self._open: set[int] = set()  # rows whose prompt is not counted to its end: none of them in a decode step
+        self.open: set[int] = set()  # rows whose prompt is not counted to its end: none of them in a decode step
         self.ran = 0
         self.found = 0
 
     @property
     def is_open(self) -> bool:
         """Whether a prompt is not counted to its end."""
-        return bool(self._open)
+        return bool(self.open)
 
     def admit(self, row: int, known: int) -> None:
         """What a request knows when it is first reserved is its prompt."""
         if self._rows.prompt.item(row) < 0:
             self._rows.prompt[row] = known
-            self._open.add(row)
+            self.open.add(row)
 
     def hit(self, row: int, known: int, start: int, cached: int) -> None:
         """The tokens from `start` to `cached` of a request of `known` tokens do not have to run."""
@@ -167,24 +192,22 @@ class PromptCounter:
 
     def run(self, rows: Rows, starts: Ints | int, ends: Ints) -> None:
         """The tokens from `starts` to `ends` of `rows` run, or ran."""
-        if not self._open:
+        if not self.open:
             return
         state = self._rows
         seen, prompts = np.maximum(state.counted[rows], starts), state.prompt[rows]
         self.ran += int(np.maximum(np.minimum(ends, prompts) - seen, 0).sum())
         state.counted[rows] = counted = np.maximum(seen, ends)
-        self._open.difference_update(as_rows(rows)[counted >= prompts].tolist())
+        self.open.difference_update(as_rows(rows)[counted >= prompts].tolist())
 
     def run_one(self, row: int, start: int, end: int) -> None:
-        """`run` of one row, a tenth of the cost."""
-        if row not in self._open:
-            return
+        """`run` of one row of the `open` ones, a tenth of the cost."""
         counted, prompt = self._rows.counted, self._rows.prompt.item(row)
         seen = max(counted.item(row), start)
         self.ran += max(0, min(end, prompt) - seen)
         counted[row] = end = max(seen, end)
         if end >= prompt:
-            self._open.remove(row)
+            self.open.remove(row)
 
     def computed(self, rows: Rows, tokens: Ints) -> None:
         """The model has computed this many tokens of `rows`."""
@@ -194,7 +217,11 @@ class PromptCounter:
     def ran_elsewhere(self, row: int, tokens: int) -> None:
         """The first `tokens` tokens of the request were no prompt here."""
         self._rows.prompt[row] = self._rows.counted[row] = tokens
-        self._open.discard(row)
+        self.open.discard(row)
+
+    def mend(self) -> None:
+        """Which prompts are not counted to their end follows from the counts."""
+        self.open = {*np.flatnonzero(self._rows.counted < self._rows.prompt).tolist()}
 
     def forget(self, row: int) -> None:
-        self._open.discard(row)
+        self.open.discard(row)

@@ -57,15 +57,18 @@ class KeptStates:
     def reserved(self, context: Context, digest: Digests | None) -> None:
         """As `PrefixStates.reserved`: what was found comes into the request's page, and its chunk is cut."""
         request_id, start, active = context.request_id, context.start_idx, context.active_idx
-        if digest is not None:
-            self._pages.resume(request_id, digest, start)
+        of_prompt = self._ends.get(request_id, ())
         # Not of one token, for which nothing was looked up: a chunk that comes first, or a fork that decodes.
         if request_id not in self._ends and (digest is not None or active - start > 1):
             last = context.current_length - 1
-            self._ends[request_id] = (self._shared.get(request_id, 0), last - last % self._replica.page_size)
-        ends = [*self._ends.get(request_id, ()), start - start % self._spacing + self._spacing if self._spacing else 0]
+            of_prompt = (self._shared.get(request_id, 0), last - last % self._replica.page_size)
+        ends = [*of_prompt, start - start % self._spacing + self._spacing if self._spacing else 0]
         if later := [end for end in ends if start < end < active]:
-            context.set_token_indices(active_idx=min(later))
+            context.set_token_indices(active_idx=min(later))  # first, as a context of the caller's own may refuse
+        if digest is not None:
+            self._pages.resume(request_id, digest, start)
+        if of_prompt:
+            self._ends[request_id] = of_prompt
 
     def computed(self, stepped: Rows, computed: Ints) -> None:
         """Keep the states of those rows of a step that are at the end of a page now: so many tokens are computed."""
@@ -98,6 +101,12 @@ class KeptStates:
         """The request is released."""
         self._shared.pop(request_id, None)
         self._ends.pop(request_id, None)
+
+    def mend(self) -> None:
+        """The rows are mended: of others nothing is known."""
+        for of_requests in (self._shared, self._ends):
+            for request_id in of_requests.keys() - self._replica.rows.row_of.keys():
+                del of_requests[request_id]
 
     def check(self) -> None:
         """Raise `InvariantError` where something is known of a request that is not claimed."""

@@ -6,7 +6,7 @@ it, the next one is put where it lies: a step of many requests takes no page for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,8 +18,10 @@ from kvcache.pool.retention import HintedOrder
 class PassingCopies(dict[str, Digests]):
     """By request the digest, `[1, words]`, of the copy in `pool` that its next one takes the place of."""
 
-    def renew(self, pool: PagePool, request_ids: Sequence[str], digests: Digests) -> Pages | None:
-        """The copies of all these requests, found by `digests` from now on, and used last; what is in them is old.
+    def renew(
+        self, pool: PagePool, request_ids: Sequence[str], digests: Digests, write: Callable[[Pages], None]
+    ) -> Pages | None:
+        """The copies of all these requests, which `write` writes, found by `digests` from now on, and used last.
 
         None, and nothing has changed: one of them has none, or somebody holds it, or one of `digests` is kept by now.
         """
@@ -36,6 +38,7 @@ class PassingCopies(dict[str, Digests]):
         if isinstance(pool.idle, HintedOrder):
             pool.idle.forget(copies)
         index.withdraw(copies)
+        write(copies)  # while nobody can find them
         index.publish(copies, digests)
         pool.idle.append(copies)
         for at, request_id in enumerate(request_ids):

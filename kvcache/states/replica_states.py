@@ -76,9 +76,9 @@ class ReplicaStates:
                 replica, lambda sources, targets: placed.copy_pages_of(placed, sources, targets)
             )
             slabs = StateSlabs(state_layouts(params.states, len(devices)), pool, placed.rows)
-            self.pages = StatePages(params.states, pool.num_slabs, devices, words, slabs)
+            self.pages = StatePages(params.states, pool.num_slabs, devices, words, slabs, replica.mark)
         else:
-            self.pages = StatePages(params.states, params.states_apart(requests), devices, words)
+            self.pages = StatePages(params.states, params.states_apart(requests), devices, words, None, replica.mark)
         self.kept = KeptStates(self.pages, replica, params.state_every_pages)
         if params.enable_prefix_caching:
             replica.states = self.kept
@@ -121,6 +121,13 @@ class ReplicaStates:
     def refuse_fork(self, parent_id: str, child_id: str) -> None:
         """Raise where the parent has a run that is not booked, or no state page is left (`NoFreeStatePageError`)."""
         self.pages.drafts.check_booked(parent_id)
+        rows, tokens = self._replica.rows, self.pages.tokens_of(parent_id)
+        cached = rows.cached.item(rows.row_of[parent_id])
+        if tokens != cached:
+            raise StatePageError(
+                f"request {parent_id!r}: {cached} tokens are computed as of its last step, "
+                f"its state has taken up {tokens}: fork it after step"
+            )
         if not self.has_room:
             raise NoFreeStatePageError(f"request {child_id!r}: no state page is free for this fork")
 
@@ -178,11 +185,27 @@ class ReplicaStates:
         """The lease holds the state too: once a table has named it, the request cannot run on."""
         self.pages.lease(request_id, lease)
 
+    def mend(self) -> None:
+        """After an interrupt: rows, leases and imports are mended; what holds states follows."""
+        self.kept.mend()
+        for _ in range(2):  # what is on its way holds pages, and what waits to be copied down is found in them
+            if self.pages.below is not None:
+                self.pages.below.mend(())
+            self.pages.mend(self._replica.rows.row_of, self._replica.leases, self._written)
+
+    @property
+    def _written(self) -> list[int]:
+        return [page for pending in self._replica.imports.each for _, page in pending.wholes]
+
+    def goes_on(self, request_id: str, start: int) -> bool:
+        """Whether the request's state is that after `start` tokens, and no drafted run waits to be booked."""
+        pages = self.pages
+        return request_id not in pages.drafts.page_of and pages.tokens_of(request_id) == start
+
     def check(self) -> None:
         """Recount. Raises `InvariantError` at the first discrepancy."""
         self.kept.check()
-        written = [page for pending in self._replica.imports.each for _, page in pending.wholes]
-        self.pages.check(self._replica.rows.row_of, written)
+        self.pages.check(self._replica.rows.row_of, self._written)
 
 
 def without_state(context: Context, table: BlockTable, count: int) -> BlockTable:

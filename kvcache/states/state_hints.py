@@ -40,6 +40,9 @@ class StateHints:
     def begin(self, quotas: TenantQuotas | None) -> None:
         """As `HintedStates.begin`: the copies are in such an order, too, from now on."""
         pool, params = self._pool, self._params
+        if self._order is not None:
+            pool.idle = self._order
+            return
         if quotas is not None and self._slab_pages:
             self._quotas = SlabQuotas(quotas, self._slab_pages)
         elif quotas is not None:

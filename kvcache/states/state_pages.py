@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError, UnknownRequestError
 from kvcache.layout import KindPages
 from kvcache.pool.index import NO_PAGE, Digests
+from kvcache.replica.leases import PageLease, PageLeases
 from kvcache.replica.pages_below import last_end
 from kvcache.state_shape import StateShape
 from kvcache.states.drafted_pages import DraftedPages
 from kvcache.states.passing_copies import PassingCopies
 from kvcache.states.state_memory import StateMemory, one_page
 from kvcache.states.state_slabs import StateSlabs
+from kvcache.under_way import UnderWay
 
 
 class StatePages(StateMemory):
@@ -49,11 +51,13 @@ class StatePages(StateMemory):
         devices: Sequence[torch.device | str] = ("cpu",),
         digest_words: int = 1,
         slabs: StateSlabs | None = None,
+        mark: UnderWay | None = None,
     ) -> None:
+        self._mark = mark or UnderWay()  # of the manager
         super().__init__(shape, num_pages, devices, digest_words, slabs)
         self.read, self.write = self._views.read, self._views.write
         self._page_of: dict[str, int] = {}
-        self._leased: dict[object, int] = {}  # by lease
+        self._leased: dict[PageLease, int] = {}
         self._before: dict[int, int] = {}  # of a page that a transfer writes the copy that it came from
         self._saved: dict[int, list[torch.Tensor]] = {}  # or what was in it, in host memory
         self._passing = PassingCopies()
@@ -162,11 +166,14 @@ class StatePages(StateMemory):
         pages = [self.page_of(request_id) for request_id in request_ids]
         if np.count_nonzero(self._tokens[pages] != tokens):
             return False
-        if (copies := self._passing.renew(self._pool, request_ids, digests)) is None:
+
+        def write(copies: NDArray[np.int32]) -> None:
+            self._spare(copies)
+            for page, copy in zip(pages, copies.tolist(), strict=True):
+                self._copy(page, copy)
+
+        if (copies := self._passing.renew(self._pool, request_ids, digests, write)) is None:
             return False
-        self._spare(copies)
-        for page, copy in zip(pages, copies.tolist(), strict=True):
-            self._copy(page, copy)
         if self._slabs is not None:
             self._used[copies] = self._slabs.pool.clock
         return True
@@ -198,13 +205,18 @@ class StatePages(StateMemory):
 
     def draft(self, request_id: str) -> bool:
         """Have a second page for the request's next run, until `settle`. False: none is left. Raises as `tokens_of`."""
+        self._mark.check("draft")
         self.tokens_of(request_id)
-        if request_id not in self.drafts.page_of:
-            if not self._has_room(moving=False):  # a fetch may have told where the token pages are
-                return False
-            page = self.drafts.page_of[request_id] = self._pool.allocate_one()
+        if request_id in self.drafts.page_of:
+            return True
+        self._mark.call = ("draft", request_id)
+        there = self._has_room(moving=False)  # a fetch may have told where the token pages are
+        if there:
+            page = self._pool.allocate_one()
             self._tokens[page] = self._told[page] = 0
-        return True
+            self.drafts.page_of[request_id] = page
+        self._mark.call = None
+        return there
 
     def settle(self, request_id: str, start: int) -> None:
         """The request runs next from `start`, where one of its two states is: it has that page alone."""
@@ -263,12 +275,12 @@ class StatePages(StateMemory):
 
     # ---- pages that others read
 
-    def lease(self, request_id: str, lease: object) -> None:
+    def lease(self, request_id: str, lease: PageLease) -> None:
         """Hold the request's page until `end_lease`, also when the request is released meanwhile."""
         page = self._leased[lease] = self.page_of(request_id)
         self._pool.hold(one_page(page))
 
-    def end_lease(self, lease: object) -> None:
+    def end_lease(self, lease: PageLease) -> None:
         """Nobody reads under the lease any more. Safe twice."""
         page = self._leased.pop(lease, None)
         if page is not None:
@@ -333,6 +345,46 @@ class StatePages(StateMemory):
             for region, (kind, layout) in enumerate(self.layouts[shard].items())
         ]
 
+    def mend(self, request_ids: Iterable[str], leases: PageLeases, written: Sequence[int]) -> None:
+        """After an interrupt: these requests are claimed, these leases open, and transfers write these pages.
+
+        Who holds which page follows. Copies stay where they are right.
+        """
+        claimed = {*request_ids}
+        for of_requests in (self._page_of, self.drafts.page_of, self._passing):
+            for request_id in of_requests.keys() - claimed:
+                del of_requests[request_id]
+        own = {*self._page_of.values()}
+        for request_id, page in list(self.drafts.page_of.items()):
+            if page in own or request_id not in self._page_of:  # interrupted while it took the other's place
+                del self.drafts.page_of[request_id]
+        self._leased = {lease: page for lease, page in self._leased.items() if lease in leases}
+        self._before = {page: copy for page, copy in self._before.items() if page in written}
+        self._saved = {page: saved for page, saved in self._saved.items() if page in written}
+        published = self._pool.index.published
+        published[(self._tokens == 0) | np.isin(np.arange(len(published)), self._own)] = False
+        holders, writers = self._counted(written)
+        if self._slabs is not None:
+            taken = (holders > 0) | (writers > 0) | published
+            self._slabs.pool.taken[1:] = taken[1:]
+            holders[1:] += ~taken[1:]
+            self._used[published & (self._used == 0)] = self._slabs.pool.clock
+        self._pool.mend(holders, writers)
+
+    @property
+    def _own(self) -> list[int]:
+        """The pages of requests."""
+        return [*self._page_of.values(), *self.drafts.page_of.values()]
+
+    def _counted(self, written: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """How many hold each page, those of token pages left out, and how many transfers write it."""
+        coming = [] if self.below is None else [int(pages[0]) for pages in self.below.coming()]
+        held = [*self._own, *self._leased.values(), *self._before.values(), *coming]
+        holders, writers = (
+            np.bincount(np.array(pages, np.int64), minlength=self.num_pages + 1) for pages in (held, written)
+        )
+        return holders, writers
+
     def check(self, request_ids: Iterable[str], written: Sequence[int] = ()) -> None:
         """Recount: just these requests have a page, transfers write `written`, and page 0 is empty.
 
@@ -340,12 +392,7 @@ class StatePages(StateMemory):
         """
         if wrong := set(request_ids).symmetric_difference(self._page_of):
             raise InvariantError(f"state pages and rows are not of the same requests: {sorted(wrong)}")
-        own = [*self._page_of.values(), *self.drafts.page_of.values()]
-        coming = [] if self.below is None else [int(pages[0]) for pages in self.below.coming()]
-        held = [*own, *self._leased.values(), *self._before.values(), *coming]
-        holders, writers = (
-            np.bincount(np.array(pages, np.int64), minlength=self.num_pages + 1) for pages in (held, written)
-        )
+        holders, writers = self._counted(written)
         if self._slabs is not None:
             holders[1:] += ~self._slabs.pool.taken[1:]
         try:
@@ -357,7 +404,7 @@ class StatePages(StateMemory):
         if any(tensor[0].any() for tensor in chain.from_iterable(self.tensors)):
             raise InvariantError("state page 0, which is nobody's, was written")
         published = self._pool.index.published
-        for page in (page for page in own if published[page]):
+        for page in (page for page in self._own if published[page]):
             raise InvariantError(f"state page {page} is found by others, and a request writes to it")
         for page in np.flatnonzero(published & (self._tokens == 0))[:1]:
             raise InvariantError(f"state page {page} is found by others, and has taken up no token")

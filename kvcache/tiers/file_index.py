@@ -111,6 +111,17 @@ class FileIndex:
         self.pages.withdraw(entries)
         self._give_back(entries)
 
+    def clear(self) -> None:
+        """No file is known. Nobody is told."""
+        capacity = len(self._free)
+        self.pages.clear()
+        self._free[:] = np.arange(capacity, 0, -1, dtype=np.int32)
+        self._free_count = capacity
+        self._files.clear()
+        self._names.clear()
+        self.bytes = 0
+        self.reading[:] = False
+
     def check(self) -> None:
         self.pages.check()
         listed = [file.entries[file.entries != NO_ENTRY] for file in self._files.values()]

@@ -215,6 +215,20 @@ class FileTier:
         """The host slots of each open read and write: recounted by `check`."""
         return [read.slots for read in self._reads] + ([] if self._write is None else [self._write.slots])
 
+    def settle(self) -> None:
+        """Wait until both threads have done all that they were given."""
+        for thread in (self._reader, self._writer):
+            with contextlib.suppress(RuntimeError):  # it has ended
+                thread.submit(_nothing).result()
+
+    def mend(self) -> None:
+        """Begin anew with no file, once the threads have settled: the next look at the folder finds what is there."""
+        self._reads.clear()
+        self._write = self._scan = None
+        self._queue.clear()
+        self._index.clear()
+        self._scanned = self._clock() - _RESCAN_S
+
     def check(self) -> None:
         self._index.check()
         reading = np.concatenate([*(read.entries for read in self._reads), np.zeros(0, np.int32)])
@@ -315,6 +329,10 @@ class FileTier:
     def _make_room(self, size: int) -> None:
         for name in self._index.room_for(size):
             self._writer.submit(Path.unlink, self._folder.path / name, missing_ok=True)
+
+
+def _nothing() -> None:
+    """What a thread does last of all that it was given."""
 
 
 def _write(

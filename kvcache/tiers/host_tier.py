@@ -6,7 +6,7 @@ a copy, or idle, least recently used first.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -88,6 +88,8 @@ class LowerTier(Protocol):
     def reset(self) -> None: ...
     def close(self) -> None: ...
     def check(self) -> None: ...
+    def settle(self) -> None: ...
+    def mend(self) -> None: ...
     @property
     def generation(self) -> int: ...
     @property
@@ -326,10 +328,11 @@ class ReplicaTier(PagesBelow):
         """Copies that take the caller's time are made now, not before: a request that is given up first costs none."""
         asked = as_rows(rows) if self._loads else np.zeros(0, np.int64)
         for row in [row for row in self._loads if (asked == row).any()]:
-            for load in self._loads.pop(row):
+            for load in self._loads[row]:
                 for mark in self._begin(load):
                     mark.order()
                 self._left.append(load)
+            del self._loads[row]  # last: what interrupts a load has it begun again
         self.poll()
 
     def coming(self, row: int | None = None) -> list[Pages]:
@@ -351,6 +354,24 @@ class ReplicaTier(PagesBelow):
     def open_loads(self) -> list[HostLoad]:
         """Every load that is not over: recounted by `check`."""
         return [*self._left, *(load for loads in self._loads.values() for load in loads)]
+
+    def mend(self, rows: Iterable[int]) -> None:
+        claimed = {*rows}
+        self._loads = {row: loads for row, loads in self._loads.items() if row in claimed}
+        self._left.clear()  # all of these are over by now
+        self.storing[:] = False
+        for store in self.stores:
+            self.storing[store.pages] = True
+        kept, index = deque[tuple[Pages, Digests]](), self.pool.index
+        for pages, digests in self.waiting:
+            stay = index.published[pages] & ~self.storing[pages]
+            stay &= (index.digests_of(pages) == digests).all(axis=1) if pages.size else True
+            if not pages.size:
+                kept.append((pages, digests))
+            elif stay.any():
+                self.storing[pages[stay]] = True
+                kept.append((pages[stay], digests[stay]))
+        self.waiting = kept
 
     # ---- inside
 

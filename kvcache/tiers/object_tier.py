@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -60,6 +61,10 @@ class _Job:
     names: list[bytes]  # of objects that are asked for or read
     slots: Slots  # held until it is done
     era: int
+
+
+def _nothing() -> None:
+    """What a thread does last of all that it was given."""
 
 
 class _LeftAloneError(OSError):
@@ -211,6 +216,20 @@ class ObjectTier:
     def longest_tail(self) -> int:
         """Most pages of an object that has not all."""
         return self._layout.count - 1 if self._layout.tails else 0
+
+    def settle(self) -> None:
+        """Wait until both threads have done all that they were given: a store answers in time, or has failed then."""
+        for thread in (self._reader, self._writer):
+            with suppress(RuntimeError):  # it has ended
+                thread.submit(_nothing).result()
+
+    def mend(self) -> None:
+        """Begin anew with nothing known of the store, once the threads have settled."""
+        self._jobs.clear()
+        self._writing = None
+        for known in (self._queue, self._known, self._broken, self._busy):
+            known.clear()
+        self.generation += 1
 
     def check(self) -> None:
         busy = {name for job in self._jobs if job.era == self._era for name in job.names}

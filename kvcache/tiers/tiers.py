@@ -19,6 +19,7 @@ from kvcache.replica.context import Context
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.prefix_states import PrefixStates
+from kvcache.replica.rows import Ints
 from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.host_tier import HostTier, LowerTier, ReplicaTier
 from kvcache.tiers.page_files import FileFormat, FileRefusal, SystemIO
@@ -145,9 +146,9 @@ class Tiers:
         for lower in self.lower:
             lower.flush()
 
-    def close(self) -> None:
-        """Copy and write what is left, and do without files and objects from now on. Safe twice."""
-        if self.lower:
+    def close(self, *, flush: bool = True) -> None:
+        """Copy and write what is left, with `flush`, and do without files and objects from now on. Safe twice."""
+        if self.lower and flush:
             self.flush()
         for lower in self.lower:
             lower.close()
@@ -164,16 +165,37 @@ class Tiers:
             lower.reset()
         self.host.pool.forget_idle()
 
-    def check(self) -> None:
-        """Raise `InvariantError` at the first slot or mark that a recount of the open copies does not give."""
+    def stop(self) -> None:
+        """Return once nobody copies, reads or writes anything of the host's."""
+        for lower in self.lower:
+            lower.settle()
+
+    def mend(self) -> None:
+        """After an interrupt, and after `stop`, and once the replicas' sides are mended: who holds which slot follows.
+
+        What was being read or written is given up. Files are looked for anew, and objects asked for.
+        """
+        for lower in self.lower:
+            lower.mend()
+        holders = self._holders()
+        self.host.pool.mend(holders, np.zeros_like(holders))
+
+    def _holders(self) -> Ints:
+        """How many open copies hold each slot: int64 `[slots + 1]`."""
         held = [load.slots for tier in self.replicas for load in tier.open_loads]
         held += [store.slots for tier in self.replicas for store in tier.stores]
         for lower in self.lower:
-            lower.check()
             held += lower.held_slots
         holders = np.zeros(self.host.pool.num_pages + 1, np.int64)
         for slots in held:
             np.add.at(holders, slots, 1)
+        return holders
+
+    def check(self) -> None:
+        """Raise `InvariantError` at the first slot or mark that a recount of the open copies does not give."""
+        for lower in self.lower:
+            lower.check()
+        holders = self._holders()
         for number, tier in enumerate(self.replicas):
             _check_queue(tier, number)
         try:

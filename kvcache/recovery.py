@@ -1,0 +1,128 @@
+"""`recover`: mends a manager's books after a call was interrupted while it changed them.
+
+Rows, leases and imports are the truth; what others know of the pages follows from them, and is not believed: who holds
+and writes a page, which are idle and fresh, the links of the index, quotas, what is on its way between tiers. A page
+stays findable where a row says that it is published, or where nobody holds it: it was published with its content in it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+from kvcache.claims import Claims
+from kvcache.replica.block_table import PendingImport
+from kvcache.replica.context import Context
+from kvcache.replica.copier import ImportCopier
+from kvcache.replica.leases import PageLease
+from kvcache.replica.rows import Rows, as_rows
+from kvcache.replicas import Replicas
+from kvcache.types import RequestID
+from kvcache.under_way import UnderWay
+
+_OF_A_REQUEST = {"external_claim", "release", "fork", "extend_import", "commit_import"}
+"""Calls whose request is released: of what came of them nobody was told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What `PagedKVCacheManager.recover` has done, and what there is now.
+
+    The interrupted call has returned nothing. Where a call was interrupted as it returned, the manager cannot know that
+    what it gave is lost: so the other fields name all that there is. End what you do not know.
+    """
+
+    call: str | None
+    """The call that was interrupted while it changed the books; None: they were right, and nothing was done."""
+    released: tuple[RequestID, ...]
+    """Requests that are not claimed any more, as after `release`."""
+    claimed: tuple[RequestID, ...]
+    """All requests that are claimed."""
+    leases: tuple[PageLease, ...]
+    """All leases that are open."""
+    imports: tuple[PendingImport, ...]
+    """All imports whose pages somebody may write."""
+    copiers: tuple[ImportCopier, ...]
+    """Of these imports the copiers that were handed out and have not ended."""
+
+
+def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
+    """Mend the books if the word says that they may be half done, and clear it. See `PagedKVCacheManager.recover`."""
+    if mark.call is None:
+        mark.leaving.clear()
+        return _report(replicas, claims, None, ())
+    call, about = mark.call
+    replicas.stop()
+    claims.mend()
+    _close_unknown(replicas, claims, mark)
+    lost = replicas.mend(about if isinstance(about, PageLease) else None)
+    # Noted before the first of them goes: where that is interrupted, too, they go at the next time.
+    mark.leaving += sorted({*lost, *_doubtful(replicas, claims, call, about)} - {*mark.leaving})
+    for request_id in mark.leaving:
+        if request_id in claims.places:
+            _release(replicas, claims, request_id)
+    if call == "reset_prefix_cache":
+        replicas.forget_idle()
+    replicas.check()
+    claims.check()
+    report = _report(replicas, claims, call, tuple(mark.leaving))
+    mark.call = None
+    mark.leaving.clear()
+    return report
+
+
+def _close_unknown(replicas: Replicas, claims: Claims, mark: UnderWay) -> None:
+    """What an interrupted call has made, and nobody was given, is given up."""
+    call, about = mark.call or ("", None)
+    if call == "import_block_table" and isinstance(about, str) and about in claims.places:
+        replica, _, row = claims.locate(about, call)
+        if (pending := replica.imports.of_row.get(row)) is not None:
+            pending.closed = True
+            mark.leaving.append(about)
+    if call == "copier" and isinstance(about, PendingImport):
+        for replica in replicas.each:
+            replica.imports.copiers.pop(about, None)
+
+
+def _doubtful(replicas: Replicas, claims: Claims, call: str, about: object) -> Iterable[RequestID]:
+    """Requests that are claimed and cannot go on, or of whose claim nobody was told."""
+    named: list[RequestID] = []
+    if call in _OF_A_REQUEST and isinstance(about, str):
+        yield about
+    elif call in ("maybe_reserve", "import_block_table") and isinstance(about, str):
+        named = [about]
+    elif call == "reserve_batch" or (call == "step" and about is not None):  # a step of drafted states
+        named = claims.names_at(as_rows(cast("Rows", about)).tolist())
+    for request_id, place in claims.places.items():
+        replica, replica_idx, row = claims.locate(request_id, call)
+        context = claims.context_at(place)
+        if context is None:  # its context may have been moved, for pages that it did not get
+            if replica.rows.num_pages[row] or request_id in named:
+                yield request_id
+        elif request_id in named and not _goes_on(replicas, (replica_idx, row), request_id, context):
+            yield request_id
+
+
+def _goes_on(replicas: Replicas, place: tuple[int, int], request_id: RequestID, context: Context) -> bool:
+    try:
+        return replicas.goes_on(*place, request_id, int(context.start_idx))
+    except Exception:  # noqa: BLE001 - the caller's code, or a state that a transfer writes
+        return False
+
+
+def _release(replicas: Replicas, claims: Claims, request_id: RequestID) -> None:
+    place, context = claims.leaving(request_id)
+    _, replica_idx, _ = claims.locate(request_id, "recover")
+    claims.release(request_id, place, context)
+    if replicas.states and replicas.states[replica_idx].pages.holds(request_id):
+        replicas.states[replica_idx].release(request_id)
+
+
+def _report(replicas: Replicas, claims: Claims, call: str | None, released: tuple[RequestID, ...]) -> Recovered:
+    return Recovered(
+        call,
+        released,
+        tuple(claims.places),
+        tuple(lease for replica in replicas.each for lease, _ in replica.leases.held()),
+        tuple(pending for replica in replicas.each for pending in replica.imports.each),
+        tuple(one for replica in replicas.each for one in replica.imports.copiers.values() if not one.is_over),
+    )

@@ -1,0 +1,231 @@
+"""What a call leaves that was interrupted anywhere in it: `tests.kvcache.interrupts` in short, and who is told what."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvcache import (
+    InterruptedCallError,
+    KVCacheError,
+    PagedKVCacheManager,
+    TextContext,
+)
+from tests.kvcache import interrupts
+from tests.kvcache.build import manager_of
+from tests.kvcache.interrupts import OwnContext, interrupted, new_lengths
+
+
+@pytest.mark.parametrize("kind", interrupts.KINDS)
+def test_an_interrupted_call_leaves_right_books_or_ones_that_recover_mends(kind: str) -> None:
+    logging.disable(logging.WARNING)
+    seen: Counter[str] = Counter()
+    try:
+        interrupts.run(kind, 150, 1, seen, new_lengths())
+    finally:
+        logging.disable(logging.NOTSET)
+    assert seen["in the marked part"] > 30
+    assert seen["recover, interrupted"] > 5
+    assert seen["tokens compared"] > 500
+
+
+def interrupt_within(manager: PagedKVCacheManager, call: Callable[[], object]) -> None:
+    """Interrupt the call where it has begun to change the books."""
+    at = 1
+    while manager._mark.call is None:
+        _, _, done = interrupted(call, at, KeyboardInterrupt)
+        assert done, "the call is over, and changed nothing"
+        at += 1
+
+
+def interrupted_manager() -> tuple[PagedKVCacheManager, TextContext]:
+    manager, context = manager_of(checks=False), TextContext([1] * 12, 60, "r")
+    manager.external_claim("r")
+    interrupt_within(manager, lambda: manager.maybe_reserve(context))
+    return manager, context
+
+
+def test_every_call_after_an_interrupted_one_names_it_and_recover() -> None:
+    manager, context = interrupted_manager()
+    other = TextContext([1, 2], 9, "other")
+    lease, pending = object(), object()
+    calls: dict[str, Callable[[], Any]] = {
+        "external_claim": lambda: manager.external_claim("other"),
+        "claim": lambda: manager.claim(other).__enter__(),
+        "contains": lambda: manager.contains("r"),
+        "get_replica": lambda: manager.get_replica(context),
+        "get_or_recommend_replica": lambda: manager.get_or_recommend_replica(context),
+        "admission": lambda: manager.admission(other),
+        "prefetch": lambda: manager.prefetch(other),
+        "release": lambda: manager.release("r"),
+        "maybe_reserve": lambda: manager.maybe_reserve(context),
+        "reserve_batch": lambda: manager.reserve_batch([context]),
+        "fork": lambda: manager.fork(context, other),
+        "batch": lambda: manager.batch([context]),
+        "fetch": lambda: manager.fetch([context]),
+        "step": lambda: manager.step([context]),
+        "get_data_parallel_splits": lambda: manager.get_data_parallel_splits([context]),
+        "block_table": lambda: manager.block_table("r"),
+        "lease": lambda: manager.lease("r"),
+        "end_lease": lambda: manager.end_lease(lease),  # type: ignore[arg-type]
+        "import_block_table": lambda: manager.import_block_table(context, None),  # type: ignore[arg-type]
+        "extend_import": lambda: manager.extend_import(context, pending, None, last=True),  # type: ignore[arg-type]
+        "copier": lambda: manager.copier(pending),  # type: ignore[arg-type]
+        "commit_import": lambda: manager.commit_import(context, pending),  # type: ignore[arg-type]
+        "cancel_import": lambda: manager.cancel_import(pending),  # type: ignore[arg-type]
+        "get_req_blocks": lambda: manager.get_req_blocks("r"),
+        "reset_prefix_cache": manager.reset_prefix_cache,
+        "flush_tiers": manager.flush_tiers,
+        "check": manager.check,
+        "contents.lease": lambda: manager.contents.lease("r", 0, manager.contents.digests(other), 4),
+        "contents.bring": lambda: manager.contents.bring("r", 0, manager.contents.digests(other), 4),
+    }
+    names = {name for name in vars(PagedKVCacheManager) if not name.startswith("_")}
+    harmless = {
+        *("recover", "close", "metrics", "reset_metrics", "increment_cache_lengths", "input_symbols"),
+        *("estimated_memory_size", "infer_optimal_batch_size", "max_supported_sequence_length"),
+    }
+    assert names - harmless <= calls.keys()
+    for name, call in calls.items():
+        with pytest.raises(InterruptedCallError, match=r"maybe_reserve was interrupted .* call recover\(\)"):
+            call()
+        assert manager._mark.call is not None, name
+    assert manager.recover().call == "maybe_reserve"
+    manager.check()
+
+
+def test_a_manager_whose_books_are_not_right_can_be_closed() -> None:
+    manager, _ = interrupted_manager()
+    manager.close()
+    manager.close()
+
+
+def test_recover_of_right_books_changes_nothing() -> None:
+    manager, context = manager_of(checks=False), TextContext([1] * 12, 60, "r")
+    manager.external_claim("r")
+    manager.maybe_reserve(context)
+    lease, pages = manager.lease("r"), manager.get_req_blocks("r")
+    report = manager.recover()
+    assert (report.call, report.released, report.claimed, report.leases) == (None, (), ("r",), (lease,))
+    assert manager.get_req_blocks("r") == pages
+
+
+def test_a_with_block_does_not_hide_what_interrupts_it_and_its_request_is_released() -> None:
+    manager, context = manager_of(checks=False), TextContext([1] * 12, 60, "r")
+
+    def block() -> None:
+        with manager.claim(context):
+            interrupt_within(manager, lambda: manager.maybe_reserve(context))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert manager.recover().released == ("r",)
+    assert not manager.contains("r")
+    assert manager.num_free_blocks == manager.total_num_pages
+
+
+def test_checks_around_calls_do_not_hide_what_interrupts_one() -> None:
+    manager, context = manager_of(checks=True), TextContext([1] * 12, 60, "r")
+    manager.external_claim("r")
+    interrupt_within(manager, lambda: manager.maybe_reserve(context))
+    manager.recover()
+    manager.check()
+
+
+class CallersError(Exception):
+    """What a caller's own code raises."""
+
+
+class Refusing(OwnContext):
+    """A caller's own context that raises where it is told to: at the n-th time that it is read or moved."""
+
+    def __init__(self, inner: TextContext) -> None:
+        super().__init__(inner)
+        self.left = -1
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("start_idx", "active_idx", "end_idx", "active_length", "current_length", "tokens", "cache_salt"):
+            self.count()
+        if name == "set_token_indices":
+            return self.set_indices
+        return super().__getattr__(name)
+
+    def set_indices(self, **indices: int) -> None:
+        self.inner.set_token_indices(**indices)
+        self.count()
+
+    def count(self) -> None:
+        if self.left == 0:
+            self.left = -1
+            raise CallersError
+        self.left -= 1
+
+
+@pytest.mark.parametrize("call", ["maybe_reserve", "reserve_batch", "fetch", "step", "fork", "release", "prefetch"])
+def test_a_context_that_raises_leaves_everything_as_it_was_and_nobody_has_to_recover(call: str) -> None:
+    raised = 0
+    for at in range(60):
+        manager = manager_of(checks=False)
+        with manager.claim(first := TextContext([1] * 13, 60, "first")):  # what is found then
+            manager.maybe_reserve(first)
+            manager.fetch([first])
+            first.update(2)
+            manager.step([first])
+        context = Refusing(TextContext([1] * 14, 60, "r"))
+        manager.external_claim("r")
+        if call in ("fetch", "step", "fork"):
+            manager.maybe_reserve(context)  # type: ignore[arg-type]
+        if call in ("step", "fork"):
+            manager.fetch([context])  # type: ignore[list-item]
+            context.update(3)
+        if call == "fork":
+            manager.step([context])  # type: ignore[list-item]
+        context.left = at
+        try:
+            do(manager, call, context)
+        except CallersError:
+            raised += 1
+        context.left = -1
+        manager.check()
+        if call == "maybe_reserve" and not manager.get_req_blocks("r"):
+            assert context.start_idx == 0
+        if manager.contains("r"):
+            manager.release("r")
+        if manager.contains("child"):
+            manager.release("child")
+        assert manager.num_free_blocks == manager.total_num_pages
+    assert raised or call == "release"  # which goes on without what the context says
+
+
+def do(manager: PagedKVCacheManager, call: str, context: Any) -> None:
+    if call == "fork":
+        child = Refusing(TextContext(context.inner.tokens, 60, "child"))
+        child.left, context.left = context.left, -1
+        manager.fork(context, child)  # type: ignore[arg-type]
+    elif call == "release":
+        manager.release("r")
+    elif call in ("maybe_reserve", "prefetch"):
+        getattr(manager, call)(context)
+    else:
+        getattr(manager, call)([context])
+
+
+def test_our_own_errors_leave_no_mark() -> None:
+    manager = manager_of(8, checks=False)
+    manager.external_claim("r")
+    for call in (
+        lambda: manager.external_claim("r"),
+        lambda: manager.maybe_reserve(TextContext([1] * 200, 250, "r")),
+        lambda: manager.fetch([TextContext([1], 9, "r")]),
+        lambda: manager.release("none"),
+        lambda: manager.lease("none"),
+        lambda: manager.import_block_table(TextContext([1] * 9, 20, "r"), None),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(KVCacheError):
+            call()
+        manager.check()
