@@ -44,6 +44,17 @@ def table(tried: Sequence[Tried]) -> list[str]:
     ]
 
 
+def listed(gaps: Sequence[Tried]) -> list[str]:
+    """The gaps in the order of the files: a function that no test calls is named once."""
+    uncalled = Counter((one.mutant.path, one.mutant.function) for one in gaps if one.is_uncalled)
+    lines = [f"{path}: no test calls {function}: {count} mutants" for (path, function), count in uncalled.items()]
+    others = [one for one in gaps if not one.is_uncalled]
+    return [
+        *sorted(lines),
+        *(line_of(one) for one in sorted(others, key=lambda one: (one.mutant.path, one.mutant.line))),
+    ]
+
+
 def as_json(tried: Sequence[Tried]) -> list[dict[str, object]]:
     """What came of each mutant, for a file."""
     return [
@@ -123,8 +134,8 @@ def main() -> int:
     for line in table(tried):
         _print(line)
     gaps = [one for one in tried if one.is_gap]
-    for one in gaps:
-        _print(line_of(one))
+    for line in listed(gaps):
+        _print(line)
     if asked.json:
         asked.json.write_text(json.dumps(as_json(tried), indent=1) + "\n")
     return 1 if asked.strict and any(one.is_changed or not asked.changed_since for one in gaps) else 0

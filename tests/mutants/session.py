@@ -12,6 +12,7 @@ from tests.mutants.sites import functions
 from tests.mutants.tree import Run, Tree
 
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters")
+NOT_CALLED = "no test calls it"
 _REACH_LIMIT_S = 1200.0
 _COLD_S = 60.0  # a process of its own loads everything anew
 _GRACE_S = 10.0
@@ -81,7 +82,7 @@ class Session:
         start = monotonic()
         tests = self.tests_of(path, function)
         if not tests:
-            return Run("passed", "no test gets there", 0.0)
+            return Run("passed", NOT_CALLED, 0.0)
         expected_s = sum(self._reach["seconds"][test] for test in tests)
         limit_s = _GRACE_S + _PATIENCE * expected_s
         file = self.tree.folder / path

@@ -198,6 +198,8 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
         assert isinstance(node.iter, ast.Subscript)
         yield from (node.target, node.iter.value, *node.body)
         return
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift) and isinstance(node.left, ast.Constant):
+        return  # as `16 << 20`: a limit, of which half or twice as much is no fault
     for field, value in ast.iter_fields(node):
         if field not in _TYPE_FIELDS:
             for one in value if isinstance(value, list) else [value]:
@@ -219,6 +221,8 @@ def _is_left_out(node: ast.AST) -> bool:
             first = first.value if isinstance(first, ast.Attribute) else first.func
         name = getattr(node.func, "attr", "") or getattr(node.func, "id", "")
         return name in _CALLS_OF_TYPES or (isinstance(first, ast.Name) and first.id in _LOGS)
+    if isinstance(node, ast.keyword):
+        return node.arg == "strict"  # of `zip`: a guard against mistakes that nobody makes on purpose
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant) or _is_left_out(node.value)
     return isinstance(node, ast.If) and _is_for_types(node.test)

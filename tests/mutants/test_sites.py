@@ -31,6 +31,7 @@ def of(source: str) -> list[Mutant]:
         "def f():\n    log.debug('text', a + 1)\n    _log.warning(a)\n    warnings.warn(a - 1)\n",
         "A = TypeVar('A', bound=1)\n_log = logging.getLogger('a')\n",
         "def f():\n    f'{a + 1}'\n",
+        "def f():\n    a = b(strict=True)\n",
     ],
 )
 def test_what_no_test_should_look_at_stays_as_it_is(source: str) -> None:
@@ -59,6 +60,10 @@ def test_how_many_are_found_of_what_the_first_ends_does_not_matter() -> None:
         "1",
         "raise E",
     ]
+
+
+def test_half_a_limit_is_no_fault_and_a_limit_that_is_nearly_none_is() -> None:
+    assert [(one.operator, one.new) for one in of("MOST = 16 << 20\n")] == [("arithmetic", "16 >> 20")]
 
 
 def test_a_mutant_is_of_the_outermost_function_or_of_a_constant() -> None:

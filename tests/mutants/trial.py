@@ -14,7 +14,7 @@ from tests.mutants.chosen import Batch
 from tests.mutants.harmless import reason_of
 from tests.mutants.mutation import ROOT
 from tests.mutants.places import beside, elsewhere
-from tests.mutants.session import Session
+from tests.mutants.session import NOT_CALLED, Session
 from tests.mutants.sites import Mutant
 from tests.mutants.tree import Run, Tree
 
@@ -51,6 +51,11 @@ class Tried(NamedTuple):
         if self.reason:
             return HARMLESS
         return SURVIVED if self.elsewhere else SURVIVED_BESIDE
+
+    @property
+    def is_uncalled(self) -> bool:
+        """Whether no test that was asked calls the function."""
+        return (self.elsewhere or self.beside).by == NOT_CALLED
 
     @property
     def is_gap(self) -> bool:

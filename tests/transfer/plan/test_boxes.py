@@ -55,6 +55,13 @@ def test_a_part_of_a_box_lies_where_it_lay(order: str) -> None:
     assert dict(elements(inside, 0, 3, [(1, 1)])) == {at: whole[at] for at in ((2, 1, 2, 1, 1), (2, 1, 3, 1, 1))}
 
 
+def test_a_part_of_a_box_is_like_the_box_in_all_but_its_place() -> None:
+    (whole,) = shard(range(1, 5), order=SPLIT_NHD).groups[0].boxes[:1]
+    for of_page in (True, False):
+        box = msgspec.structs.replace(whole, of_page=of_page)
+        assert sub_box(box, box.first, box.end) == box
+
+
 def good(**changes: Any) -> ShardLayout:
     """Four pages of `[layer 2, side 2, head 3, token 4, dim 2]` in one region, with one field of the box changed."""
     box = from_tensor(
@@ -120,12 +127,32 @@ def test_groups_and_regions_out_of_range_are_refused() -> None:
         (ShardLayout((replace(group, num_pages=5),), (4 * 384,)), "reaches byte 1920 of region 0, which has 1536"),
         (ShardLayout((replace(group, state=True),), (4 * 384,)), "group 0: tokens of a page: 4 is not within 1 to 1"),
         (ShardLayout((replace(group, window=-1),), (4 * 384,)), "group 0: tokens of the window: -1"),
+        (ShardLayout((replace(group, window=ADDRESS_LIMIT),), (4 * 384,)), f"to {ADDRESS_LIMIT - 1}"),
+        (ShardLayout((replace(group, block_pages=0),), (4 * 384,)), "group 0: pages of a block: 0 is not within 1 to"),
+        (
+            ShardLayout((replace(group, block_pages=MAX_INDEX // 4 + 1),), (4 * 384,)),
+            f"group 0: pages of a block: {MAX_INDEX // 4 + 1} is not within 1 to {MAX_INDEX // 4}",
+        ),
+        (
+            ShardLayout((Group(1, 4, (), state=True, block_pages=2),), (4 * 384,)),
+            "group 0: pages of a block: 2 is not within 1 to 1",
+        ),
+        (ShardLayout((group,), (64,) * 16_385), "a shard: regions: 16385 is not within 1 to 16384"),
+        (ShardLayout((group,) * 257, (4 * 384,)), "a shard: groups: 257 is not within 1 to 256"),
         (ShardLayout((replace(group, boxes=group.boxes * 5000),), (4 * 384,)), "a shard: boxes: 5000 is not within"),
         (ShardLayout((replace(group, boxes=group.boxes * 2),), (4 * 384,)), "group 0: boxes 0 and 1 ('kv') hold the"),
     ):
         with pytest.raises(MetadataError) as refused:
             check(layout)
         assert message in str(refused.value)
+
+
+def test_what_is_at_a_limit_is_taken() -> None:
+    (group,) = good().groups
+    replace = msgspec.structs.replace
+    check(ShardLayout((replace(group, block_pages=MAX_INDEX // 4, window=ADDRESS_LIMIT - 1),), (4 * 384,)))
+    check(ShardLayout((Group(1, 4, (), state=True),), (4 * 384,)))
+    check(ShardLayout((group,), (4 * 384, ADDRESS_LIMIT - 1, *(1 for _ in range(16_382)))))
 
 
 def test_boxes_of_two_groups_may_share_memory_and_a_shard_may_hold_nothing_of_a_group() -> None:

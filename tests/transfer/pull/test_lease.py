@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -251,18 +252,71 @@ def test_what_is_remembered_of_ended_leases_is_bounded(book: LeaseBook, monkeypa
     assert book.counts == {"late": 10, "unknown": 1}
 
 
-@pytest.mark.parametrize("damage", ["word", "slot", "forgotten"])
-def test_check_finds_what_is_booked_wrongly(book: LeaseBook, damage: str) -> None:
-    book.grant(5, "r", 0, 10.0)
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("word", r"lease words \[3\] do not hold the ids of their leases"),
+        ("slot", "request 'r': lease 0x0000000000000005 is booked wrongly"),
+        ("ended", "request 'r': lease 0x0000000000000005 is booked wrongly"),
+        ("forgotten", "request 'r': lease 0x0000000000000005 is booked wrongly"),
+        ("another's id", "request 'r': lease 0x0000000000000005 is booked wrongly"),
+    ],
+)
+def test_check_finds_what_is_booked_wrongly(book: LeaseBook, damage: str, message: str) -> None:
+    lease = book.grant(5, "r", 0, 10.0)
+    other = book.grant(6, "s", 1, 10.0)
     book.check()
     if damage == "word":
         book.words[3] = 1
     elif damage == "slot":
-        book.find(5).slot = 1
-    else:
+        lease.slot = 1
+    elif damage == "ended":
+        lease.ended = "read"
+    elif damage == "forgotten":
         del book._by_id[5]
-    with pytest.raises(InvalidLeaseError, match="lease words \\[3\\]|booked wrongly"):
+    else:
+        book._by_id[5] = other
+    with pytest.raises(InvalidLeaseError, match=message):
         book.check()
+
+
+def test_the_times_of_a_lease_are_since_its_time_began_and_to_its_deadline(clock: Clock) -> None:
+    book = LeaseBook(8, clock, longest=3)
+    lease, runs = book.grant(5, "r", 0, 10.0), book.grant(6, "s", 1, 10.0, running=True)
+    assert book.times(runs) == (0.0, None)
+    clock.now += 4
+    assert book.times(lease) == (4.0, 6.0)
+    book.hear(note(5, verdict="renew"))
+    clock.now += 1
+    assert book.times(lease) == (5.0, 9.0)
+    assert book.times(runs) == (0.0, None)
+    book.start_clock(6)
+    clock.now += 2
+    assert book.times(runs) == (2.0, 8.0)
+    book.end(5, "read")
+    while not book.expire():
+        clock.now += 4
+        book.hear(note(6, verdict="renew"))
+    assert 105 + 30 <= clock.now < 105 + 34  # three durations after its clock was started, whatever was renewed
+
+
+def test_ids_of_all_64_bits_are_granted_and_no_other() -> None:
+    book = LeaseBook(8)
+    book.grant((1 << 64) - 1, "r", 7, 10.0)
+    assert book.words[7] == (1 << 64) - 1
+    with pytest.raises(InvalidLeaseError, match="not a 64-bit number above 0"):
+        book.grant(1 << 64, "r", 0, 10.0)
+
+
+def test_a_fork_finds_no_lease() -> None:
+    """Who reads a lease word of a fork, as it has got our pid, must find none."""
+    book = LeaseBook(8)
+    book.grant(5, "r", 0, 10.0)
+    child = os.fork()
+    if child == 0:
+        os._exit(int(book.words.any()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert book.words[0] == 5
 
 
 def test_any_sequence_of_moves_leaves_the_words_as_the_leases_are(clock: Clock) -> None:

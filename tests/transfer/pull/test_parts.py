@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from tests.transfer.replicas import Engine
+from transfer.errors import AgentError
 from transfer.nixl.agent import BACKGROUND_RUNS
 from transfer.plan.page_lists import PagesOfGroup
 from transfer.plan.runs import LONGEST_RUN, Runs
-from transfer.pull.parts import BACKGROUND_BYTES, FOREGROUND_BYTES, Part, longest_run
+from transfer.pull.parts import BACKGROUND_BYTES, FOREGROUND_BYTES, Part, is_over, longest_run
 from transfer.pull.pull_state import PullEvent
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -55,6 +56,54 @@ def test_half_of_what_is_left_goes_to_the_background_while_that_is_worth_waking_
     assert cut(part_of(2048, 64 * KIB), background=True)[:3] == [(1024, True), (512, True), (256, True)]
     assert not any(behind for _, behind in cut(part_of(2 * BACKGROUND_RUNS - 1, 64 * KIB), background=True))
     assert not any(behind for _, behind in cut(part_of(1000, 4 * MIB), background=True))
+
+
+def test_each_transfer_takes_as_much_as_it_may_from_where_the_last_one_ended() -> None:
+    assert cut(part_of(300, MIB), background=False) == [(16, False)] * 18 + [(12, False)]
+    assert cut(part_of(1000, MIB), background=True)[:3] == [(128, True)] * 3
+    assert cut(part_of(300, 64), background=False) == [(BACKGROUND_RUNS - 1, False)] * (
+        300 // (BACKGROUND_RUNS - 1)
+    ) + [(300 % (BACKGROUND_RUNS - 1), False)]
+
+
+def test_a_part_is_here_when_all_of_it_was_posted_and_has_ended() -> None:
+    part = part_of(4, 64)
+    assert not part.is_here
+    part.posted, part.in_flight = 4, 1
+    assert not part.is_here
+    part.in_flight = 0
+    assert part.is_here
+    part.posted = 3
+    assert not part.is_here
+
+
+class Handles:
+    """An agent whose transfers are over, or not, or have failed; it counts what is given back."""
+
+    def __init__(self, state: bool | AgentError, *, release: AgentError | None = None) -> None:
+        self.state, self.fails, self.released = state, release, list[int]()
+
+    def done(self, handle: int) -> bool:  # noqa: ARG002
+        if isinstance(self.state, AgentError):
+            raise self.state
+        return self.state
+
+    def release(self, handle: int) -> None:
+        self.released.append(handle)
+        if self.fails:
+            raise self.fails
+
+
+@pytest.mark.parametrize("fails", [None, AgentError("no such handle")])
+def test_the_handle_of_a_transfer_is_given_back_once_when_it_has_ended_however(fails: AgentError | None) -> None:
+    error = AgentError("it broke")
+    moves, ended, broken = (Handles(state, release=fails) for state in (False, True, error))
+    assert is_over(moves, 1) == (False, None)  # type: ignore[arg-type]
+    assert is_over(ended, 2) == (True, None)  # type: ignore[arg-type]
+    assert is_over(broken, 3) == (True, error)  # type: ignore[arg-type]
+    assert is_over(moves, 4, done=True) == (True, None)  # type: ignore[arg-type]
+    assert is_over(moves, None, done=True) == (True, None)  # type: ignore[arg-type]
+    assert (moves.released, ended.released, broken.released) == ([4], [2], [3])
 
 
 @pytest.mark.parametrize("num_bytes", [4 * KIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 512 * MIB])
