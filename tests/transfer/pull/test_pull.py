@@ -30,6 +30,8 @@ class Agent:
         self.notes: list[tuple[str, Any]] = []
         self.auto = True
         self.raise_at: dict[int, AgentError] = {}
+        self.at_once: set[int] = set()  # of what is posted, what has ended by then
+        self.release_fails: AgentError | None = None
 
     def read(self, peer: str, local: Any, remote: Any, note: bytes = b"", kinds: Any = None) -> tuple[int, bool]:
         number = len(self.posted)
@@ -47,10 +49,19 @@ class Agent:
         if number in self.raise_at:
             self.posted[number]["state"] = "refused"
             raise self.raise_at[number]
-        return number, False
+        if number in self.at_once:
+            self.end(number)
+        return number, number in self.at_once
 
-    def read_word(self, peer: str, local: int, remote: int, note: bytes) -> int:
-        return self.read(peer, [(local, 8, 0)], [(remote, 8, 0)], note)[0]
+    def read_at_once(self, peer: str, local: Any, remote: Any, kinds: Any) -> int | None:
+        number, done = self.read(peer, local, remote, b"", kinds)
+        return None if done else number
+
+    def read_word(self, peer: str, local: int, remote: int, note: bytes) -> int | None:
+        number, done = self.read(peer, [(local, 8, 0)], [(remote, 8, 0)], note)
+        if done:
+            self.done(number)
+        return None if done else number
 
     def end(self, number: int, state: str = "DONE") -> None:
         self.posted[number]["state"] = state
@@ -71,6 +82,8 @@ class Agent:
 
     def release(self, handle: int) -> None:
         self.posted[handle]["released"] += 1
+        if self.release_fails:
+            raise self.release_fails
 
     def notify(self, peer: str, message: bytes) -> None:
         self.notes.append((peer, decode_note(message)))
@@ -559,3 +572,249 @@ def test_pulls_that_wait_for_further_pages_cost_a_poll_nothing_and_are_renewed(
     rig.polled()
     assert sorted(event.key for event in rig.puller.events if event.safe) == sorted(keys)
     assert all("timed out" in event.error for event in rig.puller.events)
+
+
+def test_a_deadline_is_over_when_it_comes_and_what_a_pull_is_can_be_looked_up(rig: Rig) -> None:
+    rig.open(timeout_s=10.0)
+    pull = rig.puller.look_up("r")
+    assert pull is not None
+    assert (pull.key, pull.deadline) == ("r", 60.0)
+    rig.now = 60.0
+    assert rig.polled()[-1] == PullEvent("r", "timed out after 10 s, waiting for more pages", safe=True)
+    assert rig.puller.look_up("r") is None
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_pull_that_is_over_as_it_is_posted_has_its_one_event_and_figures(timed: bool) -> None:
+    rig = Rig(ranks=1)
+    rig.agent.at_once = {0, 1}
+    rig.puller.timed = timed
+    rig.engine.agent = rig.agent
+    asked = part(runs=3)
+    event = rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, asked)
+    assert event is not None
+    assert (event.key, event.error, event.safe) == ("r", "", True)
+    assert (event.times is not None) == timed
+    if event.times is not None:
+        assert 50.0 <= event.times.fence_at <= 51.0
+        assert event.times[1] == 50.0
+    assert not rig.puller.events
+    assert (len(rig.puller), len(rig.puller._free)) == (0, 8)
+    (figures,) = rig.puller.ended
+    assert (figures.num_bytes, figures.num_runs, figures.total_s) == (100, 3, 0.0)
+    assert 0 < figures.post_s < 1
+    read, fence = rig.agent.posted
+    assert read["local"] is asked.local
+    assert (fence["remote"], read["kinds"]) == ([(WORDS_AT + 8 * LEASE.slot, 8, 0)], (MemoryType.DRAM,) * 2)
+    assert rig.said("done") == ["p/0"]
+    with pytest.raises(InvalidTransferError, match="0 s"):
+        rig.puller.pull_at_once("s", rig.engine, LEASE, 0.0, asked)
+
+
+@pytest.mark.parametrize("ended", [{0}, {1}, set()])
+def test_a_pull_that_is_not_over_as_it_is_posted_goes_on_as_any_other(ended: set[int]) -> None:
+    """Its READ is on its way, or the fence after it."""
+    rig = Rig(ranks=1)
+    rig.agent.auto, rig.agent.at_once = False, ended
+    assert rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()) is None
+    with pytest.raises(InvalidTransferError, match="request 'r'"):
+        rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part())
+    assert rig.polled() == []
+    assert rig.puller.is_reading
+    for number in range(2):
+        if number < len(rig.agent.posted):
+            rig.agent.end(number)
+            rig.polled()
+    assert [(event.key, event.error, event.safe) for event in rig.polled()] == [("r", "", True)]
+    assert (len(rig.puller), len(rig.puller._free)) == (0, 8)
+    assert [one["released"] for one in rig.agent.posted] == [0 if number in ended else 1 for number in range(2)]
+    (figures,) = rig.puller.ended
+    assert (figures.num_bytes, figures.num_runs) == (100, 2)
+    assert rig.said("done") == ["p/0"]
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_a_pull_of_which_nothing_can_be_posted_fails_and_keeps_no_word(refused: int) -> None:
+    rig = Rig(ranks=1)
+    rig.agent.at_once, rig.agent.raise_at = {0}, {refused: AgentError("no such address")}
+    assert rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()) is None
+    (event,) = rig.polled()
+    assert (event.key, event.safe) == ("r", True)
+    assert "reading from engine 'p': no such address" in event.error
+    assert (len(rig.puller), len(rig.puller._free)) == (0, 8)
+    assert not rig.puller.ended
+
+
+def test_a_word_that_is_another_fails_a_pull_at_once_too() -> None:
+    rig = Rig(ranks=1)
+    rig.agent.at_once, rig.agent.word = {0, 1}, 77
+    assert rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()) is None
+    (event,) = rig.polled()
+    assert "rank 0 had given the pages away" in event.error
+    assert event.safe
+    assert len(rig.puller._free) == 8
+
+
+def test_a_pull_at_once_waits_for_a_word_as_others_do() -> None:
+    rig = Rig(ranks=1, slots=1)
+    rig.agent.auto = False
+    rig.open("first")
+    rig.add(part(), key="first")
+    rig.agent.end(0)
+    rig.polled()  # its fence has the only word
+    assert rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()) is None
+    assert len(rig.puller) == 2
+    rig.agent.auto = True
+    assert [(event.key, event.error) for event in rig.polled(6)] == [("first", ""), ("r", "")]
+
+
+def test_a_fence_whose_word_comes_later_does_not_hold_up_the_one_behind_it(rig: Rig) -> None:
+    rig.agent.auto = False
+    rig.open()
+    rig.add(part(0), part(1))
+    rig.agent.end(0)
+    rig.agent.end(1)
+    rig.polled()
+    first, second = 2, 3
+    rig.agent.end(second)
+    assert rig.polled() == []
+    assert [one["released"] for one in rig.agent.posted] == [1, 1, 0, 1]
+    rig.agent.end(first, "ERR")
+    (event,) = rig.polled()
+    assert event.safe
+    assert "it broke" in event.error
+    assert rig.said("refused") == ["p/0"]  # the second one was told that all is done
+    assert len(rig.puller._free) == 8
+
+
+def test_of_two_fences_that_fail_both_words_are_given_back_and_the_first_reason_stays(rig: Rig) -> None:
+    rig.agent.auto = False
+    rig.open()
+    rig.add(part(0), part(1))
+    for number in (0, 1):
+        rig.agent.end(number)
+    rig.polled()
+    rig.agent.end(2, "ERR")
+    rig.agent.end(3, "ERR")
+    events = rig.polled(1)
+    assert [event.safe for event in events] == [False, True]
+    assert len({event.error for event in events}) == 1
+    assert len(rig.puller._free) == 8
+
+
+def test_pulls_that_stay_stuck_name_their_engine_once_and_others_do_not(rig: Rig) -> None:
+    rig.agent.auto = False
+    for key in "ab":
+        rig.open(key)
+        rig.add(part(0), key=key)
+    rig.now += 3.0
+    assert rig.puller.stuck(1.0) == []  # they may still come
+    rig.puller.fail("a", "late")
+    rig.puller.fail("b", "late")
+    assert rig.puller.stuck(0.0) == []  # not before it is longer ago
+    rig.now += 2.0
+    assert rig.puller.stuck(2.0) == []
+    assert rig.puller.stuck(1.5) == [rig.engine]
+    rig.agent.end(0)
+    rig.agent.end(1)
+    rig.polled()
+    assert rig.puller.stuck(0.0) == []
+
+
+def test_an_abandoned_engine_leaves_the_pulls_of_others_and_handles_that_cannot_be_released(rig: Rig) -> None:
+    other = Rig()
+    other.agent.puller = rig.puller
+    other.agent.auto = rig.agent.auto = False
+    rig.agent.release_fails = AgentError("the agent is gone")
+    rig.open()
+    rig.add(part(0))
+    rig.puller.open("s", other.engine, LEASE, 90.0)
+    rig.puller.add("s", [part(0)], last=True)
+    pulls = rig.puller.abandon(rig.engine)
+    assert [pull.key for pull in pulls] == ["r"]
+    rig.puller.conclude(pulls)
+    assert [(event.key, event.safe) for event in rig.puller.events] == [("r", False), ("r", True)]
+    assert other.agent.posted[0]["released"] == 0
+    other.agent.auto = True
+    assert rig.polled()[-1] == PullEvent("s", "", safe=True)
+
+
+def long_part(runs: int, arrived: Any = None, length: int = 1 << 20) -> Settled:
+    """One that takes several transfers: so many runs of a MiB, each at its own address."""
+    rows = np.zeros((runs, 3), np.uint64)
+    rows[:, 0], rows[:, 1] = np.arange(runs) * length, length
+    made = Settled(0, rows, rows.copy() + np.array([1 << 40, 0, 0], np.uint64), runs * length, arrived)
+    made.times = 0
+    return made
+
+
+def test_a_part_of_many_transfers_is_read_once_whole_and_used_when_all_is_here(rig: Rig) -> None:
+    seen: list[int] = []
+    rig.agent.auto = False
+    rig.open()
+    asked = long_part(40, lambda: seen.append(len(rig.agent.posted)))
+    rig.add(asked)
+    rig.polled()
+    cuts = [len(one["local"]) for one in rig.agent.posted]
+    assert cuts == [16, 16, 8]
+    assert np.array_equal(np.concatenate([one["local"] for one in rig.agent.posted]), asked.local)
+    assert np.array_equal(np.concatenate([one["remote"] for one in rig.agent.posted]), asked.remote)
+    for number in (2, 0):
+        rig.agent.end(number)
+        rig.polled()
+        assert (seen, asked.times) == ([], 0)
+    rig.agent.end(1)
+    rig.polled()
+    assert (seen, asked.times) == ([3], 1)
+    assert len(rig.agent.posted) == 4  # the fence
+
+
+def test_a_part_of_which_a_transfer_fails_is_settled_when_the_others_have_ended(rig: Rig) -> None:
+    rig.agent.auto = False
+    rig.open()
+    asked = long_part(40)
+    rig.add(asked)
+    rig.polled()
+    rig.agent.end(1, "ERR")
+    rig.polled()
+    rig.agent.end(0)
+    assert not rig.polled()[-1].safe
+    assert asked.times == 0
+    rig.agent.end(2)
+    assert rig.polled()[-1].safe
+    assert asked.times == 1
+
+
+def test_a_pull_has_eight_transfers_in_flight_and_nixls_thread_one_of_them(rig: Rig) -> None:
+    rig.agent.auto = False
+    rig.open()
+    rig.add(long_part(1000))
+    rig.polled()
+    assert [len(one["local"]) for one in rig.agent.posted] == [128, *[16] * 7]
+    rig.open("s")
+    rig.add(long_part(1000), key="s")
+    assert len(rig.agent.posted[8]["local"]) == 16  # that thread is busy with what it has
+    rig.agent.end(1)
+    rig.polled(2)
+    assert [len(one["local"]) for one in rig.agent.posted[16:]] == [16]
+    rig.agent.end(0)
+    rig.polled(2)
+    assert [len(one["local"]) for one in rig.agent.posted[17:]] == [128]
+
+
+def test_what_ends_as_it_is_posted_is_released_at_once_and_posting_stops_after_a_while(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.agent.auto, rig.agent.at_once = False, set(range(100))
+    seconds = iter(np.arange(0.0, 1.0, 2e-4))
+    monkeypatch.setattr("transfer.pull.pull.time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    rig.open()
+    rig.add(long_part(160))
+    assert [one["released"] for one in rig.agent.posted] == [1] * 2  # 0.2 ms each, and none is begun after 0.3 ms
+    assert rig.puller.is_copying
+    rig.polled(1)
+    assert len(rig.agent.posted) == 4
+    assert rig.polled(3) == [PullEvent("r", "", safe=True)]
+    assert not rig.puller.is_copying
+    assert len(rig.agent.posted) == 11
+    assert rig.puller.ended[0].num_runs == 160
