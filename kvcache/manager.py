@@ -225,9 +225,12 @@ class PagedKVCacheManager(PoolFigures):
     def maybe_reserve(self, data: Context, num_steps: int = 1) -> bool:
         """Give the request pages for all its known tokens and `num_steps` steps; cached ones where they match.
 
-        On a prefix hit the context's `start_idx` moves to the end of the hit. False: too few pages, nothing changed;
-        the same call may work once others have released theirs. Tokens that a lease promises to readers are not
-        computed anew: `InvalidRequestError`, here and in `fetch`.
+        The context's `start_idx` moves to the end of a prefix hit. A request without pages has computed nothing: it
+        starts at its hit, or at 0, whatever its context says, so that a preempted request is claimed again with the
+        same context. False: too few pages, nothing changed; the same call may work once others have released theirs.
+
+        Raises `InvalidRequestError`, as `reserve_batch` and `fetch` do, where a request with pages has its `start_idx`
+        beyond what it can have computed, or would compute anew what a lease promises to readers.
         """
         mark = self._mark
         if mark.call is not None:
@@ -246,7 +249,7 @@ class PagedKVCacheManager(PoolFigures):
                 return True
         _, replica_idx, row = self._claims.own(data, "maybe_reserve")
         num_steps = arguments.steps(num_steps)
-        if self._reset_endpoint is not None and data.active_length > 1:
+        if self._reset_endpoint is not None and (place < 0 or data.active_length > 1):
             self._look_for_reset()
         context = read_context(data)
         mark.call = ("maybe_reserve", context.request_id)
@@ -265,7 +268,7 @@ class PagedKVCacheManager(PoolFigures):
         self._mark.check("reserve_batch")
         num_steps = arguments.steps(num_steps)
         gathered = self._claims.gather(batch, "reserve_batch")
-        if self._reset_endpoint is not None and gathered.slack < 0 and (gathered.actives - gathered.starts > 1).any():
+        if self._reset_endpoint is not None and gathered.slack < 0 and gathered.looks_up:
             self._look_for_reset()
         reserved = self._replicas.reserve_batch(gathered, num_steps, self._claims.bind)
         self._mark.call = None

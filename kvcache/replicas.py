@@ -122,13 +122,14 @@ class Replicas:
     def admission(self, context: Context, num_steps: int = 1) -> Admission:
         """Where a new request is best claimed."""
         one = self.each[0]
-        needed = one.pages_needed(context, num_steps)
+        needed = one.pages_needed(context, num_steps, 0)
+        most = needed if one.further is None else needed + one.further.most(context, num_steps)
         claimed = [len(replica.rows.row_of) for replica in self.each]
         if self._router.routing.rule != "prefix":
             chosen = self._router.without_looking(claimed)
             hits = self.each[chosen].match(context)[1]
             further = self.each[chosen].plan_further(None, context, num_steps, hits, start=len(hits) * one.page_size)
-            fits = self._fits(chosen, needed, hits, further)
+            fits = self._fits(chosen, needed, hits, further, most)
             return Admission(chosen, len(hits), needed - len(hits) + further.new, fits)
         # One hash of the prompt for all of them, also where the context cannot keep it.
         hasher = hasher_of(context, one.hash_algorithm, one.page_size) if one.caching else None
@@ -137,7 +138,7 @@ class Replicas:
             replica.plan_further(None, context, num_steps, pages, hasher, start=len(pages) * one.page_size)
             for replica, pages in zip(self.each, found, strict=True)
         ]
-        fits = [self._fits(at, needed, *both) for at, both in enumerate(zip(found, further, strict=True))]
+        fits = [self._fits(at, needed, *both, most) for at, both in enumerate(zip(found, further, strict=True))]
         missing = [needed - len(pages) + more.new for pages, more in zip(found, further, strict=True)]
         chosen = self._router.recommend(missing, claimed, fits)
         return Admission(chosen, len(found[chosen]), missing[chosen], fits[chosen])
@@ -157,7 +158,7 @@ class Replicas:
     def reserve(self, replica_idx: int, row: int, context: Context, num_steps: int) -> bool:
         """Pages for one request; False: too few, nothing changed."""
         replica = self.each[replica_idx]
-        first_time = replica.rows.prompt.item(row) < 0
+        first_time = replica.rows.prompt.item(row) < 0  # then what is cached is looked up, whatever is to run
         if self._copies is not None and first_time:
             self._copies.bring(replica_idx, row, context, num_steps)
         if replica.further is not None:
@@ -165,7 +166,7 @@ class Replicas:
         new_pages = replica.reserve(row, context, num_steps)
         if new_pages is not None and first_time:
             self._router.admitted(replica_idx, new_pages)
-        if self._partial is not None and new_pages is not None and context.active_length > 1:
+        if self._partial is not None and new_pages is not None and (first_time or context.active_length > 1):
             self._reuse_part(self._partial[replica_idx], replica_idx, row, context)
         return new_pages is not None
 
@@ -182,9 +183,11 @@ class Replicas:
         places: list[tuple[int, int]] = list(zip(gathered.replicas.tolist(), gathered.rows.tolist(), strict=True))
         contexts = [read_context(context) for context in gathered.contexts]
         for (replica_idx, row), context in zip(places, contexts, strict=True):
-            self.each[replica_idx].refuse_pending(row, "reserve_batch")
-            self.each[replica_idx].refuse_rewrite(row, context)
-            self.each[replica_idx].pages_needed(context, num_steps)
+            replica = self.each[replica_idx]
+            replica.refuse_pending(row, "reserve_batch")
+            replica.refuse_rewrite(row, context)
+            replica.refuse_ahead(row, context)
+            replica.pages_needed(context, num_steps, replica.start_of(row, context))
         self.mark.call = ("reserve_batch", gathered.places)
         reserved = np.zeros(len(contexts), np.bool_)
         for at, ((replica_idx, row), context) in enumerate(zip(places, contexts, strict=True)):
@@ -215,8 +218,7 @@ class Replicas:
                     replica.further.refuse_lost(state.rows, state.starts)
                 replica.refuse_short(state.rows, lengths, "fetch")
         for replica, state in zip(self.each, states, strict=True):
-            if replica.leases.of_row:
-                replica.leases.refuse_rewrite(state.rows, state.starts)
+            replica.refuse_starts(state.rows, state.starts)
         self.mark.call = _FETCH
         if self.tiers is not None:
             for tier, state in zip(self.tiers.replicas, states, strict=True):
@@ -241,6 +243,7 @@ class Replicas:
             return None
         counter = self.each[0].counter
         if row in counter.open:  # a decode step changes nothing
+            counter.refuse_ahead(row, start)
             self.mark.call = _FETCH
             counter.run_one(row, start, active)
             self.mark.call = None
@@ -435,7 +438,7 @@ class Replicas:
         found = partial.find(row, context)
         if found is not None:
             page, own, cached = found
-            self.each[replica_idx].advance(row, context, cached)
+            self.each[replica_idx].move_start(row, context, cached)
             self.placed[replica_idx].copy_page(page, own)
 
     def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
@@ -449,6 +452,8 @@ class Replicas:
             if slack >= num_steps - 1:
                 gathered.slack = slack
                 return True
+            if slack < -1:  # one has no pages, or says that it has computed more than they hold
+                return False
             shares = gathered.split(len(self.each))
         lengths = gathered.ends + (num_steps - 1) if num_steps > 1 else gathered.ends
         self.mark.call = ("reserve_batch", gathered.places)
@@ -475,14 +480,20 @@ class Replicas:
     def _digests(self, gathered: Gathered, share: Share, at: Ints, firsts: Ints, lasts: Ints) -> NDArray[np.uint64]:
         return gathered.digests(rows_at(share.at, at), firsts, lasts, self._hasher_of, self._log)
 
-    def _fits(self, replica_idx: int, needed: int, hits: NDArray[np.int32], further: FurtherPlan) -> bool:
-        """Whether a new request of `needed` pages, `hits` of them published, could be claimed and reserved now."""
+    def _fits(self, replica_idx: int, needed: int, hits: NDArray[np.int32], further: FurtherPlan, most: int) -> bool:
+        """Whether a new request of `needed` pages, `hits` of them published, could be claimed and reserved now.
+
+        `most`: pages that it takes in all tables where its claim evicts some of what was found.
+        """
         replica = self.each[replica_idx]
         if len(replica.rows.row_of) == len(replica.rows.request_ids):
             return False
         if self.states and not self.states[replica_idx].has_room:
             return False
-        free = replica.pool.free_count - further.cost - replica.pool.beside
+        free = replica.pool.free_count - replica.pool.beside
+        if replica.states is not None and replica.states.may_lose_pages:
+            return most <= free
+        free -= further.cost
         return needed <= free or needed - len(hits) + replica.pool.would_be_taken(hits) <= free
 
     def _hasher_of(self, replica_idx: int, row: int, context: Context) -> PrefixHasher:

@@ -92,8 +92,10 @@ class Admission(NamedTuple):
     replica_idx: int
     cached_pages: int  # of the request, published there
     missing_pages: int  # that it would have to be given there, to begin with
-    # Whether there are a free row and so many free pages now. False: on no replica, where the rule weighs them
-    # (`prefix`), else not on this one; the request has to wait for another's release.
+    # Whether it would be given a row and its pages now: `external_claim` and `maybe_reserve` succeed if nothing comes
+    # in between. False: on no replica, where the rule weighs them (`prefix`), else not on this one; the request has to
+    # wait for another's release. (Where recurrent states lie among the pages, and the claim itself may evict some that
+    # were found, these do not count as found; so that some requests fit, and are told that they do not.)
     fits: bool
 
 

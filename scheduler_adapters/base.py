@@ -38,7 +38,7 @@ class Pages(Protocol):
 
     A request is claimed from `external_claim` to `release`. In each step of it: `maybe_reserve`, `fetch`, the model,
     `context.update`, `step`. Between two steps it may be released, in whatever state: that is also how it is aborted or
-    preempted, and then runs again after `context.reset()`.
+    preempted. A preempted request is claimed again with the same context, and runs from what is cached of it by then.
     """
 
     @property

@@ -205,13 +205,12 @@ class ServingLoop(Generic[PagesT_co]):
         return outputs
 
     def _preempt(self, entry: _Entry) -> None:
-        """Take the pages of a running request away. It runs again from its first token, before all that wait."""
+        """Take the pages of a running request away. It comes back before all that wait, and finds what is left."""
         # It does not come straight back, to be preempted again: it needs all the pages that it gave back, and an older
         # request has taken some of them.
         request_id = entry.request.request_id
         del self._running[request_id]
         self.manager.release(request_id)
-        entry.context.reset()
         self._waiting[request_id] = entry
         self._waiting.move_to_end(request_id, last=False)
         self.preemptions += 1
@@ -248,7 +247,8 @@ class ServingLoop(Generic[PagesT_co]):
     def _claim(self, entry: _Entry) -> bool:
         """A row and pages for a waiting request; False, and nothing taken, where one is short."""
         context = entry.context
-        self._choose_chunk(context)
+        if self._has_windows:  # its first chunk begins with its first token, also where it was preempted
+            context.set_token_indices(start_idx=0, active_idx=min(context.end_idx, self.token_budget))
         if self._admission is not None and not self._admission(context).fits:
             return False
         entry.replica = self.manager.get_or_recommend_replica(context)

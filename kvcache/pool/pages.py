@@ -98,6 +98,10 @@ class PagePool:
         self.holders[page] = 1
         return page
 
+    def next_evicted(self) -> int:
+        """The page that `allocate_one` evicts; 0: none, as there is one that is fresh, or none at all."""
+        return 0 if self._fresh_count or not self.idle.count else self.idle.first()
+
     def hold(self, pages: Pages) -> None:
         """Add a holder to each of `pages`, which are distinct and published or held."""
         at = pages.astype(INDEX)

@@ -135,6 +135,11 @@ class SlabPool(PagePool):
             return True
         return self._oldest_slab()[1] < _HELD or self._cheapest_to_move() > 0
 
+    @property
+    def has_fresh_slab(self) -> bool:
+        """Whether `take_slab` takes one of fresh pages, and nothing is evicted or moved for it."""
+        return not self._oldest_slab()[1]
+
     def use_of(self, order: IdleOrder | HintedOrder, used: Indices) -> int:
         """When what goes next of an order was used, later or earlier as its hint says; below 0 where a quota is full.
 

@@ -64,6 +64,11 @@ class Gathered:
         self.actives: Ints = np.fromiter([context.active_idx for context in contexts], np.int64, count)
         self.ends: Ints = np.fromiter([context.current_length for context in contexts], np.int64, count)
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether prefixes are looked up for some: all but those with pages and one token to run."""
+        return self.unbound or bool((self.actives - self.starts > 1).any())
+
     def split(self, count: int) -> list[Share]:
         """What each of `count` replicas has of the batch."""
         if not self._shares:

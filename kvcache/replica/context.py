@@ -26,6 +26,9 @@ class Context(Protocol):
     release: `maybe_reserve`, `step` and imports refuse a context whose salt or keys are others than its pages were
     reserved with. Known tokens never change: a context that drops some from its end (a rejected draft, say) must have
     `prefix_hasher` and set it to None then, or its later pages would be found by the digests of the dropped tokens.
+
+    The manager knows what a request has computed, and moves `start_idx` there by `set_token_indices` when it gets its
+    first pages: forward to the end of a prefix hit, or back, where the request had pages before and gave them up.
     """
 
     @property
@@ -217,7 +220,7 @@ class TextContext:
         self._start, self._active, self._end = start, active, end
 
     def reset(self) -> None:
-        """Forget what is cached: every known token runs again (preemption by recompute)."""
+        """Let every known token run again. A preempted request needs no such call: `maybe_reserve` moves its start."""
         self.leave()
         self._start, self._active = 0, self._end
 

@@ -169,11 +169,21 @@ class FurtherTables:
         cost = new + taken - self._pool.would_be_freed(freed)
         return FurtherPlan(tuple(hits), tuple(founds), tuple(firsts), gone, end, new, cost)
 
-    def least(self, context: Context, num_steps: int, start: int | None = None) -> int:
-        """Pages that the request takes where nothing is found, and it runs from `start`, its own one for None."""
-        start = context.start_idx if start is None else start
+    def least(self, context: Context, num_steps: int, start: int) -> int:
+        """Pages that the request takes where nothing is found, and it runs from `start`."""
         pages = -(-_tokens_to_hold(context, num_steps, start) // self._page_size)
         return sum((part.stop - part.start) * (pages - self._seen(group, start)) for group, part in self._groups)
+
+    def most(self, context: Context, num_steps: int) -> int:
+        """Pages that a request without pages takes at most, whatever is found: from the worst end it may go on from."""
+        size, length, known = self._page_size, context.active_length, context.end_idx
+        ends: Ints = np.arange(0, known, size)
+        active = np.where(ends < context.active_idx, context.active_idx, np.minimum(known, ends + length))
+        columns = -(-np.where(active < known, active, known + num_steps - 1) // size)
+        return sum(
+            (part.stop - part.start) * int((columns - group.first_seen(ends) // size).max())
+            for group, part in self._groups
+        )
 
     def hold(self, row: int, plan: FurtherPlan) -> None:
         """Hold what was found and give back what leaves the row. `take` follows; neither can fail."""

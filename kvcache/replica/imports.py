@@ -174,8 +174,7 @@ def _check_digests(
 
 def _refuse_hole(replica: Replica, row: int, context: Context, table: BlockTable) -> None:
     """What a table leaves out has to be here: what stands behind a hole is nobody's prefix."""
-    begins = not context.start_idx and context.active_length > 1  # else nothing is looked up
-    here = len(replica.match(context, row)[1]) * replica.page_size if begins else 0
+    here = len(replica.match(context, row)[1]) * replica.page_size
     if here < table.first_page * table.page_size:
         first = table.first_page * table.page_size
         raise _mismatch(context, f"begins at token {first}, and the devices have {here} tokens before it")
@@ -246,7 +245,8 @@ def _plan_tables(
         hits=hits,
         replaced=np.zeros(0, np.int32),
         new=max(0, needed - len(hits)),
-        cached=found if found > context.start_idx else 0,
+        cached=found,
+        start=found,
         restored=len(hits),
         slots=NO_SLOTS,
         further=plan,
@@ -340,6 +340,9 @@ def finish_import(
     """Every byte has arrived: the tokens count as cached, the full pages can be found."""
     _check_open(replica, row, context, pending, "commit_import")
     _check_proof(replica, pending, proof)
+    there = max(pending.num_tokens, replica.rows.counted.item(row))  # more may have been found than was to be copied
+    if context.start_idx > there:
+        raise replica.counter.ahead(row, context.start_idx, there)
     cached = max(pending.num_tokens, context.start_idx)
     context.set_token_indices(start_idx=cached, active_idx=context.end_idx)
     replica.imports.commit(pending)

@@ -22,9 +22,9 @@ def lift(replica: Replica, row: int, context: Context, num_steps: int) -> None:
     """
     further, tier = replica.further, replica.tier
     last = (context.current_length - 1) // replica.page_size
-    if further is None or not tier.keeps or replica.rows.num_pages[row] or context.active_length == 1 or not last:
+    if further is None or not tier.keeps or replica.rows.num_pages[row] or not last:
         return
-    replica.pages_needed(context, num_steps)  # raises as the reservation will, before anything moves
+    replica.pages_needed(context, num_steps, 0)  # raises as the reservation will, before anything moves
     hasher = replica.hasher(row, context)
     digests = hasher.digests(context.tokens, 0, last)
     states = replica.states
@@ -36,7 +36,7 @@ def lift(replica: Replica, row: int, context: Context, num_steps: int) -> None:
     start = wanted.pages * replica.page_size
     if not len(wanted.digests):
         hasher.matches[tier] = now
-    elif start > context.start_idx and fits(replica, context, num_steps, wanted):
+    elif fits(replica, context, num_steps, wanted):
         if replica.log is not None:
             run = token_bytes(context.tokens[:start])
             replica.log.describe(([hasher], np.array([0]), np.array([wanted.pages]), [run]))
@@ -49,7 +49,7 @@ def fits(replica: Replica, context: Context, num_steps: int, wanted: FromBelow) 
     if (further := replica.further) is None:
         return False
     start, pool = wanted.pages * replica.page_size, replica.pool
-    needed = replica.pages_needed(context, num_steps) + further.least(context, num_steps, start)
+    needed = replica.pages_needed(context, num_steps, 0) + further.least(context, num_steps, start)
     return needed - len(wanted.here) + pool.would_be_taken(wanted.here) <= pool.free_count
 
 

@@ -34,7 +34,7 @@ class PeerCopies:
         """
         mine = self._placed[replica_idx].replica
         last = (context.current_length - 1) // mine.page_size
-        if not mine.caching or context.active_length == 1 or not last:
+        if not mine.caching or not last:
             return
         hasher = mine.hasher(row, context)
         digests = hasher.digests(context.tokens, 0, last)
@@ -48,7 +48,7 @@ class PeerCopies:
         if not absent.any():
             return
         present, names = wanted[~absent], digests[absent]
-        new = mine.pages_needed(context, num_steps) - len(present)
+        new = mine.pages_needed(context, num_steps, 0) - len(present)
         if new + mine.pool.would_be_taken(present) > mine.pool.free_count:
             return
         mine.pool.hold(present)

@@ -33,7 +33,19 @@ class PrefixStates(Protocol):
         ...
 
     def ends(self, request_id: RequestID | None, digests: Digests) -> Asked:
-        """Of found pages of these digests, one after another, after which the request, or one to come, may go on."""
+        """Of found pages of these digests, one after another, after which the request, or any other, may go on."""
+        ...
+
+    def ends_unclaimed(self, digests: Digests) -> Asked:
+        """After which of these pages a request that is not claimed may go on: its claim takes room for its own state.
+
+        The cached state that has to go for that is of no use to it.
+        """
+        ...
+
+    @property
+    def may_lose_pages(self) -> bool:
+        """Whether the next claim may evict pages or states, and nobody knows which."""
         ...
 
     @property
@@ -51,6 +63,9 @@ class PrefixStates(Protocol):
 def up_to_state(
     states: PrefixStates, further: FurtherTables | None, request_id: RequestID | None, first: int, digests: Digests
 ) -> int:
-    """Of pages that the first table has found, after `first` published ones, how many a request may go on after."""
-    ends = states.ends(request_id, digests)
+    """Of pages that the first table has found, after `first` published ones, how many a request may go on after.
+
+    `request_id`: None for a request that is not claimed.
+    """
+    ends = states.ends_unclaimed(digests) if request_id is None else states.ends(request_id, digests)
     return last_end(ends) if further is None else further.longest(first, digests, ends)

@@ -73,9 +73,13 @@ class Replica:
         Returns the pages taken anew, or None if there are too few: then nothing has changed.
         """
         self.refuse_pending(row, "maybe_reserve")
-        needed = self.pages_needed(context, num_steps)
+        have = self.rows.num_pages.item(row)
+        start = context.start_idx if have else 0
+        needed = self.pages_needed(context, num_steps, start)
         if context.active_length == 1:  # a decode step
-            if 1 < needed == self.rows.num_pages.item(row) + 1 and self.further is None:  # onto a new page
+            if 1 < needed == have + 1 and self.further is None:  # onto a new page
+                if start > self.rows.capacity.item(row):
+                    self.refuse_ahead(row, context)
                 if not self.pool.free_count:
                     return None
                 self.counter.admit(row, context.end_idx)
@@ -85,6 +89,7 @@ class Replica:
                 return 0  # on a page that the row has; what it may not do is for `fetch` and `step` to refuse
         named = self.refuse_renamed(row, context)
         self.refuse_rewrite(row, context)
+        self.refuse_ahead(row, context)
         return self.act(row, context, named, self._plan(row, context, needed, num_steps))
 
     def act(self, row: int, context: Context, named: tuple[str | None, ExtraKeys], plan: Reservation) -> int | None:
@@ -95,9 +100,9 @@ class Replica:
             taken += self.pool.would_be_taken(plan.hits) - self.pool.would_be_freed(plan.replaced[kept:])
             if taken > free:
                 return None
-        if plan.cached:
+        if plan.cached or plan.start != context.start_idx:
             # First, as a context of the caller's own may refuse: then no page has moved yet.
-            self.advance(row, context, plan.cached)
+            self.move_start(row, context, plan.start)
         if self.states is not None:  # before pages are taken, for which the state that it goes on from may be evicted
             last = plan.cached // self.page_size
             before = self.hasher(row, context).digests(context.tokens, last - 1, last) if last else None
@@ -108,10 +113,17 @@ class Replica:
         self.counter.admit(row, context.end_idx)
         return plan.new
 
-    def pages_needed(self, context: Context, num_steps: int, start: int | None = None) -> int:
+    def start_of(self, row: int, context: Context) -> int:
+        """The token from which the request runs where nothing more of it is found.
+
+        A row without pages has computed nothing, whatever its context says: it may be of a request that was preempted.
+        """
+        return context.start_idx if self.rows.num_pages.item(row) else 0
+
+    def pages_needed(self, context: Context, num_steps: int, start: int) -> int:
         """Pages for all known tokens and `num_steps` steps, the last of which stores no KV of its own token.
 
-        `start`: the token from which the request runs, its own one for None.
+        `start`: the token from which the request runs.
         """
         length = context.current_length + num_steps - 1
         if length > self.max_seq_len:
@@ -142,14 +154,14 @@ class Replica:
     ) -> FurtherPlan:
         """What the row, or one to come, takes in its further tables where the first one has found `hits`.
 
-        `start`: the token up to which nothing has to run then, 0 for no news.
+        `start`: the token from which the request runs then.
         """
         if self.further is None:
             return _NOTHING_FURTHER
         first = 0 if row is None else int(self.rows.committed[row])
         hasher = hasher or self.hasher(row, context)
         digests = hasher.digests(context.tokens, first, first + len(hits))
-        return self.further.plan(row, context, num_steps, start or context.start_idx, first, digests)
+        return self.further.plan(row, context, num_steps, start, first, digests)
 
     def match(self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None) -> tuple[int, Pages]:
         """First logical page that is not committed yet, and the published pages that continue from there.
@@ -192,7 +204,7 @@ class Replica:
         self.refuse_pending(parent, "fork")
         named = self.refuse_renamed(parent, child)
         rows, computed = self.rows, int(self.rows.cached[parent])
-        needed, full = self.pages_needed(child, num_steps), computed // self.page_size
+        needed, full = self.pages_needed(child, num_steps, computed), computed // self.page_size
         tables = 1 if self.further is None else 1 + self.further.count
         if (needed - full) * tables + self.pool.beside > self.pool.free_count:
             return None
@@ -323,17 +335,17 @@ class Replica:
         """Pages of the row, from the first on, that are published, or on their way from a lower tier."""
         return int(self.rows.committed[row]) + sum(map(len, self.tier.coming(row)))
 
-    def advance(self, row: int, context: Context, cached: int) -> None:
-        """The first `cached` tokens need not run: move the context's start. A chunk ended before keeps its length."""
-        before, active = context.start_idx, context.active_idx
-        if cached >= active:
-            active = min(context.end_idx, cached + context.active_length)
-        context.set_token_indices(start_idx=cached, active_idx=active)
-        if context.start_idx != cached:
+    def move_start(self, row: int, context: Context, start: int) -> None:
+        """The first `start` tokens need not run: move the context there. A chunk that ends before keeps its length."""
+        before, active = self.start_of(row, context), context.active_idx
+        if start >= active:
+            active = min(context.end_idx, start + context.active_length)
+        context.set_token_indices(start_idx=start, active_idx=active)
+        if context.start_idx != start:
             raise InvalidRequestError(
-                f"request {context.request_id!r}: set_token_indices({cached}) left start_idx at {context.start_idx}"
+                f"request {context.request_id!r}: set_token_indices({start}) left start_idx at {context.start_idx}"
             )
-        self.counter.hit(row, context.end_idx, before, cached)
+        self.counter.hit(row, context.end_idx, before, start)
 
     def mend(self, over: PageLease | None) -> list[RequestID]:
         """After an interrupt, the claims and so the rows are mended: all that follows from rows, leases and imports.
@@ -422,6 +434,23 @@ class Replica:
         if row in self.leases.of_row:
             self.leases.refuse_rewrite(np.array([row]), np.array([context.start_idx]))
 
+    def refuse_ahead(self, row: int, context: Context) -> None:
+        """Raise `InvalidRequestError` where the context has its start behind all that the row can have computed.
+
+        While a prompt is not through, that is what was found, fetched or stepped of it; later, what its pages hold.
+        """
+        start = context.start_idx
+        if start > self.rows.capacity.item(row) and self.rows.num_pages.item(row):
+            raise self.counter.ahead(row, start, self.rows.capacity.item(row))
+        self.counter.refuse_ahead(row, start)
+
+    def refuse_starts(self, rows: Rows, starts: Ints) -> None:
+        """Raise `InvalidRequestError` where one of `rows` may not run from its start: as the two above."""
+        if self.leases.of_row:
+            self.leases.refuse_rewrite(rows, starts)
+        if self.counter.is_open:
+            self.counter.refuse_all_ahead(rows, starts)
+
     def refuse_pending(self, row: int, call: str) -> None:
         if row in self.imports.of_row:
             raise NotReservedError(
@@ -448,9 +477,9 @@ class Replica:
 
     def _plan(self, row: int, context: Context, needed: int, num_steps: int) -> Reservation:
         rows, slots = self.rows, NO_SLOTS
-        have, start = rows.num_pages.item(row), context.start_idx
+        have, start = rows.num_pages.item(row), self.start_of(row, context)
         # One active token after all others were computed is a decode step: there is nothing to look up.
-        looks = context.active_length > 1
+        looks = not have or context.active_length > 1
         first, hits = self.published_run(context, row) if looks else (0, _NO_PAGES)
         restored = first + len(hits)
         if looks:
@@ -468,11 +497,12 @@ class Replica:
         cached = (restored + len(slots) if slots.size else first + len(hits)) * self.page_size
         if cached <= start:
             cached, hits, slots = 0, _NO_PAGES, NO_SLOTS  # no token fewer to run: `step` finds the duplicates
+        start = max(start, cached)
         has_others = hits.size and have > first
         replaced = rows.table[row, first : min(have, first + len(hits))].copy() if has_others else _NO_PAGES
         new = max(0, needed - max(have, first + len(hits)))
-        further = self.plan_further(row, context, num_steps, hits, start=cached)
-        return Reservation(first, hits, replaced, new, cached, restored, slots, further)
+        further = self.plan_further(row, context, num_steps, hits, start=start)
+        return Reservation(first, hits, replaced, new, cached, start, restored, slots, further)
 
     def _take(self, row: int, plan: Reservation) -> None:
         rows = self.rows

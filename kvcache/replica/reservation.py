@@ -11,7 +11,7 @@ class Reservation(NamedTuple):
     """What a reservation takes: `hits` replace the row's logical pages from `first` on, `new` pages are appended.
 
     Into the logical pages from `restored` on come those of the lower tier's `slots`. `cached` is the token up to which
-    nothing has to run; 0: no news to the context.
+    pages were found; 0: none that the request did not have. The request runs from `start`.
     """
 
     first: int
@@ -19,6 +19,7 @@ class Reservation(NamedTuple):
     replaced: Pages
     new: int
     cached: int
+    start: int
     restored: int
     slots: Slots
     further: FurtherPlan

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcache.errors import NoFreeRowError
+from kvcache.errors import InvalidRequestError, NoFreeRowError
 from kvcache.pool.index import NO_PAGE
 from kvcache.types import RequestID
 
@@ -208,6 +208,26 @@ class PromptCounter:
         counted[row] = end = max(seen, end)
         if end >= prompt:
             self.open.remove(row)
+
+    def refuse_ahead(self, row: int, start: int) -> None:
+        """Raise `InvalidRequestError` where the row's prompt is not through, and would run from beyond what it has."""
+        if row in self.open and start > (seen := self._rows.counted.item(row)):
+            raise self.ahead(row, start, seen)
+
+    def refuse_all_ahead(self, rows: Rows, starts: Ints) -> None:
+        """`refuse_ahead` of each of `rows`."""
+        state = self._rows
+        seen = state.counted[rows]
+        ahead = (starts > seen) & (seen < state.prompt[rows])
+        for at in ahead.nonzero()[0].tolist():
+            self.refuse_ahead(int(as_rows(rows)[at]), int(starts[at]))
+
+    def ahead(self, row: int, start: int, most: int) -> InvalidRequestError:
+        """The error of a request whose context says that more is computed than there can be."""
+        return InvalidRequestError(
+            f"request {self._rows.request_ids[row]!r}: its start_idx is {start}, but {most} tokens at most are "
+            "computed: set it back, or release the request and claim it anew"
+        )
 
     def computed(self, rows: Rows, tokens: Ints) -> None:
         """The model has computed this many tokens of `rows`."""

@@ -37,6 +37,15 @@ class KeptStates:
                 return np.zeros(len(digests), np.bool_)
         return self._pages.kept_after(digests)
 
+    def ends_unclaimed(self, digests: Digests) -> NDArray[np.bool_]:
+        """As `PrefixStates.ends_unclaimed`."""
+        return self._pages.kept_after(digests, but=self._pages.goes_next)
+
+    @property
+    def may_lose_pages(self) -> bool:
+        """As `PrefixStates.may_lose_pages`."""
+        return self._pages.may_lose_pages
+
     def there(self, digests: Digests) -> NDArray[np.bool_]:
         """As `PrefixStates.there`."""
         return self._pages.there(digests)

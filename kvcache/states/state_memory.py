@@ -112,6 +112,16 @@ class StateMemory:
         self._pool.release(one_page(self._pool.allocate_one()))
         self._give_back()
 
+    @property
+    def goes_next(self) -> int:
+        """The page whose copy is evicted for the next request; 0: none, or, of slabs, nobody knows."""
+        return 0 if self._slabs is not None else self._pool.next_evicted()
+
+    @property
+    def may_lose_pages(self) -> bool:
+        """Whether pages or copies may be evicted for the next request, and nobody knows which: of slabs."""
+        return self._slabs is not None and not self._slabs.pool.has_fresh_slab
+
     def _has_room(self, *, moving: bool) -> bool:
         """Whether a page can be had, of which a copy may have to go. `moving`: token pages may be moved for it."""
         if self._slabs is not None and (slab := self._slabs.pool.take_slab(moving=moving)):

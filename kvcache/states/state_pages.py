@@ -107,9 +107,13 @@ class StatePages(StateMemory):
 
     # ---- copies that others go on from
 
-    def kept_after(self, digests: Digests) -> NDArray[np.bool_]:
-        """Of pages of these digests, after which there is a copy of the state, on the device or in host memory."""
-        found = self._pool.index.find(digests) != NO_PAGE
+    def kept_after(self, digests: Digests, *, but: int = NO_PAGE) -> NDArray[np.bool_]:
+        """Of pages of these digests, after which there is a copy of the state, on the device or in host memory.
+
+        `but`: a page whose copy does not count.
+        """
+        pages = self._pool.index.find(digests)
+        found = (pages != NO_PAGE) & (pages != but)
         if self.below is not None:
             found |= self.below.in_host(digests)
         return found

@@ -194,7 +194,6 @@ class PeerPrefixes:
         if not fetch.to_ask or fetch.stretches == _MOST_STRETCHES or self._clock() >= fetch.since + _ASK_S:
             return self._end(fetch, outcome)
         self._give_back(fetch)
-        context.reset()
         cached, missing = self._missing(fetch)
         if missing <= 0 or not self.estimate.pays(missing, context.current_length - cached - missing):
             return self._end(fetch, outcome)
@@ -206,7 +205,6 @@ class PeerPrefixes:
         self.counts["pulled" if fetch.stretches else outcome] += 1
         del self._open[context.request_id]
         self._give_back(fetch)
-        context.reset()
         return fetch.waiting
 
     def _give_back(self, fetch: _Fetch) -> None:

@@ -61,12 +61,16 @@ class GroupedReplica(ModelReplica):
         held, mine, size = self.requests[name], self.of(name), self.page_size
         if active - start == 1 and len(tokens) + steps - 1 <= self.room(name):
             return start
-        if self.host and not held.pages and active - start > 1:
-            self.lift(tokens, named, start, active, steps)
-        hits = self.found_in_all(held, tokens, named, start, active)
+        length = active - start
+        if not held.pages:
+            start = 0
+            if self.host:
+                self.lift(tokens, named, length, active, steps)
+        looks = length > 1 or not held.pages
+        hits = self.found_in_all(held, tokens, named, start) if looks else []
         first, found = held.committed, held.committed + len(hits)
         if hits:
-            length, start = active - start, found * size
+            start = found * size
             active = min(len(tokens), start + length) if start >= active else active
         end = max(mine.end, found, -(-(active if active < len(tokens) else len(tokens) + steps - 1) // size))
         needed, fresh, held_more, gone = -(-(len(tokens) + steps - 1) // size), 0, [], []
@@ -115,7 +119,7 @@ class GroupedReplica(ModelReplica):
         mine.first, mine.end = firsts, end
         return start
 
-    def lift(self, tokens: list[int], named: Named, start: int, active: int, steps: int) -> None:
+    def lift(self, tokens: list[int], named: Named, length: int, active: int, steps: int) -> None:
         """What the longest prefix needs that the host's pages give comes back, if the request then fits."""
         size, host = self.page_size, self.host
         assert host is not None
@@ -139,9 +143,9 @@ class GroupedReplica(ModelReplica):
         contents = wanted(end)
         here = [self.page_of[one] for one in contents if one in self.page_of]
         lacking = [one for one in contents if one not in self.page_of]
-        if not lacking or end * size <= start:
+        if not lacking:
             return
-        length, needed = active - start, -(-(len(tokens) + steps - 1) // size)
+        needed = -(-(len(tokens) + steps - 1) // size)
         until = min(len(tokens), end * size + length) if end * size >= active else active
         columns = -(-(until if until < len(tokens) else len(tokens) + steps - 1) // size)
         needed += sum(columns - self.seen(table, end * size) for table in range(len(self.tables)))
@@ -204,9 +208,9 @@ class GroupedReplica(ModelReplica):
     def columns_told(self, mine: Further, table: int) -> int:
         return 1 << 40 if mine.kept is None else self.seen(table, mine.kept)
 
-    def found_in_all(self, held: Held, tokens: list[int], named: Named, start: int, active: int) -> list[int]:
+    def found_in_all(self, held: Held, tokens: list[int], named: Named, start: int) -> list[int]:
         hits: list[int] = []
-        for page in range(held.committed, (len(tokens) - 1) // self.page_size if active - start > 1 else 0):
+        for page in range(held.committed, (len(tokens) - 1) // self.page_size):
             found = self.page_of.get(self.content(tokens, named, page)) if self.caching else None
             if found is None:
                 break
@@ -354,13 +358,18 @@ class GroupMoves(Moves):
         """Now and then only a chunk is to run: windows have pages for that alone."""
         steps = min(steps, LONGEST - context.current_length + 1)  # these pools hold longer requests than there may be
         before, refused = context.active_idx, self.seen["refused"]
-        if context.active_length > 1 and self.choose.integer(0, 1):
+        if not self.told_fits and context.active_length > 1 and self.choose.integer(0, 1):
             context.set_token_indices(active_idx=self.choose.integer(context.start_idx + 1, context.end_idx))
             self.seen["chunk"] += context.active_idx < context.end_idx
         asked = super().reserve_one(context, steps)
         if not asked or self.seen["refused"] > refused:  # who was reserved before runs what it was reserved for
             context.set_token_indices(active_idx=before)
         return asked
+
+    def before_asking(self, context: TextContext) -> None:
+        """It is told whether a chunk fits, and reserves for that one."""
+        if context.active_length > 1 and self.choose.integer(0, 1):
+            context.set_token_indices(active_idx=self.choose.integer(context.start_idx + 1, context.end_idx))
 
     def model_reserve(self, context: TextContext, steps: int) -> int | None:
         model = self.models[self.manager.get_replica(context)]

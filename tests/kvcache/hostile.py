@@ -192,6 +192,33 @@ class Hostile:
         waiting = [one for name, one in sorted(self.moves.live.items()) if not self.manager.get_req_blocks(name)]
         return (lambda: self.manager.fetch([self.pick(waiting)])) if waiting else None
 
+    def wrong_start(self) -> Callable[[], object] | None:
+        """A request with pages says that it has computed what it has not."""
+        context = self.with_pages()
+        if context is None:
+            return None
+        replica = self.manager._replicas.each[self.manager.get_replica(context)]
+        row, before = replica.rows.row_of[context.request_id], context.start_idx
+        is_through = replica.rows.counted[row] >= replica.rows.prompt[row]
+        most = int(replica.rows.capacity[row] if is_through else replica.rows.counted[row])
+        if most >= context.active_idx - 1:
+            return None
+        start, manager = self.choose.integer(most + 1, context.active_idx - 1), self.manager
+        # One token to run is a decode step: who only asks for the pages that it has is refused when it is to run.
+        asks = [] if start == context.active_idx - 1 and not is_through else [manager.maybe_reserve]
+        calls: list[Callable[[Any], object]] = [*asks, lambda one: manager.fetch([one])]
+        calls.append(lambda one: manager.fetch(manager.batch([one])))
+        calls += [lambda one: manager.reserve_batch([one])] * bool(asks)
+
+        def call() -> None:
+            context.set_token_indices(start_idx=start)
+            try:
+                self.pick(calls)(context)
+            finally:
+                context.set_token_indices(start_idx=before)
+
+        return call
+
     def wrong_fork(self) -> Callable[[], object] | None:
         parent, child = self.with_pages(), self.no_context()
         if parent is None:

@@ -107,17 +107,19 @@ class ModelReplica:
         return (named[0], tuple(sorted(key for key in named[1] if key[0] < end)), *tokens[:end])
 
     def reserve(self, name: str, tokens: list[int], named: Named, start: int, active: int, steps: int) -> int | None:
-        """The new start, or None where it does not fit."""
+        """The new start, or None where it does not fit. A request without pages has computed nothing."""
         held = self.requests[name]
+        looks = active - start > 1 or not held.pages
+        start = start if held.pages else 0
         needed = -(-(len(tokens) + steps - 1) // self.page_size)
         hits: list[int] = []
-        if active - start > 1:
+        if looks:
             if self.host:
                 self.host.drop({name}, arrived=True)
             hits = self.found(name, tokens, named)
         first, end = held.committed, held.committed + len(hits)
         begin = max(end, start // self.page_size)
-        restored = self.in_host(tokens, named, begin) if active - start > 1 else []
+        restored = self.in_host(tokens, named, begin) if looks else []
         if hits or restored:
             most = self.most_pages(name, tokens, named, first, begin + len(restored) if restored else end)
             hits, restored = hits[: most - first], restored[: max(0, most - begin)]

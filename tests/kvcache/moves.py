@@ -10,7 +10,14 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from kvcache import InvalidRequestError, PagedKVCacheManager, PageLease, PromptTooLongError, TextContext
+from kvcache import (
+    InvalidRequestError,
+    NoFreeStatePageError,
+    PagedKVCacheManager,
+    PageLease,
+    PromptTooLongError,
+    TextContext,
+)
 from kvcache.tiers.tiers import Tiers
 from tests.kvcache.build import manager_of
 from tests.kvcache.kv import KVTokens, Run
@@ -29,7 +36,9 @@ WEIGHTS = {
     "run_batch": 4,
     "fork": 3,
     "rename": 2,
+    "stale": 2,
     "release": 5,
+    "preempt": 3,
     "lease": 3,
     "tell": 3,
     "end": 3,
@@ -69,8 +78,8 @@ class SeededChooser:
 class Leased:
     """A lease on both sides, and what readers were told of it: pages, and the bytes of the tokens in them."""
 
-    def __init__(self, ours: PageLease, model: ModelLease) -> None:
-        self.ours, self.model = ours, model
+    def __init__(self, ours: PageLease, model: ModelLease, claim: int) -> None:
+        self.ours, self.model, self.claim = ours, model, claim
         self.told: list[tuple[list[int], int, torch.Tensor]] = []
 
 
@@ -78,6 +87,7 @@ class Moves:
     """A manager, its model, and the requests that are claimed."""
 
     pages, layers, host_slots, most_replicas = PAGES, 1, HOST_SLOTS, 2
+    knows_less = False  # whether `admission` may say no where a request fits
     dtype = torch.int64
 
     def __init__(self, chooser: Chooser, params: dict[str, Any] | None = None) -> None:
@@ -94,6 +104,9 @@ class Moves:
         self.models = [self.model() for _ in range(dp)]
         self.kv = KVTokens(self.manager)
         self.live: dict[str, TextContext] = {}
+        self.away: list[TextContext] = []  # preempted: their contexts say how far they had come
+        self.claims: Counter[str] = Counter()  # how often each request was claimed
+        self.told_fits = False
         self.reserved: set[str] = set()
         self.stepped: dict[str, int] = {}
         self.past: list[tuple[list[int], Keys]] = [([1, 1, 1, 1, 1, 1, 1, 1, 1], ())]
@@ -124,7 +137,11 @@ class Moves:
         return -(-(length + steps - 1) // PAGE_SIZE) > self.pages
 
     def waits_too_long(self, context: TextContext, steps: int = 1) -> bool:
-        return self.too_long(context.current_length, context.start_idx, context.active_idx, steps)
+        return self.too_long(context.current_length, self.start_of(context), context.active_idx, steps)
+
+    def start_of(self, context: TextContext) -> int:
+        """How far a claimed request has come: one without pages has computed nothing, whatever its context says."""
+        return context.start_idx if self.manager.get_req_blocks(context.request_id) else 0
 
     def move(self) -> None:
         """One move, then both must agree."""
@@ -138,10 +155,58 @@ class Moves:
         self.same_books()
 
     def claim(self) -> bool:
-        """A prompt that begins as an earlier one did, a little way or all along."""
+        """A new request, or one that was preempted; one in three asks first where it fits, and is reserved there."""
+        context = self.choose.pick(self.away) if self.away and self.choose.integer(0, 1) else self.newcomer()
+        asks = self.choose.integer(0, 2) == 0
+        if asks and self.too_long(context.current_length, 0, context.active_idx):
+            return False
+        if asks:
+            return self.admit(context)
         replica = self.choose.integer(0, len(self.models) - 1)
         if len(self.models[replica].requests) == ROWS:
             return False
+        return self.comes(context, replica)
+
+    def comes(self, context: TextContext, replica: int) -> bool:
+        """Whether the request has a row of a replica with a free one."""
+        try:
+            self.claim_row(context, replica)
+        except NoFreeStatePageError:
+            return False
+        self.seen["came back"] += context in self.away
+        self.away = [one for one in self.away if one is not context]
+        return True
+
+    def claim_row(self, context: TextContext, replica: int) -> None:
+        self.manager.external_claim(context.request_id, replica)
+        self.models[replica].requests[context.request_id] = Held()
+        self.live[context.request_id] = context
+        self.claims[context.request_id] += 1
+
+    def admit(self, context: TextContext) -> bool:
+        """What `admission` says comes true: where it fits, it gets its row and its pages, and nowhere else."""
+        self.before_asking(context)
+        found = self.manager.admission(context)
+        full = len(self.models[found.replica_idx].requests) == ROWS
+        if full or not self.comes(context, found.replica_idx):
+            assert not found.fits
+            self.seen["does not fit"] += 1
+            return False
+        self.told_fits = True
+        self.reserve_one(context, 1)
+        self.told_fits = False
+        has_pages = bool(self.manager.get_req_blocks(context.request_id))
+        assert has_pages or not found.fits, f"{context}: {found}, but it got no pages"
+        assert found.fits or not has_pages or self.knows_less, f"{context}: {found}, but it got its pages"
+        self.seen["fits, and was not told"] += has_pages and not found.fits
+        self.seen["fits" if found.fits else "does not fit"] += 1
+        return True
+
+    def before_asking(self, context: TextContext) -> None:
+        """Whether the request fits is about to be asked."""
+
+    def newcomer(self) -> TextContext:
+        """A prompt that begins as an earlier one did, a little way or all along."""
         past, keys = self.choose.pick(self.past)
         tokens = past[: self.choose.integer(0, 2 * len(past))]  # in half the cases all of it
         tokens = tokens + [self.choose.integer(1, 2) for _ in range(self.choose.integer(1, 6))]
@@ -150,10 +215,7 @@ class Moves:
             context.extra_keys = keys
         else:
             context.extra_keys = self.keys(context.end_idx)
-        self.manager.external_claim(context.request_id, replica)
-        self.models[replica].requests[context.request_id] = Held()
-        self.live[context.request_id] = context
-        return True
+        return context
 
     def salt(self) -> str | None:
         return None if self.choose.integer(0, 5) else "other"
@@ -231,8 +293,18 @@ class Moves:
                 return True
         return self.reserve_one(context, 1)
 
+    def stale(self) -> bool:
+        """The context of a request without pages says that it has come somewhere."""
+        waiting = [context for _, context in sorted(self.live.items()) if not self.start_of(context)]
+        waiting = [context for context in waiting if not self.manager.get_req_blocks(context.request_id)]
+        if not waiting:
+            return False
+        context = self.choose.pick(waiting)
+        context.set_token_indices(start_idx=self.choose.integer(0, context.active_idx - 1))
+        return True
+
     def reserve_one(self, context: TextContext, steps: int) -> bool:
-        before = (context.start_idx, context.active_idx)
+        before, start = (context.start_idx, context.active_idx), self.start_of(context)
         if self.waits_too_long(context, steps):
             try:
                 self.manager.maybe_reserve(context, steps)
@@ -245,7 +317,8 @@ class Moves:
             self.seen["refused"] += 1
             assert (context.start_idx, context.active_idx) == before
             return True
-        self.seen["hit"] += wanted > before[0]
+        self.seen["hit"] += wanted > start
+        self.seen["moved back"] += wanted < before[0]
         assert context.start_idx == wanted
         assert context.start_idx < context.active_idx <= context.end_idx
         self.reserved.add(context.request_id)
@@ -368,16 +441,29 @@ class Moves:
     def release(self) -> bool:
         if not self.live:
             return False
-        name = self.choose.pick(sorted(self.live))
-        context = self.live[name]
-        model = self.models[self.manager.get_replica(context)]
-        self.past = [*self.past[-7:], (context.tokens.tolist(), context.extra_keys)]
+        context = self.live[self.choose.pick(sorted(self.live))]
         self.say_last(context)
+        self.leave(context)
+        return True
+
+    def preempt(self) -> bool:
+        """A request gives its pages back, and comes again with the context that it had."""
+        held = [context for _, context in sorted(self.live.items()) if self.manager.get_req_blocks(context.request_id)]
+        if not held or len(self.away) == 4:
+            return False
+        context = self.choose.pick(held)
+        self.leave(context)
+        self.away.append(context)
+        return True
+
+    def leave(self, context: TextContext) -> None:
+        name, model = context.request_id, self.models[self.manager.get_replica(context)]
+        self.past = [*self.past[-7:], (context.tokens.tolist(), context.extra_keys)]
         self.manager.release(name)
         model.release(name)
         del self.live[name]
         self.reserved.discard(name)
-        return True
+        self.stepped.pop(name, None)
 
     def say_last(self, context: TextContext) -> None:
         """A request is about to be released."""
@@ -387,13 +473,12 @@ class Moves:
             return False
         name = self.choose.pick(sorted(self.live))
         model = self.models[self.manager.get_replica(self.live[name])]
-        self.leases.append(Leased(self.manager.lease(name), model.lease(name)))
+        self.leases.append(Leased(self.manager.lease(name), model.lease(name), self.claims[name]))
         return True
 
     def tell(self) -> bool:
         """Somebody is told the pages of a leased request: from now on they stay as they are."""
-        leases = [lease for lease in self.leases if self.stepped.get(lease.ours.request_id)]
-        leases = [lease for lease in leases if lease.ours.request_id in self.live]
+        leases = [lease for lease in self.leases if self.stepped.get(lease.ours.request_id) and self.is_claimed(lease)]
         if not leases:
             return False
         lease = self.choose.pick(leases)
@@ -402,14 +487,19 @@ class Moves:
         lease.told.append((pages, table.num_tokens, self.bytes_of(lease, pages, table.num_tokens)))
         return True
 
+    def is_claimed(self, lease: Leased) -> bool:
+        """Whether the request that is leased has its row still, and not another one by now."""
+        name = lease.ours.request_id
+        return name in self.live and self.claims[name] == lease.claim
+
     def end(self) -> bool:
         """A lease ends, also of a request that goes on, or has not begun; or has ended before."""
         if not self.leases:
             return False
         lease = self.choose.pick(self.leases)
         self.same_bytes(lease)
-        self.seen["outlived"] += lease.ours.request_id not in self.live
-        self.seen["kept"] += lease.ours.request_id in self.live and bool(lease.model.parts)
+        self.seen["outlived"] += not self.is_claimed(lease)
+        self.seen["kept"] += self.is_claimed(lease) and bool(lease.model.parts)
         self.manager.end_lease(lease.ours)
         self.models[lease.ours.replica_idx].end_lease(lease.model)
         assert lease.ours.is_over

@@ -53,4 +53,5 @@ def test_seeded_moves(seed: int) -> None:
     least = {"hit": 15, "shared": 5, "refused": 20, "evicted": 30, "fork": 20, "run_batch": 50, "reset": 3}
     least |= {"lease": 50, "tell": 10, "outlived": 20}
     least |= {"ask": 50, "renamed": 5, "rename refused": 20}
+    least |= {"stale": 25, "preempt": 60, "came back": 40, "moved back": 15, "fits": 50, "does not fit": 4}
     assert {event: seen[event] for event, count in least.items() if seen[event] < count} == {}

@@ -157,6 +157,7 @@ def test_the_longest_of_each_replica_is_told_as_they_grow(make: Any, dp: int) ->
     contexts = running(manager, [4, 5, 9, 13, 6, 7])
     batch = manager.batch(contexts)
     for _ in range(6):
+        assert manager.reserve_batch(batch).all()
         batch.update([3] * len(contexts))
         assert manager.reserve_batch(batch).all()
         for replica, inputs in enumerate(manager.fetch(batch)):
@@ -181,7 +182,8 @@ def test_a_request_that_was_claimed_anew_is_looked_at_whatever_its_page(make: An
     assert rows.capacity[0] == 0
     assert manager.reserve_batch(batch).all()
     assert rows.capacity[0] == 8
-    assert rows.committed[0] == 0
+    assert rows.committed[0] == 1  # its first page was found, and the others are computed again
+    assert contexts[0].start_idx == 4
     batch.update([3, 3, 3])
     manager.step(batch)
     assert rows.committed[0] == contexts[0].start_idx // 4 == 2
@@ -238,7 +240,10 @@ def test_a_batch_of_one_says_how_many_tokens_it_runs(make: Any) -> None:
     context = TextContext(np.arange(6), 64, "0")
     manager.external_claim("0")
     assert manager.maybe_reserve(context)
-    context.set_token_indices(start_idx=4)
+    context.set_token_indices(active_idx=4)
+    manager.fetch([context])
+    context.update(0)
+    manager.step([context])
     assert manager.fetch(manager.batch([context]))[0].max_lengths.tolist() == [[2, 6]]
 
 
@@ -251,6 +256,10 @@ def test_a_step_past_the_pages_is_refused(make: Any) -> None:
     batch.update(np.array([1, 1]))
     with pytest.raises(NotReservedError, match="5 tokens computed, its reserved pages hold 4"):
         manager.step(batch)
+    with pytest.raises(InvalidRequestError, match="'0': its start_idx is 5, but 4 tokens at most are computed"):
+        manager.reserve_batch(batch)
+    for context in batch:
+        context.set_token_indices(start_idx=context.start_idx - 1)
     assert manager.reserve_batch(batch).all()
     manager.step(batch)
     manager.check()
@@ -264,6 +273,7 @@ def test_a_context_that_others_move_is_read_anew(make: Any) -> None:
         assert manager.reserve_batch(batch).all()
         batch.update([token] * 3)
         manager.step(batch)
+        assert manager.maybe_reserve(contexts[token % 3])
         contexts[token % 3].update(90)  # by itself
         assert manager.reserve_batch(part).all()
         part.update([91, 92])  # by another batch

@@ -276,13 +276,15 @@ def test_pages_that_were_not_published_yet_stay_for_the_step() -> None:
     assert manager.admission(TextContext([*range(20), 1], 99)).cached_pages == 5
 
 
-def test_a_request_that_begins_within_its_tokens_has_a_window() -> None:
+def test_a_request_without_pages_has_those_of_all_that_it_has_to_compute() -> None:
+    """Whatever its context says of its start: pages from its window on would be too few."""
     manager = make(caching=False)
     context = TextContext([*range(40)], 99, "r")
     context.set_token_indices(start_idx=30)
     manager.external_claim("r")
     assert manager.maybe_reserve(context)
-    assert columns(manager, context) == [6, 7, 8, 9]
+    assert context.start_idx == 0
+    assert columns(manager, context) == [*range(10)]
 
 
 def test_a_batch_of_chunks_has_pages_for_them_alone() -> None:

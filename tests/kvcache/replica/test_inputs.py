@@ -26,7 +26,10 @@ def test_symbols_export_a_graph_that_runs_on_what_fetch_gives(make: Any) -> None
     context = TextContext(range(9), 64)
     manager.external_claim(context.request_id)
     assert manager.maybe_reserve(context, 3)
-    context.set_token_indices(start_idx=4)
+    context.set_token_indices(active_idx=4)
+    manager.fetch([context])
+    context.update(0)
+    manager.step([context])
     manager.device_tensors[0][0][1:] = 2.0
     (entry,) = manager.fetch([context], 3)
     dynamic = {str(symbol) for symbol in program.range_constraints}

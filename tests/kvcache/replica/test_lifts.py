@@ -129,14 +129,15 @@ def test_pages_that_nobody_holds_take_room_too_where_they_are_used(served: Make)
     assert pool.index.generation == before
 
 
-def test_nothing_comes_back_for_what_a_request_has_behind_it(served: Make) -> None:
+def test_what_a_request_says_to_have_behind_it_comes_back(served: Make) -> None:
+    """It has no pages: what its context says of its start is of another time."""
     it = served()
     it.serve(PROMPT, chunk=8)
     fill(it, 40)
     context = it.claim([*PROMPT, 7, 7, 7])
-    context.set_token_indices(start_idx=40)  # it has the first pages from elsewhere
+    context.set_token_indices(start_idx=42)
     assert it.manager.maybe_reserve(context)
-    assert it.manager.metrics.h2d_blocks_copied == 0
+    assert it.manager.metrics.h2d_blocks_copied > 0
     assert context.start_idx == 40
 
 

@@ -24,9 +24,9 @@ class GroupedStates(StateReplica, GroupedReplica):
 
     by_both = 0  # hits that are shorter than what the tables alone, and than what the states alone would give
 
-    def found_in_all(self, held: Held, tokens: list[int], named: Named, start: int, active: int) -> list[int]:
+    def found_in_all(self, held: Held, tokens: list[int], named: Named, start: int) -> list[int]:
         hits: list[int] = []
-        for page in range(held.committed, (len(tokens) - 1) // PAGE_SIZE if active - start > 1 else 0):
+        for page in range(held.committed, (len(tokens) - 1) // PAGE_SIZE):
             found = self.page_of.get(self.content(tokens, named, page)) if self.caching else None
             if found is None:
                 break

@@ -104,7 +104,7 @@ class SlabReplica(StateReplica):
 class SlabMoves(StateMoves):
     """A manager of one budget beside its model."""
 
-    slab_sizes = tuple(SHAPES)
+    slab_sizes, knows_less = tuple(SHAPES), True
 
     def __init__(self, chooser: Chooser, params: dict[str, Any] | None = None) -> None:
         slab_pages = chooser.pick(self.slab_sizes)
@@ -141,21 +141,17 @@ class SlabMoves(StateMoves):
     def too_long(self, length: int, start: int, active: int, steps: int = 1) -> bool:  # noqa: ARG002 - with one table
         return -(-(length + steps - 1) // PAGE_SIZE) + self.manager.slab_pages > self.pages
 
-    def claim(self) -> bool:
-        rooms = [model.has_slab() for model in self.slabs]
-        before, made = self.live.keys() | set(), self.made
+    def claim_row(self, context: TextContext, replica: int) -> None:
+        room = self.slabs[replica].has_slab()
         try:
-            done = super().claim()
+            super().claim_row(context, replica)
         except NoFreeStatePageError:
-            assert not all(rooms) or self.stay(), "each replica has as much free as a state takes"
+            assert not room or self.stay(), "the replica has as much free as a state takes"
             self.seen["no state"] += 1
-            assert self.made == made + 1
             self.follow()
-            return True
-        for name in self.live.keys() - before:
-            assert rooms[self.manager.get_replica(self.live[name])]
+            raise
+        assert room
         self.follow()
-        return done
 
     def stay(self) -> bool:
         """Whether some held pages cannot be moved."""

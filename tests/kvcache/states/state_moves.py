@@ -45,12 +45,16 @@ class StateReplica(ModelReplica):
         return content in self.kept
 
     def reserve(self, name: str, tokens: list[int], named: Named, start: int, active: int, steps: int) -> int | None:
+        before, length = start if self.requests[name].pages else 0, active - start
         came = super().reserve(name, tokens, named, start, active, steps)
-        if came is None or active - start == 1:
-            return came
-        if came > start:
+        if came is None:
+            return None
+        active = active if came < active else min(len(tokens), came + length)
+        if came > before:
             self.resume(self.content(tokens, named, came // PAGE_SIZE - 1))
             self.hits += 1
+        elif active - came == 1:
+            return came
         last = len(tokens) - 1
         self.ends.setdefault(name, {self.shared.get(name, 0), last - last % PAGE_SIZE})
         return came
@@ -170,12 +174,11 @@ class StateMoves(Moves):
         """The manager's state pages there."""
         return self.manager.states[self.manager.get_replica(self.live[name])]
 
-    def claim(self) -> bool:
-        done = super().claim()
+    def claim_row(self, context: TextContext, replica: int) -> None:
+        super().claim_row(context, replica)
         if self.caching:
             for model in self.each_states:
                 model.claimed()
-        return done
 
     def run(self) -> bool:
         """One run in three ends with guesses."""
@@ -226,9 +229,9 @@ class StateMoves(Moves):
 
     def reserve_one(self, context: TextContext, steps: int) -> bool:
         start, length, refused = context.start_idx, context.active_length, self.seen["refused"]
-        before = context.active_idx
+        before, fresh = context.active_idx, not self.manager.get_req_blocks(context.request_id)
         asked = super().reserve_one(context, steps)
-        if asked and self.caching and length > 1 and self.seen["refused"] == refused:
+        if asked and self.caching and (fresh or length > 1) and self.seen["refused"] == refused:
             now = context.start_idx
             active = before if now < before else min(context.end_idx, now + length)
             wanted = self.states_of(context.request_id).end_of_chunk(context.request_id, now, active)

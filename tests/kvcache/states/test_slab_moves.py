@@ -29,7 +29,7 @@ def test_seeded_moves_with_states_in_slabs(seed: int, kind: type[SlabMoves]) -> 
     least = {"hit": 5, "refused": 20, "no state": 20, "fork": 20, "run_batch": 50, "cut": 50, "state hit": 5}
     least |= {
         "state evicted": 50,
-        "moved": 20,
+        "moved": 4,
         "evicted": 100,
         "compared": 5000,
         "set back": 10,

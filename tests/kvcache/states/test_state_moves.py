@@ -31,8 +31,8 @@ def test_seeded_moves_with_states(seed: int) -> None:
         moves.finish()
         seen["compared"] += moves.kv.compared
     least = {
-        "all right": 20,
-        "set back": 30,
+        "all right": 15,
+        "set back": 20,
         "no draft": 1,
         "hit": 10,
         "refused": 20,
@@ -41,5 +41,6 @@ def test_seeded_moves_with_states(seed: int) -> None:
         "reset": 3,
         "cut": 50,
     }
+    least |= {"came back": 40, "moved back": 15, "fits": 50, "does not fit": 2}
     least |= {"replicas": 5, "state hit": 10, "hit shortened": 10, "state evicted": 50, "replaced": 20}
     assert {event: seen[event] for event, count in least.items() if seen[event] < count} == {}

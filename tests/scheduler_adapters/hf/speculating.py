@@ -115,7 +115,6 @@ class Engine:
         self.manager.release(context.request_id)
         self.manager.check()
         del self.running[context.request_id]
-        context.reset()
         self.waiting.append(context)
         self.gave_way += 1
 
