@@ -84,7 +84,10 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=_FOREVER_S, help="begin no mutant after that time")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument(
-        "--elsewhere", action="store_true", help="ask the other tests, too, where those beside let it pass"
+        "--elsewhere",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="ask the other tests, too, where those beside let it pass",
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 where a change's own function has a gap")
     parser.add_argument("--list", action="store_true", help="name the mutants, and try none")

@@ -9,9 +9,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvcache import BlockTableMismatchError, InvalidRequestError, TextContext
+from kvcache.replica.keys import checked_keys, checked_salt
 from tests.kvcache.kv import KVTokens
 from tests.kvcache.served import SIZE, Keys, Served
 
@@ -91,3 +93,26 @@ def test_random_keys_through_two_tiers(tmp_path: Path, seed: int) -> None:
     assert it.manager.metrics.h2d_blocks_copied > 20
     assert isinstance(it.kv, KVTokens)
     assert it.kv.compared > 300
+
+
+def test_a_salt_is_text_that_has_bytes_or_none() -> None:
+    assert checked_salt("r", None) is None
+    assert [checked_salt("r", salt) for salt in ("", "tenant", "Grüße")] == ["", "tenant", "Grüße"]
+    for wrong in (b"tenant", 7, ["tenant"], "\ud800", True):
+        with pytest.raises(InvalidRequestError, match="request 'r': cache_salt is .*: UTF-8 text or None is needed"):
+            checked_salt("r", wrong)
+
+
+def test_keys_are_bytes_of_their_own_at_positions_below_the_limit() -> None:
+    changing = bytearray(b"image")
+    keys = checked_keys("r", [(0, b"first"), ((1 << 31) - 1, changing), (np.int64(7), b"")])
+    changing[:] = b"other"
+    assert keys == ((0, b"first"), ((1 << 31) - 1, b"image"), (7, b""))
+    assert [type(part) for key in keys for part in key] == [int, bytes] * 3
+    assert checked_keys("r", ()) == ()
+    for wrong in (7, None, [1], [(1, b"a", 2)], [()]):
+        with pytest.raises(InvalidRequestError, match=r"request 'r': extra_keys is .*: a list of \(position, bytes\)"):
+            checked_keys("r", wrong)
+    for key in ((-1, b"a"), (1 << 31, b"a"), (0.5, b"a"), ("0", b"a"), (None, b"a"), (0, "a"), (0, None), (0, 7)):
+        with pytest.raises(InvalidRequestError, match="request 'r': extra key .* at token .*: bytes at a position are"):
+            checked_keys("r", [(0, b"good"), key])

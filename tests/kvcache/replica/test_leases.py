@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from kvcache import (
     InvalidRequestError,
@@ -13,6 +16,10 @@ from kvcache import (
     TextContext,
     UnknownRequestError,
 )
+from kvcache.pool.pages import PagePool
+from kvcache.replica.block_table import BlockTable
+from kvcache.replica.leases import PageLease, PageLeases, books_of
+from kvcache.replica.rows import NEVER, AllRows, BlockRows
 from tests.kvcache.build import proven
 
 
@@ -408,3 +415,144 @@ def test_without_a_lease_tokens_may_be_computed_anew(make: Any) -> None:
     manager.end_lease(lease)
     run(manager, context)
     assert manager._replicas.each[0].leases.told.tolist() == [0] * len(manager._replicas.each[0].leases.told)
+
+
+class Books:
+    """The leases of four rows of pages of four tokens, without a manager."""
+
+    def __init__(self) -> None:
+        self.pool = PagePool(20, 1)
+        self.rows = BlockRows(AllRows(1, 4, 4), slice(0, 4), 64, 4, pinned=False)
+        self.leases = PageLeases(self.pool, self.rows)
+
+    def claim(self, row: int, cached: int = 0) -> str:
+        name = f"r{row}"
+        self.rows.request_ids[row] = name
+        self.rows.row_of[name] = row
+        self.rows.cached[row] = cached
+        return name
+
+    def lease(self, row: int, seal: Callable[[BlockTable], bytes] | None = None) -> PageLease:
+        lease = PageLease(self.leases, f"r{row}", 0, seal)
+        self.leases.grant(lease, row)
+        return lease
+
+    def held_by(self, lease: PageLease) -> list[int]:
+        return [page for one, held in self.leases.held() if one is lease for pages in held for page in pages.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("cached", "told", "committed", "passed"),
+    [(8, 0, 0, 2), (9, 0, 0, 3), (8, 13, 0, 4), (8, 4, 3, 3), (0, 0, 0, 0), (12, 16, 2, 4)],
+)
+def test_what_passes_to_a_lease_is_what_was_computed_or_told_or_published_whichever_is_most(
+    cached: int, told: int, committed: int, passed: int
+) -> None:
+    books = Books()
+    books.claim(1, cached)
+    lease, pages = books.lease(1), books.pool.allocate(5)
+    books.leases.tell(1, told)
+    books.rows.committed[1] = committed
+    assert books.leases.last_read(1) == -(-max(cached, told) // 4)
+    books.leases.leave(1, pages)
+    assert books.held_by(lease) == pages[:passed].tolist()
+    assert not books.leases.told.any()
+    assert books.leases.last_read(1) == 0
+    books.leases.check()
+    held = pages[:passed].copy()
+    pages[:] = 0  # the row's memory is another request's by now
+    assert books.held_by(lease) == held.tolist()
+
+
+@pytest.mark.parametrize(
+    ("cached", "told", "kept"), [(5, 0, 0), (9, 0, 1), (0, 9, 1), (9, 17, 3), (32, 0, 3), (0, 0, 0)]
+)
+def test_of_pages_that_leave_a_row_its_leases_keep_those_in_which_something_is_computed(
+    cached: int, told: int, kept: int
+) -> None:
+    """From the third page of the row on."""
+    books = Books()
+    books.claim(1)
+    lease, pages = books.lease(1), books.pool.allocate(3)
+    books.leases.tell(1, told)
+    books.leases.replace(1, 2, pages, cached)
+    assert books.held_by(lease) == pages[:kept].tolist()
+    books.leases.replace(0, 0, pages, 64)  # a row that nobody leases
+    assert books.held_by(lease) == pages[:kept].tolist()
+
+
+def test_what_readers_were_told_only_grows_and_what_they_see_of_windows_only_shrinks() -> None:
+    books = Books()
+    books.claim(1, 6)
+    books.leases.tell(1, 6)  # before it is leased nobody is told
+    assert (books.leases.told.tolist(), books.leases.kept[1]) == ([0] * 4, NEVER)
+    books.lease(1)
+    assert (books.leases.told[1], books.leases.kept[1]) == (6, 6)
+    for tokens, windows in ((12, True), (4, True), (3, False), (16, False), (0, True)):
+        books.leases.tell(1, tokens, windows=windows)
+    assert (books.leases.told[1], books.leases.kept[1]) == (16, 4)
+    with pytest.raises(InvalidRequestError, match="request 'r1': computes anew from token 15, .* its first 16 tokens"):
+        books.leases.refuse_rewrite(slice(0, 4), np.array([64, 15, 64, 64]))
+    books.leases.refuse_rewrite(np.array([1]), np.array([16]))
+
+
+def test_a_request_is_leased_until_the_last_of_its_leases_has_ended() -> None:
+    books = Books()
+    books.claim(1, 8)
+    first, second = books.lease(1), books.lease(1)
+    assert len({first, second}) == 2
+    books.leases.end(first)
+    books.leases.end(first)
+    assert (first.is_over, second.is_over, books.leases.told[1]) == (True, False, 8)
+    books.leases.check()
+    books.leases.end(second)
+    assert (books.leases.of_row, books.leases.told[1], books.leases.kept[1]) == ({}, 0, NEVER)
+    books.leases.check()
+
+
+def test_a_table_is_sealed_by_each_lease_that_says_something_of_it() -> None:
+    books = Books()
+    books.claim(1, 8)
+    table = BlockTable("r1", 0, 8, 4, ((1, 2),), "f")
+    assert books.leases.sealed(1, table) is table
+    books.lease(1)
+    assert books.leases.sealed(1, table) is table  # the one lease says nothing
+    for word in (b"first ", b"second "):
+        books.lease(1, lambda sealed, word=word: word + sealed.request_id.encode())
+    assert books.leases.sealed(1, table).seals == (b"first r1", b"second r1")
+    assert replace(books.leases.sealed(1, table), seals=()) == table
+    assert books.leases.sealed(0, table) is table
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda books: books.leases._row_of.clear(), "leases are booked with rows"),
+        (lambda books: books.leases._row_of.update(dict.fromkeys(books.leases._row_of, 2)), "leases are booked with"),
+        (lambda books: books.leases.told.__setitem__(0, 4), "row 0 has no lease, but 4 of its tokens are promised"),
+        (lambda books: books.leases.kept.__setitem__(3, 9), "row 3 has no lease, but its readers know of windows at"),
+        (lambda books: books.rows.request_ids.__setitem__(1, "other"), "is booked with row 1 of request 'other'"),
+        (lambda books: books.leases._held.clear(), "is booked with row 1 of request 'r1'"),
+    ],
+)
+def test_check_names_the_lease_or_the_row_that_is_booked_wrongly(
+    damage: Callable[[Books], object], message: str
+) -> None:
+    books = Books()
+    books.claim(1, 8)
+    books.lease(1)
+    books.leases.check()
+    damage(books)
+    with pytest.raises(InvariantError, match=message):
+        books.leases.check()
+
+
+def test_a_lease_is_looked_for_in_the_books_that_granted_it() -> None:
+    ours, theirs = Books(), Books()
+    theirs.claim(1)
+    lease = theirs.lease(1)
+    assert books_of(lease, [ours.leases, theirs.leases]) is theirs.leases
+    with pytest.raises(InvalidRequestError, match="request 'r1': end_lease of another manager's lease"):
+        books_of(lease, [ours.leases])
+    with pytest.raises(InvalidRequestError, match="end_lease: str is no lease"):
+        books_of("lease", [ours.leases])  # type: ignore[arg-type]

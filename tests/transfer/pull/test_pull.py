@@ -818,3 +818,70 @@ def test_what_ends_as_it_is_posted_is_released_at_once_and_posting_stops_after_a
     assert not rig.puller.is_copying
     assert len(rig.agent.posted) == 11
     assert rig.puller.ended[0].num_runs == 160
+
+
+def test_a_part_that_is_posted_by_half_when_its_pull_fails_is_settled_once_all_of_that_has_ended(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.agent.auto = False
+    rig.open()
+    moving = long_part(1000)  # more than may be in flight
+    rig.add(moving)
+    rig.puller.fail("r", "late")
+    assert (moving.times, rig.puller.events[-1].safe) == (0, False)
+    for number in range(8):
+        assert moving.times == 0
+        rig.agent.end(number)
+        rig.polled(1)
+    assert (moving.times, rig.puller.events[-1].safe) == (1, True)
+    # And one of which all that was posted has ended at once, before the time for posts was over.
+    rig.agent.at_once = {8, 9}
+    seconds = iter(np.arange(0.0, 1.0, 2e-4))
+    monkeypatch.setattr("transfer.pull.pull.time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    rig.open("s")
+    resting = long_part(100)
+    rig.add(resting, key="s")
+    assert (resting.posted, resting.in_flight, resting.times) == (32, 0, 0)
+    rig.puller.fail("s", "late")
+    assert resting.times == 1
+    assert rig.puller.events[-1] == PullEvent("s", "late", safe=True)
+
+
+class Waits(Part):
+    """A part that can be posted once a test says so."""
+
+    __slots__ = ("asked", "ready")
+
+    def is_ready(self) -> bool:
+        self.asked += 1
+        return self.ready
+
+
+def test_a_part_is_posted_when_it_is_ready_and_not_asked_again_while_it_is_read(rig: Rig) -> None:
+    rows = np.zeros((40, 3), np.uint64)
+    rows[:, 1] = 1 << 20
+    waits = Waits(0, rows, rows, 40 << 20)
+    waits.asked, waits.ready = 0, False
+    rig.agent.auto = False
+    rig.open()
+    rig.add(waits)
+    assert rig.polled() == []
+    assert (waits.asked, rig.agent.posted) == (5, [])
+    assert rig.puller.is_reading
+    waits.ready = True
+    rig.polled()
+    assert (waits.asked, len(rig.agent.posted)) == (6, 3)
+
+
+def test_an_engine_that_failed_keeps_its_first_reason_and_a_renewal_comes_at_a_third(rig: Rig) -> None:
+    rig.engine.failure = "its process is gone"
+    rig.puller.fail_engine(rig.engine, "silent")
+    assert rig.engine.failure == "its process is gone"
+    other = Rig()
+    other.open()
+    other.now += LEASE.duration_s / 3 - 0.01
+    other.polled()
+    assert other.said("renew") == []
+    other.now += 0.02
+    other.polled()
+    assert other.said("renew") == ["p/0", "p/1"]
