@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from kvcache import InvalidRequestError, InvariantError, RangeRetention, Retention
 from kvcache.pool.idle_order import MOST_ORDERS, IdleOrder, OrderLog
 from kvcache.pool.quotas import SlabQuotas, TenantQuotas
-from kvcache.pool.retention import LEVEL_OF, NEUTRAL, SHARED, HintedOrder, PageHints, merge_codes, page_hints
+from kvcache.pool.retention import (
+    BY_HINT,
+    BY_QUOTA,
+    LEVEL_OF,
+    NEUTRAL,
+    SHARED,
+    HintedOrder,
+    PageHints,
+    merge_codes,
+    page_hints,
+)
 
 POOL = 30
 LAST, FIRST = Retention(session_continues=True), Retention(session_continues=False)
@@ -48,7 +58,15 @@ def test_there_is_room_for_an_order_of_each_kind() -> None:
         (FIRST, 0),
         (Retention(priority=0), 0),
         (Retention(priority=30), 1),
+        (Retention(priority=12), 0),
+        (Retention(priority=13), 1),
+        (Retention(priority=37), 1),
+        (Retention(priority=38), 2),
         (Retention(priority=60), 2),
+        (Retention(priority=62), 2),
+        (Retention(priority=63), 3),
+        (Retention(priority=87), 3),
+        (Retention(priority=88), 4),
         (Retention(priority=75), 3),
         (Retention(priority=100), 4),
         (Retention(session_continues=True, priority=0), 2),
@@ -58,6 +76,36 @@ def test_there_is_room_for_an_order_of_each_kind() -> None:
 )
 def test_session_and_priority_give_one_level(hint: Retention, level: int) -> None:
     assert LEVEL_OF[page_hints(hint, 3, 4).codes].tolist() == [level] * 3
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kind"),
+    [(0.1, 1), (1, 1), (4, 1), (4.1, 2), (16, 2), (17, 3), (64, 3), (65, 4), (1024, 5), (1025, 6), (4097, 6), (1e6, 6)],
+)
+def test_times_to_live_of_about_one_length_are_of_one_kind(seconds: float, kind: int) -> None:
+    """Each is four times as long as the one before it, so that no page waits long behind one that lives longer."""
+    (code,) = page_hints(Retention(session_continues=True, ttl_s=seconds), 1, 1).codes.tolist()
+    assert (code // 5, LEVEL_OF[code]) == (kind, 4)
+    assert code < SHARED
+
+
+def test_who_watches_is_told_why_each_page_went() -> None:
+    order = order_of()
+    order.explains = True
+    said(order, FIRST, 1)
+    said(order, None, 2)
+    said(order, LAST, 3)
+    assert order.pop(3).tolist() == [1, 2, 3]
+    assert order.reasons is not None
+    assert order.reasons.tolist() == [BY_HINT, 0, 0]
+    quotas = TenantQuotas(POOL, 0.1, {})
+    with_quota = order_of(quotas=quotas)
+    with_quota.explains = True
+    owned(with_quota, quotas, "a", 1, 2, 3, 4)  # three of 30 pages are its own
+    said(with_quota, FIRST, 5)
+    assert with_quota.pop(2).tolist() == [1, 5]
+    assert with_quota.reasons is not None
+    assert with_quota.reasons.tolist() == [BY_QUOTA, BY_HINT]
 
 
 def test_a_range_speaks_for_the_pages_that_lie_in_it() -> None:
