@@ -209,7 +209,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.states.drafted_steps",
         [
-            Mutation("step_with_states", "each[share.replica].stepped", "each[0].stepped"),
+            Mutation("_step_drafted", "each[replica_idx].pages", "each[0].pages"),
         ],
     ),
     Module(

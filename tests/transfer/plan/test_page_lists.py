@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from tests.transfer.plan_oracle import page_layout, shard
 from transfer.errors import InvalidTransferError, MetadataError
 from transfer.plan.boxes import Group, ShardLayout, check
-from transfer.plan.page_lists import BlocksOfGroup, PageList, PagesOfGroup, kernel_pages, pages_of
+from transfer.plan.page_lists import BlocksOfGroup, PageList, PagesOfGroup, kernel_pages, pages_of, with_blocks
 from transfer.plan.plan import plan
 from transfer.plan.shapes import dense
 
@@ -103,3 +106,52 @@ def test_logical_pages_become_the_kernels() -> None:
     local, remote = shard(range(2), page_size=4, pages=12), shard(range(2), page_size=4, pages=12)
     runs = plan(local, remote).runs(0, kernel_pages([2, 0], 4), kernel_pages([1, 2], 4), (0, 32))
     assert len(runs) == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_token_is_read_from_where_the_source_has_it_to_where_we_want_it(seed: int) -> None:
+    """Pages of both sides in any sizes, blocks of several pages, lists cut at the front: token by token."""
+    rng = random.Random(seed)
+    for _ in range(200):
+        ours, theirs, pages_of_a_block = rng.choice([1, 2, 4, 8]), rng.choice([1, 2, 4, 8]), rng.choice([1, 2, 3])
+        size = theirs * pages_of_a_block
+        end = rng.randint(1, 60)
+        blocks = rng.sample(range(100), -(-end // size))
+        start = rng.randint(0, end - 1)
+        stop = rng.randint(start + 1, end)
+        lost = rng.randint(0, (stop - 1) // size)  # blocks that the source has left out
+        needed = rng.randint(max(start, lost * size), stop)
+        local = rng.sample(range(100), -(-stop // ours) - start // ours)
+        named = pages(local, blocks[lost:], end, (start, stop), needed)
+        here, there, (first, last) = lists(
+            pages_of("group 0", named, group(ours), group(theirs, block_pages=pages_of_a_block))
+        )
+        assert (first, last) == (max(start, lost * size), stop)
+        for token in range(first, last):
+            page = there[token // theirs - first // theirs]
+            assert page == blocks[token // size] * pages_of_a_block + token % size // theirs
+            assert here[token // ours - first // ours] == local[token // ours - start // ours]
+        if lost:
+            early = named._replace(needed=lost * size - 1)
+            with pytest.raises(InvalidTransferError, match=f"token {lost * size - 1} is the first that is needed"):
+                pages_of("group 0", early, group(ours), group(theirs, block_pages=pages_of_a_block))
+
+
+def test_a_state_is_that_after_all_tokens_of_the_source_and_its_newest() -> None:
+    named = BlocksOfGroup([7], (0, 9), 0, [3, 4, 5], 9)
+    assert lists(pages_of("group 1", named, group(state=True), group(state=True))) == ([7], [5], (0, 9))
+    early = named._replace(tokens=(0, 8))
+    with pytest.raises(InvalidTransferError, match="the source's state is that after 9 tokens, 8 are to be loaded"):
+        pages_of("group 1", early, group(state=True), group(state=True))
+    with pytest.raises(InvalidTransferError, match="the source names 0 blocks for a state, 1 is needed"):
+        pages_of("group 1", named._replace(blocks=()), group(state=True), group(state=True))
+
+
+def test_blocks_that_the_source_has_named_are_those_of_each_group() -> None:
+    blocks, fixed = BlocksOfGroup([1, 2], (0, 8), 0), PagesOfGroup([3], [4], (0, 4))
+    assert blocks.end == 0  # until the source has said how many tokens it has
+    there = SimpleNamespace(num_tokens=8, block_ids=[[5, 6], [7]])
+    found = with_blocks("request 'r'", [blocks, fixed], there)
+    assert found == [BlocksOfGroup([1, 2], (0, 8), 0, [5, 6], 8), fixed]
+    with pytest.raises(InvalidTransferError, match="request 'r': the source has 2 groups, ours are 1"):
+        with_blocks("request 'r'", [blocks], there)
