@@ -139,7 +139,8 @@ def _of_declared(node: ast.stmt, prefix: str) -> Iterator[Site]:
         yield from _of_body([*node.body, *handled, *node.orelse, *node.finalbody], prefix)
     elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-        if isinstance(target, ast.Name) and target.id not in _LEFT_OUT_NAMES:
+        is_type = isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).endswith("TypeAlias")
+        if isinstance(target, ast.Name) and target.id not in _LEFT_OUT_NAMES and not is_type:
             yield from _below(node.value, prefix + target.id)
 
 
@@ -193,6 +194,9 @@ def _below(node: ast.AST, name: str, *, is_alone: bool = False) -> Iterator[Site
 def _children(node: ast.AST) -> Iterator[ast.AST]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"isinstance", "issubclass"}:
         yield node.args[0]
+        return
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "reshape":
+        yield from (one for one in (node.func, *node.args) if ast.unparse(one) != "-1")  # any number below 0 is that
         return
     if isinstance(node, ast.For) and _is_first_found(node):
         assert isinstance(node.iter, ast.Subscript)

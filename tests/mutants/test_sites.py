@@ -32,6 +32,8 @@ def of(source: str) -> list[Mutant]:
         "A = TypeVar('A', bound=1)\n_log = logging.getLogger('a')\n",
         "def f():\n    f'{a + 1}'\n",
         "def f():\n    a = b(strict=True)\n",
+        "def f():\n    a = b.reshape(-1)\n",
+        "A: TypeAlias = int | str\n",
     ],
 )
 def test_what_no_test_should_look_at_stays_as_it_is(source: str) -> None:
