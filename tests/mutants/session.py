@@ -83,13 +83,13 @@ class Session:
         tests = self.tests_of(path, function)
         if not tests:
             return Run("passed", NOT_CALLED, 0.0)
-        expected_s = sum(self._reach["seconds"][test] for test in tests)
+        expected_s, used_s = (sum(self._reach[what][test] for test in tests) for what in ("seconds", "processor"))
         limit_s = _GRACE_S + _PATIENCE * expected_s
         file = self.tree.folder / path
         with self.tree.changed(path, after):
             if self._is_single and f"{file}:{function}" not in self._imported:
                 asked = {"path": str(file), "before": before, "after": after, "function": function}
-                found = self._ask(_request(tests, limit_s) | asked | {"processor_s": ceil(_SPIN_S + 2 * expected_s)})
+                found = self._ask(_request(tests, limit_s) | asked | {"processor_s": ceil(_SPIN_S + 2 * used_s)})
                 if "no_swap" not in found:
                     return Run(_outcome(found["status"]), found.get("by", ""), monotonic() - start)
         return Run("cold", "", monotonic() - start)

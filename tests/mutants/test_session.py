@@ -43,7 +43,7 @@ def test_spin():
 
 
 def test_in_a_process():
-    code = "from kvcache.tried import limited; print(limited(9))"
+    code = "import runpy; print(runpy.run_path('kvcache/tried.py')['limited'](9))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout == "3\\n"
 
 

@@ -48,6 +48,7 @@ class Reach:
         self._spawned = False
         self.of_tests: dict[str, list[str]] = {}
         self.seconds: dict[str, float] = {}
+        self.processor: dict[str, float] = {}  # seconds of this process alone
         self.failed: list[str] = []
         self.spawning: set[str] = set()
 
@@ -73,11 +74,12 @@ class Reach:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         self.begin()
-        start = time.monotonic()
+        start, used = time.monotonic(), time.process_time()
         try:
             return (yield)
         finally:
             self.seconds[item.nodeid] = time.monotonic() - start
+            self.processor[item.nodeid] = time.process_time() - used
             if self._has_spawned():
                 self.spawning.add(item.nodeid)
             self.of_tests[item.nodeid] = self.end()
@@ -103,6 +105,7 @@ class Reach:
         """What was found, for the other process."""
         return {
             "seconds": self.seconds,
+            "processor": self.processor,
             "reach": self.of_tests,
             "failed": self.failed,
             "spawning": sorted(self.spawning),
