@@ -23,7 +23,7 @@ from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata
 from scheduler_adapters.vllm.prompt import prompt_of
 from transfer.connector.metadata import WorkerOutput
 from transfer.connector.scheduler import NixlConnectorScheduler
-from transfer.errors import InvalidEngineError, TransferError
+from transfer.errors import EngineClosedError, InvalidEngineError, TransferError
 from transfer.wire.handshake import differences
 from transfer.wire.messages import Wanted
 
@@ -45,7 +45,8 @@ class SchedulerSide:
     """Of one engine. For the thread of vLLM's scheduler.
 
     Attributes:
-        manager: vLLM's, bound once it has one; used where blocks have to be copied to host buffers.
+        manager: vLLM's, bound once it has one: it says which blocks are to be copied to host buffers, and is told of
+            those that nobody may find.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -56,6 +57,7 @@ class SchedulerSide:
         self._has_states = any(group.is_state for group in config.groups)
         self._shortens = any(group.is_state or group.window for group in config.groups)
         self._select = kv_cache_config.select_transfer_block_ids
+        self._group_ids = kv_cache_config.transfer_group_ids  # vLLM's numbers of the groups that are moved
         address = socket.gethostbyname(options.host) if self._serves else "127.0.0.1"
         self._connector = NixlConnectorScheduler(config, options.host, f"tcp://{address}:{options.port}", options.keys)
         self._sources: set[str] = set()  # with a lease, until they end
@@ -229,6 +231,8 @@ class SchedulerSide:
                     span.begin("commit", over_at)
             for request_id in progress.received - progress.failed.keys():
                 self._end_span(request_id)
+            for request_id, unwritten in progress.unwritten.items():
+                self._hide(request_id, unwritten)
             for request_id, reason in progress.failed.items():
                 self._end_span(request_id, reason)
                 if self._waiting.pop(request_id, None) is not None:
@@ -239,6 +243,20 @@ class SchedulerSide:
             for request_id, reason in progress.sent.items():
                 if reason != "read":
                     logger.warning("request %r: its pages were given up unread: %s", request_id, reason)
+
+    def _hide(self, request_id: str, unwritten: Mapping[int, int]) -> None:
+        """Keeps blocks out of vLLM's prefix cache that were loaded in part: prefill had given up what they begin with.
+
+        The request itself does not look at what is missing. It publishes its blocks in the next step, from the one on
+        that its group's manager counts as the first that is not cached yet.
+        """
+        if self.manager is None:
+            raise EngineClosedError(f"request {request_id!r}: vLLM has not bound its block manager")
+        for number, token in unwritten.items():
+            blocks = self.manager.coordinator.single_type_managers[self._group_ids[number]]
+            if request_id in blocks.req_to_blocks:  # else it has ended meanwhile, and its blocks are gone
+                cached = blocks.num_cached_block
+                cached[request_id] = max(cached.get(request_id, 0), token // blocks.block_size + 1)
 
     def take_failed(self) -> int:
         """Returns how many requests could not be loaded since the last call, each counted once, whatever its ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm_serve.client import PROMPTS, Answer, ask_all
+from tests.vllm_serve.client import PROMPTS, Answer, ask, ask_all
 from tests.vllm_serve.server import THEIRS, Pair, Proxy, Settings
 
 Model = Callable[..., Path]
@@ -101,3 +102,23 @@ def assert_transferred(before: dict[str, float], after: dict[str, float]) -> Non
     )
     assert loaded > 0.8 * sum(map(len, PROMPTS))
     assert computed <= 2 * len(PROMPTS), "a token of each, at most two where a window or a state asks for it"
+
+
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("mistral", marks=pytest.mark.long)])
+def test_what_was_loaded_is_a_prefix_for_others_only_where_it_is_whole(servers: Any, model: Model, name: str) -> None:
+    """Prefill gives up what a window has left, block by block: decode's first block of it may be larger, and hold less.
+
+    The last prompts begin with 256 tokens that decode has, its window's first block being that of tokens 192 to 255.
+    """
+    settings = Settings(model(name))
+    pair: Pair = servers.pair(*(replace(settings, **changes) for changes in _SHAPES["32 to 64"]))
+    pair.forget()
+    numbers, wrong = random.Random(3), list[str]()
+    for at in range(3):
+        shared = [numbers.randrange(256) for _ in range(256)]
+        pair.ask([*shared, *(numbers.randrange(256) for _ in range(48))])
+        prompt = [*shared, numbers.randrange(256)]
+        tokens = ask(pair.decode.url, prompt).tokens
+        plain = ask(pair.prefill.url, prompt, cache_salt=f"nobody else's {at}").tokens
+        wrong += [f"{at}: {tokens}, not {plain}"] if tokens != plain or not plain else []
+    assert not wrong

@@ -86,6 +86,8 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
         failed: requests whose load failed, and why; among `received` now or later.
         block_ids_with_errors: blocks of failed loads, of every group: what they hold must not be used.
         times: of loads that ended well, where they are timed, when the last fence was posted and when it had passed.
+        unwritten: of loads that ended well, by group, the token before which nothing of the group's blocks was written,
+            where these begin before it; among `received` at the same time.
     """
 
     offered: dict[str, str] = {}
@@ -94,6 +96,7 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
     failed: dict[str, str] = {}
     block_ids_with_errors: set[int] = set()
     times: dict[str, tuple[float, float]] = {}
+    unwritten: dict[str, dict[int, int]] = {}
 
     def __bool__(self) -> bool:
         """Whether anything has happened."""
@@ -109,6 +112,10 @@ class Progress(msgspec.Struct, kw_only=True):
         received: requests whose load is over on every rank, well or not: their pages may be used, or go.
         failed: requests whose load failed, and why; among `received` now or later.
         block_ids_with_errors: blocks of theirs, of every group.
+        unwritten: of requests that are among `received` at the same time and have not failed, by group, the token
+            before which nothing of the group's blocks was written, where these begin before it. The request itself
+            needs no token before it. But the block that holds this token, and those before it, must not be found by
+            others: what they hold is not the KV of all their tokens.
     """
 
     offered: set[str] = set()
@@ -116,6 +123,7 @@ class Progress(msgspec.Struct, kw_only=True):
     received: set[str] = set()
     failed: dict[str, str] = {}
     block_ids_with_errors: set[int] = set()
+    unwritten: dict[str, dict[int, int]] = {}
 
 
 def as_blocks(groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

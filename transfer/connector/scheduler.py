@@ -23,6 +23,10 @@ from transfer.wire.keys import Keyring
 from transfer.wire.messages import LeaseQuery, LeaseReply, Wanted
 from transfer.wire.prompt import Prompt
 
+_LARGEST_BLOCK = 4096
+"""Tokens. A reader's blocks of a window begin before the window does, by up to a block of its own: a source names its
+blocks from there on, as far as it has them, for readers with blocks of up to this size."""
+
 
 @dataclass(slots=True, eq=False)
 class _Load:
@@ -31,6 +35,7 @@ class _Load:
     asked: LoadRequest
     received: set[int] = field(default_factory=set[int])
     failed: bool = False
+    unwritten: dict[int, int] = field(default_factory=dict[int, int])  # as in `Progress`, of the ranks that are done
 
 
 class NixlConnectorScheduler:
@@ -162,12 +167,13 @@ class NixlConnectorScheduler:
         """Returns `kv_transfer_params` for the reader of a request that has a lease, and says what this holds.
 
         They are a pointer: whoever asks for the lease with them is told of its pages, once it stands on every rank.
-        Blocks that no sliding window reaches are left out.
+        Of a sliding window the blocks are left out that no reader's first block reaches.
 
         Args:
             request_id: the request.
             prompt: its tokens, and what else its KV depends on.
-            block_ids: for each group its blocks; more than the tokens fill are left out. Of a state the last one.
+            block_ids: for each group its blocks, none of which it has given back: a reader may read all of each. More
+                than the tokens fill are left out. Of a state the last one.
             num_tokens: tokens whose pages are written, or will be by the end of the step that is under way.
             first_blocks: for each group, which block of the request the first of them is; 0 for all where empty.
 
@@ -366,9 +372,13 @@ class NixlConnectorScheduler:
         for request_id in output.received:
             if (load := self._loads.get(request_id)) is not None:
                 load.received.add(rank)
+                for group, token in output.unwritten.get(request_id, {}).items():
+                    load.unwritten[group] = max(token, load.unwritten.get(group, 0))
                 if len(load.received) == self.config.ranks:
                     del self._loads[request_id]
                     progress.received.add(request_id)
+                    if load.unwritten and not load.failed:
+                        progress.unwritten[request_id] = load.unwritten
 
     def close(self) -> None:
         """Ends the handshake server. Safe to call twice."""
@@ -386,6 +396,5 @@ def _kept(where: str, group: GroupConfig, blocks: Sequence[int], first: int, num
         raise InvalidTransferError(
             f"{where}: blocks {first} to {first + len(blocks)}, {num_tokens} tokens fill {end} of {group.block_size}"
         )
-    # One more than this side's window needs: the reader's may begin earlier where it wants fewer tokens.
-    start = max(first, group.needed(num_tokens) // group.block_size - 1)
+    start = max(first, (group.needed(num_tokens) - _LARGEST_BLOCK) // group.block_size)
     return list(blocks[min(start, end) - first : end - first])

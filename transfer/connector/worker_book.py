@@ -25,6 +25,8 @@ class OpenLoad:
     request_id: str
     key: str  # its name among the pulls; no two loads have one
     pages: list[list[int]]  # of each group those that it writes to
+    # Of each group the first token that its blocks are for and that is not here, and the one from which it asks on.
+    begins: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     blocks: set[int] = field(default_factory=set[int])  # of all groups
     closed: bool = False  # its pages were asked for; before, there are no blocks yet
     silent: bool = True  # there is nothing to read: the source is told, and nobody waits
@@ -82,6 +84,10 @@ class WorkerBook:
         stop = asked.total_tokens
         found = self._pages(f"request {load.request_id!r}", asked, min(asked.num_computed_tokens, stop), stop)
         load.pages = [np.asarray(group.local).tolist() for group in found]
+        load.begins = [
+            _begins(group, read, max(asked.num_computed_tokens, first * group.block_size), stop)
+            for group, read, first in zip(self._groups, found, asked.first_blocks, strict=True)
+        ]
         load.silent = load.silent and all(group.tokens == (0, 0) for group in found)
         return found
 
@@ -139,6 +145,8 @@ class WorkerBook:
         del self._by_key[load.key], self._by_request[load.request_id]
         if not load.silent:
             self.output.received.add(load.request_id)
+            if not load.error and (unwritten := _unwritten(load, event.begins)):
+                self.output.unwritten[load.request_id] = unwritten
             if event.times is not None:
                 self.output.times[load.request_id] = event.times
         return None if load.error else load
@@ -154,6 +162,22 @@ class WorkerBook:
             self.output.sent[event.request_id] = event.reason
         if isinstance(event, LeaseOver) or event.error:
             del self.leases[event.request_id]
+
+
+def _begins(group: GroupConfig, read: BlocksOfGroup, first: int, stop: int) -> tuple[int, int]:
+    if group.is_state:
+        return stop, stop  # its block holds one token's state, and all of that
+    start, end = read.tokens
+    return first, start if start < end else stop
+
+
+def _unwritten(load: OpenLoad, begins: Sequence[int]) -> dict[int, int]:
+    """By group the first token that was written, where its blocks begin before it."""
+    return {
+        group: max(asked, read)
+        for group, ((first, asked), read) in enumerate(zip(load.begins, begins or [0] * len(load.begins), strict=True))
+        if max(asked, read) > first
+    }
 
 
 def _naming(load: OpenLoad, reason: str) -> str:

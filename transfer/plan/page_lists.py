@@ -115,11 +115,20 @@ def pages_of(where: str, named: PageList | BlocksOfGroup, local: Group, remote: 
             f"{where}: the source's {len(blocks)} blocks of {size} tokens begin with token {first * size}, "
             f"token {named.needed} is the first that is needed"
         )
-    kept = max(start, first * size)
+    kept = first_read(named, remote)
     at = kept // size
     there = kernel_pages(blocks[at - first :], remote.block_pages)[(kept - at * size) // remote.page_size :]
     here = np.asarray(named.local)[kept // local.page_size - start // local.page_size :]
     return PagesOfGroup(here, there, (kept, stop))
+
+
+def first_read(named: BlocksOfGroup, remote: Group) -> int:
+    """The first token that `pages_of` reads: later than the first of `tokens` where the source's blocks begin later."""
+    start, stop = named.tokens
+    if start >= stop or remote.state:
+        return start
+    size = remote.page_size * remote.block_pages
+    return max(start, (-(-named.end // size) - len(np.asarray(named.blocks))) * size)
 
 
 def kernel_pages(pages: ArrayLike, ratio: int) -> Ints:

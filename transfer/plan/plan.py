@@ -17,7 +17,7 @@ from transfer.errors import MetadataError
 from transfer.plan.boxes import Group, ShardLayout
 from transfer.plan.group_plan import GroupPlan, PieceKind
 from transfer.plan.intersection import common
-from transfer.plan.page_lists import NOTHING, BlocksOfGroup, PageList, PageLists, pages_of
+from transfer.plan.page_lists import NOTHING, BlocksOfGroup, PageList, PageLists, first_read, pages_of
 from transfer.plan.runs import LONGEST_RUN, Runs, keep_memory
 from transfer.plan.staging import MAX_COPIES, StagingPlan, copies_of, copy_us, wire_us
 
@@ -64,6 +64,13 @@ class Plan:
             NOTHING
             if isinstance(one, BlocksOfGroup) and not group.stacks
             else pages_of(group.where, one, group.local, group.remote)
+            for group, one in zip(self.groups, named, strict=True)
+        ]
+
+    def begins(self, named: PageLists) -> list[int]:
+        """The first token that is read of each group whose blocks the source has named; 0 of any other group."""
+        return [
+            first_read(one, group.remote) if isinstance(one, BlocksOfGroup) and group.stacks else 0
             for group, one in zip(self.groups, named, strict=True)
         ]
 

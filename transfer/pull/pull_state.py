@@ -48,6 +48,8 @@ class PullEvent(NamedTuple):
             from the first on, brought pages that were under the lease when they were read: those may be kept, and only
             the rest be pulled from elsewhere.
         times: of one that passed, where pulls are timed (`ReplicaTransfer`); None elsewhere, and of one without READs.
+        begins: of one that passed, where the source has named its blocks, the first token that was read of each group:
+            a source whose window has moved on may have less than was asked for. Empty elsewhere.
     """
 
     key: str
@@ -55,6 +57,7 @@ class PullEvent(NamedTuple):
     safe: bool
     passed: int = 0
     times: PullTimes | None = None
+    begins: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +124,7 @@ class ReplicaPull:
         told: its owner knows that it has failed.
         refusal: what its source is to be told, of which the owner has had the last event.
         times: of the last fence, over all ranks that are through.
+        begins: of each group the first token that is read, where the source has named its blocks.
     """
 
     source: Source | Wanted
@@ -137,6 +141,7 @@ class ReplicaPull:
     told: bool = False
     refusal: str = ""
     times: PullTimes | None = None
+    begins: tuple[int, ...] = ()
 
     def next_pages(self, key: str) -> Reading:
         """The first that wait, with the blocks that the source has named."""

@@ -142,6 +142,13 @@ class RemoteEngine:
                     "of another lease or another start of the engine, or was made before the offer"
                 )
 
+    def begins(self, groups: PageLists) -> tuple[int, ...]:
+        """Returns the first token that is read of each group whose blocks the source has named; 0 of any other group.
+
+        `parts` has taken the same lists before.
+        """
+        return tuple(map(max, zip(*(planned.begins(groups) for planned in self._plans), strict=True)))
+
     def small_part(self, groups: PageLists) -> Part | None:
         """All that is to be read of few pages, where one rank holds it and one transfer brings it; else None."""
         if self.verifier is not None or len(self.ranks) > 1 or len(groups) != len(self._mine.layout.groups):

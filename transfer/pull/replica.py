@@ -408,12 +408,20 @@ class ReplicaTransfer:
             if pull.refusal:
                 self._fail(key, pull.refusal)
             while pull.waiting:
-                reading = pull.next_pages(key)
-                self.ranks[0].puller.get(key).engine.check_tables(key, pull.source.lease, reading.tables)
-                for rank in self.ranks:
-                    rank.add_pages(key, reading.groups, last=reading.last)
+                self._read_next(key, pull, pull.source)
         except TransferError as error:
             self._fail(key, str(error))
+
+    def _read_next(self, key: str, pull: ReplicaPull, source: Source) -> None:
+        """Reads the first pages that wait, on every rank."""
+        reading = pull.next_pages(key)
+        self.ranks[0].puller.get(key).engine.check_tables(key, source.lease, reading.tables)
+        for rank in self.ranks:
+            rank.add_pages(key, reading.groups, last=reading.last)
+        if pull.pages is not None:
+            remotes = [rank.remote(source.engine_id) for rank in self.ranks]
+            begins = [remote.begins(reading.groups) for remote in remotes if remote is not None]
+            pull.begins = tuple(map(max, zip(*begins, strict=True)))  # of the rank where it is the latest
 
     def _on_rank(self, at: int, event: PullEvent) -> None:
         if (pull := self._pulls.get(event.key)) is None:
@@ -429,7 +437,7 @@ class ReplicaTransfer:
             self.directory.check(pull.source.place)  # does it live, and is it still the one that we know?
         elif not pull.open_ranks and not pull.error:
             del self._pulls[event.key]
-            self.events.append(PullEvent(event.key, "", safe=True, times=pull.times))
+            self.events.append(PullEvent(event.key, "", safe=True, times=pull.times, begins=pull.begins))
 
     def _passed(self, pull: ReplicaPull) -> int:
         return min((pull.passed.get(at, 0) for at in range(len(self.ranks))), default=0)

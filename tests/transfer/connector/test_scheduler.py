@@ -75,8 +75,8 @@ def answer(source: NixlConnectorScheduler, made: dict[str, Any], tokens: int = 2
     return source._leased(query)
 
 
-def blocks(source: NixlConnectorScheduler, made: dict[str, Any]) -> list[list[int]]:
-    reply = answer(source, made)
+def blocks(source: NixlConnectorScheduler, made: dict[str, Any], tokens: int = 20) -> list[list[int]]:
+    reply = answer(source, made, tokens)
     return [list(group) for group in open_pages(reply.pages, "p", int(made["lease_id"], 16)).block_ids]
 
 
@@ -211,9 +211,12 @@ def test_blocks_are_those_of_the_tokens_and_of_the_window(make: Any) -> None:
     scheduler = make(FULL, WINDOW, STATE)
     offered(scheduler)
     rows = [[*range(10, 18)], [*range(20, 28)], [1, 2, 3]]
-    assert blocks(scheduler, scheduler.params("r", PROMPT, rows, 49)) == [[*range(10, 17)], [24, 25, 26], [3]]
+    assert blocks(scheduler, scheduler.params("r", PROMPT, rows, 49)) == [[*range(10, 17)], [*range(20, 27)], [3]]
     later = scheduler.params("r", PROMPT, [rows[0][3:], rows[1][3:], [3]], 49, first_blocks=(3, 3, 0))
-    assert blocks(scheduler, later) == [[13, 14, 15, 16], [24, 25, 26], [3]]
+    assert blocks(scheduler, later) == [[13, 14, 15, 16], [23, 24, 25, 26], [3]]
+    window = [*range(1000, 2000)]
+    long = scheduler.params("r", Prompt(range(8000)), [window, window, [3]], 8000)
+    assert blocks(scheduler, long, 8000)[1] == window[(8000 - 10 + 1 - 4096) // 8 :], "for blocks of 4,096 tokens, too"
     with pytest.raises(InvalidTransferError, match="group 0: blocks 0 to 8, 65 tokens fill 9 of 8"):
         scheduler.params("r", PROMPT, rows, 65)
     with pytest.raises(InvalidTransferError, match="blocks of 2 groups, there are 3"):
@@ -286,6 +289,19 @@ def test_a_load_fails_once_and_the_other_ranks_give_it_up(make: Any) -> None:
     assert (again.failed, again.block_ids_with_errors) == ({}, set())
     scheduler.update(1, WorkerOutput(received={"R"}))
     assert scheduler.update(0, WorkerOutput(received={"R"})).received == {"R"}
+
+
+def test_what_was_not_written_is_told_when_every_rank_is_done_and_of_any_rank(make: Any) -> None:
+    scheduler = make(FULL, WINDOW, tp=2)
+    offered(scheduler)
+    for fails in (False, True):
+        loading(scheduler, scheduler.read("R", params(scheduler), PROMPT))
+        first = scheduler.update(0, WorkerOutput(received={"R"}, unwritten={"R": {1: 12}}))
+        assert (first.received, first.unwritten) == (set(), {})
+        if fails:
+            scheduler.update(1, WorkerOutput(failed={"R": "lost"}))
+        last = scheduler.update(1, WorkerOutput(received={"R"}, unwritten={"R": {1: 10}}))
+        assert (last.received, last.unwritten) == ({"R"}, {} if fails else {"R": {1: 12}})
 
 
 def test_nothing_to_load_is_told_to_the_source_and_waited_for_by_nobody(make: Any) -> None:

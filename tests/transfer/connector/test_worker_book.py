@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from transfer.connector.config import GroupConfig, StatePart
@@ -173,6 +174,44 @@ def test_what_was_given_up_is_no_failure_and_what_was_silent_is_nothing() -> Non
     silent, _ = add(book, "s", asked(((),), (16, 16)))
     book.on_pull(PullEvent(silent.key, "no answer", safe=True))
     assert (output.failed, output.received, book.find("s")) == ({}, {"r"}, None)
+
+
+@pytest.mark.parametrize(
+    ("asks", "read", "unwritten"),
+    [
+        # Whole blocks, the window's first at token 24: what it needs begins with token 31.
+        (asked(((1, 2, 3, 4, 5), (4, 5)), (0, 40), first=(0, 3)), (0, 24), {}),
+        (asked(((1, 2, 3, 4, 5), (4, 5)), (0, 40), first=(0, 3)), (0, 28), {1: 28}),
+        # Blocks before those that are read: nothing of them is written.
+        (asked(((1, 2, 3, 4, 5), (1, 2, 3, 4, 5)), (0, 40), first=(0, 0)), (0, 24), {1: 24}),
+        # Here are 28 tokens: what the first block begins with is among them.
+        (asked(((4, 5), (4, 5)), (28, 40), first=(3, 3)), (28, 28), {}),
+        (asked(((4, 5), (4, 5)), (28, 40), first=(3, 3)), (28, 30), {1: 30}),
+    ],
+)
+def test_what_the_source_had_given_up_is_told_by_group(
+    asks: LoadRequest, read: tuple[int, int], unwritten: dict[int, int]
+) -> None:
+    book = make(FULL, WINDOW)
+    load, _ = add(book, "r", asks)
+    book.on_pull(PullEvent(load.key, "", safe=True, begins=read))
+    assert (book.output.received, book.output.unwritten) == ({"r"}, {"r": unwritten} if unwritten else {})
+
+
+def test_a_group_of_which_nothing_is_read_has_nothing_written() -> None:
+    """A window of one token sees none before the next one."""
+    book = make(FULL, msgspec.structs.replace(WINDOW, window=1), STATE)
+    load, groups = add(book, "r", asked(((1, 2), (1, 2), (3,)), (0, 16), first=(0, 0, 0)))
+    assert [group.tokens for group in groups] == [(0, 16), (0, 0), (0, 16)]
+    book.on_pull(PullEvent(load.key, "", safe=True, begins=(0, 0, 0)))
+    assert book.output.unwritten == {"r": {1: 16}}
+
+
+def test_of_a_load_that_failed_no_block_is_said_to_be_unwritten() -> None:
+    book = make(WINDOW)
+    load, _ = add(book, "r", asked(((1, 2, 3, 4, 5),), (0, 40)))
+    book.on_pull(PullEvent(load.key, "lost", safe=True))
+    assert (book.output.received, book.output.unwritten) == ({"r"}, {})
 
 
 def test_names_of_pulls_are_not_used_twice() -> None:

@@ -11,7 +11,15 @@ import pytest
 from tests.transfer.plan_oracle import page_layout, shard
 from transfer.errors import InvalidTransferError, MetadataError
 from transfer.plan.boxes import Group, ShardLayout, check
-from transfer.plan.page_lists import BlocksOfGroup, PageList, PagesOfGroup, kernel_pages, pages_of, with_blocks
+from transfer.plan.page_lists import (
+    BlocksOfGroup,
+    PageList,
+    PagesOfGroup,
+    first_read,
+    kernel_pages,
+    pages_of,
+    with_blocks,
+)
 from transfer.plan.plan import plan
 from transfer.plan.shapes import dense
 
@@ -49,6 +57,7 @@ def test_only_the_rest_is_read_where_a_prefix_is_there() -> None:
 
 def test_an_empty_rest_needs_no_blocks() -> None:
     assert lists(pages_of("group 0", pages([], [5, 6], 8, (8, 8)), group(), group())) == ([], [], (0, 0))
+    assert first_read(pages([], [6], 8, (0, 0)), group()) == 0
 
 
 def test_blocks_of_several_pages_are_those_pages() -> None:
@@ -66,10 +75,12 @@ def test_a_list_that_was_cut_at_the_front_is_counted_from_its_end() -> None:
 
 def test_what_no_window_reaches_need_not_be_there() -> None:
     # Pages of 8 here, of 4 there; token 13 is needed, so the source has kept 12 to 24 and the page here begins at 8.
-    found = pages_of("group 0", pages([1, 2], [5, 6, 7], 24, (8, 24), needed=13), group(8), group(4))
-    assert lists(found) == ([1, 2], [5, 6, 7], (12, 24))
-    found = pages_of("group 0", pages([1, 2, 3], [6, 7], 24, (8, 24), needed=17), group(8), group(4))
-    assert lists(found) == ([2, 3], [6, 7], (16, 24))
+    named = pages([1, 2], [5, 6, 7], 24, (8, 24), needed=13)
+    assert lists(pages_of("group 0", named, group(8), group(4))) == ([1, 2], [5, 6, 7], (12, 24))
+    assert first_read(named, group(4)) == 12
+    named = pages([1, 2, 3], [6, 7], 24, (8, 24), needed=17)
+    assert lists(pages_of("group 0", named, group(8), group(4))) == ([2, 3], [6, 7], (16, 24))
+    assert first_read(named, group(4)) == 16
     with pytest.raises(InvalidTransferError, match="2 blocks of 4 tokens begin with token 16, token 13 is the first"):
         pages_of("group 0", pages([1, 2], [6, 7], 24, (8, 24), needed=13), group(8), group(4))
 
@@ -77,6 +88,7 @@ def test_what_no_window_reaches_need_not_be_there() -> None:
 def test_a_state_is_in_the_last_block() -> None:
     state = group(state=True)
     assert lists(pages_of("group 0", pages([4], [8, 9], 24, (0, 24)), state, state)) == ([4], [9], (0, 24))
+    assert first_read(pages([4], [8, 9], 24, (0, 24)), state) == 0
     with pytest.raises(InvalidTransferError, match="0 blocks for a state, 1 is needed"):
         pages_of("group 0", pages([4], [], 24, (0, 24)), state, state)
 

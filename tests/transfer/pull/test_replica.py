@@ -336,7 +336,7 @@ def test_a_source_says_itself_which_pages_it_holds(engine: Any) -> None:
     asked = answering(p, {"lease": lease})
     pull(d, wanted(p, lease), groups=ASKED)
     run(p, d, until=lambda: settled(d)() and p.overs)
-    assert (d.pulls, p.overs[0].reason) == ([PullEvent("r", "", safe=True)], "read")
+    assert (d.pulls, p.overs[0].reason) == ([PullEvent("r", "", safe=True, begins=(0,))], "read")
     assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
     assert asked == [48]
 
