@@ -146,8 +146,8 @@ class FurtherTables:
         for number, (group, tables) in enumerate(self._groups):
             before = 0 if row is None else int(self.firsts[number, row])
             now = self._seen(group, start)
-            # What is not published yet is kept for `step`.
-            now = max(before, min(now, first + len(digests)) if self._caching else now)
+            # What is not published yet is kept for `step`; of what comes from elsewhere nothing is here.
+            now = max(before, min(now, first + len(digests)) if self._caching and not imported else now)
             from_hits = max(now, first)
             pages = self._find(tables, digests[from_hits - first :])
             if imported and (missing := (pages == NO_PAGE).any(axis=0).nonzero()[0]).size:
