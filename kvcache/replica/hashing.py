@@ -73,20 +73,27 @@ class PrefixHasher:
         self.page_size = page_size
         self.salt = salt
         self.extra_keys = extra_keys
-        self.running: Any = _seeded(algorithm, page_size, salt).copy()  # after the pages whose digests are known
-        self.known = _known(self.running, b"")  # those digests, one after another
         self.width = DIGEST_BYTES[algorithm]
+        # After the pages whose digests are known. None while pages are taken: where it stays so, that was interrupted,
+        # and what was hashed by then is not known.
+        self.running: Any = None
+        self.known = bytearray()  # those digests, one after another
         # The extra keys of pages to come, `(page, bytes to hash)`, the next one last. -1 is no token: where one is due
         # it says that a key follows, and the length says where the key ends.
         self.keys_left: list[tuple[int, bytes]] = []
-        if extra_keys:
-            marked = [
-                (position // page_size, struct.pack("<iII", -1, position, len(key)) + key)
-                for position, key in sorted(extra_keys)
-            ]
-            self.keys_left = marked[::-1]
+        self.begin()
         # Index → the generation of it, first and last page, and what they were found as (see `Replica.match`).
         self.matches: dict[object, tuple[int, int, int, NDArray[np.int32]]] = {}
+
+    def begin(self) -> None:
+        """No page is hashed."""
+        running = _seeded(self.algorithm, self.page_size, self.salt).copy()
+        self.keys_left = [
+            (position // self.page_size, struct.pack("<iII", -1, position, len(key)) + key)
+            for position, key in sorted(self.extra_keys or (), reverse=True)
+        ]
+        self.known = _known(running, b"")
+        self.running = running
 
     @property
     def num_tokens(self) -> int:
@@ -94,6 +101,8 @@ class PrefixHasher:
         return len(self.known) // self.width * self.page_size
 
     def copy(self) -> "PrefixHasher":
+        if self.running is None:
+            self.begin()
         twin = copy(self)
         twin.running = self.running.copy()
         twin.known = _known(twin.running, self.known)
@@ -105,23 +114,28 @@ class PrefixHasher:
         width = self.width
         known = len(self.known) // width
         if known < last:
+            if self.running is None:
+                self.begin()
+                known = 0
             self._extend(tokens, known, last)
         wanted = bytes(self.known[first * width : last * width])
         return np.ndarray((last - first, width // 8), _WORD, wanted)
 
     def _extend(self, tokens: NDArray[np.integer[Any]], page: int, last: int) -> None:
         """Take the pages from `page`, the first one that is not known, to `last` of all known `tokens`."""
-        size, keys = self.page_size, self.keys_left
+        size, keys, running = self.page_size, self.keys_left, self.running
+        self.running = None
         while page < last:
             while keys and keys[-1][0] == page:
-                self.running.update(keys.pop()[1])
+                running.update(keys.pop()[1])
             end = min(last, keys[-1][0]) if keys else last
-            self._take(tokens[page * size : end * size])
+            self._take(running, tokens[page * size : end * size])
             page = end
+        self.running = running
 
-    def _take(self, tokens: NDArray[np.integer[Any]]) -> None:
+    def _take(self, running: Any, tokens: NDArray[np.integer[Any]]) -> None:
         """Extend `known` by whole pages without a key."""
-        running, size = self.running, self.page_size
+        size = self.page_size
         if type(running) is _Chain:
             at_once = max(1, _AT_ONCE // (size + 16)) * size
             while len(tokens) > at_once:
@@ -181,18 +195,21 @@ def next_digests(
     `pages` is `[requests, page_size]`. `slow(at)` gives the digest where pages before that one are not hashed yet, or
     an extra key is to come.
     """
+    if hashers[0].running is None:
+        hashers[0].begin()
     if type(hashers[0].running) is _Chain:
         return _next_in_c(hashers, firsts, np.ascontiguousarray(pages, _TOKEN), slow)
     found: list[bytes] = []
     for hasher, first, row in zip(hashers, firsts, page_rows(pages, pages.shape[1]), strict=True):
-        known = hasher.known
-        if len(known) != first * hasher.width or hasher.keys_left:
+        known, running = hasher.known, hasher.running
+        if len(known) != first * hasher.width or hasher.keys_left or running is None:
             found.append(slow(len(found)))
             continue
-        running = hasher.running
+        hasher.running = None
         running.update(row)
         digest: bytes = running.digest()
         known += digest
+        hasher.running = running
         found.append(digest)
     return np.frombuffer(b"".join(found), np.uint64).reshape(len(found), -1)
 
@@ -205,11 +222,15 @@ def _next_in_c(
 ) -> NDArray[np.uint64]:
     """`next_digests` of chains: usually all of them in one call."""
     if not any(map(_KEYS_LEFT, hashers)):
-        digests = _Chain.extend_each(list(map(_RUNNING, hashers)), list(firsts), pages)
+        try:
+            digests = _Chain.extend_each(list(map(_RUNNING, hashers)), list(firsts), pages)
+        except TypeError:  # one of them was interrupted
+            digests = None
         if digests is not None:
             return np.frombuffer(digests, np.uint64).reshape(len(hashers), -1)
     found: list[bytes] = []
     for at, hasher in enumerate(hashers):
-        digest = None if hasher.keys_left else _Chain.extend_each([hasher.running], [firsts[at]], pages[at])
+        slowly = hasher.keys_left or hasher.running is None
+        digest = None if slowly else _Chain.extend_each([hasher.running], [firsts[at]], pages[at])
         found.append(slow(at) if digest is None else digest)
     return np.frombuffer(b"".join(found), np.uint64).reshape(len(found), -1)

@@ -115,13 +115,13 @@ class ReplicaHints:
             baseline.clear()
         self._begin_with_what_is_there()
 
-    def clear_quotas(self) -> None:
-        """No page of a tenant is idle: the pools are about to say which are."""
+    def begin_orders(self) -> None:
+        """After an interrupt: where a first hint has come, the orders of pages and states follow hints.
+
+        No page of a tenant counts as idle: the pools are about to say which are.
+        """
         if self._quotas is not None:
             self._quotas.clear()
-
-    def begin_order(self) -> None:
-        """After an interrupt: where a first hint has come, the orders of pages and states follow hints."""
         if self._order is not None:
             self._pool.idle = self._order
             if self._states is not None:

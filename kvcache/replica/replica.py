@@ -380,12 +380,11 @@ class Replica:
             for row in known.keys() - {*claimed}:
                 del known[row]
         self.tier.mend(claimed)
+        self.hints.begin_orders()
         return ended
 
     def mend_pool(self) -> None:
         """Who holds and writes which page follows from the rest."""
-        self.hints.clear_quotas()
-        self.hints.begin_order()
         self.pool.mend(*self.counted())
         self.hints.mend()
 

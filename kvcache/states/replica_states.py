@@ -20,6 +20,7 @@ from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.imports import own_import
 from kvcache.replica.leases import PageLease
 from kvcache.replica.page_moves import ReplicaPageMoves
+from kvcache.replica.pages_below import PagesBelow
 from kvcache.replica.rows import Ints, Rows
 from kvcache.states.kept_states import KeptStates
 from kvcache.states.state_hints import StateHints
@@ -188,10 +189,10 @@ class ReplicaStates:
     def mend(self) -> None:
         """After an interrupt: rows, leases and imports are mended; what holds states follows."""
         self.kept.mend()
-        for _ in range(2):  # what is on its way holds pages, and what waits to be copied down is found in them
-            if self.pages.below is not None:
-                self.pages.below.mend(())
-            self.pages.mend(self._replica.rows.row_of, self._replica.leases, self._written)
+        below = self.pages.below or PagesBelow()
+        below.mend(())  # what is on its way holds pages
+        self.pages.mend(self._replica.rows.row_of, self._replica.leases, self._written)
+        below.mend(())  # what waits to be copied down is found in pages
 
     @property
     def _written(self) -> list[int]:

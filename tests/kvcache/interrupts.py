@@ -169,7 +169,10 @@ class Interrupts:
         """The call, which may be interrupted; None then, and the books are right again."""
         chance = self.random.randrange(2 * self.every)
         if chance > 2:
-            return call()
+            try:
+                return call()
+            finally:
+                assert self.manager._mark.call is None, f"{name} left the books marked"
         error = self.random.choice(RAISED)
         at = self.anywhere(name) if chance else 0  # else it is but measured
         try:
@@ -185,7 +188,10 @@ class Interrupts:
             return result
         self.seen[f"{name}"] += 1
         self.seen["interrupts"] += 1
-        self.after(name)
+        try:
+            self.after(name)
+        except KVCacheError as failed:
+            raise AssertionError(f"{name} was interrupted") from failed
         return result
 
     def anywhere(self, name: str) -> int:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvcache import (
@@ -15,6 +16,8 @@ from kvcache import (
     PagedKVCacheManager,
     TextContext,
 )
+from kvcache.params import HashAlgorithm
+from kvcache.replica.hashing import PrefixHasher, next_digests
 from tests.kvcache import interrupts
 from tests.kvcache.build import manager_of
 from tests.kvcache.interrupts import OwnContext, interrupted, new_lengths
@@ -229,3 +232,30 @@ def test_our_own_errors_leave_no_mark() -> None:
         with pytest.raises(KVCacheError):
             call()
         manager.check()
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxh3_128"])
+def test_a_hasher_that_is_interrupted_gives_the_same_digests_later(algorithm: HashAlgorithm) -> None:
+    tokens, keys = np.arange(24), ((2, b"one"), (9, b"two"), (10, b"three"))
+    wanted = PrefixHasher(algorithm, 4, "salt", keys).digests(tokens, 0, 6).tobytes()
+    done, at, again = True, 0, 0
+    while done:
+        at += 1
+        hasher, other = (PrefixHasher(algorithm, 4, "salt", keys) for _ in range(2))
+        hasher.digests(tokens, 0, at % 2)
+        _, _, done = interrupted(lambda h=hasher: h.digests(tokens, 0, 4), at, KeyboardInterrupt)  # type: ignore[misc]
+        again += hasher.running is None
+        assert hasher.copy().digests(tokens, 0, 6).tobytes() == wanted
+
+        def both(pair: list[PrefixHasher] = [hasher, other]) -> Any:  # noqa: B006 - of this turn
+            pages = np.stack([tokens[20:24], tokens[16:20]])
+            pair[0].digests(tokens, 0, 5)
+            pair[1].digests(tokens, 0, 4)
+            return next_digests(pair, [5, 4], pages, lambda nth: pair[nth].digests(tokens, 5 - nth, 6 - nth).tobytes())
+
+        _, _, more = interrupted(both, at, KeyboardInterrupt)
+        done |= more
+        found = both()
+        assert found[0].tobytes() == wanted[-hasher.width :]
+        assert other.digests(tokens, 0, 6).tobytes() == wanted
+    assert again > 10
