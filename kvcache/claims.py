@@ -228,8 +228,9 @@ class Claims:
                 raise InvalidRequestError(
                     f"request {context.request_id!r}: {call} of a batch made before its release; make a new one"
                 )
-        batch.unbound, batch.checked_at = unbound, self._releases
+        batch.unbound = unbound
         batch.slack = batch.due = UNKNOWN  # a request may have been claimed anew, with other pages
+        batch.checked_at = self._releases  # last: what interrupts this has it compared again
 
 
 def _key(context: object) -> object:
