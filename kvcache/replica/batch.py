@@ -182,8 +182,7 @@ class Batch(Gathered, Sequence[Context]):
 
     def gather(self, *, starts_only: bool = False) -> None:
         super().gather(starts_only=starts_only)
-        self._count = self._page_size
-        self._seen = [self._count] * len(self.contexts)
+        self._begin_log()
         self._hashers = {}
         self._turning: dict[int, list[Share]] = {}  # by the place of the first request's newest token in its page
         self._behind: dict[int, int] = {}  # by replica: by how much its longest request is shorter than the longest
@@ -259,10 +258,11 @@ class Batch(Gathered, Sequence[Context]):
             return
         if not self._updates_left:
             self._refuse_longest()
+        self._stale = True  # until all of this agrees: what interrupts it has the contexts read anew
         if self._count == len(self._log):
             self._hand_over()
         self._log[self._count] = array
-        self._count += 1
+        self._count += 1  # from here on each request has its token
         self._updated = True
         self._longest += 1
         self._updates_left -= 1
@@ -271,6 +271,7 @@ class Batch(Gathered, Sequence[Context]):
         self.ends += 1
         self.actives = self.ends
         self.starts = self.ends - 1
+        self._stale = False
 
     def digests(
         self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: EventLog | None = None
@@ -297,20 +298,27 @@ class Batch(Gathered, Sequence[Context]):
             kept.update(zip(at, super().hashers(at, hasher_of), strict=True))
             return [kept[place] for place in at]
 
-    def catch_up(self, place: int) -> None:
-        seen = self._seen[place]
-        if seen == self._count or not isinstance(context := self.contexts[place], TextContext):
+    def catch_up(self, place: int, end: int) -> None:
+        ends, first = self._began
+        count = self._count
+        behind = count - first - (end - ends[place])
+        if behind <= 0 or not isinstance(context := self.contexts[place], TextContext):
             return
-        self._seen[place] = self._count
-        start, active = self.starts.item(place), self.actives.item(place)
-        if seen == self._count - 1:
-            context.append_one(self._log.item(seen, place), start, active)
+        end += behind  # the last of its tokens is to run
+        if behind == 1:
+            context.append_one(self._log.item(count - 1, place), end - 1, end)
         else:
-            context.append(self._log[seen : self._count, place], start, active)
+            context.append(self._log[count - behind : count, place], end - 1, end)
 
-    def lose(self, place: int) -> None:
-        self.catch_up(place)
+    def lose(self, place: int, end: int) -> None:
+        self.catch_up(place, end)
         self._stale = True
+
+    def _begin_log(self) -> None:
+        """All contexts have caught up: the next token comes behind those of before."""
+        self._count = self._page_size  # first: a context that looks meanwhile has nothing to catch up with
+        # Of each context the tokens that it knew, and of the log the row of the next one.
+        self._began: tuple[list[int], int] = (self.ends.tolist(), self._page_size)
 
     def _refuse_longest(self) -> None:
         for context, end in zip(self.contexts, self.ends.tolist(), strict=True):
@@ -321,11 +329,11 @@ class Batch(Gathered, Sequence[Context]):
 
     def _hand_over(self) -> None:
         """Every context catches up, and the log starts anew with its last page's worth."""
-        for place in range(len(self.contexts)):
-            self.catch_up(place)
+        for place, context in enumerate(self.contexts):
+            if isinstance(context, TextContext):
+                context.catch_up(self, place)
         self._log[: self._page_size] = self._log[self._count - self._page_size :].copy()
-        self._count = self._page_size
-        self._seen = [self._count] * len(self.contexts)
+        self._begin_log()
 
     def _checked(self, tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.integer]:
         try:

@@ -138,31 +138,31 @@ class TextContext:
     def tokens(self) -> NDArray[np.int32]:
         """Every known token, int32 `[end_idx]`; a view, valid until the next `update`."""
         if self._follows is not None:
-            self._follows.catch_up(self._place)
+            self._follows.catch_up(self._place, self._end)
         return self._buffer[: self._end]
 
     @property
     def start_idx(self) -> int:
         if self._follows is not None:
-            self._follows.catch_up(self._place)
+            self._follows.catch_up(self._place, self._end)
         return self._start
 
     @property
     def active_idx(self) -> int:
         if self._follows is not None:
-            self._follows.catch_up(self._place)
+            self._follows.catch_up(self._place, self._end)
         return self._active
 
     @property
     def end_idx(self) -> int:
         if self._follows is not None:
-            self._follows.catch_up(self._place)
+            self._follows.catch_up(self._place, self._end)
         return self._end
 
     @property
     def active_length(self) -> int:
         if self._follows is not None:
-            self._follows.catch_up(self._place)
+            self._follows.catch_up(self._place, self._end)
         return self._active - self._start
 
     current_length = end_idx
@@ -170,7 +170,7 @@ class TextContext:
     def decodes_within(self, most: int) -> bool:
         """Whether one token is to run, and no more than `most` are known."""
         if self._follows is not None:
-            self._follows.catch_up(self._place)
+            self._follows.catch_up(self._place, self._end)
         return self._active - self._start == 1 and self._end <= most
 
     def update(self, token: int) -> None:
@@ -234,13 +234,18 @@ class TextContext:
     def follow(self, leader: "Leader", place: int) -> None:
         """Let `leader` move this context, at its place `place`, until `leave`. Another leader loses it."""
         self.leave()
-        self._follows, self._place = leader, place
+        self._place, self._follows = place, leader  # in this order: what follows has its place
+
+    def catch_up(self, leader: "Leader", place: int) -> None:
+        """Take up what `leader` did, where it is this one's."""
+        if self._follows is leader:
+            leader.catch_up(place, self._end)
 
     def leave(self) -> None:
         """Catch up with the leader, if any, and be moved by one's own calls again."""
-        leader, self._follows = self._follows, None
-        if leader is not None:
-            leader.lose(self._place)
+        if self._follows is not None:
+            self._follows.lose(self._place, self._end)
+            self._follows = None  # last: what interrupts this has it catch up again
 
     def append_one(self, token: int, start: int, active: int) -> None:
         """`append` for one token: half the cost."""
@@ -351,10 +356,13 @@ def _indices_of(context: Context) -> tuple[int, int, int]:
 
 
 class Leader(Protocol):
-    """What moves many contexts at once, and lets each catch up when somebody looks at it: a `Batch`."""
+    """What moves many contexts at once, and lets each catch up when somebody looks at it: a `Batch`.
 
-    def catch_up(self, place: int) -> None: ...
-    def lose(self, place: int) -> None: ...
+    `end`: tokens that the context at this place knows by now.
+    """
+
+    def catch_up(self, place: int, end: int) -> None: ...
+    def lose(self, place: int, end: int) -> None: ...
 
 
 def checked_tokens(request_id: str, tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:

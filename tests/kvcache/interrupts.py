@@ -26,6 +26,7 @@ import torch
 
 import kvcache
 from kvcache import (
+    Batch,
     Context,
     ImportCopier,
     InterruptedCallError,
@@ -357,8 +358,33 @@ class Interrupts:
         self.compute([context])
         if context.request_id not in self.live:
             return
-        context.update(self.random.randint(1, 2))
+        self.update(context)
         self.step([context])
+
+    def update(self, context: Context) -> None:
+        """Where it is interrupted its indices say whether it is to be called again."""
+        before, last, token = context.end_idx, context.active_idx == context.end_idx, self.random.randint(1, 2)
+        self.call("update", lambda: context.update(token))
+        if context.active_idx < context.end_idx or (last and context.end_idx == before):
+            context.update(token)
+        assert (context.active_idx, context.end_idx) == (before + last, before + last)
+
+    def update_batch(self, batch: Batch, ready: Sequence[Context], ends: list[int]) -> None:
+        """Where it is interrupted either each of its contexts has its token, or none."""
+        before, tokens = self.seen["interrupts"], [self.random.randint(1, 2) for _ in ready]
+        self.call("batch.update", lambda: batch.update(tokens))
+        now = (
+            {one.end_idx - end for one, end in zip(ready, ends, strict=True)}
+            if self.seen["interrupts"] > before
+            else {1}
+        )
+        assert len(now) == 1, now
+        if now == {0}:
+            batch.update(tokens)
+        ends[:] = [end + 1 for end in ends]
+        if self.seen["interrupts"] > before:
+            assert [one.end_idx for one in ready] == ends
+            assert [int(one.tokens[-1]) for one in ready] == tokens
 
     def compute(self, batch: Sequence[Context]) -> None:
         """As a model does; where `fetch` is interrupted it is called again."""
@@ -434,6 +460,7 @@ class Interrupts:
         if not ready:
             return
         batch: Any = self.manager.batch(ready) if self.random.randrange(2) else ready
+        ends = [one.end_idx for one in ready]
         for _ in range(self.random.randint(1, 6)):
             try:
                 reserved = self.call("reserve_batch", lambda: self.manager.reserve_batch(batch))
@@ -444,12 +471,11 @@ class Interrupts:
             self.compute(batch)
             if any(context.request_id not in self.live for context in ready):
                 return
-            tokens = [self.random.randint(1, 2) for _ in ready]
-            if isinstance(batch, list):
-                for context, token in zip(ready, tokens, strict=True):
-                    context.update(token)
+            if isinstance(batch, Batch):
+                self.update_batch(batch, ready, ends)
             else:
-                batch.update(tokens)
+                for context in ready:
+                    self.update(context)
             self.step(batch)
             if any(context.request_id not in self.live for context in ready):
                 return

@@ -259,3 +259,34 @@ def test_a_hasher_that_is_interrupted_gives_the_same_digests_later(algorithm: Ha
         assert found[0].tobytes() == wanted[-hasher.width :]
         assert other.digests(tokens, 0, 6).tobytes() == wanted
     assert again > 10
+
+
+def test_an_update_of_a_batch_that_is_interrupted_gives_each_request_its_token_or_none() -> None:
+    manager = manager_of(64, checks=False, rows=3)
+    contexts = [TextContext([1, 2, 3 + at], 4000, f"r{at}") for at in range(3)]
+    for context in contexts:
+        manager.external_claim(context.request_id)
+        manager.maybe_reserve(context)
+    batch, done, at = manager.batch(contexts), True, 0
+    known = [context.tokens.tolist() for context in contexts]
+    taken: Counter[bool] = Counter()
+    while done:
+        at += 1
+        tokens = [at, at + 1, at + 2]
+        batch.update(tokens)  # one that the contexts have not seen
+
+        def update(mine: list[int] = tokens, nth: int = at % 3) -> None:
+            batch.update(mine)
+            batch.contexts[nth].set_token_indices(active_idx=None)  # it leaves the batch, and catches up
+
+        _, _, done = interrupted(update, at, KeyboardInterrupt)
+        known = [[*one, token] for one, token in zip(known, tokens, strict=True)]
+        has = {context.end_idx - len(one) for context, one in zip(contexts, known, strict=True)}
+        assert has in ({0}, {1}), at
+        taken[has == {1}] += 1
+        known = [[*one, token] if has == {1} else one for one, token in zip(known, tokens, strict=True)]
+        assert [context.tokens.tolist() for context in contexts] == known
+        assert batch.lengths.tolist() == [len(one) for one in known]
+        assert all(context.start_idx == context.end_idx - 1 == context.active_idx - 1 for context in contexts)
+    assert taken[True] > 5
+    assert taken[False] > 5

@@ -91,10 +91,9 @@ def no_room_check(replica: Replica, rows: Any, lengths: Any) -> bool:
     return True
 
 
-def drops_a_token(batch: Batch, place: int) -> None:
-    seen = batch._seen[place]
-    CATCH_UP(batch, place)
-    if batch._count - seen > 3:
+def drops_a_token(batch: Batch, place: int, end: int) -> None:
+    CATCH_UP(batch, place, end)
+    if batch.contexts[place]._end - end > 3:
         batch.contexts[place]._buffer[batch.contexts[place]._end - 2] ^= 3
 
 
