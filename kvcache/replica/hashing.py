@@ -104,7 +104,7 @@ class PrefixHasher:
         if self.running is None:
             self.begin()
         twin = copy(self)
-        twin.running = self.running.copy()
+        twin.running = twin.running.copy()
         twin.known = _known(twin.running, self.known)
         twin.keys_left, twin.matches = self.keys_left[:], {}
         return twin
