@@ -129,11 +129,9 @@ def beside(path: Path) -> list[str]:
 
 
 def elsewhere(path: Path) -> list[str]:
-    """The test files that may notice what those beside a file do not: of its folder, and of the package's doors."""
+    """The test files of a file's folder and of the package's doors: the same for each file of the folder."""
     package, *_ = path.parts
-    others = [*sorted((ROOT / "tests" / path.parent).glob("test_*.py")), *_doors(package, _ELSEWHERE[package])]
-    own = beside(path)
-    return [name for name in _names(others) if name not in own]
+    return _names([*sorted((ROOT / "tests" / path.parent).glob("test_*.py")), *_doors(package, _ELSEWHERE[package])])
 
 
 def _doors(package: str, names: Iterable[str]) -> list[Path]:

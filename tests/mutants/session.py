@@ -26,13 +26,15 @@ class Session:
     Args:
         tree: the copy; it serves one session at a time.
         files: of tests.
+        but: of these files nothing is run: it was before.
 
     Raises:
         RuntimeError: the tests cannot be collected.
     """
 
-    def __init__(self, tree: Tree, files: Sequence[str]) -> None:
+    def __init__(self, tree: Tree, files: Sequence[str], but: Sequence[str] = ()) -> None:
         self.tree = tree
+        self._but = frozenset(but)
         self.files = tuple(files)
         packages = [str(tree.folder / name) for name in PACKAGES]
         begun = tree.ask({"tests": list(files), "options": tree.options, "packages": packages})
@@ -71,7 +73,7 @@ class Session:
         chosen = {test for test in seconds if not is_code or name in reach[test] or test in spawning}
         # Of one file at a time, as what a file's tests share is set up once. What starts processes comes last.
         order = sorted(chosen, key=lambda test: (test.partition("::")[0], test in spawning, seconds[test]))
-        return [test for test in order if test not in self.failed]
+        return [test for test in order if test not in self.failed and test.partition("::")[0] not in self._but]
 
     def run(self, path: Path, function: str, before: str, after: str) -> Run:
         """Try another source of a file by the tests that may notice, up to the first that does.

@@ -19,6 +19,19 @@ _LEFT_OUT_NAMES = {"__repr__", "__str__", "__all__", "__slots__", "__match_args_
 _LOGS = {"_log", "log", "logger", "logging", "warnings"}
 _CALLS_OF_TYPES = {"cast", "TypeVar", "NewType", "ParamSpec", "NamedTuple", "namedtuple", "getLogger"}
 _TYPE_FIELDS = {"annotation", "returns", "decorator_list"}
+_SHOW_A_CONSTANT = (
+    ast.BinOp,
+    ast.BoolOp,
+    ast.Call,
+    ast.Compare,
+    ast.Subscript,
+    ast.keyword,
+    ast.IfExp,
+    ast.Assign,
+    ast.AnnAssign,
+    ast.AugAssign,
+    ast.Return,
+)
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -59,11 +72,34 @@ class Mutant(NamedTuple):
 
 
 class Site(NamedTuple):
-    """A node whose changes belong to a function."""
+    """A node whose changes belong to a function.
+
+    Attributes:
+        function: its qualified name.
+        node: that may change.
+        above: the nodes that it is part of, the outermost first.
+    """
 
     function: str
     node: ast.AST
-    is_alone: bool
+    above: tuple[ast.AST, ...]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is all that depends on a condition."""
+        parent = self.above[-1] if self.above else None
+        return isinstance(parent, ast.If) and parent.body == [self.node] and not parent.orelse
+
+    @property
+    def shown(self) -> ast.AST:
+        """What names a constant to a reader: the expression or statement that it is part of; else the node."""
+        if isinstance(self.node, ast.Constant):
+            for one in reversed(self.above):
+                if isinstance(one, _SHOW_A_CONSTANT):
+                    return one
+                if not isinstance(one, ast.Slice | ast.UnaryOp | ast.Tuple):
+                    break
+        return self.node
 
 
 def mutants(path: Path, source: str) -> list[Mutant]:
@@ -82,7 +118,7 @@ def mutants(path: Path, source: str) -> list[Mutant]:
             end = starts[old.end_lineno - 1] + old.end_col_offset
             before, text = written(old), ast.unparse(new)
             if text != before and (begin, end, text) not in found:
-                shown = old.lineno, _shown(before), _shown(text)
+                shown = old.lineno, *_shown(site, before, new, text)
                 found[begin, end, text] = Mutant(path, site.function, operator, *shown, begin, end, _placed(old, text))
     return [found[where] for where in sorted(found)]
 
@@ -94,7 +130,18 @@ def _placed(old: ast.expr | ast.stmt, text: str) -> str:
     return text if text.isidentifier() or text.isdecimal() else f"({text})"
 
 
-def _shown(text: str) -> str:
+def _shown(site: Site, before: str, new: ast.AST, after: str) -> tuple[str, str]:
+    """What a reader is shown of a change: what was there, and what is, on one line each."""
+    if isinstance(site.node, ast.Constant) and isinstance(new, ast.Constant):
+        around, value = site.shown, site.node.value
+        before = ast.unparse(around)
+        site.node.value = new.value
+        after = ast.unparse(around)
+        site.node.value = value
+    return _line(before), _line(after)
+
+
+def _line(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
 
@@ -172,7 +219,7 @@ def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Ite
         yield from _below(statement, name)
 
 
-def _below(node: ast.AST, name: str, *, is_alone: bool = False) -> Iterator[Site]:
+def _below(node: ast.AST, name: str, above: tuple[ast.AST, ...] = ()) -> Iterator[Site]:
     """The nodes from one on downwards, but for those that no test should look at."""
     if isinstance(node, _DEFINITIONS):  # in a function: it is part of that one
         yield from _of_function(node, name)
@@ -183,12 +230,11 @@ def _below(node: ast.AST, name: str, *, is_alone: bool = False) -> Iterator[Site
         return
     if _is_left_out(node):
         return
-    yield Site(name, node, is_alone)
+    yield Site(name, node, above)
     if isinstance(node, ast.Raise):
         return  # the text of an error
-    alone = node.body if isinstance(node, ast.If) and len(node.body) == 1 and not node.orelse else []
     for child in _children(node):
-        yield from _below(child, name, is_alone=child in alone)
+        yield from _below(child, name, (*above, node))
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:

@@ -17,10 +17,10 @@ def test_a_file_that_no_table_names_is_tested_by_its_folder() -> None:
     assert {Path(name).parent for name in found} == {Path("tests/kvcache/pool")}
 
 
-def test_elsewhere_is_what_is_not_beside() -> None:
-    pages = Path("kvcache/pool/pages.py")
-    assert "tests/kvcache/test_manager.py" in elsewhere(pages)
-    assert not set(elsewhere(pages)) & set(beside(pages))
+def test_elsewhere_is_the_folder_and_the_doors_of_the_package_for_all_files_of_a_folder() -> None:
+    found = elsewhere(Path("kvcache/pool/pages.py"))
+    assert found == elsewhere(Path("kvcache/pool/index.py"))
+    assert {"tests/kvcache/test_manager.py", "tests/kvcache/pool/test_index.py"} <= set(found)
 
 
 def test_only_what_needs_an_environment_of_its_own_has_no_tests_here() -> None:

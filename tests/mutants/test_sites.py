@@ -58,8 +58,8 @@ def test_an_error_that_alone_depends_on_a_condition_is_dropped_once() -> None:
 def test_how_many_are_found_of_what_the_first_ends_does_not_matter() -> None:
     assert [one.old for one in of("def f():\n    for a in b[c + 1][:1]:\n        raise E\n")] == [
         "c + 1",
-        "1",
-        "1",
+        "c + 1",
+        "c + 1",
         "raise E",
     ]
 
@@ -83,10 +83,25 @@ def test_a_mutant_is_of_the_outermost_function_or_of_a_constant() -> None:
     assert {(one.function, one.old) for one in of(source) if one.operator == "constant"} == {
         ("LIMIT", "1"),
         ("Pool.most", "2"),
-        ("Pool.take", "3"),
-        ("Pool.take", "4"),
+        ("Pool.take", "return 3"),
+        ("Pool.take", "return 4"),
         ("Pool.take", "5"),
     }
+
+
+def test_a_constant_is_shown_with_what_it_is_part_of() -> None:
+    source = "def f(a):\n    a.b = 4\n    return g(a[-1:], c=2) < a + 3\n"
+    assert [(one.old, one.new) for one in of(source) if one.operator == "constant"] == [
+        ("a.b = 4", "a.b = 3"),
+        ("a.b = 4", "a.b = 5"),
+        ("a[-1:]", "a[-0:]"),
+        ("a[-1:]", "a[-2:]"),
+        ("c=2", "c=1"),
+        ("c=2", "c=3"),
+        ("a + 3", "a + 2"),
+        ("a + 3", "a + 4"),
+    ]
+    assert of(source)[0].applied(source) != source
 
 
 def test_only_the_expression_changes_whatever_letters_stand_before_it() -> None:

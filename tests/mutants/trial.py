@@ -111,42 +111,58 @@ class Trial:
                 return [tried for some in pool.map(one, batches) for tried in some]
 
     def _batch(self, tree: Tree, batch: Batch) -> list[Tried]:
-        found = {
-            mutant: Tried(mutant, run, None, reason_of(mutant, self._known), batch.is_changed)
-            for mutant, run in self._by(tree, beside(batch.path), batch.path, batch.mutants).items()
-        }
+        found: dict[Mutant, Tried] = {}
+
+        def take(mutant: Mutant, run: Run) -> None:
+            found[mutant] = one = Tried(mutant, run, None, reason_of(mutant, self._known), batch.is_changed)
+            self._tell(one)
+
+        def take_elsewhere(mutant: Mutant, run: Run) -> None:
+            found[mutant] = one = found[mutant]._replace(elsewhere=run)
+            self._tell(one)
+
+        self._by(tree, beside(batch.path), batch, batch.mutants, take)
         left = [one.mutant for one in found.values() if one.verdict == SURVIVED_BESIDE]
         if self._asks_elsewhere and left and monotonic() < self._deadline:
-            for mutant, run in self._by(tree, elsewhere(batch.path), batch.path, left).items():
-                found[mutant] = found[mutant]._replace(elsewhere=run)
-        for one in found.values():
-            self._tell(one)
+            others = elsewhere(batch.path)
+            self._by(tree, others, batch, left, take_elsewhere, but=beside(batch.path))
         return list(found.values())
 
-    def _by(self, tree: Tree, files: Sequence[str], path: Path, mutants: Sequence[Mutant]) -> dict[Mutant, Run]:
-        """What came of mutants of one file by some test files, of those whose turn came in time."""
-        source = (ROOT / path).read_text()
-        found: dict[Mutant, Run] = {}
+    def _by(
+        self,
+        tree: Tree,
+        files: Sequence[str],
+        batch: Batch,
+        mutants: Sequence[Mutant],
+        take: Callable[[Mutant, Run], None],
+        but: Sequence[str] = (),
+    ) -> None:
+        """Try mutants of one file by some test files, those whose turn comes in time."""
+        source, cold = (ROOT / batch.path).read_text(), list[Mutant]()
         try:
-            session = Session(tree, files)
+            session = Session(tree, files, but)
         except RuntimeError as error:
             self._tell(f"not tried: {error}")
-            return {}
+            return
         try:
+            took = f"{session.seconds:.0f} s without a change, while they are watched"
+            self._tell(f"{batch.path}: tests that take {took}")
             for failed in session.failed:
-                self._tell(f"fails without a mutation: {failed}")
+                self._tell(f"fails without a change: {failed}")
             for mutant in mutants:
                 if monotonic() < self._deadline:
-                    found[mutant] = self._one(session, mutant, source)
+                    run = self._one(session, mutant, source)
+                    if run.outcome == "cold":
+                        cold.append(mutant)
+                    else:
+                        take(mutant, run)
         except RuntimeError as error:
             self._tell(f"not tried: {error}")
         finally:
             session.close()
-        for mutant in [mutant for mutant, run in found.items() if run.outcome == "cold"]:
-            found.pop(mutant)
+        for mutant in cold:
             if monotonic() < self._deadline:
-                found[mutant] = session.run_cold(path, mutant.function, mutant.applied(source))
-        return found
+                take(mutant, session.run_cold(batch.path, mutant.function, mutant.applied(source)))
 
     def _one(self, session: Session, mutant: Mutant, source: str) -> Run:
         after = mutant.applied(source)

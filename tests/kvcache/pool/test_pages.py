@@ -1,12 +1,267 @@
 from __future__ import annotations
 
-import numpy as np
+import random
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+import pytest
+
+from kvcache.errors import InvariantError
+from kvcache.pool.idle_order import MOST_ORDERS
 from kvcache.pool.pages import PagePool
+
+SIZE = 12
 
 
 def pages(*ids: int) -> np.ndarray:
     return np.array(ids, np.int32)
+
+
+def digests(numbers: list[int]) -> np.ndarray:
+    return np.array([[number, ~number & 0xFFFF] for number in numbers], np.uint64)
+
+
+class Books:
+    """What a pool should say, in lists: of a stack of fresh pages, idle ones by age, and holders and writers."""
+
+    def __init__(self) -> None:
+        self.pool = PagePool(SIZE, 2)
+        self.fresh = [*range(SIZE, 0, -1)]
+        self.idle: list[int] = []
+        self.holders, self.writers = (dict.fromkeys(range(SIZE + 1), 0) for _ in range(2))
+        self.published: dict[int, int] = {}
+        self.next_digest = 1
+        self.evictions = 0
+        self.news: list[tuple[str, list[int]]] = []  # as the pool tells them
+        self.guarded: list[int] = []
+        self.expected: list[tuple[str, list[int]]] = []
+        self.evicted: list[int] = []
+
+    def watch(self, told: bool, guard: bool) -> None:
+        self.pool.told = (lambda what, some, _why: self.news.append((what, some.tolist()))) if told else None
+        self.pool.guard = (lambda some: self.guarded.extend(some.tolist())) if guard else None
+
+    def used(self) -> list[int]:
+        return [page for page in range(1, SIZE + 1) if self.holders[page]]
+
+    def allocate(self, count: int) -> None:
+        taken = [self.fresh.pop() for _ in range(min(count, len(self.fresh)))]
+        evicted, self.idle = self.idle[: count - len(taken)], self.idle[count - len(taken) :]
+        if evicted:
+            self.evictions += len(evicted)
+            if self.pool.told:
+                self.expected.append(("evicted", evicted))
+            if self.pool.guard:
+                self.evicted += evicted
+        for page in evicted:
+            del self.published[page]
+        for page in [*taken, *evicted]:
+            self.holders[page] = 1
+        got = [self.pool.allocate_one()] if count == 1 and random.random() < 0.5 else self.pool.allocate(count).tolist()
+        assert got == sorted([*taken, *evicted])
+
+    def publish(self, some: list[int]) -> None:
+        some = [page for page in some if page not in self.published]
+        numbers = [*range(self.next_digest, self.next_digest + len(some))]
+        self.next_digest += len(some)
+        self.published |= dict(zip(some, numbers, strict=True))
+        if some:
+            self.pool.index.publish(pages(*some), digests(numbers))
+
+    def hold(self, some: list[int]) -> None:
+        assert self.pool.would_be_taken(pages(*some)) == len([page for page in some if page in self.idle])
+        for page in some:
+            self.holders[page] += 1
+            if page in self.idle:
+                self.idle.remove(page)
+        self.pool.hold(pages(*some))
+
+    def release(self, some: list[int]) -> None:
+        alone = [page for page in some if self.holders[page] == 1 and not self.writers[page]]
+        assert self.pool.would_be_freed(pages(*some)) == len(alone)
+        for page in some:
+            self.holders[page] -= 1
+        self.free(some)
+        self.pool.release(pages(*some))
+
+    def release_each(self, some: list[int]) -> None:
+        for page in some:
+            self.holders[page] -= 1
+        self.free(list(dict.fromkeys(some)))
+        self.pool.release_each(pages(*some))
+
+    def free(self, some: list[int]) -> None:
+        """The last goes first."""
+        over = [page for page in reversed(some) if not self.holders[page] and not self.writers[page]]
+        self.idle += [page for page in over if page in self.published]
+        self.fresh += [page for page in over if page not in self.published]
+
+    def add_writer(self, some: list[int]) -> None:
+        for page in some:
+            self.writers[page] += 1
+        self.pool.add_writer(pages(*some))
+
+    def drop_writer(self, some: list[int]) -> None:
+        for page in some:
+            self.writers[page] -= 1
+        self.free(some)
+        self.pool.drop_writer(pages(*some))
+
+    def forget_idle(self) -> None:
+        if self.pool.told:
+            self.expected.append(("reset", [*self.idle]))
+        count = len(self.idle)
+        self.fresh += reversed(self.idle)
+        for page in self.idle:
+            del self.published[page]
+        self.idle = []
+        assert self.pool.forget_idle() == count
+
+    def compare(self) -> None:
+        pool = self.pool
+        assert pool._fresh[: pool._fresh_count].tolist() == self.fresh
+        assert pool.idle.pages().tolist() == self.idle
+        assert pool.free_count == len(self.fresh) + len(self.idle)
+        assert pool.evictions == self.evictions
+        assert (self.news, self.guarded) == (self.expected, self.evicted)
+        there = [self.published.get(page) for page in range(SIZE + 1)]
+        assert pool.index.published.tolist() == [number is not None for number in there]
+        if self.published:
+            found = pool.index.find(digests([*self.published.values()]))
+            assert found.tolist() == [*self.published]
+        pool.check(*(np.array([*each.values()], np.int64) for each in (self.holders, self.writers)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_moves_leave_each_page_in_the_state_and_the_order_that_lists_say(seed: int) -> None:
+    random.seed(seed)
+    books = Books()
+    for move in range(400):
+        if move % 40 == 0:
+            books.watch(random.random() < 0.5, random.random() < 0.5)
+        used, cached = books.used(), [*books.published]
+        some = random.sample(used, random.randint(0, len(used)))
+        kind = random.choices(
+            ["allocate", "publish", "hold", "release", "release_each", "add_writer", "drop_writer", "forget_idle"],
+            [30, 20, 15, 20, 10, 6, 8, 1],
+        )[0]
+        match kind:
+            case "allocate":
+                if free := books.pool.free_count:
+                    books.allocate(random.choice([1, 1, random.randint(1, free), free]))
+            case "hold":
+                known = sorted({*used, *cached})
+                books.hold(random.sample(known, random.randint(0, len(known))))
+            case "release_each":
+                several = [page for page in used for _ in range(random.randint(0, books.holders[page]))]
+                books.release_each(random.sample(several, len(several)))
+            case "drop_writer":
+                written = [page for page, count in books.writers.items() if count]
+                books.drop_writer(random.sample(written, random.randint(0, len(written))))
+            case "add_writer":
+                books.add_writer(some[:3])
+            case "forget_idle":
+                books.forget_idle()
+            case _:
+                getattr(books, kind)(some)
+        books.compare()
+    assert books.evictions
+
+
+def test_what_is_handed_out_is_a_copy_and_the_first_pages_are_the_lowest() -> None:
+    pool = PagePool(8, 2)
+    first = pool.allocate(3)
+    assert first.tolist() == [1, 2, 3]
+    pool.release(first)
+    again = pool.allocate(2)
+    assert again.tolist() == [1, 2]
+    first[:] = again[:] = 0  # as a caller may
+    assert pool.allocate(6).tolist() == [3, 4, 5, 6, 7, 8]
+    assert pool.free_count == 0
+
+
+def test_a_pool_of_many_pages_evicts_them_all_whether_anybody_watches_or_not() -> None:
+    pool = PagePool(4 * MOST_ORDERS, 2)
+    held = pool.allocate(pool.num_pages)
+    pool.index.publish(held, digests([*range(1, len(held) + 1)]))
+    pool.release(held)
+    assert pool.allocate_one() == held[-1]  # the tail goes first
+    assert np.array_equal(pool.allocate(len(held) - 1), held[:-1])
+    assert pool.evictions == pool.num_pages
+    assert not pool.index.published.any()
+
+
+def held_pool() -> tuple[PagePool, np.ndarray, np.ndarray]:
+    """A pool with pages 1 to 3 held, 2 and 3 published, 3 written to as well, and 4 idle; with its true counts."""
+    pool = PagePool(6, 2)
+    held = pool.allocate(4)
+    pool.index.publish(held[1:], digests([1, 2, 3]))
+    pool.add_writer(held[2:3])
+    pool.release(held[3:])
+    return pool, np.array([0, 1, 1, 1, 0, 0, 0], np.int64), np.array([0, 0, 0, 1, 0, 0, 0], np.int64)
+
+
+def add(counts: np.ndarray, page: int) -> None:
+    counts[page] += 1
+
+
+def change(pool: Any, count: str, by: int) -> None:
+    setattr(pool, count, getattr(pool, count) + by)
+
+
+def say_fresh(pool: PagePool, page: int, *, on_top: bool) -> None:
+    """The page that is handed out next, or one more above it, is this one."""
+    pool._fresh_count += on_top
+    pool._fresh[pool._fresh_count - 1] = page
+
+
+DAMAGE: dict[str, tuple[Callable[[PagePool], object], str]] = {
+    "one holder more": (lambda pool: add(pool.holders, 2), "page 2 has 2 holders, but 1 are counted"),
+    "one writer more": (lambda pool: add(pool.writers, 5), "page 5 has 1 writers, but 0 are counted"),
+    "their sum": (lambda pool: change(pool, "_writing", 1), "pages have 1 writers, but 2 are counted"),
+    "a fresh page is lost": (
+        lambda pool: change(pool, "_fresh_count", -1),
+        "page 5 is in 0 of the states fresh, idle and used, not in one",
+    ),
+    "a fresh page is idle, too": (
+        lambda pool: pool.idle.append(pages(6)),
+        "page 6 is in 2 of the states fresh, idle and used, not in one",
+    ),
+    "an idle page is lost": (
+        lambda pool: pool.idle.pop_one(),
+        "page 4 is in 0 of the states fresh, idle and used, not in one",
+    ),
+    "a held page is fresh": (
+        lambda pool: say_fresh(pool, 2, on_top=False),
+        "page 2 is in 2 of the states fresh, idle and used, not in one",
+    ),
+    "an idle page is not published": (
+        lambda pool: pool.index.withdraw(pages(4)),
+        "page 4 is idle, but not published",
+    ),
+    "a fresh page is published": (
+        lambda pool: pool.index.publish(pages(6), digests([9])),
+        "page 6 is fresh, but published",
+    ),
+    "the null page is fresh": (lambda pool: say_fresh(pool, 0, on_top=True), "the null page is in use"),
+    "the null page is published": (lambda pool: add(pool.index.published, 0), "the null page is in use"),
+    "the idle order": (lambda pool: change(pool.idle, "count", 1), "idle order: "),
+    "the index": (
+        lambda pool: pool.index.withdraw_one(2) or add(pool.index.published, 2),
+        "page 2 is published, but its digest",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_the_first_page_that_does_not_add_up_is_named(how: str) -> None:
+    pool, holders, writers = held_pool()
+    pool.check(holders, writers)
+    breaks, message = DAMAGE[how]
+    breaks(pool)
+    with pytest.raises(InvariantError, match=message):
+        pool.check(holders, writers)
 
 
 def test_what_a_release_would_free_is_what_it_frees() -> None:
