@@ -1,7 +1,7 @@
 """`Batch`: the requests of a step, looked up once and moved together; `Gathered`: the same for one call."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, NoReturn, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -199,6 +199,10 @@ class Batch(Gathered, Sequence[Context]):
                 self._log[self._page_size - len(last) : self._page_size, place] = last
                 context.follow(self, place)
         self._stale = False  # after all have followed: a context that follows anew leaves this same batch first
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Neither `copy` nor `pickle`: two batches would move the same contexts, each as if it were the only one."""
+        raise InvalidRequestError(f"batch of {len(self)} requests: it cannot be copied: manager.batch makes another")
 
     @property
     def lengths(self) -> Ints:

@@ -68,6 +68,9 @@ class TextContext:
         extra_keys: `(position, key)`: what else than tokens the KV depends on from this token on, say the name of a
             LoRA adapter (position 0) or a digest of an image (its first token). Pages are shared where these agree too.
 
+    A copy (`copy`, `pickle`) has tokens and indices of its own, and is another object of the same request: the manager
+    takes it where the request has no pages yet. `fork` makes a context of another request.
+
     Raises:
         InvalidRequestError: (a ValueError) no tokens, not 1-D, not integers, or out of range; an id or salt that is no
             text, or is no UTF-8; keys of another shape; a retention that is none.
@@ -223,6 +226,11 @@ class TextContext:
         """Let every known token run again. A preempted request needs no such call: `maybe_reserve` moves its start."""
         self.leave()
         self._start, self._active = 0, self._end
+
+    def __getstate__(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        tokens = self.tokens.copy()  # first: it may lag behind a batch, which the copy does not follow
+        plain, slots = cast("tuple[dict[str, Any] | None, dict[str, Any]]", super().__getstate__())
+        return plain, {**slots, "_buffer": tokens, "_follows": None, "prefix_hasher": None}
 
     def fork(self, request_id: RequestID | None = None) -> "TextContext":
         """A request of its own with the same tokens, indices, salt and keys (beam search, several answers)."""

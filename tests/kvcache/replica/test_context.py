@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,3 +126,90 @@ def test_a_hasher_kept_for_other_keys_is_not_used() -> None:
         assert other.extra_keys == (keys or ())
         fresh = PrefixHasher("sha256", 4, None, keys).digests(np.arange(8), 0, 2)
         assert (other.digests(np.arange(8), 0, 2) == fresh).all()
+
+
+class Named(TextContext):
+    """A subclass with something of its own."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.client = ["somebody"]
+
+
+class Slotted(TextContext):
+    __slots__ = ("client",)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.client = ["somebody"]
+
+
+COPIES: dict[str, Callable[[TextContext], TextContext]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda context: pickle.loads(pickle.dumps(context)),  # noqa: S301 - our own bytes
+    "pickle 2": lambda context: pickle.loads(pickle.dumps(context, 2)),  # noqa: S301
+    "deepcopy in a list": lambda context: copy.deepcopy([context])[0],
+    "copy of a copy": lambda context: copy.copy(copy.deepcopy(context)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("kind", [TextContext, Named, Slotted])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_copy_shares_nothing_that_moves(make: Any, how: str, kind: type[TextContext], together: bool) -> None:
+    """Not the buffer of the tokens, nor the hashes of its pages, nor the batch that moves it."""
+    manager, hint = make(40, page_size=4), Retention(True)
+    extra = {"cache_salt": "salt", "retention": hint, "extra_keys": [(3, b"image")]}
+    context = kind(range(10), 100, "r", **extra)  # type: ignore[arg-type]
+    manager.external_claim("r")
+    assert manager.maybe_reserve(context)
+    context.update(50)
+    manager.step([context])
+    batch = manager.batch([context])
+    if together:
+        batch.update([51])
+    twin = COPIES[how](context)
+    known = context.tokens.tolist()
+    assert type(twin) is kind
+    assert (twin.request_id, twin.max_length) == ("r", 100)
+    assert twin.tokens.tolist() == known
+    assert (twin.start_idx, twin.active_idx, twin.end_idx) == (context.start_idx, context.active_idx, context.end_idx)
+    assert (twin.cache_salt, twin.extra_keys, twin.retention) == ("salt", ((3, b"image"),), hint)
+    assert getattr(twin, "client", ["somebody"]) == ["somebody"]
+    for token in range(60, 70):  # turn by turn
+        twin.update(token)
+        batch.update([token + 10])
+    assert twin.tokens.tolist() == [*known, *range(60, 70)]
+    assert context.tokens.tolist() == [*known, *range(70, 80)]
+    alone = TextContext(twin.tokens, 100, "alone", cache_salt="salt", extra_keys=[(3, b"image")])
+    replica = manager._replicas.each[0]
+    hashed = [replica.hasher(None, one).digests(one.tokens, 0, 5).tolist() for one in (twin, alone)]
+    assert hashed[0] == hashed[1] != replica.hasher(None, context).digests(context.tokens, 0, 5).tolist()
+
+
+def test_a_copy_is_another_object_of_its_request(make: Any) -> None:
+    manager = make(40, page_size=4)
+    context = TextContext(range(10), 100, "r")
+    manager.external_claim("r")
+    assert manager.maybe_reserve(context)
+    twin = copy.copy(context)
+    with pytest.raises(InvalidRequestError, match="'r': maybe_reserve with another context object"):
+        manager.maybe_reserve(twin)
+    manager.release("r")
+    manager.external_claim("r")
+    assert manager.maybe_reserve(twin)  # as another process may that was sent it
+
+
+def test_dataclasses_have_no_way_to_replace_a_part() -> None:
+    with pytest.raises(TypeError):
+        dataclasses.replace(TextContext(range(3), 9), max_length=4)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_batch_is_not_copied(make: Any, how: Callable[[object], object]) -> None:
+    manager = make(40, page_size=4)
+    context = TextContext(range(10), 100, "r")
+    manager.external_claim("r")
+    with pytest.raises(InvalidRequestError, match="batch of 1 requests: it cannot be copied: manager.batch makes"):
+        how(manager.batch([context]))
