@@ -69,6 +69,10 @@ class InterruptedCallError(KVCacheError, RuntimeError):
     """A call was interrupted while it changed the manager's books: nothing else runs until `recover()` mends them."""
 
 
+class ManagerClosedError(KVCacheError, RuntimeError):
+    """A call that only an open manager answers, after `close`."""
+
+
 class InvariantError(KVCacheError, RuntimeError):
     """`check()` found the first place where the manager's books do not agree. Always a bug of ours: report it."""
 

@@ -157,20 +157,20 @@ class PagedKVCacheManager(PoolFigures):
         try:
             yield replica_idx
         finally:
-            if self._mark.call is not None:
+            if self._mark.is_interrupted:
                 self._mark.leaving.append(request_id)
             elif request_id in self._claims.places:
                 self.release(request_id)
 
     def contains(self, request_id: RequestID) -> bool:
         """Whether the request is claimed."""
-        self._mark.check("contains")
+        self._mark.check_books("contains")
         arguments.check_request_id(request_id, "contains")
         return request_id in self._claims.places
 
     def get_replica(self, context: Context) -> int:
         """The replica that the request is claimed on."""
-        self._mark.check("get_replica")
+        self._mark.check_books("get_replica")
         check_context(context, "get_replica")
         return self._claims.locate(context.request_id, "get_replica")[1]
 
@@ -211,14 +211,14 @@ class PagedKVCacheManager(PoolFigures):
         Pages under a lease stay as they are, for nobody else, until the lease has ended.
         """
         mark = self._mark
-        mark.check("release")
+        mark.check_books("release")
         place, context = self._claims.leaving(request_id)
         mark.call = ("release", request_id)
         states = self._states_of(request_id) if self._states else None
         self._claims.release(request_id, place, context)
         if states is not None:
             states.release(request_id)
-        mark.call = None
+        mark.end()
 
     # ---- a step of the serving loop
 
@@ -409,13 +409,13 @@ class PagedKVCacheManager(PoolFigures):
     def end_lease(self, lease: PageLease) -> None:
         """Nobody reads under it any more, as readers were told: pages that nobody else holds are free. Safe twice."""
         mark = self._mark
-        mark.check("end_lease")
+        mark.check_books("end_lease")
         books = books_of(lease, [replica.leases for replica in self._replicas.each])
         mark.call = ("end_lease", lease)
         books.end(lease)
         for states in self._states:
             states.pages.end_lease(lease)
-        mark.call = None
+        mark.end()
 
     def import_block_table(
         self, context: Context, table: BlockTable, num_steps: int = 1, *, partial: bool = False
@@ -423,9 +423,11 @@ class PagedKVCacheManager(PoolFigures):
         """Reserve the claimed request's pages and say which to copy from the maker of `table`. None: too few pages.
 
         Pages cached here are shared; `copier` gives the right to copy the others. The request can run after
-        `commit_import`; after `cancel_import` it computes its tokens itself in the pages it has, or is released. The
-        table, of any page size and split, covers fewer tokens than the context knows, as the last one runs here; with
-        `partial` the first full pages only: `extend_import` follows. Raises `BlockTableMismatchError` (a ValueError).
+        `commit_import`. After `cancel_import` it computes its tokens itself in the pages it has, or is released. While
+        it is not leased, and nothing of it has run, it may also import again: its pages are given back first, and None
+        leaves it without any. The table, of any page size and split, covers fewer tokens than the context knows, as the
+        last one runs here; with `partial` the first full pages only: `extend_import` follows. Raises
+        `BlockTableMismatchError` (a ValueError).
         """
         mark = self._mark
         mark.check("import_block_table")
@@ -436,6 +438,9 @@ class PagedKVCacheManager(PoolFigures):
         read = read_context(context)
         mark.call = ("import_block_table", read.request_id)
         try:
+            if replica.imports.is_given_up(row) and row not in replica.leases.of_row:
+                imports.check_table(replica, read, of_tokens, last=not partial)
+                row = self._claim_again(read.request_id, replica_idx)
             pending = imports.begin_import(replica, replica_idx, row, read, of_tokens, num_steps, partial=partial)
         except Exception as error:
             mark.fail(error, refused=was_refused(read))
@@ -447,6 +452,16 @@ class PagedKVCacheManager(PoolFigures):
                 self._states[replica_idx].begin_import(read, pending, table)
         mark.call = None
         return pending
+
+    def _claim_again(self, request_id: RequestID, replica_idx: int) -> int:
+        """The request gives its row and pages back, and has a row without pages: which one."""
+        self._claims.unclaim(request_id)
+        row = self._claims.claim(request_id, replica_idx)
+        if self._states:
+            states = self._states[replica_idx]
+            states.release(request_id)
+            states.claim(request_id)
+        return row
 
     def extend_import(self, context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> PageCopy:
         """What to copy beyond what was named before, now that the source's table covers more tokens.
@@ -509,18 +524,19 @@ class PagedKVCacheManager(PoolFigures):
         they are written by somebody who has not taken the copier, this call says that nothing writes any more.
         """
         mark = self._mark
-        mark.check("cancel_import")
+        mark.check_books("cancel_import")
         replica = imports.own_import(self._replicas.each, pending, "cancel_import")
+        replica.imports.refuse_unknown(pending)
         if not pending.closed:
             mark.call = ("cancel_import", pending)
             replica.imports.cancel(pending)
-            mark.call = None
+            mark.end()
 
     # ---- what is where
 
     def get_req_blocks(self, request_id: RequestID) -> list[int]:
         """The request's page ids in logical order, shared ones included."""
-        self._mark.check("get_req_blocks")
+        self._mark.check_books("get_req_blocks")
         replica, _, row = self._claims.locate(request_id, "get_req_blocks")
         return replica.rows.pages(row).tolist()
 
@@ -563,7 +579,7 @@ class PagedKVCacheManager(PoolFigures):
 
     def check(self) -> None:
         """Recount everything. Raises `InvariantError` (a RuntimeError), naming the first discrepancy."""
-        self._mark.check("check")
+        self._mark.check_books("check")
         self._replicas.check()
         self._claims.check()
 
@@ -583,10 +599,14 @@ class PagedKVCacheManager(PoolFigures):
     def close(self) -> None:
         """Close the sockets, and the file tier once all that is published is written. Safe twice.
 
+        What is held can still be given back (`release`, `end_lease`, `cancel_import`, a copier's `give_up`), and what
+        there is can be looked at (`check`, `contains`, `get_replica`, `get_req_blocks`, `metrics` and other figures).
+        Every other call raises `ManagerClosedError` (a RuntimeError).
+
         Also where a call was interrupted and the books were not mended: then nothing more is written.
         """
         mark = self._mark
-        right = mark.call is None
+        right = not mark.is_interrupted
         if right:
             mark.call = ("close", None)
         self._replicas.close(flush=right)
@@ -594,4 +614,5 @@ class PagedKVCacheManager(PoolFigures):
             self._reset_endpoint.close()
             self._reset_endpoint = None
         if right:
-            mark.call = None
+            mark.end()
+        mark.close()

@@ -47,7 +47,7 @@ class Recovered:
 
 def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
     """Mend the books if the word says that they may be half done, and clear it. See `PagedKVCacheManager.recover`."""
-    if mark.call is None:
+    if mark.call is None or not mark.is_interrupted:
         mark.leaving.clear()
         return _report(replicas, claims, None, ())
     call, about = mark.call
@@ -65,7 +65,7 @@ def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
     replicas.check()
     claims.check()
     report = _report(replicas, claims, call, tuple(mark.leaving))
-    mark.call = None
+    mark.end()
     mark.leaving.clear()
     return report
 

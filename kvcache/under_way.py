@@ -3,11 +3,14 @@
 A call sets the word before its first change and clears it after its last. What interrupts it in between (Ctrl-C, a
 signal handler that raises, no memory, no stack) leaves the word set, whatever its handlers did or did not do: so every
 later call sees that the books may be half done, and refuses. `PagedKVCacheManager.recover` mends them, then clears it.
+A closed manager has a word of its own, which is never cleared: what gives something back, or only looks, is answered.
 """
 
 from typing import NoReturn
 
-from kvcache.errors import InterruptedCallError, InvariantError, KVCacheError
+from kvcache.errors import InterruptedCallError, InvariantError, KVCacheError, ManagerClosedError
+
+_CLOSED: tuple[str, object] = ("close", "is over")
 
 
 class UnderWay:
@@ -18,14 +21,39 @@ class UnderWay:
         leaving: requests whose `with claim` block ended while the word was set: `recover` releases them.
     """
 
-    __slots__ = ("call", "leaving")
+    __slots__ = ("_rest", "call", "leaving")
 
     def __init__(self) -> None:
         self.call: tuple[str, object] | None = None
+        self._rest: tuple[str, object] | None = None  # what the word is while no call changes the books
         self.leaving: list[str] = []
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the books may be half done."""
+        return self.call is not self._rest
+
+    def end(self) -> None:
+        """The books are right."""
+        self.call = self._rest
+
+    def close(self) -> None:
+        """From now on `check` refuses. The books are right, unless a call was interrupted before."""
+        if not self.is_interrupted:
+            self.call = _CLOSED
+        self._rest = _CLOSED
+
+    def check_books(self, call: str) -> None:
+        """Raise `InterruptedCallError` where a call was interrupted; a closed manager answers such a call."""
+        if self.is_interrupted:
+            self.refuse(call)
+
     def refuse(self, call: str) -> NoReturn:
-        """Raise `InterruptedCallError`, as the word is set."""
+        """Raise `InterruptedCallError`, or `ManagerClosedError`, as the word is set."""
+        if self.call is _CLOSED:
+            raise ManagerClosedError(
+                f"{call}: the manager is closed: it only gives back what is held (release, end_lease, cancel_import)"
+            )
         before = "a call" if self.call is None else self.call[0]
         raise InterruptedCallError(
             f"{call}: {before} was interrupted while it changed the manager's books (or it still runs): "
@@ -33,7 +61,7 @@ class UnderWay:
         )
 
     def check(self, call: str) -> None:
-        """Raise `InterruptedCallError` if the word is set."""
+        """Raise `InterruptedCallError`, or `ManagerClosedError`, if the word is set."""
         if self.call is not None:
             self.refuse(call)
 

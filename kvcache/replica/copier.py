@@ -94,6 +94,7 @@ class ImportBook:
         self.each: list[PendingImport] = []  # also those cancelled while their copier may still write
         self.of_row: dict[int, PendingImport] = {}  # of each claimed row that waits for one, and cannot run
         self.copiers: dict[PendingImport, ImportCopier] = {}  # those handed out
+        self._given_up: dict[int, int] = {}  # by row whose import was cancelled, tokens that were counted of it by then
         self._pool = pool
         self._rows = rows
 
@@ -112,14 +113,14 @@ class ImportBook:
         """Who writes to the pages of an open import."""
 
         def ended() -> None:
-            interrupted = self._mark.call is not None
+            interrupted = self._mark.is_interrupted
             if not interrupted:
                 self._mark.call = ("give_up", None)
             copier.is_over = True
             if not interrupted:
                 if pending.closed and pending in self.copiers:
                     self._give_back(pending)
-                self._mark.call = None
+                self._mark.end()
 
         copier = self.copiers[pending] = ImportCopier(pending, ended)
         return copier
@@ -131,12 +132,30 @@ class ImportBook:
     def cancel(self, pending: PendingImport) -> None:
         """The import is given up. Its pages have a writer, and its request cannot run, until its copier has ended."""
         pending.closed = True
+        row = self._rows.row_of.get(pending.request_id)
+        if row is not None and self.of_row.get(row) is pending:
+            self._given_up[row] = self._rows.counted.item(row)
         copier = self.copiers.get(pending)
         if copier is None or copier.is_over:
             self._give_back(pending)
 
+    def is_given_up(self, row: int) -> bool:
+        """Whether all that the row has are the pages of a cancelled import: nothing has run in them."""
+        return row not in self.of_row and self._given_up.get(row) == self._rows.counted.item(row)
+
+    def leave(self, row: int) -> None:
+        """The row is released."""
+        self.of_row.pop(row, None)
+        self._given_up.pop(row, None)
+
+    def refuse_unknown(self, pending: PendingImport) -> None:
+        """Raise `InvalidRequestError` for an open import that is not one of these: a copy of one."""
+        if not pending.closed and not any(one is pending for one in self.each):
+            raise InvalidRequestError(f"request {pending.request_id!r}: a copy of an import is no import")
+
     def mend(self) -> list[RequestID]:
         """The rows are mended: what of the imports is over is no more here, and gives its pages back. Whose it was."""
+        self._given_up.clear()
         over = [pending for pending in self.each if pending.closed and not self._is_written(pending)]
         self.each[:] = [pending for pending in dict.fromkeys(self.each) if pending not in over]
         self.copiers = {pending: copier for pending, copier in self.copiers.items() if pending in self.each}

@@ -307,7 +307,7 @@ class Replica:
         Those of a pending import stay with the transfer until it is closed, those under a lease with the lease.
         """
         self.hints.leave(row, context)
-        self.imports.of_row.pop(row, None)
+        self.imports.leave(row)
         self._hashers.pop(row, None)
         self._named.pop(row, None)
         self.counter.forget(row)
@@ -451,11 +451,11 @@ class Replica:
             self.counter.refuse_all_ahead(rows, starts)
 
     def refuse_pending(self, row: int, call: str) -> None:
-        if row in self.imports.of_row:
-            raise NotReservedError(
-                f"request {self.rows.request_ids[row]!r}: {call} while its import is pending: "
-                "commit_import or cancel_import first"
-            )
+        if (pending := self.imports.of_row.get(row)) is not None:
+            reason = "import is pending: commit_import or cancel_import first"
+            if pending.closed:
+                reason = "cancelled import may still be written: its copier has to prove, or to give up, first"
+            raise NotReservedError(f"request {self.rows.request_ids[row]!r}: {call} while its {reason}")
 
     def refuse_short(self, rows: Rows, lengths: Ints, call: str) -> None:
         """Raise unless each of `rows` has pages for `lengths` tokens, to run or computed by now."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from copy import copy as copied
 from typing import Any
 
 import msgspec
@@ -11,11 +12,13 @@ from kvcache import (
     BlockTable,
     BlockTableMismatchError,
     InvalidRequestError,
+    LayerGroup,
     NotReservedError,
     PagedKVCacheManager,
     TextContext,
     UnknownRequestError,
 )
+from kvcache.state_shape import StateShape
 from tests.kvcache.build import proven
 
 PROMPT = list(range(100, 118))  # 18 tokens: 4 full pages of 4 and a partial one
@@ -474,3 +477,116 @@ def test_exported_digests_are_those_of_the_published_pages(make: Any) -> None:
     replica = manager._replicas.each[0]
     published = replica.pool.index.find(np.frombuffer(table.digests, np.uint64).reshape(-1, 4))
     assert published.tolist() == list(table.groups[0][:4])
+
+
+AGAIN: dict[str, dict[str, Any]] = {
+    "one table": {},
+    "groups": {"layers": 2, "params": {"groups": (LayerGroup("full", (0,)), LayerGroup("window", (1,), 6))}},
+}
+
+
+@pytest.mark.parametrize("kind", AGAIN)
+@pytest.mark.parametrize("taken", ["never", "given up", "proven"])
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_cancelled_import_is_followed_by_another(make: Any, kind: str, taken: str, partial: bool) -> None:
+    _, table = prefilled(make, **AGAIN[kind])
+    target = make(40, page_size=4, **AGAIN[kind])
+    context = receiver(target)
+    for _ in range(3):
+        pending = target.import_block_table(context, beginning(table, 8) if partial and kind == "one table" else table)
+        assert pending is not None
+        copier = None if taken == "never" else target.copier(pending)
+        if copier is not None:
+            copier.take()
+        if taken == "proven":
+            assert copier is not None
+            copier.prove()
+        target.cancel_import(pending)
+        if taken == "given up":
+            assert copier is not None
+            with pytest.raises(NotReservedError, match="'d': import_block_table while its cancelled import may still"):
+                target.import_block_table(context, table)
+            copier.give_up()
+    held = target.num_held_blocks
+    with pytest.raises(BlockTableMismatchError):
+        target.import_block_table(context, change(table, fingerprint=1))
+    assert target.num_held_blocks == held
+    pending = target.import_block_table(context, table)
+    assert target.num_held_blocks == held
+    target.commit_import(context, pending, proven(target, pending))
+    assert context.start_idx == table.num_tokens
+    target.release("d")
+    assert target.num_held_blocks == 0
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_with_a_state_a_cancelled_import_is_followed_by_another(make: Any, shared: bool) -> None:
+    shape = StateShape(2, 2, 1, 1, 1, 2, torch.float32, torch.float32)
+    params = {"states": shape} if shared else {"states": shape, "state_copies": 2}
+    source, target = (make(60, page_size=4, params=params) for _ in range(2))
+    context = TextContext(PROMPT, 256, "p")
+    source.external_claim("p")
+    assert source.maybe_reserve(context)
+    pages = source.states[0].pages_at(["p"], [0])
+    context.set_token_indices(active_idx=context.end_idx)
+    context.update(7)
+    source.states[0].advance(pages, [18])
+    source.step([context])
+    table, reader = source.block_table("p"), receiver(target)
+    for _ in range(2):
+        pending = target.import_block_table(reader, table)
+        assert pending is not None
+        target.cancel_import(pending)
+    pending = target.import_block_table(reader, table)
+    target.commit_import(reader, pending, proven(target, pending))
+    assert target.states[0].tokens_of("d") == reader.start_idx == 18
+    target.release("d")
+    assert (target.num_held_blocks, target.states[0].num_held) == (0, 0)
+
+
+def test_what_has_run_after_a_cancelled_import_is_not_thrown_away(make: Any) -> None:
+    _, table = prefilled(make)
+    target = make(16, page_size=4)
+    context = receiver(target)
+    target.cancel_import(target.import_block_table(context, table))
+    assert target.maybe_reserve(context)
+    target.fetch([context])
+    with pytest.raises(InvalidRequestError, match="'d': has 5 pages already; import comes first"):
+        target.import_block_table(context, table)
+
+
+def test_an_import_again_that_gets_no_pages_leaves_a_request_without(make: Any) -> None:
+    _, table = prefilled(make)
+    target = make(8, page_size=4)
+    context = receiver(target)
+    target.cancel_import(target.import_block_table(context, table))
+    other = TextContext(range(200, 212), 64, "other")
+    target.external_claim("other")
+    assert target.maybe_reserve(other)
+    target.cancel_import(target.import_block_table(context, table, 2))  # 5 of the 5 that are left with its own
+    assert target.import_block_table(context, table, 5) is None
+    assert target.get_req_blocks("d") == []
+    target.release("other")
+    assert target.import_block_table(context, table, 5) is not None
+
+
+def test_a_leased_request_keeps_the_pages_of_a_cancelled_import(make: Any) -> None:
+    _, table = prefilled(make)
+    target = make(16, page_size=4)
+    context = receiver(target)
+    target.cancel_import(target.import_block_table(context, table))
+    lease = target.lease("d")
+    with pytest.raises(InvalidRequestError, match="has 5 pages already"):
+        target.import_block_table(context, table)
+    target.end_lease(lease)
+    assert target.import_block_table(context, table) is not None
+
+
+def test_a_copy_of_an_import_is_none(make: Any) -> None:
+    _, table = prefilled(make)
+    target = make(16, page_size=4)
+    context = receiver(target)
+    pending = target.import_block_table(context, table)
+    with pytest.raises(InvalidRequestError, match="'d': a copy of an import is no import"):
+        target.cancel_import(copied(pending))
+    target.cancel_import(pending)

@@ -333,7 +333,7 @@ def test_of_a_cancelled_import_the_copier_s_end_frees_the_pages(make: Any) -> No
     copier.take()
     target.cancel_import(pending)
     target.cancel_import(pending)
-    with pytest.raises(NotReservedError, match="import is pending"):
+    with pytest.raises(NotReservedError, match="cancelled import may still be written"):
         target.maybe_reserve(context)
     target.release("r")
     assert target.num_free_blocks == 6
