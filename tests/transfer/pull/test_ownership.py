@@ -541,7 +541,7 @@ def test_a_cancelled_import_s_request_does_not_run_while_a_read_may_write(sides:
     reader.open(offer)
     reader.exchange.read(0, "k", pending, last=True)
     reader.manager.cancel_import(pending)
-    with pytest.raises(NotReservedError, match="import is pending"):
+    with pytest.raises(NotReservedError, match="cancelled import may still be written"):
         reader.manager.maybe_reserve(context)
     reader.end(source)
     assert reader.manager.maybe_reserve(context)
