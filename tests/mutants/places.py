@@ -33,6 +33,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/page_moves": "states/slab_moves states/grouped_states",
         "replica/pages_below": "replica/lifts tiers/host_tier",
         "replica/prefix_states": "states/grouped_states states/state_pages",
+        "replica/context": "replica/batch",
         "replica/hashing": "replica/chained",
         "replica/inputs": "replica/batch",
         "replica/reservation": "replica/replica",
