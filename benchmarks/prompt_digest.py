@@ -17,7 +17,7 @@ from benchmarks.frame import Row, options, pin, report, samples, summary
 from transfer.connector.config import GroupConfig, WorkerConfig
 from transfer.connector.offer import Held, Offer
 from transfer.pull.lease import LeaseRef, new_lease_id
-from transfer.pull.source import answered
+from transfer.pull.source import check_tokens, source_in
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 from transfer.wire.messages import LeaseQuery, LeaseReply, Wanted
 from transfer.wire.prompt import Prompt
@@ -62,7 +62,8 @@ def answers(tokens: int, repeats: int) -> list[Row]:
         (reply,) = heard
         if not isinstance(reply, LeaseReply):
             raise TypeError(f"the source has answered {reply}")
-        answered("request 'r'", wanted, reply.pages, KEY)
+        _, pages = source_in(wanted, reply.pages, KEY)
+        check_tokens("request 'r'", wanted, pages)
 
     client = HandshakeClient()
     with HandshakeServer([EngineCard("p", "i", (), leased=leased)]) as server:

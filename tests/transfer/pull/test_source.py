@@ -9,7 +9,7 @@ import pytest
 
 from transfer.errors import MetadataError, PullFailedError
 from transfer.pull.lease import LeaseRef
-from transfer.pull.source import Source, answered
+from transfer.pull.source import Source, check_tokens, source_in
 from transfer.wire.messages import LeasedPages, Wanted, encode_message, sealed_pages
 
 KEY = b"known to all"
@@ -24,6 +24,13 @@ PAGES = LeasedPages(
     block_ids=((3, 4, 5), (9,)),
     prompt_digest=WANTED.digest,
 )
+
+
+def answered(where: str, wanted: Wanted, data: bytes, key: bytes) -> tuple[Source, LeasedPages]:
+    """What a reader makes of a source's answer, as a rank does."""
+    source, pages = source_in(wanted, data, key)
+    check_tokens(where, wanted, pages)
+    return source, pages
 
 
 def test_the_source_says_where_and_what_to_read() -> None:
