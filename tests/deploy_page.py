@@ -15,7 +15,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/deploy.md"
 OPTIONS = {
-    "Options": "scheduler_adapters/vllm/config.py",
+    "Options": "scheduler_adapters/vllm/options.py",
     "WorkerConfig": "transfer/connector/config.py",
     "GroupConfig": "transfer/connector/config.py",
     "Timing": "transfer/connector/config.py",

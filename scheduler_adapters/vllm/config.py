@@ -7,67 +7,27 @@ would be found by nobody.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-from vllm import envs
-
 from scheduler_adapters.vllm.groups import cache_group
+from scheduler_adapters.vllm.options import Options, options_of
 from transfer.connector.config import Timing, WorkerConfig
 from transfer.errors import InvalidEngineError
 from transfer.wire.allowed_peers import listed_peers
-from transfer.wire.keys import Keyring, load_keyring
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_TIMING = Timing()
 
+def read_options(vllm_config: VllmConfig, *, listens: bool = False) -> Options:
+    """Returns the options, with a port of its own for each data-parallel engine.
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """`kv_connector_extra_config`.
-
-    Attributes:
-        host: name or address under which readers reach a source; vLLM's own setting for its NIXL connector by default.
-        port: of the handshake; likewise.
-        keyring: file with the keys of the side channel; none where there is a secret.
-        secret: as `WorkerConfig` has it.
-        allowed_peers: likewise, or one string with commas; the own host is among them.
-        kv_lease_duration: seconds that a lease lasts without a word of its readers.
-        load_timeout: seconds until a load fails by itself.
-        model_id: name of the weights that both sides must agree on; vLLM's where empty.
+    `listens`: this is the scheduler's process, which answers readers where the engine serves any.
     """
-
-    host: str = msgspec.field(default_factory=lambda: envs.VLLM_NIXL_SIDE_CHANNEL_HOST)
-    port: int = msgspec.field(default_factory=lambda: envs.VLLM_NIXL_SIDE_CHANNEL_PORT)
-    keyring: str | None = None
-    secret: str | None = None
-    allowed_peers: str | tuple[str, ...] = ()
-    kv_lease_duration: float = _TIMING.lease
-    load_timeout: float = _TIMING.load
-    model_id: str = ""
-
-    @property
-    def keys(self) -> Keyring | None:
-        """Reads the keyring; None where none is named."""
-        return load_keyring(Path(self.keyring)) if self.keyring else None
-
-
-def read_options(vllm_config: VllmConfig) -> Options:
-    """Returns the options, with a port of its own for each data-parallel engine."""
-    extra: dict[str, Any] = _transfer_config(vllm_config).kv_connector_extra_config
-    if strange := set(extra) - set(Options.__struct_fields__):
-        raise InvalidEngineError(
-            f"kv_connector_extra_config has {min(strange)!r}; the options are {', '.join(Options.__struct_fields__)}"
-        )
-    try:
-        options = msgspec.convert(extra, Options, strict=False)
-    except msgspec.ValidationError as error:
-        raise InvalidEngineError(f"kv_connector_extra_config: {error}") from error
+    transfer = _transfer_config(vllm_config)
     index = int(getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0)
-    return msgspec.structs.replace(options, port=options.port + index)
+    return options_of(transfer.kv_connector_extra_config, index, serves=transfer.is_kv_producer, resolves=listens)
 
 
 def worker_config(

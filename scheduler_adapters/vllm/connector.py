@@ -32,7 +32,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from scheduler_adapters.vllm.config import read_options
 from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata, WorkersMetadata
+from scheduler_adapters.vllm.options import check_options
 from scheduler_adapters.vllm.scheduler import SchedulerSide
 from scheduler_adapters.vllm.stats import PullMetrics, PullStats
 from scheduler_adapters.vllm.worker import WorkerSide
@@ -92,11 +94,22 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
             raise EngineClosedError("asked for a worker's side in the scheduler, or after shutdown")
         return self._worker
 
-    # What vLLM asks before it makes one
+    # What vLLM asks before it makes one: options that are wrong end the start here
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No: nothing is done layer by layer. Asked before any process of the engine starts, where graphs are full."""
+        check_options(extra_config)
+        return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Heads before tokens, so that a rank's share of heads is one run; of a latent any."""
+        """Heads before tokens, so that a rank's share of heads is one run; of a latent any.
+
+        Asked in the scheduler's process, before memory is measured and graphs are captured.
+        """
+        if vllm_config.kv_transfer_config is not None:
+            read_options(vllm_config, listens=True)
         model: Any = vllm_config.model_config  # None by default, whatever its type says
         return None if model is None or model.use_mla else "LBHNC"
 
@@ -232,10 +245,10 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         return WorkersMetadata([(self._working.running.config.rank, output)]) if output else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Figures since the last call: of a rank, and at the scheduler how many requests could not be loaded."""
+        """Figures since the last call: of a rank, and at the scheduler of requests that could not be loaded."""
         if self._scheduler is not None:
-            failed = self._scheduler.take_failed()
-            return PullStats(data={"failed_pulls": failed}) if failed else None
+            counts = self._scheduler.take_counts()
+            return PullStats(data=counts) if any(counts.values()) else None
         return None if self._worker is None else self._worker.stats()
 
     def _metadata(self) -> StepMetadata:

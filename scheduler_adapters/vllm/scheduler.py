@@ -6,13 +6,16 @@ waits, so the lease lasts however long vLLM keeps the request in its queue, and 
 make no sense, are known before any block is taken.
 
 A request that cannot be loaded is parked all the same, and reported as failed: then vLLM does what its
-`kv_load_failure_policy` says. No input that came from outside raises from here, since that would end the engine.
+`kv_load_failure_policy` says. That is an error of the request, or a warning where vLLM computes the prompt instead. No
+input that came from outside raises from here, since that would end the engine.
 """
 
 from __future__ import annotations
 
 import logging
+import reprlib
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -21,9 +24,10 @@ from vllm.v1.request import RequestStatus
 from scheduler_adapters.vllm.config import read_options, worker_config
 from scheduler_adapters.vllm.metadata import RankHandshakeMetadata, StepMetadata
 from scheduler_adapters.vllm.prompt import prompt_of
+from scheduler_adapters.vllm.versions import OURS, VLLM
 from transfer.connector.metadata import WorkerOutput
 from transfer.connector.scheduler import NixlConnectorScheduler
-from transfer.errors import EngineClosedError, InvalidEngineError, TransferError
+from transfer.errors import EngineClosedError, InvalidEngineError, TransferError, TransferParamsError
 from transfer.wire.handshake import differences
 from transfer.wire.messages import Wanted
 
@@ -50,9 +54,12 @@ class SchedulerSide:
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        config, options = worker_config(vllm_config, kv_cache_config), read_options(vllm_config)
+        options = self._options = read_options(vllm_config, listens=True)
+        config, transfer = worker_config(vllm_config, kv_cache_config), vllm_config.kv_transfer_config
         self.manager: KVCacheManager | None = None
-        self._serves = bool(vllm_config.kv_transfer_config and vllm_config.kv_transfer_config.is_kv_producer)
+        self._serves = bool(transfer and transfer.is_kv_producer)
+        rescues = bool(transfer and transfer.kv_load_failure_policy == "recompute")
+        self._failure_level = logging.WARNING if rescues else logging.ERROR
         self._saves = config.kv_buffer_device == "cpu"
         self._has_states = any(group.is_state for group in config.groups)
         self._shortens = any(group.is_state or group.window for group in config.groups)
@@ -65,19 +72,32 @@ class SchedulerSide:
         self._waiting: dict[str, Wanted] = {}  # readers that have no blocks yet
         self._refused: set[str] = set()  # readers whose load cannot be, until they are parked
         self._next = StepMetadata()
-        self._failed = 0  # requests since the last stats
+        self._counts = Counter[str]()  # since the last stats
         self._spans: dict[str, HandoverSpan] = {}  # of readers whose requests came with a trace, until they are loaded
 
     def set_handshake_metadata(self, ranks: Mapping[tuple[int, int], RankHandshakeMetadata]) -> None:
-        """Begins to answer readers. Keys are pipeline and tensor-parallel ranks."""
+        """Begins to answer readers, and says so in the log. Keys are pipeline and tensor-parallel ranks."""
         if not self._serves:
+            self._say_started("reads only")
             return
         tp_size, first = self._connector.config.tp_size, ranks[min(ranks)].fingerprint
         for (pp, tp), rank in ranks.items():
             if differ := differences(first, rank.fingerprint, ("on it", "on the first")):
                 raise InvalidEngineError(f"rank {pp * tp_size + tp} of this engine differs from the first: {differ}")
         data = {pp * tp_size + tp: rank.data for (pp, tp), rank in ranks.items()}
-        self._connector.set_handshake_metadata(data, first)
+        address = self._connector.set_handshake_metadata(data, first)
+        self._say_started(f"answers readers at {address}")
+
+    def _say_started(self, does: str) -> None:
+        logger.info(
+            "pagewire %s under vLLM %s: engine %r %s; leases of %g s, keys: %s",
+            OURS,
+            VLLM,
+            self._connector.config.engine_id,
+            does,
+            self._options.kv_lease_duration,
+            self._options.secured_by,
+        )
 
     def add(self, request: Request) -> None:
         """A request has come. Its source, if it names one, is told that somebody waits."""
@@ -93,10 +113,19 @@ class SchedulerSide:
                 self._waiting[request_id] = wanted
                 self._begin_span(request, wanted)
         except TransferError as error:
+            self._counts["malformed_params"] += isinstance(error, TransferParamsError)
             self._connector.give_back(params, str(error))
             self._refuse(request_id, str(error))
         if _is_source(params):
             self._shorten(request, params)
+        elif isinstance(params, dict) and not isinstance(offers := params.get("do_remote_decode"), bool | None):
+            self._counts["malformed_params"] += 1
+            logger.warning(
+                "request %r: kv_transfer_params['do_remote_decode'] is %s: true or false is expected; no reader is "
+                "told of its pages",
+                request_id,
+                reprlib.repr(offers),
+            )
 
     def _begin_span(self, request: Request, wanted: Wanted) -> None:
         """Only where vLLM traces requests itself does it tell us of their headers: then this process has a provider."""
@@ -137,10 +166,15 @@ class SchedulerSide:
         params["_shortened"] = True
 
     def _refuse(self, request_id: str, reason: str) -> None:
-        logger.error("%s", reason if request_id in reason else f"request {request_id!r}: {reason}")
         self._refused.add(request_id)
-        self._failed += 1
+        self._tell_failure(reason if request_id in reason else f"request {request_id!r}: {reason}")
         self._end_span(request_id, reason)
+
+    def _tell_failure(self, reason: str) -> None:
+        """Counts a load that has failed, and logs it once, with what becomes of its request."""
+        self._counts["failed_pulls"] += 1
+        rescued = self._failure_level == logging.WARNING
+        logger.log(self._failure_level, "%s%s", reason, "; its prompt is computed here instead" if rescued else "")
 
     def match(self, request: Request, num_computed_tokens: int) -> int:
         """Returns how many tokens beyond those that are here a load brings. Changes nothing."""
@@ -204,8 +238,7 @@ class SchedulerSide:
         except TransferError as error:
             self._connector.cancel(request.request_id, str(error))
             self._end_span(request.request_id, str(error))
-            logger.exception("request %r cannot be loaded", request.request_id)
-            self._failed += 1
+            self._tell_failure(f"request {request.request_id!r} cannot be loaded: {error}")
             return False
         return True
 
@@ -238,8 +271,7 @@ class SchedulerSide:
                 if self._waiting.pop(request_id, None) is not None:
                     self._refuse(request_id, reason)
                 else:
-                    self._failed += 1
-                    logger.error("%s", reason)
+                    self._tell_failure(reason)
             for request_id, reason in progress.sent.items():
                 if reason != "read":
                     logger.warning("request %r: its pages were given up unread: %s", request_id, reason)
@@ -258,10 +290,10 @@ class SchedulerSide:
                 cached = blocks.num_cached_block
                 cached[request_id] = max(cached.get(request_id, 0), token // blocks.block_size + 1)
 
-    def take_failed(self) -> int:
-        """Returns how many requests could not be loaded since the last call, each counted once, whatever its ranks."""
-        failed, self._failed = self._failed, 0
-        return failed
+    def take_counts(self) -> dict[str, int]:
+        """Returns what has gone wrong since the last call, by the names of our stats, each request counted once."""
+        counts, self._counts = self._counts, Counter[str]()
+        return dict(counts)
 
     def ended(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended. Returns whether its blocks are to be kept until its lease is over, and its params."""

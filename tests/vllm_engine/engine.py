@@ -8,8 +8,10 @@ together.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -74,6 +76,15 @@ class Shape:
     connector: tuple[str, str | None] = OURS
     backend: Any = TritonAttentionBackend  # what its layers say: the small model writes as this one does
     extra: dict[str, Any] = field(default_factory=lambda: {"host": "127.0.0.1", "port": 0})
+
+
+def secret_of(text: str) -> str:
+    """Names a secret as a deployment has to: by a variable of the environment. Nothing names none."""
+    if not text:
+        return ""
+    name = f"PAGEWIRE_SECRET_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    os.environ[name] = text
+    return f"env:{name}"
 
 
 def model_dir(folder: Path, heads: int) -> str:

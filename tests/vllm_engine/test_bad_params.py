@@ -2,6 +2,7 @@
 
 import logging
 import socket
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_prefill_offers_nothing_to_a_request_that_asks_for_both_directions(
     make: Make, caplog: pytest.LogCaptureFixture, policy: str
 ) -> None:
     prefill = make("kv_producer", Shape(policy=policy))
-    with caplog.at_level(logging.ERROR, "pagewire.vllm"):
+    with caplog.at_level(logging.WARNING, "pagewire.vllm"):
         prefill.add("both", PROMPT, 3, {"do_remote_decode": True, "do_remote_prefill": True})
         run_until([prefill], lambda: prefill.finish_reason("both"))
     assert prefill.tokens("both") == ([] if policy == "fail" else expected_tokens(PROMPT, 3, prefill.shape))
@@ -102,3 +103,36 @@ def test_two_readers_of_one_lease_do_not_disturb_prefill(make: Make) -> None:
     run_until([prefill, other], lambda: other.finish_reason("second"))
     assert other.finish_reason("second") == "error"
     assert_empty(prefill, decode, other)
+
+
+@pytest.mark.parametrize(("policy", "level"), [("fail", logging.ERROR), ("recompute", logging.WARNING)])
+@pytest.mark.parametrize("name", ["remote_num_tokens of zero", "another lease", "both directions"])
+def test_what_is_wrong_is_logged_and_counted_once_and_is_a_warning_where_the_prompt_is_computed(
+    make: Make, caplog: pytest.LogCaptureFixture, name: str, policy: str, level: int
+) -> None:
+    prefill, decode = make("kv_producer"), make("kv_consumer", Shape(policy=policy, tp_size=2))
+    params = prefilled(prefill, "p", PROMPT)
+    decode.add("bad", PROMPT, 3, BAD[name](params))
+    with caplog.at_level(logging.INFO, "pagewire.vllm"):
+        run_until([prefill, decode], lambda: decode.finish_reason("bad"))
+        decode.step()
+    told = [record for record in caplog.records if record.getMessage().startswith("request 'bad'")]
+    assert [record.levelno for record in told] == [level]
+    assert told[0].getMessage().endswith("; its prompt is computed here instead") == (policy == "recompute")
+    counts: Counter[str] = Counter()
+    for stats in decode.reported:
+        counts.update({key: stats[key] for key in ("failed_pulls", "malformed_params")})
+    assert +counts == Counter(failed_pulls=1, malformed_params=int(name != "another lease"))
+
+
+def test_prefill_says_that_it_offers_nothing_where_it_is_not_told_whether_to(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill = make("kv_producer")
+    with caplog.at_level(logging.WARNING, "pagewire.vllm"):
+        prefill.add("strange", PROMPT, 1, {"do_remote_decode": "yes"})
+        run_until([prefill], lambda: prefill.finish_reason("strange"))
+    (text,) = [record.getMessage() for record in caplog.records if "'strange'" in record.getMessage()]
+    assert "kv_transfer_params['do_remote_decode'] is 'yes': true or false is expected" in text
+    assert sum(stats["malformed_params"] for stats in prefill.reported) == 1
+    assert_empty(prefill)

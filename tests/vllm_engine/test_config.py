@@ -4,8 +4,6 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.mamba import mamba_mixer2
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
@@ -18,12 +16,11 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from scheduler_adapters.vllm.config import read_options, worker_config
+from scheduler_adapters.vllm.config import worker_config
 from tests.vllm_engine.engine import Shape, add_layers, make_cache_config, make_config, model_dir
 from tests.vllm_engine.states import States
 from transfer.connector.config import check_config
 from transfer.errors import InvalidEngineError
-from transfer.wire.keys import make_keyrings, save_keyring
 
 CHUNKED = ChunkedLocalAttentionSpec(
     block_size=16, num_kv_heads=4, head_size=16, dtype=torch.float16, attention_chunk_size=64
@@ -162,61 +159,11 @@ def test_layers_with_other_heads_than_the_model_have_an_even_share_of_them(tmp_p
     assert groups_of(tmp_path, attention(num_kv_heads=3), ["layer.0"], tensor_parallel_size=2)[0].num_kv_heads == 6
 
 
-def test_options_are_checked(tmp_path: Path) -> None:
-    config, _ = configs(tmp_path, Shape(extra={"kv_lease": 3}))
-    with pytest.raises(InvalidEngineError, match="'kv_lease'; the options are"):
-        read_options(config)
-
-
-def test_options_are_vllms_own_where_none_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.1")
-    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "7000")
-    config, _ = configs(tmp_path, Shape(extra={}))
-    options = read_options(config)
-    assert (options.host, options.port, options.keys, options.kv_lease_duration) == ("10.0.0.1", 7000, None, 30.0)
-
-
-def test_a_keyring_is_read(tmp_path: Path) -> None:
-    (keyring,) = make_keyrings(1)
-    save_keyring(keyring, tmp_path / "keys")
-    config, _ = configs(tmp_path, Shape(extra={"keyring": str(tmp_path / "keys"), "kv_lease_duration": 7}))
-    options = read_options(config)
-    assert (options.keys, options.kv_lease_duration) == (keyring, 7.0)
-
-
 @pytest.mark.parametrize("listed", ["10.0.0.0/8, peer.example", ["10.0.0.0/8", "peer.example"]], ids=["text", "list"])
 def test_peers_may_be_those_of_the_list_and_the_own_host(tmp_path: Path, listed: Any) -> None:
-    extra = {"host": "10.1.0.1", "allowed_peers": listed, "secret": "of this fleet alone"}
+    extra = {"host": "10.1.0.1", "allowed_peers": listed}
     config = check_config(worker_config(*configs(tmp_path, Shape(extra=extra))))
     assert config.allowed_peers == ("10.1.0.1", "10.0.0.0/8", "peer.example")
-    assert config.secret == extra["secret"]
-    assert "of this fleet" not in repr(config)
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({"secret": "file:/nowhere/at/all"}, "shared secret: .*nowhere"),
-        ({"secret": "env:PAGEWIRE_NO_SUCH_VARIABLE"}, "no environment variable 'PAGEWIRE_NO_SUCH_VARIABLE'"),
-        ({"secret": "short"}, "has 5 bytes, at least 16"),
-        ({"secret": 12345678901234567890}, r"got `int` - at `\$\.secret`"),
-        ({"allowed_peers": ["10.0.0.0/99"]}, "allowed_peers: '10.0.0.0/99'"),
-        ({"allowed_peers": ["10.0.0.1", 5]}, r"got `int` - at `\$\.allowed_peers\[1\]`"),
-        ({"allowed_peers": 5}, r"got `int` - at `\$\.allowed_peers`"),
-        ({"allowed_peers": None}, r"got `null` - at `\$\.allowed_peers`"),
-        ({"load_timeout": "soon"}, r"got `str` - at `\$\.load_timeout`"),
-        ({"kv_lease_duration": 0}, "lease is 0.0 s, above 0 is needed"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_a_secret_or_a_list_of_peers_that_cannot_be_is_refused_at_the_start(
-    tmp_path: Path, role: KVConnectorRole, extra: dict[str, Any], message: str
-) -> None:
-    config, caches = configs(tmp_path, Shape(extra={"host": "127.0.0.1", "port": 0} | extra))
-    with pytest.raises(InvalidEngineError, match=message) as error:
-        KVConnectorFactory.create_connector(add_layers(config, caches), role, caches)
-    assert "\n" not in str(error.value)
 
 
 def test_a_window_is_known(tmp_path: Path) -> None:

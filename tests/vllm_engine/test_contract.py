@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.scheduler_adapters.contract import NEW, AdapterContract, Counters, Limits, Outcome, prompt_of
-from tests.vllm_engine.engine import Engine, Shape, expected_tokens
+from tests.vllm_engine.engine import Engine, Shape, expected_tokens, secret_of
 from tests.vllm_engine.test_engine import PREFILL
 from transfer.nixl.agent import Agent
 from transfer.pull.replica import ReplicaTransfer
@@ -22,7 +22,7 @@ SHAPE = Shape(
     rows=6,
     policy="recompute",
     # With a secret, so that a restarted prefill is known again before its short leases are over.
-    extra={"host": "127.0.0.1", "port": 0, "kv_lease_duration": 1.0, "secret": "of this fleet alone"},
+    extra={"host": "127.0.0.1", "port": 0, "kv_lease_duration": 1.0, "secret": secret_of("of this fleet alone")},
 )
 FINISHED = {"length": "length", "stop": "eos", "error": "error", "abort": "cancelled"}
 

@@ -8,7 +8,7 @@ import pytest
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.request import RequestStatus
 
-from tests.vllm_engine.engine import Engine, Shape, expected_tokens, run_until
+from tests.vllm_engine.engine import Engine, Shape, expected_tokens, run_until, secret_of
 from tests.vllm_engine.states import States
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -170,7 +170,7 @@ def test_pages_that_nobody_reads_return_when_their_lease_is_over(make: Make) -> 
 
 def test_a_lease_lasts_while_decode_has_no_room(make: Make) -> None:
     """As long as the request waits in vLLM's queue: its source is told from the moment that it comes."""
-    extra = {"host": "127.0.0.1", "port": 0, "secret": "of this fleet alone"}
+    extra = {"host": "127.0.0.1", "port": 0, "secret": secret_of("of this fleet alone")}
     prefill = make("kv_producer", Shape(extra=extra | {"kv_lease_duration": 1}))
     decode = make("kv_consumer", Shape(blocks=14, extra=extra))
     decode.add("big", list(range(180)), 20)

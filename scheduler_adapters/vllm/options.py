@@ -1,0 +1,197 @@
+"""`Options`: what a deployment asks for in `kv_connector_extra_config`, checked before anything is made of it.
+
+vLLM writes its arguments to its log, and loads weights for minutes before it makes a connector. So a secret is named,
+never given, and all that is wrong is said at once, in the words in which it was written.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import os
+import re
+import reprlib
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from vllm import envs
+
+from transfer.connector.config import Timing
+from transfer.errors import InvalidEngineError, TransferError
+from transfer.wire.allowed_peers import AllowedPeers, listed_peers
+from transfer.wire.keys import Keyring, load_keyring
+from transfer.wire.messages import MAX_LEASE_S
+from transfer.wire.secret import read_secret
+
+_TIMING = Timing()
+_HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9])?")
+_MAX_PORT = 65535
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """`kv_connector_extra_config`.
+
+    Attributes:
+        host: name or IPv4 address under which readers reach a source, not `0.0.0.0`; vLLM's own setting for its NIXL
+            connector by default.
+        port: of the handshake; likewise.
+        keyring: file with the keys of the side channel; none where there is a secret.
+        secret: `file:PATH` or `env:NAME` of the fleet's secret. The secret itself is refused: vLLM logs its arguments.
+        allowed_peers: as `WorkerConfig` has it, or one string with commas; the own host is among them.
+        kv_lease_duration: seconds that a lease lasts without a word of its readers.
+        load_timeout: seconds until a load fails by itself.
+        model_id: name of the weights that both sides must agree on; vLLM's where empty.
+    """
+
+    host: str = msgspec.field(default_factory=lambda: envs.VLLM_NIXL_SIDE_CHANNEL_HOST)
+    port: Annotated[int, Meta(ge=0, le=_MAX_PORT)] = msgspec.field(
+        default_factory=lambda: envs.VLLM_NIXL_SIDE_CHANNEL_PORT
+    )
+    keyring: str | None = None
+    secret: str | None = None
+    allowed_peers: str | tuple[str, ...] = ()
+    kv_lease_duration: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)] = _TIMING.lease
+    load_timeout: Annotated[float, Meta(gt=0)] = _TIMING.load
+    model_id: str = ""
+
+    @property
+    def keys(self) -> Keyring | None:
+        """Reads the keyring; None where none is named."""
+        return load_keyring(Path(self.keyring)) if self.keyring else None
+
+    @property
+    def secured_by(self) -> str:
+        """What the keys of the side channel come from, for a log."""
+        return "of a secret" if self.secret else "of a keyring" if self.keyring else "none"
+
+
+_EXPECTED = {
+    "host": "a host name or an IPv4 address",
+    "port": f"a whole number from 0 to {_MAX_PORT}",
+    "keyring": "the path of a file",
+    "secret": "file:PATH or env:NAME",
+    "allowed_peers": "a list of addresses, networks and host names, or one text with commas",
+    "kv_lease_duration": f"a number of seconds above 0, at most {MAX_LEASE_S:g}",
+    "load_timeout": "a number of seconds above 0",
+    "model_id": "a text",
+}
+_VLLMS = {"host": "VLLM_NIXL_SIDE_CHANNEL_HOST", "port": "VLLM_NIXL_SIDE_CHANNEL_PORT"}
+_TYPES = {field.name: field.type for field in msgspec.structs.fields(Options)}
+
+
+def check_options(extra: Mapping[str, Any]) -> None:
+    """Checks all that can be checked without the files, the variables and the names of this machine.
+
+    Raises:
+        InvalidEngineError: names every option that is wrong, its value, and what is expected. A secret is not shown.
+    """
+    _raise([*_unknown(extra), *_faults(extra)])
+
+
+def options_of(extra: Mapping[str, Any], index: int = 0, *, serves: bool = False, resolves: bool = False) -> Options:
+    """Returns the options, and makes sure that what they name is there and can be used.
+
+    Args:
+        extra: `kv_connector_extra_config`.
+        index: of the data-parallel engine; it is added to the port.
+        serves: readers are told the host.
+        resolves: this is the process that listens at the host, so the name must have an address here.
+
+    Raises:
+        InvalidEngineError: as `check_options`.
+    """
+    defaults = {name: value for name, value in _vllms().items() if name not in extra}
+    told = defaults if serves else {name: value for name, value in defaults.items() if name != "host"}
+    _raise([*_unknown(extra), *_faults(extra), *_faults(told, _VLLMS)])
+    options = msgspec.convert(defaults | dict(extra), Options, strict=False)
+    _raise(list(_unusable(options, index, resolves=serves and resolves)))
+    return msgspec.structs.replace(options, port=options.port + index)
+
+
+def _raise(faults: list[str]) -> None:
+    if faults:
+        raise InvalidEngineError(f"kv_connector_extra_config: {'; '.join(faults)}")
+
+
+def _vllms() -> dict[str, Any]:
+    """VLLM's own settings; a port that it cannot read as a number, as it is written."""
+    try:
+        port: Any = envs.VLLM_NIXL_SIDE_CHANNEL_PORT
+    except ValueError:
+        port = os.environ[_VLLMS["port"]]
+    return {"host": envs.VLLM_NIXL_SIDE_CHANNEL_HOST, "port": port}
+
+
+def _unknown(extra: Mapping[str, Any]) -> Iterator[str]:
+    if strange := sorted(str(name) for name in set(extra) - set(_TYPES)):
+        yield f"there is no option {', '.join(map(repr, strange))}; the options are {', '.join(_TYPES)}"
+
+
+def _faults(given: Mapping[str, Any], spelled: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
+    """What is wrong with each value by itself. `spelled`: what options are called where they come from."""
+    for name in (name for name in _TYPES if name in given):
+        if reason := _fault(name, given[name]):
+            shown = "" if name == "secret" else f" is {reprlib.repr(given[name])}"
+            yield f"{spelled.get(name, name)}{shown}: {reason}"
+
+
+def _fault(name: str, value: Any) -> str:
+    """Why a value cannot be; empty where it can."""
+    expected = f"{_EXPECTED[name]} is expected"
+    try:
+        found: Any = msgspec.convert(value, _TYPES[name], strict=False)
+    except msgspec.ValidationError:
+        return expected
+    match name:
+        case "host" if not found or _is_every_address(found):
+            return f"readers are told it, and need an address of this one host; {expected}"
+        case "host" if not _HOST.fullmatch(found):
+            return expected
+        case "secret" if found and not found.startswith(("file:", "env:")):
+            return f"it is given itself, and vLLM writes its arguments to its log. Make a new one; {expected}"
+        case "load_timeout" if found == math.inf:
+            return expected
+        case "allowed_peers":
+            return ", ".join(_faults_of_peers(found))
+        case _:
+            return ""
+
+
+def _is_every_address(host: str) -> bool:
+    """Whether a host stands for all addresses of a machine."""
+    try:
+        return host == "*" or ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
+def _faults_of_peers(listed: str | tuple[str, ...]) -> Iterator[str]:
+    for entry in listed_peers(listed, ""):
+        try:
+            AllowedPeers([entry])
+        except InvalidEngineError as error:
+            yield str(error).removeprefix("allowed_peers: ")
+
+
+def _unusable(options: Options, index: int, *, resolves: bool) -> Iterator[str]:
+    """What is well written, and does not work on this machine."""
+    if options.port + index > _MAX_PORT:
+        yield f"port is {options.port}: data-parallel engine {index} would listen at {options.port + index}"
+    if resolves:
+        try:
+            if _is_every_address(socket.gethostbyname(options.host)):
+                yield f"host is {options.host!r}: it stands for every address of a host, and readers need one"
+        except OSError as error:
+            yield f"host is {options.host!r}: it has no address here ({error})"
+    if options.keyring and options.secret:
+        yield "keyring and secret are both given: one is needed"
+    for read in (lambda: read_secret(options.secret or ""), lambda: options.keys):
+        try:
+            read()
+        except TransferError as error:
+            yield str(error)
