@@ -129,8 +129,9 @@ ENDS: list[Callable[[Ended], None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-@pytest.mark.parametrize("sides", SHAPES)
+@pytest.mark.parametrize(
+    ("sides", "policy"), [("one group", "recompute"), *((sides, "fail") for sides in SHAPES)], ids=str
+)
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
 def test_prefills_blocks_come_back_at_once(
     named: Callable[..., Ended], end: Callable[[Ended], None], sides: str, policy: str
