@@ -43,6 +43,7 @@ from kvcache.routing import Routing
 from kvcache.state_shape import StateShape
 from kvcache.states.state_pages import StatePages
 from kvcache.types import Admission, RaggedKVCacheInputs, RangeRetention, RequestID, Retention
+from kvcache.version import __version__
 
 __all__ = [
     "SHA256_BY",
@@ -92,5 +93,6 @@ __all__ = [
     "TextContext",
     "UnknownArgumentError",
     "UnknownRequestError",
+    "__version__",
     "page_rows",
 ]

@@ -22,10 +22,11 @@ MAX_FILE, MAX_FUNCTION = 700, 60  # lines
 VALUES = {
     "kvcache": {
         *("arguments", "copies", "errors", "families", "gate", "kv_events", "layer_groups", "layout", "metrics"),
-        *("params", "quantization", "routing", "sockets", "state_shape", "storage", "types", "under_way", "watched"),
+        *("params", "quantization", "routing", "sockets", "state_shape", "storage", "types", "under_way"),
+        *("version", "watched"),
     },
     "transfer": {"errors", "memory", "spans", "stats"},
-    "scheduler_adapters": {"arguments", "base", "errors", "interrupts", "loop", "plots", "viewer"},
+    "scheduler_adapters": {"arguments", "base", "errors", "interrupts", "loop", "plots", "tables", "viewer"},
 }
 _MANAGER = {"kvcache values", "kvcache.replica", "kvcache"}
 # Each room, and the rooms that it may import.

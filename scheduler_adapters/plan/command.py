@@ -26,6 +26,7 @@ from scheduler_adapters.plan.tables import (
 from scheduler_adapters.plan.trace import MOST_POINTS, TracePlan, TraceQuestion, draw, sweep
 from scheduler_adapters.replay.replay import load_trace
 from scheduler_adapters.replay.trace_hints import Blocks
+from scheduler_adapters.tables import print_table
 
 
 def run_plan(options: PlanOptions) -> int:
@@ -38,15 +39,14 @@ def run_plan(options: PlanOptions) -> int:
             raise PlanError("--plot needs --trace: what is drawn is hits against memory")
         plots.pyplot()  # before the minutes that the replays take
     console = Console()
-    for title, table in (
+    for table in (
         table_of_kinds(found),
         table_of_choices(found),
         table_of_rooms(found),
         table_of_parts(found),
         table_of_pulls(found, options),
     ):
-        console.print(title, style="bold", soft_wrap=True)
-        console.print(table)
+        print_table(*table)
     console.print(
         f"A prefill replica that never rests makes {found.made_gbps:,.2f} GB/s of keys and values: what a link or a "
         "tier cannot bring at that rate, computing brings sooner.",
@@ -55,9 +55,7 @@ def run_plan(options: PlanOptions) -> int:
     if blocks is not None:
         trace = _replayed(options, found, blocks)
         found = msgspec.structs.replace(found, trace=trace)
-        title, table = table_of_trace(trace)
-        console.print(title, style="bold", soft_wrap=True)
-        console.print(table)
+        print_table(*table_of_trace(trace))
         for sentence in worth(trace):
             console.print(sentence, soft_wrap=True)
     _write(options, found)

@@ -56,6 +56,14 @@ class AlikeLayers:
     width: int = 0  # elements that a head keeps of a token: key and value together, or the latent
     window: int = 0  # tokens that a layer looks back to; 0: all
     state: StateShape | None = None  # of all these layers
+    value_width: int | None = None  # elements of the width that are a value's; None: half, or none of a latent
+
+    @property
+    def values(self) -> int:
+        """Elements that a head keeps of a token's value; 0 with a latent."""
+        if self.value_width is not None:
+            return self.value_width
+        return 0 if self.kind == "latent" else self.width // 2
 
     def state_bytes(self, tp: int) -> int:
         """Bytes of a request's state on each of `tp` ranks. Raises as `state_layouts`."""
@@ -162,7 +170,7 @@ def _attention(file: Path, own: Any, kind: CacheKind) -> AlikeLayers:
     values = _field(file, own, "v_head_dim", wide)
     if (wide + values) % 2:
         raise PlanError(f"{file}: head_dim is {wide} and v_head_dim {values}: an even sum is needed")
-    return AlikeLayers(kind, 1, heads=heads, width=wide + values, window=window)
+    return AlikeLayers(kind, 1, heads=heads, width=wide + values, window=window, value_width=values)
 
 
 def _state(file: Path, own: Any, number: int, config: Any) -> StateShape:

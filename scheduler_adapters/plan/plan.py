@@ -19,7 +19,8 @@ class KindOfLayer(msgspec.Struct, frozen=True):
     kind: str
     layers: int
     heads: int
-    elements: int  # of a token and head, keys and values together
+    key_elements: int  # of a token and head; of a token where a latent stands for keys and values
+    value_elements: int  # of a token and head; 0 with a latent
     window: int
     token_bytes: int
     request_bytes: int
@@ -59,7 +60,8 @@ def plan_memory(options: PlanOptions, model: CachedModel) -> MemoryPlan:
             kind=one.kind,
             layers=one.layers,
             heads=one.heads,
-            elements=one.width,
+            key_elements=one.width - one.values,
+            value_elements=one.values,
             window=one.window,
             token_bytes=one.layers * one.heads * one.width * model.dtype.itemsize,
             request_bytes=one.state_bytes(1),

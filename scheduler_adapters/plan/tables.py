@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from typing import NamedTuple
 
 from scheduler_adapters.plan.options import PlanOptions
-from scheduler_adapters.plan.plan import MemoryPlan
+from scheduler_adapters.plan.plan import KindOfLayer, MemoryPlan
 from scheduler_adapters.plan.trace import TracePlan, TracePoint
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> tuple[str, Table]:
-    """A title, and a table whose first columns are words and the others figures."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < words else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return title, table
+class PrintedTable(NamedTuple):
+    """What `print_table` prints."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    words: int = 1  # columns, the first ones, that are no figures
 
 
-def table_of_kinds(found: MemoryPlan) -> tuple[str, Table]:
+def table_of_kinds(found: MemoryPlan) -> PrintedTable:
     """What the layers keep of a token, in the whole model."""
     limit = "" if found.max_len is None else f", made for {found.max_len:,} tokens"
     rows = [
         (
             kind.kind,
             f"{kind.layers:,}",
-            f"{kind.heads} x {kind.elements}" if kind.heads else "",
+            _heads(kind) if kind.heads else "",
             f"{kind.window:,}" if kind.window else "",
             _size(kind.token_bytes) if kind.token_bytes else "",
             _size(kind.request_bytes) if kind.request_bytes else "",
@@ -39,10 +36,10 @@ def table_of_kinds(found: MemoryPlan) -> tuple[str, Table]:
     total = sum(kind.token_bytes for kind in found.kinds)
     rows.append(("all", f"{sum(kind.layers for kind in found.kinds):,}", "", "", _size(total), ""))
     title = f"{found.model}: keys and values in {found.kv_dtype}{limit}"
-    return _table(title, ("layers", "count", "heads", "window", "a token", "a request"), rows)
+    return PrintedTable(title, ("layers", "count", "heads", "window", "a token", "a request"), rows)
 
 
-def table_of_choices(found: MemoryPlan) -> tuple[str, Table]:
+def table_of_choices(found: MemoryPlan) -> PrintedTable:
     """The ways to divide a host's devices, and what a rank of each holds."""
     lengths = list(found.chosen.rooms[0].requests)
     rows = [
@@ -59,10 +56,12 @@ def table_of_choices(found: MemoryPlan) -> tuple[str, Table]:
         for one in found.choices
     ]
     columns = ("TP x DP", "heads", "copies", "a token", "a page", "pages", "longest", *map(_of_length, lengths))
-    return _table(f"{_size(found.memory)} of each device, pages of {found.page_size} tokens; of a rank", columns, rows)
+    return PrintedTable(
+        f"{_size(found.memory)} of each device, pages of {found.page_size} tokens; of a rank", columns, rows
+    )
 
 
-def table_of_rooms(found: MemoryPlan) -> tuple[str, Table]:
+def table_of_rooms(found: MemoryPlan) -> PrintedTable:
     """What the memory holds in the chosen way, laid as ours, as vLLM's, and at least."""
     rows = [
         (
@@ -81,10 +80,10 @@ def table_of_rooms(found: MemoryPlan) -> tuple[str, Table]:
         "longest",
         *(f"{_of_length(at)}, each" for at in found.chosen.rooms[0].requests),
     )
-    return _table(f"TP {found.chosen.tp} x DP {found.chosen.dp}: how it can be laid", columns, rows)
+    return PrintedTable(f"TP {found.chosen.tp} x DP {found.chosen.dp}: how it can be laid", columns, rows)
 
 
-def table_of_parts(found: MemoryPlan) -> tuple[str, Table]:
+def table_of_parts(found: MemoryPlan) -> PrintedTable:
     """Of each way what a request takes, table by table, and how much of that no layer needs."""
     lengths = list(found.chosen.rooms[0].requests)
     rows: list[tuple[str, ...]] = []
@@ -99,10 +98,12 @@ def table_of_parts(found: MemoryPlan) -> tuple[str, Table]:
             for length in lengths
         )
         rows.append(("", "lost", "", "", *lost))
-    return _table("What a request takes", ("laid by", "of", "layers", "tables", *map(_of_length, lengths)), rows, 2)
+    return PrintedTable(
+        "What a request takes", ("laid by", "of", "layers", "tables", *map(_of_length, lengths)), rows, 2
+    )
 
 
-def table_of_pulls(found: MemoryPlan, options: PlanOptions) -> tuple[str, Table]:
+def table_of_pulls(found: MemoryPlan, options: PlanOptions) -> PrintedTable:
     """What moves between prefill and decode, and how fast it has to."""
     rows = [
         (
@@ -118,10 +119,10 @@ def table_of_pulls(found: MemoryPlan, options: PlanOptions) -> tuple[str, Table]
     title = (
         f"From prefill TP {found.prefill_tp} to decode TP {found.chosen.tp}, first token in {options.first_token:g} s"
     )
-    return _table(title, columns, rows, words=0)
+    return PrintedTable(title, columns, rows, words=0)
 
 
-def table_of_trace(trace: TracePlan) -> tuple[str, Table]:
+def table_of_trace(trace: TracePlan) -> PrintedTable:
     """What the trace hits with what there is, with less and with more."""
     rows = [
         (
@@ -142,7 +143,7 @@ def table_of_trace(trace: TracePlan) -> tuple[str, Table]:
         f"{trace.requests:,} requests, blocks of {trace.block_tokens} tokens; without a cache they take "
         f"{trace.prefill_s:,.0f} s of prefill"
     )
-    return _table(title, columns, rows)
+    return PrintedTable(title, columns, rows)
 
 
 def _order(point: TracePoint) -> tuple[int, int, int]:
@@ -159,6 +160,12 @@ def worth(trace: TracePlan) -> Iterator[str]:
                 f"{more:,.0f} GB more {where} give {point.points:.2f} points and save {point.saved_s:,.0f} "
                 "prefill seconds."
             )
+
+
+def _heads(kind: KindOfLayer) -> str:
+    """Heads and their dimension; both dimensions where a key has another one than a value."""
+    keys, values = kind.key_elements, kind.value_elements
+    return f"{kind.heads} x ({keys} + {values})" if values and values != keys else f"{kind.heads} x {keys}"
 
 
 def _size(count: float) -> str:

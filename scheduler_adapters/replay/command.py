@@ -8,22 +8,25 @@ import msgspec
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from kvcache.manager import PagedKVCacheManager
 from kvcache.watch.endpoint import ManagerWatch
 from kvcache.watched import Beside
+from scheduler_adapters import plots
 from scheduler_adapters.arguments import write_json
 from scheduler_adapters.replay.options import ReplayOptions
 from scheduler_adapters.replay.plots import write_plots
 from scheduler_adapters.replay.replay import ReplayResult, load_trace, optimum_of_each, replay
 from scheduler_adapters.replay.trace_hints import hints_for
+from scheduler_adapters.tables import print_table
 from scheduler_adapters.viewer import viewer
 
 
 def run_replay(options: ReplayOptions) -> int:
     """Replay a trace and report; the exit status. A `KVCacheError` says in a sentence what does not work."""
     hints_for([], options.hints)  # no such kind is said before minutes of reading
+    if options.plots is not None:
+        plots.pyplot()  # no matplotlib likewise
     trace, console = load_trace(options.trace), Console(stderr=True)
     show = None if options.top is None else _Show(options, trace)
     with Progress(console=console, transient=True, disable=not console.is_terminal or show is not None) as bar:
@@ -40,7 +43,7 @@ def run_replay(options: ReplayOptions) -> int:
             block_bytes=options.block_bytes,
             shown=nullcontext if show is None else show.shown,
         )
-    Console().print(_table(options, result))
+    _print(options, result)
     write_json(options.json, result)
     if options.plots is not None:
         for path in write_plots(options.trace.stem, trace, options.capacity, options.plots, console.print):
@@ -82,14 +85,14 @@ class _Show:
         return Beside(figures={"optimum_hit_rate": float(self._best[self._done - 1] / self._blocks[self._done - 1])})
 
 
-def _table(options: ReplayOptions, result: ReplayResult) -> Table:
+def _print(options: ReplayOptions, result: ReplayResult) -> None:
     below = f" and {options.host_blocks:,} on the host" if options.host_blocks else ""
-    table = Table(
-        title=f"{options.trace.name}, {options.capacity:,} blocks{below}, {options.replicas} replica(s), "
-        f"routing {options.routing}{' with peers' if options.peers else ''}, hints {options.hints}",
-        show_header=False,
+    title = (
+        f"{options.trace.name}, {options.capacity:,} blocks{below}, {options.replicas} replica(s), "
+        f"routing {options.routing}{' with peers' if options.peers else ''}, hints {options.hints}"
     )
+    rows: list[tuple[str, str]] = []
     for name, value in msgspec.structs.asdict(result).items():
         text = "" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
-        table.add_row(name.replace("_", " "), text)
-    return table
+        rows.append((name.replace("_", " "), text))
+    print_table(title, ("", ""), rows)

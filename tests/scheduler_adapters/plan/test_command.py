@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from scheduler_adapters.cli import main
+from scheduler_adapters.plan.plan import KindOfLayer
+from scheduler_adapters.plan.tables import _heads
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -23,6 +25,7 @@ def test_tables_and_json_say_the_same(
     assert "42,281" in printed
     assert [kind["token_bytes"] for kind in found["kinds"]] == [425_984, 81_920]
     assert "416 KiB" in printed
+    assert printed.count(" 16 x 128 ") == 2, "heads, and the dimension of one"
     assert found["made_gbps"] == pytest.approx(5.07904)
     assert "5.08 GB/s" in printed
     assert "too late" in printed
@@ -35,6 +38,26 @@ def test_tables_and_json_say_the_same(
     ]
     (lost,) = [row for row in rows if "3.05" in row]
     assert lost.split() == ["lost", "3.05", "MiB,", "2.2", "%", "3.05", "MiB,", "0.4", "%"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "told"), [(128, 128, "8 x 128"), (192, 128, "8 x (192 + 128)"), (576, 0, "8 x 576")]
+)
+def test_heads_are_shown_with_the_dimension_of_a_key(keys: int, values: int, told: str) -> None:
+    assert _heads(KindOfLayer("full", 1, 8, keys, values, 0, 0, 0)) == told
+
+
+@pytest.mark.parametrize("model", ["llama-3-70b", "gemma-3-27b", "kimi-linear-48b-a3b"])
+def test_a_pipe_gets_every_figure(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["plan", "--model", str(CONFIGS / model), "--memory", "400TB", "--lengths", "1,1000000"]) == 0
+    narrow = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["plan", "--model", str(CONFIGS / model), "--memory", "400TB", "--lengths", "1,1000000"]) == 0
+    assert narrow == capsys.readouterr().out
+    assert "…" not in narrow
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,50 @@
+"""Prints tables by `rich` at any width: no figure is ever cut, wherever the output goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+
+_WIDEST = 1 << 16  # characters that a table may take: rich cuts cells to fit the width that it is given
+_GAP = 3  # characters between two columns
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> None:
+    """Print a title, and a table whose first columns are words and the others figures.
+
+    A table that is wider than the terminal is printed in parts, one below the other. Each part begins with the columns
+    of words. A file or a pipe takes any width.
+
+    Args:
+        title: printed above the table.
+        columns: the headings; all empty: no heading is printed.
+        rows: the cells of each row, as many as there are columns.
+        words: how many columns are words.
+    """
+    console, terminal = Console(width=_WIDEST), Console()
+    console.print(title, style="bold", soft_wrap=True)
+    widths = [max(map(cell_len, column)) for column in zip(columns, *rows, strict=True)]
+    for part in _parts(widths, words, terminal.width if terminal.is_terminal else _WIDEST):
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
+        for number in part:
+            table.add_column(columns[number], justify="left" if number < words else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(row[number] for number in part))
+        console.print(table)
+
+
+def _parts(widths: Sequence[int], words: int, limit: int) -> Iterator[list[int]]:
+    """The columns of each part: those of words, and as many others as there is room for, at least one."""
+    named = list(range(min(words, len(widths))))
+    part, used = list(named), sum(widths[number] + _GAP for number in named)
+    for number in range(len(named), len(widths)):
+        if len(part) > len(named) and used + widths[number] + _GAP - 1 > limit:
+            yield part
+            part, used = list(named), sum(widths[one] + _GAP for one in named)
+        part.append(number)
+        used += widths[number] + _GAP
+    yield part
