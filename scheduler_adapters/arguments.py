@@ -40,7 +40,9 @@ def add_options(parser: argparse.ArgumentParser, options: Any) -> None:
     for one in fields(options):
         told: dict[str, Any] = dict(one.metadata)
         name = told.pop("name", f"--{one.name.replace('_', '-')}")
-        named = {"dest": one.name, "default": one.default} if name.startswith("-") else {}
+        named: dict[str, Any] = {"dest": one.name} if name.startswith("-") else {}
+        if name.startswith("-") or told.get("nargs") == "?":
+            named["default"] = one.default
         parser.add_argument(name, **named, **told)
 
 

@@ -4,12 +4,14 @@ import argparse
 import contextlib
 import os
 import signal
+import socket
 import sys
 from typing import NoReturn
 
 from scheduler_adapters import interrupts
 from scheduler_adapters.arguments import add_options
 from scheduler_adapters.demo.options import DemoOptions
+from scheduler_adapters.front.listening import listen
 from scheduler_adapters.front.options import ServeOptions
 from scheduler_adapters.plan.options import PlanOptions
 from scheduler_adapters.replay.options import ReplayOptions
@@ -17,6 +19,7 @@ from scheduler_adapters.top.options import TopOptions
 
 # Nothing heavy is imported here: torch takes a second, in which an interrupt would show a traceback.
 
+_DISTRIBUTION = "pagewire"
 _Options = DemoOptions | PlanOptions | ReplayOptions | ServeOptions | TopOptions
 _BAD = 2  # exit status: something does not work, as argparse has it
 _LONGEST = 1000  # characters of a message
@@ -68,6 +71,37 @@ _COMMANDS: dict[str, tuple[type[_Options], str, str]] = {
 }
 
 
+# The extra that brings a package, by the name that is imported. Any other package comes with pagewire itself.
+_EXTRAS = {
+    "rich": "serve",
+    "transformers": "serve",
+    "matplotlib": "bench",
+    "opentelemetry": "observe",
+    "prometheus_client": "fleet",
+    "starlette": "fleet",
+    "uvicorn": "fleet",
+    "dynamo": "fleet",
+    "blake3": "blake3",
+    "textual": "top",
+    "textual_serve": "top",
+    "aiohttp": "top",
+}
+
+
+class _Version(argparse.Action):
+    """Prints the version and ends. The distribution is looked up only when somebody asks."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib import metadata  # noqa: PLC0415
+
+        try:
+            found = metadata.version(_DISTRIBUTION)
+        except metadata.PackageNotFoundError:
+            found = "unknown"
+        print(_DISTRIBUTION, found)  # noqa: T201  (the command line's own output)
+        parser.exit()
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, where argparse would print the usage too."""
@@ -78,6 +112,9 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = _Parser(prog="pagewire", description="A paged KV cache manager with disaggregated transfer built in.")
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="print the version and end"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (options, does, description) in _COMMANDS.items():
         add_options(commands.add_parser(name, help=does, description=description), options)
@@ -96,6 +133,9 @@ def main(argv: list[str] | None = None) -> int:
     except interrupts.Interrupted as interrupted:
         _complain(command, str(interrupted))
         return interrupted.status
+    except ImportError as error:
+        _complain(command, f"error: {_missing(error)}")
+        return _BAD
     except BrokenPipeError:  # who reads our output has gone
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed at exit
@@ -103,6 +143,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(command: str, options: _Options) -> int:
+    with contextlib.ExitStack() as made:
+        listening: socket.socket | None = None
+        if isinstance(options, ServeOptions) and options.what in ("all", "front"):
+            try:
+                listening = made.enter_context(listen(options.http_host, options.http_port))
+            except OSError as error:
+                _complain(command, f"error: {error}")
+                return _BAD
+        return _run_heavy(command, options, listening)
+
+
+def _run_heavy(command: str, options: _Options, listening: socket.socket | None) -> int:
+    """Import what the command needs, which takes seconds, and run it."""
     from kvcache.errors import KVCacheError  # noqa: PLC0415  (torch, see above)
 
     try:
@@ -121,7 +174,7 @@ def _run(command: str, options: _Options) -> int:
         if isinstance(options, ServeOptions):
             from scheduler_adapters.front.command import run_serve  # noqa: PLC0415  (as above)
 
-            return run_serve(options)
+            return run_serve(options, listening)
         from scheduler_adapters.demo.demo import run_demo  # noqa: PLC0415  (as above)
 
         return run_demo(options)
@@ -131,6 +184,16 @@ def _run(command: str, options: _Options) -> int:
     except MemoryError as error:
         _complain(command, f"error: the memory does not suffice: {error}")
         return _BAD
+
+
+def _missing(error: ImportError) -> str:
+    """What to install for a package that is missing, or that cannot be imported."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "kvcache", "transfer", "scheduler_adapters"):
+        raise error  # a bug of ours
+    extra = _EXTRAS.get(package)
+    needed = f"{_DISTRIBUTION}[{extra}]" if extra else _DISTRIBUTION
+    return f"this needs the package {package!r} (pip install '{needed}'): {error}"
 
 
 def _complain(command: str, text: str) -> None:

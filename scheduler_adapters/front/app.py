@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
@@ -59,6 +60,9 @@ def make_app(frontend: Frontend, served: ServedModel) -> Starlette:
             except (OpenAIError, ServiceError) as error:
                 told = _told(error)
                 return _json(told.body(), told.status)
+            except ClientDisconnect:
+                frontend.count_unsent()
+                return Response(status_code=_GONE)
 
         return respond
 

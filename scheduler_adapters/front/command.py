@@ -54,16 +54,23 @@ class _Addresses(msgspec.Struct):
     watch: tuple[str, ...] = ()  # of the processes, for `pagewire top`
 
 
-def run_serve(options: ServeOptions) -> int:
-    """Serve until told to drain; 0 where nothing was left held. A `KVCacheError` says what does not work."""
+def run_serve(options: ServeOptions, listening: sockets.socket | None) -> int:
+    """Serve until told to drain; 0 where nothing was left held. A `KVCacheError` says what does not work.
+
+    `listening` is the socket of HTTP; None for a process that has none.
+    """
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     _check_keys(options)
     if options.trace and not find_spec("opentelemetry"):
         raise MissingExtraError("--trace needs the extra 'observe' (pip install 'pagewire[observe]')")
+    if options.what != "front" and not find_spec("transformers"):  # said here, and not by each process after seconds
+        raise MissingExtraError("a model needs transformers, of the extra 'serve' (pip install 'pagewire[serve]')")
     if options.what in ("prefill", "decode"):
         return run(_server_config(options, options.what), (signal.SIGTERM, signal.SIGINT))
+    if listening is None:
+        raise ServiceError(f"serve {options.what}: a listening socket is needed for HTTP")
     with ExitStack() as made:
-        asyncio.run(_serve(options, made))
+        asyncio.run(_serve(options, listening, made))
     return 0
 
 
@@ -119,7 +126,7 @@ def _front_in(path: Path | None) -> str:
     raise ServiceError(f"--address-file {str(path)!r}: no front has left its address there in {_ADDRESS_S:.0f} s")
 
 
-async def _serve(options: ServeOptions, made: ExitStack) -> None:
+async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitStack) -> None:
     name = options.served_model_name or (options.model.resolve().name if options.model else "pagewire")
     vocab_size = vocab_size_of(options.model)
     served = ServedModel(name, load_tokenizer(options.model, vocab_size), vocab_size)
@@ -130,7 +137,6 @@ async def _serve(options: ServeOptions, made: ExitStack) -> None:
     router = bind_router(context, endpoint, None if endpoint.startswith("ipc:") else keyring)
     made.callback(router.close)
     endpoint = router.address
-    listening = made.enter_context(closing(_listen(options.http_host, options.http_port)))
     placements: dict[str, type[InTurns | Selected]] = {"in-turns": InTurns, "dynamo": Selected}
     placement = placements.get(options.placement)
     frontend = Frontend(router, placement and placement(), keyring)
@@ -175,13 +181,6 @@ def _children(options: ServeOptions, endpoint: str) -> list[ServerConfig]:
         for number in range(count)
     ]
     return [msgspec.structs.replace(one, listen="") for one in configs] if endpoint.startswith("ipc:") else configs
-
-
-def _listen(host: str, port: int) -> sockets.socket:
-    try:
-        return sockets.create_server((host, port))
-    except OSError as error:
-        raise ServiceError(f"HTTP cannot listen at {host}:{port}: {error.strerror}") from error
 
 
 def _leave_addresses(path: Path | None, addresses: _Addresses) -> None:

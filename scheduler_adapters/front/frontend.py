@@ -34,6 +34,7 @@ _TICK_S = 0.25  # between two looks at who is there
 _WAIT_S = 10.0  # that a request waits for a decode process to be there
 _DRAIN_S = 600.0  # for a process to end what it has
 _ASK_S = 10.0
+_UNSENT_S = 10.0  # between two lines of the log about requests that were not sent whole
 
 log = logging.getLogger("pagewire.front")
 
@@ -73,6 +74,7 @@ class FrontCounts:
         open: requests on their way.
         ended: those that have ended, by how.
         lost: attempts that ended with their decode process, or that it refused.
+        unsent: requests whose client closed its connection before it had sent all of them.
         cached_tokens: of prompts that have ended well, tokens that prefill had cached.
         computed_tokens: the others of these.
         new_tokens: that clients were sent.
@@ -82,6 +84,7 @@ class FrontCounts:
     open: int = 0
     ended: Counter[str] = field(default_factory=Counter[str])
     lost: int = 0
+    unsent: int = 0
     cached_tokens: int = 0
     computed_tokens: int = 0
     new_tokens: int = 0
@@ -133,6 +136,7 @@ class Frontend:
         self._serials = itertools.count(time.time_ns() // 1000)
         self._changed = asyncio.Event()
         self._is_due = False
+        self._unsent_told = float("-inf")
 
     @property
     def capacity(self) -> int:
@@ -163,6 +167,13 @@ class Frontend:
                 member.pulse.close()
 
     # ---- requests
+
+    def count_unsent(self) -> None:
+        """Count a request whose client closed its connection before it had sent all of it; log that now and then."""
+        self.counts.unsent += 1
+        if time.monotonic() - self._unsent_told > _UNSENT_S:
+            self._unsent_told = time.monotonic()
+            log.warning("a client closed its connection while it sent a request (%d so far)", self.counts.unsent)
 
     async def generate(self, request: msg.Submit, decode: str = "") -> AsyncGenerator[msg.Tokens]:
         """The tokens of a request as they come; the last message says why it ended. Closing it aborts the request.

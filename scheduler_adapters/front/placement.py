@@ -54,7 +54,8 @@ class Selected:
             from dynamo.llm import SelectionService  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
             from dynamo.llm.exceptions import SelectionServiceError  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         except ImportError as error:
-            raise MissingExtraError(f"--placement dynamo needs the extra 'fleet': {error}") from error
+            told = f"--placement dynamo needs the extra 'fleet' (pip install 'pagewire[fleet]'): {error}"
+            raise MissingExtraError(told) from error
         # Without types; what it takes and gives are dictionaries.
         self._service: Any = SelectionService(indexer_threads=1)
         self._refusal: type[Exception] = SelectionServiceError

@@ -52,6 +52,13 @@ FAMILIES = (
         _figure("lost"),
     ),
     Family(
+        "pagewire_front_unsent_requests_total",
+        "counter",
+        "Requests whose client closed its connection before it had sent all of them.",
+        (),
+        _figure("unsent"),
+    ),
+    Family(
         "pagewire_front_prompt_tokens_total",
         "counter",
         "Prompt tokens of requests that have ended well, by source: computed, or cached where they were prefilled.",

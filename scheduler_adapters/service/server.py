@@ -20,11 +20,11 @@ import msgspec
 import torch
 import zmq
 
-from kvcache.errors import KVCacheError
+from kvcache.errors import InvariantError, KVCacheError
 from kvcache.kv_events import KVEvents
 from kvcache.manager import PagedKVCacheManager
 from kvcache.watch.endpoint import ManagerWatch
-from scheduler_adapters.errors import MessageError
+from scheduler_adapters.errors import IllegalMoveError, MessageError
 from scheduler_adapters.loop import ServingLoop
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.decode import MAX_OPEN, DecodeScheduler
@@ -346,11 +346,19 @@ def main() -> int:
     """Run one process, whose parent is watched already; the exit status."""
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerConfig)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and stops us in order
-    return run(config)
+    try:
+        return run(config)
+    except KVCacheError as error:
+        print(" ".join(str(error).splitlines()), file=sys.stderr)  # noqa: T201  (the log; the parent reports its last line)
+        return 1
 
 
 def run(config: ServerConfig, draining: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> int:
-    """Serve until the frontend says `Stop`, or until drained, which these signals tell as well; the exit status."""
+    """Serve until the frontend says `Stop`, or until drained, which these signals tell as well; the exit status.
+
+    Raises a `KVCacheError` that says what does not work. Any other exception, and a bug of ours, is a traceback and
+    status 1. The frontend is told in either case.
+    """
     told = DrainSignal()
     for number in draining:
         signal.signal(number, told.on_signal)
@@ -363,12 +371,15 @@ def run(config: ServerConfig, draining: tuple[signal.Signals, ...] = (signal.SIG
         join_frontend(frontend, config.frontend, config.name, keys_of(config.keyring, config.secret))
         shared: Context = zmq.Context.instance()  # pyright: ignore[reportUnknownVariableType] -- untyped there
         serve(config, shared, frontend, told)
-    except Exception as error:  # noqa: BLE001  (the parent reports it, whatever it is)
-        traceback.print_exc()
+    except Exception as error:
+        expected = isinstance(error, KVCacheError) and not isinstance(error, InvariantError | IllegalMoveError)
         text = str(error) if isinstance(error, KVCacheError) else f"{type(error).__name__}: {error}"
         frontend.setsockopt(zmq.SNDTIMEO, _LAST_WORDS_MS)
         with suppress(zmq.Again):  # nobody reads: the exit status tells the parent as well
             frontend.send(msg.encode(msg.Fatal(name=config.name, error=text)))
+        if expected:
+            raise
+        traceback.print_exc()
         return 1
     finally:
         context.destroy(linger=1000)

@@ -10,7 +10,6 @@ import asyncio
 import os
 import select
 import signal
-import sys
 import termios
 import threading
 import time
@@ -30,7 +29,7 @@ _RESTORE = b"\x1b[<u\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?2004l\x1b[?1004l\x1b[
 
 def has_terminal() -> bool:
     """Whether standard input, output and error are all terminals: `top` reads keys from one and draws on another."""
-    return all(stream is not None and stream.isatty() for stream in (sys.__stdin__, sys.__stdout__, sys.__stderr__))
+    return all(map(os.isatty, range(3)))
 
 
 def run_in_terminal(app: TopApp) -> int:

@@ -5,14 +5,17 @@ import json
 import os
 import random
 import resource
+import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kvcache
 from scheduler_adapters import arguments, cli
 from scheduler_adapters.demo import demo
 from scheduler_adapters.plan import command as plan_command
@@ -227,6 +230,35 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
     with process:
         assert process.stderr.read() == b""
         assert process.wait(60) in (1, 141)
+
+
+def test_a_port_that_is_taken_is_said_before_anything_heavy_is_imported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        program = (
+            "import sys, scheduler_adapters.cli as cli\n"
+            f"print(cli.main(['serve', '--http-port', '{port}']))\n"
+            "print({'msgspec', 'numpy', 'torch', 'zmq'} & set(sys.modules))"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)
+    assert done.stdout == "2\nset()\n"
+    assert done.stderr == f"pagewire serve: error: HTTP cannot listen at 127.0.0.1:{port}: Address already in use\n"
+
+
+@pytest.mark.parametrize("host", ["a..b", "nowhere.invalid", "256.1.1.1", "x" * 100])
+def test_a_host_that_is_none_is_one_line(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--http-host", host, "--http-port", "0"]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"pagewire serve: error: HTTP cannot listen at {host}:0: ")
+    assert printed.count("\n") == 1
+
+
+def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"pagewire {kvcache.__version__}\n"
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert kvcache.__version__ == project["version"]
 
 
 def test_nothing_heavy_is_imported_before_signals_are_handled() -> None:

@@ -1,0 +1,78 @@
+"""HTTP with clients that go away, by the real server over TCP."""
+
+import asyncio
+import json
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+import zmq
+
+from scheduler_adapters.front import frontend as frontend_module
+from scheduler_adapters.front.app import make_app
+from scheduler_adapters.front.frontend import Frontend
+from scheduler_adapters.front.openai import ServedModel
+from scheduler_adapters.hf.tiny import VOCAB_SIZE, ByteTokenizer
+from scheduler_adapters.service.sockets import bind_router
+
+GONE = 251
+STARTS = {
+    "declared": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n",
+    "chunked": b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n",
+}
+PARTS = {"declared": b'{"model": "tiny", ', "chunked": b'8\r\n{"model"\r\n'}
+
+
+async def exchange(port: int, *sent: bytes) -> bytes:
+    """Send these parts and close the connection; what was answered before that."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for part in sent:
+        writer.write(part)
+        await writer.drain()
+        await asyncio.sleep(0)
+    answer = await reader.read(1 << 16) if sent[-1].endswith(b"}") else b""
+    writer.close()
+    await writer.wait_closed()
+    return answer
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_clients_that_go_away_while_they_send_are_counted_in_one_line(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frontend_module, "_UNSENT_S", 1e6)  # a busy machine takes longer than ten seconds
+
+    async def run() -> tuple[int, bytes]:
+        context: zmq.Context[Any] = zmq.Context()
+        frontend = Frontend(bind_router(context, f"ipc://{tmp_path}/front"))
+        app = make_app(frontend, ServedModel("tiny", ByteTokenizer(), VOCAB_SIZE))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", log_config=None))
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            port = listening.getsockname()[1]
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            for _ in range(GONE):
+                await exchange(port, STARTS[kind], PARTS[kind])
+            for _ in range(3000):
+                if frontend.counts.unsent == GONE:
+                    break
+                await asyncio.sleep(0.01)
+            body = json.dumps({"model": "tiny", "prompt": [1, 2, 3]}).encode()
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            answer = await exchange(port, head.encode(), body)
+            server.should_exit = True
+            await serving
+        context.destroy(linger=0)
+        return frontend.counts.unsent, answer
+
+    with caplog.at_level(logging.WARNING):
+        unsent, answer = asyncio.run(run())
+    assert unsent == GONE
+    assert answer.startswith(b"HTTP/1.1 503"), "the next client is answered: no process has joined"
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == ["a client closed its connection while it sent a request (1 so far)"]
+    assert not any(record.exc_info for record in caplog.records)
