@@ -505,7 +505,9 @@ def _spec_of(group: LayerGroup, params: KVCacheParams) -> CacheSpec:
     """What the layers of a group keep, as vLLM calls it."""
     if group.kind == "full":
         return CacheSpec("mla_attention" if params.is_mla else "full_attention")
-    return CacheSpec("sliding_window", group.window) if group.kind == "window" else CacheSpec("chunked_local_attention")
+    if group.kind == "window":
+        return CacheSpec("sliding_window", group.window)
+    return CacheSpec("chunked_local_attention", chunk=group.window)
 
 
 def _learn(partial: Sequence[PartialReuse], gathered: Gathered, full: Sequence[tuple[Share, Filled]]) -> None:

@@ -287,6 +287,7 @@ class EventBook:
                     group_idx=group,
                     kv_cache_spec_kind=spec.kind,
                     kv_cache_spec_sliding_window=spec.window,
+                    kv_cache_spec_attention_chunk_size=spec.chunk,
                 )
 
     def _bare(self, source: int, ids: Ids) -> BlockStored:
@@ -294,7 +295,9 @@ class EventBook:
         group, hashes = self._group(source), self._index.words_of(ids).tolist()
         event = BlockStored(hashes, None, [], 0, None, self._medium(source), None, group_idx=group)
         if len(self._specs) > 1:  # vLLM has no such event of several groups
-            event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window = self._specs[group]
+            spec = self._specs[group]
+            event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window = spec.kind, spec.window
+            event.kv_cache_spec_attention_chunk_size = spec.chunk
         return event
 
     def _group(self, source: int) -> int:

@@ -6,8 +6,10 @@ end. Where a message is lost at one, a gap in the sequence says so, and a replay
 clock in microseconds, and the first event is `AllBlocksCleared`: a subscriber of before a restart sees it as later.
 """
 
+import bisect
 import contextlib
 import logging
+import math
 import threading
 import time
 import weakref
@@ -46,7 +48,11 @@ _BYTES_A_TURN = 1 << 18  # of an answer, with what a message costs beside its by
 _MESSAGE_COST = 1 << 12
 _UNREAD = 16  # messages that wait for a peer; the others wait here, of one answer at a time
 _UNREAD_S = 2.0  # that a peer may take nothing of its answer; then the rest is dropped
-_ANEW_S = 10.0  # between two times that everybody is told everything, as somebody has missed too much, or is new
+# Of this thread's time, for telling everybody everything, as somebody is new, or has missed too much. Each time is paid
+# off within limits; so many may be ahead of that, as several subscribers come back one after the other.
+_ANEW_SHARE = 0.2
+_LEAST_ANEW_S, _MOST_ANEW_S = 0.5, 10.0
+_ANEW_AHEAD = 2
 _JOIN_S = 0.25  # from a connection on, until its subscription is here
 _END_S = 1.0
 
@@ -184,8 +190,10 @@ class _Worker:
         self._untold: list[Told] = []  # of entries that the loop has applied
         self._lost = False  # entries were dropped: what the books say is no more true
         self._replay_at = 0.0  # when the next question is answered, at the earliest
-        self._is_owed = False  # everybody is to be told everything, as somebody has missed too much
-        self._anew_at = 0.0  # but not before
+        self._owed: list[float] = []  # from when on those wait who are to be told everything, ascending; none moves
+        self._told_anew_at = 0.0  # when everybody was told everything last
+        self._anew_s = _LEAST_ANEW_S  # in which that is paid off
+        self._paid_at = 0.0  # when all of it will have been
         self._poller = zmq.Poller()
         try:
             for rank in range(ranks):
@@ -260,15 +268,32 @@ class _Worker:
             if self._lost:
                 self._lost = False
                 self._begin_anew()
-            if self._is_owed and (now := time.monotonic()) >= self._anew_at:
-                self._is_owed, self._behind, self._anew_at = False, True, now + _ANEW_S
+            self._behind |= self._is_due()
             behind, self._behind = self._behind, False
+            if behind:
+                self._told_anew_at = time.monotonic()
+                self._owed = [one for one in self._owed if one > self._told_anew_at]
+            started = time.thread_time()
             entries = self._take(_ENTRIES_A_TURN)
             told, self._untold = self._untold, []
             told += self._apply(entries)
             for stream in self.streams:
                 self._send(stream, told, anew=behind)
+            if behind:
+                cost = time.thread_time() - started
+                self._anew_s = min(_MOST_ANEW_S, max(_LEAST_ANEW_S, cost / _ANEW_SHARE))
+                self._paid_at = max(self._paid_at, self._told_anew_at) + self._anew_s
         return bool(entries or told)
+
+    def _is_due(self) -> bool:
+        """Whether somebody is to be told everything now."""
+        now = time.monotonic()
+        return bool(self._owed) and now >= max(self._owed[0], self._paid_at - _ANEW_AHEAD * self._anew_s)
+
+    def _owe(self, at: float) -> None:
+        """Tell everybody everything once it is `at`. What others are owed stays."""
+        if (at := math.ceil(at * 100) / 100) not in self._owed:  # so many a second at most
+            bisect.insort(self._owed, at)
 
     def _apply(self, entries: Sequence[Entry]) -> list[Told]:
         try:
@@ -302,7 +327,7 @@ class _Worker:
         started = time.monotonic()
         if any([stream.joins in ready and stream.take_joins() for stream in self.streams]):  # noqa: C419 - of each
             # Who is new, or back, may have no way to ask: of prefill processes vLLM's router asks nothing.
-            self._is_owed, self._anew_at = True, max(self._anew_at, started + _JOIN_S)
+            self._owe(started + _JOIN_S)
         asked = self._answer(ready)
         if self._reply() or asked:
             now = time.monotonic()
@@ -316,7 +341,8 @@ class _Worker:
         for stream in asked:
             with self._applying:  # the loop may be called to help
                 # vLLM's router takes a replay up only where it leads without a gap to what it has heard.
-                self._is_owed |= not stream.answer(self._book)
+                if not stream.answer(self._book):
+                    self._owe(time.monotonic() + _JOIN_S)  # one who is new asks, too: both are told at once
         return bool(asked)
 
     def _reply(self) -> bool:

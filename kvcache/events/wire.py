@@ -1,6 +1,7 @@
 """KV events as vLLM 0.33 puts them on the wire: msgpack maps with their kind under "type", in batches of one rank.
 
-Fields, their order and their defaults are those of vLLM's `kv_events.py`: what is None there is left out here, too.
+Fields, their order and their defaults are those of vLLM's `kv_events.py`: what is None there is left out here, too. One
+field is ours, the last, in events of chunked local attention alone; readers skip what they do not know.
 """
 
 from collections.abc import Sequence
@@ -41,13 +42,15 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     ownership: str | None = None
     session_id: str | None = None
     lookahead_token_ids: list[list[int]] | None = None
+    kv_cache_spec_attention_chunk_size: int | None = None  # tokens; vLLM has no field for it, and skips this one
 
 
 class CacheSpec(NamedTuple):
     """What the layers of a group of blocks keep, as vLLM calls it."""
 
     kind: str
-    window: int | None = None  # tokens
+    window: int | None = None  # tokens, of a sliding window
+    chunk: int | None = None  # tokens, of chunked local attention
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):

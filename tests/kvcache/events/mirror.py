@@ -14,6 +14,7 @@ import zmq
 from kvcache import PagedKVCacheManager
 from kvcache.events.book import Told
 from kvcache.events.log import FILES, HOST
+from kvcache.events.publisher import _JOIN_S
 from kvcache.events.wire import END_OF_REPLAY, AllBlocksCleared, KVEvent, encode, hashes_of
 from kvcache.pool.index import PrefixIndex
 
@@ -53,7 +54,8 @@ class Known:
     def store(self, event: dict[str, Any]) -> None:
         size, before, tokens = event["block_size"], event["parent_block_hash"], event["token_ids"]
         if "kv_cache_spec_kind" in event:
-            self.spec = event["kv_cache_spec_kind"], event.get("kv_cache_spec_sliding_window")
+            window = event.get("kv_cache_spec_sliding_window")
+            self.spec = event["kv_cache_spec_kind"], event.get("kv_cache_spec_attention_chunk_size", window)
         assert len(tokens) == size * len(event["block_hashes"])
         for at, block in enumerate(event["block_hashes"]):
             mine = tuple(tokens[at * size : (at + 1) * size])
@@ -84,14 +86,14 @@ class Known:
 class Reader(Known):
     """What follows from the events of one rank, taken from the log as it is written: nothing is sent.
 
-    `longest` is what somebody can find who knows of a model only how long the chunks of its layers are.
+    `longest` is what somebody can find who knows nothing of the model but what the events tell.
     """
 
     def __init__(self, manager: PagedKVCacheManager, rank: int) -> None:
         super().__init__()
         worker = worker_of(manager)
         self._rank, self._book = rank, worker._book
-        self._sizes = [table.group.window for table in manager.layer_tables.tables]
+        self._tables = len(manager.layer_tables.tables)
         self._page_size = manager._replicas.each[rank].page_size
         self.take_up(_decoded([AllBlocksCleared(), *self._book.state(rank)]))
 
@@ -104,13 +106,11 @@ class Reader(Known):
 
     def _goes_on(self, hashes: list[int], media: tuple[str, ...]) -> bool:
         end = len(hashes) * self._page_size
-        for group, size in enumerate(self._sizes):
+        for group in range(self._tables):
             known = self.groups.get(group, Known()) if group else self
-            spec = known.spec or ("", None)
-            assert spec[1] in (None, size)
-            seen = {"sliding_window": end - size + 1, "chunked_local_attention": end - end % max(size, 1)}
-            # Of a table of which nothing was told yet nothing is known but this.
-            first = seen.get(spec[0], 0 if known.spec or size != 1 else end)
+            kind, size = known.spec or ("", None)
+            seen = {"sliding_window": end - (size or 0) + 1, "chunked_local_attention": end - end % (size or 1)}
+            first = seen.get(kind, 0)
             needed = hashes[max(0, first) // self._page_size :]
             if not all(any(one in known.there.get(medium, {}) for medium in media) for one in needed):
                 return False
@@ -139,6 +139,7 @@ class Mirror(Known):
         self.expected: int | None = None
         self.replays = 0
         self.begun = False
+        self.made_at = time.monotonic()
 
     def begin(self) -> Mirror:
         """Wait until the stream reaches us."""
@@ -148,7 +149,7 @@ class Mirror(Known):
     def forget_the_begin(self, manager: PagedKVCacheManager, rank: int) -> None:
         """Who is new has everybody told all: wait until that is over."""
         worker = worker_of(manager)
-        self.until(lambda: worker._anew_at > time.monotonic() + 1)
+        self.until(lambda: worker._told_anew_at >= self.made_at + _JOIN_S and not worker._owed)
         self.settle(manager, rank)
         del self.events[:]
 

@@ -108,17 +108,21 @@ def test_tokens_of_a_block_hash_to_it(algorithm: str) -> None:
 def test_each_block_table_is_a_group_with_its_kind_and_equal_hashes() -> None:
     groups = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6), LayerGroup("chunked", (2,), 8)
     manager = manager_of(40, layers=3, params={"kv_events": events(), "groups": groups})
-    with Mirror(manager.kv_event_endpoints[0]) as mirror:
+    with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
+        mirror.forget_the_begin(manager, 0)
         tokens = [*range(30)]
         run(manager, tokens)
         mirror.settle(manager, 0)
         mirror.same(manager, 0)
         told = [event for event in mirror.events if event["type"] == "BlockStored"]
         kinds = {
-            event["group_idx"]: (event["kv_cache_spec_kind"], event.get("kv_cache_spec_sliding_window"))
+            event["group_idx"]: (
+                event["kv_cache_spec_kind"],
+                event.get("kv_cache_spec_attention_chunk_size", event.get("kv_cache_spec_sliding_window")),
+            )
             for event in told
         }
-        assert kinds == {0: ("full_attention", None), 1: ("chunked_local_attention", None), 2: ("sliding_window", 6)}
+        assert kinds == {0: ("full_attention", None), 1: ("chunked_local_attention", 8), 2: ("sliding_window", 6)}
         assert len({tuple(event["block_hashes"]) for event in told}) == 1
         assert {tuple(event["token_ids"]) for event in told} == {tuple(range(28))}
         run(manager, [*range(100, 148)])  # evicts windows' pages first

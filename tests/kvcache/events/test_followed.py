@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import time
+from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvcache import KVEvents, LayerGroup
+from kvcache.events.wire import hashes_of
+from kvcache.replica.hashing import PrefixHasher
+from tests.kvcache.build import manager_of
 from tests.kvcache.events import followed as program
 from tests.kvcache.events.followed import Followed, follow
+from tests.kvcache.events.mirror import Mirror
+from tests.kvcache.events.test_grouped_events import longest, run
 
 pytest.importorskip("dynamo.llm")
 
@@ -19,6 +30,46 @@ def test_dynamos_selection_service_knows_what_two_managers_hold() -> None:
     assert followed.differences == []
     assert followed.seen["compared"] >= 200
     assert followed.seen["pages"] > 200
+
+
+GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6), LayerGroup("chunked", (2,), 8)
+
+
+def test_of_several_groups_dynamo_knows_the_first_and_promises_more_than_the_windows_keep() -> None:
+    """It also takes up events that tell a length of chunks, of which it knows nothing."""
+    options = {"kv_events": KVEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0"), "groups": GROUPS}
+    made = manager_of(90, layers=3, params=options)
+    chooser, seen = random.Random(1), Counter[str]()
+    prompts = [[100 * at + one for one in range(chooser.randrange(9, 40))] for at in range(30)]
+
+    async def compared() -> None:
+        from dynamo.llm import SelectionService
+
+        service, (events, replay) = SelectionService(indexer_threads=1), made.kv_event_endpoints[0]
+        told = {"worker_id": 1, "model_name": "m", "endpoint": "http://127.0.0.1:1", "block_size": 4}
+        await service.upsert_worker({**told, "kv_events_endpoint": events, "replay_endpoint": replay})
+        for _ in range(8):
+            for _ in range(12):
+                await asyncio.to_thread(run, made, chooser.choice(prompts))
+            await asyncio.to_thread(mirror.settle, made, 0)
+            for tokens in prompts:
+                digests = PrefixHasher("sha256", 4, None, ()).digests(np.array(tokens, np.int32), 0, len(tokens) // 4)
+                there = [one in mirror.there.get("GPU", {}) for one in hashes_of(digests).tolist()]
+                want = [*there, False].index(False)
+                deadline = time.monotonic() + program.PATIENCE_S
+                have = -1
+                while have != want and time.monotonic() < deadline:
+                    answer = await service.overlap_scores({"model_name": "m", "token_ids": tokens})
+                    have = sum(each["device_blocks"] for each in answer["workers"])
+                assert have == want
+                seen["compared"] += 1
+                seen["over"] += have > longest(made._replicas.each[0], digests)[0]
+
+    with closing(made), Mirror(made.kv_event_endpoints[0]) as mirror:
+        asyncio.run(compared())
+        assert mirror.groups[1].spec == ("chunked_local_attention", 8)
+    assert seen["compared"] == 240
+    assert seen["over"] > 0
 
 
 class Stuck:

@@ -126,7 +126,7 @@ def test_of_pages_in_files_the_table_is_told_also_by_the_next_process(tmp_path: 
     tables = [readers.each[0], *(readers.each[0].groups[group] for group in (1, 2))]
     assert [known.there.keys() for known in tables] == [{"STORAGE"}] * 3
     specs = [known.spec for known in tables]
-    assert specs == [("full_attention", None), ("chunked_local_attention", None), ("sliding_window", 6)]
+    assert specs == [("full_attention", None), ("chunked_local_attention", 8), ("sliding_window", 6)]
     assert run(manager, prompts[0]) == 28  # and what has come up from them is told as of its table
     readers.follow()
     for prompt in prompts:

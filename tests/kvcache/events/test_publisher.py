@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -19,7 +21,7 @@ from kvcache.events.log import EventLog
 from kvcache.events.publisher import _Stream, _Worker
 from kvcache.events.wire import END_OF_REPLAY, BlockRemoved, BlockStored, CacheSpec
 from tests.kvcache.build import manager_of
-from tests.kvcache.events.mirror import PATIENCE_S, Mirror, settled, worker_of
+from tests.kvcache.events.mirror import PATIENCE_S, Known, Mirror, settled, worker_of
 
 ANY = "tcp://127.0.0.1:0"
 _names = itertools.count()  # a name is free again some time after its socket was closed
@@ -414,30 +416,28 @@ def test_who_has_missed_too_much_has_everybody_told_anew_and_not_too_often(manag
     worker = worker_of(manager)
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
         mirror.forget_the_begin(manager, 0)
-        worker._anew_at = 0.0  # long ago
         asked(manager, 0)
         mirror.until(lambda: {"type": "AllBlocksCleared"} in mirror.events)
         mirror.settle(manager, 0)
         mirror.same(manager, 0)
+        worker._paid_at = time.monotonic() + 60  # as after a few times of a large cache
         del mirror.events[:]
         asked(manager, 0)
         run(manager, 101)
         mirror.settle(manager, 0)
         assert {"type": "AllBlocksCleared"} not in mirror.events
-        worker._anew_at = 0.0  # by now it may be told again, and is, though nobody asks once more
+        worker._paid_at = 0.0  # by now it may be told again, and is, though nobody asks once more
         mirror.until(lambda: {"type": "AllBlocksCleared"} in mirror.events)
-        assert not worker._is_owed
+        assert not worker._owed
 
 
 def test_who_comes_late_and_cannot_ask_is_told_all() -> None:
     made = manager_of(32, max_seq_len=120, params={"kv_events": KVEvents(ANY)})
     run(made, 1, 101)
-    for number in range(2):
+    for number in range(4):
         with Mirror(made.kv_event_endpoints[0]) as mirror:
             mirror.until(lambda mirror=mirror: mirror.there.get("GPU"))
             mirror.same(made, 0)
-        assert worker_of(made)._anew_at > time.monotonic(), "and not again so soon"
-        worker_of(made)._anew_at = 0.0
         run(made, 201 + 100 * number)
     made.close()
 
@@ -447,9 +447,101 @@ def test_a_subscription_that_is_on_its_way_is_waited_for(monkeypatch: pytest.Mon
     made = manager_of(32, max_seq_len=120, params={"kv_events": KVEvents(ANY)})
     worker = worker_of(made)
     with Mirror(made.kv_event_endpoints[0]):
-        waited(lambda: worker._anew_at > 0)
-        assert worker._is_owed
-        assert worker._anew_at > time.monotonic() + 20
+        waited(lambda: worker._owed)
+        assert worker._owed[0] > time.monotonic() + 20
+    made.close()
+
+
+class Churning:
+    """A subscriber that connects anew all the time, in a thread of its own."""
+
+    def __init__(self, address: str, every_s: float) -> None:
+        self.count = 0
+        self._address, self._every_s = address, every_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        with zmq.Context() as context:
+            while not self._ended.is_set():
+                with context.socket(zmq.SUB) as socket:
+                    socket.setsockopt(zmq.LINGER, 0)
+                    socket.subscribe(b"")
+                    socket.connect(self._address)
+                    self.count += 1
+                    self._ended.wait(self._every_s)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("every_s", [0.5, 0.15])
+def test_one_who_connects_all_the_time_keeps_nobody_from_being_told(every_s: float) -> None:
+    made = manager_of(32, max_seq_len=120, params={"kv_events": KVEvents(ANY)})
+    run(made, 1, 101)
+    with Churning(made.kv_event_endpoints[0][0], every_s) as churning:
+        waited(lambda: churning.count > 5)
+        for _ in range(3):
+            before = churning.count
+            with Mirror(made.kv_event_endpoints[0]) as late:
+                late.until(lambda late=late: late.there.get("GPU"))
+                late.same(made, 0)
+            assert churning.count - before < 5 / every_s, "half of what it takes where each moves the deadline"
+    made.close()
+
+
+def test_a_replay_too_old_is_healed_for_all_while_somebody_connects_all_the_time(manager: PagedKVCacheManager) -> None:
+    run(manager, 1)
+    with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
+        mirror.forget_the_begin(manager, 0)
+        with Churning(manager.kv_event_endpoints[0][0], 0.1) as churning:
+            waited(lambda: churning.count > 5)
+            for _ in range(3):
+                del mirror.events[:]
+                asked(manager, 0)
+                mirror.until(lambda: {"type": "AllBlocksCleared"} in mirror.events)
+        mirror.settle(manager, 0)
+        mirror.same(manager, 0)
+
+
+def test_followers_that_are_back_one_after_the_other_are_told_each_without_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after SIGKILL, of a cache that takes so long to tell that it may be told every 10 seconds only."""
+    monkeypatch.setattr("kvcache.events.publisher._LEAST_ANEW_S", 10.0)
+    options = {"kv_events": KVEvents(ANY)}
+    made = manager_of(32, max_seq_len=120, params=options)
+    address = made.kv_event_endpoints[0][0]
+    run(made, 1, 101)
+    waits_ms = (10, 1200)
+    with zmq.Context() as context, contextlib.ExitStack() as stack:
+        followers = [stack.enter_context(context.socket(zmq.SUB)) for _ in waits_ms]
+        for socket, wait_ms in zip(followers, waits_ms, strict=True):
+            for option, value in ((zmq.LINGER, 0), (zmq.RECONNECT_IVL, wait_ms), (zmq.RECONNECT_IVL_MAX, 0)):
+                socket.setsockopt(option, value)
+            socket.subscribe(b"")
+            socket.connect(address)
+        for stream in worker_of(made).streams:
+            stream.send = lambda _: None  # a process that is killed says nothing any more
+        made.close()
+        for socket in followers:
+            while socket.poll(200):
+                socket.recv_multipart()
+        made = manager_of(32, max_seq_len=120, params={"kv_events": KVEvents(address)})
+        run(made, 1, 101)
+        began = time.monotonic()
+        known = [Known() for _ in followers]
+        for socket, one in zip(followers, known, strict=True):
+            while len(one.there.get("GPU", ())) < 14:
+                assert socket.poll(PATIENCE_S * 1000)
+                one.take_up(msgspec.msgpack.decode(socket.recv_multipart()[2])[1])
+        assert time.monotonic() - began < 8, "the first of them has not used up the second one's"
+        assert known[0].there == known[1].there
     made.close()
 
 
