@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvcache import Admission, PagedKVCacheManager, PromptTooLongError, Routing, SequenceTooLongError, TextContext
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.routing import RoutingRule
+from kvcache.state_shape import StateShape
 from tests.kvcache.build import manager_of
 
 
@@ -158,3 +160,39 @@ def test_a_request_is_a_load_once_however_often_it_comes_for_pages(make: Any) ->
         context.update(3)
         manager.step([context])
     assert loads == [[0.0, 3.0]] * 12
+
+
+def with_states(pages: int, rows: int, **states: Any) -> PagedKVCacheManager:
+    """A manager whose layers have states; a request computes 12 tokens of a prompt, and runs on."""
+    shape = StateShape(2, 9, 1, 1, 1, 2, torch.int64, torch.int64)
+    manager = manager_of(pages, rows=rows, dtype=torch.int64, params={"states": shape, **states})
+    first = TextContext(range(13), 64, "first")
+    manager.external_claim("first")
+    assert manager.maybe_reserve(first)
+    at = manager.states[0].pages_at(["first"], [0])
+    manager.states[0].advance(at, [first.active_idx])
+    first.update(0)
+    manager.step([first])
+    assert first.start_idx == 12
+    assert manager.states[0].num_kept == 1
+    return manager
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("others", "fits"), [(0, True), (1, False)])
+def test_a_claim_that_evicts_the_state_to_go_on_from_is_foreseen(shared: bool, others: int, fits: bool) -> None:
+    """Then nothing is found, and there are too few pages for all of the prompt."""
+    # Shared, a state takes three pages: there are four slabs, and the last free one has its copy. Apart, three states
+    # take ten pages' memory, and there are six pages: the last free state is the copy.
+    manager = with_states(15, 4) if shared else with_states(16, 3, state_copies=0)
+    for at in range(others):
+        if shared:
+            running(manager, [500 + at], 0)
+        else:
+            manager.external_claim(f"other{at}")
+    waiting = TextContext([*range(12), 900], 64)
+    found = manager.admission(waiting)
+    assert (found.cached_pages, found.fits) == (3 if fits or shared else 0, fits)
+    manager.external_claim(waiting.request_id)
+    assert manager.maybe_reserve(waiting) == fits
+    assert waiting.start_idx == (12 if fits else 0)
