@@ -36,6 +36,8 @@ _LONGEST_QUEUED_S = 1.0  # then a file is written that is not full
 _LONGEST_WAIT_S = 0.1  # of a reservation, for pages that are on their way
 _RESCAN_S = 5.0
 _PAUSE_S = 10.0  # after a write that failed
+# What is wrong with the bytes of a file, and not with a call of the system.
+_DAMAGE = frozenset({FileRefusal.CUT, FileRefusal.FOREIGN, FileRefusal.CORRUPTED})
 
 _log = logging.getLogger("pagewire")
 
@@ -197,8 +199,8 @@ class FileTier:
     def close(self) -> None:
         """End the threads, once all that was begun is done. Safe twice."""
         self._reader.shutdown()
-        self._writer.shutdown()
         self._take_up_reads()  # the slots of what was still being read
+        self._writer.shutdown()
 
     @property
     def files_refused(self) -> int:
@@ -276,7 +278,20 @@ class FileTier:
             self.refusals.update(refusal for refusal in refusals if refusal)
             if not right.all():
                 still = self._index.find(read.digests) == read.entries  # not replaced meanwhile
-                self._index.drop(read.entries[~right & still])
+                self._lose(read.entries[~right & still], set(refusals))
+
+    def _lose(self, entries: Entries, refusals: set[FileRefusal | None]) -> None:
+        """These pages, all of one file, could not be read. A file whose bytes are wrong is removed.
+
+        Otherwise each start, and each process that shares the folder, would find the damaged page again, in place of
+        the copy that has been written since. The other pages of the file are written again when they are used.
+        """
+        names = {name for name, _, _ in self._index.whereabouts(entries)}
+        self._index.drop(entries)
+        if refusals & _DAMAGE:
+            for name in names:
+                self._index.forget(name)
+                self._writer.submit(Path.unlink, self._folder.path / name, missing_ok=True)
 
     def _begin_write(self) -> None:
         digests = np.concatenate([offered for _, offered in self._queue])[: self.pages_a_file]

@@ -400,7 +400,7 @@ class ObjectTier:
             self.refusals.update(wrong)
             if wrong:
                 self._know(piece.name, self._clock() + _ABSENT_S)
-            if wrong and wrong[0] != FileRefusal.GONE:
+                # Also an object that could not be read: an empty one exists, and gives no byte of any range.
                 self._broken.add(piece.name)
 
     # ---- writes
@@ -419,13 +419,13 @@ class ObjectTier:
             pool.hold(slots)
             pages = [self._host.parts(each) for each in held]
             work = partial(self._write, epoch, batch, pages, frozenset(self._broken & batch.keys()))
-            self._writing = self._job(self._writer, work, partial(self._take_written, [*batch]), [], slots)
+            self._writing = self._job(self._writer, work, partial(self._take_written, batch), [], slots)
 
     def _write(
         self, epoch: str, batch: dict[bytes, Digests], pages: list[list[list[Part]]], broken: frozenset[bytes]
-    ) -> int:
-        """In the thread of writes: write the objects that are not there, or broken; how many pages."""
-        io, size, ranges, count = self._write_io, self._layout.object_bytes, list[ObjectRange](), 0
+    ) -> list[bytes]:
+        """In the thread of writes: write the objects that are not there, or broken; which those were."""
+        io, size, ranges, written = self._write_io, self._layout.object_bytes, list[ObjectRange](), list[bytes]()
         keys = [self._layout.key(epoch, name) for name in batch]
         there = io.exist(keys)
         for (name, digests), key, known, parts in zip(batch.items(), keys, there, pages, strict=True):
@@ -433,13 +433,13 @@ class ObjectTier:
                 start, length = len(ranges) * size, len(digests) * self._layout.record_bytes
                 self._layout.pack(io.memory[start : start + length], digests, parts)
                 ranges.append(ObjectRange(key, 0, start, length))
-                count += len(digests)
+                written.append(name)
         if ranges:
             io.write(ranges)
-        return count
+        return written
 
-    def _take_written(self, names: list[bytes], count: int) -> None:
-        self.written += count
-        self._broken.difference_update(names)
-        for name in names:
+    def _take_written(self, batch: dict[bytes, Digests], written: list[bytes]) -> None:
+        self.written += sum(len(batch[name]) for name in written)
+        self._broken.difference_update(written)
+        for name in batch.keys() - self._broken:  # one that was found broken meanwhile is written next time
             self._know(name, None)

@@ -17,6 +17,7 @@ anything, with a checksum to match.
 
 import errno
 import os
+import secrets
 import stat
 import struct
 from collections import Counter
@@ -163,7 +164,11 @@ def write_pages(
             end = rows + layout.footer(rows, len(names))
             SystemIO().write(file, [np.frombuffer(end, np.uint8)], len(names) * layout.page_bytes)
             os.close(os.dup(file))  # a file system over a network says only now what it could not write
-            path.rename(folder / name)
+            try:
+                path.rename(folder / name)
+            except IsADirectoryError:  # somebody's folder has the name
+                name = f"{secrets.token_hex(16)}.pages"
+                path.rename(folder / name)
     except OSError:
         path.unlink(missing_ok=True)
         raise

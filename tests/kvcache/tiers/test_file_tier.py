@@ -220,6 +220,45 @@ def test_damaged_files_are_misses(served: Make, tmp_path: Path, how: str, when: 
         assert pages.keys() == ({"corrupted"} if how == "page" else set())
 
 
+@pytest.mark.parametrize("when", ["before the start", "while it runs"])
+@pytest.mark.parametrize("how", [*DAMAGE, "swapped"])
+def test_damaged_files_are_replaced_by_the_next_write_of_their_pages(
+    served: Make, tmp_path: Path, how: str, when: str
+) -> None:
+    rng, prompts = np.random.default_rng(7), [[first, *range(24)] for first in range(6)]
+    it = served(8, 200)
+    for prompt in prompts:
+        it.serve(prompt)
+        down(it)
+    it.manager.close()
+    again = None if when == "before the start" else served(8, 200)
+    paths = page_files(tmp_path)
+    assert len(paths) == len(prompts)
+    if how == "swapped":
+        contents = [path.read_bytes() for path in paths]
+        for path, content in zip(paths, [*contents[1:], contents[0]], strict=True):
+            path.write_bytes(content)
+    else:
+        for path in paths:
+            damage(it.manager._replicas.tiers._counted[0], path, how, rng)
+    again = again or served(8, 200)
+    # A running process has no use for the footer, and one that starts none for the names: their pages are read right.
+    unharmed = (how, when) in (("footer", "while it runs"), ("swapped", "before the start"))
+    for _ in range(2):  # the first one notices, or one that starts after it has
+        for prompt in prompts:
+            found = again.serve(prompt)  # its KV is compared
+            assert unharmed == (found == 24), prompt
+            down(again)
+        again.manager.close()
+        again = served(8, 200)
+        if not (how == "footer" and unharmed):
+            break
+        unharmed = False
+    for prompt in prompts:
+        assert again.serve(prompt) == 24
+    assert again.manager.metrics.file_blocks_refused == 0
+
+
 def test_a_page_found_wrong_is_written_again(served: Make, tmp_path: Path) -> None:
     it = served()
     it.serve(PROMPT)

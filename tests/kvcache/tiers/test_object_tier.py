@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvcache import InvariantError
+from kvcache.pool.index import NO_PAGE
 from kvcache.tiers import object_tier as module
 from kvcache.tiers.object_tier import ObjectTier
 from kvcache.tiers.read_rates import ReadRates
@@ -207,23 +208,24 @@ def test_shards_lie_side_by_side_in_an_object(served: Make) -> None:
 def damaged(store: StoredObjects, key: str, how: str, rng: np.random.Generator) -> bytes | None:
     content = bytearray(store.objects[key])
     others = [one for one in store.pages if one != key]
-    if how == "gone":
-        return None
-    if how == "swapped":
-        return store.objects[others[int(rng.integers(len(others)))]]
-    if how == "empty":
-        return b""
-    if how == "cut":
-        return bytes(content[: int(rng.integers(len(content)))])
-    if how == "noise":
-        return rng.integers(0, 256, len(content), np.uint8).tobytes()
-    if how == "shifted":
-        return bytes(content[1:]) + b"?"
+    made: dict[str, Callable[[], bytes | None]] = {
+        "gone": lambda: None,
+        "swapped": lambda: store.objects[others[int(rng.integers(len(others)))]],
+        "empty": lambda: b"",
+        "cut": lambda: bytes(content[: int(rng.integers(len(content)))]),
+        "noise": lambda: rng.integers(0, 256, len(content), np.uint8).tobytes(),
+        "shifted": lambda: bytes(content[1:]) + b"?",
+        "pushed": lambda: b"?" + bytes(content),
+        "longer": lambda: bytes(content) + rng.integers(0, 256, int(rng.integers(1, 200)), np.uint8).tobytes(),
+    }
+    if how in made:
+        return made[how]()
     content[int(rng.integers(len(content)))] ^= int(rng.integers(1, 256))
     return bytes(content)
 
 
-DAMAGE = ("gone", "swapped", "empty", "cut", "noise", "shifted", "flipped")
+# An object that is longer at its end has every page right: they are read, and it stays.
+DAMAGE = ("gone", "swapped", "empty", "cut", "noise", "shifted", "pushed", "flipped", "longer")
 
 
 @pytest.mark.parametrize("rounds", [12, pytest.param(1500, marks=pytest.mark.long)])
@@ -257,6 +259,58 @@ def test_ten_thousand_damaged_objects_are_misses(served: Make, store: StoredObje
     assert damages > 7 * rounds
     assert refused > rounds
     assert compared > 0
+
+
+@pytest.mark.parametrize("live", [False, True], ids=["new machine", "same process"])
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_object_is_replaced_by_the_next_write_of_its_pages(
+    served: Make, store: StoredObjects, how: str, live: bool
+) -> None:
+    rng, prompts = np.random.default_rng(3), [[first, *range(33)] for first in range(15)]
+    it = served(40, 40)
+    for prompt in prompts:
+        it.serve(prompt)
+        it.manager.flush_tiers()
+    if not live:
+        it.manager.close()
+    right = dict(store.pages)
+    assert len(right) == 30
+    for key in right:
+        if (content := damaged(store, key, how, rng)) is None:
+            del store.objects[key]
+        else:
+            store.objects[key] = content
+    damage = dict(store.pages)
+    again = it if live else served(40, 40)
+    for prompt in prompts:
+        while (again.tiers.host.pool.index.find(again.digests(prompt)) != NO_PAGE).any():
+            again.fill(30)
+        fetch(again, prompt)
+        assert (again.serve(prompt) == 32) == (how == "longer")
+        again.manager.flush_tiers()
+    assert again.manager.metrics.object_store_failures == 0
+    again.manager.close()
+    replaced = {key: content for key, content in store.pages.items() if key in right}
+    assert replaced == (damage if how == "longer" else right)
+    third = served(40, 40)
+    for prompt in prompts:
+        fetch(third, prompt)
+        assert third.serve(prompt) == 32  # and its KV is compared
+
+
+def test_an_object_found_damaged_while_it_is_not_written_over_stays_to_be_written(
+    served: Make,
+) -> None:
+    """Another process has it written and damaged, between our look at what is there and the end of our write."""
+    it = served()
+    fetch(it, PROMPT)
+    it.serve(PROMPT)
+    tier = objects_of(it)
+    it.manager.flush_tiers()
+    (name, *_) = [group.name for group in tier._layout.groups(it.digests(PROMPT), 0)]
+    tier._broken.add(name)
+    tier._take_written({name: it.digests(PROMPT)[:COUNT]}, [])
+    assert name in tier._broken
 
 
 def test_a_broken_object_is_written_again(served: Make, store: StoredObjects) -> None:

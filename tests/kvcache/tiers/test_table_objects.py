@@ -164,6 +164,27 @@ def test_an_object_that_is_wrong_is_a_shorter_prefix_and_written_again(served: M
     assert store.pages == right
 
 
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_object_of_any_table_is_replaced_by_the_next_write_of_its_pages(
+    served: Make, store: StoredObjects, how: str
+) -> None:
+    rng = np.random.default_rng(3)
+    written(served)
+    right = dict(store.pages)
+    for table, number in ((0, 0), (0, 1), (0, 2), (1, 2)):  # the prompt goes on from these
+        again = served()
+        key = key_of(again, table, number)
+        if (content := damaged(store, key, how, rng)) is None:
+            del store.objects[key]
+        else:
+            store.objects[key] = content
+        damage = dict(store.pages)
+        fetch(again, PROMPT)
+        assert (again.serve(PROMPT, chunk=8) == 48) == (how == "longer"), (table, number)
+        again.manager.close()
+        assert store.pages == (damage if how == "longer" else right), (table, number)
+
+
 def test_one_tables_object_in_anothers_place_is_refused(served: Make, store: StoredObjects) -> None:
     written(served)
     again = served()

@@ -201,6 +201,30 @@ def test_broken_objects_of_a_real_store_are_misses(store: MotoStore, rounds: int
     assert refused > 20 * rounds
 
 
+@pytest.mark.parametrize("left", [0, 1, 100])
+def test_objects_that_are_cut_to_nothing_or_short_are_replaced(store: MotoStore, left: int) -> None:
+    bucket = f"cut-{left}"
+    objects, prompts = store.bucket(bucket), [[first, *PROMPT] for first in range(4)]
+    it = served(objects, timeout_s=10.0)
+    for prompt in prompts:
+        it.serve(prompt)
+        it.manager.flush_tiers()
+    it.manager.close()
+    right = {key: store.request("GET", f"{bucket}/{key}") for key in store.keys(bucket)}
+    assert len(right) == 8
+    for key, content in right.items():
+        store.request("PUT", f"{bucket}/{key}", content[:left])
+    for found in (0, 32):
+        again = served(objects, timeout_s=10.0)
+        for prompt in prompts:
+            fetch(again, prompt)
+            assert again.serve(prompt) == found
+            again.manager.flush_tiers()
+        assert again.manager.metrics.object_store_failures == 0
+        again.manager.close()
+        assert {key: store.request("GET", f"{bucket}/{key}") for key in store.keys(bucket)} == right
+
+
 def test_requests_go_on_while_the_store_stops_and_goes_on(store: MotoStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.tiers.object_tier._PAUSE_S", 0.3)
     it, longest, hits = served(store.bucket("stopped"), timeout_s=0.5), 0.0, 0
