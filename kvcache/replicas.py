@@ -218,7 +218,8 @@ class Replicas:
                     replica.further.refuse_lost(state.rows, state.starts)
                 replica.refuse_short(state.rows, lengths, "fetch")
         for replica, state in zip(self.each, states, strict=True):
-            replica.refuse_starts(state.rows, state.starts)
+            if replica.leases.of_row or replica.counter.open:
+                replica.refuse_starts(state.rows, state.starts)
         self.mark.call = _FETCH
         if self.tiers is not None:
             for tier, state in zip(self.tiers.replicas, states, strict=True):
