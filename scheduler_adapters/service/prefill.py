@@ -286,7 +286,9 @@ class PrefillScheduler:
         self._untold[key] = request
         request.replica, request.cached_tokens, request.admitted = replica, cached, self._clock()
         request.source = self._exchange.offer(key, self._times.lease_s, running=True)
-        if request.source is not None:  # always: each replica has a lease word for each request
+        if request.source is None:  # each replica has a word for each request: somebody else leases here as well
+            self._fail(request, f"prefill process {self.name!r} has no lease word free on replica {replica}")
+        else:
             request.move("leasing", self._clock() + self._times.step_s)
 
     def _on_output(self, output: Output) -> None:

@@ -81,6 +81,7 @@ class PageAsks:
     ) -> None:
         self._client, self._kind, self._kinds = client, kind, kinds
         self._name, self._key, self._compatibility = name, key, dict(compatibility)
+        self._asker = f"{name[:400]}@{secrets.token_hex(8)}"  # another start of this process may ask for the same pages
         self._open: dict[int, _Question] = {}  # by `ask_id`
         self._happened: list[tuple[int, Lent]] = []
 
@@ -92,6 +93,7 @@ class PageAsks:
             engine_id=place[1],
             ask_id=ask_id,
             reader=f"{key} of {self._name}"[:512],
+            asker=self._asker,
             compatibility=self._compatibility,
             kind=self._kind,
             page_size=wanted.page_size,

@@ -18,7 +18,7 @@ from transfer.plan.shapes import dense, of_tables, with_states
 from transfer.pull.asking import Lent, PageAsks
 from transfer.pull.bell import Bell
 from transfer.pull.lease import LeaseRef, new_lease_id
-from transfer.pull.lease_slots import LeaseSlots
+from transfer.pull.lease_slots import LEASE_SLOTS, LENT_SLOTS, LeaseSlots
 from transfer.pull.lending import LENT_S, PageLending
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
@@ -127,7 +127,7 @@ class PageExchange:
         self._manager = manager
         self._names = [f"{name}/{replica}" for replica in range(manager.num_replicas)]
         self.threads: list[TransferThread] = []
-        self._slots: list[LeaseSlots] = []
+        self._slots, self._lent_slots = list[LeaseSlots](), list[LeaseSlots]()
         self._leases: list[dict[int, tuple[LeaseRef, Any]]] = []  # of each replica, by the id in the word
         self._pulls: dict[tuple[int, str], Any] = {}  # the copiers of those that are open, by replica and key
         self._happened: list[ExchangeEvent] = []  # at the end of a thread
@@ -149,6 +149,7 @@ class PageExchange:
                 transfers = ReplicaTransfer(ranks, HandshakeClient(ask, allowed=allowed), **options)
                 self.threads.append(start_thread(transfers, self.bell.ring))
                 self._slots.append(LeaseSlots())
+                self._lent_slots.append(LeaseSlots(range(LEASE_SLOTS, LEASE_SLOTS + LENT_SLOTS)))
                 self._leases.append({})
                 sealed = tuple(rank.metadata for rank in ranks)
                 lent = self.lending.of[replica].answer
@@ -223,11 +224,12 @@ class PageExchange:
         """
         lease_id = new_lease_id()
         held = self._manager.lease(request_id, seal=partial(self._seals.seal, lease_id))
-        return self._grant(held, lease_id, request_id, duration_s, running=running)
+        return self._grant(held, self._slots, lease_id, request_id, duration_s, running=running)
 
     def _grant(
         self,
         held: Any,
+        slots: list[LeaseSlots],
         lease_id: int,
         name: str,
         duration_s: float,
@@ -239,12 +241,12 @@ class PageExchange:
         replica: int = held.replica_idx
         lease = None
         try:
-            lease = self._slots[replica].take(duration_s, lease_id)
+            lease = slots[replica].take(duration_s, lease_id)
             if lease is not None:
                 self.threads[replica].call_soon(ReplicaTransfer.offer, name, lease, pages=pages, running=running)
         except BaseException:
             if lease is not None:
-                self._slots[replica].give_back(lease)
+                slots[replica].give_back(lease)
             self._manager.end_lease(held)
             raise
         if lease is None:
@@ -255,7 +257,8 @@ class PageExchange:
 
     def _grant_lent(self, held: Any, table: BlockTable) -> Source | None:
         pages = table.groups if self._verify else None
-        return self._grant(held, new_lease_id(), table.request_id, LENT_S, running=False, pages=pages)
+        slots, name = self._lent_slots, table.request_id
+        return self._grant(held, slots, new_lease_id(), name, LENT_S, running=False, pages=pages)
 
     def seal(self, replica: int, pages: Sequence[Sequence[int]]) -> None:
         """Makes the page checks of computed pages, a list for each group, where readers verify. Waits for that."""
@@ -416,7 +419,8 @@ class PageExchange:
     def _end_lease(self, replica: int, lease_id: int) -> None:
         """The word of a lease is cleared on every rank, or never stood: word and pages may be used again."""
         lease, held = self._leases[replica].pop(lease_id)
-        self._slots[replica].give_back(lease)
+        slots = self._lent_slots if lease.slot in self._lent_slots[replica].slots else self._slots
+        slots[replica].give_back(lease)
         self._manager.end_lease(held)
 
     def wait(self, replica: int, timeout_s: float) -> None:

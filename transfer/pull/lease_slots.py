@@ -7,14 +7,22 @@ import heapq
 from transfer.pull.lease import LeaseRef, new_lease_id
 
 LEASE_SLOTS = 4096
-"""Leases that can stand at a time: the words of a `LeaseBook`."""
+"""Leases of our own requests that can stand at a time."""
+LENT_SLOTS = 1024
+"""Leases of pages that readers asked for by what they hold: their words follow those of our own requests. So nobody
+who asks can take a word that a request of ours needs."""
 
 
 class LeaseSlots:
-    """Which slots are free. Whoever grants leases on several ranks takes them here, so that the ranks agree."""
+    """Which slots are free. Whoever grants leases on several ranks takes them here, so that the ranks agree.
 
-    def __init__(self) -> None:
-        self._free = list(range(LEASE_SLOTS))
+    Args:
+        slots: those that may be taken.
+    """
+
+    def __init__(self, slots: range = range(LEASE_SLOTS)) -> None:
+        self.slots = slots
+        self._free = list(slots)
 
     def take(self, duration_s: float, lease_id: int | None = None) -> LeaseRef | None:
         """A lease in the lowest free slot, with a new id or the given one; None where as many stand as can."""

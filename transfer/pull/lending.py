@@ -31,24 +31,28 @@ if TYPE_CHECKING:
 LENT_S = 10.0  # without a word of the reader, who has asked a moment ago
 _KNOWN = 4096  # questions whose answers are kept
 _MOST_ASKED = 64  # questions that wait for the loop: each may bring half a MiB of digests
+_MOST_OF_ONE = 32  # of these, from one reader
 _LOAD_S = 0.25  # for pages to come from a lower tier: what is late is left out
 _LOADING = LeaseReply(query_id=0, waits_for="its pages to come from a lower tier")
 _UNSEEN = LeaseReply(query_id=0, waits_for="its serving loop to look for the pages")
+_LENT = LeaseReply(query_id=0, waits_for="another lease of the same pages to end, which this reader has")
 _GRANTING = LeaseReply(query_id=0, waits_for="the lease to stand on all its ranks")
 
 
 class _LentPages(NamedTuple):
-    """Pages under a lease: for which question, and what it is answered once the lease stands."""
+    """Pages under a lease: for which question, which pages, and what it is answered once the lease stands."""
 
     ask_id: int
-    num_pages: int
+    asker: str
+    pages: frozenset[int]
     answer: bytes
 
 
 class PageLender:
     """Leases pages of one replica to whoever asks for them by digest. `answer` is for any thread, all else the loop's.
 
-    Its own requests come first: at most a `share` of its pages is lent at a time, and beyond that readers get fewer.
+    Its own requests come first. At most a `share` of its pages is lent at a time, and beyond that readers get fewer.
+    Leases of these pages have lease words of their own, and a reader gets each page under one lease at a time.
 
     Attributes:
         pages_lent: pages leased so far, each time that they were.
@@ -74,6 +78,7 @@ class PageLender:
         self._key, self._seals = key, seals
         self._kind = kv_kind(manager.layouts)
         self._lent: dict[int, _LentPages] = {}  # by lease
+        self._lent_to: dict[str, set[int]] = {}  # by reader, the pages that it has under leases
         self._granting: set[int] = set()  # those of them that do not stand yet
         self._lock = threading.Lock()  # of these two
         self._asked: deque[ContentQuery] = deque()
@@ -98,8 +103,8 @@ class PageLender:
         """What a reader who asks, or asks again, is told now."""
         with self._lock:
             known = self._answers.get(query.ask_id)
-            if known is None and len(self._asked) + len(self._loading) >= _MOST_ASKED:
-                known = LeaseReply(query_id=0, error=f"{_MOST_ASKED} questions wait for its serving loop already")
+            if known is None and (most := self._too_many(query)):
+                known = LeaseReply(query_id=0, error=f"{most} questions wait for its serving loop already")
             elif known is None and query.digests:
                 known = self._answers[query.ask_id] = _UNSEEN
                 self._asked.append(query)
@@ -109,6 +114,13 @@ class PageLender:
         if known is None:
             known = LeaseReply(query_id=0, error=f"its question {query.ask_id:#x} is not known, or forgotten")
         return LeaseReply(query_id=query.query_id, pages=known.pages, error=known.error, waits_for=known.waits_for)
+
+    def _too_many(self, query: ContentQuery) -> int:
+        """How many questions wait, where another one is too many: of all readers, or of this one."""
+        waiting = [*self._asked, *(loading for loading, _ in self._loading)]
+        if len(waiting) >= _MOST_ASKED:
+            return _MOST_ASKED
+        return _MOST_OF_ONE if sum(_asker(one) == _asker(query) for one in waiting) >= _MOST_OF_ONE else 0
 
     def poll(self) -> None:
         """Looks for what was asked for since the last call, and has it leased."""
@@ -133,6 +145,10 @@ class PageLender:
             self._say(lent.ask_id, LeaseReply(query_id=0, pages=lent.answer))
             return True
         del self._lent[event.lease_id]
+        left = self._lent_to[lent.asker]
+        left -= lent.pages
+        if not left:
+            del self._lent_to[lent.asker]
         reason = event.error if isinstance(event, Offered) else f"its lease is over: {event.reason}"
         self._say(lent.ask_id, LeaseReply(query_id=0, error=reason))
         return True
@@ -140,7 +156,7 @@ class PageLender:
     def _lend(self, query: ContentQuery, until: float, now: float) -> None:
         if query.kind != self._kind:
             raise BlockTableMismatchError(f"request {query.reader!r}: keeps {query.kind!a}, and we {self._kind!r}")
-        most = self._most - sum(lent.num_pages for lent in self._lent.values())
+        most = self._most - sum(len(lent.pages) for lent in self._lent.values())
         wanted = PageDigests(query.page_size, query.hash_algorithm, query.digests, query.first_page)
         place, found = (query.reader, self._replica), None
         # A state is of one place in a prompt: its pages alone do not continue it.
@@ -150,15 +166,25 @@ class PageLender:
                 self._say(query.ask_id, _LOADING)
                 return
             found = self._manager.contents.lease(*place, wanted, most)
+        asker, pages = _asker(query), frozenset[int]()
+        if found is not None:
+            pages = frozenset(page for group in found[1].groups for page in group)
+            if not pages.isdisjoint(self._lent_to.get(asker, ())):
+                self._manager.end_lease(found[0])
+                if now < until:
+                    self._loading.append((query, until))
+                    self._say(query.ask_id, _LENT)
+                    return
+                found = None
         source = None if found is None else self._grant(*found)
         if found is None or source is None:
             self._say(query.ask_id, LeaseReply(query_id=0, pages=self._sealed(query, None, None)))
             return
-        pages = sum(map(len, found[1].groups))
         answer = self._sealed(query, source, found[1])
-        self._lent[source.lease.lease_id] = _LentPages(query.ask_id, pages, answer)
+        self._lent[source.lease.lease_id] = _LentPages(query.ask_id, asker, pages, answer)
+        self._lent_to.setdefault(asker, set()).update(pages)
         self._granting.add(source.lease.lease_id)
-        self.pages_lent += pages
+        self.pages_lent += len(pages)
         self._say(query.ask_id, _GRANTING)
 
     def _sealed(self, query: ContentQuery, source: Source | None, table: BlockTable | None) -> bytes:
@@ -182,6 +208,11 @@ class PageLender:
         with self._lock:
             if ask_id in self._answers:
                 self._answers[ask_id] = reply
+
+
+def _asker(query: ContentQuery) -> str:
+    """The reading process that asks; one of an earlier version names the request as well."""
+    return query.asker or query.reader
 
 
 class PageLending:

@@ -20,6 +20,7 @@ from transfer.nixl.settings import agreed_settings
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.page_lists import PageLists
 from transfer.pull.lease import Lease, LeaseBook
+from transfer.pull.lease_slots import LEASE_SLOTS, LENT_SLOTS
 from transfer.pull.page_checks import PageChecks, Verifier
 from transfer.pull.pull import Puller
 from transfer.pull.reader_agents import ReaderAgents
@@ -111,7 +112,7 @@ class RankTransfer:
         self.bases = tuple(bases)
         self.memory_type = memory_type
         self.device = device
-        self.leases = LeaseBook(clock=clock)
+        self.leases = LeaseBook(LEASE_SLOTS + LENT_SLOTS, clock)
         self._verify = verify
         self._checks = PageChecks(layout, bases) if checks or verify else None
         self._shows_checks = checks

@@ -173,6 +173,7 @@ class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
         engine_id: the engine that is expected there.
         ask_id: random; the same however often the question is asked again.
         reader: who asks, for the engine's own books.
+        asker: the reading process, the same in all its questions; the engine lends it each page once at a time.
         compatibility: the asker's, as in a `MetadataQuery`.
         kind: what the asker keeps of a token (`kvcache.layout.kv_kind`); an engine with another one refuses.
         page_size: tokens of a page.
@@ -185,6 +186,7 @@ class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
     engine_id: str
     ask_id: int
     reader: _Name
+    asker: Annotated[str, Meta(max_length=512)] = ""
     compatibility: dict[str, str] = {}
     kind: Annotated[str, Meta(max_length=512)]
     page_size: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]

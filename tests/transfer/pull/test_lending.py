@@ -15,10 +15,14 @@ import pytest
 from msgspec.structs import replace
 
 from kvcache import BlockTableMismatchError, InvalidRequestError, PageDigests, TextContext
+from kvcache.layout import kv_kind
+from tests.kvcache import build
 from tests.transfer.pull.test_ownership import MINE, OTHERS, PAGE_SIZE, PROMPT, Reader, Side
 from transfer import Lent
 from transfer.errors import InvalidEngineError, MetadataError
 from transfer.pull import lending
+from transfer.pull.exchange import PageExchange
+from transfer.pull.lease_slots import LEASE_SLOTS, LENT_SLOTS
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, Offered
 from transfer.wire.messages import ContentQuery, open_pages
@@ -88,7 +92,8 @@ def all_given_back(source: Side) -> None:
     assert source.idle
     assert not source.of(Offered)
     assert not source.of(LeaseOver)
-    assert len(source.exchange._slots[0]._free) == 4096
+    assert len(source.exchange._slots[0]._free) == LEASE_SLOTS
+    assert len(source.exchange._lent_slots[0]._free) == LENT_SLOTS
 
 
 def test_what_another_has_computed_is_found_pulled_and_published(side: Any) -> None:
@@ -527,3 +532,104 @@ def test_a_manager_leases_by_content_what_it_has_and_says_what_it_cannot_compare
         with pytest.raises(BlockTableMismatchError, match="request 'mine': asks for 160 bytes"):
             contents.lease("mine", 0, wrong, 8)
     source.manager.end_lease(lease)
+
+
+# ---- floods of questions
+
+
+class Flood:
+    """Questions for one page each, as a peer that knows one digest may send them; who asks is up to the peer."""
+
+    def __init__(self, source: Side, wanted: PageDigests) -> None:
+        self.source, self.lender = source, source.exchange.lending.of[0]
+        self.query = ContentQuery(
+            query_id=1,
+            engine_id=source.exchange.engine_id(0),
+            ask_id=1,
+            reader="r",
+            kind=kv_kind(source.manager.layouts),
+            page_size=wanted.page_size,
+            hash_algorithm=wanted.hash_algorithm,
+            digests=wanted.digests[: len(wanted.digests) // (len(LONGER) // PAGE_SIZE)],  # of the first page
+        )
+        self.asked = 0
+        self.said: list[str] = []
+
+    def ask(self, count: int, asker: Callable[[int], str]) -> None:
+        """So many further questions, as the server of the handshake hands them over, and the loop's turns between."""
+        for _ in range(count):
+            self.asked += 1
+            self.said.append(self.lender.answer(replace(self.query, ask_id=self.asked, asker=asker(self.asked))).error)
+            if self.asked % 32 == 0:
+                self.source.poll()
+
+
+def pool_of(side: Any, pages: int) -> Side:
+    source: Side = side(Side, "p")
+    source.exchange.close()
+    source.manager.close()
+    source.manager = build.manager_of(
+        pages, page_size=PAGE_SIZE, max_seq_len=32, checks=False
+    )  # a recount a call is slow
+    source.exchange = PageExchange(source.manager, "p", lend=1.0)
+    return source
+
+
+def test_readers_who_ask_take_no_lease_word_that_our_own_requests_need(side: Any) -> None:
+    source = pool_of(side, 8000)
+    computed(source)
+    flood = Flood(source, source.manager.contents.digests(TextContext(LONGER, 32)))
+    flood.ask(LEASE_SLOTS + LENT_SLOTS, lambda number: f"reader {number}")
+    source.until(lambda: not source.exchange.lending.is_asked)
+    assert source.exchange.lending.num_leases == LENT_SLOTS
+    source.compute()
+    own = [source.exchange.offer("r", 30.0, running=True) for _ in range(LEASE_SLOTS)]
+    assert None not in own
+    assert source.exchange.offer("r", 30.0) is None
+    source.until(lambda: len(source.of(Offered)) == LEASE_SLOTS)
+    assert not any(one.event.error for one in source.of(Offered))  # type: ignore[union-attr]
+    source.exchange.threads[0].call(lambda replica: [rank.leases.check() for rank in replica.ranks])
+    source.exchange.close()
+    assert source.manager.num_leased_blocks == 0
+    source.manager.release("r")
+
+
+def test_a_reader_has_each_page_under_one_lease_at_a_time(side: Any) -> None:
+    source = pool_of(side, 8000)
+    computed(source)
+    flood = Flood(source, source.manager.contents.digests(TextContext(LONGER, 32)))
+    flood.ask(2000, lambda _: "one reader")
+    source.until(lambda: not source.exchange.lending.is_asked)
+    assert source.exchange.lending.num_leases == 1
+    assert source.exchange.lending.pages_lent == 1
+    assert any("32 questions wait" in said for said in flood.said)
+    flood.ask(1, lambda _: "another reader")
+    source.until(lambda: source.exchange.lending.num_leases == 2)
+
+
+def test_a_flood_of_one_reader_leaves_room_for_the_questions_of_others(side: Any) -> None:
+    source = pool_of(side, 100)
+    computed(source)
+    flood = Flood(source, source.manager.contents.digests(TextContext(LONGER, 32)))
+    for number in range(100):  # the loop does not come to look
+        flood.lender.answer(replace(flood.query, ask_id=1000 + number, asker="one reader"))
+    assert flood.lender.answer(replace(flood.query, ask_id=2000, asker="another reader")).error == ""
+
+
+def test_two_prompts_of_one_reader_that_begin_alike_are_lent_one_after_the_other(side: Any) -> None:
+    source, reader = side(Side, "p"), side(Reader, "d")
+    computed(source)
+    first, second = (TextContext(LONGER, 32, name) for name in ("first", "second"))
+    lent = asked(reader, source, first)
+    wanted = reader.manager.contents.digests(second)
+    reader.exchange.ask(0, "again", source.exchange.address, source.exchange.engine_id(0), wanted)
+    reader.until(lambda: source.poll() or source.exchange.lending.of[0]._loading)
+    reader.exchange.refuse(0, lent.source, "it was tried")
+    reader.until(lambda: source.poll() or len([one for one in reader.events if isinstance(one.event, Lent)]) == 2)
+    again = reader.events[-1].event
+    assert isinstance(again, Lent)
+    assert again.table is not None
+    assert again.table.num_tokens == 16
+    reader.exchange.refuse(0, again.source, "it was tried")
+    all_given_back(source)
+    assert not source.exchange.lending.of[0]._lent_to
