@@ -11,7 +11,9 @@ grants a lease or begins a pull is a command, which wakes the thread: where ther
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -19,6 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from weakref import WeakSet
 
 from transfer.errors import EngineClosedError, TransferError
 from transfer.plan.page_lists import PageLists
@@ -30,6 +33,23 @@ from transfer.wire.messages import Wanted
 
 if TYPE_CHECKING:
     from kvcache.replica.block_table import BlockTable
+
+_open: WeakSet[TransferThread] = WeakSet()
+
+
+@atexit.register
+def _close_open() -> None:
+    """Ends what is still open when the interpreter ends, whatever ended it.
+
+    Later the interpreter would end the thread itself, in the midst of a call into NIXL. C++ takes that for an exception
+    that nobody may catch, and aborts the process, sometimes before the traceback of the program's own error.
+    """
+    for thread in list(_open):
+        thread.close()
+
+
+os.register_at_fork(after_in_child=_open.clear)  # a fork has none of them, and a lock may be held there for ever
+
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -79,6 +99,7 @@ class TransferThread:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="transfer", daemon=True)
         self._thread.start()
+        _open.add(self)
 
     def call(self, function: Callable[[ReplicaTransfer], T], timeout_s: float = 30.0) -> T:
         """Runs `function` in the thread and waits for the result. For set-up, not for serving."""
@@ -172,6 +193,7 @@ class TransferThread:
                 self.events.extend(self.replica.events)
                 self.replica.events.clear()
                 self.is_closed = True
+            _open.discard(self)
 
     def _hand_over(self, command: Callable[[], object]) -> None:
         self._refuse_ended()

@@ -1,0 +1,55 @@
+"""A process that ends with exchanges, workers and engines still open ends as it would without them.
+
+Its exit status and its own words are the program's, however it ends: at its end, by an error, `sys.exit` or Ctrl-C. The
+processes are forks of one that has everything imported, and end as the interpreter ends.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import forked
+from tests.transfer import exits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [*exits.STATUS])
+@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("what", [*exits.OPENED])
+def test_what_is_open_at_the_end_changes_neither_status_nor_words(
+    tmp_path: Path, what: str, how: str, times: int
+) -> None:
+    running: list[tuple[Any, Path]] = []
+    for number in range(times):
+        path = tmp_path / f"{number}.log"
+        process, conn = forked.start(exits.ends, what, how, str(path), number * 0.3e-3)
+        conn.close()
+        running.append((process, path))
+        if number >= 4:
+            running[number - 4][0].join(60)
+    for process, path in running:
+        process.join(60)
+        said = path.read_text()
+        assert process.exitcode == exits.STATUS[how], said
+        assert "terminate called" not in said
+        assert ("ValueError: " + exits.OWN in said) == (how == "error")
+        assert ("KeyboardInterrupt" in said) == (how == "interrupt")
+        assert said.count("Traceback") == (how in ("error", "interrupt")), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "status"), [("raise", 1), ("exit", 3), ("end", 0)])
+def test_a_program_of_its_own_that_closes_nothing_ends_as_it_says(how: str, status: int) -> None:
+    """The same without a fork: the interpreter itself handles the error."""
+    ending = {"raise": f"raise ValueError({exits.OWN!r})", "exit": "import sys; sys.exit(3)", "end": ""}[how]
+    program = f"from tests.transfer import exits; exits.open_exchange(); {ending}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
+    )
+    assert done.returncode == status, done.stderr
+    assert (exits.OWN in done.stderr) == (how == "raise")
