@@ -34,6 +34,7 @@ _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0
 _SEND_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.2
+_STOP_POLL_MS = 10
 
 
 class Fleet:
@@ -105,8 +106,7 @@ class Fleet:
     ) -> None:
         try:
             if kind is None and not self._heard_elsewhere:
-                for name in self.running:
-                    self.send(name, msg.Stop())
+                self._tell_to_stop()
                 self._wait_for_exit(_STOP_TIMEOUT_S)
         finally:
             self._stop()
@@ -282,6 +282,40 @@ class Fleet:
         log.seek(0)
         lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
         return f": {lines[-1].strip()[:300]}" if lines else ""
+
+    def _tell_to_stop(self) -> None:
+        """Tell every server to stop, and read what they have sent meanwhile: one takes nothing while its answers wait.
+
+        A server that has been told may end at once. One that ends before it was told has died.
+
+        Raises:
+            ServiceError: a server has died, or takes no message.
+        """
+        self._check_alive()
+        deadline, untold = time.monotonic() + self._send_timeout_s, self.running
+        while untold:
+            for _ in received(self._socket):
+                pass
+            for name in list(untold):
+                if self._try_to_send(name, msg.Stop()):
+                    untold.remove(name)
+                elif self.has_ended(name):
+                    raise ServiceError(f"the {name} process died {self.how_ended(name)}")
+            if untold and time.monotonic() > deadline:
+                raise ServiceError(
+                    f"the {untold[0]} process has taken no message for {self._send_timeout_s:g} s: it is stopped"
+                )
+            self._socket.poll(_STOP_POLL_MS if untold else 0)
+
+    def _try_to_send(self, name: str, message: msg.AnyMessage) -> bool:
+        """Whether the message could be queued without waiting."""
+        try:
+            self._socket.send_multipart([name.encode(), msg.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):  # full, or gone: whether it has ended says which
+                return False
+            raise ServiceError(f"the {name} process cannot be reached: {error}") from error
+        return True
 
     def _wait_for_exit(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

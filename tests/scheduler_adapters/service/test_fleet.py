@@ -120,6 +120,59 @@ def test_a_process_that_cannot_start_says_why() -> None:
     assert_gone_soon(list(fleet.pids.values()))
 
 
+def fill(fleet: Fleet) -> int:
+    """Ask decode for tokens and read none of them, until it takes no message any more; how many it was asked for."""
+    for number in range(1_000_000):
+        asked = msg.Submit(request_id=f"r{number}", prompt=(1, 2, 3), max_new_tokens=200, ignore_eos=True)
+        try:
+            fleet.send("decode", asked)
+        except ServiceError as error:
+            assert "the decode process has taken no message for 0.5 s" in str(error)  # noqa: PT017  (it ends the loop)
+            return number
+    raise AssertionError("it takes whatever it is asked")
+
+
+def test_answers_that_nobody_has_read_do_not_keep_the_processes_from_ending() -> None:
+    with forked.fleets(), Fleet(CONFIGS, send_timeout_s=0.5) as fleet:
+        assert fill(fleet) > 1000
+        fleet._send_timeout_s = 10.0  # a busy machine takes a while to read what was asked
+        processes = list(fleet._processes.values())
+    assert [process.returncode for process in processes] == [0, 0]
+
+
+def test_at_the_end_the_process_that_takes_nothing_is_named_and_not_one_that_has_ended_as_told() -> None:
+    fleet = Fleet(CONFIGS, send_timeout_s=0.5)
+    with forked.fleets(), pytest.raises(ServiceError, match="the decode process has taken no message"):
+        stop_and_end(fleet)
+    assert_gone_soon(list(fleet.pids.values()))
+
+
+def stop_and_end(fleet: Fleet) -> None:
+    with fleet:
+        os.kill(fleet.pids["decode"], signal.SIGSTOP)
+        fill(fleet)
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_process_that_has_died_unnoticed_is_named_at_the_end(name: str, is_full: bool) -> None:
+    fleet = Fleet(CONFIGS, send_timeout_s=0.5)
+    with forked.fleets(), pytest.raises(ServiceError, match=rf"the {name} process died \(signal 9\)"):
+        kill_and_end(fleet, name, is_full=is_full)
+    assert_gone_soon(list(fleet.pids.values()))
+
+
+def kill_and_end(fleet: Fleet, name: str, *, is_full: bool) -> None:
+    with fleet:
+        if is_full:
+            fill(fleet)
+        os.kill(fleet.pids[name], signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while not fleet.has_ended(name):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
 def test_an_error_of_ours_ends_both_processes() -> None:
     fleet = Fleet(CONFIGS)
     with forked.fleets(), contextlib.suppress(ZeroDivisionError), fleet:
