@@ -36,7 +36,7 @@ _SUBSCRIPTIONS = (b"SUBSCRIBE", b"CANCEL")
 _LONGEST_NAME = 10  # of a command, with its length: longer ones are of no interest
 _READ, _PASSED = 1 << 14, 1 << 18  # bytes at once, from a peer and to it
 _FRAMES_AT_ONCE = 64  # of one peer; then it is the others' turn
-_ACCEPT_COST = 16  # frames that a new connection costs as much as
+_ACCEPTS_PER_S = 500.0
 _REFILL_S = 0.002
 _SAID_S = 60.0  # between two lines of the log
 _INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
@@ -49,7 +49,7 @@ class Limits:
 
     message_bytes: int
     frames: int = 8  # of a message
-    per_second: float = 100.0  # frames; twice as many at once. Of all peers together ten times that
+    per_second: float = 300.0  # frames; twice as many at once. Of all peers together ten times that
     peers: int = 1024
     subscription_bytes: int | None = None  # as long as the peer is there; None: any
 
@@ -236,7 +236,7 @@ class Gate:
         self.inner = f"ipc://@{self._inner_name}"
         self._listener, self.address = listen(address)
         self._what, self._limits = what, limits
-        self._tokens = FrameAllowance(10 * limits.per_second)
+        self._tokens, self._accepts = FrameAllowance(10 * limits.per_second), FrameAllowance(_ACCEPTS_PER_S)
         self._peers: dict[_Peer, tuple[int, int]] = {}  # with what each is polled for
         self._held: deque[_Peer] = deque()
         self._said_at = -_SAID_S
@@ -295,7 +295,7 @@ class Gate:
             self._serve((peer := self._held.popleft()), peer.client, 0)
 
     def _accept(self) -> None:
-        if self._tokens.left() < _ACCEPT_COST:
+        if self._accepts.left() < 1:
             time.sleep(_REFILL_S)
             return
         try:
@@ -304,7 +304,7 @@ class Gate:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 time.sleep(_REFILL_S)
             return
-        self._tokens.take(_ACCEPT_COST)
+        self._accepts.take(1)
         if len(self._peers) >= self._limits.most_peers:
             client.close()
             self._say("peers", f"more than {self._limits.most_peers} peers")

@@ -5,6 +5,7 @@ that have changed, and their cells. A whole pool has an empty first frame, and a
 A cell says all of a page: its state, how soon it is evicted, whether it is shared, and whose it is.
 """
 
+import hashlib
 from enum import IntEnum
 from typing import Annotated, NamedTuple, TypeAlias
 
@@ -47,12 +48,23 @@ def owners_of(cells: Cells) -> Cells:
     return cells >> np.uint32(OWNER_SHIFT)
 
 
+def request_digest(request_id: str) -> str:
+    """What stands for a request where its id is not shown: in every process the same, so that it can be followed."""
+    return "#" + hashlib.blake2b(request_id.encode("utf-8", "surrogatepass"), digest_size=5).hexdigest()
+
+
 class AskLook(msgspec.Struct, frozen=True, kw_only=True):
     """A watcher's question; one look is the answer. Nothing is looked at while nobody asks."""
 
     known: Count = 0  # the number of the last look that came; 0: none, the answer is whole
     incarnation: Label = ""  # of the watch that it came from
     check: bool = False  # have the loop recount everything, which stops it meanwhile: `CheckReport` tells
+
+
+class WatchRefusal(msgspec.Struct, frozen=True, kw_only=True):
+    """What comes in place of a look: there are too many watchers."""
+
+    refused: Label  # why
 
 
 class PoolLook(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,8 +79,8 @@ class Owners(msgspec.Struct, frozen=True, kw_only=True):
     """Requests, and what else holds pages, in columns. A number stays its owner's while that is there."""
 
     numbers: tuple[Count, ...] = ()  # 0: it has no pages here
-    request_ids: tuple[Label, ...] = ()
-    tenants: tuple[Label, ...] = ()  # `cache_salt`; empty: none
+    request_ids: tuple[Label, ...] = ()  # or `request_digest` of each
+    tenants: tuple[Label, ...] = ()  # a digest of `cache_salt`; empty: none
     phases: tuple[Label, ...] = ()
     pools: tuple[Label, ...] = ()
     pages: tuple[Count, ...] = ()

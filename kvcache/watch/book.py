@@ -4,11 +4,13 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.metrics import KVCacheMetrics
 from kvcache.watch.log import EvictionBook, PoolLog, PrefixTree
+from kvcache.watch.names import WatchNames
 from kvcache.watch.pools import WatchedPool
 from kvcache.watched import Beside, Cells, CheckReport, Look, Owners, PageState, PoolLook, TreeRow
 
@@ -71,7 +73,8 @@ class PoolBook:
 class WatchBook:
     """Looks at pools, as long as somebody asks for them.
 
-    `sizes` are a page's tokens and bytes, `beside` tells what others know. Only the thread that looks uses it.
+    `sizes` are a page's tokens and bytes, `beside` tells what others know, `names` how requests are shown. Only the
+    thread that looks uses it.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class WatchBook:
         sizes: tuple[int, int],
         metrics: Callable[[], KVCacheMetrics],
         beside: Callable[[], Beside],
+        names: WatchNames,
     ) -> None:
         self.incarnation = secrets.token_hex(8)
         self.number = 0
@@ -88,7 +92,7 @@ class WatchBook:
         self.beside_s = 0.0  # that part of it in which numpy goes over whole pools, mostly without the interpreter
         self.check: tuple[float, CheckReport] | None = None  # when it was made
         self._name, self._sizes, self._beside = name, sizes, beside
-        self._metrics = metrics
+        self._metrics, self._names = metrics, names
         self._evictions = EvictionBook()
         self._pools = [PoolBook(pool) for pool in pools]
         for pool in self._pools:
@@ -118,13 +122,14 @@ class WatchBook:
     def look(self, known: int) -> tuple[Look, Frames]:
         """What has changed since a look that somebody knows; 0: all."""
         beside = self._beside()
+        owners = self._owners(beside)
+        beside = self._names.beside(beside)
         base = known if 0 < known <= self.number else 0
         evictions, check = self._evictions, None
         if self.check is not None:
             at, report = self.check
-            check = CheckReport(
-                age_s=time.monotonic() - at, seconds=report.seconds, error=report.error, counts=report.counts
-            )
+            error = self._names.error(report.error, owners.request_ids)
+            check = CheckReport(age_s=time.monotonic() - at, seconds=report.seconds, error=error, counts=report.counts)
         header = Look(
             name=self._name,
             incarnation=self.incarnation,
@@ -137,7 +142,7 @@ class WatchBook:
             pools=tuple(
                 PoolLook(name=one.name, num_pages=one.pool.num_pages, counts=counted(one.cells)) for one in self._pools
             ),
-            owners=self._owners(beside),
+            owners=self._named(owners),
             leases=beside.leases,
             pulls=beside.pulls,
             tree=tuple(row for pool in self._pools for row in pool.tree_rows()),
@@ -159,6 +164,11 @@ class WatchBook:
                 for column, value in zip(columns, (0, request_id, "", phase, "", 0, 0, 0), strict=True):
                     column.append(value)
         return Owners(**dict(zip(Owners.__struct_fields__, map(tuple, columns), strict=True)))  # pyright: ignore[reportArgumentType]
+
+    def _named(self, owners: Owners) -> Owners:
+        names = self._names
+        requests, tenants = tuple(names.requests(owners.request_ids)), tuple(names.tenants(owners.tenants))
+        return msgspec.structs.replace(owners, request_ids=requests, tenants=tenants)
 
 
 def counted(cells: Cells) -> tuple[int, ...]:

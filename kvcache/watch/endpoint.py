@@ -6,11 +6,13 @@ is safe). What only the loop can do, a recount, waits for it to call `attend`.
 """
 
 import logging
+import math
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,8 +25,9 @@ from kvcache.metrics import KVCacheMetrics
 from kvcache.replicas import Replicas
 from kvcache.sockets import BoundSocket, bound_socket
 from kvcache.watch.book import WatchBook, counted
+from kvcache.watch.names import WatchNames
 from kvcache.watch.pools import WatchedPool, pools_of
-from kvcache.watched import AskLook, Beside, CheckReport
+from kvcache.watched import AskLook, Beside, CheckReport, WatchRefusal
 
 _WAKE_MS = 200  # between two looks at whether the watch is closed, or its manager is gone
 _SHARE = 0.25  # of the time, for looks, however many ask how often: they wait
@@ -36,8 +39,25 @@ _FAILED_S = 1.0  # from a look that failed to the next one
 _FORGET_S = 10.0  # nobody has asked for so long: nothing is written down or kept any more
 _CHECK_SHARE = 0.1  # of the loop's time, for recounts
 _MOST_WAITING = 64  # answers that wait for one who does not take them; further ones are dropped
+_MOST_WATCHERS = 64  # who have asked in the last `_FORGET_S`; who asks beside them is refused
+_TURN_S = 0.1  # processor time for the answers of one look; who is left has the next one
+_QUESTIONS = 256  # taken up at once
+_REFUSAL = msgspec.msgpack.encode(
+    WatchRefusal(
+        refused=f"{_MOST_WATCHERS} watch already, which is the most; a place is free {_FORGET_S:.0f} s after one goes"
+    )
+)
 _log = logging.getLogger("pagewire")
 _HERE = ("tcp://127.", "tcp://[::1]:", "tcp://localhost:", "ipc://", "inproc://")
+
+
+@dataclass(slots=True)
+class _Watcher:
+    """One who asks, and may do so again."""
+
+    asked: AskLook | None = None  # what has no answer yet
+    asked_at: float = 0.0
+    answered_at: float = 0.0  # 0: never
 
 
 class _WatchThread:
@@ -51,6 +71,7 @@ class _WatchThread:
         self._owner = weakref.ref(owner)
         self._make_book = make_book
         self._book: WatchBook | None = None
+        self._watchers: dict[bytes, _Watcher] = {}
         self._asked_at = self._due = 0.0
         self._clocks = _clocks()  # at the end of the last look
 
@@ -59,7 +80,9 @@ class _WatchThread:
         poller.register(self._socket, zmq.POLLIN)
         while not self.closing.is_set() and self._owner() is not None:
             try:
-                if poller.poll(_WAKE_MS):
+                if poller.poll(self._wait_ms()):
+                    self._hear()
+                if any(one.asked for one in self._watchers.values()) and time.monotonic() >= self._due:
                     self._answer()
                 elif self._book is not None and time.monotonic() - self._asked_at > _FORGET_S:
                     self._forget()
@@ -68,22 +91,47 @@ class _WatchThread:
             except Exception:  # noqa: BLE001 - who asked asks again, and what was followed is begun anew
                 _log.exception("watch: a look failed")
                 self._forget()
+                self._watchers.clear()
                 self._due = time.monotonic() + _FAILED_S
         self._forget()
         self._socket.close(linger=200)
+
+    def _wait_ms(self) -> int:
+        if not any(one.asked for one in self._watchers.values()):
+            return _WAKE_MS
+        return min(_WAKE_MS, max(0, math.ceil((self._due - time.monotonic()) * 1000)))
 
     def _forget(self) -> None:
         if self._book is not None:
             self._book.forget()
             self._book = None
 
+    def _hear(self) -> None:
+        """Take up questions, one of each watcher; who is one too many is told at once."""
+        with suppress(zmq.Again):
+            for _ in range(_QUESTIONS):
+                sender, *rest = self._socket.recv_multipart(zmq.NOBLOCK)
+                try:
+                    ask = msgspec.msgpack.decode(rest[-1] if len(rest) == 1 else b"", type=AskLook)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    continue  # who does not speak as we do gets no answer
+                now = time.monotonic()
+                if sender not in self._watchers and not self._has_room(now):
+                    self._send([sender, _REFUSAL])
+                    continue
+                self._asked_at = now
+                watcher = self._watchers.setdefault(sender, _Watcher())
+                watcher.asked, watcher.asked_at = ask, now
+                self.check_asked |= ask.check
+
+    def _has_room(self, now: float) -> bool:
+        if len(self._watchers) >= _MOST_WATCHERS:
+            for sender in [one for one, watcher in self._watchers.items() if now - watcher.asked_at > _FORGET_S]:
+                del self._watchers[sender]
+        return len(self._watchers) < _MOST_WATCHERS
+
     def _answer(self) -> None:
-        sender, *rest = self._socket.recv_multipart()
-        try:
-            ask = msgspec.msgpack.decode(rest[-1] if len(rest) == 1 else b"", type=AskLook)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return  # who does not speak as we do gets no answer
-        self._asked_at = time.monotonic()
+        """Look, and answer: who has had no look yet first, then who has waited longest. One look is for all of them."""
         if self._book is not None and self._book.is_outdated:
             self._forget()
         book, owner = self._book, self._owner()
@@ -91,27 +139,42 @@ class _WatchThread:
             if owner is None:
                 return
             book = self._book = self._make_book(owner)
-        self.check_asked |= ask.check
-        if self.closing.wait(max(0.0, self._due - self._asked_at)):
-            return
+        del owner
         started = time.thread_time()
         book.update()
         book.check = self.checked
-        header, frames = book.look(ask.known if ask.incarnation == book.incarnation else 0)
-        parts = [sender, msgspec.msgpack.encode(header), *(frame.data for frame in frames)]
-        with suppress(zmq.ZMQError):  # it is gone, or takes nothing
-            # The frames are sent from where they lie: a look makes new ones, and changes none.
-            self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+        made: dict[int, list[Any]] = {}  # by the look that they are a difference to
+        waiting = [(sender, watcher) for sender, watcher in self._watchers.items() if watcher.asked is not None]
+        for sender, watcher in sorted(waiting, key=lambda one: one[1].answered_at):
+            ask, watcher.asked = watcher.asked, None
+            watcher.answered_at = time.monotonic()
+            base = ask.known if ask is not None and ask.incarnation == book.incarnation else 0
+            if base not in made:
+                header, frames = book.look(base)
+                made[base] = [msgspec.msgpack.encode(header), *(frame.data for frame in frames)]
+            if not self._send([sender, *made[base]]):
+                del self._watchers[sender]
+            if time.thread_time() - started > _TURN_S:
+                break
         book.cost_s = time.thread_time() - started
         before, self._clocks = self._clocks, _clocks()
         busy = (self._clocks[1] - before[1]) / max(1e-9, self._clocks[0] - before[0])
         self._due = time.monotonic() + _pause(book.cost_s, book.cost_s - book.beside_s, busy)
 
+    def _send(self, parts: Sequence[Any]) -> bool:
+        """Whether its watcher is still there."""
+        try:
+            # The frames are sent from where they lie: a look makes new ones, and changes none.
+            self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            return error.errno == zmq.EAGAIN  # it takes nothing
+        return True
+
 
 class Watch:
     """Tells who asks what every page of some pools is doing: `pagewire top ADDRESS` shows it.
 
-    It costs the loop nothing while nobody asks. Requests are named, tokens are not.
+    It costs the loop nothing while nobody asks. Tokens are not shown, salts as digests of this process alone.
 
     Args:
         owner: watched until `close`, or until it is forgotten: nothing that the thread keeps may have it.
@@ -175,6 +238,7 @@ class ManagerWatch(Watch):
         secure: prepares the socket before it is bound: `Keyring.secure_server` of `transfer` turns CURVE on.
         beside: what is shown beside the manager's own, say `transfers_of(exchange)` of `transfer.watch`; another thread
             than the loop's calls it.
+        clear_names: show ids of requests; None: with `secure` alone. Otherwise `request_digest` stands for each.
 
     Raises `InvalidParamsError` where the endpoint cannot be bound, and what `secure` raises.
     """
@@ -187,16 +251,18 @@ class ManagerWatch(Watch):
         name: str = "manager",
         secure: Callable[[Any], None] | None = None,
         beside: Callable[[], Beside] = Beside,
+        clear_names: bool | None = None,
     ) -> None:
         all_of = manager._replicas  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - the manager's own watch
         sizes = manager.page_size, sum(layout.page_bytes for layout in manager.layouts)
         found = weakref.ref(all_of)
+        names = WatchNames(are_clear=secure is not None if clear_names is None else clear_names)
 
         def metrics() -> KVCacheMetrics:
             return KVCacheMetrics() if (alive := found()) is None else alive.metrics
 
         def make_book(owner: Replicas) -> WatchBook:
-            return WatchBook(name, pools_of(owner), sizes, metrics, beside)
+            return WatchBook(name, pools_of(owner), sizes, metrics, beside, names)
 
         super().__init__(all_of, make_book, manager.check, lambda: pools_of(all_of), endpoint, secure)
 

@@ -10,10 +10,10 @@ import zmq
 
 from kvcache.arguments import shown
 from kvcache.errors import WatchError
-from kvcache.watched import AskLook, Cells, Look
+from kvcache.watched import AskLook, Cells, Look, WatchRefusal
 
 _MOST_BYTES = 1 << 30
-_decoder = msgspec.msgpack.Decoder(Look)
+_decoder, _refusals = msgspec.msgpack.Decoder(Look), msgspec.msgpack.Decoder(WatchRefusal)
 
 
 class Followed:
@@ -37,6 +37,9 @@ class Followed:
 
     def apply(self, frames: Sequence[Any]) -> Look:
         """Take a look up. `WatchError`: it is none, or does not follow the last one; the state is as before."""
+        if len(frames) == 1:
+            with suppress(msgspec.DecodeError, UnicodeDecodeError):
+                raise WatchError(f"it refuses to be watched: {_refusals.decode(frames[0]).refused}")
         try:
             look = _decoder.decode(frames[0])
         except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:

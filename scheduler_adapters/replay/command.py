@@ -66,7 +66,7 @@ class _Show:
     def shown(self, manager: PagedKVCacheManager) -> Generator[None]:
         """Watch the manager."""
         with (
-            closing(ManagerWatch(manager, name="replay", beside=self._beside)) as watch,
+            closing(ManagerWatch(manager, name="replay", beside=self._beside, clear_names=True)) as watch,
             viewer([watch.address], self._options.top or "") as self._is_open,
         ):
             self._due = time.monotonic()

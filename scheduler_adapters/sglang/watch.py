@@ -21,6 +21,7 @@ from kvcache.pool.pages import PagePool
 from kvcache.watch.book import WatchBook
 from kvcache.watch.cells import pool_cells
 from kvcache.watch.endpoint import Watch
+from kvcache.watch.names import WatchNames
 from kvcache.watch.pools import OwnerColumns
 from kvcache.watched import OWNER_SHIFT, STATE_BITS, Beside, Cells, PageState
 from scheduler_adapters.sglang.cache import PagewireCache
@@ -48,11 +49,13 @@ def watch(cache: object, settings: Settings) -> None:
     page_bytes = int(np.sum(allocator.get_kvcache().get_kv_size_bytes())) // allocator.size * cache.page_size
     name, sizes, found = f"sglang-{os.getpid()}", (cache.page_size, page_bytes), weakref.ref(cache)
 
+    names = WatchNames(are_clear=secure is not None)
+
     def metrics() -> KVCacheMetrics:
         return KVCacheMetrics() if (alive := found()) is None else KVCacheMetrics(evictions=alive.pool.evictions)
 
     def make_book(owner: PagewireCache) -> WatchBook:
-        return WatchBook(name, [CachePool(owner)], sizes, metrics, Beside)
+        return WatchBook(name, [CachePool(owner)], sizes, metrics, Beside, names)
 
     made = Watch(cache, make_book, cache.check, lambda: [CachePool(cache)], settings.watch, secure)
     cache.watch = made

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import WatchError
 from kvcache.watch.follower import Followed
-from kvcache.watched import Cells, Look, PageState, PoolLook, ages_of, owners_of, states_of
+from kvcache.watched import Cells, Look, PageState, PoolLook, ages_of, owners_of, request_digest, states_of
 from scheduler_adapters.top.pagemap import Span, span_of
 from scheduler_adapters.top.sources import Heard
 
@@ -81,7 +81,10 @@ class Filter:
 
     def has_owner(self, request_id: str, tenant: str) -> bool:
         """Whether a request is shown."""
-        return self.request in request_id and self.tenant in tenant
+        is_asked = self.request in request_id
+        if not is_asked and request_id.startswith("#"):  # ids are not shown, and somebody knows this one
+            is_asked = request_id == request_digest(self.request)
+        return is_asked and self.tenant in tenant
 
     def has_pool(self, process: str, pool: str) -> bool:
         """Whether a pool is shown."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import time
 from collections import Counter
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import msgspec
@@ -13,11 +15,12 @@ import numpy as np
 import pytest
 
 from kvcache import InvalidParamsError, PagedKVCacheManager, Retention, TextContext
-from kvcache.errors import WatchError
+from kvcache.errors import InvariantError, WatchError
 from kvcache.watch import endpoint
 from kvcache.watch.endpoint import ManagerWatch
 from kvcache.watch.follower import Followed, WatchClient
-from kvcache.watched import AskLook, Beside, Look, PageState, ages_of, states_of
+from kvcache.watch.names import tenant_name
+from kvcache.watched import AskLook, Beside, LeaseRow, Look, PageState, PullRow, ages_of, request_digest, states_of
 from tests.kvcache.build import manager_of
 from tests.kvcache.moves import Moves, SeededChooser
 from tests.kvcache.watch.recount import assert_same
@@ -35,7 +38,7 @@ class Watcher:
     """A manager's watch and one who follows it."""
 
     def __init__(self, manager: PagedKVCacheManager, **options: object) -> None:
-        self.watch = ManagerWatch(manager, **options)  # pyright: ignore[reportArgumentType]
+        self.watch = ManagerWatch(manager, **{"clear_names": True, **options})  # pyright: ignore[reportArgumentType]
         self.client = WatchClient(self.watch.address)
         self.followed = Followed()
 
@@ -45,6 +48,16 @@ class Watcher:
         frames = self.client.answer(20.0)
         assert frames is not None
         return self.followed.apply(frames)
+
+    def look_in_time(self) -> Look:
+        """A look as soon as there is a place."""
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                return self.look()
+            except WatchError:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
 
     def close(self) -> None:
         self.client.close()
@@ -338,7 +351,7 @@ def test_a_look_waits_as_long_as_a_loop_that_never_rests_needs(monkeypatch: pyte
             manager.release("a")
         watcher.look()
         worker, deadline = watcher.watch._worker, time.monotonic() + 20
-        while worker._due < worker._asked_at and time.monotonic() < deadline:  # it is set after the answer
+        while worker._due <= worker._asked_at + 0.5 and time.monotonic() < deadline:  # it is set after the answer
             time.sleep(0.001)
         assert worker._due > worker._asked_at + 0.5, "this thread has run all the time"
         watcher.client.ask(watcher.followed.ask)
@@ -384,3 +397,138 @@ def test_a_socket_that_is_asked_by_two_tells_both() -> None:
     assert np.array_equal(theirs.cells["0"], watcher.followed.cells["0"])
     other.close()
     watcher.close()
+
+
+def told_of(manager: PagedKVCacheManager, **options: object) -> tuple[Look, bytes]:
+    """A look at a manager, and the bytes that it came in."""
+    with closing(Watcher(manager, **options)) as watcher:
+        watcher.client.ask(AskLook())
+        frames = watcher.client.answer(20.0)
+        assert frames is not None
+        return watcher.followed.apply(frames), frames[0]
+
+
+def test_without_keys_neither_salts_nor_ids_of_requests_are_told() -> None:
+    manager = manager_of()
+    for name, salt in (("chat-1", "acme"), ("chat-2", "acme"), ("chat-3", "globex"), ("chat-4", None)):
+        served(manager, name, [*range(9)], cache_salt=salt)
+    lease = LeaseRow(request_id="chat-9", pool="0", age_s=1.0, left_s=2.0)
+    pull = PullRow(key="chat-8", pool="0", source="e", stage="reading", num_bytes=1, age_s=1.0, left_s=1.0)
+
+    def beside() -> Beside:
+        return Beside(phases={"chat-1": "pulling", "chat-7": "queued"}, leases=(lease,), pulls=(pull,))
+
+    look, told = told_of(manager, clear_names=None, beside=beside)
+    assert not any(secret in told for secret in (b"chat", b"acme", b"globex"))
+    rows = dict(zip(look.owners.request_ids, zip(look.owners.tenants, look.owners.phases, strict=True), strict=True))
+    assert rows[request_digest("chat-1")] == (tenant_name("acme"), "pulling"), "it can still be followed"
+    assert rows[request_digest("chat-2")][0] == tenant_name("acme") != rows[request_digest("chat-3")][0]
+    assert rows[request_digest("chat-4")][0] == ""
+    assert request_digest("chat-7") in rows
+    assert look.leases[0].request_id == request_digest("chat-9")
+    assert look.pulls[0].key == request_digest("chat-8")
+    look, told = told_of(manager, beside=beside)
+    assert "chat-1" in look.owners.request_ids
+    assert not any(salt in told for salt in (b"acme", b"globex")), "a salt is told to nobody"
+
+
+def test_what_a_recount_finds_names_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(manager_of(checks=False)) as manager:
+        served(manager, "chat-1", [*range(9)])
+
+        def check() -> None:
+            raise InvariantError("request 'chat-1' has page 5 twice")
+
+        monkeypatch.setattr(manager, "check", check)
+        with closing(Watcher(manager, clear_names=None)) as watcher:
+            watcher.look(check=True)
+            watcher.watch.attend()
+            report = watcher.look().check
+            assert report is not None
+            assert report.error == f"request {request_digest('chat-1')!r} has page 5 twice"
+
+
+def test_salts_cannot_be_tried_out_in_another_process() -> None:
+    code = "from kvcache.watch.names import tenant_name; print(tenant_name('acme'))"
+    others = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert others.stdout.strip() != tenant_name("acme") == tenant_name("acme")
+
+
+def test_watchers_are_bounded_and_one_more_is_refused_at_once_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_FORGET_S", 1.0)
+    with closing(manager_of()) as manager, closing(Watcher(manager)) as watcher, ExitStack() as stack:
+        crowd = [stack.enter_context(closing(WatchClient(watcher.watch.address))) for _ in range(100)]
+        deadline, looks, refusals = time.monotonic() + 30, [0] * len(crowd), [0] * len(crowd)
+        followed = [Followed() for _ in crowd]
+        for at, client in enumerate(crowd):
+            client.ask(followed[at].ask)
+        while sum(map(bool, looks)) + sum(map(bool, refusals)) < 100 or max(looks) < 3:
+            assert time.monotonic() < deadline
+            for at, client in enumerate(crowd):
+                while (frames := client.answer()) is not None:
+                    try:
+                        followed[at].apply(frames)
+                        looks[at] += 1
+                    except WatchError as error:
+                        assert "it refuses to be watched: 64 watch already" in str(error)  # noqa: PT017
+                        refusals[at] += 1
+                    client.ask(followed[at].ask)
+        assert sum(map(bool, looks)) == 64
+        assert sum(map(bool, refusals)) == 36
+        with pytest.raises(WatchError, match="64 watch already"):
+            watcher.look()
+        for client in crowd:
+            client.close()
+        assert watcher.look_in_time().base == 0
+
+
+def test_one_look_is_for_all_who_wait_and_who_has_had_none_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(manager_of()) as manager, closing(Watcher(manager)) as watcher, ExitStack() as stack:
+        worker = watcher.watch._worker
+        crowd = [stack.enter_context(closing(WatchClient(watcher.watch.address))) for _ in range(20)]
+        followed, order, numbers = [Followed() for _ in crowd], list[bytes](), Counter[int]()
+        send, answer, held = worker._send, worker._answer, [False]
+
+        def held_back() -> None:
+            if held[0]:
+                time.sleep(0.001)
+            else:
+                answer()
+
+        def noted(parts: Any) -> bool:
+            order.append(parts[0])
+            numbers[msgspec.msgpack.decode(parts[1], type=Look).number] += 1
+            return send(parts)
+
+        monkeypatch.setattr(worker, "_send", noted)
+        monkeypatch.setattr(worker, "_answer", held_back)
+
+        def asked_by(*who: tuple[WatchClient, Followed]) -> None:
+            """All of them are heard before anybody is answered."""
+            held[0] = True
+            for client, one in who:
+                client.ask(one.ask)
+            deadline = time.monotonic() + 20
+            while sum(one.asked is not None for one in list(worker._watchers.values())) < len(who):
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            order.clear()
+            numbers.clear()
+            held[0] = False
+            for client, one in who:
+                frames = client.answer(20.0)
+                assert frames is not None
+                one.apply(frames)
+
+        everybody = list(zip(crowd, followed, strict=True))
+        asked_by(*everybody)
+        assert sorted(numbers.values()) == [20], "one look for all"
+        known = set(order)
+        monkeypatch.setattr(endpoint, "_TURN_S", 0.0)  # one answer a look
+        asked_by(*everybody)
+        assert len(numbers) == 20
+        first = list(order)
+        with closing(WatchClient(watcher.watch.address)) as late:
+            asked_by(*everybody, (late, Followed()))
+        assert order[0] not in known, "who has had no look yet is first"
+        assert order[1:] == first, "then who has waited longest"

@@ -50,7 +50,9 @@ def test_a_thousand_states_of_a_service_are_what_the_books_say(
         watches = {}
         for name, loop in service.loops.items():
             beside = service_beside(schedulers[name], service.exchanges[name])
-            watches[name] = stack.enter_context(closing(ManagerWatch(loop.manager, name=name, beside=beside)))
+            watches[name] = stack.enter_context(
+                closing(ManagerWatch(loop.manager, name=name, beside=beside, clear_names=True))
+            )
         clients = {name: stack.enter_context(closing(WatchClient(one.address))) for name, one in watches.items()}
         followed = {name: Followed() for name in watches}
         submitted = 0

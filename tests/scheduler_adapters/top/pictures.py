@@ -149,7 +149,7 @@ def large(folder: Path, chromium: str | None) -> None:
             if number % 9 == 0:
                 manager.lease(name)
             manager.release(name)
-    watch = ManagerWatch(manager, name="decode-7")
+    watch = ManagerWatch(manager, name="decode-7", clear_names=True)
     picture([watch.address], folder / "top_large.svg", ["1"], 4.0)
     if chromium is not None:
         browse(["top", watch.address, "--web"], folder / "top_large.png", chromium)

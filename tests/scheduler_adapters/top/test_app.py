@@ -19,6 +19,7 @@ from textual.widgets import Input, Static
 from kvcache import PagedKVCacheManager, TextContext
 from kvcache.errors import WatchError
 from kvcache.watch.endpoint import ManagerWatch
+from kvcache.watch.names import tenant_name
 from kvcache.watched import Beside, LeaseRow, PageState, PullRow
 from scheduler_adapters.top import panels
 from scheduler_adapters.top.app import TopApp
@@ -59,7 +60,7 @@ def busy_manager(pages: int = 64) -> PagedKVCacheManager:
 def watched() -> Iterator[tuple[PagedKVCacheManager, ManagerWatch]]:
     manager = busy_manager()
     beside = Beside(leases=(LEASE,), pulls=(PULL,), figures={"bytes_pulled": 1e9})
-    watch = ManagerWatch(manager, name="decode", beside=lambda: beside)
+    watch = ManagerWatch(manager, name="decode", beside=lambda: beside, clear_names=True)
     yield manager, watch
     watch.close()
 
@@ -122,7 +123,7 @@ def test_panels_show_requests_transfers_the_tree_evictions_rates_and_processes(
     async def play(pilot: Pilot[None]) -> None:
         assert [row[:5] for row in rows_of(app, "requests")] == [
             ["chat-2", "", "decoding", "decode/0", "10"],
-            ["chat-1", "acme", "decoding", "decode/0", "5"],
+            ["chat-1", tenant_name("acme"), "decoding", "decode/0", "5"],
             ["kept", "", "leased", "decode/0", "5"],
         ]
         await pilot.press("2")
@@ -173,11 +174,12 @@ def test_a_filter_lights_the_pages_of_a_request_or_a_tenant_alone(
 
     async def play(pilot: Pilot[None]) -> None:
         assert bright() == 15
-        await pilot.press("slash", *"tenant=acme", "enter")
-        assert app.view.filter == Filter(tenant="acme")
+        acme = tenant_name("acme")[1:]
+        await pilot.press("slash", *f"tenant={acme}", "enter")
+        assert app.view.filter == Filter(tenant=acme)
         assert bright() == 5
         assert [row[0] for row in rows_of(app, "requests")] == ["chat-1"]
-        assert "filter tenant=acme" in str(app.query_one("#phases", Static).render())
+        assert f"filter tenant={acme}" in str(app.query_one("#phases", Static).render())
         await pilot.press("escape")
         assert bright() == 15
         await pilot.press("slash")
@@ -198,7 +200,7 @@ def test_a_filter_lights_the_pages_of_a_request_or_a_tenant_alone(
 def test_zoom_pan_pools_and_the_mouse(watched: tuple[PagedKVCacheManager, ManagerWatch]) -> None:
     other = manager_of(40_000, dp=2)
     serve(other, "chat-9", list(range(240)))
-    second = ManagerWatch(other, name="prefill")
+    second = ManagerWatch(other, name="prefill", clear_names=True)
     app = live(watched[1], second)
 
     async def play(pilot: Pilot[None]) -> None:

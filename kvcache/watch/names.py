@@ -1,0 +1,64 @@
+"""What a watch calls requests and tenants.
+
+A salt may be a secret, and whoever knows a request's id may ask for its pages.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from kvcache.watched import Beside, request_digest
+
+_KEY = secrets.token_bytes(16)  # of this process: nobody can try salts out against what is shown
+_MOST_KEPT = 1 << 14
+
+
+def tenant_name(salt: str) -> str:
+    """What stands for a salt: the same one as long as this process runs. Empty where there is none."""
+    if not salt:
+        return ""
+    return "#" + hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=4, key=_KEY).hexdigest()
+
+
+class WatchNames:
+    """Names of requests and tenants as they are shown; `are_clear`: those of requests are their ids."""
+
+    def __init__(self, *, are_clear: bool) -> None:
+        self._are_clear = are_clear
+        self._requests: dict[str, str] = {}
+        self._tenants: dict[str, str] = {}
+
+    def requests(self, ids: Iterable[str]) -> list[str]:
+        """Of each request what it is called."""
+        return list(ids) if self._are_clear else [_kept(self._requests, one, request_digest) for one in ids]
+
+    def tenants(self, salts: Iterable[str]) -> list[str]:
+        """Of each salt what it is called; never the salt."""
+        return [_kept(self._tenants, one, tenant_name) for one in salts]
+
+    def beside(self, beside: Beside) -> Beside:
+        """Leases and pulls under those names. Phases keep their ids: they are looked up by them."""
+        if self._are_clear:
+            return beside
+        replace = msgspec.structs.replace
+        leases = tuple(replace(one, request_id=self.requests([one.request_id])[0]) for one in beside.leases)
+        pulls = tuple(replace(one, key=self.requests([one.key])[0]) for one in beside.pulls)
+        return beside._replace(leases=leases, pulls=pulls)
+
+    def error(self, text: str, ids: Iterable[str]) -> str:
+        """What a recount has found, without the ids of these requests."""
+        if not text or self._are_clear:
+            return text
+        for one in sorted(filter(None, ids), key=len, reverse=True):
+            text = text.replace(one, request_digest(one))
+        return text
+
+
+def _kept(known: dict[str, str], name: str, make: Callable[[str], str]) -> str:
+    if (found := known.get(name)) is None:
+        if len(known) >= _MOST_KEPT:
+            known.clear()
+        found = known[name] = make(name)
+    return found
