@@ -18,6 +18,7 @@ from typing import Any
 _SHOWN = 300  # characters of a value in a message
 _LONGEST_PLAIN = 200
 _MOST_BYTES = 1 << 20  # of a file that is read whole
+_MOST_PORT = 65_535
 _MOST_DIGITS = 60  # Python refuses to read thousands, which no limit needs
 
 
@@ -144,6 +145,14 @@ def plain(text: str) -> str:
     """The type of a name, an address or a secret. What is wrong is not shown: it may be a secret."""
     if not 0 < len(text) <= _LONGEST_PLAIN or not text.isascii() or not text.isprintable() or not text.strip():
         raise argparse.ArgumentTypeError(f"1 to {_LONGEST_PLAIN} printable ASCII characters are needed")
+    return text
+
+
+def endpoint(text: str) -> str:
+    """The type of an address of a socket. ZeroMQ connects to a port that there cannot be, and waits for ever."""
+    found = re.fullmatch(r"tcp://.*:(\d+)", plain(text))
+    if found and (len(found[1]) > _MOST_DIGITS or int(found[1]) > _MOST_PORT):
+        raise argparse.ArgumentTypeError(f"{_shown(text)}: a port from 0 to {_MOST_PORT:,} is needed")
     return text
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from scheduler_adapters.arguments import device, input_path, number, option, output_file, plain, switch, whole
+from scheduler_adapters.arguments import device, endpoint, input_path, number, option, output_file, plain, switch, whole
 
 _TOKENS = whole(1, 1 << 20)
 _PROCESSES = whole(1, 64)
@@ -46,7 +46,7 @@ class ServeOptions:
     http_port: int = option("PORT", whole(0, 65535), 8000, "the same; 0 takes a free one")
     host: str = option("HOST", plain, "127.0.0.1", "address of this host for the processes on other ones")
     front: str | None = option(
-        "ENDPOINT", plain, None, "the front's tcp://HOST:PORT: where it listens, and whom the others join"
+        "ENDPOINT", endpoint, None, "the front's tcp://HOST:PORT: where it listens, and whom the others join"
     )
     metrics: str | None = option(
         "HOST:PORT",

@@ -3,7 +3,7 @@
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from scheduler_adapters.arguments import input_path, number, option, output_file, plain, switch, whole
+from scheduler_adapters.arguments import endpoint, input_path, number, option, output_file, plain, switch, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +12,7 @@ class TopOptions:
 
     addresses: tuple[str, ...] = option(
         "ADDRESS",
-        plain,
+        endpoint,
         MISSING,
         "endpoints of watched processes, as they say at their start",
         name="addresses",

@@ -253,6 +253,37 @@ def test_a_host_that_is_none_is_one_line(host: str, capsys: pytest.CaptureFixtur
     assert printed.count("\n") == 1
 
 
+@pytest.mark.parametrize("line", [["serve", "decode", "--front"], ["serve", "front", "--front"], ["top", "--"]])
+@pytest.mark.parametrize("port", ["65536", "99999", "9" * 100])
+def test_an_endpoint_whose_port_cannot_be_is_one_line(
+    line: list[str], port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*line, f"tcp://127.0.0.1:{port}"])
+    printed = capsys.readouterr().err
+    assert printed.endswith("a port from 0 to 65,535 is needed\n")
+    assert printed.count("\n") == 1
+
+
+CONFIG_FILES = {"none": None, "no JSON": "{]", "another type": "[]", "nothing": "{}", "unknown": '{"model_type": "x"}'}
+
+
+@pytest.mark.parametrize("config", CONFIG_FILES)
+@pytest.mark.parametrize(
+    "line", [["demo"], ["serve", "--http-port=0"], ["plan", "--memory=1GiB"]], ids=lambda line: line[0]
+)
+def test_a_folder_that_is_no_model_is_one_line(
+    line: list[str], config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if (content := CONFIG_FILES[config]) is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert cli.main([*line, "--model", str(tmp_path)]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"pagewire {line[0]}: error: ")
+    assert printed.count("\n") == 1, printed
+    assert str(tmp_path) in printed
+
+
 def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--version"])
