@@ -13,7 +13,7 @@ import pytest
 
 from kvcache.watch import endpoint
 from kvcache.watch.follower import Followed, WatchClient
-from kvcache.watched import Look, PageState, owners_of, states_of
+from kvcache.watched import Look, PageState, owners_of, request_digest, states_of
 from tests.sglang_engine.test_engine import NEW, PROMPTS, submit_all
 
 
@@ -50,7 +50,7 @@ class Watcher:
             assert states[page] == wanted, page
             having = {name for name, pages in rows.items() if page in pages}
             assert bool(owners[page]) == bool(having and wanted == PageState.HELD), page
-            assert not owners[page] or names[owners[page]] in having, page
+            assert not owners[page] or names[owners[page]] in map(request_digest, having), page
         return Counter(map(PageState, states[1:]))
 
 
