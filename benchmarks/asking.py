@@ -145,6 +145,9 @@ def question(it: Pair, spent: dict[str, list[float]]) -> None:
     if len(lent) != 1 or lent[0].source is None:
         raise RuntimeError(f"one lease was expected, and there are {lent or 'none yet'}")
     timed("reader: refuse", lambda: it.reader.refuse(0, lent[0].source, "measured"))
+    until(
+        lambda: not it.managers[0].num_leased_blocks, it.source.poll
+    )  # a reader gets a page under one lease at a time
 
 
 def asked(pages: int, repeats: int) -> list[Row]:

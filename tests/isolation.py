@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
-"""Tests provoke faults on purpose, and each of them would print lines."""
+QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL", "DYN_LOG": "error"}
+"""Tests provoke faults on purpose, and each of them would print lines. Dynamo prints one for each request."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # SIGALRM is pytest-timeout's
 

@@ -100,6 +100,8 @@ class Tree:
     def options(self) -> list[str]:
         """Of pytest: the same order, the same random numbers, and nothing written beside the copy."""
         given = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", f"--basetemp={self.folder / 'basetemp'}"]
+        # With xdist the plugin of reruns serves its workers in a thread, and a process with threads is not forked.
+        given += ["-p", "no:xdist", "-p", "no:rerunfailures"]
         given += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is loaded before pytest begins
         return [*given, "--hypothesis-seed=0"]
 

@@ -238,7 +238,11 @@ class SharedModels:
         return self._made[key][0]
 
     def check(self) -> None:
-        changed = {key for key, (model, before) in self._made.items() if _fingerprint(model) != before}
+        changed = {
+            key: [(was, now) for was, now in zip(before, _fingerprint(model), strict=True) if was != now]
+            for key, (model, before) in self._made.items()
+            if _fingerprint(model) != before
+        }
         for key in changed:
             del self._made[key]  # one test's mistake is one failure
         assert not changed, f"a test changed models that others run: {changed}"
@@ -251,8 +255,8 @@ def _fingerprint(model: Any) -> Any:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
     modes = [module.training for module in model.modules()]
-    config = model.config.to_json_string(), model.config._attn_implementation
-    return digest.hexdigest(), config, modes, model.generation_config.to_json_string()
+    config, attention = model.config.to_json_string(), model.config._attn_implementation
+    return digest.hexdigest(), config, attention, modes, model.generation_config.to_json_string()
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,7 @@ def test_readers_find_what_the_manager_does_after_every_move(seed: int) -> None:
         assert moves.manager.kv_event_endpoints == []
         return
     readers = Readers(moves.manager)
-    for _ in range(120):
+    for _ in range(200):
         moves.move()
         readers.follow()
         known = [(one.tokens.tolist(), one.cache_salt, one.extra_keys) for one in moves.live.values()]

@@ -124,6 +124,7 @@ class BelowMoves(StateMoves):
     """A manager with state pages of their own, and a host tier, beside its model."""
 
     host_slots, few_copies, most_replicas = (6, 20, 60, 60), (1, 1, 2, 4), 1
+    knows_less = True  # a state that only the host has is not foreseen
 
     def __init__(self, chooser: Chooser, params: dict[str, Any] | None = None) -> None:
         self.host_states = chooser.pick((2, 3, 5, 20))

@@ -94,7 +94,7 @@ def test_a_thousand_random_states_are_what_the_books_say(part: int) -> None:
         watcher.close()
     assert states >= 250
     assert looks >= states - 4, "all but the first were differences"
-    assert all(seen[state] >= 10 for state in (PageState.FREE, PageState.IDLE, PageState.HELD, PageState.LEASED)), seen
+    assert all(seen[state] >= 3 for state in (PageState.FREE, PageState.IDLE, PageState.HELD, PageState.LEASED)), seen
 
 
 def test_imports_are_written_and_quarantined_and_their_requests_named() -> None:

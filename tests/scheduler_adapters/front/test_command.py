@@ -295,7 +295,8 @@ def test_layers_with_windows_and_chunks_are_served_over_tables_of_their_own(
         stats = served.until_nothing_is_held()
         pulled = sum(one["pages_pulled"] for one in stats.values())
         whole = sum(-(-len(encoded(prompt)) // 16) for prompt in prompts)
-        assert whole < pulled < 2 * whole, "of one table of four all pages"
+        # One table of four is pulled whole; the others have no page to pull if the prompt ends with a chunk.
+        assert whole <= pulled < 2 * whole
         served.signal("all", signal.SIGTERM)
         assert served.ended("all") == 0
     finally:
