@@ -35,7 +35,8 @@ class Surroundings(NamedTuple):
 
 def _surroundings() -> Surroundings:
     torch: Any = sys.modules.get("torch")
-    environment = {name: value for name, value in os.environ.items() if name not in _OTHERS}
+    # A thread may be making an agent just now, with its settings there: `test_agent.py` looks at these.
+    environment = {name: value for name, value in os.environ.items() if name not in _OTHERS and name[:4] != "UCX_"}
     return Surroundings(
         environment,
         os.getcwd(),  # noqa: PTH109  (a string is compared)
@@ -58,7 +59,7 @@ def _changed(before: Surroundings, after: Surroundings) -> dict[str, object]:
 
 def _restore(before: Surroundings) -> None:
     """Put the process back, so that one test's mistake fails that test alone."""
-    kept = {name: os.environ[name] for name in _OTHERS if name in os.environ}
+    kept = {name: value for name, value in os.environ.items() if name in _OTHERS or name[:4] == "UCX_"}
     os.environ.clear()
     os.environ.update(before.environment | kept)
     os.chdir(before.folder)

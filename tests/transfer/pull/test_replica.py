@@ -513,12 +513,12 @@ def test_pages_that_do_not_fit_fail_their_request_and_no_other(engine: Any, grou
     assert "request 'bad'" in bad
 
 
-@pytest.mark.parametrize(("lease_id", "slot"), [(0, 0), (1, 5000), (1, -1), (1 << 64, 0)])
+@pytest.mark.parametrize(("lease_id", "slot"), [(0, 0), (1, 6000), (1, -1), (1 << 64, 0)])
 def test_a_lease_that_cannot_be_is_refused_before_anything_is_read(engine: Any, lease_id: int, slot: int) -> None:
     p, d = engine("p"), engine("d")
     pull(d, p.source(LeaseRef(lease_id, slot, 5.0)))
     run(p, d, until=settled(d))
-    assert "engine 'p' has 4096 slots" in d.pulls[-1].error
+    assert "engine 'p' has 5120 slots" in d.pulls[-1].error
     assert d.hindrances[0].reads == []
 
 
