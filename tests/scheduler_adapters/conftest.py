@@ -255,7 +255,9 @@ def _fingerprint(model: Any) -> Any:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
     modes = [module.training for module in model.modules()]
-    config, attention = model.config.to_json_string(), model.config._attn_implementation
+    attention = model.config._attn_implementation
+    # `save_pretrained` notes the architecture, which changes no token.
+    config = str({key: value for key, value in model.config.to_dict().items() if key != "architectures"})
     return digest.hexdigest(), config, attention, modes, model.generation_config.to_json_string()
 
 
