@@ -25,7 +25,7 @@ from transfer.wire.handshake import EngineCard, HandshakeClient
 HEAD_MAJOR = "head,layer,side,token,dim"
 ITEMSIZE, TOKENS = 2, 16
 TABLE_KEY = bytes(range(32))
-"""Of the block tables of each source, which the reader makes itself."""
+"""The key that seals every source's block tables; the reader makes these tables itself."""
 
 Memory = NDArray[np.uint8]
 Elements = NDArray[np.uint16]

@@ -48,8 +48,9 @@ _BYTES_A_TURN = 1 << 18  # of an answer, with what a message costs beside its by
 _MESSAGE_COST = 1 << 12
 _UNREAD = 16  # messages that wait for a peer; the others wait here, of one answer at a time
 _UNREAD_S = 2.0  # that a peer may take nothing of its answer; then the rest is dropped
-# Of this thread's time, for telling everybody everything, as somebody is new, or has missed too much. Each time is paid
-# off within limits; so many may be ahead of that, as several subscribers come back one after the other.
+# The share of this thread's time that goes into announcing the whole state to new subscribers, and to those that have
+# missed too much. The pause after an announcement is bounded; a few announcements may run ahead of the share, since
+# several subscribers may come back one after the other.
 _ANEW_SHARE = 0.2
 _LEAST_ANEW_S, _MOST_ANEW_S = 0.5, 10.0
 _ANEW_AHEAD = 2
@@ -291,7 +292,7 @@ class _Worker:
         return bool(self._owed) and now >= max(self._owed[0], self._paid_at - _ANEW_AHEAD * self._anew_s)
 
     def _owe(self, at: float) -> None:
-        """Tell everybody everything once it is `at`. What others are owed stays."""
+        """Announce the whole state at the time `at`. This moves no announcement that is due already."""
         if (at := math.ceil(at * 100) / 100) not in self._owed:  # so many a second at most
             bisect.insort(self._owed, at)
 
