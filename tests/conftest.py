@@ -10,6 +10,7 @@ from multiprocessing import forkserver, resource_tracker
 
 import pytest
 
+from tests import orphans
 from tests.isolation import QUIET, seed_torch, surroundings_stay
 from tests.orphans import adopt, children, end_children
 
@@ -64,7 +65,7 @@ def _no_process_is_left() -> Iterator[None]:
         yield
     # Python's own servants live as long as this process does, and end with it.
     servants = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}
-    left = end_children(but=before | servants, grace_s=10.0)
+    left = end_children(but=before | servants, grace_s=orphans.GRACE_S)
     assert not left, f"processes that tests have left behind, now killed: {left}"
 
 

@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ import pytest
 import zmq
 
 from scheduler_adapters.service.sockets import Pulse, bind_router, bounded_socket, join_frontend, received
+from tests import forked
 from tests.kvcache.stranger import MORE_RSS, frame, rss
 from tests.kvcache.stranger import flood as stranger_floods
-
-MODULE = "tests.scheduler_adapters.service.test_sockets"
 
 
 def joined(context: Any, endpoint: str) -> Any:
@@ -38,8 +38,9 @@ def connected(context: Any, endpoint: str) -> Any:
 _MADE: dict[str, Callable[[Any, str], Any]] = {"router": bind_router, "joined": joined, "dealer": connected}
 
 
-def flood(endpoint: str, kind: str) -> None:
-    """Send until nothing is taken any more, and say so."""
+def flood(conn: Connection, endpoint: str, kind: str) -> None:
+    """Send until nothing is taken any more, and die."""
+    del conn
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.DEALER if kind == "router" else zmq.ROUTER)
     socket.setsockopt(zmq.SNDHWM, 1)
@@ -59,17 +60,14 @@ def flood(endpoint: str, kind: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def survive(endpoint: str, kind: str) -> None:
-    """Read what a peer had sent that has filled our queue and died, some heartbeats of ZMQ later."""
-    flooder = subprocess.Popen([sys.executable, "-m", MODULE, "flood", endpoint, kind])
+def survive(conn: Connection, endpoint: str, kind: str) -> None:
+    """Read what a peer had sent that has filled our queue and died, some heartbeats of ZMQ later: how many batches."""
     socket = _MADE[kind](zmq.Context(), endpoint)
     if kind != "router":
         socket.send(b"here")
-    flooder.wait(60)
+    conn.recv()
     time.sleep(1.5)
-    count = sum(1 for _ in itertools.takewhile(bool, iter(lambda: sum(1 for _ in received(socket)), -1)))
-    assert count > 3  # batches
-    print("survived")  # noqa: T201
+    conn.send(sum(1 for _ in itertools.takewhile(bool, iter(lambda: sum(1 for _ in received(socket)), -1))))
 
 
 def test_a_stranger_at_a_port_without_keys_fills_no_memory_and_keeps_nobody(tmp_path: Path) -> None:
@@ -92,9 +90,14 @@ def test_a_stranger_at_a_port_without_keys_fills_no_memory_and_keeps_nobody(tmp_
 @pytest.mark.parametrize("kind", _MADE)
 def test_peers_that_fill_a_queue_and_die_do_no_harm(kind: str, tmp_path: Path) -> None:
     """With ZMQ's heartbeats on these sockets `!_io_error` ended the process, each time: so a `Pulse` has them alone."""
-    command = [sys.executable, "-m", MODULE, "survive", f"ipc://{tmp_path}/s", kind]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=90)
-    assert (done.returncode, done.stdout) == (0, "survived\n"), done.stderr
+    flooder, _ = forked.start(flood, f"ipc://{tmp_path}/s", kind)
+    survivor, conn = forked.start(survive, f"ipc://{tmp_path}/s", kind)
+    flooder.join(60)
+    assert flooder.exitcode == -signal.SIGKILL
+    conn.send("it has died")
+    survivor.join(60)
+    assert survivor.exitcode == 0
+    assert conn.recv() > 3
 
 
 @pytest.mark.parametrize("kind", _MADE)
@@ -150,7 +153,3 @@ def test_a_watch_tells_of_processes_that_stop_or_die_and_not_of_busy_ones(
     with pytest.raises(zmq.ZMQError):
         Pulse(context, "nowhere", None)
     context.term()  # hangs where a socket was left
-
-
-if __name__ == "__main__":
-    {"flood": flood, "survive": survive}[sys.argv[1]](*sys.argv[2:])
