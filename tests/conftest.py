@@ -18,6 +18,19 @@ from tests.orphans import adopt, children, end_children
 ENGINES = {"sglang": "tests/sglang_engine (make test-sglang)", "vllm": "tests/vllm_engine (make test-vllm)"}
 
 
+@cache
+def _among_engines() -> bool:
+    """Whether this is an environment of an engine, whose own modules set variables and handlers."""
+    return any(map(importlib.util.find_spec, ENGINES))
+
+
+# At the import of this file: a folder's conftest.py may import torch, which looks once how many threads it
+# may have. On few cores a second one mostly waits for the first, and takes as much processor time.
+if not _among_engines():
+    os.environ.update(QUIET)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 def pytest_configure() -> None:
     """Make every test start from the same process, whoever runs it and however.
 
@@ -31,9 +44,6 @@ def pytest_configure() -> None:
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     adopt()
-    if not _among_engines():
-        os.environ.update(QUIET)
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests and their children share few cores
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -44,12 +54,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_call(item: pytest.Item) -> None:
     """As above, for the test itself."""
     seed_torch(item)
-
-
-@cache
-def _among_engines() -> bool:
-    """Whether this is an environment of an engine, whose own modules set variables and handlers."""
-    return any(map(importlib.util.find_spec, ENGINES))
 
 
 def _file_or_session(fixture_name: str, config: pytest.Config) -> str:  # noqa: ARG001  (as pytest calls it)
