@@ -7,16 +7,26 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import zmq
 
-from scheduler_adapters.service.sockets import Pulse, bind_router, bounded_socket, join_frontend, received
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.sockets import (
+    FrontendQueue,
+    Pulse,
+    Socket,
+    bind_router,
+    bounded_socket,
+    join_frontend,
+    received,
+)
 from tests import forked
 from tests.kvcache.stranger import MORE_RSS, frame, rss
 from tests.kvcache.stranger import flood as stranger_floods
@@ -153,3 +163,48 @@ def test_a_watch_tells_of_processes_that_stop_or_die_and_not_of_busy_ones(
     with pytest.raises(zmq.ZMQError):
         Pulse(context, "nowhere", None)
     context.term()  # hangs where a socket was left
+
+
+class Pipe:
+    """A socket that holds two messages until they are read."""
+
+    def __init__(self) -> None:
+        self.held: deque[bytes] = deque()
+
+    def send(self, data: bytes, flags: int) -> None:
+        assert flags == zmq.NOBLOCK
+        if len(self.held) == 2:
+            raise zmq.Again
+        self.held.append(data)
+
+
+def test_a_frontend_is_deaf_from_its_limit_on_until_half_of_that_is_read() -> None:
+    """Else it would turn deaf and back with each message, and every turn is said in a log."""
+    pipe, heard, said = Pipe(), list[object](), list[object]()
+    queue = FrontendQueue(cast("Socket", pipe), max_unread=10)
+
+    def send() -> bool:
+        said.append(msg.Ready(name=str(len(said)), incarnation="1"))
+        queue.send(said[-1])
+        return queue.flush()
+
+    def read(count: int) -> bool:
+        """What the frontend reads, until so many wait here; whether it has turned deaf meanwhile."""
+        while len(queue._unread) > count:
+            heard.append(msg.decode(pipe.held.popleft()))
+            if queue.flush():
+                return True
+        return False
+
+    for _ in range(2):  # deaf, and deaf again
+        while len(queue._unread) < 10:
+            assert not send(), "at the limit it is not deaf yet"
+        assert not queue.is_deaf
+        assert send()
+        assert not send(), "said once"
+        for waiting, deaf in ((10, True), (6, True), (5, False)):
+            assert not read(waiting)
+            assert (len(queue._unread), queue.is_deaf) == (waiting, deaf)
+    assert not read(0)
+    assert not queue.is_behind
+    assert [*heard, *map(msg.decode, pipe.held)] == said, "in order, and each once"
