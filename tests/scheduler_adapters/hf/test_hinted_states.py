@@ -9,10 +9,10 @@ import pytest
 
 from kvcache import Retention
 from kvcache.replica.context import TextContext
-from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of, reference_tokens
+from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from tests.kvcache.hinted_idle import trust
-from tests.scheduler_adapters.serving import assert_nothing_held, new_manager
+from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, own_tokens
 
 PAGE, NEW = 8, 6
 PROMPT = ByteTokenizer().encode("A conversation that goes on after a while.")
@@ -62,7 +62,7 @@ def test_a_hinted_conversation_is_found_after_a_flood(
             served(manager, runner, [other + 50, *PROMPT[:20]], None)
         turn = [*PROMPT, *answer, 7, 8, 9]
         tokens, found[hinted] = served(manager, runner, turn, None)
-        assert tokens == reference_tokens(model, turn, NEW)
+        assert tokens == own_tokens(model, turn, NEW)
         assert_nothing_held(manager)
     whole = len(PROMPT) + NEW - 1
     assert found == {True: whole - whole % PAGE, False: 0}

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from scheduler_adapters.errors import ServiceError
-from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet
 from scheduler_adapters.service.server import ServerConfig
 from tests import forked
+from tests.scheduler_adapters.serving import own_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +63,7 @@ def test_two_processes_serve_a_prompt_and_end_in_order(tiny_model: object) -> No
                 finished = message.finished
         stats = fleet.stats()
         processes = list(fleet._processes.values())
-    assert tokens == reference_tokens(tiny_model, PROMPT, 8)
+    assert tokens == own_tokens(tiny_model, PROMPT, 8)
     assert stats["decode"].pages_pulled == 5
     assert stats["prefill"].prompt_tokens == len(PROMPT)
     assert [process.returncode for process in processes] == [0, 0]
