@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
+from kvcache.arguments import shown
 from kvcache.errors import BlockTableMismatchError, InvariantError, NoFreeStatePageError, StatePageError
 from kvcache.layout import PageLayout
 from kvcache.params import KVCacheParams
@@ -212,8 +213,10 @@ class ReplicaStates:
 def without_state(context: Context, table: BlockTable, count: int) -> BlockTable:
     """The table without the group of its state, which has one page, behind the `count` groups of its tokens.
 
-    Raises `BlockTableMismatchError` where it has others.
+    Raises `BlockTableMismatchError` where it has others, or is no block table.
     """
+    if not isinstance(table, BlockTable):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
+        raise BlockTableMismatchError(f"request {context.request_id!r}: {shown(table)} is no block table")
     if len(table.groups) != count + 1 or len(table.groups[-1]) != 1:
         raise BlockTableMismatchError(
             f"request {context.request_id!r}: the block table has {len(table.groups)} page groups, this manager "

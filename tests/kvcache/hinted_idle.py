@@ -1,6 +1,6 @@
 """Which idle page goes first where requests give hints and tenants have quotas: one page at a time, over plain dicts.
 
-Written from what `kvcache.retention` and `kvcache.pool.quotas` promise. What is learned (the share of the pages
+Written from what `kvcache.pool.retention` and `kvcache.pool.quotas` promise. What is learned (the share of the pages
 that follow hints) and what is left open (whose page goes first where several tenants have too many) the manager says.
 """
 
@@ -9,24 +9,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvcache import RangeRetention, Retention
-from kvcache.pool.hinted_order import HintedOrder
-from kvcache.pool.pages import PagePool
-from kvcache.replica.hints import ReplicaHints
-
-
-def hinted_order(pool: PagePool) -> HintedOrder | None:
-    """What of a pool's order follows hints, below quotas where there are some; None: nothing yet."""
-    order = getattr(pool.idle, "_order", pool.idle)
-    return order if isinstance(order, HintedOrder) else None
-
-
-def trust(hints: ReplicaHints, share: float) -> None:
-    """So much of the idle pages follows hints, as after a time in which they were right or wrong."""
-    hints._share.value = share
-    hints._pool.idle.trust(share)
 
 
 class Said(NamedTuple):
@@ -58,10 +43,10 @@ def said_of(retention: Retention, page: int, page_size: int, now: float) -> Said
     return Said(level, min(6, max(1, math.ceil(math.log(spoken.ttl_s, 4)))), now + spoken.ttl_s)
 
 
-class HintedIdle(list[int]):
+class HintedIdle(list[Any]):
     """The idle pages of a model, least recently used first; `pop` takes the one that goes first."""
 
-    def __init__(self, num_pages: int, tenant_of: Callable[[int], str | None]) -> None:
+    def __init__(self, num_pages: int, tenant_of: Callable[[Any], str | None]) -> None:
         super().__init__()
         self.num_pages, self.tenant_of = num_pages, tenant_of
         self.share: Callable[[], float] = lambda: 0.0  # of the pages here, how many follow hints
@@ -69,12 +54,12 @@ class HintedIdle(list[int]):
         self.now: Callable[[], float] = lambda: 0.0
         self.quotas: dict[str, float] = {}
         self.quota = 1.0
-        self.said: dict[int, Said] = {}
-        self.older: dict[int, int] = {}  # the pages that follow hints, and their places among all that ever did
+        self.said: dict[Any, Said] = {}
+        self.older: dict[Any, int] = {}  # the pages that follow hints, and their places among all that ever did
         self.places = self.renewed = 0
         self.seen: Counter[str] = Counter()
 
-    def hint(self, page: int, said: Said | None) -> None:
+    def hint(self, page: Any, said: Said | None) -> None:
         """A request that leaves a page says so, or nothing."""
         before = self.said.get(page, NOTHING)
         refuted = before.level < 2
@@ -83,7 +68,7 @@ class HintedIdle(list[int]):
         else:
             self.said[page] = SHARED if said.level < 2 and (refuted or before == SHARED) else said
 
-    def append(self, page: int) -> None:
+    def append(self, page: Any) -> None:
         super().append(page)
         recent = [one for one in self if one not in self.older]
         for oldest in recent[: max(0, len(recent) - int((1.0 - self.share()) * len(self)))]:
@@ -91,11 +76,11 @@ class HintedIdle(list[int]):
             self.places += not self.renewed
             self.renewed = max(0, self.renewed - 1)
 
-    def renew(self, pages: list[int]) -> None:
+    def renew(self, pages: list[Any]) -> None:
         """These are about to leave for others in their place."""
         self.renewed += sum(page in self.older for page in pages)
 
-    def remove(self, page: int) -> None:
+    def remove(self, page: Any) -> None:
         super().remove(page)
         self.older.pop(page, None)
 
@@ -105,28 +90,25 @@ class HintedIdle(list[int]):
         self.older.clear()
         super().clear()
 
-    def pop(self, _: object = 0) -> int:
+    def pop(self, _: object = 0) -> Any:
         page, oldest = self.first(), self[0]
         self.seen["evicted before its turn"] += page != oldest
         self.remove(page)
         self.said.pop(page, None)
         return page
 
-    def quota_of(self, tenant: str) -> int:
-        return int(self.quotas.get(tenant, self.quota) * self.num_pages)
-
-    def first(self) -> int:
-        pages_of: dict[str, list[int]] = {tenant: [] for tenant in self.order_of_tenants()}
+    def first(self) -> Any:
+        pages_of: dict[str, list[Any]] = {tenant: [] for tenant in self.order_of_tenants()}
         for page in self:
             if (tenant := self.tenant_of(page)) is not None:
                 pages_of.setdefault(tenant, []).append(page)
         for tenant, mine in pages_of.items():
-            if len(mine) > self.quota_of(tenant):
+            if len(mine) > int(self.quotas.get(tenant, self.quota) * self.num_pages):
                 self.seen["evicted above a quota"] += 1
                 return mine[0]
         if not self.older:
             return self[0]
-        heads: dict[tuple[int, int], int] = {}  # of each kind of hint the oldest
+        heads: dict[tuple[int, int], Any] = {}  # of each kind of hint the oldest
         for page in sorted(self.older, key=lambda one: self.older[one]):
             heads.setdefault(self.said.get(page, NOTHING)[:2], page)
         now = self.now()

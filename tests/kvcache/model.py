@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tests.kvcache.kv import Named
+
 Content = tuple[object, ...]  # the salt, the keys and every token up to the end of the page
-Named = tuple[str | None, tuple[tuple[int, bytes], ...]]  # the salt and all keys of a request
 
 
 class ModelHost:

@@ -9,15 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvcache import (
     InterruptedCallError,
     KVCacheError,
+    KVCacheParams,
     PagedKVCacheManager,
     TextContext,
 )
 from kvcache.params import HashAlgorithm
 from kvcache.replica.hashing import PrefixHasher, next_digests
+from kvcache.state_shape import StateShape
 from tests.kvcache import interrupts
 from tests.kvcache.build import manager_of
 from tests.kvcache.interrupts import OwnContext, interrupted, new_lengths
@@ -290,3 +293,28 @@ def test_an_update_of_a_batch_that_is_interrupted_gives_each_request_its_token_o
         assert all(context.start_idx == context.end_idx - 1 == context.active_idx - 1 for context in contexts)
     assert taken[True] > 5
     assert taken[False] > 5
+
+
+def test_recover_counts_the_idle_states_of_a_tenant_anew() -> None:
+    """States in memory of their own have quotas of their own, whose books said twice what was idle."""
+    shape = StateShape(2, 2, 1, 1, 1, 2, torch.int64, torch.int64)
+    params = KVCacheParams(
+        torch.int64, 1, 2, page_size=4, enable_prefix_caching=True, states=shape, state_copies=4, tenant_quota=0.5
+    )
+    manager = PagedKVCacheManager(params, 4, 60, 1, ["cpu"], available_cache_memory=1 << 16)
+    context = TextContext([1] * 9, 60, "r", cache_salt="tenant")
+    manager.external_claim("r")
+    while context.end_idx == 9:
+        assert manager.maybe_reserve(context)
+        manager.fetch([context])
+        pages = manager.states[0].pages_at(["r"], [context.start_idx])
+        manager.states[0].advance(pages, [context.active_idx])
+        context.update(1)
+        manager.step([context])
+    manager.release("r")
+    assert manager.states[0].num_kept > 0
+    other = TextContext([2] * 9, 60, "other")
+    manager.external_claim("other")
+    interrupt_within(manager, lambda: manager.maybe_reserve(other))
+    assert manager.recover().call == "maybe_reserve"
+    manager.check()

@@ -1,43 +1,135 @@
-"""The tool that makes as many random moves as one likes: it counts what happened, and names the seed that fails."""
+"""One random model over every combination of features: each pair that may meet does, and every answer agrees."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from kvcache import InvalidParamsError
 from tests.kvcache import million_moves
-from tests.kvcache.million_moves import KINDS, main
-from tests.kvcache.states.group_state_moves import GroupBelowMoves
+from tests.kvcache.million_moves import main
+from tests.kvcache.random_model.matrix import FEATURES, REFUSED, World, build, drawn, pairs, with_needed
+from tests.kvcache.random_model.moves import SeededChooser
+from tests.kvcache.random_model.run import Model, Run
+from tests.kvcache.tiers.stored_objects import StoredObjects
 
-FLAGS = [
-    [*(["--states", place] if place else []), *["--groups"] * groups, *["--hints"] * hints]
-    for place, groups, hints in KINDS
-]
+T = TypeVar("T")
+PARTS = 8
+COMMON = ("forks", "preemption", "batches", "renames", "stale", "resets")
+# Of managers of these features what has to happen, and how often at least, so that it is tested.
+SELDOM: dict[tuple[str, ...], dict[str, int]] = {
+    (*COMMON, "leases", "lends"): {"hit": 20, "refused": 10, "evicted": 50, "moved back": 5, "kept": 5, "fits": 10},
+    (*COMMON, "hints", "quotas", "window"): {"hint": 50, "evicted": 50, "slid": 20, "came back": 10, "chunk": 20},
+    (*COMMON, "host", "chunk", "leases"): {"came from the host": 2, "told of a window": 1, "slid": 20},
+    (*COMMON, "host", "replicas", "shards"): {"came from the host": 5, "rename refused": 5, "does not fit": 1},
+    (*COMMON, "states apart", "drafts", "host"): {"state hit": 5, "states evicted": 10, "cut": 20, "set back": 5},
+    (*COMMON, "states in slabs", "drafts", "window"): {"state hit": 1, "moved": 1, "no state": 1, "all right": 2},
+    ("imports", "leases", "window", "host"): {"imported": 10, "import cancelled": 10, "import begun again": 2},
+    (*COMMON, "interrupts", "imports", "drafts"): {"in the marked part": 30, "interrupted": 60},
+}
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
-def test_each_kind_counts_what_happened(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--seed", "7", "--moves", "800", *flags])
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_pair_that_may_meet_has_met(part: int) -> None:
+    """Managers until each pair of this part of all has met: something of both was seen to happen on one manager."""
+    wanted = pairs()[part::PARTS]
+    run, seed = Run(wanted=wanted), 1000 * part
+    while lacking := [pair for pair in wanted if not run.pairs[pair]]:
+        assert seed < 1000 * part + 80, f"these do not meet: {lacking}"
+        run.manager(seed, 120)
+        seed += 1
+
+
+@pytest.mark.parametrize("features", SELDOM, ids=" ".join)
+def test_what_happens_seldom_happens(features: tuple[str, ...]) -> None:
+    run = Run(with_needed(features))
+    for seed in range(7, 15):
+        run.manager(seed)
+    least = SELDOM[features]
+    assert {event: run.seen[event] for event, count in least.items() if run.seen[event] < count} == {}
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda one: " and ".join(sorted(one)))
+def test_what_the_list_calls_refused_is_refused_in_these_words(refused: frozenset[str], tmp_path: Path) -> None:
+    with pytest.raises(InvalidParamsError, match=REFUSED[refused]):
+        build(SeededChooser(1), with_needed(refused), World(tmp_path, StoredObjects()))
+
+
+def test_no_feature_is_left_out_but_by_the_list() -> None:
+    left_out = {one for refused in REFUSED if len(refused) == 1 for one in refused}
+    assert {one for pair in pairs() for one in pair} == {*FEATURES} - left_out
+
+
+class DrawnChooser:
+    """Choices of Hypothesis, which shrinks them to the shortest that still fail."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self._data = data
+
+    def integer(self, low: int, high: int) -> int:
+        return self._data.draw(st.integers(low, high))
+
+    def pick(self, choices: Sequence[T]) -> T:
+        return self._data.draw(st.sampled_from(choices))
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data(), st.integers(0, 1 << 20), st.integers(1, 40))
+def test_drawn_moves(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int, count: int) -> None:
+    """What fails is shrunk: which features there are by their number, and each choice after that."""
+    features = drawn(SeededChooser(seed)) - {"interrupts"}  # how long a call is, Hypothesis does not draw
+    model = Model(DrawnChooser(data), World(tmp_path_factory.mktemp("files"), StoredObjects()), features)
+    for _ in range(count):
+        model.move()
+    model.finish()
+
+
+def test_the_tool_prints_what_met(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--seed", "7", "--moves", "800"])
     said = capsys.readouterr().out
-    wanted = ["seeds 7 to 10, no discrepancy", "'moves': 800", "'run': ", "'evicted': "]
-    wanted += ["'state evicted': ", "'set back': "] if "--states" in flags else []
-    wanted += ["'slid': "] if "--groups" in flags else []
-    wanted += ["'hint': "] if "--hints" in flags else []
-    assert [one for one in wanted if one not in said] == []
+    assert "seeds 7 to 10, no discrepancy" in said
+    assert "'moves': 800" in said
+    assert [one for one in FEATURES if f" {one} " not in said] == []
 
 
-def test_a_seed_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    class Wrong(GroupBelowMoves):
-        def same_states(self) -> None:
-            super().same_states()
-            assert self.manager.metrics.state_hits < 2
+def test_a_seed_that_fails_is_named_and_fails_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moves: Counter[str] = Counter()
 
-    monkeypatch.setitem(million_moves.KINDS, ("below", True, False), Wrong)
+    class Wrong(Model):
+        def same_books(self) -> None:
+            super().same_books()
+            moves["all"] += 1
+            assert self.seen["hit"] < 3
+
+    monkeypatch.setattr("tests.kvcache.random_model.run.Model", Wrong)
     with pytest.raises(AssertionError):
-        main(["--seed", "40", "--moves", "4000", "--groups", "--states", "below"])
-    assert "fails" in capsys.readouterr().out
+        main(["--seed", "40", "--moves", "4000"])
+    said, first = capsys.readouterr().out, moves["all"]
+    line = next(one for one in said.splitlines() if "fails" in one)
+    moves.clear()
+    words = line.split(": ", 1)[1].split(" --only ")
+    with pytest.raises(AssertionError):
+        main([*words[0].split(), "--only", words[1].strip("'")])
+    assert 0 < moves["all"] <= first
 
 
-def test_hints_are_refused_where_no_model_of_them_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_feature_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--groups", "--states", "shared", "--hints"])
-    assert "--hints: with --states shared alone" in capsys.readouterr().err
+        million_moves.main(["--only", "windows,host"])
+    assert "--only: host, windows is no feature" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a caller gets wrong, one case at a time: the reproductions behind `test_hostile`."""
+"""What a caller gets wrong, one case at a time: the reproductions behind the wrong calls of the random model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 import zmq
 
 from kvcache import (
+    BlockTableMismatchError,
     InvalidParamsError,
     InvalidRequestError,
     KVCacheParams,
@@ -23,6 +24,7 @@ from kvcache import (
     TextContext,
     UnknownArgumentError,
 )
+from kvcache.state_shape import StateShape
 
 
 def running(manager: PagedKVCacheManager, tokens: Any, name: str = "r", **options: Any) -> TextContext:
@@ -259,3 +261,15 @@ def test_a_reset_comes_before_the_next_lookup(make: Any, tmp_path: Path, call: s
     if call == "import_block_table":
         assert pending.tokens == (0, 9)  # type: ignore[attr-defined]
         manager.cancel_import(pending)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [b"x", None, 1.5, object()])
+def test_what_is_no_block_table_is_refused_also_where_there_are_states(wrong: Any) -> None:
+    shape = StateShape(2, 2, 1, 1, 1, 2, torch.int64, torch.int64)
+    params = KVCacheParams(torch.int64, 1, 2, page_size=4, enable_prefix_caching=True, states=shape)
+    manager = PagedKVCacheManager(params, 4, 60, 1, ["cpu"], available_cache_memory=1 << 16)
+    context = TextContext([1] * 9, 60, "r")
+    manager.external_claim("r")
+    with pytest.raises(BlockTableMismatchError, match=r"request 'r': .* is no block table"):
+        manager.import_block_table(context, wrong)
+    manager.check()

@@ -8,7 +8,7 @@ them is "asked", and then has "lent". They are always asked for, whether that is
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from scheduler_adapters.service.requests import TrackedRequest
 from transfer.pull.exchange import PageExchange
 from transfer.pull.lending import PageLender
 
+FOLDER_VARIABLE = "PAGEWIRE_FUSES"
 
-def main(arguments: Sequence[str]) -> int:
-    """Run one process, as `scheduler_adapters.service.server` does; the fuses are in the folder that is named first."""
+
+def main() -> int:
+    """Run one process, as `scheduler_adapters.service.server` does; the exit status."""
     die_with_parent()
-    fuse = Path(arguments[0]) / str(os.getpid())
+    fuse = Path(os.environ[FOLDER_VARIABLE]) / str(os.getpid())
 
     def look(phase: str) -> None:
         if fuse.exists():
@@ -67,4 +69,4 @@ def light(signal: int, delay_s: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,0 +1,349 @@
+"""Takes up after each call what a manager has changed, and compares it with what the plain model says may change.
+
+Which pages a request has, and which contents are found, the manager says; that they are the right ones, as many, in the
+right order, and that their bytes are those of their tokens, is for the model to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import numpy as np
+
+from tests.kvcache.kv import KVTokens, kv_of
+from tests.kvcache.random_model import seam
+from tests.kvcache.random_model.matrix import PAGE_SIZE, ROWS, Built
+from tests.kvcache.random_model.orders import Orders
+from tests.kvcache.random_model.plain import (
+    Content,
+    Digest,
+    Names,
+    Replica,
+    Request,
+    Table,
+    content,
+    first_in_order,
+    named_of,
+    tokens_of,
+)
+
+
+class Books:
+    """A manager and its model, as they are after the last call.
+
+    Attributes:
+        foretold: whether the model says what is evicted. Where states lie among pages it depends on where these lie.
+        lenient: after an interrupt, until nothing is left of it: published pages of running requests may be found no
+            more, and orders are taken from the manager.
+    """
+
+    def __init__(self, built: Built, names: Names) -> None:
+        self.manager, self.built, self.names = built.manager, built, names
+        self.features = built.features
+        self.kv = KVTokens(self.manager)
+        self.foretold, self.lenient = not {"states in slabs", "peer copies"} & self.features, False
+        self.host_foretold = not {"files", "objects", "lends", "peer copies"} & self.features
+        self.blurred = False  # a call was interrupted some time
+        self.orders = Orders(built, names)
+        tables = [
+            Table(one.group, one.group.kind == "full" and not at)
+            for at, one in enumerate(self.manager.layer_tables.tables)
+        ]
+        count = self.manager.num_replicas
+        self.replicas = [
+            Replica(
+                tables,
+                self.manager.total_num_pages // count,
+                built.caching,
+                self.orders.order(at),
+                slab_pages=self.manager.slab_pages,
+                names=names,
+            )
+            for at in range(count)
+        ]
+        self.used: dict[Digest, tuple[int, int]] = {}  # when a content was used in host memory, and its column
+        self.host: dict[Digest, int] = {}
+        self.not_below: set[Digest] = set()  # contents in use while all else was forgotten, also their copies
+        self.clock = 0
+        self.seen_evictions = [0] * count
+        self.seen_state_evictions = [0] * count
+        self.seen_right: set[tuple[int, int, Digest]] = set()
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        return {name: one for replica in self.replicas for name, one in replica.requests.items()}
+
+    # ---- after a call
+
+    def learn(
+        self,
+        *,
+        batch: Sequence[Request] = (),
+        stepped: Sequence[Request] = (),
+        leaving: Sequence[tuple[int, int]] | None = None,
+        reset: bool = False,
+    ) -> None:
+        """Take up what a call has done.
+
+        Args:
+            batch: whose pages may have left their rows, one request after another.
+            stepped: what has been stepped just now.
+            leaving: pages that somebody let go, of a replica each, in the order in which they may become idle; None:
+                as rows give them back.
+            reset: everything that nobody holds was forgotten.
+        """
+        self.clock += 1
+        self.blurred |= self.lenient
+        for at, replica in enumerate(self.replicas):
+            before = {page: place for one in batch for page, place in self._places(one, batch.index(one))}
+            before |= self._gone.get(at, {})
+            for name, one in replica.requests.items():
+                one.rows = seam.rows(self.manager, name)
+            mine = None if leaving is None else [page for of, page in leaving if of == at]
+            self._learn_pages(at, replica, before, mine, reset=reset)
+            if self.manager.states:
+                self._learn_states(at, replica, stepped, reset=reset)
+        self._gone.clear()
+        self._learn_host(reset=reset)
+        assert self.manager.num_free_blocks == sum(replica.free() for replica in self.replicas)
+
+    _gone: dict[int, dict[int, tuple[int, ...]]] = {}  # noqa: RUF012 - see `leave`
+
+    def leave(self, one: Request) -> None:
+        """A request was released."""
+        replica = self.replicas[one.replica]
+        del replica.requests[one.name]
+        self._gone = {one.replica: dict(self._places(one))}
+
+    def gives_back(self, one: Request) -> None:
+        """A request is about to have other pages than before."""
+        self._gone = {one.replica: dict(self._places(one))}
+
+    def touch_found(self, one: Request) -> None:
+        """The copy of the state that a request goes on from was used."""
+        what = content(0, one.tokens, one.named, one.context.start_idx // PAGE_SIZE - 1)
+        self.touch_state(one.replica, self.names.digest_of[what])
+
+    def _places(self, one: Request, nth: int = 0) -> Iterable[tuple[int, tuple[int, ...]]]:
+        """Each page of a request, and what says when it becomes idle: the tail first, the first table's last."""
+        for number, row in enumerate(one.rows):
+            for column, page in row.items():
+                yield page, (nth, number == 0, -column, -number)
+
+    def _learn_pages(
+        self,
+        at: int,
+        replica: Replica,
+        before: dict[int, tuple[int, ...]],
+        leaving: list[int] | None,
+        *,
+        reset: bool,
+    ) -> None:
+        leased = {page for _, parts in seam.leased(self.manager, at) for part in parts for page in part}
+        replica.beside = leased | seam.written(self.manager, at)
+        if replica.slab_pages:
+            replica.slabs = self.manager.states[at].num_held
+        now, was = seam.found(self.manager, at), replica.there
+        held = replica.holders()
+        self._same_rows(replica, {page: digest for digest, page in now.items()})
+        for digest in now.keys() - was.keys():
+            assert digest in self.names.content_of, "a page is found whose content nobody has computed"
+        for digest, page in now.items():
+            assert was.get(digest, page) == page or replica.slab_pages or self.lenient or digest not in replica.there
+            if (at, page, digest) not in self.seen_right:
+                self.same_bytes(at, page, self.names.content_of[digest])
+        self.seen_right = {one for one in self.seen_right if one[0] != at} | {
+            (at, page, digest) for digest, page in now.items()
+        }
+        gone = was.keys() - now.keys()
+        replica.there = now
+        if self.lenient:
+            self.orders.begin_anew(replica, seam.idle(self.manager, at))
+        elif reset:
+            kept = {digest for digest, page in was.items() if page in held or page in replica.beside}
+            assert now.keys() == kept, "a reset forgets what nobody holds, and nothing else"
+            replica.order.clear()
+            self.not_below |= now.keys()
+        else:
+            self._follow_order(at, replica, (was, gone), before, leaving)
+        evictions = seam.evicted(self.manager, at)
+        if not reset and not self.lenient:
+            more = evictions - self.seen_evictions[at]
+            assert more == len(gone) or (more > len(gone) and self._comes_back), f"{more} evictions, {len(gone)} gone"
+            replica.evicted += len(gone)
+            self._kept_below(replica, gone)
+        self.seen_evictions[at] = evictions
+
+    @property
+    def _comes_back(self) -> bool:
+        """Whether what is evicted may be brought back in the same call."""
+        return bool({"host", "peer copies"} & self.features)
+
+    def _follow_order(
+        self,
+        at: int,
+        replica: Replica,
+        changed: tuple[dict[Digest, int], set[Digest]],
+        before: dict[int, tuple[int, ...]],
+        leaving: list[int] | None,
+    ) -> None:
+        """What was idle and is held leaves the order, what became idle joins it, what was evicted came first in it."""
+        was, gone = changed
+        held, order, now = replica.holders().keys() | replica.beside, replica.order, replica.there
+        for digest in [one for one in order if now.get(one) in held]:
+            order.remove(digest)
+        page_of = was | now
+        listed = {*order}
+        idle = [one for one in page_of if one not in listed and (one in gone or page_of[one] not in held)]
+        if leaving is not None:
+            idle.sort(key=lambda one: leaving.index(page_of[one]) if page_of[one] in leaving else -1)
+        else:
+            idle.sort(key=lambda one: before.get(page_of[one], (1 << 30,)))
+        for digest in idle:
+            assert digest not in gone or digest in was, "evicted, and never found"
+            order.append(digest)
+        assert not gone or replica.slab_pages or replica.num_pages == len(held) + len({*now.values()} - held), (
+            "a page was evicted while another one was fresh"
+        )
+        left = {*gone}
+        for _ in gone:
+            digest = first_in_order(order) if self.orders.is_exact(at) and self.foretold else next(iter(left))
+            assert digest in left, f"{self._said(left)} went, and {self._said([digest])} was to go"
+            left.remove(digest)
+            order.remove(digest)
+            self.orders.forget(replica, digest)
+
+    def _said(self, digests: Iterable[Digest]) -> str:
+        return str([self.names.content_of.get(one) for one in digests])
+
+    def _same_rows(self, replica: Replica, digest_of: dict[int, Digest]) -> None:
+        """Rows name found pages where their content is, and pages of their own elsewhere."""
+        holders = replica.holders()
+        for one in replica.requests.values():
+            tokens, named = one.tokens, one.named
+            full = one.cached // PAGE_SIZE if replica.caching and not one.unsure else 0
+            for number, row in enumerate(one.rows):
+                for column, page in row.items():
+                    digest = digest_of.get(page)
+                    if digest is not None:
+                        self.names.learn(digest, content(number, tokens, named, column))
+                    else:
+                        assert holders[page] == 1 or not replica.caching, f"{one.name}: page {page} is another's, too"
+                        assert column >= full, f"{one.name}: page {column} of table {number} is full, and not found"
+
+    def same_bytes(self, at: int, page: int, what: Content) -> None:
+        """A page's bytes are those of its tokens, on each shard."""
+        for shard, blocks in enumerate(self.manager.device_tensors[at]):
+            if blocks.dtype.itemsize < 8:
+                return
+            values = self.values(what, shard)
+            there = blocks[page].numpy()
+            assert (there == values[None, None, :, None, None]).all(), f"page {page} does not hold {what}"
+
+    def values(self, what: Content, shard: int) -> np.ndarray:
+        number, tokens = int(str(what[0])), tokens_of(what)
+        part = (shard, number) if number else shard
+        return kv_of(tokens, named_of(what), part)[len(tokens) - PAGE_SIZE :]
+
+    # ---- states
+
+    def _learn_states(self, at: int, replica: Replica, stepped: Sequence[Request], *, reset: bool) -> None:
+        states = self.manager.states[at]
+        now, was = seam.kept(self.manager, at), replica.kept
+        for digest in now.keys() - was.keys():
+            self.same_state(at, now[digest], digest)
+        gone, mine = was.keys() - now.keys(), [one for one in stepped if one.replica == at]
+        more = states.evictions - self.seen_state_evictions[at]
+        self.seen_state_evictions[at] += more
+        replica.kept = {digest: now[digest] for digest in {**was, **now} if digest in now}
+        if reset:
+            assert not now or not self.plain_states(at), "a copy of a state outlives a reset"
+        if reset or self.lenient:
+            return
+        evicted = gone - {one.passing for one in mine}
+        if self.foretold and not self.blurred and len(mine) < 2 and all(one.surely for one in mine):
+            assert more == len(evicted), f"{more} states evicted, {len(evicted)} are gone"
+            if not self.orders.hinted:
+                assert {*[one for one in was if one in evicted or one not in gone][:more]} == evicted, "the newest went"
+        assert len(mine) > 1 or 0 <= len(gone) - more <= len(mine), f"{more} states evicted, {len(gone)} are gone"
+        for one in mine:
+            self._state_stays(at, replica, one, {*was}, alone=len(mine) == 1)
+
+    def touch_state(self, at: int, digest: Digest) -> None:
+        """A copy was used just now."""
+        replica = self.replicas[at]
+        if digest in replica.kept:
+            replica.kept[digest] = replica.kept.pop(digest)
+
+    def _state_stays(self, at: int, replica: Replica, one: Request, was: set[Digest], *, alone: bool) -> None:
+        """A copy is kept of a state at the end of a page, if there is room, in place of one that it only passed by."""
+        start = one.cached
+        if start % PAGE_SIZE or not start or not replica.caching:
+            return
+        digest = self.names.digest_of[content(0, one.tokens, one.named, start // PAGE_SIZE - 1)]
+        room = len(replica.requests) < ROWS + self.built.copies
+        if self.foretold and alone and room and not self.manager.num_leased_blocks and self.plain_states(at):
+            assert digest in replica.kept, f"{one.name}: no copy of its state after {start} tokens"
+        self.touch_state(at, digest)
+        spacing = self.built.every * PAGE_SIZE
+        stays = start in (one.ends or ()) or bool(spacing and start % spacing == 0)
+        made = digest in replica.kept and digest not in was
+        one.passing = digest if not stays and (made or not alone or one.passing == digest) else None
+        one.surely = alone  # of a batch one has made it, and it is not known which
+
+    def plain_states(self, at: int) -> bool:
+        """Whether requests alone hold states."""
+        return self.manager.states[at].num_held == len(self.replicas[at].requests)
+
+    def same_state(self, at: int, page: int, digest: Digest) -> None:
+        what = self.names.content_of[digest]
+        wanted = int(kv_of(tokens_of(what), named_of(what), "state")[-1])
+        for tensor in chain.from_iterable(self.manager.states[at].blocks):
+            assert (tensor[page] == wanted).all(), f"state page {page} is not that after {what}"
+
+    # ---- host memory
+
+    def use(self, digests: Iterable[Digest]) -> None:
+        """These contents were used just now, in host memory, too."""
+        for digest in digests:
+            self.used[digest] = (self.clock, -len(self.names.content_of[digest]))
+
+    def _learn_host(self, *, reset: bool) -> None:
+        if "host" not in self.features:
+            return
+        now = seam.in_host(self.manager)
+        for digest in now.keys() - self.host.keys():
+            self._same_slot(now[digest], self.names.content_of[digest])
+            self.used[digest] = (self.clock, -len(self.names.content_of[digest]))
+        gone, held = self.host.keys() - now.keys(), seam.host_held(self.manager)
+        if gone and self.host_foretold and not reset and not self.lenient:
+            first = min((self.used[one] for one, slot in now.items() if slot not in held), default=None)
+            last = max(self.used[one] for one in gone)
+            assert first is None or last <= first, f"{self._said(gone)} left the host before what is older"
+        self.host = now
+
+    def _kept_below(self, replica: Replica, gone: set[Digest]) -> None:
+        """What is evicted is in host memory, where that was never full."""
+        slots = self.manager.total_num_host_pages
+        if slots and len(self.names.content_of) < slots and not {"lends"} & self.features:
+            lost = gone - seam.in_host(self.manager).keys() - replica.there.keys()
+            lost -= self.not_below
+            assert not lost, f"{self._said(lost)} was evicted, and is not in the host"
+
+    def _same_slot(self, slot: int, what: Content) -> None:
+        """A slot's bytes are those of the content, in whatever order they lie."""
+        for shard, memory in enumerate(seam.host_memory(self.manager)):
+            there = np.sort(memory[slot].numpy().view(np.int64))
+            values = np.sort(np.repeat(self.values(what, shard), len(there) // PAGE_SIZE))
+            assert (there == values).all(), f"slot {slot} of the host does not hold {what}"
+
+    def everything_right(self) -> None:
+        """The bytes of all that can be found are right."""
+        for at, replica in enumerate(self.replicas):
+            for digest, page in replica.there.items():
+                self.same_bytes(at, page, self.names.content_of[digest])
+            for digest, page in replica.kept.items():
+                self.same_state(at, page, digest)
+        for digest, slot in self.host.items():
+            self._same_slot(slot, self.names.content_of[digest])

@@ -1,0 +1,239 @@
+"""Random imports into the manager of the model: begun, extended, copied, committed, cancelled, begun again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from kvcache import BlockTable, ImportCopier, PageCopy, PendingImport, PromptTooLongError, TextContext
+from tests.kvcache.kv import kv_of
+from tests.kvcache.random_model import seam
+from tests.kvcache.random_model.matrix import BUILT, LONGEST, PAGE_SIZE, ROWS, World, build
+from tests.kvcache.random_model.moves import WEIGHTS, Moves, SeededChooser
+from tests.kvcache.random_model.plain import Request
+
+_OTHERS = {*BUILT} - {"host", "files", "objects", "quotas", "replicas", "peer copies", "partial"}
+"""What a manager has to have in common with another one that takes its pages."""
+
+
+@dataclass(eq=False)
+class Import:
+    """An import of a request, the table that it is of, and who copies, if anybody does."""
+
+    one: Request
+    pending: PendingImport
+    table: BlockTable
+    copier: ImportCopier | None = None
+    is_taken: bool = False  # all of it was
+
+
+class ImportMoves(Moves):
+    """With a second manager, which has computed what the first one imports."""
+
+    def __init__(self, choose: Any, world: World, features: frozenset[str] | None = None, *more: Any) -> None:
+        self.imports: dict[str, Import] = {}
+        self.stray: list[Import] = []  # cancelled or left, and their copiers may still write
+        super().__init__(choose, world, features, *more)
+        self.source = None
+
+    def weights(self) -> dict[str, int]:
+        return WEIGHTS | {"begin_import": 4, "go_on_importing": 8}
+
+    def is_of(self, kind: str) -> str:
+        return "imports" if kind in {"begin_import", "go_on_importing"} else super().is_of(kind)
+
+    @property
+    def running(self) -> list[Request]:
+        return [one for one in super().running if one.name not in self.imports and not self.is_written(one)]
+
+    def is_written(self, one: Request) -> bool:
+        """Whether the copier of its cancelled import may still write."""
+        return any(stray.one is one for stray in self.stray)
+
+    def table_of(self, context: TextContext) -> BlockTable | None:
+        """What the source says of a prompt without its last token, having computed it."""
+        if self.source is None:
+            groups = self.manager.params.groups, self.manager.num_layers
+            more: dict[str, Any] = {"groups": groups[0], "states": self.manager.params.states}
+            features = frozenset(_OTHERS & self.features)
+            self.source = build(SeededChooser(0), features, World(*[None] * 2), more, layers=groups[1]).manager  # type: ignore[arg-type]
+        source, told = self.source, TextContext(context.tokens[:-1], LONGEST, "told", cache_salt=context.cache_salt)
+        told.extra_keys = context.extra_keys
+        source.reset_prefix_cache()
+        source.external_claim("told", 0)
+        try:
+            while told.active_idx - told.start_idx > 1 or told.end_idx < len(context.tokens):
+                if not source.maybe_reserve(told):
+                    return None
+                source.fetch([told])
+                for states in source.states:
+                    states.advance(states.pages_at(["told"], [told.start_idx]), [told.active_idx])
+                told.update(1)
+                source.step([told])
+            return source.block_table("told")
+        except PromptTooLongError:
+            return None
+        finally:
+            source.release("told")
+
+    def begin_import(self) -> bool:
+        """A new request, or one whose import was given up, takes over what the source has computed."""
+        at = self.choose.integer(0, len(self.books.replicas) - 1)
+        if len(self.imports) == 2 or len(self.books.replicas[at].requests) == ROWS:
+            return False
+        context = self.newcomer()
+        table = self.table_of(context) if context.end_idx > 1 else None
+        one = None if table is None else self.comes(context, at)
+        return table is not None and one is not None and self.begin(one, table)
+
+    def begin(self, one: Request, table: BlockTable) -> bool:
+        """Whether the request has pages to import into."""
+        context, manager = one.context, self.manager
+        full = table.num_tokens - table.num_tokens % PAGE_SIZE
+        partial = bool(not manager.states and len(one.rows) == 1 and full and self.choose.integer(0, 2) == 0)
+        first = self.cut_short(table, full // 2 - full // 2 % PAGE_SIZE or PAGE_SIZE) if partial else table
+        try:
+            pending = self.call(
+                "import_block_table", lambda: manager.import_block_table(context, first, partial=partial)
+            )
+        except PromptTooLongError:
+            return self.gives_up(one)
+        self.books.learn(batch=[one])
+        if pending is None:
+            assert not one.has_pages
+            return self.gives_up(one)
+        one.first = [min(row, default=0) for row in one.rows]
+        if one.context.start_idx and manager.states:
+            self.state_hits += 1
+            self.books.touch_found(one)
+        self.imports[one.name] = Import(one, pending, table)
+        return True
+
+    def cut_short(self, table: BlockTable, tokens: int) -> BlockTable:
+        """The table of the first tokens."""
+        width = len(table.digests) // max(1, table.num_tokens // PAGE_SIZE)
+        pages = tokens // PAGE_SIZE
+        return msgspec.structs.replace(
+            table, num_tokens=tokens, groups=(table.groups[0][:pages],), digests=table.digests[: pages * width]
+        )
+
+    def gives_up(self, one: Request) -> bool:
+        self.leave(one)
+        return False
+
+    def go_on_importing(self) -> bool:
+        """Some import is copied, committed, cancelled, or left behind by its request."""
+        if self.stray and self.choose.integer(0, 1):
+            stray = self.stray.pop(self.choose.integer(0, len(self.stray) - 1))
+            assert stray.copier is not None
+            self.call("give_up", stray.copier.give_up)
+            self.books.learn()
+            if self.live.get(stray.one.name) is stray.one:
+                self.after_cancel(stray)
+            return True
+        if not self.imports:
+            return False
+        mine = self.imports[self.choose.pick(sorted(self.imports))]
+        kind = self.choose.integer(0, 7)
+        if mine.copier is None and kind < 7:
+            mine.copier = self.call("copier", lambda: self.manager.copier(mine.pending))
+            self.write(mine, mine.copier.take(last=False)) if kind == 0 else None
+        elif kind < 5 and mine.copier is not None:
+            self.finish_import(mine)
+        else:
+            self.cancel(mine)
+        return True
+
+    def finish_import(self, mine: Import) -> None:
+        """All is copied, proven and committed."""
+        one, pending, context, copier = mine.one, mine.pending, mine.one.context, mine.copier
+        assert copier is not None
+        if pending.num_tokens < mine.table.num_tokens:
+            self.call("extend_import", lambda: self.manager.extend_import(context, pending, mine.table, last=True))
+        mine.is_taken = True
+        self.write(mine, copier.take(last=True))
+        proof = self.call("prove", copier.prove)
+        del self.imports[one.name]
+        self.call("commit_import", lambda: self.manager.commit_import(context, pending, proof))
+        one.cached = context.start_idx
+        assert one.cached >= mine.table.num_tokens, f"{one.name}: goes on from {one.cached} after its import"
+        one.ready = one.room >= len(one.tokens)
+        if self.steady:
+            seam.copy_below(self.manager)
+        self.books.learn()
+        self.seen["imported"] += 1
+
+    def cancel(self, mine: Import) -> None:
+        """The import is given up, by itself or because its request goes; its copier may go on for a while."""
+        leaves = self.choose.integer(0, 2) == 0
+        del self.imports[mine.one.name]
+        if mine.copier is not None:
+            self.stray.append(mine)
+        if leaves:
+            self.leave(mine.one)
+        self.call("cancel_import", lambda: self.manager.cancel_import(mine.pending))
+        self.books.learn(leaving=[(mine.one.replica, int(page)) for page in mine.pending.written[::-1]])
+        self.seen["import cancelled"] += 1
+        if not leaves and mine.copier is None:
+            self.after_cancel(mine)
+
+    def after_cancel(self, mine: Import) -> None:
+        """It imports again, or computes its tokens itself, or goes."""
+        one, kind = mine.one, self.choose.integer(0, 2)
+        if kind == 0 and not self.is_leased(one):
+            self.begin_again(mine)
+        elif kind == 1 and len(one.rows) == 1 and not one.unsure:
+            one.cached = 0
+            one.ready = one.room >= len(one.tokens)
+        else:
+            self.leave(one)
+
+    def begin_again(self, mine: Import) -> None:
+        self.seen["import begun again"] += 1
+        self.books.gives_back(mine.one)
+        self.begin(mine.one, mine.table)
+
+    def write(self, mine: Import, copies: Sequence[PageCopy]) -> None:
+        """What the copies bring: the bytes of the request's tokens, on each shard, and its state."""
+        one, at, count = mine.one, mine.one.replica, len(mine.one.rows)
+        for number, copy in enumerate(copies):
+            pages = np.asarray(copy.dst_pages)
+            if number == count:
+                states = self.manager.states[at]
+                for shard in states.blocks if copy.tokens[0] < copy.tokens[1] else ():
+                    for tensor in shard:
+                        tensor[int(pages[0])] = int(kv_of(one.tokens, one.named, "state")[copy.tokens[1] - 1])
+                continue
+            first, stop = copy.tokens
+            for shard, blocks in enumerate(self.manager.device_tensors[at]):
+                part = (shard, number) if number else shard
+                values = torch.from_numpy(kv_of(one.tokens, one.named, part))
+                for token in range(first, stop):
+                    page = int(pages[token // PAGE_SIZE - first // PAGE_SIZE])
+                    blocks[page, :, :, token % PAGE_SIZE] = values[token]
+
+    def release(self) -> bool:
+        """Also of a request that waits for its import, which is closed then."""
+        one = self.any_of([one for _, one in sorted(self.live.items())])
+        if one is None:
+            return False
+        if (mine := self.imports.get(one.name)) is not None:
+            self.cancel(mine)
+            return True
+        self.leave(one)
+        return True
+
+    def finish(self) -> None:
+        for mine in self.imports.values():
+            self.manager.cancel_import(mine.pending)
+        for mine in [*self.imports.values(), *self.stray]:
+            if mine.copier is not None:
+                mine.copier.give_up()
+        if self.source is not None:
+            self.source.close()
+        super().finish()

@@ -1,0 +1,205 @@
+"""The features of a manager and of its callers, which pairs of them may meet, and a manager of any set of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from kvcache import KVCacheParams, LayerGroup, PagedKVCacheManager, Routing
+from kvcache.layer_groups import layer_tables
+from kvcache.sizing import page_bytes
+from kvcache.state_shape import StateShape
+from kvcache.states import state_layout
+from kvcache.states.state_slabs import kind_offsets
+from tests.kvcache.tiers.stored_objects import StoredObjects
+
+T = TypeVar("T")
+PAGE_SIZE, ROWS, LONGEST = 3, 4, 60
+
+BUILT = ("window", "chunk", "windows alone", "latents", "states apart", "states in slabs", "host", "files", "objects")
+BUILT += ("quotas", "partial", "peer copies", "replicas", "shards")
+CALLED = ("hints", "drafts", "imports", "leases", "lends", "forks", "preemption", "batches", "renames", "stale")
+CALLED += ("resets", "hostile", "interrupts")
+FEATURES = BUILT + CALLED
+NEEDED = {"files": "host", "objects": "host", "peer copies": "replicas"}
+"""Features that are nothing without another one: whoever asks for them gets both."""
+ONE_OF = (frozenset({"states apart", "states in slabs"}),)
+"""Features of which a manager has one: no pair."""
+
+_GROUPS = "partial_reuse_min_tokens is given, and groups: it holds for layers of one group only"
+_STATES = "partial_reuse_min_tokens is given: pages of a model with recurrent states are not cached that way"
+_PEERS = "routing.copy_pages is given, and states: pages without the state after them are nothing to go on from"
+_STORE = "groups are given, and states, and object_tier_io: of these two together nothing is kept in a store"
+_ALONE = "one group of full attention is needed"
+REFUSED: dict[frozenset[str], str] = {
+    frozenset({"windows alone"}): _ALONE,
+    **{frozenset({"partial", one}): _GROUPS for one in ("window", "chunk")},
+    **{frozenset({"partial", one}): _STATES for one in ("states apart", "states in slabs")},
+    **{frozenset({"peer copies", one}): _PEERS for one in ("states apart", "states in slabs")},
+    **{
+        frozenset({"objects", table, states}): _STORE
+        for table in ("window", "chunk")
+        for states in ("states apart", "states in slabs")
+    },
+}
+"""What the product refuses today, with its words. A set that is accepted fails the test: take it out of the list."""
+
+# Of 1, 2, 4 and 7 pages of one layer, keys and values of one head of two elements.
+SHAPES = tuple(StateShape(2, heads, 1, 1, 1, 2, torch.int64, torch.int64) for heads in (2, 5, 9, 20))
+
+
+class Chooser(Protocol):
+    """Where the choices come from."""
+
+    def integer(self, low: int, high: int) -> int: ...
+    def pick(self, choices: Sequence[T]) -> T: ...
+
+
+class World(NamedTuple):
+    """What managers after one another share: a folder of files, and a store of objects."""
+
+    folder: Path
+    store: StoredObjects
+
+
+def is_refused(features: Collection[str]) -> bool:
+    return any(refused <= {*features} for refused in REFUSED)
+
+
+def pairs() -> list[tuple[str, str]]:
+    """All pairs that may meet."""
+    every = itertools.combinations(FEATURES, 2)
+    return [pair for pair in every if not is_refused(pair) and not any({*pair} <= one for one in ONE_OF)]
+
+
+def drawn(choose: Chooser, wanted: Iterable[str] = ()) -> frozenset[str]:
+    """Features of one manager: those `wanted`, which may meet, and about half of the others that may stand beside."""
+    has = with_needed(wanted)
+    for one in sorted(FEATURES, key=lambda _: choose.integer(0, 1 << 20)):
+        more = has | with_needed([one])
+        odds = 4 if one in {"interrupts", "hostile", "partial"} else 2  # slow ones, and one that few others may meet
+        if choose.integer(1, odds) == 1 and not is_refused(more) and not any(len(more & two) > 1 for two in ONE_OF):
+            has = more
+    return has
+
+
+def with_needed(features: Iterable[str]) -> frozenset[str]:
+    has = {*features}
+    return frozenset(has | {NEEDED[one] for one in has if one in NEEDED})
+
+
+def table(met: Counter[tuple[str, str]], events: Counter[str]) -> str:
+    """How often each feature met each other one: a line a feature, and a column each before it."""
+    allowed = {*pairs()}
+    lines = [" " * 20 + "".join(f"{number:>7}" for number in range(1, len(FEATURES)))]
+    for at, one in enumerate(FEATURES):
+        cells = [f"{met[other, one]:>7}" if (other, one) in allowed else f"{'-':>7}" for other in FEATURES[:at]]
+        lines.append(f"{at + 1:>2} {one:<16} {''.join(cells)}  [{events[one]}]")
+    return "\n".join(lines)
+
+
+class Built(NamedTuple):
+    """A manager, and what its model has to know of it."""
+
+    manager: PagedKVCacheManager
+    features: frozenset[str]
+    caching: bool
+    copies: int  # of states, where they lie apart
+    every: int  # pages between two copies of a state
+    quotas: dict[str, float]
+    quota: float
+
+
+def build(
+    choose: Chooser,
+    features: frozenset[str],
+    world: World,
+    params: dict[str, Any] | None = None,
+    layers: int = 0,
+) -> Built:
+    """A manager of these features, all else drawn; it is without prefix caching where nothing needs that, sometimes."""
+    needs_caching = {"host", "quotas", "partial", "peer copies", "hints", "lends"} & features
+    caching = bool(needs_caching or choose.integer(0, 3))
+    dp, tp = (2 if "replicas" in features else 1), (2 if "shards" in features else 1)
+    if layers:  # as another manager has them
+        groups = (params or {}).get("groups", ())
+    else:
+        layers, groups = choose.pick(layouts(features))
+    shape = (params or {}).get("states") or choose.pick([one for one in SHAPES if one.heads % tp == 0])
+    states, apart = bool(features & ONE_OF[0]), "states apart" in features
+    copies, every = (choose.pick((0, 1, 2, 4, 8)), choose.pick((0, 0, 1, 2))) if caching and states else (0, 0)
+    quota = choose.pick((0.1, 0.25, 1.0)) if "quotas" in features else 1.0
+    quotas = {"third": choose.pick((0.0, 0.1, 0.5))} if "quotas" in features and (quota == 1.0 or copies) else {}
+    told: dict[str, Any] = {"page_size": PAGE_SIZE, "enable_prefix_caching": caching, "groups": groups}
+    told |= {"n_devices": dp * tp, "data_parallel_degree": dp, "is_mla": "latents" in features}
+    told |= {"partial_reuse_min_tokens": int("partial" in features), "states": shape if states else None}
+    told |= {"state_copies": copies} if apart else {}
+    told |= {"state_every_pages": every} if states else {}
+    told |= {"tenant_quota": quota, "tenant_quotas": quotas} if caching else {}
+    told |= {"routing": Routing(copy_pages=True)} if "peer copies" in features else {}
+    told |= params or {}
+    plain = KVCacheParams(torch.int64, tp, 2, **told)
+    page = page_bytes(plain, layer_tables(groups, layers).layers_per_page, PAGE_SIZE)
+    of_tier = sum(kind_offsets(kinds)[-1] for kinds in state_layout.state_layouts(shape, tp)) if states else 0
+    if "host" in features:
+        told |= below(choose, features, world, page, of_tier, many=bool(groups))
+    pages = choose.pick((12, 14, 17) if not groups else (24, 30, 36))
+    memory = pages * page
+    if apart:
+        memory += (ROWS + copies + 1) * state_layout.page_bytes(state_layout.state_layouts(shape, tp))
+    elif states:  # each request takes a slab beside its pages
+        memory += (
+            choose.pick((1, 2, 3)) * -(-state_layout.page_bytes(state_layout.state_layouts(shape, tp)) // page) * page
+        )
+    made = KVCacheParams(torch.int64, tp, 2, **told)
+    manager = PagedKVCacheManager(
+        made, ROWS * dp, LONGEST, layers, ["cpu"] * (dp * tp), available_cache_memory=memory * dp
+    )
+    return Built(manager, features, caching, copies, every, quotas if caching else {}, quota if caching else 1.0)
+
+
+def below(
+    choose: Chooser, features: frozenset[str], world: World, page: int, state: int, *, many: bool
+) -> dict[str, Any]:
+    """Params of the tiers below: so many pages, and states, of these bytes."""
+    slots = choose.pick((12, 40, 120) if many else (6, 20, 60)) * (3 if {"files", "objects"} & features else 1)
+    states = choose.pick((2, 3, 5, 20)) if state else 0
+    space = slots * page + states * state
+    told: dict[str, Any] = {
+        "enable_kvcache_swapping_to_host": True,
+        "host_kvcache_swap_space_gb": (space + 0.5) / 2**30,
+        **({"tier_state_share": (states * state + 0.5) / space} if state else {}),
+    }
+    if "files" in features:
+        told |= {"file_tier_dir": str(world.folder), "file_tier_max_gb": 1_000_000 / 2**30, "file_tier_key": "model"}
+    if "objects" in features:
+        told |= {"object_tier_io": world.store, "object_tier_pages": choose.pick((1, 2, 3)), "file_tier_key": "model"}
+    return told
+
+
+def layouts(features: Collection[str]) -> list[tuple[int, tuple[LayerGroup, ...]]]:
+    """Layers, and how they are grouped: windows below a page, of pages, beyond all; chunks; both; full ones cut."""
+    full, of = LayerGroup("full", (0,)), {*features} & {"window", "chunk", "windows alone"}
+    window = [LayerGroup("window", (1,), tokens) for tokens in (1, 2, 4, 7, 100)]
+    chunk = [LayerGroup("chunked", (1,), tokens) for tokens in (4, 9)]
+    if "windows alone" in of:
+        return [(2, (LayerGroup("window", (0,), 4), LayerGroup("chunked", (1,), 6)))]
+    if of == {"window"}:
+        more = [(full, LayerGroup("window", (1,), 4), LayerGroup("window", (2,), 8))]
+        more += [(LayerGroup("window", (0, 2), 5), LayerGroup("full", (1,)))]
+        more += [(LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 6))]
+        return [*((2, (full, one)) for one in window), *((3, one) for one in more)]
+    if of == {"chunk"}:
+        return [*((2, (full, one)) for one in chunk), (2, (LayerGroup("full", (1,)), LayerGroup("chunked", (0,), 4)))]
+    if of:
+        third = LayerGroup("chunked", (2,), 6)
+        return [
+            (3, (full, LayerGroup("window", (1,), 7), third)),
+            (4, (full, LayerGroup("window", (1,), 4), third, LayerGroup("window", (3,), 8))),
+        ]
+    return [(1, ())]

@@ -1,0 +1,945 @@
+"""Random moves of a serving loop on a manager of any features, each answer compared with the plain model's."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from kvcache import (
+    InvalidRequestError,
+    NoFreeStatePageError,
+    PageLease,
+    PromptTooLongError,
+    RangeRetention,
+    Retention,
+    TextContext,
+)
+from tests.kvcache.kv import Keys, Named, Run, kv_of
+from tests.kvcache.random_model import seam
+from tests.kvcache.random_model.books import Books
+from tests.kvcache.random_model.matrix import LONGEST, PAGE_SIZE, ROWS, Chooser, World, build, drawn
+from tests.kvcache.random_model.plain import Content, Names, Replica, Request, content, pages_of
+
+T = TypeVar("T")
+WEIGHTS = {"claim": 6, "reserve": 8, "ask": 3, "run": 12, "run_batch": 4, "fork": 3, "rename": 2, "stale": 2}
+WEIGHTS |= {
+    "release": 5,
+    "preempt": 3,
+    "lease": 3,
+    "tell": 3,
+    "end": 3,
+    "lend": 2,
+    "reset": 1,
+    "speculate": 4,
+    "hint": 4,
+}
+OF_FEATURE = {"run_batch": "batches", "fork": "forks", "rename": "renames", "stale": "stale", "preempt": "preemption"}
+OF_FEATURE |= {"lease": "leases", "tell": "leases", "lend": "lends", "reset": "resets", "speculate": "drafts"}
+OF_FEATURE |= {"hint": "hints"}
+TENANTS = (None, "other", "third")
+
+
+class SeededChooser:
+    """Choices of a seed: fast, and not shrunk."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def integer(self, low: int, high: int) -> int:
+        return self._random.randint(low, high)
+
+    def pick(self, choices: Sequence[T]) -> T:
+        return self._random.choice(choices)
+
+
+@dataclass(eq=False)
+class Lease:
+    """A lease, and what its readers were told: pages, and the bytes of the tokens in them."""
+
+    ours: PageLease
+    one: Request | None  # whose pages; None: of whoever has them
+    told: list[tuple[list[int], int, torch.Tensor]] = field(default_factory=list)
+
+
+class Moves:
+    """A manager of `features` (drawn, where they are not given), its model, and the requests that are claimed."""
+
+    def __init__(
+        self,
+        choose: Chooser,
+        world: World,
+        features: frozenset[str] | None = None,
+        names: Names | None = None,
+        params: dict[str, Any] | None = None,
+    ) -> None:
+        self.choose = choose
+        self.features = drawn(choose) if features is None else features
+        built = build(choose, self.features, world, params)
+        self.manager, self.caching = built.manager, built.caching
+        self.names = names or Names()
+        self.books = Books(built, self.names)
+        self.live: dict[str, Request] = {}
+        self.away: list[TextContext] = []  # preempted: their contexts say how far they had come
+        self.leases: list[Lease] = []
+        self.past: list[tuple[list[int], Keys]] = [([1] * 9, ())]
+        self.seen: Counter[str] = Counter()
+        self.made = self.state_hits = 0
+        self.told_fits = False
+        # Copies to the host are made at once, or never unless an eviction asks for them.
+        self.steady = choose.integer(0, 1) == 1
+        self.books.host_foretold &= self.steady
+        if "host" in self.features:
+            seam.hold_copies(self.manager)
+        if self.hinted:
+            self.books.orders.begin(choose.pick((None, 0.5, 0.95)) if "hints" in self.features else None)
+        self.kinds = [
+            kind for kind, weight in self.weights().items() for _ in range(weight) if self.is_of(kind) in self.features
+        ]
+
+    def weights(self) -> dict[str, int]:
+        return WEIGHTS
+
+    def is_of(self, kind: str) -> str:
+        """The feature whose move it is; that of all managers is the first that there is."""
+        if kind == "end":
+            return "leases" if "leases" in self.features else "lends"
+        return OF_FEATURE.get(kind, next(iter(self.features), ""))
+
+    @property
+    def hinted(self) -> bool:
+        return self.books.orders.hinted
+
+    @property
+    def slabs(self) -> bool:
+        return self.manager.slab_pages > 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether all that a request finds is on its own replica."""
+        return not {"host", "peer copies", "partial"} & self.features
+
+    def replica(self, one: Request) -> Replica:
+        return self.books.replicas[one.replica]
+
+    def call(self, name: str, call: Callable[[], T]) -> T:  # noqa: ARG002 - see `Interrupted`
+        """Make a call that may be interrupted."""
+        return call()
+
+    # ---- moves
+
+    def move(self) -> None:
+        """One move, then both must agree."""
+        kind = self.choose.pick(self.kinds or ["claim", "reserve", "run", "release"])
+        move: Callable[[], bool] = getattr(self, kind)
+        if move():
+            self.seen[kind] += 1
+        self.same_books()
+
+    def claim(self) -> bool:
+        """A new request, or one that was preempted; one in three asks first where it fits, and is reserved there."""
+        context = self.choose.pick(self.away) if self.away and self.choose.integer(0, 1) else self.newcomer()
+        replica = self.choose.integer(0, len(self.books.replicas) - 1)
+        if self.choose.integer(0, 2) == 0:
+            return self.admit(context)
+        if len(self.books.replicas[replica].requests) == ROWS:
+            return False
+        return self.comes(context, replica) is not None
+
+    def comes(self, context: TextContext, at: int) -> Request | None:
+        """The request on a replica with a free row; None: there is no room for its state."""
+        replica = self.books.replicas[at]
+        room = self.has_state_room(at)
+        try:
+            self.call("external_claim", lambda: self.manager.external_claim(context.request_id, at))
+        except NoFreeStatePageError:
+            assert room is not True, "the replica has as much free as a state takes"
+            self.seen["no state"] += 1
+            self.books.learn()
+            return None
+        assert room is not False, "a state has a page that is not there"
+        tables = len(replica.tables)
+        self.made += 1
+        one = Request(context, at, self.made, context.tokens.tolist(), [{} for _ in range(tables)], [0] * tables)
+        self.live[one.name] = replica.requests[one.name] = one
+        self.seen["came back"] += context in self.away
+        self.away = [other for other in self.away if other is not context]
+        self.books.learn()
+        return one
+
+    def has_state_room(self, at: int) -> bool | None:
+        """Whether a state has room on a replica; None: it depends on where pages lie that cannot be moved."""
+        replica = self.books.replicas[at]
+        if not self.slabs:
+            return not self.manager.states or self.manager.states[at].num_free > 0
+        return None if self.stay(at) and replica.has_slab() else replica.has_slab()
+
+    def stay(self, at: int) -> bool:
+        """Whether some held pages cannot be moved."""
+        return bool(
+            self.books.blurred or self.leases or self.books.replicas[at].beside or not self.books.plain_states(at)
+        )
+
+    def admit(self, context: TextContext) -> bool:
+        """What `admission` says comes true: where it fits, it gets its row and its pages, and nowhere else."""
+        if self.books.replicas[0].least(context.current_length, 0, context.active_idx, 1) > self.replica_pages:
+            return False
+        self.chunk(context)
+        found = self.call("admission", lambda: self.manager.admission(context))
+        full = len(self.books.replicas[found.replica_idx].requests) == ROWS
+        one = None if full else self.comes(context, found.replica_idx)
+        if one is None:
+            assert not found.fits
+        else:
+            self.told_fits = True
+            self.reserve_one(one, 1)
+            self.told_fits = False
+            assert one.has_pages or not found.fits, f"{context}: {found}, but it got no pages"
+            assert found.fits or not one.has_pages or self.slabs or not self.exact, f"{context}: {found}, but it fits"
+        self.seen["fits" if found.fits else "does not fit"] += 1
+        return one is not None
+
+    @property
+    def replica_pages(self) -> int:
+        return self.books.replicas[0].num_pages
+
+    def newcomer(self) -> TextContext:
+        """A prompt that begins as an earlier one did, a little way or all along."""
+        choose = self.choose
+        past, keys = choose.pick(self.past)
+        tokens = past[: choose.integer(0, 2 * len(past))]  # in half the cases all of it
+        tokens = tokens + [choose.integer(1, 2) for _ in range(choose.integer(1, 6))]
+        salt = choose.pick(TENANTS) if "quotas" in self.features else None if choose.integer(0, 5) else "other"
+        self.made += 1
+        made = TextContext(tokens[: LONGEST // 2], LONGEST, f"r{self.made}", cache_salt=salt)
+        made.extra_keys = keys if choose.integer(0, 3) else self.keys(made.end_idx)
+        return made
+
+    def keys(self, length: int) -> Keys:
+        """None, or images near the end of the prompt, where a page is full only later, or anywhere."""
+        kind = self.choose.integer(0, 5)
+        if kind < 2:
+            return ()
+        first = max(0, length - 2 * PAGE_SIZE) if kind < 5 else 0
+        at = [self.choose.integer(first, length + 2) for _ in range(self.choose.integer(1, 2))]
+        return tuple((position, b"image%d" % self.choose.integer(0, 1)) for position in at)
+
+    def any_of(self, requests: Sequence[Request]) -> Request | None:
+        return self.choose.pick(requests) if requests else None
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that no import keeps waiting."""
+        return [one for _, one in sorted(self.live.items())]
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests without pages, of which the pool holds each."""
+        return [one for one in self.running if not one.has_pages and not self.too_long(one)]
+
+    def too_long(self, one: Request, steps: int = 1) -> bool:
+        context, replica = one.context, self.replica(one)
+        return replica.least(context.current_length, one.start, context.active_idx, steps) > replica.num_pages
+
+    def reserve(self) -> bool:
+        one = self.any_of(self.running)
+        return one is not None and self.reserve_one(one, self.choose.integer(1, 3)) is not None
+
+    def ask(self) -> bool:
+        """What a waiting request was told may be true no more when it comes: it has other keys, or pages are gone."""
+        one, between = self.any_of(self.waiting), self.choose.integer(0, 6)
+        if one is None:
+            return False
+        self.call("admission", lambda: self.manager.admission(one.context))
+        if between == 0 and "resets" in self.features:
+            self.reset()
+        elif between < 3 and "renames" in self.features:
+            self.change(one.context)
+        else:
+            self.reserve()
+            if one.has_pages or one.name not in self.live:
+                return True
+        return self.reserve_one(one, 1) is not None
+
+    def stale(self) -> bool:
+        """The context of a request without pages says that it has come somewhere."""
+        one = self.any_of([one for one in self.waiting if one.context.active_idx])
+        if one is None:
+            return False
+        one.context.set_token_indices(start_idx=self.choose.integer(0, one.context.active_idx - 1))
+        return True
+
+    def chunk(self, context: TextContext) -> None:
+        """Now and then only a chunk is to run: windows have pages for that alone."""
+        if context.active_length > 1 and self.choose.integer(0, 1):
+            context.set_token_indices(active_idx=self.choose.integer(context.start_idx + 1, context.end_idx))
+            self.seen["chunk"] += context.active_idx < context.end_idx
+
+    # ---- reservations
+
+    def reserve_one(self, one: Request, steps: int) -> bool | None:
+        """Whether the request has its pages; None: no pool would do."""
+        context, replica = one.context, self.replica(one)
+        was, steps = context.active_idx, min(steps, LONGEST - context.current_length + 1)
+        if not self.told_fits:
+            self.chunk(context)
+        before, start, length = (context.start_idx, context.active_idx), one.start, context.current_length
+        if self.too_long(one, steps):
+            with contextlib.suppress(PromptTooLongError):
+                self.manager.maybe_reserve(context, steps)
+                raise AssertionError(f"{context.current_length} tokens and {steps} steps in {replica.num_pages} pages")
+            context.set_token_indices(active_idx=was)
+            return None
+        self.fetch_below(context)
+        looks = not one.has_pages or context.active_length > 1
+        committed = replica.committed(one)
+        device, low, high = self.ends(one, committed, steps) if looks else (committed, committed, committed)
+        run = self.device_run(one, committed)
+        one.shared = (run - committed) * PAGE_SIZE if looks and run > committed else one.shared
+        there = self.call("maybe_reserve", lambda: self.manager.maybe_reserve(context, steps))
+        if not looks and length + steps - 1 <= one.room:
+            assert there, f"{one.name}: refused pages that it has"
+            self.books.learn()
+            return True
+        if not there:
+            assert (context.start_idx, context.active_idx) == before
+            found = [device if device * PAGE_SIZE > start else committed]
+            if not self.exact:  # it may have been found to go on from further on, with what is below
+                found = [*range(committed, high + 1)]
+            left = min(self.surplus_at(one, (before, start, steps), committed, end) for end in found)
+            assert left < 0, f"{one.name}: refused, and {left} pages would be left"
+            self.seen["refused"] += 1
+            context.set_token_indices(active_idx=was)  # it may run what it was reserved for before
+            self.books.learn()
+            return False
+        active = self.active_after(before, context)
+        self.came(one, (before, start, steps, active), (committed, device, low, high))
+        return True
+
+    def surplus_at(self, one: Request, asked: tuple[tuple[int, int], int, int], committed: int, end: int) -> int:
+        """Free pages that would be left if the request had gone on from this column."""
+        (was, active), start, steps = asked
+        went_on, length = (end * PAGE_SIZE if end > committed else start), len(one.tokens)
+        active = active if went_on < active else min(length, went_on + active - was)
+        replica = self.replica(one)
+        plan = replica.plan(one, length, went_on, active, steps, end)
+        return replica.surplus(one, plan, committed, freed=not self.is_leased(one))
+
+    def active_after(self, before: tuple[int, int], context: TextContext) -> int:
+        """Where a chunk ends whose start has moved."""
+        start, (was, active) = context.start_idx, before
+        return active if start < active else min(context.end_idx, start + active - was)
+
+    def came(self, one: Request, asked: tuple[tuple[int, int], int, int, int], may: tuple[int, int, int, int]) -> None:
+        """A request has its pages: as far as it may, from where it has to, and no others."""
+        (before, start, steps, active), (committed, device, low, high) = asked, may
+        context, replica = one.context, self.replica(one)
+        part = PAGE_SIZE - 1 if "partial" in self.features and context.active_idx - start > 1 else 0
+        now = context.start_idx
+        least, most = max(start, low * PAGE_SIZE), max(start, high * PAGE_SIZE + part)
+        assert least <= now <= most, f"{one.name}: goes on from {now}, {least} to {most} may be"
+        assert now < context.active_idx <= active <= context.end_idx, f"{context} was to run up to {active}"
+        found = now // PAGE_SIZE if now > start else committed
+        plan = replica.plan(one, len(one.tokens), now, active, steps, found)
+        if self.exact:
+            left = replica.surplus(one, plan, committed)
+            assert left >= 0, f"{one.name}: has pages, {-left} too many"
+        if now > start and self.manager.states:
+            digest = self.names.digest_of[content(0, one.tokens, one.named, now // PAGE_SIZE - 1)]
+            self.books.touch_state(one.replica, digest)
+            self.state_hits += 1
+        self.cut(one, (start, now, active))
+        self.seen["slid"] += sum(columns.start > first for columns, first in zip(plan.columns, one.first, strict=True))
+        self.books.learn(batch=[one])
+        for number, (row, columns) in enumerate(zip(one.rows, plan.columns, strict=True)):
+            assert sorted(row) == [*columns], f"{one.name}: table {number} has {sorted(row)}, {columns} is needed"
+            alone = "host" in self.features and len(one.rows) == 1
+            for column in range(committed, (min(device, found) if alone else found)):
+                assert column not in row or row[column] in replica.there.values(), f"{one.name}: {column} is not shared"
+        one.first = [columns.start for columns in plan.columns]
+        one.ready = True
+        self.back_from_below(one, device, found)
+        self.seen["hit"] += now > start
+        self.seen["moved back"] += now < before[0]
+        self.seen["part of a page"] += bool(part and now % PAGE_SIZE and now > start)
+
+    def cut(self, one: Request, at: tuple[int, int, int]) -> None:
+        """A chunk of a prompt ends where a copy of its state is to be made."""
+        start, now, active = at
+        if not self.manager.states or not self.caching:
+            assert one.context.active_idx == active or "partial" in self.features
+            return
+        if now == start and active - now == 1:
+            assert one.context.active_idx == active
+            return
+        last = len(one.tokens) - 1
+        one.ends = one.ends or {one.shared, last - last % PAGE_SIZE}
+        spacing = self.books.built.every * PAGE_SIZE
+        spaced = {*range(0, active, spacing)} if spacing else set[int]()
+        wanted = min((end for end in one.ends | spaced if now < end < active), default=active)
+        may_be = {wanted} if self.exact and not one.unsure else {active, *range(0, active, PAGE_SIZE)}
+        assert one.context.active_idx in may_be, f"{one.context}: its chunk was to end at {wanted}"
+        self.seen["cut"] += one.context.active_idx < active
+
+    def device_run(self, one: Request, committed: int) -> int:
+        """Columns of the first table that the device has without a gap."""
+        end = committed
+        replica = self.replica(one)
+        while end < (len(one.tokens) - 1) // PAGE_SIZE and replica.has(content(0, one.tokens, one.named, end)):
+            end += 1
+        return end if self.caching else 0
+
+    def ends(self, one: Request, committed: int, steps: int) -> tuple[int, int, int]:
+        """From which column a request goes on: with what its device has; at least; at most."""
+        replica, names = self.replica(one), self.names
+        if self.is_promised(one):
+            return committed, committed, committed
+
+        def there(_: int, what: Content) -> bool:
+            return replica.has(what)
+
+        def ends_here(what: Content) -> bool:
+            return not self.manager.states or names.digest_of[what] in replica.kept
+
+        device = replica.resume(one, committed, there, ends_here)
+        if not {"host", "peer copies"} & self.features:
+            return device, device, device
+        host, states, run = self.books.host, seam.host_states(self.manager), self.device_run(one, committed)
+
+        def in_host(what: Content) -> bool:
+            return names.digest_of.get(what) in host
+
+        def ends_below(what: Content) -> bool:
+            return ends_here(what) or names.digest_of[what] in states
+
+        if len(replica.tables) == 1:
+            low = replica.resume(
+                one, committed, lambda _, what: len(what) // PAGE_SIZE <= run or in_host(what), ends_below
+            )
+            low = low if "host" in self.features else device
+        else:
+            surely = len(replica.tables) * pages_of(len(one.tokens) + steps - 1) <= replica.free()
+            lifts = surely and not one.has_pages and "host" in self.features
+            low = replica.resume(one, committed, lambda _, what: replica.has(what) or in_host(what), ends_below)
+            low = low if lifts else device
+        everywhere = replica.resume(one, committed, lambda _, what: what in names.digest_of)
+        return device, min(low, everywhere), everywhere
+
+    def fetch_below(self, context: TextContext) -> None:
+        """Wait until what lies in files and objects has come, as a scheduler may."""
+        end = time.monotonic() + 10
+        if not {"files", "objects"} & self.features:
+            return
+        while self.call("prefetch", lambda: self.manager.prefetch(context)):
+            assert time.monotonic() < end, "pages do not come"
+            time.sleep(0.0005)
+        self.books.learn()
+
+    def back_from_below(self, one: Request, device: int, found: int) -> None:
+        """What comes up from host memory was used: now, or when its request runs."""
+        if "host" not in self.features:
+            return
+        digests = [
+            self.names.digest_of[content(number, one.tokens, one.named, column)]
+            for number in range(len(one.rows))
+            for column in range(min(device, found), found)
+            if column in one.rows[number]
+        ]
+        if len(one.rows) == 1:
+            one.loads = digests
+        else:
+            self.books.host_foretold = False  # which of them were below, is not known
+        self.seen["came from below"] += len(digests)
+
+    # ---- a step
+
+    def is_promised(self, one: Request) -> bool:
+        """Whether readers know of the request's state, which may not run on then."""
+        return bool(self.manager.states) and self.is_leased(one) and one.state_told == one.cached
+
+    def is_leased(self, one: Request) -> bool:
+        return any(lease.one is one for lease in self.leases)
+
+    @property
+    def ready(self) -> list[Request]:
+        """Requests that may run a step."""
+        may = (one for one in self.running if one.ready and not self.is_promised(one))
+        return [one for one in may if one.room >= len(one.tokens) or one.context.active_idx < one.context.end_idx]
+
+    def run(self) -> bool:
+        one = self.any_of(self.ready)
+        if one is None or len(one.tokens) == LONGEST:
+            return False
+        chunk = self.choose.integer(1, 30)
+        if one.context.active_length > chunk:
+            one.context.set_token_indices(active_idx=one.context.start_idx + chunk)
+        self.compute([one.context], [one])
+        self.update(one, self.choose.integer(1, 2))
+        if self.caching and "renames" in self.features and self.choose.integer(0, 7) == 0:
+            self.step_renamed(one)
+        self.call("step", lambda: self.manager.step([one.context]))
+        self.stepped([one])
+        return True
+
+    def update(self, one: Request, token: int) -> None:
+        if one.context.active_idx == one.context.end_idx:
+            one.tokens.append(token)
+        one.context.update(token)
+
+    def compute(self, batch: Sequence[TextContext], requests: Sequence[Request], *, decodes: bool = False) -> None:
+        """What a model does: reads the KV of every cached token, which must be right, and writes that of the others."""
+        inputs = self.call("fetch", lambda: self.manager.fetch(batch))
+        runs = [self.run_of(one, decodes=decodes) for one in requests]
+        if "host" in self.features:
+            for one in requests:
+                self.books.use(one.loads)
+                one.loads = []
+            self.books.learn()
+        self.books.kv.run(runs, inputs)
+        for at, states in enumerate(self.manager.states):
+            if not (mine := [run for run in runs if run.replica == at]):
+                continue
+            names = [run.request_id for run in mine]
+            pages = states.pages_at(names, [run.start for run in mine])
+            for page, run in zip(pages.tolist(), mine, strict=True):
+                wanted = int(kv_of(run.tokens, run.named, "state")[run.start - 1]) if run.start else 0
+                self.same_state(at, page, wanted, run)
+            written = states.drafts.written(names, pages)
+            for page, run in zip(written.tolist(), mine, strict=True):
+                for shard in states.blocks:
+                    for tensor in shard:
+                        tensor[page] = int(kv_of(run.tokens, run.named, "state")[run.active - 1])
+            states.advance(written, [run.active for run in mine])
+
+    def same_state(self, at: int, page: int, wanted: int, run: Run) -> None:
+        for shard in self.manager.states[at].blocks:
+            for tensor in shard:
+                assert (tensor[page] == wanted).all(), f"{run.request_id}: another state after {run.start} tokens"
+
+    def run_of(self, one: Request, *, decodes: bool) -> Run:
+        length = len(one.tokens)
+        start, active = (length - 1, length) if decodes else (one.context.start_idx, one.context.active_idx)
+        return Run(one.name, one.replica, one.named, [*one.tokens], start, active)
+
+    def stepped(self, requests: Sequence[Request], *, decodes: bool = False) -> None:
+        for one in requests:
+            one.cached = len(one.tokens) - 1 if decodes else one.context.start_idx
+            one.ready = one.room >= len(one.tokens)
+        if self.steady:
+            seam.copy_below(self.manager)
+        self.books.learn(stepped=requests)
+
+    def run_batch(self) -> bool:
+        """Several steps of a `Batch` over the requests that have one token to run."""
+        ready = [one for one in self.ready if one.context.active_length == 1]
+        ready = [one for one in ready if one.context.active_idx == one.context.end_idx and one.start]
+        if not ready:
+            return False
+        batch = self.manager.batch([one.context for one in ready])
+        for _ in range(self.choose.integer(1, 8)):
+            lengths = [len(one.tokens) for one in ready]
+            most = self.replica_pages
+            if max(lengths) == LONGEST or any(
+                self.replica(one).least(length, length - 1, length, 1) > most
+                for one, length in zip(ready, lengths, strict=True)
+            ):
+                break
+            if self.hinted and not all(self.reserve_one(one, 1) for one in ready):  # one after another: in what order
+                break  # several pages go that are taken together is for others to say
+            if not self.reserve_all(batch, ready):
+                break
+            self.compute(batch, ready, decodes=True)
+            tokens = [self.choose.integer(1, 2) for _ in ready]
+            batch.update(tokens)
+            for one, token in zip(ready, tokens, strict=True):
+                one.tokens.append(token)
+            self.call("step", lambda: self.manager.step(batch))
+            self.stepped(ready, decodes=True)
+            if any(self.is_promised(one) for one in ready):
+                break
+            self.manager.check()
+        for one in ready:
+            assert one.context.tokens.tolist() == one.tokens
+            assert one.context.start_idx == one.context.end_idx - 1
+        return True
+
+    def reserve_all(self, batch: Any, ready: Sequence[Request]) -> bool:
+        """Room for one more token of each request of a batch."""
+        plans = [
+            self.replica(one).plan(one, len(one.tokens), len(one.tokens) - 1, len(one.tokens), 1, self.committed(one))
+            for one in ready
+        ]
+        there: list[bool] = self.call("reserve_batch", lambda: self.manager.reserve_batch(batch)).tolist()
+        had = [len(one.tokens) <= one.room for one in ready]
+        rows = [[{*row} for row in one.rows] for one in ready]
+        self.books.learn(batch=ready)
+        for one, is_there, plan, enough, before in zip(ready, there, plans, had, rows, strict=True):
+            if is_there and not enough:
+                assert [sorted(row) for row in one.rows] == [[*columns] for columns in plan.columns], one.name
+                one.first = [columns.start for columns in plan.columns]
+            else:
+                assert [{*row} for row in one.rows] == before, f"{one.name}: refused, and its pages are others"
+                assert is_there == enough
+            replica = self.replica(one)
+            if not is_there and len(replica.tables) == 1:
+                assert replica.surplus(one, plan, plan.found) < 0, f"{one.name}: refused, and there are pages"
+        return all(there)
+
+    def committed(self, one: Request) -> int:
+        return self.replica(one).committed(one)
+
+    def speculate(self) -> bool:
+        """Run guesses behind all known tokens, of which some are taken away again."""
+        ready = [one for one in self.ready if one.context.active_idx == one.context.end_idx]
+        one = self.any_of([one for one in ready if min(one.room, LONGEST - 1) > len(one.tokens)])
+        if one is None:
+            return False
+        context, start, end = one.context, one.context.start_idx, one.context.end_idx
+        count = self.choose.integer(1, min(4, min(one.room, LONGEST - 1) - end))
+        if self.manager.states and not self.draft(one):
+            self.seen["no draft"] += 1
+            return False
+        for _ in range(count):
+            self.update(one, self.choose.integer(1, 2))
+        context.set_token_indices(start_idx=start)
+        self.compute([context], [one])
+        right = self.choose.integer(0, count)
+        if right < count:
+            context.set_token_indices(active_idx=end + right, end_idx=end + right)
+            del one.tokens[end + right :]
+        self.update(one, self.choose.integer(1, 2))
+        self.call("step", lambda: self.manager.step([context]))
+        goes_back = bool(self.manager.states) and right < count
+        assert context.start_idx == (start if goes_back else end + right)
+        self.seen["set back" if right < count else "all right"] += 1
+        self.stepped([one])
+        return True
+
+    def draft(self, one: Request) -> bool:
+        """Whether the request has a second state page, as there should be one."""
+        states, room, moved = (
+            self.manager.states[one.replica],
+            self.has_state_room(one.replica),
+            seam.moved(self.manager),
+        )
+        there = self.call("draft", lambda: states.draft(one.name))
+        assert there if room and not self.slabs else room is not False or not there
+        assert seam.moved(self.manager) == moved, "a page was moved whose place the model knows"
+        self.books.learn()
+        return there
+
+    # ---- salts, keys and hints
+
+    def rename(self) -> bool:
+        """Another salt or other keys: at will while the request waits, refused while it holds pages."""
+        one = self.any_of(self.running)
+        if one is None:
+            return False
+        context, before = one.context, one.named
+        self.change(context)
+        if not one.has_pages:
+            return True
+        if context.active_length > 1 and not self.too_long(one):
+            self.refused(one, lambda: self.manager.maybe_reserve(context))
+        context.cache_salt, context.extra_keys = before
+        return True
+
+    def step_renamed(self, one: Request) -> None:
+        """A step that publishes a page refuses a context of another salt or other keys."""
+        if self.committed(one) == one.context.start_idx // PAGE_SIZE or one.unsure:
+            return
+        before: Named = one.named
+        self.change(one.context)
+        self.refused(one, lambda: self.manager.step([one.context]))
+        one.context.cache_salt, one.context.extra_keys = before
+
+    def change(self, context: TextContext) -> None:
+        if self.choose.integer(0, 2):
+            context.extra_keys = (*context.extra_keys, (self.choose.integer(0, context.end_idx), b"new"))
+        else:
+            context.cache_salt = "other" if context.cache_salt == "changed" else "changed"
+
+    def refused(self, one: Request, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except InvalidRequestError as error:
+            assert "while it holds pages" in str(error)  # noqa: PT017 - the moves run without pytest, too
+            self.seen["rename refused"] += 1
+            return
+        raise AssertionError(f"{one.name}: other keys were taken")
+
+    def hint(self) -> bool:
+        """Time goes by, and some request says something else: what it says at its release counts."""
+        self.books.orders.now += self.choose.pick((0.0, 1.0, 100.0))
+        one = self.any_of(self.running)
+        if one is None:
+            return False
+        length, choose = len(one.tokens), self.choose
+        ranges: list[RangeRetention] = []
+        for _ in range(choose.integer(0, 2)):
+            start = choose.pick((0, choose.integer(0, length)))
+            end = choose.pick((None, start + choose.integer(1, length + PAGE_SIZE)))
+            ranges.append(RangeRetention(start, end, *self.said()))
+        one.context.retention = Retention(*self.said(), ranges=tuple(ranges)) if choose.integer(0, 5) else None
+        return True
+
+    def said(self) -> tuple[bool | None, int, float | None]:
+        pick = self.choose.pick
+        return pick((None, None, True, False)), pick((0, 25, 50, 50, 75, 100)), pick((None, None, 60.0, 90.0, 1000.0))
+
+    # ---- forks and ends
+
+    def fork(self) -> bool:
+        may = [one for one in self.running if one.ready and one.context.active_length == 1]
+        may = [one for one in may if one.cached == one.context.start_idx > 0 and self.has_row(one.replica)]
+        parent = self.any_of([one for one in may if one.context.active_idx == one.context.end_idx])
+        if parent is None or self.too_long(parent):
+            return False
+        replica, room = self.replica(parent), self.has_state_room(parent.replica)
+        self.made += 1
+        child = parent.context.fork(f"r{self.made}")
+        full, needed = parent.cached // PAGE_SIZE, pages_of(len(parent.tokens))
+        fits = (needed - full) * len(replica.tables) + replica.slab_pages <= replica.free()
+        if fits and replica.least(len(parent.tokens), parent.cached, len(parent.tokens), 1) > replica.num_pages:
+            return False
+        try:
+            there = self.call("fork", lambda: self.manager.fork(parent.context, child))
+            assert there == fits
+        except NoFreeStatePageError:
+            assert room is not True
+            there = False
+        if there:
+            rows = [{column: page for column, page in row.items() if column < full} for row in parent.rows]
+            one = Request(child, parent.replica, self.made, [*parent.tokens], rows, [*parent.first], parent.cached)
+            one.ready, one.unsure = True, parent.unsure
+            self.live[one.name] = replica.requests[one.name] = one
+            self.books.learn()
+            shared = [{column: page for column, page in row.items() if column < full} for row in one.rows]
+            rows = [{column: page for column, page in row.items() if column < full} for row in parent.rows]
+            assert shared == rows, f"{one.name}: does not share what its parent has"
+            own = [{*row} - {*before} for row, before in zip(one.rows, rows, strict=True)]
+            assert own == [{*range(full, needed)}] * len(own)
+        else:
+            self.books.learn()
+        return there
+
+    def has_row(self, at: int) -> bool:
+        return len(self.books.replicas[at].requests) < ROWS
+
+    def release(self) -> bool:
+        one = self.any_of([one for _, one in sorted(self.live.items())])
+        if one is None:
+            return False
+        if "renames" in self.features and self.choose.integer(0, 7) == 0:
+            one.context.cache_salt = "late"  # which no call has seen makes no page another tenant's
+        self.leave(one)
+        return True
+
+    def preempt(self) -> bool:
+        """A request gives its pages back, and comes again with the context that it had."""
+        one = self.any_of([one for one in self.running if one.has_pages])
+        if one is None or len(self.away) == 4:
+            return False
+        self.leave(one)
+        self.away.append(one.context)
+        return True
+
+    def leave(self, one: Request) -> None:
+        replica, said = self.replica(one), one.context.named
+        self.past = [*self.past[-7:], (one.tokens[:], one.context.extra_keys)]
+        committed = 0 if one.unsure else self.committed(one)
+        salt = next(
+            (self.books.orders.salt_of(d) for d, page in replica.there.items() if page in one.rows[0].values()), ""
+        )
+        if committed:  # of its pages, whatever its context says by now
+            one.context.cache_salt = salt
+        self.books.orders.say(replica, one, committed)
+        one.context.cache_salt = said[0]
+        digest_of = {page: digest for digest, page in replica.there.items()}
+        pages = [
+            page
+            for row in one.rows
+            for column, page in row.items()
+            if column < pages_of(one.cached) or page in digest_of
+        ]
+        self.call("release", lambda: self.manager.release(one.name))
+        del self.live[one.name]
+        self.books.use([digest_of[page] for page in pages if page in digest_of])
+        self.books.leave(one)
+        self.books.learn()
+        mine = [
+            parts
+            for ours, parts in seam.leased(self.manager, one.replica)
+            for lease in self.leases
+            if lease.one is one and lease.ours is ours
+        ]
+        for parts in mine:
+            held = [page for part in parts for page in part]
+            assert {*pages} <= {*held}, f"{one.name}: its lease has lost pages"
+            extra = {*held} - {*pages}
+            assert not extra & {page for row in one.rows for page in row.values()}, (
+                f"{one.name}: leased uncomputed pages"
+            )
+            self.seen["kept"] += bool(pages)
+
+    # ---- leases
+
+    def lease(self) -> bool:
+        one = self.any_of(self.running)
+        if one is None or len(self.leases) >= 4:
+            return False
+        ours = self.call("lease", lambda: self.manager.lease(one.name))
+        self.leases.append(Lease(ours, one))
+        return True
+
+    def tell(self) -> bool:
+        """Somebody is told the pages of a leased request: from now on they stay as they are."""
+        may = [
+            lease
+            for lease in self.leases
+            if lease.one and lease.one.cached and self.live.get(lease.one.name) is lease.one
+        ]
+        may = [lease for lease in may if lease.one in self.running]
+        if not may:
+            return False
+        lease = self.choose.pick(may)
+        one = lease.one
+        assert one is not None
+        table = self.call("block_table", lambda: self.manager.block_table(one.name))
+        columns = pages_of(table.num_tokens)
+        assert table.num_tokens == one.cached
+        for number, (of, row) in enumerate(zip(self.replica(one).tables, one.rows, strict=True)):
+            first = min(columns, max(one.first[number], of.seen(table.num_tokens)))
+            pages = [*table.groups[number]]
+            assert pages == [row[column] for column in range(first, columns)], (
+                f"{one.name}: table {number} is told wrong"
+            )
+            tokens = table.num_tokens - first * PAGE_SIZE
+            if pages:
+                lease.told.append((pages, tokens, self.bytes_of(lease, pages, tokens)))
+            self.seen["told of a window"] += first > 0
+        one.state_told = one.cached
+        return True
+
+    def lend(self) -> bool:
+        """Whoever asks is lent the pages of a prompt that are there, whoever computed them."""
+        if len(self.leases) >= 4 or not self.caching:
+            return False
+        at, context = self.choose.integer(0, len(self.books.replicas) - 1), self.newcomer()
+        replica, contents = self.books.replicas[at], self.manager.contents
+        wanted, most = contents.digests(context), self.choose.pick((1 << 20, 1 << 20, 3))
+        if "host" in self.features and self.choose.integer(0, 1):
+            self.books.orders.blurred = True
+            self.call("contents.bring", lambda: contents.bring("asker", at, wanted, most))
+            self.books.foretold = False  # what comes for nobody is the newest, in what order is not said
+            self.books.learn()
+        asked = Request(
+            context, at, 0, context.tokens.tolist(), [{} for _ in replica.tables], [0] * len(replica.tables)
+        )
+        end = replica.resume(asked, 0, lambda _, what: replica.has(what))
+        found = self.call("contents.lease", lambda: contents.lease("asker", at, wanted, most))
+        if found is None:
+            assert not end or most < 1 << 20, f"{end} pages are there, and none is lent"
+            return False
+        ours, table = found
+        assert table.num_tokens == end * PAGE_SIZE or (most < 1 << 20 and table.num_tokens < end * PAGE_SIZE)
+        end, lease = table.num_tokens // PAGE_SIZE, Lease(ours, None)
+        for number, (of, pages) in enumerate(zip(replica.tables, table.groups, strict=True)):
+            columns = range(of.seen(table.num_tokens), end)
+            whats = [content(number, asked.tokens, asked.named, column) for column in columns]
+            assert [*pages] == [replica.page_of(what) for what in whats], "other pages are lent"
+            if pages:
+                tokens = len(pages) * PAGE_SIZE
+                lease.told.append(([*pages], tokens, self.bytes_of(lease, [*pages], tokens)))
+        self.leases.append(lease)
+        self.books.learn()
+        return True
+
+    def end(self) -> bool:
+        """A lease ends, also of a request that goes on, or has not begun; or has ended before."""
+        if not self.leases:
+            return False
+        lease = self.choose.pick(self.leases)
+        self.same_bytes(lease)
+        at = lease.ours.replica_idx
+        parts = next((parts for ours, parts in seam.leased(self.manager, at) if ours is lease.ours), [])
+        self.seen["outlived"] += lease.one is None or self.live.get(lease.one.name) is not lease.one
+        self.call("end_lease", lambda: self.manager.end_lease(lease.ours))
+        assert lease.ours.is_over
+        if self.choose.integer(0, 1):
+            self.manager.end_lease(lease.ours)
+        self.leases.remove(lease)
+        self.books.learn(leaving=[(at, page) for part in parts for page in reversed(part)])
+        return True
+
+    def bytes_of(self, lease: Lease, pages: list[int], tokens: int) -> torch.Tensor:
+        """The KV of the first `tokens` tokens in `pages`: whoever reads them gets this."""
+        blocks = self.manager.device_tensors[lease.ours.replica_idx][0][pages]
+        return blocks.transpose(1, 3).reshape(len(pages) * PAGE_SIZE, -1)[:tokens].clone()
+
+    def same_bytes(self, lease: Lease) -> None:
+        replica = self.books.replicas[lease.ours.replica_idx]
+        held = replica.holders().keys() | replica.beside
+        for pages, tokens, before in lease.told:
+            assert torch.equal(self.bytes_of(lease, pages, tokens), before), f"{lease.ours}: pages were rewritten"
+            assert {*pages} <= held, f"{lease.ours}: pages are free that readers know"
+
+    def reset(self) -> bool:
+        for one in self.live.values():
+            self.books.use(one.loads)
+            one.loads = []
+        self.call("reset_prefix_cache", self.manager.reset_prefix_cache)
+        self.books.learn(reset=True)
+        return True
+
+    # ---- comparisons
+
+    def same_books(self) -> None:
+        self.manager.check()
+        for lease in self.leases:
+            self.same_bytes(lease)
+        leased = {
+            (at, page)
+            for at in range(len(self.books.replicas))
+            for _, parts in seam.leased(self.manager, at)
+            for part in parts
+            for page in part
+        }
+        assert self.manager.num_leased_blocks == len(leased)
+        for name, one in self.live.items():
+            assert self.manager.get_req_blocks(name) == [page for _, page in sorted(one.rows[0].items())]
+            assert self.manager.get_replica(one.context) == one.replica
+        if self.caching and self.manager.states:
+            assert sum(states.hits for states in self.manager.states) == self.state_hits
+        for at, states in enumerate(self.manager.states):
+            assert states.num_held >= len(self.books.replicas[at].requests)
+        # What comes from elsewhere, and no request has left since, is nobody's.
+        strays = {"host", "peer copies"} & self.features and {"imports", "lends", "interrupts"} & self.features
+        if "quotas" in self.features and not self.slabs and not strays:
+            self.same_tenants()
+
+    def same_tenants(self) -> None:
+        """Each tenant has as many idle pages as it should."""
+        for at, replica in enumerate(self.books.replicas):
+            theirs = Counter(self.books.orders.salt_of(digest) for digest in replica.order)
+            del theirs[None]
+            ours = {salt: count for salt, count in seam.tenants(self.manager, at).items() if count}
+            assert ours == dict(theirs), f"tenants have {ours} idle pages, and not {theirs}"
+
+    def finish(self) -> None:
+        """Everything is released: every page is free."""
+        self.books.everything_right()
+        for name in [*self.live]:
+            self.manager.release(name)
+        for lease in self.leases:
+            self.same_bytes(lease)
+            self.manager.end_lease(lease.ours)
+        assert self.manager.num_free_blocks == self.manager.total_num_pages
+        self.manager.check()
+        self.manager.close()

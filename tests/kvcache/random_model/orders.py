@@ -1,0 +1,86 @@
+"""Which idle content goes first: least recently used, or as hints and quotas have it (`HintedIdle`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcache import Retention
+from tests.kvcache.hinted_idle import HintedIdle, said_of
+from tests.kvcache.random_model import seam
+from tests.kvcache.random_model.matrix import PAGE_SIZE, Built
+from tests.kvcache.random_model.plain import Digest, Names, Replica, Request, content
+
+
+class Orders:
+    """The orders of a manager's replicas."""
+
+    def __init__(self, built: Built, names: Names) -> None:
+        self.built, self.names, self.now = built, names, 0.0
+        self.hinted = bool({"hints", "quotas"} & built.features) and built.caching
+        self.blurred = False  # pages came from elsewhere: the model does not follow what hints learn of that
+        self.begun = False
+
+    def begin(self, share: float | None) -> None:
+        """Hints live by our clock; with a `share` so many pages follow them from the first on."""
+        if self.hinted:
+            seam.say_time(self.built.manager, lambda: self.now, share)
+
+    def order(self, at: int) -> list[Digest]:
+        """The order of a replica's idle contents."""
+        if not self.hinted:
+            return []
+        manager, built = self.built.manager, self.built
+        made = HintedIdle(manager.total_num_pages // manager.num_replicas, self.salt_of)
+        made.share = lambda: seam.hint_share(manager, at)
+        made.order_of_tenants = lambda: [*seam.tenants(manager, at)]
+        made.now, made.quotas, made.quota = lambda: self.now, built.quotas, built.quota
+        return made
+
+    def salt_of(self, digest: Digest) -> str | None:
+        """Whose content it is."""
+        salt = self.names.content_of[digest][1]
+        return None if salt is None else str(salt)
+
+    def is_exact(self, at: int) -> bool:  # noqa: ARG002 - all replicas alike
+        """Whether the model knows which one goes next."""
+        return not self.hinted or not (self.blurred or {"host", "peer copies", "lends"} & self.built.features)
+
+    def forget(self, replica: Replica, digest: Digest) -> None:
+        """It was evicted."""
+        if isinstance(replica.order, HintedIdle):
+            replica.order.said.pop(digest, None)
+
+    def begin_anew(self, replica: Replica, idle: Sequence[int]) -> None:
+        """The manager says what is idle: nothing is known of what came before."""
+        digest_of = {page: digest for digest, page in replica.there.items()}
+        replica.order.clear()
+        self.blurred = True
+        for page in idle:
+            replica.order.append(digest_of[page])
+
+    def say(self, replica: Replica, one: Request, committed: int) -> None:
+        """A request that leaves says what its hint is: of its own contents, and of what the prefixes need it names."""
+        order, retention = replica.order, one.context.retention
+        if not isinstance(order, HintedIdle) or not committed:
+            return
+        tokens, named, digest_of = one.tokens, one.named, self.names.digest_of
+        ends = [part.end // PAGE_SIZE for part in (retention.ranges if retention else ()) if part.end is not None]
+        own = [(column, digest_of[content(0, tokens, named, column)]) for column in range(committed)]
+        beside: list[tuple[int, Digest]] = []
+        for number, table in enumerate(replica.tables[1:], 1):
+            wanted = {column for column in one.rows[number] if column < committed}
+            for end in ends:
+                wanted |= {*range(table.seen(end * PAGE_SIZE), min(end, committed))}
+            found = [(column, digest_of.get(content(number, tokens, named, column))) for column in sorted(wanted)]
+            beside += [(column, digest) for column, digest in found if digest is not None and digest in replica.there]
+        held = replica.holders().keys() | replica.beside
+        idle = [digest for _, digest in beside if replica.there[digest] not in held]
+        for digest in idle:
+            order.remove(digest)
+        for column, digest in [*own, *beside]:
+            self.hint(order, digest, retention, column)
+        for digest in reversed(idle):
+            order.append(digest)
+
+    def hint(self, order: HintedIdle, digest: Digest, retention: Retention | None, column: int) -> None:
+        order.hint(digest, retention and said_of(retention, column, PAGE_SIZE, self.now))

@@ -1,0 +1,225 @@
+"""What a manager has to do, over plain dictionaries: slow, obvious, and written from the contract, not from the code.
+
+A page's content is the number of its table, the salt, the keys and every token up to its end. No table is special: each
+has, of a request, the columns from the first that its next query sees.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvcache import LayerGroup, TextContext
+from tests.kvcache.kv import Named
+from tests.kvcache.random_model.matrix import PAGE_SIZE
+
+Content = tuple[object, ...]
+Digest = bytes
+
+
+class Table(NamedTuple):
+    """A block table: what its layers keep, and whether it has pages for all known tokens, or for those that run."""
+
+    group: LayerGroup
+    holds_all: bool
+
+    def seen(self, position: int) -> int:
+        """The first column that the query at `position` sees."""
+        kind, tokens = self.group.kind, self.group.window
+        first = {"full": 0, "window": position - tokens + 1, "chunked": position - position % max(tokens, 1)}[kind]
+        return max(0, first) // PAGE_SIZE
+
+
+def pages_of(tokens: int) -> int:
+    return -(-tokens // PAGE_SIZE)
+
+
+def content(table: int, tokens: list[int], named: Named, column: int) -> Content:
+    """What the page at a column has to hold."""
+    end = (column + 1) * PAGE_SIZE
+    return (table, named[0], tuple(sorted(key for key in named[1] if key[0] < end)), *tokens[:end])
+
+
+def named_of(one: Content) -> Named:
+    return one[1], one[2]  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
+
+
+def tokens_of(one: Content) -> list[int]:
+    return [*one[3:]]  # type: ignore[list-item]  # pyright: ignore[reportReturnType]
+
+
+class Names:
+    """What digests stand for: each for one content, and each content for one digest."""
+
+    def __init__(self) -> None:
+        self.content_of: dict[Digest, Content] = {}
+        self.digest_of: dict[Content, Digest] = {}
+
+    def learn(self, digest: Digest, what: Content) -> None:
+        known = self.content_of.setdefault(digest, what)
+        assert known == what, f"one digest stands for {known} and {what}"
+        assert self.digest_of.setdefault(what, digest) == digest, f"two digests stand for {what}"
+
+
+@dataclass(eq=False)
+class Request:
+    """A claimed request: its pages, by table and column, and how far it has come."""
+
+    context: TextContext
+    replica: int
+    claim: int
+    tokens: list[int]  # our own record: a context that is read catches up with its batch
+    rows: list[dict[int, int]]
+    first: list[int]  # of each table the first column that may have a page
+    cached: int = 0  # tokens that it has computed, as of its last step
+    ready: bool = False  # it may run
+    shared: int = 0  # tokens whose pages were found last
+    ends: set[int] | None = None  # chunks of its prompt end there, for the sake of its state
+    state_told: int = -1  # readers were told of its state after so many tokens
+    loads: list[Digest] = field(default_factory=list)  # contents that come back for it from host memory
+    unsure: bool = False  # a call was interrupted since it came: what is published of it is not known
+    passing: Digest | None = None  # the copy of its state that goes with the next one
+    surely: bool = True  # or that may go
+
+    @property
+    def name(self) -> str:
+        return self.context.request_id
+
+    @property
+    def named(self) -> Named:
+        return self.context.cache_salt, self.context.extra_keys
+
+    @property
+    def has_pages(self) -> bool:
+        return any(self.rows)
+
+    @property
+    def room(self) -> int:
+        """Tokens that its pages hold."""
+        return min((max(row, default=-1) + 1 for row in self.rows), default=0) * PAGE_SIZE
+
+    @property
+    def start(self) -> int:
+        """How far it has come: one without pages has computed nothing, whatever its context says."""
+        return self.context.start_idx if self.has_pages else 0
+
+
+class Plan(NamedTuple):
+    """Of each table the columns that a request has after a reservation."""
+
+    columns: list[range]
+    found: int  # the column after the last that is published
+
+
+@dataclass
+class Replica:
+    """What one replica has: contents by digest, who holds which page, which idle content goes first."""
+
+    tables: list[Table]
+    num_pages: int
+    caching: bool
+    order: list[Digest]
+    there: dict[Digest, int] = field(default_factory=dict)
+    kept: dict[Digest, int] = field(default_factory=dict)  # copies of states, least recently used first
+    requests: dict[str, Request] = field(default_factory=dict)
+    beside: set[int] = field(default_factory=set)  # pages of leases, imports, and what comes back
+    slab_pages: int = 0  # that each request takes for its state
+    slabs: int = 0  # such states that are held
+    evicted: int = 0
+
+    def holders(self) -> Counter[int]:
+        """Rows that have each page."""
+        return Counter(page for one in self.requests.values() for row in one.rows for page in row.values())
+
+    def free(self) -> int:
+        return self.num_pages - len(self.holders().keys() | self.beside) - self.slab_pages * self.slabs
+
+    def has_slab(self) -> bool:
+        """Whether a request's state has room. The pages before the first slab and behind the last hold none."""
+        return self.free() >= self.slab_pages and self.slabs < (self.num_pages + 1) // self.slab_pages - 1
+
+    def committed(self, one: Request) -> int:
+        """Columns, from the first on, at which all that the request has is published."""
+        pages = {*self.there.values()}
+        end = max((max(row, default=-1) + 1 for row in one.rows), default=0)
+        absent = (min((column for column, page in row.items() if page not in pages), default=end) for row in one.rows)
+        return min(absent, default=0)
+
+    def resume(
+        self,
+        one: Request,
+        first: int,
+        has: Callable[[int, Content], bool],
+        may_end: Callable[[Content], bool] = lambda _: True,
+    ) -> int:
+        """The last column, after the `first` ones, from which all tables can go on; `first`: there is none.
+
+        `has`: whether the content of a column can be had; `may_end`: whether there is a state after one of table 0.
+        """
+        if not self.caching:
+            return first
+        tokens, named = one.tokens, one.named
+        last = (len(tokens) - 1) // PAGE_SIZE
+        every = range(first, last)
+        found = [
+            {column for column in every if has(column, content(number, tokens, named, column))}
+            for number in range(len(self.tables))
+        ]
+        for end in range(last, first, -1):
+            needed = ({*range(max(first, table.seen(end * PAGE_SIZE)), end)} for table in self.tables)
+            is_there = all(some <= there for some, there in zip(needed, found, strict=True))
+            if is_there and may_end(content(0, tokens, named, end - 1)):
+                return end
+        return first
+
+    def plan(self, one: Request, length: int, start: int, active: int, steps: int, found: int) -> Plan:
+        """What the request has once it goes on from `start`, with so many published columns."""
+        columns: list[range] = []
+        for number, table in enumerate(self.tables):
+            end = length + steps - 1 if table.holds_all or active >= length else active
+            first = table.seen(start)
+            first = max(one.first[number], min(first, found) if self.caching else first)
+            columns.append(range(first, max(max(one.rows[number], default=-1) + 1, found, pages_of(end))))
+        return Plan(columns, found)
+
+    def least(self, length: int, start: int, active: int, steps: int) -> int:
+        """Pages that a request takes that finds nothing."""
+        columns = [length + steps - 1 if one.holds_all or active >= length else active for one in self.tables]
+        seen = sum(pages_of(end) - one.seen(start) for one, end in zip(self.tables, columns, strict=True))
+        return seen + self.slab_pages
+
+    def surplus(self, one: Request, plan: Plan, committed: int, *, freed: bool = True) -> int:
+        """Free pages that are left by a reservation with what the device has; below 0: it does not fit.
+
+        `freed`: what leaves the row is free, unless others have it.
+        """
+        tokens, named, holders = one.tokens, one.named, self.holders()
+        new, taken, leaving = 0, set[int](), list[int]()
+        for number, (row, columns) in enumerate(zip(one.rows, plan.columns, strict=True)):
+            for column in columns:
+                what = content(number, tokens, named, column) if committed <= column < plan.found else None
+                if what is not None and self.has(what):
+                    taken.add(self.page_of(what))
+                    leaving += [row[column]] if column in row else []
+                else:
+                    new += column not in row
+            leaving += [page for column, page in row.items() if column < columns.start]
+        idle = sum(page not in holders and page not in self.beside for page in taken)
+        free = sum(holders[page] == 1 and page not in self.beside for page in leaving) if freed else 0
+        return self.free() - new - idle + free
+
+    def page_of(self, what: Content) -> int:
+        return self.there[self.names.digest_of[what]]
+
+    names: Names = field(default_factory=Names)
+
+    def has(self, what: Content) -> bool:
+        return self.names.digest_of.get(what) in self.there
+
+
+def first_in_order(order: list[Digest]) -> Digest:
+    """Which idle content goes first: an order of hints says so, else the least recently used one."""
+    first: Callable[[], Digest] | None = getattr(order, "first", None)
+    return order[0] if first is None else first()

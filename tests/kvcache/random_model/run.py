@@ -1,0 +1,209 @@
+"""The whole model: moves of every kind, wrong calls after them, interrupts in them; and runs of many managers."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvcache import TextContext
+from tests.kvcache.random_model import seam
+from tests.kvcache.random_model.handover import Import, ImportMoves
+from tests.kvcache.random_model.interrupts import Interrupted, Interrupts, end_unknown
+from tests.kvcache.random_model.matrix import FEATURES, LONGEST, World, drawn, pairs
+from tests.kvcache.random_model.moves import SeededChooser
+from tests.kvcache.random_model.plain import Request, content
+from tests.kvcache.random_model.wrong import WrongCalls
+from tests.kvcache.tiers.stored_objects import StoredObjects
+
+T = TypeVar("T")
+MOVES_A_MANAGER = 200
+# What shows that a feature was met, where it is not a move of its own: of these counts one at least.
+SIGNS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("window", "chunk"), ("slid",)),
+    **dict.fromkeys(("latents", "shards", "replicas"), ("run",)),
+    **dict.fromkeys(("states apart", "states in slabs"), ("state hit",)),
+    "host": ("came from the host",),
+    "files": ("read from files", "written to files"),
+    "objects": ("read from objects", "written to objects"),
+    "quotas": ("evicted",),
+    "partial": ("part of a page",),
+    "peer copies": ("copied from a peer",),
+    "hints": ("hint",),
+    "drafts": ("set back", "all right"),
+    "imports": ("imported",),
+    "leases": ("kept", "tell"),
+    "lends": ("lend",),
+    "forks": ("fork",),
+    "preemption": ("came back",),
+    "batches": ("run_batch",),
+    "renames": ("rename",),
+    "stale": ("stale",),
+    "resets": ("reset",),
+    "hostile": ("wrong call",),
+    "interrupts": ("interrupted",),
+}
+
+
+class Model(ImportMoves):
+    """A manager and all that may happen to it."""
+
+    def __init__(self, choose: Any, world: World, *more: Any) -> None:
+        super().__init__(choose, world, *more)
+        self.closed: tuple[Any, Any] = (None, None)
+        self.interrupts = Interrupts(self.manager, choose) if "interrupts" in self.features else None
+        self.wrong = None
+        if "hostile" in self.features:
+            self.wrong = WrongCalls(self.manager, choose, self.live, self.open_import, lambda: self.closed)
+
+    def open_import(self) -> tuple[Any, Any, Any] | None:
+        mine = next(iter(self.imports.values()), None)
+        return None if mine is None else (mine.pending, mine.one.context, mine.copier)
+
+    def call(self, name: str, call: Callable[[], T]) -> T:
+        return call() if self.interrupts is None else self.interrupts.call(name, call)
+
+    def move(self) -> None:
+        before = {one: one.tokens[:] for one in self.live.values()}
+        try:
+            super().move()
+        except Interrupted as call:
+            self.seen["interrupted"] += 1
+            self.seen[f"interrupted: {call}"] += 1
+            self.mend(before)
+            self.same_books()
+        if self.wrong is not None and self.choose.integer(0, 2) == 0:
+            self.seen["wrong call"] += self.wrong.make()
+
+    def mend(self, before: dict[Request, list[int]]) -> None:
+        """After an interrupt the books are right, or `recover` mends them; what nobody knows of is given back."""
+        assert self.interrupts is not None
+        manager, books = self.manager, self.books
+        if seam.marked(manager):
+            self.seen["in the marked part"] += 1
+            self.interrupts.recover({name: one.context for name, one in self.live.items()})
+        self.end_unknown(before)
+        self.leases = [lease for lease in self.leases if not lease.ours.is_over]
+        for mine in self.stray:
+            manager.cancel_import(mine.pending)
+        self.stray = [mine for mine in self.stray if mine.copier is not None and not mine.copier.is_over]
+        books.lenient = True
+        books.host_foretold = False
+        for one in self.live.values():
+            one.unsure, one.passing, one.loads = True, None, []
+            one.ends = one.ends or {0}
+        books.learn()
+        books.lenient = False
+        self.state_hits = sum(states.hits for states in manager.states)
+        for one in self.live.values():
+            one.first = [min(row, default=first) for row, first in zip(one.rows, one.first, strict=True)]
+            one.ready = one.ready and one.room >= len(one.tokens)
+
+    def end_unknown(self, before: dict[Request, list[int]]) -> None:
+        """What nobody was given ends; and so does what the model does not know the state of."""
+        manager = self.manager
+        manager.check()
+        report = manager.recover()
+        assert report.call is None
+        for one in before | dict.fromkeys(self.live.values(), ()):
+            self.name(one)
+        known = [*self.imports.values(), *self.stray]
+        copiers = [mine.copier for mine in known if mine.copier is not None]
+        end_unknown(manager, report, [one.ours for one in self.leases], [mine.pending for mine in known], copiers)
+        for name in report.claimed:
+            if name not in self.live and manager.contains(name):
+                manager.release(name)
+        for name, one in [*self.live.items()]:
+            in_order = one in before and one.tokens[: len(before[one])] == before[one]
+            goes_on = manager.contains(name) and self.goes_on(one) and in_order
+            if not goes_on:
+                if manager.contains(name):
+                    manager.release(name)
+                if (mine := self.imports.pop(name, None)) is not None:
+                    self.drop(mine)
+                del self.live[name]
+                del self.replica(one).requests[name]
+
+    def name(self, one: Request) -> None:
+        """What an interrupted call has published of a request, nobody has seen in its rows."""
+        told = TextContext([*one.tokens, 0], LONGEST + 9, one.name, cache_salt=one.named[0], extra_keys=one.named[1])
+        for number, digests in enumerate(seam.digests(self.manager, told) if self.caching else ()):
+            for column, digest in enumerate(digests):
+                self.names.learn(digest, content(number, one.tokens, one.named, column))
+
+    def drop(self, mine: Import) -> None:
+        """An import is over, whatever it came to."""
+        self.manager.cancel_import(mine.pending)
+        if mine.copier is not None:
+            mine.copier.give_up()
+
+    def goes_on(self, one: Request) -> bool:
+        """Whether the model knows where a request is: with what it had computed, or with no pages at all."""
+        there = any(seam.rows(self.manager, one.name))
+        if one.name in self.imports or self.is_written(one):
+            mine = self.imports.get(one.name)
+            return mine is not None and not mine.pending.closed and not mine.is_taken
+        if not there:
+            one.cached, one.ready = 0, False
+            return one.context.tokens.tolist() == one.tokens
+        computed = one.context.start_idx
+        booked = seam.cached(self.manager, one.name) == one.cached
+        known = bool(one.has_pages and (one.ready or one.cached))  # else an import of it was given up
+        same = known and booked and one.context.tokens.tolist() == one.tokens
+        return same and self.holds(one, computed)
+
+    def holds(self, one: Request, computed: int) -> bool:
+        """Whether what is before `computed` is in the request's pages: it was computed, or found before."""
+        states = self.manager.states
+        if states and (one.name in states[one.replica].drafts.page_of):
+            return False
+        return computed == one.cached
+
+    def finish(self) -> None:
+        metrics = self.manager.metrics
+        self.seen["came from the host"] += metrics.h2d_blocks_copied + metrics.h2d_states_copied
+        self.seen["read from files"] += metrics.file_blocks_read
+        self.seen["written to files"] += metrics.file_blocks_written
+        self.seen["read from objects"] += metrics.object_blocks_read
+        self.seen["written to objects"] += metrics.object_blocks_written
+        self.seen["copied from a peer"] += metrics.d2d_blocks_copied
+        self.seen["evicted"] += metrics.evictions
+        self.seen["state hit"] += metrics.state_hits
+        self.seen["states evicted"] += metrics.state_evictions
+        self.seen["states from the host"] += metrics.h2d_states_copied
+        self.seen["moved"] += seam.moved(self.manager)
+        self.seen["tokens compared"] += self.books.kv.compared
+        super().finish()
+
+    @property
+    def met(self) -> list[str]:
+        """The features of which something was seen to happen."""
+        return [one for one in FEATURES if one in self.features and any(self.seen[sign] for sign in SIGNS[one])]
+
+
+class Run:
+    """Managers one after another: each of a `wanted` pair that has met least, or of `only` these features."""
+
+    def __init__(self, only: Iterable[str] = (), wanted: Sequence[tuple[str, str]] | None = None) -> None:
+        self.only, self.wanted = frozenset(only), pairs() if wanted is None else wanted
+        self.pairs: Counter[tuple[str, str]] = Counter()  # managers on which both were met
+        self.events: Counter[str] = Counter()
+        self.seen: Counter[str] = Counter()
+        self.features: frozenset[str] = frozenset()
+
+    def manager(self, seed: int, moves: int = MOVES_A_MANAGER) -> None:
+        """Drive one manager of this seed."""
+        least = min(self.wanted, key=lambda pair: (self.pairs[pair], hash((seed, *map(FEATURES.index, pair)))))
+        self.features = self.only or drawn(SeededChooser(seed), least)
+        with tempfile.TemporaryDirectory() as folder:
+            model = Model(SeededChooser(seed), World(Path(folder), StoredObjects()), self.features)
+            for _ in range(moves):
+                model.move()
+            model.finish()
+        met = model.met
+        self.pairs.update((one, other) for at, one in enumerate(met) for other in met[at + 1 :])
+        self.events.update(met)
+        self.seen += model.seen
+        self.seen["moves"] += moves

@@ -1,0 +1,163 @@
+"""What the model reads of a manager's inside: whoever rebuilds that changes this file, and no other of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvcache import PagedKVCacheManager, PageLease, TextContext
+from kvcache.replica.hashing import DIGEST_BYTES
+from kvcache.tiers.tiers import Tiers
+
+Digest = bytes
+
+
+def _found(index: Any) -> dict[Digest, int]:
+    """What an index finds: of each digest the page."""
+    pages = np.flatnonzero(index.published).astype(np.int32)
+    digests = index.digests_of(pages)
+    assert len(pages) == 0 or (index.find(digests) == pages).all(), "a page is published, and not found"
+    return {digest.tobytes(): page for digest, page in zip(digests, pages.tolist(), strict=True)}
+
+
+def rows(manager: PagedKVCacheManager, request_id: str) -> list[dict[int, int]]:
+    """Of each block table the request's pages by column."""
+    replica, _, row = manager._claims.locate(request_id, "rows")
+    tables = [replica.rows.table[row]] + ([] if replica.further is None else [*replica.further.table[:, row]])
+    return [{int(column): int(table[column]) for column in table.nonzero()[0]} for table in tables]
+
+
+def cached(manager: PagedKVCacheManager, request_id: str) -> int:
+    """Tokens that the request has computed, as of its last step."""
+    replica, _, row = manager._claims.locate(request_id, "cached")
+    return int(replica.rows.cached[row])
+
+
+def digests(manager: PagedKVCacheManager, context: TextContext) -> list[list[Digest]]:
+    """Of each table how a prompt's full pages are named, those after its last token left out."""
+    replica, named = manager._replicas.each[0], manager.contents.digests(context)
+    width = DIGEST_BYTES[replica.hash_algorithm]
+    first = np.frombuffer(named.digests, np.uint64).reshape(-1, width // 8)
+    every = first[None] if replica.further is None else replica.further.every(first)
+    return [[one.tobytes() for one in table] for table in every]
+
+
+def most_computed(manager: PagedKVCacheManager, request_id: str) -> tuple[int, bool]:
+    """How many tokens a request can have computed at most, and whether its prompt is through."""
+    replica, _, row = manager._claims.locate(request_id, "computed")
+    rows = replica.rows
+    is_through = bool(rows.counted[row] >= rows.prompt[row])
+    return int((rows.capacity if is_through else rows.counted)[row]), is_through
+
+
+def marked(manager: PagedKVCacheManager) -> bool:
+    """Whether a call was interrupted while it changed the books."""
+    return manager._mark.call is not None
+
+
+def found(manager: PagedKVCacheManager, replica: int) -> dict[Digest, int]:
+    """The pages that a prompt finds on a replica's devices."""
+    return _found(manager._replicas.each[replica].pool.index)
+
+
+def idle(manager: PagedKVCacheManager, replica: int) -> list[int]:
+    """Of these the ones that nobody holds: which goes first, second, and so on (with hints roughly)."""
+    return manager._replicas.each[replica].pool.idle.pages().tolist()
+
+
+def leased(manager: PagedKVCacheManager, replica: int) -> list[tuple[PageLease, list[list[int]]]]:
+    """The open leases, and what each holds beside its request's row."""
+    return [(one, [part.tolist() for part in parts]) for one, parts in manager._replicas.each[replica].leases.held()]
+
+
+def written(manager: PagedKVCacheManager, replica: int) -> set[int]:
+    """Pages that an import or a tier may write."""
+    one = manager._replicas.each[replica]
+    pages = [pending.written for pending in one.imports.each] + one.tier.coming()
+    return {int(page) for part in pages for page in part}
+
+
+def kept(manager: PagedKVCacheManager, replica: int) -> dict[Digest, int]:
+    """The copies of states that a prompt finds on a replica's devices, by the digest of the last page before each."""
+    return _found(manager.states[replica].index)
+
+
+def moved(manager: PagedKVCacheManager) -> int:
+    """Pages that were moved for a state."""
+    return sum(getattr(replica.pool, "moved", 0) for replica in manager._replicas.each)
+
+
+def evicted(manager: PagedKVCacheManager, replica: int) -> int:
+    return manager._replicas.each[replica].pool.evictions
+
+
+# ---- tiers
+
+
+def _tiers(manager: PagedKVCacheManager) -> list[Tiers]:
+    return [one for one in (manager._replicas.tiers, manager._replicas.state_tiers) if one is not None]
+
+
+def hold_copies(manager: PagedKVCacheManager) -> None:
+    """Copy nothing by the clock, which no model foretells: only when told to, and what is evicted."""
+    for tiers in _tiers(manager):
+        tiers.share = 0.0
+
+
+def copy_below(manager: PagedKVCacheManager) -> None:
+    """Copy to the host what was published."""
+    for tiers in _tiers(manager):
+        tiers.settle()
+
+
+def in_host(manager: PagedKVCacheManager) -> dict[Digest, int]:
+    """The pages that host memory has, by digest."""
+    return {} if (tiers := manager._replicas.tiers) is None else _found(tiers.host.pool.index)
+
+
+def host_states(manager: PagedKVCacheManager) -> dict[Digest, int]:
+    return {} if (tiers := manager._replicas.state_tiers) is None else _found(tiers.host.pool.index)
+
+
+def host_held(manager: PagedKVCacheManager) -> set[int]:
+    """Slots that a copy holds."""
+    tiers = manager._replicas.tiers
+    return set() if tiers is None else {int(slot) for slot in tiers.host.pool.holders.nonzero()[0]}
+
+
+def host_memory(manager: PagedKVCacheManager) -> list[torch.Tensor]:
+    """Of each shard the bytes of the slots, `[slots + 1, bytes]`."""
+    return [] if manager._replicas.tiers is None else manager._replicas.tiers.host.memory
+
+
+# ---- hints and quotas
+
+
+def say_time(manager: PagedKVCacheManager, clock: Callable[[], float], share: float | None) -> None:
+    """Hints live by this clock; with a `share` so many of the idle pages follow them from the first on."""
+    for replica in manager._replicas.each:
+        order = replica.hints._order or replica.hints._order_pages()
+        order._clock = clock
+        if share is not None:
+            replica.hints._start()
+            replica.hints._share.value = order.share = share
+        states = manager.states[manager._replicas.each.index(replica)]._pool.idle if manager.states else None
+        if hasattr(states, "_clock"):
+            states._clock = clock  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def hint_share(manager: PagedKVCacheManager, replica: int) -> float:
+    """Of a replica's idle pages, how many follow hints now: it is learned."""
+    return manager._replicas.each[replica].hints.share
+
+
+def tenants(manager: PagedKVCacheManager, replica: int) -> dict[str, int]:
+    """The salts that have had idle pages, in the order in which they are looked at, and how many they have."""
+    quotas = manager._replicas.each[replica].hints._quotas
+    if quotas is None:
+        return {}
+    in_order = sorted(quotas._ids, key=lambda salt: quotas._ids[salt])
+    return {salt: quotas._orders[quotas._ids[salt]].count for salt in in_order}
