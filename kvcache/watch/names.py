@@ -4,6 +4,7 @@ A salt may be a secret, and whoever knows a request's id may ask for its pages.
 """
 
 import hashlib
+import re
 import secrets
 from collections.abc import Callable, Iterable
 
@@ -51,9 +52,11 @@ class WatchNames:
         """What a recount has found, without the ids of these requests."""
         if not text or self._are_clear:
             return text
-        for one in sorted(filter(None, ids), key=len, reverse=True):
-            text = text.replace(one, request_digest(one))
-        return text
+        longest_first = sorted(filter(None, ids), key=len, reverse=True)
+        if not longest_first:
+            return text
+        # In one pass: what stands for an id may have a shorter one in it.
+        return re.sub("|".join(map(re.escape, longest_first)), lambda found: request_digest(found[0]), text)
 
 
 def _kept(known: dict[str, str], name: str, make: Callable[[str], str]) -> str:

@@ -189,6 +189,29 @@ def stream() -> Iterator[_Stream]:
     made.close()
 
 
+def test_only_what_the_ring_has_without_a_gap_is_sent_again() -> None:
+    """The batch before its oldest is gone: who lacks it is told all that there is."""
+    few = KVEvents(ANY, f"inproc://replays-{next(_names)}", buffer_steps=4)
+    with contextlib.closing(_Stream(few, 0)) as stream:
+        begin, book = stream.sequence, EventBook(1, 8, 4, CacheSpec("full_attention"))
+        for number in range(10):
+            stream.send([BlockRemoved([number], "GPU")])
+        for first, known in (
+            (begin, False),
+            (begin + 5, False),
+            (begin + 6, True),
+            (begin + 9, True),
+            (begin + 10, True),
+        ):
+            socket = peer_of(stream, first)
+            assert stream.answer(book) == known
+            *told, end = [int.from_bytes(message[3], "big") for message in stream._unsent]
+            assert end == int.from_bytes(END_OF_REPLAY, "big")
+            assert told == ([*range(first, begin + 10)] if known else [first])
+            stream._unsent.clear()
+            socket.close(linger=0)
+
+
 def peer_of(stream: _Stream, first: int) -> zmq.Socket[bytes]:
     """A peer that asks for what was sent from a number on, and reads nothing yet."""
     socket = zmq.Context.instance().socket(zmq.DEALER)

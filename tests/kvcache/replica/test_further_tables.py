@@ -253,6 +253,27 @@ def test_a_batch_gives_back_pages_that_its_requests_share() -> None:
     assert columns(manager, both[0]) == columns(manager, both[1]) == [4, 5, 6]
 
 
+@pytest.mark.parametrize(("free", "fits"), [(0, False), (1, False), (2, True), (3, True)])
+def test_a_decode_step_has_pages_in_all_tables_or_in_none(free: int, fits: bool) -> None:
+    """At the end of a page it needs one in each of two tables: one for both is too few, and nothing is taken then."""
+    manager = make(pages=4 + free)
+    context = start(manager, range(4), "r")
+    run(manager, context)
+    rest = TextContext([100], 256, "rest")
+    manager.external_claim("rest", 0)
+    assert manager.maybe_reserve(rest)
+    assert manager.num_free_blocks == free
+    before = list(manager.get_req_blocks("r")), columns(manager, context)
+    assert manager.reserve_batch(manager.batch([context])).tolist() == [fits]
+    assert manager.num_free_blocks == free - 2 * fits
+    if not fits:
+        assert (list(manager.get_req_blocks("r")), columns(manager, context)) == before
+    manager.check()
+    for name in ("r", "rest"):
+        manager.release(name)
+    assert manager.num_free_blocks == 4 + free
+
+
 def test_each_table_of_each_group_must_have_its_window() -> None:
     groups = LayerGroup("window", (0, 2), 5), LayerGroup("full", (1,)), LayerGroup("window", (3,), 13)
     for table, column, left in ((1, 9, 9), (2, 9, 9), (2, 7, 7), (0, 7, 7)):  # tables of 13 tokens, then two of 5

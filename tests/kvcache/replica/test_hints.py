@@ -172,6 +172,30 @@ def test_plain_lru_is_counted_as_it_would_have_hit() -> None:
     manager.check()
 
 
+@pytest.mark.parametrize("computed", range(5))
+def test_of_a_prompt_that_is_given_up_half_way_the_baseline_has_what_ran(computed: int) -> None:
+    """Else the hints would answer for hits that no order could have had."""
+    manager, neutral = manager_of(40, checks=False), Retention()
+    serve(manager, prompt(0), neutral)
+    learned = evidence(manager)
+    tokens = prompt(1, pages=4)
+    for found in (0, computed):  # the second time, as far as it ran the first time
+        context = TextContext(tokens, 64, retention=neutral)
+        with manager.claim(context):
+            for page in range(found, computed):
+                context.set_token_indices(active_idx=4 * (page + 1))
+                assert manager.maybe_reserve(context)
+                manager.fetch([context])
+                context.update(0)
+                manager.step([context])
+            assert manager.maybe_reserve(context)
+            assert context.start_idx == 4 * computed
+    assert serve(manager, tokens, neutral) == 4 * computed
+    assert serve(manager, tokens, neutral) == 16
+    assert set(learned) == {0}
+    manager.check()
+
+
 def test_a_forked_request_hands_its_hint_on() -> None:
     manager = trusting(manager_of(40, checks=False))
     parent = TextContext(prompt(1), 64)

@@ -342,6 +342,35 @@ def test_of_a_cancelled_import_the_copier_s_end_frees_the_pages(make: Any) -> No
     assert target.num_free_blocks == 8
 
 
+@pytest.mark.parametrize("released", [True, False])
+def test_a_cancelled_import_that_is_written_keeps_its_pages_beyond_a_recovery(make: Any, released: bool) -> None:
+    """Whoever copies knows nothing of the interruption, and writes on."""
+    source, target = make(8, page_size=4), make(8, page_size=4)
+    computed(source, range(8))
+    context = TextContext([*range(8), 7], 64, "r")
+    target.external_claim("r")
+    pending = target.import_block_table(context, source.block_table("r"))
+    copier = target.copier(pending)
+    copier.take()
+    target.cancel_import(pending)
+    if released:
+        target.release("r")
+    target._mark.begin("step")  # and it is interrupted
+    found = target.recover()
+    assert found.imports == (pending,)
+    assert found.copiers == (copier,)
+    if target.contains("r"):
+        target.release("r")
+    assert target.num_free_blocks == 6
+    other = computed(target, range(100, 124), "other")
+    assert not {*target.get_req_blocks("other")} & {*pending.dst_pages.tolist()}
+    assert other.start_idx == 24
+    copier.give_up()
+    target.release("other")
+    assert target.num_free_blocks == 8
+    target.check()
+
+
 @pytest.mark.parametrize("caching", [True, False])
 def test_what_is_read_under_a_lease_stays_as_it_was(make: Any, caching: bool) -> None:
     manager = make(6, page_size=4, caching=caching)
@@ -488,7 +517,7 @@ def test_what_readers_were_told_only_grows_and_what_they_see_of_windows_only_shr
     assert (books.leases.told.tolist(), books.leases.kept[1]) == ([0] * 4, NEVER)
     books.lease(1)
     assert (books.leases.told[1], books.leases.kept[1]) == (6, 6)
-    for tokens, windows in ((12, True), (4, True), (3, False), (16, False), (0, True)):
+    for tokens, windows in ((12, True), (4, True), (9, True), (3, False), (16, False), (0, True)):
         books.leases.tell(1, tokens, windows=windows)
     assert (books.leases.told[1], books.leases.kept[1]) == (16, 4)
     with pytest.raises(InvalidRequestError, match="request 'r1': computes anew from token 15, .* its first 16 tokens"):

@@ -4,10 +4,12 @@ import os
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kvcache import InvalidParamsError, PagedKVCacheManager, TextContext
+from kvcache.replica.partial import PartialReuse
 from tests.kvcache.test_params import params
 
 PAGE = 4
@@ -98,6 +100,27 @@ def test_a_page_that_was_evicted_is_not_copied(make: Any) -> None:
     served(manager, range(8))
     served(manager, range(100, 112))
     assert served(manager, [*range(3), 90]) == 0
+
+
+def test_a_page_that_others_hold_is_not_written_to(make: Any) -> None:
+    manager = make(64, page_size=PAGE)
+    run_whole = TextContext(range(12), 64, "other")
+    context = TextContext([*range(6), 90, 91], 64, "r")
+    with manager.claim(run_whole), manager.claim(context):
+        assert manager.maybe_reserve(run_whole)
+        run(manager, run_whole)
+        replica = manager._replicas.each[0]
+        partial, row = PartialReuse(replica, 1), replica.rows.row_of["r"]
+        partial.learn(replica.rows.row_of["other"], run_whole, 0, 3)
+        assert manager.maybe_reserve(context)
+        assert context.start_idx == 4
+        own = np.array([manager.get_req_blocks("r")[1]], np.int32)
+        found = (manager.get_req_blocks("other")[1], own.item(), 6)
+        assert partial.find(row, context) == found
+        replica.pool.hold(own)
+        assert partial.find(row, context) is None
+        replica.pool.release(own)
+        assert partial.find(row, context) == found
 
 
 def test_a_failed_reserve_copies_nothing(make: Any) -> None:

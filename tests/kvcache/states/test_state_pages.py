@@ -259,3 +259,31 @@ def test_copies_give_way_to_requests_and_to_newer_ones() -> None:
     states.keep("a", digest(4), 8, passing=False)
     assert states.num_kept == 0
     states.check(["a", "b", "c"])
+
+
+@pytest.mark.parametrize("end", ["committed", "cancelled"])
+def test_what_a_page_held_before_an_import_comes_back_at_its_own_cancellation_alone(end: str) -> None:
+    """A page is another request's after its release, and begins at zero."""
+    states = StatePages(SHAPE, 2)
+    page = states.allocate("a")
+    for tensor in states.blocks[0]:
+        tensor[page] = 5
+    assert states.begin_import("a", digest(1)) == page  # no copy of that is there: the content is saved
+    for tensor in states.blocks[0]:
+        tensor[page] = 7
+    if end == "committed":
+        states.commit_import("a", 8)
+    else:
+        states.cancel_import(page)
+    held = 7 if end == "committed" else 5
+    assert all((tensor[page] == held).all() for tensor in states.blocks[0])
+    states.release("a")
+    assert states.allocate("b") == page
+    assert states.begin_import("b") == page
+    for tensor in states.blocks[0]:
+        tensor[page] = 9
+    states.cancel_import(page)
+    assert all((tensor[page] == 0).all() for tensor in states.blocks[0])
+    states.release("b")
+    assert states.num_free == 2
+    states.check([])

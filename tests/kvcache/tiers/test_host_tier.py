@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -212,6 +213,47 @@ class SlowCopies:
 
 def waits(it: Served) -> int:
     return sum(len(pages) for pages, _ in it.tiers.replicas[0].waiting)
+
+
+class Below:
+    """A tier below the host, and what it is told, in order."""
+
+    generation, held_slots = 0, ()
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, int]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *given, **_: self.said.append((name, given[0].shape[-2])) if name in {"offer", "used"} else None
+
+
+def test_a_use_counts_once_the_pages_before_it_are_there(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that runs beside us is not there yet: a use of its page would be lost, and its head go before its tail."""
+    it = served(16, 40)
+    tier, over = it.tiers.replicas[0], [False]
+    below: Any = Below()
+    store = tier._movers[0].store
+    mark = SimpleNamespace(over=lambda: over[0], wait=lambda: None)
+
+    def beside(pages: Any, slots: Any) -> list[Any]:
+        return [*store(pages, slots), mark]
+
+    monkeypatch.setattr(tier, "_movers", [SimpleNamespace(store=beside, load=tier._movers[0].load)])
+    it.tiers.share = 0.0
+    it.serve(PROMPT)
+    monkeypatch.setattr(tier, "lower", (below,))
+    tier.store(4)
+    tier.poll()
+    assert len(tier.stores) == 1
+    assert [len(pages) for pages, _ in tier.waiting] == [0], "the use of all four, as the request left"
+    tier.store(4)
+    assert below.said == []
+    over[0] = True
+    tier.poll()
+    assert below.said == [("offer", 4)]
+    tier.store(4)
+    assert below.said == [("offer", 4), ("used", 4)]
+    assert not tier.waiting
 
 
 def test_a_step_copies_for_a_share_of_the_time_only(served: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,3 +48,35 @@ def test_a_folder_that_another_begins_while_old_ones_are_removed_stays(
     assert (other.path / "content").exists()
     assert mine.path.exists()
     assert not old.exists()
+
+
+def test_a_reset_that_cannot_name_its_new_folder_leads_no_later_start_to_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = PageFolder(tmp_path, NAMESPACE)
+    old = folder.path
+    (old / "content").write_text("of before the reset")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PageFolder, "_name_epoch", full)
+        assert folder.renew() == old
+    assert "a reset cannot name its new folder: [Errno 28] No space left on device" in caplog.text
+    assert folder.path != old
+    later = PageFolder(tmp_path, NAMESPACE)
+    assert later.path not in {old, folder.path}
+    assert not (later.path / "content").exists()
+
+
+def test_a_reset_names_a_new_folder_and_joins_one_that_another_has_begun(tmp_path: Path) -> None:
+    mine, other = PageFolder(tmp_path, NAMESPACE), PageFolder(tmp_path, NAMESPACE)
+    first = mine.path
+    assert other.path == first
+    assert mine.renew() == first
+    assert mine.path != first
+    assert mine.path.is_dir()
+    assert other.renew() == first
+    assert other.path == mine.path
+    assert PageFolder(tmp_path, NAMESPACE).path == mine.path

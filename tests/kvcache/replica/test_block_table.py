@@ -1,0 +1,40 @@
+"""What a table says of the pages that it leaves out."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from kvcache.replica.block_table import BlockTable
+
+
+def table(first_page: int, pages: int, page_size: int = 4, num_tokens: int | None = None) -> BlockTable:
+    ids = tuple(range(10 + first_page, 10 + first_page + pages))
+    tokens = (first_page + pages) * page_size if num_tokens is None else num_tokens
+    return BlockTable("r", 0, tokens, page_size, (ids,), "f", first_page=first_page)
+
+
+def test_a_table_follows_one_that_ends_where_it_begins_or_later() -> None:
+    before = table(0, 3)
+    assert [table(first, 2).follows(before) for first in range(6)] == [True, True, True, True, False, False]
+
+
+@pytest.mark.parametrize(("num_tokens", "follows"), [(11, False), (12, True), (13, True)])
+def test_a_page_that_was_told_of_in_part_is_not_left_out(num_tokens: int, follows: bool) -> None:
+    assert table(3, 1).follows(table(0, 4, num_tokens=num_tokens)) == follows
+
+
+def test_a_table_that_leaves_pages_out_follows_none_of_another_page_size_and_not_nothing() -> None:
+    assert table(0, 2).follows(None)
+    assert not table(1, 2).follows(None)
+    assert not table(1, 2).follows(table(0, 3, page_size=8))
+    wrong = replace(table(1, 2), page_size=0)
+    assert not wrong.follows(replace(table(0, 3), page_size=0))
+    assert table(0, 2).follows(table(0, 3, page_size=8)), "it leaves nothing out"
+    assert replace(table(0, 2), first_page=-1).follows(None)
+
+
+def test_pages_are_counted_from_the_first_that_the_table_names() -> None:
+    assert table(3, 3).pages_from(3) == (13, 14, 15)
+    assert table(3, 3).pages_from(5) == (15,)
+    assert table(3, 3).pages_from(6) == ()

@@ -1,0 +1,104 @@
+"""Which held pages give way to a slab: those that nobody but their own request knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvcache import PagedKVCacheManager, TextContext
+from kvcache.replica.page_moves import ReplicaPageMoves
+from kvcache.replica.replica import Replica
+from tests.kvcache.build import manager_of
+
+
+class Rig:
+    """A request of three pages, of a manager whose pages this test moves itself."""
+
+    def __init__(self) -> None:
+        self.manager: PagedKVCacheManager = manager_of(16, page_size=4, rows=1)
+        self.replica: Replica = self.manager._replicas.each[0]
+        self.copied: list[tuple[list[int], list[int]]] = []
+        self.moves = ReplicaPageMoves(
+            self.replica, lambda sources, targets: self.copied.append((sources.tolist(), targets.tolist()))
+        )
+
+    def start(self, name: str, first: int = 0) -> tuple[TextContext, int]:
+        context = TextContext([*range(first, first + 10)], 64, name)
+        self.manager.external_claim(name, 0)
+        row = self.replica.rows.row_of[name]
+        self.moves.claimed(row)
+        assert self.manager.maybe_reserve(context)
+        return context, row
+
+    def staying(self, name: str) -> list[bool]:
+        return self.moves.staying()[list(self.manager.get_req_blocks(name))].tolist()
+
+
+KNOWN: dict[str, Callable[[Rig, int], None]] = {
+    "told": lambda rig, row: rig.moves.told(row),
+    "read by a model": lambda rig, row: rig.moves.fetched([row]),
+    "both": lambda rig, row: (rig.moves.told(row), rig.moves.fetched([row]))[0],
+}
+
+
+@pytest.mark.parametrize("known", KNOWN)
+def test_what_was_known_of_an_earlier_request_holds_up_no_later_one_of_its_row(known: str) -> None:
+    rig = Rig()
+    _, row = rig.start("a")
+    assert rig.staying("a") == [False] * 3
+    KNOWN[known](rig, row)
+    assert rig.staying("a") == [True] * 3
+    rig.manager.release("a")
+    _, again = rig.start("b", 100)
+    assert again == row
+    assert rig.staying("b") == [False] * 3
+
+
+def test_a_model_reads_pages_until_its_step_and_who_was_told_until_the_release() -> None:
+    rig = Rig()
+    _, row = rig.start("a")
+    rig.moves.fetched([row])
+    rig.moves.stepped(np.array([row]))
+    assert rig.staying("a") == [False] * 3
+    rig.moves.told(row)
+    rig.moves.fetched([row])
+    rig.moves.stepped(np.array([row]))
+    assert rig.staying("a") == [True] * 3
+
+
+def test_pages_under_a_lease_stay_and_free_ones_are_no_matter() -> None:
+    rig = Rig()
+    context, _ = rig.start("a")
+    assert rig.moves.staying().sum() == 0
+    lease = rig.manager.lease("a")
+    assert rig.staying("a") == [True] * 3
+    context.update(1)
+    rig.manager.step([context])
+    rig.manager.release("a")
+    assert rig.moves.staying().sum() == 3, "the lease alone holds them"
+    rig.manager.end_lease(lease)
+    assert rig.moves.staying().sum() == 0
+
+
+def test_a_moved_page_is_found_and_held_where_it_is_now() -> None:
+    rig = Rig()
+    context, row = rig.start("a")
+    context.update(1)
+    rig.manager.step([context])
+    before = list(rig.manager.get_req_blocks("a"))
+    pool = rig.replica.pool
+    sources = np.array(before[1:], np.int32)
+    targets = pool.allocate(2)
+    rig.moves.move(sources, targets)
+    assert rig.copied == [(before[1:], targets.tolist())]
+    now = [before[0], *targets.tolist()]
+    assert list(rig.manager.get_req_blocks("a")) == now
+    assert rig.replica.rows.changed[row]
+    pool.release(sources)  # the pool's side of it, which `SlabPool` does
+    rig.manager.check()
+    rig.manager.release("a")
+    again, _ = rig.start("b")
+    assert again.start_idx == 8
+    assert list(rig.manager.get_req_blocks("b"))[:2] == now[:2]

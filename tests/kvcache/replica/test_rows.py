@@ -1,0 +1,63 @@
+"""What rows count: each token of a prompt once, as one that ran or as one that was found."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from kvcache.replica.rows import AllRows, BlockRows, PromptCounter
+
+
+def counter() -> PromptCounter:
+    """Of four rows that are nobody's yet."""
+    rows = BlockRows(AllRows(1, 4, 4), slice(0, 4), 64, 4, pinned=False)
+    rows.prompt[:], rows.counted[:] = -1, 0
+    return PromptCounter(rows)
+
+
+def run(count: PromptCounter, row: int, start: int, end: int, *, alone: bool) -> None:
+    if not alone:
+        count.run(np.array([row]), np.array([start]), np.array([end]))
+    elif row in count.open:
+        count.run_one(row, start, end)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_prompt_token_that_ran_is_not_counted_again_when_it_is_found(alone: bool) -> None:
+    count = counter()
+    count.admit(1, 12)
+    run(count, 1, 0, 8, alone=alone)
+    assert (count.ran, count.found, count.is_open) == (8, 0, True)
+    count.hit(1, 12, 0, 8)  # the request has gone back to its beginning
+    assert (count.ran, count.found) == (8, 0)
+    count.hit(1, 12, 4, 10)
+    assert (count.ran, count.found) == (8, 2)
+    run(count, 1, 0, 12, alone=alone)
+    assert (count.ran, count.found, count.is_open) == (10, 2, False)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_a_request_does_each_token_of_its_prompt_is_counted_once(seed: int, alone: bool) -> None:
+    """By what comes to it first; tokens behind the prompt are not counted, and other rows neither."""
+    rng, count = random.Random(seed), counter()
+    prompt = rng.randint(1, 20)
+    by_hand: dict[int, str] = {}
+    for step in itertools.count():
+        start = rng.randint(0, min(20, len(by_hand)))
+        end = rng.randint(start, 25)
+        if step % 2:
+            count.hit(2, prompt, start, end)
+        else:
+            count.admit(2, prompt)
+            run(count, 2, start, end, alone=alone)
+        for token in range(end):  # those before `start` were counted: a request never runs ahead of what it has
+            by_hand.setdefault(token, "found" if step % 2 else "ran")
+        mine = [by_hand[token] for token in range(prompt) if token in by_hand]
+        assert (count.ran, count.found) == (mine.count("ran"), mine.count("found"))
+        if len(mine) == prompt and step > 6:
+            break
+    assert not count.is_open

@@ -1,0 +1,133 @@
+"""Whom `recover` releases: requests of whose claim, or of whose change, nobody was told; and nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvcache import PagedKVCacheManager, TextContext
+from kvcache.claims import Claims
+from kvcache.replica.copier import ImportBook
+from kvcache.replicas import Replicas
+from tests.kvcache.build import manager_of, proven
+
+
+class Ctrl(BaseException):
+    """What a signal handler raises."""
+
+
+def computed(manager: PagedKVCacheManager, name: str, first: int = 0) -> TextContext:
+    context = TextContext([*range(first, first + 10)], 64, name)
+    manager.external_claim(name, 0)
+    assert manager.maybe_reserve(context)
+    manager.fetch([context])
+    context.update(1)
+    manager.step([context])
+    return context
+
+
+def after(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
+    """The call is interrupted once this has returned."""
+    real = getattr(owner, method)
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        real(*arguments, **options)
+        raise Ctrl
+
+    monkeypatch.setattr(owner, method, interrupted)
+
+
+class Two:
+    """Two requests that have run, and a third that waits for an import."""
+
+    def __init__(self) -> None:
+        self.manager = manager_of(40, page_size=4)
+        self.contexts = [computed(self.manager, name, first) for name, first in (("a", 0), ("b", 100))]
+        source = manager_of(40, page_size=4)
+        computed(source, "r", 200)
+        self.table = source.block_table("r")
+        self.reader = TextContext([*range(200, 211)], 64, "r")
+        self.manager.external_claim("r", 0)
+        pending = self.manager.import_block_table(self.reader, self.table)
+        assert pending is not None
+        self.pending = pending
+
+
+CALLS: dict[str, tuple[type, str, Callable[[Two], object], list[str]]] = {
+    "external_claim": (Claims, "claim", lambda it: it.manager.external_claim("new", 0), ["new"]),
+    "fork": (Claims, "bind", lambda it: it.manager.fork(it.contexts[0], it.contexts[0].fork("child")), ["child"]),
+    "fork, before it has a page": (
+        Claims,
+        "claim",
+        lambda it: it.manager.fork(it.contexts[0], it.contexts[0].fork("child")),
+        ["child"],
+    ),
+    "fork, with its pages": (
+        Replicas,
+        "fork",
+        lambda it: it.manager.fork(it.contexts[0], it.contexts[0].fork("child")),
+        ["child"],
+    ),
+    "release": (Claims, "release", lambda it: it.manager.release("a"), ["a"]),
+    "commit_import": (
+        ImportBook,
+        "commit",
+        lambda it: it.manager.commit_import(it.reader, it.pending, proven(it.manager, it.pending)),
+        ["r"],
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_who_nobody_was_told_of_is_released_and_all_others_go_on(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Two()
+    manager = it.manager
+    pages = {name: list(manager.get_req_blocks(name)) for name in "ab"}
+    owner, method, interrupted, released = CALLS[call]
+    with monkeypatch.context() as patched:
+        after(patched, owner, method)
+        with pytest.raises(Ctrl):
+            interrupted(it)
+    found = manager.recover()
+    assert found.call == call.partition(",")[0]
+    assert [*found.released] == released
+    left = {"a", "b", "r"} - {*released}
+    assert {*found.claimed} == left
+    assert found.imports == ((it.pending,) if "r" in left else ())
+    manager.check()
+    for name in released:
+        assert not manager.contains(name)
+        manager.external_claim(name, 0)  # its id is free, and nothing of it is left
+        manager.release(name)
+    for context in it.contexts:
+        if context.request_id in left:
+            assert list(manager.get_req_blocks(context.request_id)) == pages[context.request_id]
+            assert manager.maybe_reserve(context)
+            manager.fetch([context])
+            context.update(2)
+            manager.step([context])
+    if "r" in left:
+        manager.commit_import(it.reader, it.pending, proven(manager, it.pending))
+    for name in left:
+        manager.release(name)
+    assert manager.num_free_blocks == 40
+    manager.close()
+
+
+def test_a_recovery_of_right_books_changes_nothing_and_says_what_there_is() -> None:
+    it = Two()
+    lease = it.manager.lease("a")
+    for _ in range(2):
+        found = it.manager.recover()
+        assert (found.call, found.released) == (None, ())
+        assert {*found.claimed} == {"a", "b", "r"}
+        assert (found.leases, found.imports, found.copiers) == ((lease,), (it.pending,), ())
+    copier = it.manager.copier(it.pending)
+    assert it.manager.recover().copiers == (copier,)
+    it.manager.cancel_import(it.pending)
+    assert it.manager.recover().copiers == (copier,)
+    copier.give_up()
+    assert it.manager.recover().imports == ()
+    it.manager.close()

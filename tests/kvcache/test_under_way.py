@@ -1,0 +1,77 @@
+"""The word of a manager: which calls it lets through, and what it says of the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcache.errors import InterruptedCallError, InvalidRequestError, InvariantError, ManagerClosedError
+from kvcache.under_way import UnderWay
+
+
+def interrupted() -> UnderWay:
+    mark = UnderWay()
+    mark.begin("fork", "child")
+    return mark
+
+
+def test_a_call_that_is_under_way_keeps_all_others_out_until_it_ends() -> None:
+    mark = interrupted()
+    assert (mark.is_interrupted, mark.call) == (True, ("fork", "child"))
+    for refused in (mark.check, mark.begin, mark.check_books, mark.refuse):
+        with pytest.raises(
+            InterruptedCallError, match=r"^step: fork was interrupted while it changed .* call recover\(\) first$"
+        ):
+            refused("step")
+    assert mark.call == ("fork", "child")
+    mark.end()
+    assert not mark.is_interrupted
+    mark.check("step")
+    mark.check_books("release")
+
+
+def test_a_closed_manager_gives_back_and_refuses_all_else() -> None:
+    mark = UnderWay()
+    mark.close()
+    mark.close()
+    assert not mark.is_interrupted
+    mark.check_books("release")
+    for refused in (mark.check, mark.begin):
+        with pytest.raises(ManagerClosedError, match="^step: the manager is closed: it only gives back what is held"):
+            refused("step")
+    mark.end()
+    with pytest.raises(ManagerClosedError):
+        mark.check("step")
+
+
+def test_a_close_hides_no_interruption_and_a_recovery_opens_nothing_that_was_closed() -> None:
+    mark = interrupted()
+    mark.close()
+    mark.close()
+    assert mark.is_interrupted
+    assert mark.call == ("fork", "child"), "recover has to know whose books are half done"
+    with pytest.raises(InterruptedCallError, match="^release: fork was interrupted"):
+        mark.check_books("release")
+    mark.end()  # recovered
+    assert not mark.is_interrupted
+    mark.check_books("release")
+    with pytest.raises(ManagerClosedError):
+        mark.check("step")
+
+
+@pytest.mark.parametrize(
+    ("error", "refused", "open_again"),
+    [
+        (InvalidRequestError("no"), False, True),  # one of our own: all is as it was
+        (InvariantError("no"), False, False),
+        (InterruptedCallError("no"), False, False),
+        (KeyboardInterrupt(), False, False),
+        (ValueError("no"), False, False),
+        (ValueError("no"), True, True),  # the caller's own context has raised it
+    ],
+)
+def test_a_call_that_fails_leaves_the_word_set_unless_nothing_can_have_changed(
+    error: BaseException, refused: bool, open_again: bool
+) -> None:
+    mark = interrupted()
+    mark.fail(error, refused=refused)
+    assert mark.is_interrupted != open_again

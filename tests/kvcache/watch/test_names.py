@@ -1,0 +1,47 @@
+"""What a watch shows of requests and tenants: never a salt, and no id unless it may be."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvcache.watch import names as module
+from kvcache.watch.names import WatchNames, tenant_name
+from kvcache.watched import request_digest
+
+
+def test_no_id_is_shown_in_part_whichever_contain_others() -> None:
+    ids = ["r1", "r12", "r123", "1", "x r1 y"]
+    named = {one: request_digest(one) for one in ids}
+    expected = (
+        f"row 3 of {named['r123']} and {named['r12']} and {named['r1']} differ, as does {named['x r1 y']}: "
+        f"{named['1']} of 4"
+    )
+    for order in itertools.permutations(["", *ids]):
+        text = "row 3 of r123 and r12 and r1 differ, as does x r1 y: 1 of 4"
+        assert WatchNames(are_clear=False).error(text, order) == expected
+
+
+@pytest.mark.parametrize("short", "0123456789abcdef#")
+def test_what_stands_for_an_id_is_not_taken_for_an_id_itself(short: str) -> None:
+    """Ids may be as short as one character, and what stands for one has many."""
+    found = WatchNames(are_clear=False).error(f"(.*) {short} ; long", ["long", short, ".*"])
+    assert found == f"({request_digest('.*')}) {request_digest(short)} ; {request_digest('long')}"
+
+
+def test_where_ids_may_be_shown_they_are_and_salts_are_not() -> None:
+    clear = WatchNames(are_clear=True)
+    assert clear.error("r1 is lost", ["r1"]) == "r1 is lost"
+    assert clear.requests(["a", "b"]) == ["a", "b"]
+    assert clear.tenants(["salt", "", "salt"]) == [tenant_name("salt"), "", tenant_name("salt")]
+    assert "salt" not in tenant_name("salt")
+
+
+def test_a_name_stays_and_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_KEPT", 4)
+    names = WatchNames(are_clear=False)
+    for _ in range(3):
+        assert names.requests(map(str, range(10))) == [request_digest(str(one)) for one in range(10)]
+        assert len(names._requests) <= 4
+    assert names.error("", ["r"]) == ""
