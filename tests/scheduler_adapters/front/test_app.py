@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import uvicorn
 import zmq
+from starlette.requests import Request
 
+from scheduler_adapters.front import app as app_module
 from scheduler_adapters.front import frontend as frontend_module
 from scheduler_adapters.front.app import make_app
 from scheduler_adapters.front.frontend import Frontend
-from scheduler_adapters.front.openai import ServedModel
+from scheduler_adapters.front.openai import OpenAIError, ServedModel
 from scheduler_adapters.hf.tiny import VOCAB_SIZE, ByteTokenizer
 from scheduler_adapters.service.sockets import bind_router
 
@@ -76,3 +78,30 @@ def test_clients_that_go_away_while_they_send_are_counted_in_one_line(
     lines = [record.getMessage() for record in caplog.records]
     assert lines == ["a client closed its connection while it sent a request (1 so far)"]
     assert not any(record.exc_info for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("parts", "taken"),
+    [((100,), True), ((101,), False), ((60, 40), True), ((60, 41), False), ((1,) * 100, True), ((1,) * 1000, False)],
+)
+def test_a_body_is_bounded_whatever_parts_it_comes_in(
+    parts: tuple[int, ...], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read no further than to its limit."""
+    monkeypatch.setattr(app_module, "_MAX_BODY", 100)
+    came = 0
+
+    async def receive() -> dict[str, Any]:
+        nonlocal came
+        came += 1
+        return {"type": "http.request", "body": bytes(parts[came - 1]), "more_body": came < len(parts)}
+
+    body = app_module._body(Request({"type": "http", "method": "POST", "headers": []}, receive))
+    if taken:
+        assert asyncio.run(body) == bytes(sum(parts))
+        assert came == len(parts)
+    else:
+        with pytest.raises(OpenAIError, match="^the body is longer than 100 bytes$") as caught:
+            asyncio.run(body)
+        assert caught.value.status == 413
+        assert sum(parts[:came]) == 101
