@@ -30,6 +30,7 @@ def raised() -> Generator[None]:
 
     A second signal within ten seconds does nothing: the first is still being obeyed. Where a signal comes within a
     finalizer or a callback of the garbage collector, Python throws the exception away: the signal is sent once more.
+    Where it is the cause of another exception, as Python makes one of what is raised in `__set_name__`, it is raised.
     """
     obeyed, hook = float("-inf"), sys.unraisablehook
 
@@ -54,6 +55,13 @@ def raised() -> Generator[None]:
     try:
         with _handled(obey):
             yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, Interrupted):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        raise cause from None
     finally:
         sys.unraisablehook = hook
 

@@ -181,6 +181,24 @@ def test_a_signal_that_is_lost_can_be_sent_again(monkeypatch: pytest.MonkeyPatch
                 signal.raise_signal(signal.SIGTERM)
 
 
+class Named:
+    """Something of a class in whose making a signal falls, as in the import of any enumeration."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_of_which_python_makes_another_error_is_itself_in_the_end() -> None:
+    with pytest.raises(interrupts.Interrupted) as raised, interrupts.raised():
+        type("Holder", (), {"named": Named()})
+    assert raised.value.status == 130
+
+
+def test_an_error_that_no_signal_has_caused_stays_what_it_is() -> None:
+    with pytest.raises(RuntimeError, match="its own"), interrupts.raised():
+        raise RuntimeError("its own") from ValueError("its cause")
+
+
 class Finalized:
     """Something whose end a signal falls into: Python throws away what is raised there."""
 

@@ -95,7 +95,9 @@ def offered(service: Service) -> DecodeRequest:
 def pulling(service: Service) -> DecodeRequest:
     """Prefill has stopped in mid-prompt, and decode reads what it has."""
     request = service.submit_one("r", PROMPT)
-    service.until(lambda: request.phase == "pulling", "the first chunk")
+    service.until(lambda: phase_of_prefill(service) == "offered", "the first chunk")
+    # Prefill is left alone from here on: polled on, it ends the prompt where its word takes longer than its chunks.
+    service.until(lambda: request.phase == "pulling", "the word of it", poll=service.decode.poll)
     assert phase_of_prefill(service) == "offered"
     return request
 
