@@ -190,3 +190,20 @@ def test_one_order_takes_the_room_that_another_wastes() -> None:
         assert np.array_equal(first.pages(), known)
         assert np.array_equal(second.pages(), other)
     assert first.oldest(5).tolist() == known[:5].tolist()
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_after_an_interrupt_just_the_pages_named_are_there_those_known_by_age(begun: bool) -> None:
+    order = IdleOrder(20)
+    if begun:
+        order.append(pages(5, 3, 9))
+        order.append(pages(1, 7))
+        order.remove(pages(9))
+    order.mend(np.array([1, 2, 3, 5, 9]))
+    order.check()
+    assert order.pop(5).tolist() == ([5, 3, 1, 2, 9] if begun else [1, 2, 3, 5, 9])
+    order.mend(np.zeros(0, np.intp))
+    assert order.count == 0
+    order.append(pages(7))
+    order.check()
+    assert order.pop_one() == 7

@@ -187,3 +187,32 @@ def test_what_is_found_elsewhere_has_neither_come_nor_gone() -> None:
     index.check()
     index.withdraw_one(7)
     assert len(told) == 1
+
+
+def test_after_an_interrupt_all_that_is_published_is_linked_anew() -> None:
+    index = PrefixIndex(8, 4)
+    index.publish(pages(1, 2, 3), digests(0, 1, 2, bucket=1))
+    index.publish(pages(4, 5), digests(3, 4))
+    generation = index.generation
+    index._links[:], index._before[:] = 3, 7
+    index.mend()
+    index.check()
+    assert index.find(digests(0, 1, 2, bucket=1)).tolist() == [1, 2, 3]
+    assert index.find(digests(3, 4, 5)).tolist() == [4, 5, 0]
+    assert index.generation > generation, "who remembers what was found looks again"
+    index.withdraw(pages(2, 4))
+    index.check()
+    assert index.find(digests(0, 1, 2, bucket=1)).tolist() == [1, 0, 3]
+
+
+def test_after_an_interrupt_of_two_pages_with_one_digest_the_first_stays() -> None:
+    index = PrefixIndex(8, 4)
+    index.publish(pages(2, 3, 5), digests(0, 1, 2))
+    index._digests[5] = index._digests[2]  # as where a page was to take the place of another
+    index.mend()
+    index.check()
+    assert index.find(digests(0, 1, 2)).tolist() == [2, 3, 0]
+    assert index.published.nonzero()[0].tolist() == [2, 3]
+    index.publish(pages(5), digests(2))
+    index.check()
+    assert index.find(digests(2)).tolist() == [5]

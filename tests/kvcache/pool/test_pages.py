@@ -297,3 +297,57 @@ def test_a_page_that_nobody_holds_but_a_transfer_writes_is_not_idle_and_may_be_h
     pool.drop_writer(held[1:2])
     pool.check(np.zeros(9, np.int64), np.zeros(9, np.int64))
     assert pool.idle.count == 3
+
+
+def test_the_page_that_goes_next_is_named_while_no_page_is_fresh() -> None:
+    pool = PagePool(3, 2)
+    held = pool.allocate(2)
+    pool.index.publish(held, digests([1, 2]))
+    pool.release(held)
+    assert pool.next_evicted() == 0, "one is fresh"
+    last = pool.allocate_one()
+    for _ in range(2):
+        named = pool.next_evicted()
+        assert named
+        assert pool.allocate_one() == named
+    assert pool.next_evicted() == 0, "none is idle"
+    pool.release(pages(last))
+    assert pool.next_evicted() == 0, "one is fresh again"
+
+
+@pytest.mark.parametrize("wrong", ["as they were", "holders", "writers", "idle", "fresh", "index"])
+def test_after_an_interrupt_pages_are_what_a_recount_says(wrong: str) -> None:
+    """Idle ones age as before, fresh ones go first, and what was published is found."""
+    pool = PagePool(SIZE, 2)
+    held = pool.allocate(9)
+    pool.index.publish(held[:6], digests([*range(1, 7)]))
+    pool.release(held[[3, 2]])
+    pool.release(held[[0, 1]])
+    pool.add_writer(held[7:8])
+    pool.release(held[7:9])
+    free = pool.idle.count + len(held) - 5
+    holders, writers = (np.zeros(SIZE + 1, np.int64) for _ in range(2))
+    holders[held[4:6]], holders[held[6]], writers[held[7]] = 1, 2, 1
+    match wrong:
+        case "holders":
+            pool.holders[:] = 3
+        case "writers":
+            pool.writers[:] = 1
+        case "idle":
+            pool.idle.remove(held[[2]])
+        case "fresh":
+            pool.allocate(3)
+        case "index":
+            pool.index._links[:] = 0
+    pool.mend(holders, writers)
+    pool.check(holders, writers)
+    assert pool.free_count == free
+    assert pool.index.find(digests([*range(1, 7)])).tolist() == held[:6].tolist()
+    pool.drop_writer(held[7:8])  # of nobody, and in no index: it is fresh
+    fresh = {*range(1, SIZE + 1)} - {*held[:7].tolist()}
+    assert {*pool.allocate(len(fresh)).tolist()} == fresh
+    assert pool.evictions == 0
+    expected = [2, 3, 1, 0] if wrong != "idle" else [3, 1, 0, 2]  # what is idle again after all is the youngest
+    assert [pool.allocate_one() for _ in range(4)] == held[expected].tolist()
+    assert pool.evictions == 4
+    assert (pool.index.find(digests([*range(1, 7)])) == 0).tolist() == [True] * 4 + [False] * 2

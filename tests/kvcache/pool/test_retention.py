@@ -464,3 +464,26 @@ def test_broken_quota_books_are_named() -> None:
     quotas.own(pages(2), None)
     with pytest.raises(InvariantError, match="1 idle pages have a tenant, 2 are counted"):
         order.check()
+
+
+def test_after_an_interrupt_hints_count_as_before_and_pages_not_known_are_the_youngest() -> None:
+    order = order_of(1.0)
+    said(order, LAST, 1, 2)
+    said(order, FIRST, 3, 4)
+    said(order, None, 5, 6)
+    before = order_of(1.0)
+    said(before, LAST, 1, 2)
+    said(before, FIRST, 3, 4)
+    said(before, None, 5, 6)
+    before.append(pages(9))
+    order.remove(pages(2, 4))
+    order.count = 17  # as an interrupt may leave it
+    order.remove = None  # type: ignore[assignment] - nothing is taken out one by one
+    order.mend(np.array([1, 3, 5, 6, 9]))
+    del order.remove
+    order.check()
+    before.remove(pages(2, 4))
+    assert order.pop(5).tolist() == before.pop(5).tolist()
+    order.mend(np.zeros(0, np.intp))
+    order.check()
+    assert order.count == 0

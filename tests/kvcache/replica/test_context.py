@@ -213,3 +213,61 @@ def test_a_batch_is_not_copied(make: Any, how: Callable[[object], object]) -> No
     manager.external_claim("r")
     with pytest.raises(InvalidRequestError, match="batch of 1 requests: it cannot be copied: manager.batch makes"):
         how(manager.batch([context]))
+
+
+class Leading:
+    """Moves contexts as a batch does, and is asked for what each lacks."""
+
+    def __init__(self, tokens: dict[int, list[int]]) -> None:
+        self.tokens, self.lost = tokens, list[tuple[int, int]]()
+        self.contexts: dict[int, TextContext] = {}
+
+    def catch_up(self, place: int, end: int) -> None:
+        context, come = self.contexts[place], self.tokens[place][end:]
+        if len(come) == 1:
+            context.append_one(come[0], end, end + 1)
+        elif come:
+            context.append(np.array(come, np.int32), end + len(come) - 1, end + len(come))
+
+    def lose(self, place: int, end: int) -> None:
+        self.catch_up(place, end)
+        self.lost.append((place, end))
+
+
+@pytest.mark.parametrize("come", [0, 1, 2, 40])
+def test_who_follows_a_leader_knows_what_that_did_and_leaves_with_it(come: int) -> None:
+    tokens = [*range(10, 12 + come)]
+    leading, other = Leading({3: tokens}), Leading({0: tokens})
+    context = TextContext(tokens[:2], 64, "r")
+    context.follow(leading, 3)
+    leading.contexts[3] = context
+    context.catch_up(other, 0)  # it is not that one's
+    assert context._end == 2
+    context.catch_up(leading, 3)
+    assert context._end == 2 + come
+    assert context.tokens.tolist() == tokens
+    assert (context.start_idx, context.active_idx) == ((1 + come, 2 + come) if come else (0, 2))
+    tokens.append(99)
+    context.leave()
+    assert leading.lost == [(3, 2 + come)]
+    assert context.tokens.tolist() == tokens
+    tokens.append(100)
+    context.leave()
+    context.catch_up(leading, 3)
+    assert leading.lost == [(3, 2 + come)], "it left once"
+    assert context.tokens.tolist() == tokens[:-1]
+
+
+def test_a_context_has_one_leader_at_a_time() -> None:
+    tokens = [1, 2, 3]
+    first, second = Leading({0: tokens}), Leading({5: [1, 2, 3, 4]})
+    context = TextContext(tokens[:2], 64, "r")
+    context.follow(first, 0)
+    first.contexts[0] = second.contexts[5] = context
+    context.follow(second, 5)
+    assert first.lost == [(0, 2)]
+    assert context.tokens.tolist() == [1, 2, 3, 4]
+    assert second.lost == []
+    context.reset()
+    assert second.lost == [(5, 4)]
+    assert (context.start_idx, context.active_idx) == (0, 4)

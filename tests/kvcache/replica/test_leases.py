@@ -525,6 +525,34 @@ def test_what_readers_were_told_only_grows_and_what_they_see_of_windows_only_shr
     books.leases.refuse_rewrite(np.array([1]), np.array([16]))
 
 
+def test_after_an_interrupt_leases_are_of_the_rows_that_their_requests_have() -> None:
+    """What they hold stays, whoever has the row now, until each is ended."""
+    books = Books()
+    for row in range(3):
+        books.claim(row, 4)
+    kept, gone, over = (books.lease(row) for row in range(3))
+    pages = books.pool.allocate(3)
+    for lease, page in zip((kept, gone, over), pages, strict=True):
+        books.leases._hold(lease, page[None])
+    books.pool.release(pages)
+    books.leases.tell(0, 8)
+    books.rows.request_ids[1] = "another"  # its request is released, and the row claimed anew
+    books.leases.of_row.clear()  # as an interrupt may leave it
+    books.leases.mend(over)
+    books.leases.check()
+    assert books.leases.of_row == {0: [kept]}
+    assert (books.leases.told.tolist(), books.leases.kept.tolist()) == ([8, 0, 0, 0], [4, NEVER, NEVER, NEVER])
+    assert [lease.is_over for lease in (kept, gone, over)] == [False, False, True]
+    assert (books.held_by(kept), books.held_by(gone), books.held_by(over)) == ([pages[0]], [pages[1]], [])
+    books.leases.mend(None)
+    assert books.leases.of_row == {0: [kept]}
+    free = books.pool.free_count
+    for lease in (kept, gone, over):
+        books.leases.end(lease)
+    books.leases.check()
+    assert books.pool.free_count == free + 2, "what the one that was over holds is the recount's"
+
+
 def test_a_request_is_leased_until_the_last_of_its_leases_has_ended() -> None:
     books = Books()
     books.claim(1, 8)
