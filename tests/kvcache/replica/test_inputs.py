@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.export.passes import move_to_device_pass
 
-from kvcache import InvalidParamsError, RaggedKVCacheInputs, TextContext
+from kvcache import InvalidParamsError, InvalidRequestError, PagedKVCacheManager, RaggedKVCacheInputs, TextContext
+from kvcache.replica.inputs import data_parallel_splits
 
 
 class ReadsTheCache(torch.nn.Module):
@@ -64,6 +67,117 @@ def test_symbols_for_other_devices_and_layers(make: Any) -> None:
     assert symbols.inputs.blocks.dtype == torch.float32
     with pytest.raises(InvalidParamsError, match="2 devices"):
         manager.input_symbols(devices=["cpu", "cpu"])
+
+
+def started(manager: PagedKVCacheManager, lengths: dict[int, list[int]], steps: int = 1) -> list[TextContext]:
+    """Of each replica requests of these lengths, reserved."""
+    made: list[TextContext] = []
+    for replica, some in lengths.items():
+        for length in some:
+            made.append(TextContext(range(length), 64, f"{replica}.{len(made)}"))
+            manager.external_claim(made[-1].request_id, replica)
+            assert manager.maybe_reserve(made[-1], steps)
+    return made
+
+
+def test_what_a_model_reads_are_the_pages_of_each_request_and_the_longest_of_all(make: Any) -> None:
+    manager = make(32, page_size=4)
+    contexts = started(manager, {0: [9, 3]}, steps=4)
+    pages = [list(manager.get_req_blocks(context.request_id)) for context in contexts]
+    for steps, columns in ((1, 3), (2, 3), (4, 3)):
+        (entry,) = manager.fetch(contexts, steps)
+        assert entry.blocks is manager.device_tensors[0][0]
+        assert entry.kv_scales is None
+        assert entry.cache_lengths.tolist() == [0, 0]
+        assert entry.lookup_table.tolist() == [[*row, 0, 0, 0][:columns] for row in pages]
+        assert entry.max_lengths.tolist() == [[9, 9], [1, 10], [1, 11], [1, 12]][:steps]
+        for tensor in (entry.cache_lengths, entry.lookup_table, entry.max_lengths):
+            assert tensor.dtype == torch.int32
+    for context in contexts:
+        context.update(7)
+    manager.step(contexts)
+    assert manager.reserve_batch(contexts, 4).all()
+    (entry,) = manager.fetch(contexts, 4)
+    assert entry.cache_lengths.tolist() == [9, 3]
+    assert entry.lookup_table.shape == (2, 4), "13 tokens, the last of which is not written"
+    assert entry.max_lengths.tolist() == [[1, 10], [1, 11], [1, 12], [1, 13]]
+    (empty,) = manager.fetch([], 3)
+    assert (empty.cache_lengths.shape, empty.lookup_table.shape) == ((0,), (0, 0))
+    assert empty.max_lengths.tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lengths_go_on_by_what_ran_and_the_tables_stay(make: Any, kind: Any) -> None:
+    manager = make(32, page_size=4, tp=2, dp=2, heads=2)
+    contexts = started(manager, {0: [9, 3], 1: [5]}, steps=3)
+    given = kind(manager.fetch(contexts, 3))
+    offsets = torch.tensor([0, 9, 12, 17], dtype=torch.uint32)
+    ran = SimpleNamespace(input_row_offsets=offsets, data_parallel_splits=torch.tensor([0, 2, 3]))
+    before = list(given)
+    after = manager.increment_cache_lengths(given, ran)
+    assert (after is given) == (kind is list)
+    assert [entry.cache_lengths.tolist() for entry in after] == [[9, 3], [9, 3], [5], [5]]
+    assert [entry.max_lengths.tolist() for entry in after] == [[[1, 10], [1, 11]]] * 2 + [[[1, 6], [1, 7]]] * 2
+    for old, new in zip(before, after, strict=True):
+        assert new.lookup_table is old.lookup_table
+        assert new.blocks is old.blocks
+        assert old.cache_lengths.tolist() == [0] * len(new.cache_lengths)
+    ran = SimpleNamespace(input_row_offsets=[torch.arange(4)], data_parallel_splits=[0, 2, 3])
+    after = manager.increment_cache_lengths(list(after), ran)
+    assert [entry.cache_lengths.tolist() for entry in after] == [[10, 4], [10, 4], [6], [6]]
+    assert [entry.max_lengths.tolist() for entry in after] == [[[1, 11]]] * 2 + [[[1, 7]]] * 2
+
+
+@pytest.mark.parametrize(
+    ("offsets", "splits", "count", "message"),
+    [
+        ([0, 9, 12, 17], [0, 3], 2, r"data_parallel_splits \[0, 3\] do not split 3 requests over 2 replicas"),
+        ([0, 9, 12, 17], [1, 2, 3], 2, r"data_parallel_splits \[1, 2, 3\] do not split 3"),
+        ([0, 9, 12, 17], [0, 2, 2], 2, r"data_parallel_splits \[0, 2, 2\] do not split 3"),
+        ([0, 9, 12, 17], [0, 4, 3], 2, r"data_parallel_splits \[0, 4, 3\] do not split 3"),
+        ([0, 9, 12, 17], [0, 1, 3], 2, "replica 0: 1 row offsets for 2 requests"),
+        ([0, 9, 12, 17], [0, 2, 3], 1, "1 inputs are not the same number for each of 2 replicas"),
+        ([0, 9, 12, 17], [0, 2, 3], 0, "0 inputs are not the same number for each of 2 replicas"),
+        ("none", [0, 2, 3], 2, "increment_cache_lengths of "),
+        ([0, 9, 12, 17], None, 2, "increment_cache_lengths of "),
+    ],
+)
+def test_what_does_not_fit_the_batch_is_refused_and_changes_nothing(
+    make: Any, offsets: Any, splits: Any, count: int, message: str
+) -> None:
+    manager = make(32, page_size=4, dp=2)
+    given = manager.fetch(started(manager, {0: [9, 3], 1: [5]}, steps=3), 3)[:count]
+    kept = list(given)
+    ran = SimpleNamespace(
+        input_row_offsets=torch.tensor(offsets) if isinstance(offsets, list) else offsets, data_parallel_splits=splits
+    )
+    with pytest.raises(InvalidRequestError, match=message):
+        manager.increment_cache_lengths(given, ran)
+    assert all(one is other for one, other in zip(given, kept, strict=True))
+    assert all(entry.cache_lengths.sum() == 0 for entry in given)
+
+
+def test_one_replica_needs_no_splits(make: Any) -> None:
+    manager = make(32, page_size=4)
+    given = manager.fetch(started(manager, {0: [9, 3]}, steps=2), 2)
+    ran = SimpleNamespace(input_row_offsets=torch.tensor([0, 9, 12]))
+    assert manager.increment_cache_lengths(given, ran)[0].cache_lengths.tolist() == [9, 3]
+    with pytest.raises(InvalidRequestError, match="replica 0: 1 row offsets for 2 requests"):
+        manager.increment_cache_lengths(given, SimpleNamespace(input_row_offsets=torch.tensor([0, 12])))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "splits"), [([0, 0, 1], [0, 2, 3, 3]), ([2], [0, 0, 0, 1]), ([], [0, 0, 0, 0]), ([1, 1], [0, 0, 2, 2])]
+)
+def test_a_batch_is_split_where_its_replicas_end(replicas: list[int], splits: list[int]) -> None:
+    found = data_parallel_splits(np.array(replicas, np.int64), 3)
+    assert found.tolist() == splits
+    assert found.dtype == torch.int64
+
+
+def test_a_batch_out_of_order_has_no_splits() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^the batch is not ordered by replica: \[0, 1, 0\]$"):
+        data_parallel_splits(np.array([0, 1, 0]), 2)
 
 
 @pytest.mark.gpu
