@@ -39,18 +39,22 @@ $(STAMP): pyproject.toml constraints.txt Makefile hatch_build.py $(CHAINED).c
 demo: $(STAMP) ## serve prompts across a prefill and a decode process (ARGS="--requests 32 ...")
 	@$(BIN)/pagewire demo $(ARGS)
 
-# Most tests wait for processes of their own, so three workers on two cores take less time than two. A file's tests share
-# what they set up, so that a file goes to one worker.
-WORKERS ?= $(shell expr $$(nproc) + 1)
+# Most tests wait for processes of their own, so four workers on two cores take less time than two. A file's tests share
+# what they set up, so that a file goes to one worker; files with slow tests go first (tests/conftest.py), where xdist by
+# itself would begin with those that have most tests, and end with few slow ones. Containers often forbid bytecode: each
+# worker would compile all tests again in each run.
+WORKERS ?= $(shell expr $$(nproc) + 2)
+SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test test-ci: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP) ## run all tests, or those that are asked for in one process (ARGS="-k name ...")
 ifeq ($(strip $(ARGS)),)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	@$(BIN)/python -m pytest $(SHARED)
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
 
 test-ci: $(STAMP) ## run the tests that CI runs beside `make test`: benchmarks in their smallest form, models in every combination
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m ci $(ARGS)
+	@$(BIN)/python -m pytest $(SHARED) -m ci $(ARGS)
 
 long: $(STAMP) ## run the tests that take minutes: every signal in every stage of the demo, every message in every phase
 	@$(BIN)/python -m pytest -m long --timeout 600 $(ARGS)

@@ -35,6 +35,14 @@ def pytest_configure() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests and their children share few cores
 
 
+@pytest.hookimpl(trylast=True)  # of the tests that are left, in the order that the seed has given them
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers begin with the files that have slow tests, so that none of these is left to one of them at the end."""
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fixtures draw the same numbers whatever ran before."""
     seed_torch(item)

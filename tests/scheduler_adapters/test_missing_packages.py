@@ -21,6 +21,8 @@ from scheduler_adapters.top.view import TopView
 from tests import forked
 from tests.scheduler_adapters.top.test_app import busy_manager
 
+pytestmark = pytest.mark.slow
+
 OURS = ("kvcache", "transfer", "scheduler_adapters")
 NEEDED = ("msgspec", "nixl", "numpy", "torch", "zmq")  # without an extra
 CONFIG = Path(__file__).parent / "plan/configs/gpt-oss-120b"

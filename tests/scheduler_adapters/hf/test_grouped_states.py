@@ -27,6 +27,8 @@ from tests.scheduler_adapters.hf.test_groups import PROMPTS, SYSTEM
 from tests.scheduler_adapters.hf.test_kept_states import conversations
 from tests.scheduler_adapters.serving import assert_nothing_held, requests_of, serve, tokens_of
 
+pytestmark = pytest.mark.slow
+
 PAGE, NEW, COPIES = 8, 20, 16
 SHARED = pytest.mark.parametrize("shared", [True, False], ids=["among-pages", "apart"])
 

@@ -18,6 +18,8 @@ from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import ServingLoop
 from tests.scheduler_adapters.serving import assert_nothing_held, requests_of, serve, tokens_of
 
+pytestmark = pytest.mark.slow
+
 PAGE, WINDOW, NEW = 8, 20, 20
 SYSTEM = ByteTokenizer().encode("What all prompts begin with, and what is longer than any window of these models. " * 2)
 PROMPTS = [[*SYSTEM, *ByteTokenizer().encode(text)] for text in ("one", "another one", "the third, which is longest")]

@@ -42,6 +42,8 @@ from tests.kvcache.build import proven
 from tests.scheduler_adapters.conftest import HYBRIDS
 from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, requests_of, serve, tokens_of
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ("A state is of all tokens before it, and of no page of them. " * 2, "x", "Who wrote it?", "abc" * 30, "Why?")
 PROMPTS = [ByteTokenizer().encode(text) for text in TEXTS]
 NEW = 12

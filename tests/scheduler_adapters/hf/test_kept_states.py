@@ -17,6 +17,8 @@ from tests.kvcache.build import proven
 from tests.scheduler_adapters.conftest import HYBRIDS
 from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, requests_of, serve, tokens_of
 
+pytestmark = pytest.mark.slow
+
 PAGE, NEW = 8, 20
 SYSTEM = ByteTokenizer().encode("What all of these prompts begin with. ")
 ENDS = ("Who wrote it?", "And who read it, some time later?", "x", "Was it long?")

@@ -19,6 +19,8 @@ from tests import forked
 from tests.scheduler_adapters.hf.lending_source import CONFIG, serve
 from transfer import Lent, PageExchange, PullEvent
 
+pytestmark = pytest.mark.slow
+
 HEAD = ByteTokenizer().encode("Whoever has computed a prefix has it for all. " * 4)  # 185 tokens: 23 full pages
 PROMPT = [*HEAD, *ByteTokenizer().encode("And what follows is mine.")[1:]]
 NEW = 8

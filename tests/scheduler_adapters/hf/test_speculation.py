@@ -10,6 +10,8 @@ import pytest
 from tests.scheduler_adapters.hf.speculating import NEW, PAGE, PROMPTS, Engine, assert_equal
 from tests.scheduler_adapters.serving import assert_nothing_held
 
+pytestmark = pytest.mark.slow
+
 MODELS = ("bamba", "qwen3_next", "granite", "lfm2", "kimi_linear")
 
 

@@ -16,6 +16,8 @@ from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import ServingLoop
 from tests.scheduler_adapters.serving import assert_nothing_held, requests_of, serve, tokens_of
 
+pytestmark = pytest.mark.slow
+
 PAGE, NEW = 8, 20
 SYSTEM = ByteTokenizer().encode("What all of these prompts begin with. ")
 ENDS = ("Who wrote it?", "And who read it, some time later?", "x", "Was it long?")

@@ -18,6 +18,8 @@ from tests.kvcache.tiers.stored_objects import StoredObjects
 from tests.scheduler_adapters.hf.states_below import below, found_share, state_bytes, turns_of
 from tests.scheduler_adapters.serving import assert_nothing_held, serve, tokens_of
 
+pytestmark = pytest.mark.slow
+
 PAGE, NEW = 8, 12
 USERS = ("Who wrote it?", "And who read it, some time later?", "x", "Was it long?")
 PROMPTS = [ByteTokenizer().encode(f"{text} {at} What all of these ask for.") for at, text in enumerate(USERS)]

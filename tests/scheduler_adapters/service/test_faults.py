@@ -14,6 +14,8 @@ from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.requests import DecodeRequest, DecodeTimes, PrefillRequest
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 
+pytestmark = pytest.mark.slow
+
 PROMPT = ByteTokenizer().encode("What a page holds, who may write to it, and when it may be used again. " * 2)
 OTHER = ByteTokenizer().encode("Something else, and short.")
 # A budget of 32 cuts PROMPT in five chunks, a pool of 20 pages holds it with 5 to spare.

@@ -14,6 +14,8 @@ from tests.scheduler_adapters.hf.test_groups import MODELS
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.service.test_peer_prefixes import outcome, served
 
+pytestmark = pytest.mark.slow
+
 PAGE = 8
 HEAD = ByteTokenizer().encode("What all prompts begin with, and what is longer than any window of these models. " * 2)
 PROMPTS = [[*HEAD, *ByteTokenizer().encode(text)] for text in ("one", "another one", "the third, which is longest")]

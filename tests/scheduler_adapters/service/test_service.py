@@ -15,6 +15,8 @@ from scheduler_adapters.service.sockets import received
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.serving import Unwalked
 
+pytestmark = pytest.mark.slow
+
 HEAD = "What a page holds, who may write to it, and when it may be used again. " * 3
 PROMPTS = [ByteTokenizer().encode(text) for text in (HEAD + "First?", "short", HEAD + "Second?", HEAD + "First?")]
 

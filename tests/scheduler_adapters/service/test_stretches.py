@@ -22,6 +22,8 @@ from tests import forked
 from tests.scheduler_adapters.hf.lending_source import CONFIG, serve
 from transfer import PageExchange
 
+pytestmark = pytest.mark.slow
+
 ALL = ByteTokenizer().encode("Whoever has computed a prefix has it for all. " * 4)  # 185 tokens: 23 full pages
 HEAD = ALL[:80]  # ten of them
 PROMPT = [*ALL, *ByteTokenizer().encode("And what follows is mine.")[1:]]

@@ -29,6 +29,8 @@ from scheduler_adapters.top.view import Filter
 from scheduler_adapters.viewer import PROGRAM
 from tests.kvcache.build import manager_of
 
+pytestmark = pytest.mark.slow
+
 LEASE = LeaseRow(request_id="kept", pool="0", age_s=1.5, left_s=8.5, heard="1 of 2")
 PULL = PullRow(key="far#1", pool="0", source="p/0", stage="reading", num_bytes=4096, age_s=0.2, left_s=3.0)
 

@@ -27,6 +27,8 @@ from scheduler_adapters.top.sources import PlayedSource
 from tests import forked
 from tests.scheduler_adapters.top.test_app import busy_manager
 
+pytestmark = pytest.mark.slow
+
 DEAD = "ipc:///nowhere/pagewire"
 WITHIN_S = 2.0  # a second, and one more for a machine that has much else to do
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
