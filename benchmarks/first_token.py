@@ -23,7 +23,6 @@ Percentiles of parts do not add up to those of their sum. `added` is the differe
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import tempfile
@@ -35,7 +34,7 @@ import numpy as np
 
 from benchmarks.fleet_client import Asked, Client
 from benchmarks.fleet_trace import PAGE, TraceError, TraceRequest, read_requests, synthetic_requests
-from benchmarks.fleet_worker import FOLDER_VARIABLE, Stamp, read_stamps
+from benchmarks.fleet_worker import Stamp, read_stamps
 from benchmarks.frame import Row, header, progress, table, write
 from benchmarks.trace_replay import FOLDER, TRACES
 from kvcache.errors import KVCacheError
@@ -107,9 +106,8 @@ def serve(way: Way, requests: list[TraceRequest], times: list[float]) -> Served:
         ServiceError: a process died, a request failed or was tried twice, or something is held in the end.
     """
     with tempfile.TemporaryDirectory(prefix="pagewire-first-") as folder:
-        os.environ[FOLDER_VARIABLE] = folder
         warm_up = synthetic_requests(_WARM_UP, seed=1)
-        with Fleet(configs(way, [*requests, *warm_up]), (*PROGRAM, *way.arguments)) as fleet:
+        with Fleet(configs(way, [*requests, *warm_up]), (*PROGRAM, folder, *way.arguments)) as fleet:
             client = Client(fleet)
             for number, request in enumerate(warm_up):
                 client.submit(f"warm-up-{number}", request)

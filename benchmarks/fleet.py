@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import random
 import sys
 import tempfile
@@ -27,7 +26,7 @@ import torch
 
 from benchmarks.fleet_client import Asked, Client
 from benchmarks.fleet_trace import PAGE, TraceError, TraceRequest, ideal_hit_rate, read_requests
-from benchmarks.fleet_worker import FOLDER_VARIABLE, PHASES, Phase, Planned, Stamp, read_stamps, write_plan
+from benchmarks.fleet_worker import PHASES, Phase, Planned, Stamp, read_stamps, write_plan
 from benchmarks.frame import Row, header, progress, table, write
 from benchmarks.trace_replay import FOLDER, TRACES
 from kvcache.errors import KVCacheError
@@ -116,8 +115,7 @@ def run(requests: list[TraceRequest], seed: int) -> Run:
     kills: list[Killed] = []
     with tempfile.TemporaryDirectory(prefix="pagewire-fleet-") as folder:
         write_plan(Path(folder), plan)
-        os.environ[FOLDER_VARIABLE] = folder
-        with Fleet(configs(requests), PROGRAM) as fleet:
+        with Fleet(configs(requests), (*PROGRAM, folder)) as fleet:
             client, start = Client(fleet), time.monotonic()
             while len(client.asked) < count or client.open:
                 while len(client.asked) < count and len(client.open) < CONCURRENCY and client.decodes:

@@ -1,7 +1,7 @@
 """A worker that is watched: it stamps what becomes of each request, and cancels requests in the phases of a plan.
 
-`python -m benchmarks.fleet_worker [alone]`, started by `Fleet`. The folder that PAGEWIRE_FLEET names holds the plan,
-and takes the stamps. `alone`: a decode process that computes its prompts itself.
+`python -m benchmarks.fleet_worker FOLDER [alone]`, started by `Fleet`. The folder holds the plan and takes the stamps.
+`alone`: a decode process that computes its prompts itself.
 
 A plan's cancellation does what a client's `Abort` does that arrives between two rounds of the decode process; sent from
 outside, hardly one would come in the few milliseconds of a pull.
@@ -27,11 +27,10 @@ from scheduler_adapters.service.requests import DecodeRequest, TrackedRequest
 from scheduler_adapters.service.sockets import FrontendQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
     from scheduler_adapters.service.sockets import Socket
 
-FOLDER_VARIABLE = "PAGEWIRE_FLEET"
 PLAN = "plan.json"
 Phase = Literal["queue", "prefill", "pull", "decode"]
 PHASES: tuple[Phase, ...] = ("queue", "prefill", "pull", "decode")
@@ -214,16 +213,16 @@ def stamped_tokens(send: Callable[..., None], notes: _Notes) -> Callable[..., No
     return stamp_and_send
 
 
-def main(arguments: Iterable[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run one process, as `scheduler_adapters.service.server` does; the exit status."""
     die_with_parent()
-    folder = Path(os.environ[FOLDER_VARIABLE])
+    folder = Path(arguments[0])
     notes, plan = _Notes(folder), folder / PLAN
     TrackedRequest.move = stamped(TrackedRequest.move, notes)  # type: ignore[method-assign]
     FrontendQueue.send = stamped_tokens(FrontendQueue.send, notes)  # type: ignore[method-assign]
     WatchedDecode.notes = Alone.notes = notes
     WatchedDecode.plan = msgspec.json.decode(plan.read_bytes(), type=dict[str, Planned]) if plan.exists() else {}
-    server.DecodeScheduler = Alone if "alone" in arguments else WatchedDecode  # type: ignore[misc, assignment]
+    server.DecodeScheduler = Alone if "alone" in arguments[1:] else WatchedDecode  # type: ignore[misc, assignment]
     return server.main()
 
 

@@ -24,12 +24,14 @@ from kvcache.errors import (
     UnknownArgumentError,
     UnknownRequestError,
 )
+from kvcache.eviction_order import EvictionOrder
 from kvcache.kv_events import KVEvents
 from kvcache.layer_groups import GroupTable, LayerGroup, LayerTables
 from kvcache.layout import PageLayout
 from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
+from kvcache.pool.lru_order import LruOrder
 from kvcache.quantization import KVCacheQuantizationConfig
 from kvcache.recovery import Recovered
 from kvcache.replica.batch import Batch
@@ -53,6 +55,7 @@ __all__ = [
     "BlockTable",
     "BlockTableMismatchError",
     "Context",
+    "EvictionOrder",
     "GroupTable",
     "ImportCopier",
     "ImportProof",
@@ -67,6 +70,7 @@ __all__ = [
     "KVEvents",
     "LayerGroup",
     "LayerTables",
+    "LruOrder",
     "ManagerClosedError",
     "NoFreeRowError",
     "NoFreeStatePageError",

@@ -12,6 +12,7 @@ import torch
 
 from kvcache.arguments import flag, number, of_kind, one_of, optional, shown, whole
 from kvcache.errors import InvalidParamsError
+from kvcache.eviction_order import EvictionOrder
 from kvcache.kv_events import KVEvents
 from kvcache.layer_groups import LayerGroup
 from kvcache.quantization import KVCacheQuantizationConfig
@@ -36,6 +37,9 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
     "page_order": functools.partial(one_of, choices=get_args(PageOrder)),
     "routing": functools.partial(of_kind, kind=Routing, needed="a Routing"),
     **dict.fromkeys(("max_hint_share", "tenant_quota", "tier_state_share"), _share),
+    "eviction_order": optional(
+        functools.partial(of_kind, kind=Callable, needed="a function that makes an `EvictionOrder` of so many pages")
+    ),
     "tenant_quotas": functools.partial(of_kind, kind=Mapping, needed="a dict of salts and shares"),
     **dict.fromkeys(("host_kvcache_swap_space_gb", "file_tier_max_gb"), optional(number)),
     "file_tier_dir": functools.partial(of_kind, kind=(NoneType, str, PathLike), needed="the name of a folder"),
@@ -100,7 +104,7 @@ class KVCacheParams:
     page_order: PageOrder = "head,layer,side,token,dim"  # of the bytes of a page, outermost first (`kvcache.layout`)
     routing: Routing = field(default_factory=Routing)  # which replica a request is claimed on, and copies between them
     # Of a replica's idle pages, how many may follow retention hints at most, 0.0 to 1.0; the rest is least recently
-    # used first (see `kvcache.pool.retention`). 0.0: hints are ignored.
+    # used first (see `kvcache.pool.hinted_order`). 0.0: hints are ignored.
     max_hint_share: float = 0.95
     # Of a replica's pages, how many the idle pages of one `cache_salt` may take before they go first, 0.0 to 1.0.
     tenant_quota: float = 1.0
@@ -146,6 +150,9 @@ class KVCacheParams:
     # Of host memory and of files how much is for recurrent states, 0.0 to 1.0, where layers have some (`kvcache.states`
     # says more); pages have the rest.
     tier_state_share: float = _STATE_SHARE
+    # Makes the order in which a replica's idle pages are evicted, given the number of its pages; None: least recently
+    # used first, biased by retention hints (see `kvcache.eviction_order`).
+    eviction_order: Callable[[int], EvictionOrder] | None = None
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
@@ -232,6 +239,7 @@ class KVCacheParams:
                 ("tenant_quotas", self.tenant_quotas and not caching, _CACHING),
                 ("routing.copy_pages", self.routing.copy_pages and not caching, _CACHING),
                 ("kv_events", self.kv_events is not None and not caching, _CACHING),
+                ("eviction_order", self.eviction_order is not None and not caching, _CACHING),
                 ("routing.copy_pages", self.routing.copy_pages and self.data_parallel_degree == 1, "several replicas"),
                 ("state_copies", self.state_copies is not None and self.states is None, "states"),
                 ("state_every_pages", self.state_every_pages > 0 and self.states is None, "states"),

@@ -65,7 +65,8 @@ def place_replicas(
         pinned, first = any(device.type == "cuda" for device in group), rows * len(placed)
         own = slice(first, first + rows)
         block_rows = BlockRows(every, own, sizes.max_seq_len, page_size, pinned=pinned, tables=count)
-        pool = SlabPool(pages, words, slab_pages) if slab_pages else PagePool(pages, words)
+        order = None if params.eviction_order is None else params.eviction_order(pages)
+        pool = SlabPool(pages, words, slab_pages, order) if slab_pages else PagePool(pages, words, order)
         replica = Replica(params, block_rows, pool, mark)
         if count > 1:
             caching = params.enable_prefix_caching

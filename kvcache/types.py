@@ -62,7 +62,7 @@ class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a client knows about the future of a request's pages. A hint biases the order of eviction, never locks.
 
     It is read when the request is admitted and when it is released: the latter counts for its pages. A wrong hint costs
-    little (see `kvcache.pool.retention`), a true `session_continues` can be worth twice the pool. Raises
+    little (see `kvcache.retention`), a true `session_continues` can be worth twice the pool. Raises
     `InvalidRequestError` (a ValueError) for a value out of range.
     """
 

@@ -10,11 +10,25 @@ from multiprocessing import forkserver, resource_tracker
 
 import pytest
 
+from tests import orphans
 from tests.isolation import QUIET, seed_torch, surroundings_stay
 from tests.orphans import adopt, children, end_children
 
 # Each needs an environment of its own, and collects nothing elsewhere.
 ENGINES = {"sglang": "tests/sglang_engine (make test-sglang)", "vllm": "tests/vllm_engine (make test-vllm)"}
+
+
+@cache
+def _among_engines() -> bool:
+    """Whether this is an environment of an engine, whose own modules set variables and handlers."""
+    return any(map(importlib.util.find_spec, ENGINES))
+
+
+# At the import of this file: a folder's conftest.py may import torch, which looks once how many threads it
+# may have. On few cores a second one mostly waits for the first, and takes as much processor time.
+if not _among_engines():
+    os.environ.update(QUIET)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure() -> None:
@@ -30,9 +44,6 @@ def pytest_configure() -> None:
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     adopt()
-    if not _among_engines():
-        os.environ.update(QUIET)
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests and their children share few cores
 
 
 @pytest.hookimpl(trylast=True)  # of the tests that are left, in the order that the seed has given them
@@ -53,12 +64,6 @@ def pytest_runtest_call(item: pytest.Item) -> None:
     seed_torch(item)
 
 
-@cache
-def _among_engines() -> bool:
-    """Whether this is an environment of an engine, whose own modules set variables and handlers."""
-    return any(map(importlib.util.find_spec, ENGINES))
-
-
 def _file_or_session(fixture_name: str, config: pytest.Config) -> str:  # noqa: ARG001  (as pytest calls it)
     """The engines' tests share processes between files."""
     return "session" if _among_engines() else "module"
@@ -72,7 +77,7 @@ def _no_process_is_left() -> Iterator[None]:
         yield
     # Python's own servants live as long as this process does, and end with it.
     servants = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}
-    left = end_children(but=before | servants, grace_s=10.0)
+    left = end_children(but=before | servants, grace_s=orphans.GRACE_S)
     assert not left, f"processes that tests have left behind, now killed: {left}"
 
 

@@ -43,7 +43,7 @@ def _context() -> ForkServerContext:
         for name, value in _ENVIRONMENT.items():
             patch.setenv(name, value)
         patch.chdir(_FOLDER)
-        forkserver.ensure_running()
+        forkserver._forkserver.ensure_running()
     return context
 
 
@@ -78,17 +78,28 @@ def _serve(
 class ForkedProgram:
     """What `subprocess.Popen` is to a Python program, as far as a fleet uses it.
 
+    The servers of the fleets that it starts are forked, too.
+
     Args:
         command: the interpreter, `-m` and a module or `-c` and a program, and their arguments.
-        log: takes standard output and standard error.
+        log: takes standard output, and standard error where that has no file of its own.
         environment: of the process.
+        errors: takes standard error.
     """
 
-    def __init__(self, command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], log: IO[Any], environment: Mapping[str, str], errors: IO[Any] | None = None
+    ) -> None:
         read, write = os.pipe()
-        given = Connection(read, writable=False), Connection(os.dup(log.fileno()))
-        arguments = (*given, list(command[1:]), dict(environment))
-        self._process = _context().Process(target=_become, args=arguments, daemon=True)
+        given = (
+            Connection(read, writable=False),
+            Connection(os.dup(log.fileno())),
+            Connection(os.dup((errors or log).fileno())),
+        )
+        context = _context()
+        server = forkserver._forkserver._forkserver_address
+        arguments = (given, server, list(command[1:]), dict(environment))
+        self._process = context.Process(target=_become, args=arguments, daemon=True)
         self._process.start()
         for one in given:
             one.close()
@@ -123,17 +134,26 @@ def fleets() -> Generator[None]:
         yield
 
 
-def _become(stdin: Connection, log: Connection, arguments: list[str], environment: dict[str, str]) -> None:
+def _become(given: tuple[Connection, ...], server: str, arguments: list[str], environment: dict[str, str]) -> None:
     os.setsid()
-    for ours, theirs in ((stdin, 0), (log, 1), (log, 2)):
-        os.dup2(ours.fileno(), theirs)
-    stdin.close()
-    log.close()
+    for number, one in enumerate(given):
+        os.dup2(one.fileno(), number)
+        one.close()
     os.environ.clear()
     os.environ.update(environment)
+    _share(server)
     how, program, *rest = arguments
     sys.stdin, sys.argv = open(0, closefd=False), [program, *rest]  # noqa: SIM115  (as long as the process)
-    if how == "-m":
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-    else:
-        exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})  # noqa: S102  (that is what -c does)
+    with fleets():
+        if how == "-m":
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})  # noqa: S102  (that is what -c does)
+
+
+def _share(server: str) -> None:
+    """What this process starts is forked from where it comes from itself: it need not import everything once more."""
+    shared: Any = forkserver._forkserver
+    shared._forkserver_address, shared.ensure_running = server, lambda: None
+    process: Any = multiprocessing.current_process()
+    process._config["daemon"] = False  # a daemon may start nothing

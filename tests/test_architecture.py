@@ -21,9 +21,9 @@ MAX_FILE, MAX_FUNCTION = 700, 60  # lines
 # Files beside a package's rooms that the rooms may import: its values. The other files beside them are its top.
 VALUES = {
     "kvcache": {
-        *("arguments", "copies", "errors", "families", "gate", "kv_events", "layer_groups", "layout", "metrics"),
-        *("params", "quantization", "routing", "sockets", "state_shape", "storage", "types", "under_way"),
-        *("version", "watched"),
+        *("arguments", "copies", "errors", "eviction_order", "families", "gate", "kv_events", "layer_groups", "layout"),
+        *("metrics", "params", "quantization", "retention", "routing", "sockets", "state_shape", "storage", "types"),
+        *("under_way", "version", "watched"),
     },
     "transfer": {"errors", "memory", "spans", "stats"},
     "scheduler_adapters": {"arguments", "base", "errors", "interrupts", "loop", "plots", "tables", "viewer"},

@@ -45,3 +45,11 @@ def test_signals_that_are_ignored_and_blocked_are_neither_in_a_test(tmp_path: Pa
     )
     assert "1 failed, 3 passed" in done.stdout, done.stdout + done.stderr
     assert "Timeout (>1.0s)" in done.stdout
+
+
+def test_torch_has_one_thread_also_where_a_folder_imports_it_before_pytest_is_configured() -> None:
+    own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    code = "import os, tests.conftest; print(os.environ['OMP_NUM_THREADS'])"
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=own, check=True)
+    assert done.stdout == "1\n"

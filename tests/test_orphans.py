@@ -93,7 +93,7 @@ def test_the_runs_of_mutants_leave_nothing(tmp_path: Path, then: str) -> None:
 
 
 def test_a_test_file_that_leaves_processes_fails(tmp_path: Path) -> None:
-    path, file = leaves(tmp_path, "pass")
+    path, file = leaves(tmp_path, "from tests import orphans; orphans.GRACE_S = 0.1")
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", str(path)]
     own = os.environ | {"PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=own, check=False)

@@ -5,8 +5,10 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.pool.idle_order import MOST_ORDERS, IdleOrder, OrderLog, Pages
-from kvcache.pool.retention import NEUTRAL, HintedOrder, PageHints
+from kvcache.eviction_order import Pages
+from kvcache.pool.hinted_order import HintedOrder
+from kvcache.pool.lru_order import LruOrder
+from kvcache.retention import PageHints
 
 Words = NDArray[np.uint64]
 """The first word of each page's digest, in logical order: enough to tell pages apart, nearly always."""
@@ -89,8 +91,7 @@ class HintedBaseline:
     def __init__(self, num_pages: int, rate: int, mask: np.uint64, share: float) -> None:
         most = max(1, num_pages // rate)
         self.rate, self.mask = rate, mask
-        self._order = HintedOrder(most, IdleOrder(most, OrderLog(most, MOST_ORDERS)))
-        self._order.share = share
+        self._order = HintedOrder(most, LruOrder(most), share=share)
         self._most = most
         self._room = most  # as of the last visit
         self._ids: dict[int, int] = {}  # by word
@@ -106,7 +107,7 @@ class HintedBaseline:
 
     def widen(self, width: float) -> None:
         """A page of this order stands for so many of the pool."""
-        self._order.lead_pages = max(1, int(self._most / width))
+        self._order.lead_by(max(1, int(self._most / width)))
 
     def touch(self, words: Words) -> None:
         self._append(self._take(words[self._sampled(words)].tolist()))
@@ -159,7 +160,7 @@ class HintedBaseline:
         return page
 
     def _drop(self, pages: Pages) -> None:
-        self._order.codes[pages] = NEUTRAL
+        self._order.forget(pages)
         for page, word in zip(pages.tolist(), self._words[pages].tolist(), strict=True):
             del self._ids[word]
             self._free.append(page)

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
-from kvcache.pool.idle_order import MOST_ORDERS, IdleOrder, OrderLog, Pages
+from kvcache.eviction_order import EvictionOrder, Pages
 from kvcache.pool.index import INDEX, NO_PAGE, PrefixIndex
-from kvcache.pool.retention import HintedOrder
+from kvcache.pool.lru_order import LruOrder
 
 _ONE = np.array(1, np.int32)  # numpy takes twice as long for a number of Python's
 PageNews = Callable[[str, Pages, NDArray[Any] | None], None]
@@ -29,19 +29,22 @@ PageNews = Callable[[str, Pages, NDArray[Any] | None], None]
 
 
 class PagePool:
-    """Holders, writers and free order of the pages 1 to `num_pages`, in arrays. The null page, 0, is none of them."""
+    """Holders, writers and free order of the pages 1 to `num_pages`, in arrays. The null page, 0, is none of them.
+
+    Attributes:
+        idle: the order of the idle pages; `follow` has them in another one.
+    """
 
     beside = 0  # pages that each request takes beside those of its tokens
     width = 1.0  # pages that are cached, for each that is published
 
-    def __init__(self, num_pages: int, digest_words: int) -> None:
+    def __init__(self, num_pages: int, digest_words: int, order: EvictionOrder | None = None) -> None:
         self.num_pages = num_pages
         self.holders = np.zeros(num_pages + 1, np.int32)
         self.writers = np.zeros(num_pages + 1, np.int16)
         self._writing = 0  # the sum of them: while it is 0, as mostly, no page need be asked
         self.index = PrefixIndex(num_pages, digest_words)
-        self.lru = IdleOrder(num_pages, OrderLog(num_pages, MOST_ORDERS))
-        self.idle: IdleOrder | HintedOrder = self.lru  # the other one where there are hints or quotas
+        self.idle = order or LruOrder(num_pages)
         # A stack whose top is its end: filled downwards, so that the first pages handed out are 1, 2, 3 and so on.
         self._fresh = np.arange(num_pages, 0, -1, dtype=np.int32)
         self._fresh_count = num_pages
@@ -56,6 +59,10 @@ class PagePool:
         """Pages that `allocate` can hand out: the fresh and the idle ones."""
         return self._fresh_count + self.idle.count
 
+    def follow(self, order: EvictionOrder) -> None:
+        """Idle pages go as `order` says from now on, which has just those that are idle now."""
+        self.idle = order
+
     def allocate(self, count: int) -> Pages:
         """Hand out `count` pages of `free_count`, with one holder each, ascending: neighbours transfer as one run."""
         if count == 1:
@@ -64,13 +71,15 @@ class PagePool:
         self._fresh_count -= fresh
         pages = self._fresh[self._fresh_count : self._fresh_count + fresh]
         if fresh < count:
-            evicted = self.idle.pop(count - fresh)
+            if (told := self.told) is None:
+                evicted = self.idle.pop(count - fresh)
+            else:
+                evicted, reasons = self.idle.pop_explained(count - fresh)
+                told("evicted", evicted, reasons)
             ascending = evicted.copy()
             ascending.sort()  # what is known of neighbours is in the same cache line
             self.index.withdraw(ascending)
             self.evictions += len(evicted)
-            if (told := self.told) is not None:
-                told("evicted", evicted, self.idle.reasons)
             if self.guard is not None:
                 self.guard(evicted)
             pages = np.sort(np.concatenate((pages, evicted))) if fresh else ascending
@@ -86,15 +95,16 @@ class PagePool:
             self._fresh_count -= 1
             page = int(self._fresh[self._fresh_count])
         else:
-            page = self.idle.pop_one()
+            if (told := self.told) is None:
+                page = self.idle.pop_one()
+            else:
+                evicted, reasons = self.idle.pop_explained(1)
+                told("evicted", evicted, reasons)
+                page = int(evicted[0])
             self.index.withdraw_one(page)
             self.evictions += 1
-            if self.told is not None or self.guard is not None:
-                evicted = np.array([page], np.int32)
-                if (told := self.told) is not None:
-                    told("evicted", evicted, self.idle.reasons)
-                if self.guard is not None:
-                    self.guard(evicted)
+            if self.guard is not None:
+                self.guard(np.array([page], np.int32))
         self.holders[page] = 1
         return page
 

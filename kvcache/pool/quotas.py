@@ -1,4 +1,4 @@
-"""Tenant quotas: the idle pages that a tenant has above its quota go first, its oldest ones before the others.
+"""`QuotaOrder`: the idle pages that a tenant has above its quota go first, its oldest ones before the others.
 
 A tenant is a `cache_salt`; requests without one are nobody's. A quota bounds idle pages alone: what runs is the
 scheduler's to admit, and an idle page above its quota stays findable until its place is needed.
@@ -7,13 +7,15 @@ Where slabs of pages hold something that is cached, too, each counts as all its 
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
-from kvcache.pool.idle_order import IdleOrder, Indices, OrderLog, Pages
+from kvcache.eviction_order import BY_QUOTA, BY_TURN, EvictionOrder, Indices, Pages, Reasons
+from kvcache.pool.lru_order import LruOrder, OrderLog
+from kvcache.retention import PageHints
 
 MOST_TENANTS = 1024  # with idle pages at a time; those beyond share one quota
 _NOBODY, _OTHERS = 0, 1
@@ -30,7 +32,7 @@ class TenantQuotas:
         self._owner = np.zeros(num_pages + 1, np.int16)
         self._ids: dict[str, int] = {}
         self._salts = {_OTHERS: ""}
-        self._orders = {_OTHERS: IdleOrder(num_pages, self._log)}
+        self._orders = {_OTHERS: LruOrder(num_pages, self._log)}
         self._quotas = {_OTHERS: int(share * num_pages)}
         self._over: set[int] = set()
         self.slab_pages = 1
@@ -156,7 +158,7 @@ class TenantQuotas:
         """An id that nobody has: a new one, or that of a tenant without idle pages; else that of all others."""
         if len(self._orders) < MOST_TENANTS:
             owner = len(self._orders) + 1
-            self._orders[owner] = IdleOrder(self._num_pages, self._log)
+            self._orders[owner] = LruOrder(self._num_pages, self._log)
             return owner
         free = next((owner for owner, order in self._orders.items() if not order.count and owner != _OTHERS), _OTHERS)
         if free != _OTHERS:
@@ -198,3 +200,106 @@ class SlabQuotas:
 
     def check(self, idle: Pages) -> None:
         self._quotas.check(idle * self._slab_pages, slabs=True)
+
+
+class QuotaOrder(EvictionOrder):
+    """Another `order`, before whose pages those go that are above the `quotas`. Tells `on_surplus` of each of these."""
+
+    def __init__(
+        self, order: EvictionOrder, quotas: TenantQuotas | SlabQuotas, on_surplus: Callable[[Pages], None] | None = None
+    ) -> None:
+        self._order, self._quotas, self._on_surplus = order, quotas, on_surplus
+        self.count = order.count
+
+    def own(self, pages: Pages, salt: str | None) -> None:
+        self._quotas.own(pages, salt)
+
+    def append(self, pages: Pages | Indices) -> None:
+        if not len(pages):
+            return
+        self._quotas.append(pages)
+        self._order.append(pages)
+        self.count = self._order.count
+
+    def remove(self, pages: Pages | Indices) -> None:
+        self._quotas.remove(pages)
+        self._order.remove(pages)
+        self.count = self._order.count
+
+    def pop(self, count: int) -> Pages:
+        surplus = self._pop_surplus(count)
+        return surplus if len(surplus) == count else self._with(surplus, self._order.pop(count - len(surplus)))
+
+    def pop_explained(self, count: int) -> tuple[Pages, Reasons]:
+        surplus = self._pop_surplus(count)
+        rest, reasons = self._order.pop_explained(count - len(surplus))
+        if reasons is None:
+            reasons = np.full(len(rest), BY_TURN, np.uint8)
+        return self._with(surplus, rest), np.concatenate((np.full(len(surplus), BY_QUOTA, np.uint8), reasons))
+
+    def forget(self, pages: Pages) -> None:
+        self._order.forget(pages)
+        self._quotas.disown(pages)
+
+    def hint(self, pages: Pages, hints: PageHints | None) -> None:
+        self._order.hint(pages, hints)
+
+    def trust(self, share: float) -> None:
+        self._order.trust(share)
+
+    def renew(self, pages: Pages) -> None:
+        self._order.renew(pages)
+
+    def moved(self, sources: Pages, targets: Pages) -> None:
+        self._order.moved(sources, targets)
+        self._quotas.moved(sources, targets)
+        self._quotas.disown(sources)
+
+    def due(self) -> int:
+        return self._quotas.first()
+
+    def first(self) -> int:
+        return self._quotas.first() or self._order.first()
+
+    def leads(self, pages: Pages | Indices) -> NDArray[np.float64]:
+        return self._order.leads(pages)
+
+    def first_lead(self) -> float:
+        return self._order.first_lead()
+
+    def positions(self, pages: Indices) -> Indices:
+        return self._order.positions(pages)
+
+    def pages(self) -> Pages:
+        return self._order.pages()
+
+    def mend(self, pages: Indices) -> None:
+        """As the base. The quotas have none of the pages: whoever mends has cleared them."""
+        self._order.mend(pages)
+        self._quotas.append(pages[np.argsort(self._order.positions(pages), kind="stable")])
+        self.count = self._order.count
+
+    def check(self) -> None:
+        self._order.check()
+        if self.count != self._order.count:
+            raise InvariantError(f"idle order: {self._order.count} pages, {self.count} counted")
+        self._quotas.check(self.pages())
+
+    def _pop_surplus(self, count: int) -> Pages:
+        if count > self.count:
+            raise InvariantError(f"idle order: {count} pages asked for, {self.count} are there")
+        surplus = self._quotas.pop_surplus(count)
+        if surplus.size:
+            self._order.remove(surplus)
+            self.forget(surplus)
+            self.count = self._order.count
+            if self._on_surplus is not None:
+                self._on_surplus(surplus)
+        return surplus
+
+    def _with(self, surplus: Pages, rest: Pages) -> Pages:
+        """What went, `rest` by the other order."""
+        self._quotas.remove(rest)
+        self._quotas.disown(rest)
+        self.count = self._order.count
+        return np.concatenate((surplus, rest)) if surplus.size else rest

@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
-from kvcache.pool.idle_order import IdleOrder, Indices, Pages
+from kvcache.eviction_order import EvictionOrder, Indices, Pages
 from kvcache.pool.pages import PagePool
-from kvcache.pool.retention import HintedOrder
 
 _HELD = 1 << 62
 
@@ -65,8 +64,8 @@ class SlabPool(PagePool):
     The pages of a slab that is taken have one holder. `cached` and `moves` are set by whoever takes slabs.
     """
 
-    def __init__(self, num_pages: int, digest_words: int, slab_pages: int) -> None:
-        super().__init__(num_pages, digest_words)
+    def __init__(self, num_pages: int, digest_words: int, slab_pages: int, order: EvictionOrder | None = None) -> None:
+        super().__init__(num_pages, digest_words, order)
         self.slab_pages = self.beside = slab_pages
         self.num_slabs = num_slabs(num_pages, slab_pages)
         self.taken = np.zeros(self.num_slabs + 1, np.bool_)
@@ -75,7 +74,7 @@ class SlabPool(PagePool):
         self.moved = 0  # pages, so far
         self.clock = 1  # counts the pages that were let go
         self._used = np.zeros(num_pages + 1, np.int64)  # of idle pages, by this clock; of fresh ones 0
-        # How much later they were used, by what was said of them when they were let go; None without hints.
+        # How much later they were used, by what was said of them when they were let go; None: by age alone.
         self._later: Indices | None = None
         self._last_evicted = 0  # the last use of the page that was evicted last
         # Of each slab no more than when its youngest page was used, and of these the last slab first: what makes a
@@ -118,7 +117,7 @@ class SlabPool(PagePool):
         `moving`: held pages may be moved out of it, where every slab has some.
         """
         chosen, age = self._oldest_slab()
-        if age and isinstance(self.idle, HintedOrder) and self._evict_due(self.idle):
+        if age and self._evict_due():
             chosen, age = self._oldest_slab()
         cached = self.cached
         if age and cached is not None and cached.num_idle and cached.oldest_use <= age:
@@ -140,13 +139,11 @@ class SlabPool(PagePool):
         """Whether `take_slab` takes one of fresh pages, and nothing is evicted or moved for it."""
         return not self._oldest_slab()[1]
 
-    def use_of(self, order: IdleOrder | HintedOrder, used: Indices) -> int:
+    def use_of(self, order: EvictionOrder, used: Indices) -> int:
         """When what goes next of an order was used, later or earlier as its hint says; below 0 where a quota is full.
 
         `used`: by the clock. A hint counts as it stands now, and not once its time is over.
         """
-        if not isinstance(order, HintedOrder):
-            return int(used[order.first()])
         if due := order.due():
             return int(used[due]) - _HELD
         return int(used[order.first()]) + int(order.first_lead() * self.num_pages)
@@ -207,7 +204,7 @@ class SlabPool(PagePool):
     def _free(self, pages: NDArray[np.intp]) -> None:
         self.clock += max(1, len(pages))
         self._used[pages] = self._ages[pages // self.slab_pages] = self.clock
-        if isinstance(self.idle, HintedOrder):
+        if not self.idle.by_age:
             if self._later is None:
                 self._later = np.zeros(self.num_pages + 1, np.int64)
             leads = (self.idle.leads(pages) * self.num_pages).astype(np.int64)
@@ -294,8 +291,7 @@ class SlabPool(PagePool):
             targets = self.allocate(len(held))
             self.holders[targets] = self.holders[held]
             self.moves.move(held, targets)
-            if isinstance(self.idle, HintedOrder):
-                self.idle.moved(held, targets)
+            self.idle.moved(held, targets)
             self.holders[held] = 1
             self.moved += len(held)
 
@@ -304,15 +300,14 @@ class SlabPool(PagePool):
         if not pages.size:
             return
         self.idle.remove(pages)
-        if isinstance(self.idle, HintedOrder):
-            self.idle.forget(pages)
+        self.idle.forget(pages)
         self._drop(pages)
 
-    def _evict_due(self, order: HintedOrder) -> bool:
+    def _evict_due(self) -> bool:
         """Evict the pages that tenants have above their quotas, up to the first slab; whether there were some."""
         evicted = False
-        while order.due():
-            pages = order.pop(1)
+        while self.idle.due():
+            pages = self.idle.pop(1)
             self._drop(pages)
             self._push_fresh(pages)
             evicted = True

@@ -411,7 +411,7 @@ def hasher_of(
 
     `named`: the salt and keys that count, where these are known.
     """
-    salt, keys = named or salt_and_keys(context)
+    salt, keys = named or (context.named if type(context) is TextContext else salt_and_keys(context))
     kept: object = getattr(context, "prefix_hasher", None)
     if isinstance(kept, PrefixHasher):
         wanted = (algorithm, page_size, salt, keys)

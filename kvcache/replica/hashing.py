@@ -88,10 +88,7 @@ class PrefixHasher:
     def begin(self) -> None:
         """No page is hashed."""
         running = _seeded(self.algorithm, self.page_size, self.salt).copy()
-        self.keys_left = [
-            (position // self.page_size, struct.pack("<iII", -1, position, len(key)) + key)
-            for position, key in sorted(self.extra_keys or (), reverse=True)
-        ]
+        self.keys_left = self._keys_to_come() if self.extra_keys else []
         self.known = _known(running, b"")
         self.running = running
 
@@ -99,6 +96,12 @@ class PrefixHasher:
     def num_tokens(self) -> int:
         """Tokens of the pages whose digests are known."""
         return len(self.known) // self.width * self.page_size
+
+    def _keys_to_come(self) -> list[tuple[int, bytes]]:
+        return [
+            (position // self.page_size, struct.pack("<iII", -1, position, len(key)) + key)
+            for position, key in sorted(self.extra_keys or (), reverse=True)
+        ]
 
     def copy(self) -> "PrefixHasher":
         if self.running is None:

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 from kvcache.pool.index import Digests
 from kvcache.pool.quotas import TenantQuotas
-from kvcache.pool.retention import PageHints
+from kvcache.retention import PageHints
 
 
 class LeftPrefix(NamedTuple):

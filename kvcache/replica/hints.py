@@ -6,13 +6,14 @@ import numpy as np
 
 from kvcache.params import KVCacheParams
 from kvcache.pool.baselines import HintedBaseline, HintShare, LruBaseline, Words
+from kvcache.pool.hinted_order import HintedOrder
 from kvcache.pool.pages import PagePool
-from kvcache.pool.quotas import TenantQuotas
-from kvcache.pool.retention import HintedOrder, PageHints, page_hints
+from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 from kvcache.replica.context import Context, HasherOfRow
 from kvcache.replica.further_tables import FurtherTables
 from kvcache.replica.hinted_states import HintedStates, LeftPrefix
 from kvcache.replica.rows import BlockRows, Ints, Pages
+from kvcache.retention import PageHints, page_hints
 from kvcache.types import Retention
 
 _NO_COLUMNS: Ints = np.zeros(0, np.int64)
@@ -45,7 +46,9 @@ class ReplicaHints:
         self._hasher_of = hasher_of
         self._salt_of = salt_of  # of the row's pages, whatever its context says by now
         caching = params.enable_prefix_caching
-        self._most_hinted = params.max_hint_share if caching else 0.0
+        # An order of the caller's own is told of hints, and is all that follows them.
+        self._has_own = params.eviction_order is not None
+        self._most_hinted = params.max_hint_share if caching and not self._has_own else 0.0
         self._further: FurtherTables | None = None
         self._states: HintedStates | None = None
         # By row, pages that plain LRU would have found, and hints at their largest share; and those looked for.
@@ -53,11 +56,11 @@ class ReplicaHints:
         # What plain LRU, and hints at their largest share, would hold; from the first hint on.
         self._baselines: tuple[LruBaseline, HintedBaseline] | tuple[()] = ()
         self._share = HintShare(pool.num_pages, params.max_hint_share)
-        self._order: HintedOrder | None = None
         self._quotas: TenantQuotas | None = None
         if caching and (params.tenant_quota < 1.0 or params.tenant_quotas):
             self._quotas = TenantQuotas(pool.num_pages, params.tenant_quota, params.tenant_quotas)
-            self._order_pages()
+            order = pool.idle if self._has_own else HintedOrder(pool.num_pages, pool.idle)
+            pool.follow(QuotaOrder(order, self._quotas, self._forget_pages))
 
     def follow(self, further: FurtherTables) -> None:
         """Hints and quotas hold for these tables' pages, too."""
@@ -74,13 +77,13 @@ class ReplicaHints:
     def follow_states(self, states: HintedStates) -> None:
         """Hints and quotas hold for these states, too."""
         self._states = states
-        if self._order is not None:
+        if self._quotas is not None:
             states.begin(self._quotas)
 
     @property
     def share(self) -> float:
         """Of the idle pages, how many follow the hints: 0.0 before there was one."""
-        return 0.0 if self._order is None else self._order.share
+        return self._share.value if self._baselines else 0.0
 
     def come(self, row: int, context: Context, found: int) -> None:
         """The row's request has come for pages, and has found so many of them published."""
@@ -122,12 +125,8 @@ class ReplicaHints:
         """
         if self._quotas is not None:
             self._quotas.clear()
-        if self._order is not None:
-            self._pool.idle = self._order
-            if self._states is not None:
-                self._states.begin(self._quotas)
-        elif self._baselines:
-            self._order_pages()
+        if self._baselines:
+            self._follow_hints()
 
     def mend(self) -> None:
         """The pool is mended: the baselines begin anew with what it has, and nothing is expected of any row."""
@@ -148,27 +147,23 @@ class ReplicaHints:
         retention = hint if isinstance(hint, Retention) else None  # a release cannot be refused for its hint
         if not self._baselines and retention is not None:
             self._start()
-        if self._order is None:
+        if not self._baselines and self._quotas is None and not self._has_own:
             return
         pages = self._rows.pages(row)[: self._rows.committed[row]]
-        ends = [one.end for one in retention.ranges] if retention is not None and self._baselines else []
+        said = bool(self._baselines) or self._has_own
+        ends = [one.end for one in retention.ranges] if retention is not None and said else []
         columns, further = self._further_pages(row, pages, [end for end in ends if end is not None])
         self._pool.hold(further)
+        order, hints = self._pool.idle, None
         if self._quotas is not None:
-            self._quotas.own(np.concatenate((pages, further)), self._salt_of(row))
-        hints = None
-        if self._baselines:
-            plain, hinted = self._baselines
-            words = self._pool.index.words_of(pages)
-            self._judge(self._order, plain, row, words[:found])
-            self._forget_given_up(row, context, len(pages))
+            order.own(np.concatenate((pages, further)), self._salt_of(row))
+        if said:
             hints = retention and page_hints(retention, len(pages), self._rows.page_size)
-            self._order.hint(pages, hints)
-            self._order.hint(further, hints and hints.of(columns))
-            plain.touch(words)
-            hinted.leave(words, hints)
+            self._learn(row, context, pages, hints, found)
+            order.hint(pages, hints)
+            order.hint(further, hints and hints.of(columns))
         self._pool.release(further)
-        if self._states is not None and pages.size:
+        if self._states is not None and pages.size and not self._has_own:
             self._leave_states(self._states, row, pages, hints, ends)
 
     def _leave_states(
@@ -187,7 +182,18 @@ class ReplicaHints:
         digests = self._pool.index.digests_of(pages)
         return self._further.needed(row, digests, [end // self._rows.page_size for end in ends])
 
-    def _judge(self, order: HintedOrder, plain: LruBaseline, row: int, found: Words) -> None:
+    def _learn(self, row: int, context: Context, pages: Pages, hints: PageHints | None, found: int) -> None:
+        """The row leaves these pages, of which it has found so many, and says `hints`: the baselines follow."""
+        if not self._baselines:
+            return
+        plain, hinted = self._baselines
+        words = self._pool.index.words_of(pages)
+        self._judge(plain, row, words[:found])
+        self._forget_given_up(row, context, len(pages))
+        plain.touch(words)
+        hinted.leave(words, hints)
+
+    def _judge(self, plain: LruBaseline, row: int, found: Words) -> None:
         """What the row has `found`, beside what others would have."""
         expected = self._expected.pop(row, None)
         if expected is None:
@@ -196,13 +202,16 @@ class ReplicaHints:
         gained, promised = plain.count(found) - by_plain, by_hinted - by_plain
         scale = int(plain.rate * self._width())
         self._share.learn(gained * scale, promised * scale, looked)
-        order.share = self._share.value
+        self._pool.idle.trust(self._share.value)
 
     def _forget_given_up(self, row: int, context: Context, computed: int) -> None:
         """Of a prompt that is given up before all of it was computed the baselines have pages that the pool has not."""
         last = (int(self._rows.prompt[row]) - 1) // self._rows.page_size
         if computed < last:
             self._forget(self._hasher_of(row, context).digests(context.tokens, computed, last)[:, 0])
+
+    def _forget_pages(self, pages: Pages) -> None:
+        self._forget(self._pool.index.words_of(pages))
 
     def _forget(self, words: Words) -> None:
         for baseline in self._baselines:
@@ -224,8 +233,8 @@ class ReplicaHints:
         if not self._most_hinted:
             return
         self._begin_baselines()
-        order = self._order or self._order_pages()
-        order.share = self._share.value
+        self._follow_hints()
+        self._pool.idle.trust(self._share.value)
         self._begin_with_what_is_there()
 
     def _begin_baselines(self) -> None:
@@ -241,17 +250,15 @@ class ReplicaHints:
             sampled = sampled[pool.index.tables[sampled] == 0]
         used = pool.holders[sampled] > 0
         idle = sampled[~used]
-        if idle.size:  # all of them in the plain order: nothing has followed a hint yet
-            idle = pool.lru.by_age(idle)[::-1]
+        idle = idle[np.argsort(pool.idle.positions(idle))][::-1]
         for baseline in self._baselines:
             baseline.touch(pool.index.words_of(idle))
             baseline.touch(pool.index.words_of(sampled[used]))
 
-    def _order_pages(self) -> HintedOrder:
+    def _follow_hints(self) -> None:
+        """Pages and states follow hints from now on, where they do not yet."""
         pool = self._pool
-        self._order = pool.idle = HintedOrder(
-            pool.num_pages, pool.lru, self._quotas, lambda surplus: self._forget(pool.index.words_of(surplus))
-        )
+        if pool.idle.by_age:
+            pool.follow(HintedOrder(pool.num_pages, pool.idle))
         if self._states is not None:
             self._states.begin(self._quotas)
-        return self._order

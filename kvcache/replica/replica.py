@@ -88,9 +88,10 @@ class Replica:
             if context.current_length + num_steps - 1 <= self.rows.capacity[row]:
                 return 0  # on a page that the row has; what it may not do is for `fetch` and `step` to refuse
         named = self.refuse_renamed(row, context)
-        self.refuse_rewrite(row, context)
-        self.refuse_ahead(row, context)
-        return self.act(row, context, named, self._plan(row, context, needed, num_steps))
+        if have:
+            self.refuse_rewrite(row, context)
+            self.refuse_ahead(row, context)
+        return self.act(row, context, named, self._plan(row, context, start, needed, num_steps))
 
     def act(self, row: int, context: Context, named: tuple[str | None, ExtraKeys], plan: Reservation) -> int | None:
         """Take what a reservation says; returns the pages taken anew, or None: too few, and nothing has changed."""
@@ -474,9 +475,9 @@ class Replica:
 
     # ---- inside
 
-    def _plan(self, row: int, context: Context, needed: int, num_steps: int) -> Reservation:
+    def _plan(self, row: int, context: Context, start: int, needed: int, num_steps: int) -> Reservation:
         rows, slots = self.rows, NO_SLOTS
-        have, start = rows.num_pages.item(row), self.start_of(row, context)
+        have = rows.num_pages.item(row)
         # One active token after all others were computed is a decode step: there is nothing to look up.
         looks = not have or context.active_length > 1
         first, hits = self.published_run(context, row) if looks else (0, _NO_PAGES)
@@ -500,7 +501,9 @@ class Replica:
         has_others = hits.size and have > first
         replaced = rows.table[row, first : min(have, first + len(hits))].copy() if has_others else _NO_PAGES
         new = max(0, needed - max(have, first + len(hits)))
-        further = self.plan_further(row, context, num_steps, hits, start=start)
+        further = _NOTHING_FURTHER
+        if self.further is not None:
+            further = self.plan_further(row, context, num_steps, hits, start=start)
         return Reservation(first, hits, replaced, new, cached, start, restored, slots, further)
 
     def _take(self, row: int, plan: Reservation) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 
 from kvcache.pool.index import NO_PAGE, Digests, Pages
 from kvcache.pool.pages import PagePool
-from kvcache.pool.retention import HintedOrder
 
 
 class PassingCopies(dict[str, Digests]):
@@ -32,11 +31,9 @@ class PassingCopies(dict[str, Digests]):
         several = min(len(set(copies.tolist())), len(set(digests[:, 0].tolist()))) < len(digests)
         if several or (copies == NO_PAGE).any() or pool.holders[copies].any() or index.find(digests).any():
             return None
-        if isinstance(pool.idle, HintedOrder):
-            pool.idle.renew(copies)
+        pool.idle.renew(copies)
         pool.idle.remove(copies)
-        if isinstance(pool.idle, HintedOrder):
-            pool.idle.forget(copies)
+        pool.idle.forget(copies)
         index.withdraw(copies)
         write(copies)  # while nobody can find them
         index.publish(copies, digests)

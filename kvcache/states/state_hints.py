@@ -18,11 +18,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.eviction_order import EvictionOrder
 from kvcache.params import KVCacheParams
+from kvcache.pool.hinted_order import HintedOrder
 from kvcache.pool.index import NO_PAGE
-from kvcache.pool.quotas import SlabQuotas, TenantQuotas
-from kvcache.pool.retention import LEVEL_OF, NEUTRAL, HintedOrder
+from kvcache.pool.quotas import QuotaOrder, SlabQuotas, TenantQuotas
 from kvcache.replica.hinted_states import LeftPrefix
+from kvcache.retention import LEVEL_OF, NEUTRAL
 from kvcache.states.state_pages import StatePages
 
 
@@ -34,28 +36,24 @@ class StateHints:
         self._pages = pages
         self._pool = pages.places.pool
         self._params = params
-        self._order: HintedOrder | None = None
         self._quotas: TenantQuotas | SlabQuotas | None = None
 
     def begin(self, quotas: TenantQuotas | None) -> None:
         """As `HintedStates.begin`: the copies are in such an order, too, from now on."""
         pool, params = self._pool, self._params
-        if self._order is not None:
-            pool.idle = self._order
-            if isinstance(self._quotas, TenantQuotas):  # in memory of their own: the pool is about to say what is idle
-                self._quotas.clear()
+        if not pool.idle.by_age:  # they are
             return
-        if quotas is not None and self._slab_pages:
-            self._quotas = SlabQuotas(quotas, self._slab_pages)
-        elif quotas is not None:
-            self._quotas = TenantQuotas(pool.num_pages, params.tenant_quota, params.tenant_quotas)
-        self._order = pool.idle = HintedOrder(pool.num_pages, pool.lru, self._quotas)
+        order: EvictionOrder = HintedOrder(pool.num_pages, pool.idle)
+        if quotas is not None:
+            apart = (pool.num_pages, params.tenant_quota, params.tenant_quotas)
+            self._quotas = SlabQuotas(quotas, self._slab_pages) if self._slab_pages else TenantQuotas(*apart)
+            order = QuotaOrder(order, self._quotas)
+        pool.follow(order)
 
     def leave(self, leaving: LeftPrefix, share: float) -> None:
         """As `HintedStates.leave`."""
-        if self._order is None:
-            return
-        self._order.share = share
+        order = self._pool.idle
+        order.trust(share)
         copies = self._pool.index.find(leaving.digests)
         columns = np.flatnonzero(copies != NO_PAGE)
         copies = copies[columns]
@@ -64,10 +62,9 @@ class StateHints:
             return
         at = np.flatnonzero(touched)[::-1]  # the newest copy first: what is released last goes first
         self._pool.hold(copies[at])
-        if self._quotas is not None:
-            self._quotas.own(copies[owned], leaving.salt)
+        order.own(copies[owned], leaving.salt)
         if leaving.hints is not None:
-            self._order.hint(copies[said], leaving.hints.of(columns[said]))
+            order.hint(copies[said], leaving.hints.of(columns[said]))
         self._pages.drop_hold(copies[at])
 
     def _said_of(self, leaving: LeftPrefix, columns: NDArray[np.intp]) -> NDArray[np.bool_]:

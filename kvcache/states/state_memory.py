@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
 from kvcache.pool.pages import PagePool
-from kvcache.pool.retention import HintedOrder
 from kvcache.state_shape import StateShape
 from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_slabs import StateSlabs
@@ -156,23 +155,20 @@ class StateMemory:
         copy = int(self._pool.index.find(digest)[0])
         if copy != NO_PAGE:
             self._pool.hold(one_page(copy))
-            if isinstance(self._pool.idle, HintedOrder):  # whoever said that it goes first was wrong
-                self._pool.idle.hint(one_page(copy), None)
+            self._pool.idle.hint(one_page(copy), None)  # whoever said that it goes first was wrong
             self._let_go(copy)
         return copy
 
     def _forget(self, digest: Digests) -> None:
         """The copy of this digest, if there is one, is not found any more; its page is free."""
-        copy, order = int(self._pool.index.find(digest)[0]), self._pool.idle
+        copy = int(self._pool.index.find(digest)[0])
         if copy == NO_PAGE:
             return
         self._spare(one_page(copy))
-        if isinstance(order, HintedOrder):
-            order.renew(one_page(copy))
+        self._pool.idle.renew(one_page(copy))
         self._pool.hold(one_page(copy))
         self._pool.index.withdraw_one(copy)
-        if isinstance(order, HintedOrder):
-            order.forget(one_page(copy))
+        self._pool.idle.forget(one_page(copy))
         self._let_go(copy)
 
     def _keep_below(self, copy: int, digest: Digests) -> None:

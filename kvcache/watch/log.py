@@ -20,7 +20,7 @@ _SHOWN = 32
 _SPREAD_S = 0.25  # evictions of one reason within this time are shown as one
 _PUBLISHED = -1  # in place of the number of an eviction
 _NO_WORDS = np.zeros(0, np.uint64)
-REASONS = ("LRU", "hint", "quota", "reset")  # the first three as `HintedOrder.reasons` has them
+REASONS = ("LRU", "hint", "quota", "reset")  # the first three by the numbers of `kvcache.eviction_order`
 
 
 class PoolEntry(NamedTuple):
@@ -45,12 +45,10 @@ class PoolLog:
 
     def begin(self) -> None:
         """Have everything written down from now on."""
-        self._pool.idle.explains = True  # there may be another order since the last call
         self._pool.told = self._note
 
     def end(self) -> None:
         self._pool.told = None
-        self._pool.idle.explains = False
         self._entries.clear()
 
     def take(self, most: int) -> list[PoolEntry]:

@@ -1,6 +1,6 @@
 """Which idle page goes first where requests give hints and tenants have quotas: one page at a time, over plain dicts.
 
-Written from what `kvcache.pool.retention` and `kvcache.pool.quotas` promise. What is learned (the share of the pages
+Written from what `kvcache.retention` and `kvcache.pool.quotas` promise. What is learned (the share of the pages
 that follow hints) and what is left open (whose page goes first where several tenants have too many) the manager says.
 """
 
@@ -12,6 +12,21 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvcache import RangeRetention, Retention
+from kvcache.pool.hinted_order import HintedOrder
+from kvcache.pool.pages import PagePool
+from kvcache.replica.hints import ReplicaHints
+
+
+def hinted_order(pool: PagePool) -> HintedOrder | None:
+    """What of a pool's order follows hints, below quotas where there are some; None: nothing yet."""
+    order = getattr(pool.idle, "_order", pool.idle)
+    return order if isinstance(order, HintedOrder) else None
+
+
+def trust(hints: ReplicaHints, share: float) -> None:
+    """So much of the idle pages follows hints, as after a time in which they were right or wrong."""
+    hints._share.value = share
+    hints._pool.idle.trust(share)
 
 
 class Said(NamedTuple):
@@ -97,13 +112,16 @@ class HintedIdle(list[Any]):
         self.said.pop(page, None)
         return page
 
+    def quota_of(self, tenant: str) -> int:
+        return int(self.quotas.get(tenant, self.quota) * self.num_pages)
+
     def first(self) -> Any:
         pages_of: dict[str, list[Any]] = {tenant: [] for tenant in self.order_of_tenants()}
         for page in self:
             if (tenant := self.tenant_of(page)) is not None:
                 pages_of.setdefault(tenant, []).append(page)
         for tenant, mine in pages_of.items():
-            if len(mine) > int(self.quotas.get(tenant, self.quota) * self.num_pages):
+            if len(mine) > self.quota_of(tenant):
                 self.seen["evicted above a quota"] += 1
                 return mine[0]
         if not self.older:

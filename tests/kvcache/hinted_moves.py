@@ -14,7 +14,7 @@ from typing import Any
 from kvcache import RangeRetention, Retention, TextContext
 from kvcache.replica.replica import Replica
 from tests.kvcache.group_moves import GroupedReplica, GroupMoves, Seen
-from tests.kvcache.hinted_idle import HintedIdle, said_of
+from tests.kvcache.hinted_idle import HintedIdle, hinted_order, said_of, trust
 from tests.kvcache.model import Content, ModelHost
 from tests.kvcache.moves import PAGE_SIZE, Chooser
 
@@ -119,11 +119,12 @@ class HintedMoves(GroupMoves):
             self.quota, self.quotas = 1.0, {}
         first_share = chooser.pick((None, 0.5, 0.95))
         for replica in self.manager._replicas.each if self.hinting else ():
-            order = replica.hints._order or replica.hints._order_pages()
+            replica.hints._follow_hints()
+            assert (order := hinted_order(replica.pool)) is not None
             order._clock = lambda: self.now
             if first_share is not None:
                 replica.hints._start()
-                replica.hints._share.value = order.share = first_share
+                trust(replica.hints, first_share)
 
     def build(self, dp: int, slots: int, params: dict[str, Any] | None) -> Any:
         quotas = {"tenant_quota": self.quota, "tenant_quotas": self.quotas} if self.caching else {}

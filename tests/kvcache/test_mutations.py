@@ -11,8 +11,8 @@ import pytest
 import kvcache.replica.batch
 import kvcache.replica.replica
 from kvcache.copies import CopyMark, PageMover
-from kvcache.pool.idle_order import IdleOrder
 from kvcache.pool.index import PrefixIndex
+from kvcache.pool.lru_order import LruOrder
 from kvcache.pool.pages import PagePool
 from kvcache.replica.batch import Batch
 from kvcache.replica.context import salt_and_keys
@@ -70,7 +70,7 @@ def leaves_entries(rows: BlockRows, row: int) -> None:
     rows.table[row] = kept
 
 
-def most_recent_first(order: IdleOrder, count: int) -> np.ndarray:
+def most_recent_first(order: LruOrder, count: int) -> np.ndarray:
     taken = order.pages()[len(order.pages()) - count :][::-1].copy()
     order.remove(taken)
     return taken
@@ -192,7 +192,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a duplicate is not shared": (Replica, "_publish", forgets_duplicates),
     "a duplicate is shared but never freed": (Replica, "_publish", keeps_duplicates),
     "a released row keeps its entries": (BlockRows, "unbind", leaves_entries),
-    "the most recent page goes first": (IdleOrder, "pop", most_recent_first),
+    "the most recent page goes first": (LruOrder, "pop", most_recent_first),
     "an evicted page stays published": (PrefixIndex, "withdraw", stays_published),
     "an eviction leaves remembered matches": (PrefixIndex, "withdraw", forgets_a_generation),
     "a batch is told that it has pages": (Replica, "reserve_decoding", no_room_check),

@@ -8,7 +8,7 @@ them is "asked", and then has "lent". They are always asked for, whether that is
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,11 @@ from scheduler_adapters.service.requests import TrackedRequest
 from transfer.pull.exchange import PageExchange
 from transfer.pull.lending import PageLender
 
-FOLDER_VARIABLE = "PAGEWIRE_FUSES"
 
-
-def main() -> int:
-    """Run one process, as `scheduler_adapters.service.server` does; the exit status."""
+def main(arguments: Sequence[str]) -> int:
+    """Run one process, as `scheduler_adapters.service.server` does; the fuses are in the folder that is named first."""
     die_with_parent()
-    fuse = Path(os.environ[FOLDER_VARIABLE]) / str(os.getpid())
+    fuse = Path(arguments[0]) / str(os.getpid())
 
     def look(phase: str) -> None:
         if fuse.exists():
@@ -69,4 +67,4 @@ def light(signal: int, delay_s: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -34,7 +34,6 @@ from scheduler_adapters.service.fleet import Fleet
 from scheduler_adapters.service.requests import DECODE_MOVES, PREFILL_MOVES
 from scheduler_adapters.service.server import ServerConfig
 from tests.scheduler_adapters.client import Client
-from tests.scheduler_adapters.kill_worker import FOLDER_VARIABLE
 from transfer.engine.ports import available_port
 
 LEASE_S = 1.0
@@ -248,14 +247,15 @@ def shoot(
     order = random.Random(seed)
     queue: list[Fault] = []
     outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory(prefix="pagewire-fuses-") as folder:
-        os.environ[FOLDER_VARIABLE] = folder
-        with Fleet(configs(), PROGRAM) as fleet:
-            shooting = Range(Client(fleet), Path(folder), seed)
-            while len(outcomes) < runs:
-                queue = queue or order.sample(faults, len(faults))
-                outcomes.append(shooting.run(queue.pop()))
-                say(line_of(len(outcomes), outcomes[-1]))
+    with (
+        tempfile.TemporaryDirectory(prefix="pagewire-fuses-") as folder,
+        Fleet(configs(), (*PROGRAM, folder)) as fleet,
+    ):
+        shooting = Range(Client(fleet), Path(folder), seed)
+        while len(outcomes) < runs:
+            queue = queue or order.sample(faults, len(faults))
+            outcomes.append(shooting.run(queue.pop()))
+            say(line_of(len(outcomes), outcomes[-1]))
     return outcomes
 
 

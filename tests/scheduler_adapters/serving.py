@@ -4,10 +4,33 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from kvcache.sizing import page_bytes
-from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of, state_bytes_of
+from scheduler_adapters.hf.runner import (
+    HFRunner,
+    kv_params_of,
+    manager_for,
+    num_layers_of,
+    reference_tokens,
+    state_bytes_of,
+)
 from scheduler_adapters.loop import Output, Request, ServingLoop
+
+_answers: WeakKeyDictionary[Any, dict[tuple[Any, ...], list[int]]] = WeakKeyDictionary()
+
+
+def own_tokens(model: Any, prompt: Sequence[int], new: int) -> list[int]:
+    """As `reference_tokens`; whatever was asked before is remembered as long as there is the model.
+
+    Nobody may change the model in between: its weights, that is. It may be told to end with another token.
+    """
+    key = str(model.generation_config.eos_token_id), tuple(prompt)
+    known = _answers.setdefault(model, {})
+    answers = known.get((*key, new))
+    if answers is None:
+        answers = known[*key, new] = reference_tokens(model, prompt, new)
+    return list(answers)
 
 
 class Unwalked(OrderedDict[str, Any]):

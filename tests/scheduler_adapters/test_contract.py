@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from scheduler_adapters.hf.generate import PagedGenerator
-from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.loop import Request, ServingLoop
 from tests.scheduler_adapters.contract import (
     NEW,
@@ -23,7 +22,7 @@ from tests.scheduler_adapters.contract import (
     prompt_of,
 )
 from tests.scheduler_adapters.service.processes import Service, Side
-from tests.scheduler_adapters.serving import new_loop, new_manager
+from tests.scheduler_adapters.serving import new_loop, new_manager, own_tokens
 from transfer.errors import AgentError
 from transfer.nixl.agent import Agent
 from transfer.pull.exchange import PageExchange
@@ -39,7 +38,7 @@ def model(shared_model: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def reference(model: Any) -> Reference:
-    known = functools.cache(lambda prompt, new: reference_tokens(model, prompt, new))
+    known = functools.cache(lambda prompt, new: own_tokens(model, prompt, new))
     return lambda prompt, new: known(tuple(prompt), new)
 
 

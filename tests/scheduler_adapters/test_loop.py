@@ -6,12 +6,20 @@ import pytest
 import torch
 
 from kvcache.errors import AlreadyClaimedError, InvalidRequestError, PromptTooLongError, UnknownRequestError
-from scheduler_adapters.hf.runner import HFRunner, reference_tokens
+from scheduler_adapters.hf.runner import HFRunner
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Output, Request, ServingLoop, finish_reason, plan_chunks
 from tests.kvcache.build import proven
 from tests.scheduler_adapters import serving
-from tests.scheduler_adapters.serving import Unwalked, assert_nothing_held, new_loop, new_manager, serve, tokens_of
+from tests.scheduler_adapters.serving import (
+    Unwalked,
+    assert_nothing_held,
+    new_loop,
+    new_manager,
+    own_tokens,
+    serve,
+    tokens_of,
+)
 
 HEAD = "Pages are fixed blocks of tokens, and a table says which of them a request owns. " * 2
 TEXTS = (HEAD + "Why?", "x", HEAD + "Who frees them, and when?", "Another text altogether: " * 5, HEAD + "Why?")
@@ -26,7 +34,7 @@ def model(shared_model: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[list[int]]:
-    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 def requests_of(prompts: list[list[int]], new: int = NEW, **fields: Any) -> list[Request]:
@@ -61,7 +69,7 @@ def test_a_tiny_pool_preempts_and_still_gives_equal_tokens(model: Any, expected:
     longest = max(len(prompt) for prompt in PROMPTS) + NEW - 1
     loop = new_loop(model, pages=-(-longest // 4), page_size=4, enable_prefix_caching=False)
     prompts = [PROMPTS[1], PROMPTS[3][:60], PROMPTS[1], PROMPTS[3][:80], PROMPTS[0]]
-    wanted = [reference_tokens(model, prompt, 40) for prompt in prompts[:4]]
+    wanted = [own_tokens(model, prompt, 40) for prompt in prompts[:4]]
     outputs = serve(loop, requests_of(prompts[:4], new=40))
     assert loop.preemptions > 0
     assert tokens_of(outputs) == wanted
@@ -286,7 +294,7 @@ def test_a_request_may_fill_the_cache_to_its_last_token_and_not_beyond(model: An
     loop = new_loop(model, pages=4)  # 64 tokens; the last token of a request is never fed back, and needs no room
     prompt = PROMPTS[3][:50]
     outputs = serve(loop, [Request("fits", prompt, 15)])
-    assert tokens_of(outputs) == [reference_tokens(model, prompt, 15)]
+    assert tokens_of(outputs) == [own_tokens(model, prompt, 15)]
     with pytest.raises(PromptTooLongError, match=r"50 prompt tokens and 16 new ones do not fit into a cache of 64"):
         loop.add(Request("too long", prompt, 16))
     assert_nothing_held(loop.manager)
@@ -301,7 +309,7 @@ def test_a_replica_short_of_pages_takes_none_from_another(model: Any, monkeypatc
     loop.on_admit = lambda request_id, replica, _: admitted.append((request_id, replica))
     prompts = [[5] * 10, [6] * 10, [7] * 10]
     outputs = serve(loop, requests_of(prompts, new=30))
-    assert tokens_of(outputs) == [reference_tokens(model, prompt, 30) for prompt in prompts]
+    assert tokens_of(outputs) == [own_tokens(model, prompt, 30) for prompt in prompts]
     assert loop.preemptions == 1
     assert admitted == [("r0", 0), ("r1", 0), ("r2", 1), ("r1", 0)]
     assert_nothing_held(loop.manager)
@@ -338,7 +346,7 @@ def test_with_windows_a_budget_of_one_token_still_finds_cached_prefixes(make_mod
     assert len(loop.manager.layer_tables.tables) > 1
     admitted: list[int] = []
     loop.on_admit = lambda _request_id, _replica, cached: admitted.append(cached)
-    wanted = [reference_tokens(windowed, prompt, 4)]
+    wanted = [own_tokens(windowed, prompt, 4)]
     for _ in range(2):
         assert tokens_of(serve(loop, requests_of([prompt], new=4))) == wanted
     assert admitted == [0, 56]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import threading
 
 
 class Bell:
-    """Rung by any thread, heard by one. It can be waited for like a file, which can be read once it has rung."""
+    """Rung by any thread, heard by one. It can be waited for like a file, which can be read once it has rung.
+
+    The flag says whether the file can be read. The lock changes both together: a flag that outlives what it stands for
+    would keep every later ring silent. A signal handler may ring, too, in the middle of a call.
+    """
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._rung = False
+        self._lock = threading.RLock()
 
     def fileno(self) -> int:
         """Can be read from a ring on until `hear`."""
@@ -19,19 +24,25 @@ class Bell:
 
     def ring(self) -> None:
         """There is something to look at: it was put there before this call."""
-        if not self._rung and self._fd >= 0:
-            os.eventfd_write(self._fd, 1)
-            self._rung = True  # last: who hears in between leaves the file as it is, and wakes once for nothing
+        if self._rung:  # without the lock: who hears this ring looks at what was put there before it
+            return
+        with self._lock:
+            if not self._rung and self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
+                self._rung = True  # last: a signal handler that rings in between rings once for nothing
 
     def hear(self) -> None:
         """Who has heard looks at everything that is there from now on: what comes later rings again."""
-        if self._rung and self._fd >= 0:
-            self._rung = False
-            with suppress(BlockingIOError):  # read, for a ring that came this moment
+        if not self._rung:
+            return
+        with self._lock:
+            if self._rung and self._fd >= 0:
                 os.eventfd_read(self._fd)
+                self._rung = False  # last: what a signal handler puts there in between is looked at now
 
     def close(self) -> None:
         """Nobody listens any more. Safe twice."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        with self._lock:  # nobody writes to a number that is another file's by now
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)

@@ -10,7 +10,7 @@ import pytest
 
 from kvcache import PagedKVCacheManager, Retention, TextContext
 from kvcache.pool.baselines import HintedBaseline, HintShare, LruBaseline
-from kvcache.pool.retention import NEUTRAL, PageHints
+from kvcache.retention import NEUTRAL, PageHints
 from tests.kvcache.build import manager_of
 
 KEEP, DROP = Retention(session_continues=True), Retention(session_continues=False)

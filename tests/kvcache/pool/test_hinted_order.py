@@ -1,82 +1,206 @@
-"""`HintedOrder` beside a model of one page at a time: random moves, every page goes when it should."""
+"""Which page goes where hints are trusted. For random moves see `tests.kvcache.test_eviction_order`."""
 
 from __future__ import annotations
-
-import random
 
 import numpy as np
 import pytest
 
-from kvcache import Retention
-from kvcache.pool.idle_order import MOST_ORDERS, IdleOrder, OrderLog
-from kvcache.pool.retention import HintedOrder, page_hints
-from tests.kvcache.hinted_idle import HintedIdle, said_of
+from kvcache import InvariantError, LruOrder, Retention
+from kvcache.eviction_order import BY_HINT
+from kvcache.pool.hinted_order import HintedOrder
+from kvcache.retention import NEUTRAL, PageHints, page_hints
 
-PAGES, LEAD = 24, 2  # a hint is worth a few pages' turns, so that pages of several kinds go at a time
-
-
-class Both:
-    """An order, and its model."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng, self.now, self.renewed = random.Random(seed), 0.0, 0
-        self.order = HintedOrder(PAGES, IdleOrder(PAGES, OrderLog(PAGES, MOST_ORDERS)), clock=lambda: self.now)
-        self.order.lead_pages, self.order.share = LEAD, self.rng.choice([0.2, 0.8, 0.95])
-        self.model = HintedIdle(LEAD, lambda _: None)
-        self.model.now, self.model.share = lambda: self.now, lambda: self.order.share
-
-    def away(self) -> list[int]:
-        away = [page for page in range(1, PAGES + 1) if page not in self.model]
-        return self.rng.sample(away, min(len(away), self.rng.randint(1, 4)))
-
-    def there(self) -> list[int]:
-        return self.rng.sample(self.model, min(len(self.model), self.rng.randint(0, 3)))
-
-    def append(self, pages: list[int]) -> None:
-        self.order.append(np.array(pages, np.int32))
-        for page in pages:
-            self.model.append(page)
-
-    def remove(self, pages: list[int]) -> None:
-        self.order.remove(np.array(pages, np.int32))
-        for page in pages:
-            self.model.remove(page)
-
-    def come(self) -> None:
-        self.append(self.away())
-
-    def hint(self) -> None:
-        if pages := self.away():
-            said = Retention(self.rng.choice([True, False, None]), 50, self.rng.choice([None, 10.0]))
-            self.order.hint(np.array(pages, np.int32), page_hints(said, len(pages), 4))
-            for page in pages:
-                self.model.hint(page, said_of(said, 0, 4, self.now))
-            self.append(pages)
-
-    def take(self) -> None:
-        self.remove(self.there())
-
-    def renew(self) -> None:
-        pages = self.there()
-        self.order.renew(np.array(pages, np.int32))
-        self.model.renew(pages)
-        self.renewed += self.model.renewed
-        self.remove(pages)
-        self.append(pages)
-
-    def pop(self) -> None:
-        if count := self.rng.randint(0, min(6, len(self.model))):
-            assert self.order.first() == self.model.first()
-        assert self.order.pop(count).tolist() == [self.model.pop() for _ in range(count)]
+POOL = 30
+LAST, FIRST = Retention(session_continues=True), Retention(session_continues=False)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_moves_beside_a_model(seed: int) -> None:
-    both = Both(seed)
+def pages(*ids: int) -> np.ndarray:
+    return np.array(ids, np.int32)
+
+
+def said(order: HintedOrder, hint: Retention | None, *ids: int) -> None:
+    """A request that used these pages ends, and says `hint` of them."""
+    order.hint(pages(*ids), hint and page_hints(hint, len(ids), 1))
+    order.append(pages(*ids))
+
+
+def order_of(share: float = 1.0, **options: object) -> HintedOrder:
+    return HintedOrder(POOL, LruOrder(POOL), share=share, **options)  # pyright: ignore[reportArgumentType] - passed on
+
+
+def test_who_asks_is_told_why_each_page_went() -> None:
+    order = order_of()
+    said(order, FIRST, 1)
+    said(order, None, 2)
+    said(order, LAST, 3)
+    gone, reasons = order.pop_explained(3)
+    assert gone.tolist() == [1, 2, 3]
+    assert reasons.tolist() == [BY_HINT, 0, 0]
+
+
+def test_without_a_share_it_is_plain_lru_whatever_is_said() -> None:
+    order = order_of(0.0)
+    said(order, LAST, 1, 2)
+    said(order, FIRST, 3, 4)
+    said(order, None, 5)
+    order.check()
+    assert order.pop(5).tolist() == [1, 2, 3, 4, 5]
+
+
+def test_those_that_go_first_go_first_and_the_others_by_their_lead() -> None:
+    order = order_of()
+    said(order, LAST, 1, 2)
+    said(order, Retention(priority=75), 3)
+    said(order, None, 4, 5)
+    said(order, Retention(priority=25), 6)
+    said(order, FIRST, 7, 8)
+    order.check()
+    assert order.pop(3).tolist() == [7, 8, 6]
+    assert order.pop(2).tolist() == [4, 5]
+    order.check()
+    assert order.pop(3).tolist() == [3, 1, 2]
+    assert order.count == 0
+
+
+def test_a_hint_decays_and_never_pins() -> None:
+    order = order_of()
+    said(order, LAST, 1)
+    for _ in range(4 * POOL - 2):
+        said(order, None, 2)
+        order.remove(pages(2))
+    said(order, None, 3)
+    assert order.pop(1).tolist() == [3]  # still ahead, by a hair
+    said(order, None, 3)
+    said(order, None, 4)
+    assert order.pop(3).tolist() == [3, 1, 4]
+
+
+def test_only_the_share_follows_hints() -> None:
+    order = order_of(0.5)
+    said(order, None, *range(1, 11))
+    said(order, FIRST, *range(11, 21))  # the newer half: LRU
+    assert order.pop(10).tolist() == [*range(1, 11)]
+    order.check()
+
+
+def test_what_follows_hints_is_settled_by_those_who_come() -> None:
+    order = order_of(0.5)
+    order.append(pages(1, 2, 3, 4))
+    order.remove(pages(1, 2))
+    before = order.positions(np.array([3, 4])).tolist()
+    order.append(pages())
+    assert order.positions(np.array([3, 4])).tolist() == before
+
+
+def test_a_hint_is_worth_nothing_after_its_time() -> None:
+    now = [0.0]
+    order = order_of(clock=lambda: now[0])
+    said(order, Retention(session_continues=True, ttl_s=5.0), 1)
+    said(order, Retention(session_continues=True, ttl_s=100.0), 2)
+    said(order, None, 3, 4)
+    assert order.pop(1).tolist() == [3]
+    now[0] = 6.0
+    assert order.pop(2).tolist() == [1, 4]
+    now[0] = 101.0
+    said(order, None, 5)
+    assert order.pop(2).tolist() == [2, 5]
+
+
+def test_a_hint_to_go_first_is_worth_nothing_after_its_time_either() -> None:
+    now = [0.0]
+    order = order_of(clock=lambda: now[0])
+    for hint, page in ((FIRST, 1), (None, 2), (FIRST, 3), (None, 4)):
+        said(order, hint and Retention(session_continues=False, ttl_s=5.0), page)
+    now[0] = 6.0
+    assert order.pop(4).tolist() == [1, 2, 3, 4]
+
+
+def test_a_page_that_moves_takes_its_hint_and_its_time_along() -> None:
+    now = [0.0]
+    order = order_of(clock=lambda: now[0])
+    stays, ends = Retention(session_continues=True, ttl_s=100.0), Retention(session_continues=True, ttl_s=5.0)
+    order.hint(pages(1, 2), page_hints(stays, 2, 1))
+    order.hint(pages(3), page_hints(ends, 1, 1))
+    order.moved(pages(1, 3), pages(11, 13))
+    assert order.codes[[1, 3]].tolist() == [NEUTRAL] * 2
+    order.append(pages(13, 11, 2))
+    said(order, None, 4)
+    now[0] = 6.0
+    assert order.pop(4).tolist() == [13, 4, 11, 2]
+
+
+def test_times_of_several_hints_end_one_by_one() -> None:
+    now = [0.0]
+    order = order_of(clock=lambda: now[0])
+    said(order, Retention(session_continues=True, ttl_s=100.0), 1)
+    said(order, Retention(session_continues=True, ttl_s=5.0), 2)
+    now[0] = 3.0
+    said(order, Retention(session_continues=True, ttl_s=5.0), 3)
+    said(order, None, 4)
+    now[0] = 6.0
+    assert order.pop(2).tolist() == [2, 4]
+    order.check()
+
+
+def test_an_evicted_page_takes_no_hint_along() -> None:
+    order = order_of()
+    said(order, LAST, 1)
+    assert order.pop(1).tolist() == [1]
+    said(order, None, 1)
+    said(order, None, 2)
+    assert order.pop(1).tolist() == [1]
+
+
+def test_whatever_the_hints_say_it_holds_what_lru_holds_in_a_pool_smaller_by_the_share() -> None:
+    rng, share = np.random.default_rng(1), 0.25
+    order, lru, free = order_of(share), list[int](), [*range(1, POOL + 1)]
     for _ in range(3000):
-        both.now += both.rng.choice([0.0, 0.0, 3.0])
-        both.rng.choice([both.come, both.hint, both.hint, both.take, both.renew, both.pop])()
-        both.order.check()
-        assert both.order.count == len(both.model)
-    assert both.renewed > 20
-    assert both.model.seen["evicted before its turn"] > 20
+        page = int(rng.integers(1, POOL + 1))
+        if page in free:  # a miss: another page is evicted where none is free
+            free.remove(page)
+            if not free:
+                free += order.pop(1).tolist()
+        else:
+            order.remove(pages(page))
+        lru = [*[other for other in lru if other != page], page]
+        order.hint(pages(page), PageHints(rng.integers(0, 5, 1).astype(np.uint8), None))
+        order.append(pages(page))
+        assert set(lru[-int((1 - share) * order.count) :]) <= set(order.pages().tolist())
+
+
+def test_broken_books_are_named() -> None:
+    order = order_of()
+    said(order, LAST, 1, 2)
+    with pytest.raises(InvariantError, match="3 pages asked for, 2 are there"):
+        order.pop(3)
+    order.codes[1] = NEUTRAL
+    with pytest.raises(InvariantError, match="another kind"):
+        order.check()
+    order = order_of()
+    said(order, LAST, 1, 2)
+    order.count = 3
+    with pytest.raises(InvariantError, match="2 pages, 3 counted"):
+        order.check()
+
+
+def test_after_an_interrupt_hints_count_as_before_and_pages_not_known_are_the_youngest() -> None:
+    order = order_of(1.0)
+    said(order, LAST, 1, 2)
+    said(order, FIRST, 3, 4)
+    said(order, None, 5, 6)
+    before = order_of(1.0)
+    said(before, LAST, 1, 2)
+    said(before, FIRST, 3, 4)
+    said(before, None, 5, 6)
+    before.append(pages(9))
+    order.remove(pages(2, 4))
+    order.count = 17  # as an interrupt may leave it
+    order.remove = None  # type: ignore[assignment] - nothing is taken out one by one
+    order.mend(np.array([1, 3, 5, 6, 9]))
+    del order.remove
+    order.check()
+    before.remove(pages(2, 4))
+    assert order.pop(5).tolist() == before.pop(5).tolist()
+    order.mend(np.zeros(0, np.intp))
+    order.check()
+    assert order.count == 0

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kvcache.errors import InvariantError
-from kvcache.pool.idle_order import MOST_ORDERS
 from kvcache.pool.pages import PagePool
 
 SIZE = 12
@@ -182,7 +181,7 @@ def test_what_is_handed_out_is_a_copy_and_the_first_pages_are_the_lowest() -> No
 
 
 def test_a_pool_of_many_pages_evicts_them_all_whether_anybody_watches_or_not() -> None:
-    pool = PagePool(4 * MOST_ORDERS, 2)
+    pool = PagePool(160, 2)
     held = pool.allocate(pool.num_pages)
     pool.index.publish(held, digests([*range(1, len(held) + 1)]))
     pool.release(held)

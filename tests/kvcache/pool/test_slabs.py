@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from kvcache.errors import InvariantError
-from kvcache.pool.quotas import TenantQuotas
-from kvcache.pool.retention import NEUTRAL, HintedOrder, PageHints
+from kvcache.pool.hinted_order import HintedOrder
+from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 from kvcache.pool.slabs import SlabPool
+from kvcache.retention import NEUTRAL, PageHints
 
 
 class Kept:
@@ -155,7 +156,7 @@ def test_of_pages_and_what_is_kept_the_one_goes_that_was_used_first() -> None:
 def test_nothing_is_given_up_for_a_slab_while_fresh_pages_make_one_not_even_what_is_above_a_quota() -> None:
     pool, kept, _ = made()
     quotas = TenantQuotas(15, 0.1, {})
-    pool.idle = HintedOrder(15, pool.lru, quotas)
+    pool.follow(QuotaOrder(pool.idle, quotas))
     assert kept.keep() == 3
     kept.slabs = [(3, -5)]  # as a tenant's that has too much
     pages = pool.allocate(4)
@@ -188,7 +189,7 @@ def test_a_slab_is_made_room_for_by_what_a_tenant_has_above_its_quota() -> None:
     """Pages 8 to 15 of two slabs are somebody's; a tenant has too many in the slab below, which are younger."""
     pool, _, _ = made()
     quotas = TenantQuotas(15, 0.1, {})
-    pool.idle = HintedOrder(15, pool.lru, quotas)
+    pool.follow(QuotaOrder(pool.idle, quotas))
     pages = pool.allocate(15)
     publish(pool, pages)
     quotas.own(pages[3:7], "tenant")
@@ -251,7 +252,8 @@ def test_held_pages_are_moved_out_of_the_slab_with_the_fewest() -> None:
 def test_what_was_said_of_a_page_and_its_tenant_go_along_and_end_with_it() -> None:
     pool, _, _ = made()
     quotas = TenantQuotas(15, 0.1, {})
-    pool.idle = order = HintedOrder(15, pool.lru, quotas)
+    order = HintedOrder(15, pool.idle)
+    pool.follow(QuotaOrder(order, quotas))
     pages = pool.allocate(15)
     publish(pool, pages)
     quotas.own(pages, "tenant")
@@ -275,9 +277,9 @@ def test_what_was_said_of_a_page_and_its_tenant_go_along_and_end_with_it() -> No
 def hinted(code: int, share: float = 0.5) -> tuple[SlabPool, Kept, HintedOrder]:
     """Something kept in slab 3, and then idle pages in slabs 1 and 2 of which that was said; time goes by `now`."""
     pool, kept, _ = made()
-    pool.idle = order = HintedOrder(15, pool.lru, clock=lambda: 100.0)
+    order = HintedOrder(15, pool.idle, lambda: 100.0, share)
+    pool.follow(order)
     kept.keep()
-    order.share = share
     pages = pool.allocate(11)
     publish(pool, pages)
     order.hint(pages, PageHints(np.full(11, code, np.uint8), np.full(11, np.inf)))
@@ -290,7 +292,7 @@ def test_a_page_was_used_so_much_earlier_or_later_as_its_hint_says_and_is_truste
     pool, _, order = hinted(code, share)
     lead = round((code - 2) * 2 * share * 15)
     assert pool.use_of(order, pool._used) == pool.clock + lead
-    assert pool.use_of(pool.lru, pool._used) == pool.clock
+    assert pool.use_of(order._recent, pool._used) == pool.clock
     assert pool._age_of(1) == max(1, pool.clock + lead)
     recount(pool)
     pool.idle.remove(np.array([1], np.int32))
@@ -302,8 +304,8 @@ def test_a_page_was_used_so_much_earlier_or_later_as_its_hint_says_and_is_truste
 
 def test_the_pages_of_a_slab_that_comes_back_are_fresh_whatever_was_said_of_them_before() -> None:
     pool, kept, _ = made(31)
-    pool.idle = order = HintedOrder(31, pool.lru)
-    order.share = 0.5
+    order = HintedOrder(31, pool.idle, share=0.5)
+    pool.follow(order)
     assert pool.take_slab() == 7
     pages = pool.allocate(27)
     publish(pool, pages)

@@ -6,10 +6,13 @@ import random
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import pytest
 
-from kvcache import InvalidParamsError, PagedKVCacheManager, RangeRetention, Retention, Routing, TextContext
+from kvcache import InvalidParamsError, LruOrder, PagedKVCacheManager, RangeRetention, Retention, Routing, TextContext
+from kvcache.retention import PageHints
 from tests.kvcache.build import manager_of
+from tests.kvcache.hinted_idle import trust
 
 LAST, FIRST = Retention(session_continues=True), Retention(session_continues=False)
 
@@ -35,7 +38,7 @@ def trusting(manager: PagedKVCacheManager) -> PagedKVCacheManager:
     """All idle pages follow hints, as after a time of right ones."""
     serve(manager, prompt(1000), LAST)
     for replica in manager._replicas.each:
-        replica.hints._share.value = replica.hints._order.share = 0.95
+        trust(replica.hints, 0.95)
     manager.reset_prefix_cache()
     return manager
 
@@ -74,7 +77,7 @@ def test_without_hints_there_is_no_baseline_and_the_plain_order() -> None:
         serve(manager, prompt(name % 30))
     hints = manager._replicas.each[0].hints
     assert not hints._baselines
-    assert type(manager._replicas.each[0].pool.idle).__name__ == "IdleOrder"
+    assert type(manager._replicas.each[0].pool.idle).__name__ == "LruOrder"
     assert hints.share == 0.0
 
 
@@ -82,7 +85,7 @@ def test_a_share_of_zero_ignores_hints() -> None:
     manager = manager_of(40, checks=False, params={"max_hint_share": 0.0})
     for name in range(50):
         serve(manager, prompt(name), FIRST)
-    assert type(manager._replicas.each[0].pool.idle).__name__ == "IdleOrder"
+    assert type(manager._replicas.each[0].pool.idle).__name__ == "LruOrder"
 
 
 def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retention | None, often: int = 8) -> list[int]:
@@ -238,7 +241,7 @@ def test_a_sample_speaks_for_all_pages() -> None:
     hints = manager._replicas.each[0].hints
     assert hints._baselines
     assert hints._baselines[0].rate == 4
-    hints._share.value = hints._order.share = 0.95
+    trust(hints, 0.95)
     learned = evidence(manager)
     hits = 0
     for turn in range(4):
@@ -463,3 +466,45 @@ def test_a_context_of_another_class_may_bring_its_hint_at_the_end_too() -> None:
     context.retention = LAST
     manager.release(context.request_id)
     assert manager.hint_share == 0.2
+
+
+class Heard(LruOrder):
+    """An order of the caller's own, which notes what it is told."""
+
+    by_age = False
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
+        self.heard: list[tuple[object, ...]] = []
+
+    def hint(self, pages: np.ndarray, hints: PageHints | None) -> None:
+        self.heard.append(("hint", len(pages), hints and hints.codes.tolist()))
+
+    def own(self, pages: np.ndarray, salt: str | None) -> None:
+        self.heard.append(("own", len(pages), salt))
+
+
+def test_an_order_of_the_callers_own_is_told_of_hints_and_nothing_else_follows_them() -> None:
+    manager = manager_of(40, dp=2, params={"eviction_order": Heard})
+    orders = [replica.pool.idle for replica in manager._replicas.each]
+    assert all(type(order) is Heard for order in orders)
+    assert orders[0] is not orders[1]
+    serve(manager, prompt(1, 3), LAST)
+    serve(manager, prompt(2, 2))
+    for name in range(100, 150):
+        serve(manager, prompt(name, 2))
+    heard = [one for order in orders for one in order.heard if one[1]]  # type: ignore[attr-defined]
+    assert heard[:2] == [("hint", 3, [4, 4, 4]), ("hint", 2, None)]
+    assert [replica.pool.idle for replica in manager._replicas.each] == orders
+    assert not any(replica.hints.share for replica in manager._replicas.each)
+
+
+def test_a_quota_holds_before_an_order_of_the_callers_own() -> None:
+    manager = manager_of(40, params={"eviction_order": Heard, "tenant_quota": 0.1})
+    for name in range(4):
+        serve(manager, prompt(name, 2), cache_salt="owned")
+    for name in range(10, 26):
+        serve(manager, prompt(name, 2))
+    found = [serve(manager, prompt(name, 2)) for name in range(10, 26)]
+    assert found.count(8) == 16, "what has no tenant stays, and four pages of the tenant's"
+    manager.check()

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from kvcache import PagedKVCacheManager, RangeRetention, Retention, TextContext
-from kvcache.pool.retention import HintedOrder
+from kvcache.pool.hinted_order import HintedOrder
+from tests.kvcache.hinted_idle import hinted_order, trust
 from tests.kvcache.moves import Chooser
 from tests.kvcache.states.slab_moves import SlabMoves
 
@@ -25,8 +26,7 @@ class HintedSlabMoves(SlabMoves):
         share = chooser.pick((0.02, 0.5, 0.95))
         for replica in self.manager._replicas.each if self.caching else ():
             replica.hints._start()
-            assert replica.hints._order is not None
-            replica.hints._share.value = replica.hints._order.share = share
+            trust(replica.hints, share)
         for order in self.orders:
             order._clock = lambda: self.now
 
@@ -35,7 +35,7 @@ class HintedSlabMoves(SlabMoves):
         """Those of pages and of copies."""
         pools = [replica.pool for replica in self.manager._replicas.each]
         pools += [states._pool for states in self.manager.states]
-        return [pool.idle for pool in pools if isinstance(pool.idle, HintedOrder)]
+        return [order for pool in pools if (order := hinted_order(pool)) is not None]
 
     def build(self, dp: int, slots: int, params: dict[str, Any] | None) -> PagedKVCacheManager:
         return super().build(dp, slots, {**(params or {}), "tenant_quota": self.quota})
@@ -54,11 +54,9 @@ class HintedSlabMoves(SlabMoves):
                 self.seen["a tenant's copies"] += int(sum(quotas._slabs.values()))
                 assert sum(quotas._slabs.values()) <= states.num_idle
                 self.seen["too much"] += len(quotas._over)
-            order = states._pool.idle
             kept = np.flatnonzero(states.index.published)
-            self.seen["a hinted copy"] += isinstance(order, HintedOrder) and int(
-                np.count_nonzero(order.codes[kept] != 2)
-            )
+            if (order := hinted_order(states._pool)) is not None:
+                self.seen["a hinted copy"] += int(np.count_nonzero(order.codes[kept] != 2))
 
     def retention(self) -> Retention:
         choose = self.choose

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from kvcache import KVCacheParams, PagedKVCacheManager, RangeRetention, Retention, TextContext
-from kvcache.pool.retention import HintedOrder
+from kvcache.pool.hinted_order import HintedOrder
 from kvcache.state_shape import StateShape
 from kvcache.states.state_layout import page_bytes, state_layouts
+from tests.kvcache.hinted_idle import trust
 from tests.kvcache.replica.test_hints import evidence
 from tests.kvcache.states.slab_moves import SHAPES
 from tests.kvcache.states.state_moves import SHAPE
@@ -74,7 +75,7 @@ def trusting(manager: PagedKVCacheManager) -> PagedKVCacheManager:
     """All that is idle follows hints, as after a time of right ones."""
     serve(manager, prompt(10_000), LAST)
     for replica in manager._replicas.each:
-        replica.hints._share.value = replica.hints._order.share = 0.95  # type: ignore[union-attr]
+        trust(replica.hints, 0.95)
     manager.reset_prefix_cache()
     return manager
 
@@ -200,7 +201,7 @@ def test_a_hint_does_not_wear_off_by_requests_that_come_further(*, together: boo
 def test_without_hints_and_quotas_copies_are_in_the_plain_order() -> None:
     manager = made(40, 4)
     serve(manager, prompt(1))
-    assert type(manager.states[0]._pool.idle).__name__ == "IdleOrder"
+    assert type(manager.states[0]._pool.idle).__name__ == "LruOrder"
 
 
 def test_a_tenant_above_its_quota_gives_up_its_own_copies() -> None:

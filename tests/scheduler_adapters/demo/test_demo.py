@@ -19,6 +19,7 @@ import pytest
 
 from scheduler_adapters import cli
 from scheduler_adapters.demo import demo
+from tests.forked import ForkedProgram
 
 KEYS = [
     "requests",
@@ -192,21 +193,53 @@ def test_bad_input_is_one_line_and_starts_no_process(
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def started_demo(*arguments: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
-    """A running demo that has started to serve, and the pids of its children."""
-    process = subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV
-    )
-    assert process.stdout is not None
-    pids: dict[str, int] = {}
-    for line in process.stdout:
-        pids |= {role: int(pid) for role, pid in re.findall(r"(prefill|decode): pid (\d+)", line)}
-        if line.startswith("serving"):
-            break
-    if set(pids) != {"prefill", "decode"}:
-        process.kill()
-        pytest.fail(f"the demo did not start: {process.communicate()}")
-    return process, pids
+class Demo:
+    """A running demo that has started to serve.
+
+    Args:
+        folder: of what it prints.
+        arguments: of the command.
+        imports: it and its servers are processes that import everything themselves, and no forks.
+        ignores: a signal that it ignores from its start on, as under nohup.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, imports: bool = False, ignores: int = 0) -> None:
+        self.printed, self._said = folder / "out", folder / "err"
+        command = [*COMMAND, *arguments]
+        if ignores:
+            code = (
+                f"import signal, sys; signal.signal({ignores:d}, signal.SIG_IGN); from scheduler_adapters import cli; "
+            )
+            command = [sys.executable, "-c", f"{code} sys.exit(cli.main({command[3:]}))"]
+        with self.printed.open("wb") as out, self._said.open("wb") as err:
+            if imports:
+                self._process: Any = subprocess.Popen(command, stdout=out, stderr=err, env=ENV)
+            else:
+                self._process = ForkedProgram(command, out, ENV, err)
+        deadline = time.monotonic() + 60
+        while "serving" not in self.printed.read_text():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._process.kill()
+                pytest.fail(f"the demo did not start: {self.printed.read_text()} {self._said.read_text()}")
+            time.sleep(0.02)
+        found = re.findall(r"(prefill|decode): pid (\d+)", self.printed.read_text())
+        self.pids = {role: int(pid) for role, pid in found}
+        assert set(self.pids) == {"prefill", "decode"}
+
+    def signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+    def end(self) -> tuple[int, str]:
+        """Its exit status, and what it has said on standard error."""
+        deadline = time.monotonic() + 60
+        while self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if self._process.poll() is None:
+            self._process.kill()
+        status = self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        return status, self._said.read_text()
 
 
 def assert_gone_soon(pids: dict[str, int]) -> None:
@@ -219,25 +252,25 @@ def assert_gone_soon(pids: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.long), "decode"])
-def test_a_killed_child_ends_the_demo_with_one_line(role: str) -> None:
-    process, pids = started_demo("--requests", "2000")
-    with process:
-        time.sleep(0.5)
-        os.kill(pids[role], signal.SIGKILL)
-        output = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert output[1] == f"pagewire demo: error: the {role} process died (signal 9)\n"
-    assert_gone_soon(pids)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_child_ends_the_demo_with_one_line(role: str, tmp_path: Path) -> None:
+    demo = Demo(tmp_path, "--requests", "2000")
+    os.kill(demo.pids[role], signal.SIGKILL)
+    assert demo.end() == (2, f"pagewire demo: error: the {role} process died (signal 9)\n")
+    assert_gone_soon(demo.pids)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sent", "status"), [("KILL", -9), ("INT", 130)])  # the rest: `test_interrupts`
-def test_a_demo_that_is_ended_leaves_no_process(sent: str, status: int) -> None:
-    process, pids = started_demo("--requests", "2000")
-    with process:
-        process.send_signal(getattr(signal, f"SIG{sent}"))
-        output = process.communicate(timeout=60)
-    assert process.returncode == status
-    assert output[1].count("\n") <= 1
-    assert_gone_soon(pids)
+@pytest.mark.parametrize("imports", [False, pytest.param(True, marks=pytest.mark.ci)])
+@pytest.mark.parametrize(  # the rest: `test_interrupts`
+    ("number", "end"),
+    [(signal.SIGKILL, (-9, "")), (signal.SIGINT, (130, "pagewire demo: interrupted by SIGINT\n"))],
+    ids=["KILL", "INT"],
+)
+def test_a_demo_that_is_ended_leaves_no_process(
+    number: int, end: tuple[int, str], imports: bool, tmp_path: Path
+) -> None:
+    demo = Demo(tmp_path, "--requests", "2000", imports=imports)
+    demo.signal(number)
+    assert demo.end() == end
+    assert_gone_soon(demo.pids)

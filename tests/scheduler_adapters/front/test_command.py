@@ -13,10 +13,10 @@ import openai
 import pytest
 import torch
 
-from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.hf.tiny import EOS
 from tests.scheduler_adapters.front.served import COMMON, Served, complete, encoded, streamed, tokens_of
 from tests.scheduler_adapters.hf.test_groups import MODELS as GROUPED
+from tests.scheduler_adapters.serving import own_tokens
 
 pytestmark = pytest.mark.slow
 HEAD = "What a page holds, who may write to it, and when it may be used again. " * 2
@@ -49,7 +49,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def expected(model: Any, prompt: str, new: int) -> list[int]:
-    return reference_tokens(model, encoded(prompt), new)
+    return own_tokens(model, encoded(prompt), new)
 
 
 def test_the_client_of_openai_gets_the_models_own_tokens(served: Served, tiny_model: Any) -> None:
@@ -127,7 +127,7 @@ def test_a_request_names_who_has_its_pages(served: Served, tiny_model: Any) -> N
     assert served.get("/fleet")["p2"]["prefixes"]["pulled"] == before + 1
     assert found.usage.prompt_tokens_details.cached_tokens == (len(first) + len(answer) - 1) // 16 * 16
     longer = [*second, *tokens_of(found)]
-    theirs = reference_tokens(tiny_model, second, 64)
+    theirs = own_tokens(tiny_model, second, 64)
     assert longer[len(second) :][: len(theirs)] == theirs
     served.until_nothing_is_held()
 

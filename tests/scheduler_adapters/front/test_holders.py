@@ -16,10 +16,10 @@ import zmq
 from kvcache import PagedKVCacheManager, TextContext
 from kvcache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode
 from scheduler_adapters.front.holders import PageHolders, PageSet, _ProcessPages
-from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
 from tests.scheduler_adapters.front.served import Served, encoded, tokens_of
 from tests.scheduler_adapters.front.test_placement import make_manager
+from tests.scheduler_adapters.serving import own_tokens
 
 PAGE = 16
 PROMPT = list(range(1, 201))
@@ -221,7 +221,7 @@ def test_a_next_turn_at_other_processes_finds_the_answer_where_it_was_generated(
             if found.usage.prompt_tokens_details.cached_tokens == (len(first) + 63) // PAGE * PAGE:
                 break
             assert time.monotonic() < deadline
-        theirs = reference_tokens(tiny_model, second, 64)
+        theirs = own_tokens(tiny_model, second, 64)
         assert tokens_of(found)[: len(theirs)] == theirs
         assert served.get("/fleet")["p2"]["prefixes"]["pulled"] >= 1
         served.until_nothing_is_held()

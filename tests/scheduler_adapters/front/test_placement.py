@@ -97,6 +97,7 @@ def test_a_process_that_goes_takes_its_reservations_with_it_and_costs_no_request
         number, _ = placement._workers["p1"]
         await placement._service.delete_worker(number)  # as `follow` does, between the choice of a process and its end
         assert await placement.place("late", PROMPTS["p1"], ["p1"]) == "", "decode chooses"
+        assert await placement.place("late", PROMPTS["p2"], ["p2"]) == "p2", "what is refused may be asked for again"
         for request_id in ("goes", "late", "stays"):
             await placement.prefilled(request_id)
             await placement.over(request_id)

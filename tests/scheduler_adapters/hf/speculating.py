@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvcache.replica.context import TextContext
-from scheduler_adapters.hf.runner import HFRunner, is_rounding_tie, reference_tokens
+from scheduler_adapters.hf.runner import HFRunner, is_rounding_tie
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from tests.scheduler_adapters.conftest import _own_logits
-from tests.scheduler_adapters.serving import new_manager
+from tests.scheduler_adapters.serving import new_manager, own_tokens
 
 PAGE, NEW = 8, 24
 SYSTEM = ByteTokenizer().encode("What all of these prompts begin with. ")
@@ -60,7 +60,7 @@ class Engine:
 
     def knows(self, prompts: Iterable[list[int]]) -> list[list[int]]:
         """The answers, of which guesses are."""
-        self.answers = [[*prompt, *reference_tokens(self.model, prompt, NEW)] for prompt in prompts]
+        self.answers = [[*prompt, *own_tokens(self.model, prompt, NEW)] for prompt in prompts]
         return self.answers
 
     def add(self, name: str, prompt: list[int]) -> None:

@@ -11,9 +11,9 @@ from kvcache.sizing import page_bytes
 from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_slabs import kind_offsets, pages_of_slab
 from scheduler_adapters.hf.recurrent import state_shape_of
-from scheduler_adapters.hf.runner import kv_params_of, manager_for, num_layers_of, reference_tokens
+from scheduler_adapters.hf.runner import kv_params_of, manager_for, num_layers_of
 from scheduler_adapters.loop import Request, ServingLoop
-from tests.scheduler_adapters.serving import serve
+from tests.scheduler_adapters.serving import own_tokens, serve
 
 PAGE = 8
 
@@ -52,7 +52,7 @@ def below(
     }
     params["tier_state_share"] = (of_states + 0.5) / space
     if folder is not None:
-        params |= {"file_tier_dir": str(folder), "file_tier_max_gb": 1.0, "file_tier_key": "a model"}
+        params |= {"file_tier_dir": str(folder), "file_tier_max_gb": 1e-2, "file_tier_key": "a model"}
     cache = dataclasses.replace(bare, **(params | (over or {})))
     options: dict[str, Any] = {"enable_runtime_checks": checks}
     if slabs:
@@ -78,7 +78,7 @@ def turns_of(
     said = [list(prompt) for prompt in prompts]
     for turn in range(asked):
         for at, prompt in enumerate(said):
-            answer = reference_tokens(model, prompt, new)
+            answer = own_tokens(model, prompt, new)
             yield f"{at}.{turn}", list(prompt), answer
             said[at] = [*prompt, *answer, 65 + turn, 66, 67]
 

@@ -8,9 +8,8 @@ from kvcache.errors import InvalidParamsError, InvalidRequestError, PromptTooLon
 from kvcache.replica.context import TextContext
 from scheduler_adapters.errors import GenerationError, UnsupportedModelError
 from scheduler_adapters.hf.generate import PagedGenerator
-from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.hf.tiny import ByteTokenizer
-from tests.scheduler_adapters.serving import assert_nothing_held, new_manager
+from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, own_tokens
 
 HEAD = "A call takes prompts of any lengths, and gives back as many lists of tokens. " * 2
 TEXTS = (HEAD + "Which?", "x", HEAD + "How many, and in which order?", "Something else altogether.", HEAD + "Which?")
@@ -29,7 +28,7 @@ def model(shared_model: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> Any:
-    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3", "bamba", "falcon"])
@@ -39,7 +38,7 @@ def test_each_prompt_gets_what_the_models_own_generate_gives(
 ) -> None:
     model = make_model(kind)
     generator = PagedGenerator(model, manager_of(model, n_devices=shards), budget)
-    expected = [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    expected = [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
     assert generator.generate(PROMPTS, NEW) == expected
     assert generator.generate(PROMPTS[:1], 1) == [expected[0][:1]]
     assert_nothing_held(generator._manager)
@@ -68,7 +67,7 @@ def test_the_next_call_reuses_the_pages_of_the_one_before(model: Any, expected: 
     assert generator.generate(PROMPTS[2:3], NEW, cache_salt="another tenant") == expected[2:3]
     assert manager.metrics.cache_tokens == shared
     turn = [*PROMPTS[0], *expected[0], *ByteTokenizer().encode("And then?")]
-    assert generator.generate([turn], NEW) == [reference_tokens(model, turn, NEW)]
+    assert generator.generate([turn], NEW) == [own_tokens(model, turn, NEW)]
     assert manager.metrics.cache_tokens > 2 * shared, "the answer of the first call was not reused"
 
 
@@ -108,7 +107,7 @@ def test_an_interrupted_call_holds_nothing_and_the_next_one_works(
             generator.generate(PROMPTS, NEW)
     assert model.config._attn_implementation == before
     assert_nothing_held(generator._manager)
-    assert generator.generate(PROMPTS[:2], NEW) == [reference_tokens(model, prompt, NEW) for prompt in PROMPTS[:2]]
+    assert generator.generate(PROMPTS[:2], NEW) == [own_tokens(model, prompt, NEW) for prompt in PROMPTS[:2]]
 
 
 def interrupted_after(model: Any, hook: Callable[..., None]) -> Callable[..., Any]:

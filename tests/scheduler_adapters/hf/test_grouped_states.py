@@ -17,7 +17,6 @@ from scheduler_adapters.hf.runner import (
     kv_params_of,
     manager_for,
     num_layers_of,
-    reference_tokens,
     state_bytes_of,
 )
 from scheduler_adapters.loop import Request, ServingLoop
@@ -25,7 +24,7 @@ from tests.kvcache.build import proven
 from tests.scheduler_adapters.hf.speculating import Engine, assert_equal
 from tests.scheduler_adapters.hf.test_groups import PROMPTS, SYSTEM
 from tests.scheduler_adapters.hf.test_kept_states import conversations
-from tests.scheduler_adapters.serving import assert_nothing_held, requests_of, serve, tokens_of
+from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, requests_of, serve, tokens_of
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +39,7 @@ def model(shared_model: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> Any:
-    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 def manager_of_pages(
@@ -92,7 +91,7 @@ def test_tokens_equal_when_requests_give_way(model: Any, shared: bool, caching: 
     manager = manager_of_pages(model, 66, shared, enable_prefix_caching=caching)
     loop = loop_of(manager, model, 16)
     prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]  # none shares a page with another
-    wanted = [reference_tokens(model, prompt, NEW) for prompt in prompts]
+    wanted = [own_tokens(model, prompt, NEW) for prompt in prompts]
     assert tokens_of(serve(loop, requests_of(prompts, NEW))) == wanted
     assert loop.preemptions
     assert bool(manager.metrics.evictions) == caching
@@ -165,7 +164,7 @@ def test_tokens_equal_behind_an_import_of_pages_and_state(model: Any, expected: 
 def test_conversations_find_all_that_went_before(model: Any, shared: bool) -> None:
     manager = manager_of_pages(model, 600, shared)
     answered = conversations(loop_of(manager, model), 4, 3)
-    assert [answer for _, answer in answered] == [reference_tokens(model, prompt, NEW) for prompt, _ in answered]
+    assert [answer for _, answer in answered] == [own_tokens(model, prompt, NEW) for prompt, _ in answered]
     found = sum((len(prompt) + len(answer) - 1) // PAGE * PAGE for prompt, answer in answered[:8])
     assert manager.metrics.cache_tokens >= found
     assert manager.states[0].num_kept <= 4 * (3 + 3)  # after each prompt, and each answer
@@ -196,7 +195,7 @@ def test_a_window_in_a_nemotron_changes_nothing_as_its_layers_do_not_look_at_it(
     model = make_model("nemotron", sliding_window=8)
     manager = manager_of_pages(model, 200, shared=True)
     assert not manager.params.groups
-    wanted = [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    wanted = [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
     assert tokens_of(serve(loop_of(manager, model), requests_of(PROMPTS, NEW))) == wanted
 
 
@@ -208,8 +207,8 @@ def test_a_minimax_with_a_window_has_one_table(
     """Its window is that of all its attention layers, so every page is kept, and each layer sees the last tokens."""
     kinds = ["full_attention", "linear_attention", "full_attention"]
     model, unbounded = (make_model("minimax", layer_types=kinds, sliding_window=tokens) for tokens in (8, None))
-    wanted = [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
-    assert wanted[0] != reference_tokens(unbounded, PROMPTS[0], NEW)
+    wanted = [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    assert wanted[0] != own_tokens(unbounded, PROMPTS[0], NEW)
     manager = manager_of_pages(model, 400, shared, n_devices=tp)
     assert not manager.params.groups
     loop = loop_of(manager, model, budget)
@@ -229,7 +228,7 @@ def test_a_minimax_with_a_window_and_a_recurrent_layer_first_gives_its_own_logit
     (tokens,) = tokens_of(serve(loop_of(manager, model, budget), [Request("r", PROMPTS[0], NEW)]))
     wanted = [int(own_logits(model, [*PROMPTS[0], *tokens[:at]]).argmax()) for at in range(NEW)]
     assert tokens == wanted
-    assert tokens != reference_tokens(model, PROMPTS[0], NEW)
+    assert tokens != own_tokens(model, PROMPTS[0], NEW)
 
 
 @SHARED
@@ -237,7 +236,7 @@ def test_tokens_equal_with_hits_from_the_host_and_from_files(
     model: Any, expected: Any, shared: bool, tmp_path: Path
 ) -> None:
     tiers: dict[str, Any] = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-2}
-    tiers |= {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-1, "file_tier_key": "model"}
+    tiers |= {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-2, "file_tier_key": "model"}
     manager = manager_of_pages(model, 100, shared, tiers=tiers)
     loop = loop_of(manager, model)
     others = [[at, *prompt] for at, prompt in enumerate([*PROMPTS, *PROMPTS])]

@@ -13,10 +13,10 @@ from kvcache import InvalidParamsError, LayerGroup, TextContext
 from scheduler_adapters.errors import UnsupportedModelError
 from scheduler_adapters.hf.generate import PagedGenerator
 from scheduler_adapters.hf.recurrent import groups_of
-from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of, reference_tokens
+from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import ServingLoop
-from tests.scheduler_adapters.serving import assert_nothing_held, requests_of, serve, tokens_of
+from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, requests_of, serve, tokens_of
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> A
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> Any:
-    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 def manager_of_pages(model: Any, pages: int, rows: int = 8, tiers: dict[str, Any] | None = None, **params: Any) -> Any:
@@ -71,7 +71,7 @@ def test_tokens_equal_with_hits_chunks_and_shards(model: Any, expected: Any, bud
 
 def test_tokens_equal_with_hits_from_the_host_and_from_files(model: Any, expected: Any, tmp_path: Path) -> None:
     tiers: dict[str, Any] = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-2}
-    tiers |= {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-1, "file_tier_key": "model"}
+    tiers |= {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-2, "file_tier_key": "model"}
     manager = manager_of_pages(model, 140, tiers=tiers)
     loop = ServingLoop(manager, HFRunner(model), token_budget=64)
     others = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]
@@ -96,7 +96,7 @@ def test_tokens_equal_when_requests_give_way(model: Any) -> None:
     manager = manager_of_pages(model, 66)
     loop = ServingLoop(manager, HFRunner(model), token_budget=16)
     prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]  # none shares a page with another
-    wanted = [reference_tokens(model, prompt, NEW) for prompt in prompts]
+    wanted = [own_tokens(model, prompt, NEW) for prompt in prompts]
     assert tokens_of(serve(loop, requests_of(prompts, NEW))) == wanted
     assert loop.preemptions
     assert manager.metrics.evictions
@@ -118,7 +118,7 @@ def test_tokens_equal_after_a_fork(model: Any) -> None:
             child = parent.fork("child")
             assert manager.fork(parent, child)
             contexts.append(child)
-    wanted = reference_tokens(model, PROMPTS[0], NEW)
+    wanted = own_tokens(model, PROMPTS[0], NEW)
     for context in contexts:
         assert context.tokens[len(PROMPTS[0]) :].tolist() == wanted
         manager.release(context.request_id)

@@ -9,9 +9,10 @@ import pytest
 
 from kvcache import Retention
 from kvcache.replica.context import TextContext
-from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of, reference_tokens
+from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of
 from scheduler_adapters.hf.tiny import ByteTokenizer
-from tests.scheduler_adapters.serving import assert_nothing_held, new_manager
+from tests.kvcache.hinted_idle import trust
+from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, own_tokens
 
 PAGE, NEW = 8, 6
 PROMPT = ByteTokenizer().encode("A conversation that goes on after a while.")
@@ -55,13 +56,13 @@ def test_a_hinted_conversation_is_found_after_a_flood(
         runner = HFRunner(model, manager.states)
         served(manager, runner, [1, 2, 3], Retention())
         hints = manager._replicas.each[0].hints
-        hints._share.value = hints._order.share = 0.95  # as after a time of right hints
+        trust(hints, 0.95)
         answer, _ = served(manager, runner, PROMPT, Retention(session_continues=True) if hinted else Retention())
         for other in range(14):
             served(manager, runner, [other + 50, *PROMPT[:20]], None)
         turn = [*PROMPT, *answer, 7, 8, 9]
         tokens, found[hinted] = served(manager, runner, turn, None)
-        assert tokens == reference_tokens(model, turn, NEW)
+        assert tokens == own_tokens(model, turn, NEW)
         assert_nothing_held(manager)
     whole = len(PROMPT) + NEW - 1
     assert found == {True: whole - whole % PAGE, False: 0}

@@ -34,13 +34,12 @@ from scheduler_adapters.hf.runner import (
     load_model,
     manager_for,
     num_layers_of,
-    reference_tokens,
 )
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Output, Request, ServingLoop
 from tests.kvcache.build import proven
 from tests.scheduler_adapters.conftest import HYBRIDS
-from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, requests_of, serve, tokens_of
+from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, own_tokens, requests_of, serve, tokens_of
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +61,7 @@ def model(shared_model: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> Any:
-    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 def hybrid_manager(model: Any, pages: int = 200, shards: int = 1, **manager: Any) -> Any:
@@ -80,7 +79,7 @@ def states_of(loop: ServingLoop) -> Any:
 
 @pytest.mark.parametrize(("budget", "shards", "rows"), [(64, 1, 8), (7, 2, 3), (3, 1, 8), (500, 4, 8)])
 def test_every_request_gets_the_models_own_tokens(each_model: Any, budget: int, shards: int, rows: int) -> None:
-    expected = [reference_tokens(each_model, prompt, NEW) for prompt in PROMPTS]
+    expected = [own_tokens(each_model, prompt, NEW) for prompt in PROMPTS]
     loop = hybrid_loop(each_model, budget, shards=shards, rows=rows)
     assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == expected
     assert_nothing_held(loop.manager)
@@ -88,7 +87,7 @@ def test_every_request_gets_the_models_own_tokens(each_model: Any, budget: int, 
 
 def test_a_forgotten_state_changes_the_tokens(each_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """So equal tokens above say something of the states."""
-    expected = reference_tokens(each_model, PROMPTS[0], NEW)
+    expected = own_tokens(each_model, PROMPTS[0], NEW)
     shape = state_shape_of(each_model)
     for forgotten in [part for part, kept in (("conv.", shape.conv_kinds), ("ssm", shape.matrix)) if kept]:
         loop = hybrid_loop(each_model)
@@ -103,7 +102,7 @@ def test_a_forgotten_state_changes_the_tokens(each_model: Any, monkeypatch: pyte
 
 def test_preempted_requests_begin_anew_and_get_equal_tokens(each_model: Any) -> None:
     prompts = [PROMPTS[1], PROMPTS[3][:60], PROMPTS[2], PROMPTS[3][:80]]
-    expected = [reference_tokens(each_model, prompt, 40) for prompt in prompts]
+    expected = [own_tokens(each_model, prompt, 40) for prompt in prompts]
     loop = hybrid_loop(each_model, pages=-(-(80 + 40) // PAGE))
     assert tokens_of(serve(loop, requests_of(prompts, 40))) == expected
     assert loop.preemptions > 0

@@ -10,12 +10,12 @@ import torch
 
 from kvcache.errors import InvariantError, StatePageError
 from kvcache.replica.context import TextContext
-from scheduler_adapters.hf.runner import HFRunner, is_rounding_tie, reference_tokens
+from scheduler_adapters.hf.runner import HFRunner, is_rounding_tie
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Request, ServingLoop
 from tests.kvcache.build import proven
 from tests.scheduler_adapters.conftest import HYBRIDS
-from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, requests_of, serve, tokens_of
+from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, own_tokens, requests_of, serve, tokens_of
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ def full(tokens: int) -> int:
 
 @pytest.mark.parametrize(("budget", "shards"), [(64, 1), (7, 2)])
 def test_tokens_equal_and_prefixes_are_found_where_they_pay(each_model: Any, budget: int, shards: int) -> None:
-    expected = [reference_tokens(each_model, prompt, NEW) for prompt in PROMPTS]
+    expected = [own_tokens(each_model, prompt, NEW) for prompt in PROMPTS]
     loop = cached_loop(each_model, budget, shards=shards)
     found = [served(loop, prompt) for prompt in PROMPTS[:3]]
     assert [tokens for tokens, _ in found] == expected[:3]
@@ -68,14 +68,14 @@ def test_tokens_equal_and_prefixes_are_found_where_they_pay(each_model: Any, bud
     assert [cached for _, cached in found] == [0, 0, full(len(SYSTEM))]
     assert served(loop, PROMPTS[0]) == (expected[0], full(len(PROMPTS[0]) - 1))
     turn = [*PROMPTS[0], *expected[0], 1, 2, 3]
-    assert served(loop, turn) == (reference_tokens(each_model, turn, NEW), full(len(PROMPTS[0]) + NEW - 1))
+    assert served(loop, turn) == (own_tokens(each_model, turn, NEW), full(len(PROMPTS[0]) + NEW - 1))
     assert states_of(loop).hits == 3
     assert_nothing_held(loop.manager)
 
 
 def test_tokens_equal_when_requests_run_together_and_give_way(each_model: Any) -> None:
     prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]
-    expected = [reference_tokens(each_model, prompt, NEW) for prompt in prompts]
+    expected = [own_tokens(each_model, prompt, NEW) for prompt in prompts]
     loop = cached_loop(each_model, budget=16, pages=15, copies=4)
     assert tokens_of(serve(loop, requests_of(prompts, NEW))) == expected
     assert loop.preemptions
@@ -92,7 +92,7 @@ def test_a_request_that_gave_way_goes_on_from_its_newest_state(model: Any) -> No
     assert loop.manager.metrics.cache_tokens == full(len(PROMPTS[0]) + NEW // 2 - 2)
     while loop.has_work:
         outputs += loop.step()
-    assert [output.token for output in outputs] == reference_tokens(model, PROMPTS[0], NEW)
+    assert [output.token for output in outputs] == own_tokens(model, PROMPTS[0], NEW)
 
 
 def test_tokens_equal_after_a_hit_and_a_fork(each_model: Any) -> None:
@@ -112,7 +112,7 @@ def test_tokens_equal_after_a_hit_and_a_fork(each_model: Any) -> None:
             contexts.append(parent.fork("child"))
             assert manager.fork(parent, contexts[1])  # type: ignore[attr-defined]
     for context in contexts:
-        assert context.tokens[len(PROMPTS[0]) :].tolist() == reference_tokens(each_model, PROMPTS[0], NEW)
+        assert context.tokens[len(PROMPTS[0]) :].tolist() == own_tokens(each_model, PROMPTS[0], NEW)
         manager.release(context.request_id)
     assert_nothing_held(manager)
 
@@ -150,7 +150,7 @@ def test_copies_are_made_at_a_spacing(model: Any) -> None:
 
 def test_without_a_copy_nothing_is_found_and_nothing_is_lost(model: Any) -> None:
     loop = cached_loop(model, rows=1, copies=0)
-    expected = reference_tokens(model, PROMPTS[0], NEW)
+    expected = own_tokens(model, PROMPTS[0], NEW)
     assert served(loop, PROMPTS[0]) == (expected, 0)
     assert served(loop, PROMPTS[0]) == (expected, 0)  # the one page left is the request's own
     assert_nothing_held(loop.manager)
@@ -192,7 +192,7 @@ def test_tokens_that_ran_are_not_taken_away_again(model: Any) -> None:
 
 def handed_over(source: ServingLoop, target: ServingLoop, name: str) -> tuple[TextContext, Any]:
     table = source.manager.block_table(name)
-    prompt, token = PROMPTS[0], reference_tokens(target.runner.model, PROMPTS[0], 1)[0]  # type: ignore[attr-defined]
+    prompt, token = PROMPTS[0], own_tokens(target.runner.model, PROMPTS[0], 1)[0]  # type: ignore[attr-defined]
     context = target.context_for(Request(name, [*prompt, token], NEW - 1))
     target.manager.external_claim(name)
     return context, target.manager.import_block_table(context, table)  # type: ignore[attr-defined]
@@ -208,7 +208,7 @@ def test_a_cancelled_import_goes_on_from_the_state_that_was_found(model: Any) ->
 
 def import_after_a_hit(model: Any, *, commits: bool) -> None:
     source, target = cached_loop(model), cached_loop(model, rows=1, copies=1)
-    expected = reference_tokens(model, PROMPTS[0], NEW)
+    expected = own_tokens(model, PROMPTS[0], NEW)
     serve(source, [Request("r", PROMPTS[0], 1, hold_pages=True)])
     served(target, PROMPTS[0], 1)
     context, pending = handed_over(source, target, "r")
@@ -314,7 +314,7 @@ def conversations(loop: ServingLoop, users: int, turns: int) -> list[tuple[list[
 def test_conversations_find_all_that_went_before(each_model: Any) -> None:
     loop = cached_loop(each_model)
     answered = conversations(loop, 4, 3)
-    expected = [reference_tokens(each_model, prompt, NEW) for prompt, _ in answered]
+    expected = [own_tokens(each_model, prompt, NEW) for prompt, _ in answered]
     differ = [(*pair, other) for pair, other in zip(answered, expected, strict=True) if pair[1] != other]
     assert len(differ) <= 1
     assert all(is_rounding_tie(each_model, *one) for one in differ)

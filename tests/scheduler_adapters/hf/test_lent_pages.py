@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from scheduler_adapters.hf.runner import load_model, reference_tokens
+from scheduler_adapters.hf.runner import load_model
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Request, ServingLoop
 from scheduler_adapters.service.server import build_loop
 from tests import forked
 from tests.scheduler_adapters.hf.lending_source import CONFIG, serve
+from tests.scheduler_adapters.serving import own_tokens
 from transfer import Lent, PageExchange, PullEvent
 
 pytestmark = pytest.mark.slow
@@ -78,7 +79,7 @@ class LentReader:
 
 @pytest.fixture(scope="module")
 def expected() -> list[int]:
-    return reference_tokens(load_model(None, CONFIG.seed), PROMPT, NEW)
+    return own_tokens(load_model(None, CONFIG.seed), PROMPT, NEW)
 
 
 @pytest.fixture

@@ -15,13 +15,12 @@ from scheduler_adapters.hf.runner import (
     kv_params_of,
     manager_for,
     num_layers_of,
-    reference_tokens,
 )
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Request, ServingLoop
 from tests.kvcache.build import proven
 from tests.scheduler_adapters.hf.speculating import Engine, assert_equal
-from tests.scheduler_adapters.serving import assert_nothing_held, requests_of, serve, tokens_of
+from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, requests_of, serve, tokens_of
 
 pytestmark = pytest.mark.slow
 
@@ -59,20 +58,20 @@ def loop_of(manager: Any, model: Any, budget: int = 64) -> ServingLoop:
 
 @pytest.mark.parametrize(("budget", "shards"), [(64, 1), (7, 2)])
 def test_tokens_equal_with_hits_and_a_next_turn(each_model: Any, budget: int, shards: int) -> None:
-    expected = [reference_tokens(each_model, prompt, NEW) for prompt in PROMPTS]
+    expected = [own_tokens(each_model, prompt, NEW) for prompt in PROMPTS]
     manager = one_budget(each_model, 13, 40, shards=shards)
     loop = loop_of(manager, each_model, budget)
     for prompt, tokens in zip([*PROMPTS, PROMPTS[0]], [*expected, expected[0]], strict=True):
         assert tokens_of(serve(loop, [Request("r", prompt, NEW)])) == [tokens]
     turn = [*PROMPTS[0], *expected[0], 1, 2, 3]
-    assert tokens_of(serve(loop, [Request("r", turn, NEW)])) == [reference_tokens(each_model, turn, NEW)]
+    assert tokens_of(serve(loop, [Request("r", turn, NEW)])) == [own_tokens(each_model, turn, NEW)]
     assert manager.states[0].hits == 4
     assert_nothing_held(manager)
 
 
 def test_tokens_equal_when_requests_give_way_and_pages_are_moved(each_model: Any) -> None:
     prompts = [[at, *prompt] for at, prompt in enumerate([*PROMPTS, *PROMPTS])]
-    expected = [reference_tokens(each_model, prompt, NEW) for prompt in prompts]
+    expected = [own_tokens(each_model, prompt, NEW) for prompt in prompts]
     manager = one_budget(each_model, 2, 2 * 8 + 1)  # for two prompts, but not their answers
     loop = loop_of(manager, each_model, 16)
     assert tokens_of(serve(loop, requests_of(prompts, NEW))) == expected
@@ -158,7 +157,7 @@ def test_a_request_runs_on_from_moved_pages_and_those_that_others_know_stay(mode
         manager.end_lease(lease)
     while context.current_length < 20 + NEW:
         step(manager, runner, context)
-    assert context.tokens[20:].tolist() == reference_tokens(model, PROMPTS[0][:20], NEW)
+    assert context.tokens[20:].tolist() == own_tokens(model, PROMPTS[0][:20], NEW)
     manager.release("r")
     assert_nothing_held(manager)
     manager.external_claim("r")
@@ -178,7 +177,7 @@ def claim_all(manager: Any) -> None:
 
 
 def test_a_fork_goes_on_in_a_slab_of_its_own(model: Any) -> None:
-    expected = reference_tokens(model, PROMPTS[0], NEW)
+    expected = own_tokens(model, PROMPTS[0], NEW)
     manager = one_budget(model, 3, 24)
     runner = HFRunner(model, manager.states)
     parent = running(manager, "parent", PROMPTS[0])
@@ -230,7 +229,7 @@ def test_a_fork_that_is_refused_evicts_nothing(model: Any) -> None:
 
 @pytest.mark.parametrize("evicted", [False, True])
 def test_a_cancelled_import_goes_on_from_what_it_found_or_what_it_saved(model: Any, *, evicted: bool) -> None:
-    expected = reference_tokens(model, PROMPTS[0], NEW)
+    expected = own_tokens(model, PROMPTS[0], NEW)
     source, target = (one_budget(model, 4, 24) for _ in range(2))
     giver, taker = loop_of(source, model), loop_of(target, model)
     serve(giver, [Request("r", PROMPTS[0], 1, hold_pages=True)])
@@ -259,7 +258,7 @@ def test_a_cancelled_import_goes_on_from_what_it_found_or_what_it_saved(model: A
 
 
 def test_an_import_takes_pages_and_state(model: Any) -> None:
-    expected = reference_tokens(model, PROMPTS[0], NEW)
+    expected = own_tokens(model, PROMPTS[0], NEW)
     source, target = one_budget(model, 4, 24), one_budget(model, 5, 30)
     serve(loop_of(source, model), [Request("r", PROMPTS[0], 1, hold_pages=True)])
     taker = loop_of(target, model)

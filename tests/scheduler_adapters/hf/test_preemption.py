@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 
 from kvcache import PagedKVCacheManager, TextContext
-from scheduler_adapters.hf.runner import HFRunner, reference_tokens
+from scheduler_adapters.hf.runner import HFRunner
 from scheduler_adapters.hf.tiny import ByteTokenizer
-from tests.scheduler_adapters.serving import assert_nothing_held, new_loop, new_manager, requests_of, serve, tokens_of
+from tests.scheduler_adapters.serving import (
+    assert_nothing_held,
+    new_loop,
+    new_manager,
+    own_tokens,
+    requests_of,
+    serve,
+    tokens_of,
+)
 
 NEW, PAGE = 20, 8
 SYSTEM = "What all of these begin with. "
@@ -25,7 +33,7 @@ def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[list[int]]:
-    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 def served(manager: PagedKVCacheManager, runner: HFRunner, chunk: int) -> tuple[list[list[int]], int]:

@@ -13,10 +13,10 @@ import torch
 
 from scheduler_adapters.errors import UnsupportedModelError
 from scheduler_adapters.hf.recurrent import STATE_FORMS, text_config_of
-from scheduler_adapters.hf.runner import HFRunner, kv_params_of, own_attention, reference_tokens
+from scheduler_adapters.hf.runner import HFRunner, kv_params_of, own_attention
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from tests.scheduler_adapters.conftest import HYBRIDS, MORE_HYBRIDS
-from tests.scheduler_adapters.serving import assert_nothing_held, new_loop, requests_of, serve, tokens_of
+from tests.scheduler_adapters.serving import assert_nothing_held, new_loop, own_tokens, requests_of, serve, tokens_of
 
 NEW, PAGE = 12, 8
 TEXTS = ("A state is of all tokens before it. " * 2, "x", "A state is of all tokens before it. Who wrote it?")
@@ -109,7 +109,7 @@ def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> A
 @pytest.mark.parametrize(("budget", "shards"), [(64, 1), (7, 2)])
 def test_tokens_are_the_models_own(model: Any, budget: int, shards: int) -> None:
     """At once and in chunks, then with prefixes that are found."""
-    expected = [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    expected = [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
     loop = new_loop(model, budget=budget, page_size=PAGE, n_devices=shards, enable_prefix_caching=True)
     assert loop.manager.states
     assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == expected

@@ -11,10 +11,10 @@ import pytest
 from kvcache.errors import NoFreeStatePageError
 from kvcache.prometheus import ManagerCollector
 from kvcache.replica.context import TextContext
-from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of, reference_tokens
+from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import ServingLoop
-from tests.scheduler_adapters.serving import assert_nothing_held, requests_of, serve, tokens_of
+from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, requests_of, serve, tokens_of
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> A
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[list[int]]:
-    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 def two_replicas(model: Any, way: str, tokens: int = 600, states: int = 13, tp: int = 1, **over: Any) -> Any:
@@ -81,7 +81,7 @@ def test_tokens_equal_when_requests_of_both_give_way(model: Any, way: str) -> No
     prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS * 2)]
     manager = two_replicas(model, way, 17 * PAGE, states=2 if way == "shared" else 13)  # for two prompts each
     loop = loop_of(model, manager, 32)
-    expected = [reference_tokens(model, prompt, NEW) for prompt in prompts]
+    expected = [own_tokens(model, prompt, NEW) for prompt in prompts]
     assert tokens_of(serve(loop, requests_of(prompts, NEW))) == expected
     assert loop.preemptions
     assert_nothing_held(manager)

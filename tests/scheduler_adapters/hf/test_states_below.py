@@ -10,13 +10,13 @@ import pytest
 
 from kvcache.errors import PoolTooSmallError
 from kvcache.replica.context import TextContext
-from scheduler_adapters.hf.runner import HFRunner, reference_tokens
+from scheduler_adapters.hf.runner import HFRunner
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Request, ServingLoop
 from tests.kvcache.build import proven
 from tests.kvcache.tiers.stored_objects import StoredObjects
 from tests.scheduler_adapters.hf.states_below import below, found_share, state_bytes, turns_of
-from tests.scheduler_adapters.serving import assert_nothing_held, serve, tokens_of
+from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, serve, tokens_of
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +147,7 @@ def asked_again(manager: Any, model: Any) -> None:
     """The first user's prompt, and others that push what the device has of it out; and the first one's again."""
     loop = loop_of(manager, model)
     for at in (0, 1, 2, 3, 0):
-        answer = reference_tokens(model, PROMPTS[at], NEW)
+        answer = own_tokens(model, PROMPTS[at], NEW)
         assert tokens_of(serve(loop, [Request("r", PROMPTS[at], NEW)])) == [answer]
 
 
@@ -169,7 +169,7 @@ def test_a_damaged_file_of_a_state_is_no_hit(model: Any, tmp_path: Path, damage:
         whole[: state_bytes(model)] = bytes(state_bytes(model))
         file.unlink() if damage == "gone" else file.write_bytes(whole[: 100 if damage == "cut" else None])
     loop = loop_of(again, model)
-    assert tokens_of(serve(loop, [Request("r", PROMPTS[0], NEW)])) == [reference_tokens(model, PROMPTS[0], NEW)]
+    assert tokens_of(serve(loop, [Request("r", PROMPTS[0], NEW)])) == [own_tokens(model, PROMPTS[0], NEW)]
     metrics = again.metrics
     assert metrics.file_states_refused
     assert again.states[0].hits == metrics.cache_tokens == 0
@@ -180,7 +180,7 @@ def test_a_damaged_file_of_a_state_is_no_hit(model: Any, tmp_path: Path, damage:
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_damaged_newest_state_leaves_the_one_before_it(model: Any, tmp_path: Path, announced: bool) -> None:
     first = below(model, folder=tmp_path)
-    prompt, answer = PROMPTS[1], reference_tokens(model, PROMPTS[1], NEW)
+    prompt, answer = PROMPTS[1], own_tokens(model, PROMPTS[1], NEW)
     serve(loop_of(first, model), [Request("r", prompt, NEW)])
     first.close()
     assert first.metrics.file_states_written == 2  # after the prompt's last full page, and the answer's
@@ -194,7 +194,7 @@ def test_a_damaged_newest_state_leaves_the_one_before_it(model: Any, tmp_path: P
     turn, left = [*prompt, *answer, 1, 2, 3], (len(prompt) - 1) // PAGE * PAGE * (len(files) > 1)
     if announced:
         loop = loop_of(again, model)
-        assert tokens_of(serve(loop, [Request("r", turn, NEW)])) == [reference_tokens(model, turn, NEW)]
+        assert tokens_of(serve(loop, [Request("r", turn, NEW)])) == [own_tokens(model, turn, NEW)]
         assert again.metrics.cache_tokens == left
     else:  # it is asked for once
         context = TextContext(turn, 4096, "r")
@@ -280,7 +280,7 @@ def test_a_request_that_gave_way_goes_on_from_a_state_below(model: Any) -> None:
     manager.states[0].forget_copies()
     while loop.has_work:
         outputs += loop.step()
-    assert [output.token for output in outputs] == reference_tokens(model, PROMPTS[1], 2 * NEW)
+    assert [output.token for output in outputs] == own_tokens(model, PROMPTS[1], 2 * NEW)
     assert manager.metrics.h2d_states_copied == 1
     assert_nothing_held(manager)
 
@@ -306,7 +306,7 @@ def files_of_states_in(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("slabs", [True, False])
 def test_an_import_that_begins_with_a_state_from_below(model: Any, slabs: bool, end: str) -> None:
     source = below(model, pages=60)
-    prompt, answer = PROMPTS[1], reference_tokens(model, PROMPTS[1], NEW)
+    prompt, answer = PROMPTS[1], own_tokens(model, PROMPTS[1], NEW)
     turn = [*prompt, *answer[:4]]
     serve(loop_of(source, model), [Request("s", turn, 1, hold_pages=True)])
     target = below(model, slabs=slabs)

@@ -1,14 +1,20 @@
 """Events of a pull are news to the attempt that it is of, and to no other."""
 
+from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
+from kvcache import BlockTable
 from scheduler_adapters.loop import Request
+from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.decode import DecodeScheduler
 from scheduler_adapters.service.requests import DecodeRequest
 from transfer.pull.exchange import ExchangeEvent
+from transfer.pull.lease import LeaseRef
 from transfer.pull.pull_state import PullEvent
+from transfer.pull.source import Source
 
 
 @pytest.mark.parametrize("error", ["", "its source was lost"])
@@ -24,3 +30,52 @@ def test_an_earlier_attempt_s_end_is_no_news_to_a_later_one(error: str, monkeypa
     assert news == []
     decode._on_event(ExchangeEvent(0, PullEvent("r#0#2", "lost, too", safe=True)))
     assert news == [(request, "lost, too")]
+
+
+class Asked:
+    """A connection to prefill, and what is cancelled over it."""
+
+    name = "p1"
+
+    def __init__(self) -> None:
+        self.cancelled: list[tuple[str, int, str]] = []
+
+    def cancel(self, request_id: str, attempt: int, reason: str) -> None:
+        self.cancelled.append((request_id, attempt, reason))
+
+
+OFFER = msg.PagesOffer(
+    request_id="r#0",
+    attempt=2,
+    source=Source("tcp://127.0.0.1:9", "p1/0", LeaseRef(5, 0, 9.0), "i"),
+    table=BlockTable("r#0", 0, 4, 4, ((1,),), ("kv",), "f", "sha256", bytes(32)),
+    prompt_digest=b"d" * 32,
+)
+
+
+@pytest.mark.parametrize("phase", ["asked", "decoding"])
+@pytest.mark.parametrize(
+    ("attempt", "mine", "known"), [(1, True, True), (2, False, True), (2, True, False), (2, True, True)]
+)
+def test_an_offer_that_nobody_waits_for_is_cancelled_at_its_source(
+    phase: str, attempt: int, mine: bool, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an attempt before, of a process that is not asked, of no request; and of one that decodes already."""
+    prefill, other = Asked(), Asked()
+    request = DecodeRequest("r#0", 2, phase, 5.0, spec=Request("r#0", [1], 1), prefill=prefill if mine else other)  # type: ignore[arg-type]
+    decode = object.__new__(DecodeScheduler)
+    decode._requests = {"r#0": request} if known else {}
+    decode.counts = Counter()
+    taken: list[msg.PagesOffer] = []
+    monkeypatch.setattr(DecodeScheduler, "_on_offer", lambda _, __, offer: taken.append(offer))
+    monkeypatch.setattr(DecodeRequest, "foreign", lambda *_: "")
+    late = (attempt, mine, known, phase) != (2, True, True, "asked")
+    decode._on_message(prefill, msgspec.structs.replace(OFFER, attempt=attempt))  # type: ignore[arg-type]
+    assert prefill.cancelled == ([("r#0", attempt, "too late")] if late else [])
+    assert len(taken) == (not late)
+    assert decode.counts["late"] == late
+    if late:
+        decode._on_message(prefill, msg.Failed(request_id="r#0", attempt=attempt, reason="no"))  # type: ignore[arg-type]
+        assert decode.counts["late"] == 2
+        assert len(prefill.cancelled) == 1, "nothing is leased, so there is nothing to cancel"
+    assert other.cancelled == []

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
+from tests.scheduler_adapters.serving import own_tokens
 
 PROMPTS = [
     [number, *range(60, 140), *range(60, 220), *range(14, 254)] for number in range(4)
@@ -36,7 +36,7 @@ def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
 
 
 def theirs(model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    return [reference_tokens(model, prompt, NEW) for prompt in prompts]
+    return [own_tokens(model, prompt, NEW) for prompt in prompts]
 
 
 @pytest.mark.parametrize("phase", ["leasing", "offered", "held"])

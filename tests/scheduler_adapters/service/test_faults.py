@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import zmq
 
-from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.requests import DecodeRequest, DecodeTimes, PrefillRequest
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
+from tests.scheduler_adapters.serving import own_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def model(shared_model: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> dict[str, list[int]]:
-    return {"r": reference_tokens(model, PROMPT, NEW), "other": reference_tokens(model, OTHER, NEW)}
+    return {"r": own_tokens(model, PROMPT, NEW), "other": own_tokens(model, OTHER, NEW)}
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from scheduler_adapters.errors import ServiceError
-from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet
 from scheduler_adapters.service.server import ServerConfig
 from tests import forked
+from tests.scheduler_adapters.serving import own_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +63,7 @@ def test_two_processes_serve_a_prompt_and_end_in_order(tiny_model: object) -> No
                 finished = message.finished
         stats = fleet.stats()
         processes = list(fleet._processes.values())
-    assert tokens == reference_tokens(tiny_model, PROMPT, 8)
+    assert tokens == own_tokens(tiny_model, PROMPT, 8)
     assert stats["decode"].pages_pulled == 5
     assert stats["prefill"].prompt_tokens == len(PROMPT)
     assert [process.returncode for process in processes] == [0, 0]
@@ -72,24 +72,25 @@ def test_two_processes_serve_a_prompt_and_end_in_order(tiny_model: object) -> No
 
 def test_processes_that_nobody_asks_sleep() -> None:
     """A loop that looks for work every millisecond takes a tenth of a core."""
-    with Fleet(CONFIGS) as fleet:
+    with forked.fleets(), Fleet(CONFIGS) as fleet:
         for name in ("first", "second"):  # the second finds both asleep
             fleet.send("decode", msg.Submit(request_id=name, prompt=PROMPT, max_new_tokens=8))
             finished, deadline = False, time.monotonic() + 30
             while not finished:
                 assert time.monotonic() < deadline
                 finished = any(isinstance(one, msg.Tokens) and one.finished for one in fleet.receive(0.1))
-            while max(busy_share(pid, 2.0) for pid in fleet.pids.values()) > 0.03:
+            while max(busy_shares(list(fleet.pids.values()), 1.0)) > 0.03:
                 assert time.monotonic() < deadline, "an idle process goes on looking for work"
         stats = fleet.stats()
     assert [one.open_requests for one in stats.values()] == [0, 0]
 
 
-def busy_share(pid: int, seconds: float) -> float:
-    """Of these seconds how many a process has computed, all its threads together."""
-    before = processor_ticks(pid)
+def busy_shares(pids: list[int], seconds: float) -> list[float]:
+    """The share of these seconds that each process has computed, all its threads together."""
+    before = list(map(processor_ticks, pids))
     time.sleep(seconds)
-    return (processor_ticks(pid) - before) / os.sysconf("SC_CLK_TCK") / seconds
+    computed = [now - then for now, then in zip(map(processor_ticks, pids), before, strict=True)]
+    return [ticks / os.sysconf("SC_CLK_TCK") / seconds for ticks in computed]
 
 
 def processor_ticks(pid: int) -> int:
@@ -99,7 +100,7 @@ def processor_ticks(pid: int) -> int:
 
 def test_a_killed_process_is_named_and_takes_the_other_along() -> None:
     fleet = Fleet(CONFIGS)
-    with pytest.raises(ServiceError, match=r"the prefill process died \(signal 9\)"):
+    with forked.fleets(), pytest.raises(ServiceError, match=r"the prefill process died \(signal 9\)"):
         kill_and_listen(fleet)
     assert len(fleet.pids) == 2
     assert_gone_soon(list(fleet.pids.values()))

@@ -11,9 +11,9 @@ import zmq
 
 from kvcache import TextContext
 from kvcache.layout import kv_kind
-from scheduler_adapters.hf.runner import reference_tokens
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.service.test_faults import OTHER, PROMPT
+from tests.scheduler_adapters.serving import own_tokens
 from transfer.pull.lease_slots import LENT_SLOTS
 from transfer.wire.messages import ContentQuery, encode_message
 
@@ -72,7 +72,7 @@ def test_requests_are_served_while_readers_who_ask_keep_all_that_they_can_get(mo
             service.collect()
             for name, prompt in expected.items():
                 assert service.ended[name].finished == "length", service.ended[name]
-                assert service.tokens[name] == reference_tokens(model, prompt, NEW)
+                assert service.tokens[name] == own_tokens(model, prompt, NEW)
             assert service.decode.counts["retries"] == 0
         finally:
             service.close()
@@ -92,7 +92,7 @@ def test_a_request_for_which_no_lease_word_is_free_fails_by_name_and_another_att
             slots.give_back(lease)
         service.until(lambda: "r" in service.ended, "another attempt")
         service.collect()
-        assert service.tokens["r"] == reference_tokens(model, PROMPT, NEW)
+        assert service.tokens["r"] == own_tokens(model, PROMPT, NEW)
         assert service.loops["p0"].manager.num_held_blocks == 0 or service.prefill.open_requests
     finally:
         service.close()

@@ -15,12 +15,12 @@ import zmq
 
 from scheduler_adapters.demo.demo import settled_stats
 from scheduler_adapters.errors import ServiceError
-from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet
 from scheduler_adapters.service.server import ServerConfig
 from scheduler_adapters.service.sockets import FrontendQueue, received
 from tests.scheduler_adapters.service.processes import Service, Side
+from tests.scheduler_adapters.serving import own_tokens
 
 PROMPT = tuple(range(60, 76))
 pytestmark = pytest.mark.usefixtures("forked_fleets")
@@ -93,12 +93,12 @@ def test_requests_of_a_deaf_front_fail_and_their_pages_come_back(
     for number in range(8):
         end = service.ended[f"r{number}"]
         assert (end.finished, end.error) == ("error", "the frontend of decode process 'd0' has left 20 messages unread")
-        wanted = reference_tokens(model, [number, *PROMPT], 40)
+        wanted = own_tokens(model, [number, *PROMPT], 40)
         assert service.tokens[f"r{number}"] == wanted[: len(service.tokens[f"r{number}"])]
     assert not service.decode.frontend.is_deaf
     service.submit([PROMPT], 12)
     service.until(lambda: "r0" in service.ended, "the next request")
-    assert service.tokens["r0"] == reference_tokens(model, PROMPT, 12)
+    assert service.tokens["r0"] == own_tokens(model, PROMPT, 12)
     service.assert_nothing_held()
     service.close()
 
@@ -112,12 +112,12 @@ def test_a_request_beyond_those_that_may_be_on_their_way_is_refused_alone(model:
     for number, prompt in enumerate(prompts):
         end = service.ended[f"r{number}"]
         if number < 3:
-            assert service.tokens[f"r{number}"] == reference_tokens(model, prompt, 6)
+            assert service.tokens[f"r{number}"] == own_tokens(model, prompt, 6)
             assert not end.error
         else:
             assert (end.finished, service.tokens[f"r{number}"]) == ("error", [])
             assert end.error == f"request 'r{number}' is one too many: decode process 'd0' has 3 on their way"
-    assert service.serve(prompts[3:6], 6) == [reference_tokens(model, prompt, 6) for prompt in prompts[3:6]]
+    assert service.serve(prompts[3:6], 6) == [own_tokens(model, prompt, 6) for prompt in prompts[3:6]]
     service.assert_nothing_held()
     service.close()
 
@@ -134,7 +134,7 @@ def test_a_refused_request_leaves_no_trace_of_its_id(model: Any, tmp_path: Path)
     for serial in (2, 3):
         service.decode.submit(msg.Submit(request_id="second", prompt=PROMPT, max_new_tokens=4, serial=serial))
     service.until(lambda: service.ended, "the next")
-    assert service.tokens["second"] == reference_tokens(model, PROMPT, 4)
+    assert service.tokens["second"] == own_tokens(model, PROMPT, 4)
     assert service.decode.counts["late"] == 1
     service.assert_nothing_held()
     service.close()
@@ -185,7 +185,7 @@ def test_a_front_that_submits_4000_requests_before_it_reads_is_served(tiny_model
         fleet.send("decode", msg.Submit(request_id=f"r{number}", prompt=PROMPT, max_new_tokens=1 + number % 2))
     tokens, ended = collected(fleet, 4000)
     stats = settled_stats(fleet)
-    wanted = reference_tokens(tiny_model, PROMPT, 2)
+    wanted = own_tokens(tiny_model, PROMPT, 2)
     assert {end.finished for end in ended.values()} <= {"length", "eos"}
     assert all(tokens[f"r{number}"] == wanted[: 1 + number % 2] for number in range(4000))
     assert [(one.pages_held, one.open_requests) for one in stats.values()] == [(0, 0)] * 2
@@ -194,7 +194,7 @@ def test_a_front_that_submits_4000_requests_before_it_reads_is_served(tiny_model
 @pytest.mark.slow
 def test_a_front_that_submits_without_end_and_reads_is_refused_beyond_its_limit(tiny_model: Any) -> None:
     requests, limit, most = 3000, 40, 0
-    wanted = reference_tokens(tiny_model, PROMPT, 8)
+    wanted = own_tokens(tiny_model, PROMPT, 8)
     with Fleet(configs(max_open=limit)) as fleet:
         tokens: dict[str, list[int]] = {}
         ended: dict[str, str] = {}
@@ -272,11 +272,11 @@ def test_a_front_that_reads_nothing_loses_its_own_requests_and_no_more(tiny_mode
         assert failed
         assert set(failed) == {"the frontend of decode process 'decode' has left 500 messages unread"}
         for number in range(0, requests, 40):
-            wanted = reference_tokens(tiny_model, [number % 200, *PROMPT], new)
+            wanted = own_tokens(tiny_model, [number % 200, *PROMPT], new)
             mine = tokens[f"r{number}"]
             assert mine == wanted[: len(mine)] if ended[f"r{number}"].error else mine == wanted
         fleet.send("decode", msg.Submit(request_id="next", prompt=PROMPT, max_new_tokens=8))
-        assert collected(fleet, 1)[0] == {"next": reference_tokens(tiny_model, PROMPT, 8)}
+        assert collected(fleet, 1)[0] == {"next": own_tokens(tiny_model, PROMPT, 8)}
         stats = settled_stats(fleet)
     assert [(one.pages_held, one.open_requests) for one in stats.values()] == [(0, 0)] * 2
 
@@ -307,4 +307,4 @@ def test_rubbish_of_a_front_ends_no_process(tiny_model: Any, fleet: Fleet) -> No
         for frames in ([b"\xff"], [b"a", b"b"], [msg.encode(msg.Ready(name="x"))]):
             fleet._socket.send_multipart([name.encode(), *frames])
     fleet.send("decode", msg.Submit(request_id="next", prompt=PROMPT, max_new_tokens=8))
-    assert collected(fleet, 1)[0] == {"next": reference_tokens(tiny_model, PROMPT, 8)}
+    assert collected(fleet, 1)[0] == {"next": own_tokens(tiny_model, PROMPT, 8)}

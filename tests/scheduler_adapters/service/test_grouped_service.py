@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from tests.scheduler_adapters.hf.test_groups import MODELS
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.service.test_peer_prefixes import outcome, served
+from tests.scheduler_adapters.serving import own_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> A
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[list[int]]:
-    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_decode_process_whose_requests_give_way_computes_them_itself(
     start: Callable[..., Service], model: Any
 ) -> None:
     prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]
-    wanted = [reference_tokens(model, prompt, 72) for prompt in prompts]  # all run at a time, however quick
+    wanted = [own_tokens(model, prompt, 72) for prompt in prompts]  # all run at a time, however quick
     service = start({}, {"pages": 19, "budget": 16})
     assert service.serve(prompts, 72) == wanted
     assert service.decode.stats().preemptions
@@ -99,7 +99,7 @@ def test_pages_that_are_not_whole_in_a_window_are_refused_by_name(start: Callabl
     if "error" in service.ended["r0"].finished:
         assert "are needed" in service.ended["r0"].error
     else:
-        assert service.tokens["r0"] == reference_tokens(model, prompt, NEW)
+        assert service.tokens["r0"] == own_tokens(model, prompt, NEW)
     service.assert_nothing_held()
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from scheduler_adapters.hf.runner import reference_tokens
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.service.test_grouped_service import PAGE, PROMPTS
+from tests.scheduler_adapters.serving import own_tokens
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def model(shared_model: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[list[int]]:
-    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_decode_process_whose_requests_give_way_computes_them_itself(
     start: Callable[..., Service], model: Any
 ) -> None:
     prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]
-    wanted = [reference_tokens(model, prompt, 72) for prompt in prompts]
+    wanted = [own_tokens(model, prompt, 72) for prompt in prompts]
     service = start({}, {"pages": 21, "budget": 16})
     assert service.serve(prompts, 72) == wanted
     assert service.decode.stats().preemptions

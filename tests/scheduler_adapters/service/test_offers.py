@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from kvcache.replica.block_table import BlockTable
-from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.offers import Offers
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.service.test_faults import OTHER, PROMPT, offered, pulling
 from tests.scheduler_adapters.service.test_messages import SOURCE
 from tests.scheduler_adapters.service.test_repeats import Said, serves_to_the_end
+from tests.scheduler_adapters.serving import own_tokens
 
 WIDTH = 32
 
@@ -26,7 +26,7 @@ def model(shared_model: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[int]:
-    return reference_tokens(model, PROMPT, NEW)
+    return own_tokens(model, PROMPT, NEW)
 
 
 @pytest.fixture
@@ -197,6 +197,6 @@ def test_a_reader_that_is_gone_as_its_prompt_ends_costs_nobody_a_page(
         patched.setattr(service.prefill, "_send", gone)
         service.until(lambda: not service.prefill._readers, "the end of the prompt", poll=service.prefill.poll)
     service.decode.connections[0].lose("as its monitor would tell")
-    serves_to_the_end(service, reference_tokens(model, PROMPT, NEW))
+    serves_to_the_end(service, own_tokens(model, PROMPT, NEW))
     service.submit_one("s", OTHER)
     service.until(lambda: "s" in service.ended, "another request")

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from kvcache import TextContext
-from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet
@@ -19,6 +18,7 @@ from scheduler_adapters.service.pull_or_compute import PullOrCompute
 from scheduler_adapters.service.server import ServerConfig
 from tests import forked
 from tests.scheduler_adapters.service.processes import DEFAULT, NEW, Service, Side
+from tests.scheduler_adapters.serving import own_tokens
 from transfer.pull.lending import LENT_S
 
 HEAD = ByteTokenizer().encode("Whoever has computed a prefix has it for all that ask. " * 4)  # 221 tokens: 13 pages
@@ -33,7 +33,7 @@ def model(shared_model: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[int]:
-    return reference_tokens(model, SECOND, NEW)
+    return own_tokens(model, SECOND, NEW)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def turns(service: Service, model: Any) -> tuple[list[int], list[int], int]:
     """Serves the first turn of a conversation. The next one, what the model answers it, and full pages of the first."""
     answer = served(service, "turn 1", FIRST, "p0", new=100, ignore_eos=True)
     prompt = [*FIRST, *answer, *ByteTokenizer().encode("And then?")[1:]]
-    return prompt, reference_tokens(model, prompt, NEW), (len(FIRST) + len(answer) - 1) // 16
+    return prompt, own_tokens(model, prompt, NEW), (len(FIRST) + len(answer) - 1) // 16
 
 
 @pytest.mark.parametrize("decode", [{}, {"tp": 2}, {"dp": 2}])
@@ -485,9 +485,9 @@ def test_three_processes_pull_from_each_other_and_an_idle_source_wakes(tiny_mode
         introduced(fleet)
         heard(fleet, "first", FIRST, "p0")
         heard(fleet, "long", long, "p0")
-        assert heard(fleet, "second", SECOND, "p1") == reference_tokens(tiny_model, SECOND, NEW)
+        assert heard(fleet, "second", SECOND, "p1") == own_tokens(tiny_model, SECOND, NEW)
         prompt = [*long, 9, 9, 9]
-        assert heard(fleet, "longer", prompt, "p1") == reference_tokens(tiny_model, prompt, NEW)
+        assert heard(fleet, "longer", prompt, "p1") == own_tokens(tiny_model, prompt, NEW)
         stats = nothing_held(fleet)
     assert stats["p1"].prefixes == {"pulled": 2}
     assert stats["p1"].pages_pulled == PAGES + (900 // 16 - PAGES)
@@ -504,6 +504,6 @@ def test_a_source_that_is_killed_at_any_moment_costs_no_token(tiny_model: Any, d
         fleet.send("d", msg.Submit(request_id="r", prompt=tuple(prompt), max_new_tokens=NEW, prefill="p1"))
         time.sleep(delay_s)
         fleet.kill("p0")
-        assert ended(fleet, "r") == reference_tokens(tiny_model, prompt, NEW)
+        assert ended(fleet, "r") == own_tokens(tiny_model, prompt, NEW)
         stats = nothing_held(fleet)
     assert sum(stats["p1"].prefixes.values()) == 1

@@ -91,6 +91,7 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_fleets")
 def test_each_process_answers_scrapes_at_its_own_port() -> None:
     ports = {config.role: free_port() for config in CONFIGS}
     configs = [msgspec.structs.replace(one, metrics=f"127.0.0.1:{ports[one.role]}") for one in CONFIGS]

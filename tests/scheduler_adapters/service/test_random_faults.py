@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvcache.errors import NoFreeRowError
-from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service.requests import DECODE_MOVES, PREFILL_MOVES, PrefillRequest, TrackedRequest
 from tests.scheduler_adapters.service.processes import Service, Side
 from tests.scheduler_adapters.service.test_faults import empty, fill
+from tests.scheduler_adapters.serving import own_tokens
 
 PROMPTS = [[seed * 7 % 250 + at % 5 for at in range(length)] for seed, length in enumerate((150, 40, 90, 16, 64, 100))]
 NEW = 6
@@ -150,7 +150,7 @@ def model(shared_model: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[list[int]]:
-    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.requests import DecodeRequest, Recent
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
@@ -21,6 +20,7 @@ from tests.scheduler_adapters.service.test_faults import (
     prefill_requests,
     pulling,
 )
+from tests.scheduler_adapters.serving import own_tokens
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def model(shared_model: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[int]:
-    return reference_tokens(model, PROMPT, NEW)
+    return own_tokens(model, PROMPT, NEW)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_an_offer_that_comes_again_in_decode_harms_nothing(
     for offer in said.offers:
         said.again(offer)
     late(service, len(said.offers))
-    serves_to_the_end(service, reference_tokens(model, PROMPT, 100), 100)
+    serves_to_the_end(service, own_tokens(model, PROMPT, 100), 100)
 
 
 def test_two_leases_for_one_attempt_fail_it_and_another_follows(
@@ -188,7 +188,7 @@ def test_a_hello_that_comes_again_gives_nothing_up(
     assert {key for key, _ in requests} >= {one.key for one in prefill_requests(service)}
     assert not any(one.phase == "ending" for one in prefill_requests(service))
     new = request.spec.max_new_tokens
-    serves_to_the_end(service, reference_tokens(model, PROMPT, new), new)
+    serves_to_the_end(service, own_tokens(model, PROMPT, new), new)
     assert service.decode.counts["retries"] == before == 0
 
 
@@ -321,7 +321,7 @@ def test_pages_of_another_prompt_fail_the_attempt_and_another_follows(
     requests = [service.submit_one(name, prompt) for name, prompt in prompts.items()]
     service.until(lambda: len(service.ended) == 2, "the last tokens")
     for request, (name, prompt) in zip(requests, prompts.items(), strict=True):
-        assert service.tokens[name] == reference_tokens(model, prompt, NEW)
+        assert service.tokens[name] == own_tokens(model, prompt, NEW)
         (reason,) = request.reasons
         assert f"has offered the pages of another prompt: the digest of their {length} tokens is" in reason
     assert service.decode.counts["retries"] == 2

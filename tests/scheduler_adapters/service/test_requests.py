@@ -14,6 +14,7 @@ from scheduler_adapters.service.requests import (
     PREFILL_MOVES,
     DecodeRequest,
     PrefillRequest,
+    Recent,
     TrackedRequest,
     prompt_of,
 )
@@ -149,3 +150,12 @@ def test_the_digest_of_a_whole_prompt_is_made_ahead() -> None:
         offer = SimpleNamespace(table=SimpleNamespace(num_tokens=count), prompt_digest=expected[count], token=token)
         assert not decode.foreign(offer)  # pyright: ignore[reportArgumentType]
         assert decode.digest == (39, expected[39])
+
+
+def test_of_more_names_than_are_remembered_the_youngest_are() -> None:
+    recent: Recent[int] = Recent(3)
+    assert [recent.add(name) for name in (1, 2, 3, 1)] == [True, True, True, False]
+    assert recent.add(4), "for which the oldest is forgotten"
+    assert [recent.add(name) for name in (2, 3, 4)] == [False, False, False]
+    assert recent.add(1)
+    assert [recent.add(name) for name in (3, 4, 1)] == [False, False, False]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from kvcache.errors import NoFreeRowError
-from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.service import messages as msg
 from tests.scheduler_adapters.deliverer import Deliverer, Reached
 from tests.scheduler_adapters.service.processes import Service, Side
 from tests.scheduler_adapters.service.test_faults import empty, fill
+from tests.scheduler_adapters.serving import own_tokens
 
 PROMPTS = [[seed * 7 % 250 + at % 5 for at in range(length)] for seed, length in enumerate((150, 40, 90, 16, 64, 100))]
 NEW = 6
@@ -124,7 +124,7 @@ def model(shared_model: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[list[int]]:
-    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kvcache.errors import InvalidParamsError
-from scheduler_adapters.hf.runner import kv_params_of, reference_tokens
+from scheduler_adapters.hf.runner import kv_params_of
 from scheduler_adapters.hf.tiny import ByteTokenizer
-from tests.scheduler_adapters.serving import assert_nothing_held, new_loop, requests_of, serve, tokens_of
+from tests.scheduler_adapters.serving import assert_nothing_held, new_loop, own_tokens, requests_of, serve, tokens_of
 
 HEAD = "A window that slides sees only the last few tokens of a text. " * 2
 PROMPTS = [ByteTokenizer().encode(text) for text in (HEAD + "Which?", "ab", HEAD + "How many, and whose?", HEAD)]
@@ -32,7 +32,7 @@ def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> A
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> Any:
-    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
@@ -52,7 +52,7 @@ def test_tokens_are_the_models_own_on_any_number_of_shards(
 def test_the_window_matters_to_these_prompts(make_model: Callable[..., Any], kind: str) -> None:
     narrow = model_of(make_model, kind)
     wide = make_model(kind, **{**narrow.config.to_diff_dict(), "sliding_window": 4096})
-    assert reference_tokens(wide, PROMPTS[0], NEW) != reference_tokens(narrow, PROMPTS[0], NEW)
+    assert own_tokens(wide, PROMPTS[0], NEW) != own_tokens(narrow, PROMPTS[0], NEW)
 
 
 @pytest.mark.parametrize("shards", [2, 4])
@@ -80,7 +80,7 @@ def test_heads_that_no_number_of_shards_can_share_evenly_are_refused(make_model:
 
 def test_an_evicted_and_preempted_batch_of_a_windowed_model_keeps_its_tokens(make_model: Callable[..., Any]) -> None:
     model = make_model("mistral")
-    expected = [reference_tokens(model, prompt, 40) for prompt in PROMPTS]
+    expected = [own_tokens(model, prompt, 40) for prompt in PROMPTS]
     longest = max(len(prompt) for prompt in PROMPTS) + 40 - 1
     loop = new_loop(model, pages=-(-longest // 8) + 4, page_size=8, n_devices=2)
     assert tokens_of(serve(loop, requests_of(PROMPTS, 40))) == expected

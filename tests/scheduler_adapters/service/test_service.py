@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from scheduler_adapters.hf.runner import reference_tokens
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.sockets import received
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
-from tests.scheduler_adapters.serving import Unwalked
+from tests.scheduler_adapters.serving import Unwalked, own_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +29,7 @@ def model(shared_model: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[list[int]]:
-    return [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 @pytest.fixture
@@ -117,7 +116,7 @@ def test_windows_and_recurrent_states_are_served_too(
 ) -> None:
     other = make_model(kind)
     service = start(of=other, prefill={"budget": 48, **prefill}, decode=decode)
-    assert service.serve(PROMPTS) == [reference_tokens(other, prompt, NEW) for prompt in PROMPTS]
+    assert service.serve(PROMPTS) == [own_tokens(other, prompt, NEW) for prompt in PROMPTS]
     service.assert_nothing_held()
 
 
@@ -128,7 +127,7 @@ def test_several_of_each_side_serve_each_other(start: Callable[..., Service], mo
         "the connections",
     )
     prompts = [[number, *PROMPTS[0]] for number in range(8)]
-    assert service.serve(prompts) == [reference_tokens(model, prompt, NEW) for prompt in prompts]
+    assert service.serve(prompts) == [own_tokens(model, prompt, NEW) for prompt in prompts]
     assert all(one.stats().prompt_tokens for one in service.prefills.values())
     assert all(one.stats().pages_pulled for one in service.decodes.values())
     service.assert_nothing_held()
@@ -144,7 +143,7 @@ def test_a_prompt_goes_where_its_head_was_computed_and_others_go_elsewhere(
         name = f"r{number}"
         service.submit_one(name, prompt)
         service.until(lambda name=name: name in service.ended, name)
-        assert service.tokens[name] == reference_tokens(model, prompt, NEW)
+        assert service.tokens[name] == own_tokens(model, prompt, NEW)
         computed.append(tuple(one.stats().cached_tokens for one in service.prefills.values()))
     assert computed[1] == (0, 0), "neither of the first two was found anywhere"
     assert all(sum(after) > sum(before) for before, after in itertools.pairwise(computed[1:])), "all the others were"
@@ -214,7 +213,7 @@ def test_decode_pulls_only_what_it_lacks(start: Callable[..., Service], expected
 def test_a_prompt_that_is_cached_in_full_pages_needs_no_read(start: Callable[..., Service], model: Any) -> None:
     service = start()
     prompt = PROMPTS[0][:64]
-    wanted = reference_tokens(model, prompt, NEW)
+    wanted = own_tokens(model, prompt, NEW)
     assert service.serve([prompt]) == [wanted]
     before = service.decode.stats().pages_pulled
     assert service.serve([prompt]) == [wanted]
@@ -228,14 +227,14 @@ def test_pools_for_one_request_at_a_time_serve_them_all(
 ) -> None:
     service = start(pages)
     prompts = [[number, *PROMPTS[0]] for number in range(4)]  # their first tokens differ: no page is shared
-    assert service.serve(prompts) == [reference_tokens(model, prompt, NEW) for prompt in prompts]
+    assert service.serve(prompts) == [own_tokens(model, prompt, NEW) for prompt in prompts]
     service.assert_nothing_held()
 
 
 def test_decode_recomputes_what_it_preempted(start: Callable[..., Service], model: Any) -> None:
     service = start((100, 12))
     prompts = [[7] * 60, [8] * 60, [9] * 30]
-    assert service.serve(prompts, 60) == [reference_tokens(model, prompt, 60) for prompt in prompts]
+    assert service.serve(prompts, 60) == [own_tokens(model, prompt, 60) for prompt in prompts]
     assert service.decode.stats().preemptions > 0
     service.assert_nothing_held()
 

@@ -7,19 +7,29 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import zmq
 
-from scheduler_adapters.service.sockets import Pulse, bind_router, bounded_socket, join_frontend, received
+from scheduler_adapters.service import messages as msg
+from scheduler_adapters.service.sockets import (
+    FrontendQueue,
+    Pulse,
+    Socket,
+    bind_router,
+    bounded_socket,
+    join_frontend,
+    received,
+)
+from tests import forked
 from tests.kvcache.stranger import MORE_RSS, frame, rss
 from tests.kvcache.stranger import flood as stranger_floods
-
-MODULE = "tests.scheduler_adapters.service.test_sockets"
 
 
 def joined(context: Any, endpoint: str) -> Any:
@@ -38,8 +48,9 @@ def connected(context: Any, endpoint: str) -> Any:
 _MADE: dict[str, Callable[[Any, str], Any]] = {"router": bind_router, "joined": joined, "dealer": connected}
 
 
-def flood(endpoint: str, kind: str) -> None:
-    """Send until nothing is taken any more, and say so."""
+def flood(conn: Connection, endpoint: str, kind: str) -> None:
+    """Send until nothing is taken any more, and die."""
+    del conn
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.DEALER if kind == "router" else zmq.ROUTER)
     socket.setsockopt(zmq.SNDHWM, 1)
@@ -59,17 +70,14 @@ def flood(endpoint: str, kind: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def survive(endpoint: str, kind: str) -> None:
-    """Read what a peer had sent that has filled our queue and died, some heartbeats of ZMQ later."""
-    flooder = subprocess.Popen([sys.executable, "-m", MODULE, "flood", endpoint, kind])
+def survive(conn: Connection, endpoint: str, kind: str) -> None:
+    """Read what a peer had sent that has filled our queue and died, some heartbeats of ZMQ later: how many batches."""
     socket = _MADE[kind](zmq.Context(), endpoint)
     if kind != "router":
         socket.send(b"here")
-    flooder.wait(60)
+    conn.recv()
     time.sleep(1.5)
-    count = sum(1 for _ in itertools.takewhile(bool, iter(lambda: sum(1 for _ in received(socket)), -1)))
-    assert count > 3  # batches
-    print("survived")  # noqa: T201
+    conn.send(sum(1 for _ in itertools.takewhile(bool, iter(lambda: sum(1 for _ in received(socket)), -1))))
 
 
 def test_a_stranger_at_a_port_without_keys_fills_no_memory_and_keeps_nobody(tmp_path: Path) -> None:
@@ -92,9 +100,14 @@ def test_a_stranger_at_a_port_without_keys_fills_no_memory_and_keeps_nobody(tmp_
 @pytest.mark.parametrize("kind", _MADE)
 def test_peers_that_fill_a_queue_and_die_do_no_harm(kind: str, tmp_path: Path) -> None:
     """With ZMQ's heartbeats on these sockets `!_io_error` ended the process, each time: so a `Pulse` has them alone."""
-    command = [sys.executable, "-m", MODULE, "survive", f"ipc://{tmp_path}/s", kind]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=90)
-    assert (done.returncode, done.stdout) == (0, "survived\n"), done.stderr
+    flooder, _ = forked.start(flood, f"ipc://{tmp_path}/s", kind)
+    survivor, conn = forked.start(survive, f"ipc://{tmp_path}/s", kind)
+    flooder.join(60)
+    assert flooder.exitcode == -signal.SIGKILL
+    conn.send("it has died")
+    survivor.join(60)
+    assert survivor.exitcode == 0
+    assert conn.recv() > 3
 
 
 @pytest.mark.parametrize("kind", _MADE)
@@ -152,5 +165,46 @@ def test_a_watch_tells_of_processes_that_stop_or_die_and_not_of_busy_ones(
     context.term()  # hangs where a socket was left
 
 
-if __name__ == "__main__":
-    {"flood": flood, "survive": survive}[sys.argv[1]](*sys.argv[2:])
+class Pipe:
+    """A socket that holds two messages until they are read."""
+
+    def __init__(self) -> None:
+        self.held: deque[bytes] = deque()
+
+    def send(self, data: bytes, flags: int) -> None:
+        assert flags == zmq.NOBLOCK
+        if len(self.held) == 2:
+            raise zmq.Again
+        self.held.append(data)
+
+
+def test_a_frontend_is_deaf_from_its_limit_on_until_half_of_that_is_read() -> None:
+    """Else it would turn deaf and back with each message, and every turn is said in a log."""
+    pipe, heard, said = Pipe(), list[object](), list[object]()
+    queue = FrontendQueue(cast("Socket", pipe), max_unread=10)
+
+    def send() -> bool:
+        said.append(msg.Ready(name=str(len(said)), incarnation="1"))
+        queue.send(said[-1])
+        return queue.flush()
+
+    def read(count: int) -> bool:
+        """What the frontend reads, until so many wait here; whether it has turned deaf meanwhile."""
+        while len(queue._unread) > count:
+            heard.append(msg.decode(pipe.held.popleft()))
+            if queue.flush():
+                return True
+        return False
+
+    for _ in range(2):  # deaf, and deaf again
+        while len(queue._unread) < 10:
+            assert not send(), "at the limit it is not deaf yet"
+        assert not queue.is_deaf
+        assert send()
+        assert not send(), "said once"
+        for waiting, deaf in ((10, True), (6, True), (5, False)):
+            assert not read(waiting)
+            assert (len(queue._unread), queue.is_deaf) == (waiting, deaf)
+    assert not read(0)
+    assert not queue.is_behind
+    assert [*heard, *map(msg.decode, pipe.held)] == said, "in order, and each once"

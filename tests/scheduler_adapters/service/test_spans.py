@@ -58,6 +58,7 @@ def serve_all(fleet: Fleet) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_fleets")
 def test_spans_of_100_requests_sum_to_the_whole_and_lie_in_what_the_client_waited(tmp_path: Path) -> None:
     file, port = tmp_path / "spans.jsonl", free_port()
     configs = [msgspec.structs.replace(one, trace=True, token_budget=32) for one in CONFIGS]

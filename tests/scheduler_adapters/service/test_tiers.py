@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvcache import PagedKVCacheManager
-from scheduler_adapters.hf.runner import HFRunner, kv_params_of, num_layers_of, reference_tokens
+from scheduler_adapters.hf.runner import HFRunner, kv_params_of, num_layers_of
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import ServingLoop
-from tests.scheduler_adapters.serving import assert_nothing_held, requests_of, serve, tokens_of
+from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, requests_of, serve, tokens_of
 
 HEAD = "A page that has left the device comes back from the host, or from a file. "
 PROMPTS = [ByteTokenizer().encode(text) for number in range(5) for text in [f"{number}: {HEAD * (1 + number % 2)}"]]
@@ -23,7 +23,7 @@ HOST = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 0
 @pytest.fixture(scope="module")
 def expected(make_model: Any) -> tuple[Any, list[list[int]]]:
     model = make_model("llama")
-    return model, [reference_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    return model, [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 def pages_for_one() -> int:
@@ -54,7 +54,7 @@ def test_evicted_prompts_are_restored(expected: tuple[Any, list[list[int]]], spl
 
 def test_a_restarted_process_goes_on_from_files(expected: tuple[Any, list[list[int]]], tmp_path: Path) -> None:
     model, tokens = expected
-    files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 0.1, "file_tier_key": "tiny llama, seed 7"}
+    files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-2, "file_tier_key": "tiny llama, seed 7"}
     for start in range(3):
         loop = loop_with(model, 2 * pages_for_one(), HOST | files)
         assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == tokens

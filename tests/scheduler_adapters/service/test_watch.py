@@ -83,6 +83,7 @@ def test_a_thousand_states_of_a_service_are_what_the_books_say(
     assert {"lease", "pull", "held", "decoding", "pulling", "leasing"} <= set(+told), told
 
 
+@pytest.mark.usefixtures("forked_fleets")
 def test_processes_are_watched_with_keys_and_recount_when_they_are_asked(tiny_model: Any) -> None:
     del tiny_model
     config = ServerConfig(

@@ -126,6 +126,7 @@ Path({path!r}).write_text(json.dumps(seen))
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_fleets")
 def test_the_demo_shows_its_processes_until_that_is_quit(looked: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--top", "--requests", "4", "--max-new-tokens", "4"]) == 0
     seen = json.loads(looked.read_text())

@@ -99,6 +99,7 @@ def test_attributes(make_engine: Any):
 
 
 ONE = torch.zeros(4, 64)
+LONG = torch.zeros(16, 64)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +126,12 @@ ONE = torch.zeros(4, 64)
         ([[torch.zeros(4, 64, device="meta")]], 4, "on meta"),
         ([[torch.zeros(4, 64).to_sparse()]], 4, "sparse"),
         ([[ONE], [ONE]], 4, r"tensor \[0\]\[0\] and tensor \[1\]\[0\] share memory"),
+        ([[LONG[4:8], LONG[7:11]]], 4, r"tensor \[0\]\[0\] and tensor \[0\]\[1\] share memory"),
+        (
+            [[LONG[3:7], LONG[8:12]], [LONG[12:16], LONG[0:4]]],
+            4,
+            r"tensor \[1\]\[1\] and tensor \[0\]\[0\] share memory",
+        ),
     ],
 )
 def test_tensors_that_are_no_pools_are_refused(tensors: Any, pages: Any, message: str):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.transfer.engine.test_engine import stuck, unstarted
 from transfer.engine.postings import page_runs
-from transfer.errors import InvalidTransferError
+from transfer.errors import AlreadyConnectedError, InvalidTransferError, PeerFailedError
 
 
 def test_neighbours_on_both_sides_are_one_run():
@@ -56,3 +56,26 @@ def test_the_word_that_a_writer_is_gone_lets_go_of_its_own_transfers_alone(
         right.release_quarantine(uuid.uuid4().hex)
         assert right.quarantined_pages(0) == {3, 5}
     until(lambda: left.poll() + right.poll() >= 0 and right.quarantined_pages(0) == {5})
+
+
+def test_what_a_disconnect_leaves_in_flight_is_watched_until_it_has_ended(
+    pair: Any, monkeypatch: pytest.MonkeyPatch, until: Any
+):
+    """Also once its owner has given it up: its bytes move on, and the peer is not unloaded under them."""
+    left, right = pair
+    with monkeypatch.context() as patched:
+        stuck(patched, left.tensor_agents[0][0])
+        slow = left.initiate_read_transfer(right.metadata, [0, 1], [3, 4], 0, 0)
+        left.disconnect("right")
+        (parked,) = left._postings.parked
+        assert parked == slow.transfer_name
+        with pytest.raises(PeerFailedError, match="'right' was disconnected before transfer .* had ended"):
+            left.is_complete(slow)
+        left.cleanup_transfer(slow)
+        left.poll()
+        assert left.quarantined_pages(0) == {3, 4}
+        with pytest.raises(AlreadyConnectedError, match="still move bytes"):
+            left.connect(right.metadata)
+    until(lambda: right.poll() + left.poll() >= 0 and not left.quarantined_pages(0))
+    assert not left._postings.parked
+    left.connect(right.metadata)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import select
 import threading
+from typing import Any
+
+import pytest
 
 from transfer.pull.bell import Bell
 
@@ -53,3 +57,83 @@ def test_what_is_put_down_before_a_ring_is_never_slept_over() -> None:
     for thread in threads:
         thread.join()
     bell.close()
+
+
+@pytest.mark.parametrize("call", ["eventfd_read", "eventfd_write"])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("by", ["a thread", "a signal handler"])
+def test_a_ring_in_the_middle_of_a_call_silences_no_later_one(
+    monkeypatch: pytest.MonkeyPatch, call: str, after: bool, by: str
+) -> None:
+    """Before and after the system call of a `hear` or a `ring`, by another thread or on top of the same one."""
+    bell = Bell()
+    real, threads = getattr(os, call), list[threading.Thread]()
+
+    def ring() -> None:
+        if by == "a thread":
+            threads.append(threading.Thread(target=bell.ring))
+            threads[-1].start()
+            threads[-1].join(0.05)  # it may wait until the call has ended
+        else:
+            bell.ring()
+
+    def interrupted(*arguments: Any) -> Any:
+        monkeypatch.setattr(os, call, real)
+        if not after:
+            ring()
+        result = real(*arguments)
+        if after:
+            ring()
+        return result
+
+    if call == "eventfd_read":
+        bell.ring()
+    monkeypatch.setattr(os, call, interrupted)
+    (bell.hear if call == "eventfd_read" else bell.ring)()
+    for thread in threads:
+        thread.join()
+    bell.ring()  # with no `hear` before it: who sleeps hears nothing until it wakes
+    assert rings(bell)
+    bell.hear()
+    assert not rings(bell)
+    bell.ring()
+    assert rings(bell)
+    bell.close()
+
+
+def test_a_hearer_between_two_that_ring_at_once_silences_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second has looked at the flag when the first rings, and writes after the hearer has heard that."""
+    bell, real = Bell(), os.eventfd_write
+    others: list[threading.Thread] = []
+
+    def late(*arguments: Any) -> None:
+        monkeypatch.setattr(os, "eventfd_write", real)
+        real(*arguments)
+        others.extend(threading.Thread(target=call) for call in (bell.ring, bell.hear))
+        for other in others:
+            other.start()
+            other.join(0.05)
+
+    monkeypatch.setattr(os, "eventfd_write", late)
+    bell.ring()
+    for other in others:
+        other.join()
+    bell.ring()
+    assert rings(bell)
+    bell.close()
+
+
+def test_a_bell_that_is_closed_in_the_middle_of_a_ring_rings_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be another file's at once: the close waits for the ring."""
+    bell, real = Bell(), os.eventfd_write
+    closing = threading.Thread(target=bell.close)
+
+    def closed(fd: int, count: int) -> None:
+        closing.start()
+        closing.join(0.05)
+        real(fd, count)
+
+    monkeypatch.setattr(os, "eventfd_write", closed)
+    bell.ring()
+    closing.join()
+    assert bell.fileno() == -1

@@ -101,6 +101,36 @@ def test_who_has_copied_an_engine_s_metadata_cannot_end_its_pulls(engine: Any) -
     assert d.pulls[-1] == PullEvent("r", "", safe=True)
 
 
+@pytest.mark.parametrize("refusing", [0, 1, 2])
+@pytest.mark.parametrize("how", ["asked", "added"])
+def test_where_one_rank_cannot_load_an_engine_none_keeps_it(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, refusing: int, how: str
+) -> None:
+    """Else a later pull would read with some ranks alone, of what the others have never seen."""
+    p, d = engine("p"), engine("d", 4)
+    source = p.source(p.offer())
+    d.blank()
+
+    def load(_: object) -> None:
+        raise HandshakeError("no room for it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(d.ranks[refusing], "load", load)
+        if how == "added":
+            with pytest.raises(HandshakeError, match="no room for it"):
+                d.replica.directory.add(source.address, p.card.ranks)
+        else:
+            pull(d, source)
+            run(p, d, until=settled(d, "r"))
+            assert error_of(d, "r").endswith(f"handshake with engine 'p' at {source.address}: no room for it")
+    assert [rank.remote("p") for rank in d.ranks] == [None] * 4
+    assert len(d.replica.directory) == 0
+    pull(d, p.source(p.offer("s", 1)), "s")
+    run(p, d, until=settled(d, "s"))
+    assert error_of(d, "s") == ""
+    assert np.array_equal(d.heads(LOCAL), p.heads(REMOTE))
+
+
 class Crowd:
     """Two engines that are read from, and whoever else a request may name."""
 

@@ -12,7 +12,7 @@ import zmq
 
 from kvcache import BlockTable, InvalidRequestError
 from tests.transfer.pull.test_ownership import MINE, Reader, Side, leased, manager_of
-from transfer.errors import InvalidEngineError, InvalidLeaseError, MetadataError
+from transfer.errors import EngineClosedError, InvalidEngineError, InvalidLeaseError, MetadataError
 from transfer.pull import directory
 from transfer.pull.exchange import PageExchange
 from transfer.pull.replica import LeaseOver, Offered
@@ -187,3 +187,29 @@ def test_what_is_cached_is_not_read_and_its_source_is_told(side: Any) -> None:
         source.until(lambda: any(one.event.lease_id == offer.lease.lease_id for one in source.of(LeaseOver)))  # noqa: B023
     assert [one.event.reason for one in source.of(LeaseOver)] == ["read", "read"]
     assert reader.exchange.totals()[1] == 0
+
+
+@pytest.mark.parametrize("how", ["a duration that cannot be", "a thread that was closed", "no word is free"])
+def test_an_offer_that_does_not_come_about_holds_no_page(side: Any, how: str) -> None:
+    source = side(Side, "p")
+    source.compute()
+    free = source.exchange._slots[0]._free
+    if how.startswith("a duration"):
+        assert source.exchange.offer("r", -1.0) is not None
+        source.until(lambda: source.of(Offered))
+        assert "-1" in source.of(Offered)[0].event.error
+    elif how.startswith("a thread"):
+        source.exchange.threads[0].close()
+        with pytest.raises(EngineClosedError, match="the transfer thread was closed"):
+            source.exchange.offer("r", 30.0)
+        assert sorted(free) == [*source.exchange._slots[0].slots]
+    else:
+        del free[1:]
+        first = source.offer()
+        assert source.exchange.offer("r", 30.0) is None
+        source.exchange.revoke(first, "over")
+        source.until(lambda: source.of(LeaseOver))
+    assert source.manager.num_leased_blocks == 0
+    source.manager.release("r")
+    assert source.idle
+    source.manager.check()

@@ -13,7 +13,7 @@ from transfer.memory import MemoryType
 from transfer.pull.lease import LeaseRef
 from transfer.pull.parts import Part
 from transfer.pull.pull import Puller
-from transfer.pull.pull_state import PullEvent
+from transfer.pull.pull_state import PullEvent, how_ended
 from transfer.wire.messages import decode_note
 
 LEASE = LeaseRef(0xABCDEF, 2, 9.0)
@@ -240,6 +240,35 @@ def test_fences_wait_for_each_other_where_words_are_few() -> None:
     assert len(rig.agent.posted) == 8
     rig.agent.auto = True
     assert rig.polled()[-1] == PullEvent("b", "", safe=True)
+
+
+def test_a_fence_of_two_ranks_waits_where_one_word_is_free() -> None:
+    rig = Rig(slots=3)
+    rig.agent.auto = False
+    for key in "ab":
+        rig.open(key)
+        rig.add(part(0), part(1), key=key)
+    for number in range(4):
+        rig.agent.end(number)
+    rig.polled()
+    assert len(rig.agent.posted) == 6, "four READs, and the fence of two words: one is left, the other pull needs two"
+    assert len(rig.puller._free) == 1
+    rig.agent.auto = True
+    assert [(event.key, event.error, event.safe) for event in rig.polled()] == [("a", "", True), ("b", "", True)]
+    assert len(rig.puller._free) == 3
+
+
+@pytest.mark.parametrize("at_once", [{0, 1}, {0}, set[int]()])
+def test_a_fence_that_brings_nothing_finds_no_word_of_an_earlier_pull_of_the_lease(at_once: set[int]) -> None:
+    """However much of it has ended as it was posted: what lies in its slot is the lease's id, of another fence."""
+    rig = Rig(ranks=1)
+    rig.puller.words[:] = LEASE.lease_id
+    rig.agent.at_once, rig.agent.word = at_once, None
+    assert rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()) is None
+    (event,) = rig.polled()
+    assert event.safe
+    assert f"rank 0 had given the pages away: the lease {how_ended(LEASE)}: its lease word 2 holds 0x0," in event.error
+    assert len(rig.puller._free) == 8
 
 
 def test_no_handle_is_released_in_flight_and_none_twice(rig: Rig) -> None:

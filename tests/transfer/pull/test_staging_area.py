@@ -127,3 +127,29 @@ def test_a_part_whose_first_read_cannot_be_posted_gives_its_slab_back() -> None:
     rig.add(staging_area.StagedPart(area, planned, 0, ([0, 1], [0], (0, 32))), key="next")
     assert rig.polled()[-1].safe
     assert sorted(area._free) == [*range(staging_area.SLABS)]
+
+
+def test_a_slab_is_given_back_once_however_often_its_part_is_settled_and_whoever_has_it_next() -> None:
+    page = PageLayout("int16", 2, LAYERS, 2, 0, HEADS, 16, DIM, HEAD_MAJOR)
+    theirs = PageLayout("int16", 2, LAYERS, 2, 0, HEADS, 32, DIM, TOKEN_MAJOR)
+    local, remote = dense(page, PAGES), dense(theirs, PAGES)
+    memory = np.zeros(local.region_bytes[0], np.uint8)
+    bases = (memory.ctypes.data,)
+    area = staging_area.StagingArea(local, bases)
+    planned = plan(local, remote, (bases, bases))
+    parts = [staging_area.StagedPart(area, planned, 0, ([0, 1], [0], (0, 32))) for _ in range(staging_area.SLABS + 1)]
+    assert [part.is_ready() for part in parts] == [True] * staging_area.SLABS + [False]
+    slabs = [part._slab for part in parts[:-1]]
+    assert sorted(slabs) == [*range(staging_area.SLABS)]
+    ends = [int(part.local[-1, 0] + part.local[-1, 1]) - area.address for part in parts[:-1]]
+    assert [(end - 1) // staging_area.SLAB_BYTES for end in ends] == slabs, "each reads into its own"
+    parts[-1].settle()  # it never had one
+    assert area._free == []
+    parts[0].settle()
+    assert parts[-1].is_ready()
+    for part in (parts[0], parts[0]):
+        part.settle()
+    assert area._free == [], "the slab is another's by now"
+    for part in (*parts, *parts):
+        part.settle()
+    assert sorted(area._free) == [*range(staging_area.SLABS)]

@@ -231,3 +231,29 @@ def test_a_failure_in_the_callers_thread_ends_the_engine_and_is_told_like_any(pa
         d.thread.raise_failure()
     with pytest.raises(EngineClosedError):
         d.pull(p, 2)
+
+
+def test_what_ends_with_the_thread_is_told_all_the_same(threaded: Callable[[str], Threaded]) -> None:
+    """Its owner holds pages for each lease and pull, until it is told of their ends."""
+    p, d = threaded("p"), threaded("d")
+    lease = p.offer(1)
+    p.until(lambda: bool(p.thread.events))
+    p.engine.serve()
+    p.thread.events.clear()
+    d.thread.pull("open", p.engine.source(lease), None, 20.0)
+    d.thread.call(lambda _: None)
+    for one in (d, p):
+        one.thread.close()
+        assert one.thread.is_closed
+    assert [(event.lease_id, event.request_id) for event in p.thread.events if isinstance(event, LeaseOver)] == [
+        (lease.lease_id, "r1")
+    ]
+    (event,) = [event for event in d.thread.events if isinstance(event, PullEvent) and event.safe]
+    assert event.key == "open"
+    assert event.error
+    told = [len(one.thread.events) for one in (p, d)]
+    for one in (p, d):
+        one.thread.close()
+        with pytest.raises(EngineClosedError, match="was closed"):
+            one.thread.call_soon(ReplicaTransfer.poll)
+    assert [len(one.thread.events) for one in (p, d)] == told

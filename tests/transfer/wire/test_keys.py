@@ -102,6 +102,21 @@ def test_a_throttle_refills_and_bounds_everyone_together():
     assert len(throttle._buckets) == 4096
 
 
+def test_who_has_just_spoken_is_the_last_to_be_forgotten():
+    """Else a flood of names would give a sender that is over its limit a full bucket again."""
+    now = [0.0]
+    throttle = Throttle(1, lambda: now[0])
+    assert [throttle.admits(b"a") for _ in range(3)] == [True, True, False]
+    for sender in range(4095):
+        throttle.admits(b"%d" % sender)
+    assert not throttle.admits(b"a")
+    throttle.admits(b"one more")
+    assert len(throttle._buckets) == 4096
+    assert b"0" not in throttle._buckets
+    now[0] = 1.0
+    assert [throttle.admits(b"a") for _ in range(2)] == [True, False]
+
+
 def test_a_sender_that_floods_is_ignored_and_the_next_one_answered():
     with HandshakeServer([CARD]) as server:
         server._throttle = Throttle(100, lambda: 0.0)  # time stands still, however long the flood takes here

@@ -16,6 +16,7 @@ from transfer.plan.shapes import dense
 from transfer.wire import messages as wire
 from transfer.wire.messages import (
     MAX_NOTE_BYTES,
+    LeasedPages,
     MetadataQuery,
     MetadataReply,
     Ping,
@@ -27,7 +28,9 @@ from transfer.wire.messages import (
     decode_note,
     decode_query,
     encode_message,
+    open_pages,
     open_rank,
+    sealed_pages,
     sealed_rank,
 )
 
@@ -185,3 +188,29 @@ def test_bytes_that_are_nothing_are_an_error_of_ours(decode: Callable[[bytes], o
 )
 def test_a_message_that_is_no_note_is_none(data: bytes) -> None:
     assert decode_note(data) is None
+
+
+def test_the_pages_of_another_engine_or_lease_are_not_taken_for_these() -> None:
+    """Two engines may share a key, and number their leases alike."""
+    pages = LeasedPages(
+        engine_id="p/1",
+        incarnation="i",
+        lease_id=5,
+        slot=2,
+        duration_s=9.0,
+        num_tokens=17,
+        block_ids=((3, 4),),
+        prompt_digest=b"d" * 32,
+    )
+    data = sealed_pages(pages, b"key")
+    for lease_id in (5, None):
+        assert msgspec.structs.replace(open_pages(data, "p/1", lease_id, b"key"), digest=b"") == pages
+        with pytest.raises(MetadataError, match=r"^what engine 'p/0' says of lease 0x0+5 is of engine 'p/1' and lease"):
+            open_pages(data, "p/0", lease_id, b"key")
+    with pytest.raises(
+        MetadataError, match=r"^what engine 'p/1' says of lease 0x0+6 is of engine 'p/1' and lease 0x0+5$"
+    ):
+        open_pages(data, "p/1", 6, b"key")
+    for key in (b"other", b""):
+        with pytest.raises(MetadataError, match="another key"):
+            open_pages(data, "p/1", 5, key)

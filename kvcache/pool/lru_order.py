@@ -1,17 +1,13 @@
-"""`IdleOrder`: pages in the order in which they came, leaving from its old end or from anywhere."""
+"""`LruOrder`: pages in the order in which they came, leaving from its old end or from anywhere."""
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
+from kvcache.eviction_order import EvictionOrder, Indices, Pages
 from kvcache.pool.index import INDEX
-
-Pages = NDArray[np.int32]
-Indices = NDArray[np.intp]
 
 CHUNK = 1 << 12  # entries
 _BITS, _NOWHERE = np.array(12, np.int32), np.array(-1, np.int32)  # numpy takes twice as long for a number of Python's
-MOST_ORDERS = 40  # that the log of a pool has room for: the plain order, and one for each kind of retention hint
 _SCAN = 64
 _NEAR = 8  # entries that are looked at one by one
 _LAST = 1 << 62
@@ -28,7 +24,7 @@ class OrderLog:
         self.stamp = np.full(num_pages + 1, -1, np.int32)
         self.live = np.zeros(chunks, np.int32)  # entries of each chunk that count
         self.spare = list(range(chunks))
-        self.orders: list[IdleOrder] = []
+        self.orders: list[LruOrder] = []
 
     def clear(self) -> None:
         """No page is in any order."""
@@ -39,7 +35,7 @@ class OrderLog:
             order.begin()
 
 
-class IdleOrder:
+class LruOrder(EvictionOrder):
     """Least recently used order of the idle pages: published, held by nobody.
 
     A log of page ids, oldest first, in chunks. An entry counts only while the page's stamp names its place, so a page
@@ -48,6 +44,8 @@ class IdleOrder:
     what it changes and one chunk: a log squeezed as a whole stops a server of 4 million pages for 50 ms now and then.
     """
 
+    by_age = True
+
     def __init__(self, num_pages: int, log: OrderLog | None = None) -> None:
         self.log = log = log or OrderLog(num_pages)  # of its own, or of several orders of the same pages
         self._log, self._stamp, self._live, self._spare = log.entries, log.stamp, log.live, log.spare
@@ -55,7 +53,6 @@ class IdleOrder:
         self._family.append(self)
         self.chunks: list[int] = []  # of the log, those that are this order's, oldest first
         self.begin()
-        self.explains, self.reasons = False, None  # there is one reason alone: see `HintedOrder`
 
     def begin(self) -> None:
         """The order is empty, and has no chunk of the log but a spare one."""
@@ -66,9 +63,8 @@ class IdleOrder:
         self.count = 0
 
     def mend(self, pages: Indices) -> None:
-        """Just these pages are in the order, as before as far as that is known; the others are the youngest."""
         known = self._stamp[pages] >= 0
-        self.begin_with(pages[np.argsort(np.where(known, self.positions()[pages], _LAST), kind="stable")])
+        self.begin_with(pages[np.argsort(np.where(known, self.positions(pages), _LAST), kind="stable")])
 
     def begin_with(self, pages: Indices) -> None:
         """Just these pages are in the order, oldest first, and none in another one of its log."""
@@ -76,7 +72,6 @@ class IdleOrder:
         self.append(pages)
 
     def append(self, pages: Pages | Indices) -> None:
-        """Put `pages`, none of them in the order, behind all others; the first of them goes first."""
         self.count += len(pages)
         while pages.size:
             if self._filled == CHUNK:
@@ -90,7 +85,6 @@ class IdleOrder:
             pages = pages[len(part) :]
 
     def remove(self, pages: Pages | Indices) -> None:
-        """Take `pages`, all of them in the order, out of it."""
         if not len(pages):
             return
         chunks = self._stamp[pages] >> _BITS
@@ -107,7 +101,6 @@ class IdleOrder:
             self._give_up(chunk)
 
     def pop(self, count: int) -> Pages:
-        """Take the `count` oldest pages out, oldest first. At most `self.count`."""
         if count > self.count:
             raise InvariantError(f"idle order: {count} pages asked for, {self.count} are there")
         chunk, head = self.chunks[0], self._head
@@ -165,25 +158,13 @@ class IdleOrder:
             self._head = end
 
     def first(self) -> int:
-        """The page that goes next, where there is one; it stays."""
         return int(self.oldest(1)[0])
 
-    def by_age(self, pages: Indices) -> Indices:
-        """`pages`, all of them in the order, oldest first."""
-        places = np.zeros(len(self._live), np.int64)
-        places[self.chunks] = np.arange(len(self.chunks))
-        chunks, offsets = np.divmod(self._stamp[pages], CHUNK)
-        return pages[np.argsort(places[chunks] * CHUNK + offsets)]
-
-    def positions(self) -> Indices:
-        """Of each page its place in the order, int64 `[num_pages + 1]`, -1 or any for those that are not in it.
-
-        The younger the larger. Another thread than the one that changes the order may ask.
-        """
+    def positions(self, pages: Indices) -> Indices:
         chunks = list(self.chunks)
         places = np.full(len(self._live) + 1, -1, np.int64)  # the last one is that of the chunk -1
         places[chunks] = np.arange(len(chunks)) * CHUNK
-        stamps = self._stamp.copy()
+        stamps = self._stamp[pages]
         return places[stamps // CHUNK] + stamps % CHUNK
 
     def pages(self) -> Pages:

@@ -1,0 +1,110 @@
+"""Whose pages go first, and how many. For random moves see `tests.kvcache.test_eviction_order`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvcache import InvariantError, LruOrder, Retention
+from kvcache.eviction_order import BY_HINT, BY_QUOTA, BY_TURN
+from kvcache.pool.hinted_order import HintedOrder
+from kvcache.pool.quotas import QuotaOrder, SlabQuotas, TenantQuotas
+from kvcache.retention import page_hints
+
+POOL = 30
+
+
+def pages(*ids: int) -> np.ndarray:
+    return np.array(ids, np.int32)
+
+
+def owned(order: QuotaOrder, quotas: TenantQuotas, salt: str | None, *ids: int) -> None:
+    quotas.own(pages(*ids), salt)
+    order.append(pages(*ids))
+
+
+def test_a_tenants_pages_above_its_quota_go_first() -> None:
+    quotas = TenantQuotas(POOL, 0.1, {"big": 0.2})
+    order = QuotaOrder(LruOrder(POOL), quotas)
+    owned(order, quotas, None, 1, 2, 3, 4, 5, 6)
+    owned(order, quotas, "small", 10, 11, 12, 13, 14)
+    owned(order, quotas, "big", 20, 21, 22, 23, 24, 25, 26)
+    order.check()
+    assert order.pop(3).tolist() == [10, 11, 20]  # above 3 pages, and above 6; nobody's pages have no quota
+    order.check()
+    assert order.pop(8).tolist() == [1, 2, 3, 4, 5, 6, 12, 13]
+    order.check()
+
+
+def test_pages_in_use_count_for_no_quota() -> None:
+    gone: list[int] = []
+    quotas = TenantQuotas(POOL, 0.1, {})
+    order = QuotaOrder(LruOrder(POOL), quotas, lambda left: gone.extend(left.tolist()))
+    owned(order, quotas, "a", 1, 2, 3, 4, 5)
+    owned(order, quotas, "b", 6)
+    order.remove(pages(1, 2))
+    assert order.pop(1).tolist() == [3]  # by age: "a" has three left
+    owned(order, quotas, "a", 1, 2)
+    assert order.pop(1).tolist() == [4]
+    assert gone == [4]
+    order.check()
+
+
+def test_of_a_tenants_pages_and_slabs_those_go_that_are_older_than_its_first_of_the_other_kind() -> None:
+    quotas = TenantQuotas(POOL, 0.0, {})
+    slabs = SlabQuotas(quotas, 4)
+    quotas.own(pages(1, 2, 3), "a")
+    slabs.own(pages(2), "a")
+    quotas.append(pages(1, 2))
+    slabs.append(pages(2))
+    quotas.append(pages(3))
+    assert slabs.pop_surplus(10).size == 0
+    assert quotas.pop_surplus(10).tolist() == [1, 2]
+    assert quotas.pop_surplus(10).size == 0
+    assert slabs.pop_surplus(10).tolist() == [2]
+    assert quotas.pop_surplus(10).tolist() == [3]
+
+
+def test_more_tenants_than_there_are_places_share_one_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache.pool.quotas.MOST_TENANTS", 3)
+    quotas = TenantQuotas(POOL, 0.1, {})
+    order = QuotaOrder(LruOrder(POOL), quotas)
+    owned(order, quotas, None, 30)
+    for number, salt in enumerate("abcd", 1):
+        owned(order, quotas, salt, number, 10 + number)
+        order.check()
+    assert order.pop(1).tolist() == [3]  # "c" and "d" have four together
+    order.remove(pages(1, 11))
+    owned(order, quotas, "e", 5, 6, 7, 8)  # takes the place of "a", which has none left
+    order.check()
+    assert order.pop(1).tolist() == [5]
+    owned(order, quotas, "a", 1, 11)  # one of the others now
+    order.check()
+    assert order.pop(2).tolist() == [13, 4]
+
+
+def test_broken_quota_books_are_named() -> None:
+    quotas = TenantQuotas(POOL, 0.1, {})
+    order = QuotaOrder(LruOrder(POOL), quotas)
+    owned(order, quotas, "a", 1, 2)
+    quotas.own(pages(2), "b")
+    with pytest.raises(InvariantError, match="tenant 'a' are wrong"):
+        order.check()
+    quotas.own(pages(2), None)
+    with pytest.raises(InvariantError, match="1 idle pages have a tenant, 2 are counted"):
+        order.check()
+
+
+def test_who_asks_is_told_who_went_for_a_quota() -> None:
+    quotas = TenantQuotas(POOL, 0.1, {})
+    order = QuotaOrder(HintedOrder(POOL, LruOrder(POOL), share=1.0), quotas)
+    owned(order, quotas, "a", 1, 2, 3, 4)  # three of 30 pages are its own
+    order.hint(pages(5), page_hints(Retention(session_continues=False), 1, 1))
+    order.append(pages(5))
+    gone, reasons = order.pop_explained(3)
+    assert gone.tolist() == [1, 5, 2]
+    assert reasons.tolist() == [BY_QUOTA, BY_HINT, BY_TURN]
+    plain = QuotaOrder(LruOrder(POOL), quotas)
+    owned(plain, quotas, "b", 11, 12, 13, 14)
+    gone, reasons = plain.pop_explained(2)
+    assert (gone.tolist(), reasons.tolist()) == ([11, 12], [BY_QUOTA, BY_TURN])

@@ -1,0 +1,99 @@
+"""What a hint means for a page, as a code."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from kvcache import InvalidRequestError, RangeRetention, Retention
+from kvcache.retention import LEVEL_OF, NEUTRAL, SHARED, merge_codes, page_hints
+
+LAST, FIRST = Retention(session_continues=True), Retention(session_continues=False)
+
+
+@pytest.mark.parametrize(
+    ("hint", "level"),
+    [
+        (Retention(), 2),
+        (LAST, 4),
+        (FIRST, 0),
+        (Retention(priority=0), 0),
+        (Retention(priority=30), 1),
+        (Retention(priority=12), 0),
+        (Retention(priority=13), 1),
+        (Retention(priority=37), 1),
+        (Retention(priority=38), 2),
+        (Retention(priority=60), 2),
+        (Retention(priority=62), 2),
+        (Retention(priority=63), 3),
+        (Retention(priority=87), 3),
+        (Retention(priority=88), 4),
+        (Retention(priority=75), 3),
+        (Retention(priority=100), 4),
+        (Retention(session_continues=True, priority=0), 2),
+        (Retention(session_continues=False, priority=75), 1),
+        (Retention(session_continues=True, priority=100), 4),
+    ],
+)
+def test_session_and_priority_give_one_level(hint: Retention, level: int) -> None:
+    assert LEVEL_OF[page_hints(hint, 3, 4).codes].tolist() == [level] * 3
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kind"),
+    [(0.1, 1), (1, 1), (4, 1), (4.1, 2), (16, 2), (17, 3), (64, 3), (65, 4), (1024, 5), (1025, 6), (4097, 6), (1e6, 6)],
+)
+def test_times_to_live_of_about_one_length_are_of_one_kind(seconds: float, kind: int) -> None:
+    """Each is four times as long as the one before it, so that no page waits long behind one that lives longer."""
+    (code,) = page_hints(Retention(session_continues=True, ttl_s=seconds), 1, 1).codes.tolist()
+    assert (code // 5, LEVEL_OF[code]) == (kind, 4)
+    assert code < SHARED
+
+
+def test_a_range_speaks_for_the_pages_that_lie_in_it() -> None:
+    hint = Retention(
+        session_continues=False,
+        ranges=(RangeRetention(0, 11, priority=100), RangeRetention(17, priority=75, ttl_s=3.0)),
+    )
+    hints = page_hints(hint, 7, 4)
+    # Page 2 holds token 11, page 4 token 16: neither lies in a range.
+    assert LEVEL_OF[hints.codes].tolist() == [4, 4, 0, 0, 0, 3, 3]
+    assert hints.lives is not None
+    assert hints.lives.tolist() == [math.inf] * 5 + [3.0, 3.0]
+    assert page_hints(LAST, 3, 4).lives is None
+    without_a_time = page_hints(Retention(ranges=(RangeRetention(5, 16, priority=100),)), 5, 4)
+    assert without_a_time.lives is None
+    assert LEVEL_OF[without_a_time.codes].tolist() == [2, 2, 4, 4, 2]
+    assert page_hints(Retention(ranges=(RangeRetention(100, 200),)), 3, 4).codes.tolist() == [NEUTRAL] * 3
+    assert LEVEL_OF[page_hints(Retention(ranges=(RangeRetention(5, 6, priority=0),)), 3, 4).codes].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: Retention(priority=101), "priority is 101: an integer from 0 to 100"),
+        (lambda: Retention(priority=-1), "priority is -1"),
+        (lambda: Retention(ttl_s=0.0), "ttl_s is 0.0"),
+        (lambda: Retention(ttl_s=math.inf), "ttl_s is inf"),
+        (lambda: RangeRetention(3, 3), "from token 3 to 3 has no tokens"),
+        (lambda: RangeRetention(-1), "from token -1"),
+        (lambda: RangeRetention(0, 3, ttl_s=-2.0), "ttl_s is -2.0"),
+    ],
+)
+def test_a_hint_out_of_range_is_refused(made: object, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        made()  # pyright: ignore[reportCallIssue] - the table's functions
+
+
+def test_the_latest_word_counts_but_a_page_of_many_sessions_is_not_put_first() -> None:
+    first, last = page_hints(FIRST, 1, 1).codes, page_hints(LAST, 1, 1).codes
+    none = np.full(1, NEUTRAL, np.uint8)
+    assert merge_codes(none, first).tolist() == first.tolist()
+    assert merge_codes(last, first).tolist() == first.tolist()  # the session that went on has ended
+    assert merge_codes(first, first).tolist() == [SHARED]  # used, though a session before it had ended
+    assert merge_codes(np.array([SHARED], np.uint8), first).tolist() == [SHARED]
+    assert merge_codes(np.array([SHARED], np.uint8), last).tolist() == last.tolist()
+    assert merge_codes(first, None).tolist() == [SHARED]
+    assert merge_codes(last, None).tolist() == last.tolist()

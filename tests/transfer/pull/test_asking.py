@@ -1,0 +1,141 @@
+"""A question for pages is asked again while its source says "not yet", less and less often, and never past its time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcache.replica.block_table import PageDigests
+from transfer.errors import HandshakeError
+from transfer.pull import asking
+from transfer.pull.asking import PageAsks
+from transfer.wire.messages import Answer, ContentQuery, LeaseReply
+
+PLACE = ("tcp://10.0.0.1:9", "p/0")
+WANTED = PageDigests(4, "sha256", bytes(range(64)), first_page=2)
+
+
+class Client:
+    """A source that answers what the test says, when it says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[ContentQuery, float]] = []
+        self.open: list[Callable[[Answer | HandshakeError], None]] = []
+        self.is_closed = False
+
+    def ask_content(self, address: str, query: ContentQuery, done: Any, timeout_s: float) -> None:
+        assert address == PLACE[0]
+        self.asked.append((query, timeout_s))
+        self.open.append(done)
+
+    def poll(self) -> None: ...
+
+    def answer(self, **said: Any) -> None:
+        self.open.pop()(LeaseReply(query_id=0, **said))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Rig:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(asking, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.client: Any = Client()
+        self.asks = PageAsks(self.client, "d", b"", {"model": "m"}, "a kind")
+
+    def ask(self, key: str = "r", timeout_s: float = 1.0) -> None:
+        self.asks.ask(3, key, PLACE, WANTED, timeout_s)
+
+    def polled(self) -> list[tuple[int, str, str]]:
+        return [(replica, lent.key, lent.error) for replica, lent in self.asks.poll()]
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(monkeypatch)
+
+
+def test_not_yet_is_asked_again_after_pauses_that_double_and_never_past_the_time(rig: Rig) -> None:
+    rig.ask()
+    begin, times = rig.now, [0.0]
+    found = rig.polled()
+    while not found and rig.now < begin + 10:
+        if rig.client.open:
+            rig.client.answer(waits_for="the first page")
+        rig.now += 0.25e-3
+        asked = len(rig.client.asked)
+        found = rig.polled()
+        if len(rig.client.asked) > asked:
+            times.append(rig.now - begin)
+    assert found == [(3, "r", "engine 'p/0' at tcp://10.0.0.1:9: waited in vain for the first page")]
+    assert rig.now - begin == pytest.approx(1.0, abs=1e-3)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+    expected = [min(1e-3 * 2**at, 0.05) for at in range(len(pauses))]
+    assert pauses == pytest.approx(expected, abs=0.3e-3)
+    assert len(pauses) > 20
+    lefts = [left for _, left in rig.client.asked]
+    assert lefts == pytest.approx([1.0 - at for at in times], abs=1e-6)
+    assert not rig.polled(), "once"
+
+
+def test_the_first_question_alone_carries_the_digests_and_all_have_one_id(rig: Rig) -> None:
+    rig.ask()
+    for _ in range(2):
+        rig.client.answer()
+        rig.now += 0.1
+        assert rig.polled() == []
+    queries = [query for query, _ in rig.client.asked]
+    assert [query.digests for query in queries] == [WANTED.digests, b"", b""]
+    assert len({query.ask_id for query in queries}) == 1
+    assert {(query.engine_id, query.kind, query.page_size, query.first_page) for query in queries} == {
+        ("p/0", "a kind", 4, 2)
+    }
+    assert {query.reader for query in queries} == {"r of d"}
+
+
+def test_a_source_that_says_nothing_is_waited_for_and_not_asked_again(rig: Rig) -> None:
+    rig.ask()
+    rig.ask("other", timeout_s=5.0)
+    rig.now += 0.999
+    assert rig.polled() == []
+    rig.now += 0.001
+    assert rig.polled() == [(3, "r", "engine 'p/0' at tcp://10.0.0.1:9: waited in vain for its answer")]
+    assert len(rig.client.asked) == 2
+    assert rig.client.asked[0][0].ask_id != rig.client.asked[1][0].ask_id
+
+
+@pytest.mark.parametrize("late", [{"error": "too late"}, {"waits_for": "x"}, {"pages": b"rubbish"}])
+def test_what_is_said_after_the_end_of_a_question_says_nothing(rig: Rig, late: dict[str, Any]) -> None:
+    rig.ask()
+    rig.now += 1.0
+    assert len(rig.polled()) == 1
+    rig.client.answer(**late)
+    rig.now += 1.0
+    assert rig.polled() == []
+    assert len(rig.client.asked) == 1
+
+
+def test_errors_are_told_once_with_the_source_and_end_that_question_alone(rig: Rig) -> None:
+    for key in ("a", "b", "c", "d"):
+        rig.ask(key, timeout_s=9.0)
+    answer_d, answer_c, answer_b, answer_a = reversed(rig.client.open)
+    answer_a(LeaseReply(query_id=0, error="lends no more"))
+    answer_b(HandshakeError("no answer"))
+    answer_c(LeaseReply(query_id=0, pages=b"rubbish"))
+    found = {key: error for _, key, error in rig.polled()}
+    where = "engine 'p/0' at tcp://10.0.0.1:9: "
+    assert found.keys() == {"a", "b", "c"}
+    assert (found["a"], found["b"]) == (where + "lends no more", where + "no answer")
+    assert found["c"].startswith(where + "7 bytes are no pages of a lease")
+    answer_d(LeaseReply(query_id=0))
+    rig.now += 1.0
+    assert rig.polled() == []
+    assert len(rig.client.asked) == 5
+    rig.asks.close()
+    assert rig.client.is_closed
+    assert rig.polled() == []
