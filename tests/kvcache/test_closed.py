@@ -119,7 +119,7 @@ def test_what_is_held_is_given_back_and_what_there_is_is_shown(closed: Closed) -
     manager.check()
     assert manager.num_held_blocks == 0
     manager.close()
-    with pytest.raises(ManagerClosedError):
+    with pytest.raises(ManagerClosedError, match="external_claim: the manager is closed"):
         manager.external_claim("new", 0)
 
 

@@ -224,15 +224,16 @@ def do(manager: PagedKVCacheManager, call: str, context: Any) -> None:
 def test_our_own_errors_leave_no_mark() -> None:
     manager = manager_of(8, checks=False)
     manager.external_claim("r")
-    for call in (
-        lambda: manager.external_claim("r"),
-        lambda: manager.maybe_reserve(TextContext([1] * 200, 250, "r")),
-        lambda: manager.fetch([TextContext([1], 9, "r")]),
-        lambda: manager.release("none"),
-        lambda: manager.lease("none"),
-        lambda: manager.import_block_table(TextContext([1] * 9, 20, "r"), None),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(KVCacheError):
+    wrong: dict[str, Callable[[], object]] = {
+        "'r': claimed on replica 0 already": lambda: manager.external_claim("r"),
+        "200 tokens need 50 pages": lambda: manager.maybe_reserve(TextContext([1] * 200, 250, "r")),
+        "call maybe_reserve before the model runs": lambda: manager.fetch([TextContext([1], 9, "r")]),
+        "'none': release of a request that is not claimed": lambda: manager.release("none"),
+        "'none': lease of a request that is not claimed": lambda: manager.lease("none"),
+        "no block table": lambda: manager.import_block_table(TextContext([1] * 9, 20, "r"), None),  # type: ignore[arg-type]
+    }
+    for message, call in wrong.items():
+        with pytest.raises(KVCacheError, match=message):
             call()
         manager.check()
 

@@ -118,13 +118,13 @@ def test_a_seed_that_fails_is_named_and_fails_again(
             assert self.seen["hit"] < 3
 
     monkeypatch.setattr("tests.kvcache.random_model.run.Model", Wrong)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="3 < 3"):
         main(["--seed", "40", "--moves", "4000"])
     said, first = capsys.readouterr().out, moves["all"]
     line = next(one for one in said.splitlines() if "fails" in one)
     moves.clear()
     words = line.split(": ", 1)[1].split(" --only ")
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="3 < 3"):
         main([*words[0].split(), "--only", words[1].strip("'")])
     assert 0 < moves["all"] <= first
 

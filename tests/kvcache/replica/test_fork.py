@@ -113,12 +113,12 @@ def test_a_fork_that_is_none_is_refused_by_name(make: Any) -> None:
         manager.fork(parent, TextContext([*range(10), 50], 64, "x"))
     with pytest.raises(InvalidRequestError, match="its extra_keys is not the parent's"):
         manager.fork(parent, TextContext([*range(10), 50], 64, "x", "tenant", extra_keys=[(0, b"lora")]))
-    with pytest.raises(AlreadyClaimedError):
+    with pytest.raises(AlreadyClaimedError, match="request 'parent': claimed on replica 0 already"):
         manager.fork(parent, parent)
     with pytest.raises(UnknownRequestError, match="ghost"):
         manager.fork(TextContext([1], 8, "ghost"), parent.fork())
     assert manager.fork(parent, parent.fork())
-    with pytest.raises(NoFreeRowError):
+    with pytest.raises(NoFreeRowError, match="all 2 rows of the replica are claimed"):
         manager.fork(parent, parent.fork())
 
 

@@ -508,7 +508,7 @@ def test_a_cancelled_import_is_followed_by_another(make: Any, kind: str, taken: 
                 target.import_block_table(context, table)
             copier.give_up()
     held = target.num_held_blocks
-    with pytest.raises(BlockTableMismatchError):
+    with pytest.raises(BlockTableMismatchError, match="request 'd': the block table has a field of another type"):
         target.import_block_table(context, change(table, fingerprint=1))
     assert target.num_held_blocks == held
     pending = target.import_block_table(context, table)

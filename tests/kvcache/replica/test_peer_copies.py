@@ -129,10 +129,10 @@ def test_where_the_request_does_not_fit_nothing_is_changed() -> None:
     assert waiting.start_idx == 24
     manager.release(waiting.request_id)
     endless = TextContext([*range(1, 41)], 64)
-    with pytest.raises(PromptTooLongError):
+    with pytest.raises(PromptTooLongError, match="40 tokens need 10 pages, the pool has 8 of 4 tokens"):
         manager.get_or_recommend_replica(endless)
     manager.external_claim(endless.request_id, 0)
-    with pytest.raises(PromptTooLongError):
+    with pytest.raises(PromptTooLongError, match="40 tokens need 10 pages, the pool has 8 of 4 tokens"):
         manager.maybe_reserve(endless)
 
 

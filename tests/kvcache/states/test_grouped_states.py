@@ -226,7 +226,7 @@ def test_pages_of_a_window_are_moved_for_a_state_but_not_those_that_others_know(
         manager.fetch([context])
     assert pool.moves.staying()[[*before[0], *before[1]]].tolist() == [bool(known)] * sum(map(len, before))
     claimed = 0
-    with pytest.raises(NoFreeStatePageError):  # noqa: PT012 - some fit
+    with pytest.raises(NoFreeStatePageError, match="all 9 state pages are held"):  # noqa: PT012 - some fit
         for claimed in range(16):
             manager.external_claim(f"other {claimed}", 0)
             manager.check()

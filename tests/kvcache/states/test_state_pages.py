@@ -89,7 +89,7 @@ def test_a_page_released_while_it_is_written_waits_for_the_transfer() -> None:
     states.check([], [page])
     assert (states.num_free, states.num_held) == (1, 1)
     assert states.allocate("a") == 2, "the page being written was given out"
-    with pytest.raises(NoFreeRowError):
+    with pytest.raises(NoFreeRowError, match="request 'b': all 2 state pages are held"):
         states.allocate("b")
     states.cancel_import(page)
     assert states.allocate("b") == page
@@ -162,7 +162,7 @@ def test_a_leased_page_outlives_its_request_and_is_not_run_on_once_it_was_told()
     assert states.num_held == 1
     assert states.allocate("b") != page
     states.end_lease(first)
-    with pytest.raises(NoFreeStatePageError):
+    with pytest.raises(NoFreeStatePageError, match="request 'a': all 2 state pages are held"):
         states.allocate("a")
     states.end_lease(second)
     states.end_lease(second)

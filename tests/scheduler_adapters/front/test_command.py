@@ -101,7 +101,7 @@ def test_errors_have_openais_form(served: Served) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, "x", temperature=0.7)
     assert caught.value.param == "temperature"
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError, match="the model 'another' does not exist"):
         client.completions.create(model="another", prompt="x")
     with pytest.raises(openai.BadRequestError, match="a request has at most 2048"):
         complete(client, "x", 2048)

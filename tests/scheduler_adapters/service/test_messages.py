@@ -44,7 +44,7 @@ MESSAGES = [
 def test_a_message_comes_back_as_it_went(message: msg.AnyMessage) -> None:
     assert msg.decode(msg.encode(message)) == message
     if message.__struct_fields__:
-        with pytest.raises(AttributeError):
+        with pytest.raises(AttributeError, match="immutable type"):
             setattr(message, message.__struct_fields__[0], "changed")
 
 

@@ -387,7 +387,7 @@ def test_shutting_down_after_a_failed_start_is_fine(monkeypatch: pytest.MonkeyPa
             broken.register_kv_caches(RankCaches(FULL, Side(), 0).tensors)
     broken.shutdown()
     broken.shutdown()
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(EngineClosedError, match="engine 'e' rank 0: it was shut down"):
         broken.get_handshake_metadata()
 
 

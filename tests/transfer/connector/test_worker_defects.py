@@ -272,7 +272,7 @@ def test_13_nothing_is_loaded_of_a_peer_that_does_not_fit(engine: Any, monkeypat
     for changed, kind in wrong:
         with pytest.raises(kind):
             ours.add_remote_agent(source.scheduler.address, [sealed_rank(changed)])
-    with pytest.raises(MetadataError):
+    with pytest.raises(MetadataError, match="are no rank metadata .*truncated"):
         ours.add_remote_agent(source.scheduler.address, [good[:-1]])
     assert loaded == []
     transfer(Pair(FULL, PLAIN, PLAIN, 8, source_blocks=((3,),), reader_blocks=((1,),)), source, reader)

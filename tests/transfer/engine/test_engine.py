@@ -320,7 +320,7 @@ def test_unknown_peers_are_refused(pair: Any, make_engine: Any):
     with pytest.raises(InvalidTransferError, match="expected a peer's metadata"):
         left.initiate_send_transfer("right", [0], [0], 0, 0)
     right.disconnect("left")
-    with pytest.raises(UnknownPeerError):
+    with pytest.raises(UnknownPeerError, match="engine 'right' is not connected to engine 'left'"):
         right.initiate_send_transfer(left.metadata, [0], [0], 0, 0)
     right.connect(left.metadata)
     works(left, right)
@@ -365,7 +365,7 @@ def test_both_sides_learn_of_the_end_once(pair: Any, until: Any):
         engine.cleanup_transfer(request)
         with pytest.raises(UnknownTransferError, match=request.transfer_name):
             engine.is_complete(request)
-        with pytest.raises(UnknownTransferError):
+        with pytest.raises(UnknownTransferError, match="cleaned up or given up"):
             engine.cleanup_transfer(request)
     assert right.completed_recv_transfers == {"left": {}}
 
@@ -398,7 +398,7 @@ def test_requests_of_others_are_refused(pair: Any):
     with pytest.raises(InvalidTransferError, match="replica of transfer"):
         right.is_complete(msgspec.structs.replace(request, src_replica_idx=4))
     never = msgspec.structs.replace(request, transfer_name=uuid.uuid4().hex)
-    with pytest.raises(UnknownTransferError):
+    with pytest.raises(UnknownTransferError, match="engine 'left' has no transfer"):
         left.is_complete(never)
     assert not right.is_complete(never)
     works(left, right)
@@ -515,7 +515,7 @@ def test_a_time_out_leaves_only_quarantine(pair: Any, monkeypatch: pytest.Monkey
     assert left.inflight_read_transfers == {}
     assert left.quarantined_pages(0) == {2, 3}
     assert left.suspect_peers == {"right"}
-    with pytest.raises(UnknownTransferError):
+    with pytest.raises(UnknownTransferError, match="engine 'left' has no transfer"):
         left.cleanup_transfer(request)
     monkeypatch.undo()
     until(lambda: right.poll() + left.poll() >= 0 and not left.quarantined_pages(0))
@@ -529,7 +529,7 @@ def test_a_time_out_on_the_passive_side_waits_for_the_last_notification(pair: An
     with pytest.raises(TransferTimeoutError, match="with peer 'left'"):
         right.sync_and_release(request, 0.02)
     assert right.quarantined_pages(0) == {2, 3}
-    with pytest.raises(UnknownTransferError):
+    with pytest.raises(UnknownTransferError, match="engine 'right': transfer .* was cleaned up or given up"):
         right.is_complete(request)
     with pytest.raises(InvalidTransferError, match=r"pages \[3\] of 'right' are in quarantine"):
         right.initiate_read_transfer(left.metadata, [0], [3], 0, 0)
@@ -575,7 +575,7 @@ def test_a_lost_peer_ends_its_own_transfers(pair: Any, monkeypatch: pytest.Monke
         right.initiate_read_transfer(left.metadata, [0], [0], 0, 0)
     with pytest.raises(PeerFailedError, match="cannot end, peer 'left' was lost"):
         right.sync_and_release(request)
-    with pytest.raises(UnknownTransferError):
+    with pytest.raises(UnknownTransferError, match="engine 'right': transfer .* was cleaned up or given up"):
         right.cleanup_transfer(request)
 
 
@@ -586,7 +586,7 @@ def test_abandoning_what_has_ended_holds_nothing(pair: Any, until: Any):
     for engine in (left, right):
         engine.abandon_transfer(request)
         assert engine.quarantined_pages(0) == frozenset()
-        with pytest.raises(UnknownTransferError):
+        with pytest.raises(UnknownTransferError, match="cleaned up or given up"):
             engine.abandon_transfer(request)
 
 

@@ -82,9 +82,9 @@ def test_every_changed_byte_is_found():
 def test_every_cut_is_found():
     data = encode(engine())
     for length in range(len(data)):
-        with pytest.raises(MetadataError):
+        with pytest.raises(MetadataError, match="are no engine metadata"):
             decode_metadata(data[:length])
-    with pytest.raises(MetadataError):
+    with pytest.raises(MetadataError, match="trailing characters"):
         decode_metadata(data + b"\0")
 
 

@@ -65,7 +65,7 @@ def test_what_the_system_refuses_is_an_os_error(io: NixlFileIO, memory: torch.Te
 
 
 def test_an_unknown_queue_is_refused(memory: torch.Tensor) -> None:
-    with pytest.raises((AgentError, OSError)):
+    with pytest.raises((AgentError, OSError), match="READ of 1 parts"):
         NixlFileIO([memory], "nothing").read(0, [memory.numpy()[0]], 0)
 
 

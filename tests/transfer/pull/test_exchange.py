@@ -127,7 +127,7 @@ def test_what_is_offered_goes_over_any_channel_and_comes_back_checked(side: Any)
     reader.manager.commit_import(context, pending, proof)
     assert reader.values(pending) == {MINE}
     for wrong in (offer._replace(address=""), offer._replace(lease=offer.lease._replace(lease_id=0))):
-        with pytest.raises(msgspec.ValidationError):
+        with pytest.raises(msgspec.ValidationError, match="Expected `(int|str)`"):
             msgspec.msgpack.decode(msgspec.msgpack.encode(wrong), type=Source)
 
 

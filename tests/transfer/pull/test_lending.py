@@ -370,7 +370,7 @@ def test_where_leases_or_pages_do_not_compare_the_reader_hears_why(side: Any) ->
     assert "cached here is no page" in asked(reader, plain, context, "plain").error
     wrong = PageDigests(PAGE_SIZE, "sha256", bytes(33))
     assert "33 bytes of digests" in asked(reader, source_of(side), context, "odd", wanted=wrong).error
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(InvalidRequestError, match="digests of 'mine': request_id is None"):
         reader.manager.contents.digests("mine")
 
 

@@ -352,12 +352,12 @@ def test_a_thread_that_dies_gives_nothing_back_before_it_is_closed(sides: tuple[
     thread._hand_over(die)
     thread._thread.join(10)
     for _ in range(2):
-        with pytest.raises(EngineClosedError):
+        with pytest.raises(EngineClosedError, match="the transfer thread died: .*says the test"):
             source.exchange.poll()
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(EngineClosedError, match="the transfer thread died: .*says the test"):
         source.exchange.revoke(offer, "over")
     source.compute("s", list(range(60, 62)))
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(EngineClosedError, match="the transfer thread died: .*says the test"):
         source.exchange.offer("s", 30.0)
     source.manager.release("s")
     assert words[offer.lease.slot] == offer.lease.lease_id  # a reader may still take the pages for good
@@ -615,5 +615,5 @@ def test_an_exchange_that_closes_in_the_midst_gives_the_pages_back_and_no_proof(
     assert reader.manager.num_free_blocks == 4
     reader.exchange.close()
     assert reader.idle
-    with pytest.raises(UnknownRequestError):
+    with pytest.raises(UnknownRequestError, match="request 'r': commit_import of a request that is not claimed"):
         reader.manager.commit_import(context, pending, None)

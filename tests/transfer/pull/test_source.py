@@ -80,7 +80,7 @@ def test_an_answer_that_was_changed_or_has_another_key_is_refused(key: bytes) ->
     ids=str,
 )
 def test_values_that_cannot_be_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(MetadataError) as raised:
+    with pytest.raises(MetadataError, match="are no pages of a lease") as raised:
         answered("request 'r'", WANTED, sealed_pages(msgspec.structs.replace(PAGES, **change), KEY), KEY)
     assert message in str(raised.value)
 

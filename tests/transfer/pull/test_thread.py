@@ -229,7 +229,7 @@ def test_a_failure_in_the_callers_thread_ends_the_engine_and_is_told_like_any(pa
     assert len(d.rung) > rings
     with pytest.raises(EngineClosedError, match="broken by the test"):
         d.thread.raise_failure()
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(EngineClosedError, match="the transfer thread died: .*broken by the test"):
         d.pull(p, 2)
 
 

@@ -68,5 +68,5 @@ def test_a_salt_may_be_any_text_that_json_can_hold() -> None:
 
 
 def test_what_is_no_token_is_refused() -> None:
-    with pytest.raises(OverflowError):
+    with pytest.raises(OverflowError, match="signed integer is greater than maximum"):
         Prompt([1 << 31]).digest(1)
