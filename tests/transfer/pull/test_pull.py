@@ -13,7 +13,7 @@ from transfer.memory import MemoryType
 from transfer.pull.lease import LeaseRef
 from transfer.pull.parts import Part
 from transfer.pull.pull import Puller
-from transfer.pull.pull_state import PullEvent, how_ended
+from transfer.pull.pull_state import PullEvent, PullTimes, how_ended
 from transfer.wire.messages import decode_note
 
 LEASE = LeaseRef(0xABCDEF, 2, 9.0)
@@ -914,3 +914,257 @@ def test_an_engine_that_failed_keeps_its_first_reason_and_a_renewal_comes_at_a_t
     other.now += 0.02
     other.polled()
     assert other.said("renew") == ["p/0", "p/1"]
+
+
+# ---- its times
+
+
+def test_a_time_that_ends_before_the_first_renewal_is_kept_at_once_and_on_the_way(rig: Rig) -> None:
+    rig.agent.auto = False
+    rig.open("opened", timeout_s=1.0)
+    one = Rig(ranks=1)
+    one.agent.auto = False
+    assert one.puller.pull_at_once("at once", one.engine, LEASE, 1.0, part()) is None
+    for each in (rig, one):
+        each.now += 0.99
+        assert each.polled() == []
+        each.now += 0.02
+        assert "timed out after 1.01 s" in each.polled()[0].error
+    assert "waiting for 1 READs" in one.puller.events[0].error
+
+
+def test_a_lease_is_renewed_each_third_of_its_time_and_never_for_a_pull_that_has_failed(rig: Rig) -> None:
+    rig.agent.auto = False
+    rig.open()
+    rig.add(part(0))
+    told: list[float] = []
+    for _ in range(40):
+        rig.now += 0.25
+        before = len(rig.said("renew"))
+        rig.polled()
+        if len(rig.said("renew")) > before:
+            told.append(rig.now - 50.0)
+    assert told == [3.0, 6.0, 9.0]
+    rig.puller.fail("r", "enough")
+    rig.now += 9.0
+    rig.polled()
+    assert len(rig.said("renew")) == 2 * len(told)
+
+
+def test_the_times_of_an_earlier_pull_of_a_name_are_not_the_next_one_s(rig: Rig) -> None:
+    rig.open()
+    rig.puller.fail("r", "over")
+    rig.polled()
+    rig.now += 2.5
+    rig.open()
+    rig.now += 1.0  # a third of the first one's time is over
+    rig.polled()
+    assert rig.said("renew") == []
+    rig.now += 2.0
+    rig.polled()
+    assert rig.said("renew") == ["p/0", "p/1"]
+
+
+def test_a_pull_that_is_timed_says_when_its_fence_was_posted_and_when_it_was_over(rig: Rig) -> None:
+    for timed in (True, False):
+        rig.puller.timed, rig.agent.auto = timed, False
+        rig.puller.events.clear()
+        rig.open()
+        rig.add(part(0))
+        rig.now += 1.0
+        rig.agent.end(len(rig.agent.posted) - 1)
+        rig.polled()
+        posted = rig.now
+        rig.now += 2.0
+        rig.agent.end(len(rig.agent.posted) - 1)
+        (event,) = rig.polled()
+        assert event.times == (PullTimes(posted, rig.now) if timed else None)
+
+
+# ---- what a fence has passed, and who is told
+
+
+def test_a_fence_marks_what_was_asked_for_before_it_and_is_not_posted_again_for_nothing(rig: Rig) -> None:
+    rig.agent.auto = False
+    rig.open()
+    rig.add(part(0), last=False)
+    rig.agent.end(0)
+    rig.polled()
+    assert len(rig.agent.posted) == 2
+    rig.add(part(0), last=False)  # while the fence of the first is on its way
+    rig.agent.end(1)
+    rig.polled()
+    assert rig.puller.passed("r") == 1
+    rig.agent.end(2)
+    rig.polled()
+    rig.agent.end(3)
+    rig.polled(10)
+    assert rig.puller.passed("r") == 2
+    assert len(rig.agent.posted) == 4, "all that came has passed, and nothing more is to be fenced"
+    assert not rig.puller.is_moving
+    rig.puller.fail("r", "enough")
+    assert rig.said("refused") == ["p/0", "p/1"], "who only served a mark has not been told that it is over"
+    assert rig.puller.events[-1] == PullEvent("r", "enough", safe=True, passed=2)
+    assert rig.puller.passed("r") == rig.puller.passed("nobody") == 0
+    assert rig.puller.withdraw("nobody", "never was") == (0, True)
+
+
+def test_a_mark_that_waits_for_a_word_is_posted_once_another_pull_gives_one_back() -> None:
+    rig = Rig(ranks=1, slots=1)
+    rig.agent.auto = False
+    rig.open("a")
+    rig.add(part(), key="a")
+    rig.open("b")
+    rig.add(part(), key="b", last=False)
+    rig.agent.end(0)
+    rig.agent.end(1)
+    rig.polled()
+    assert len(rig.agent.posted) == 3
+    rig.agent.end(2)
+    rig.polled()
+    assert len(rig.agent.posted) == 4
+    rig.agent.end(3)
+    rig.polled()
+    assert rig.puller.passed("b") == 1
+
+
+def test_a_word_that_is_there_before_its_read_is_known_to_have_ended_does_not_end_the_pull() -> None:
+    """NIXL still has the handle: its slot is not another's before that is released."""
+    rig = Rig(ranks=1)
+    rig.agent.auto, rig.agent.at_once = False, {0}
+    read_word = rig.agent.read_word
+
+    def at_once(peer: str, local: int, remote: int, note: bytes) -> int | None:
+        handle = read_word(peer, local, remote, note)
+        rig.puller.words[(local - rig.puller.words.ctypes.data) // 8] = LEASE.lease_id
+        return handle
+
+    rig.agent.read_word = at_once  # type: ignore[method-assign]
+    assert rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()) is None
+    assert rig.polled() == []
+    assert len(rig.puller._free) == 7
+    rig.agent.end(1)
+    assert rig.polled() == [OK]
+    assert rig.agent.posted[1]["released"] == 1
+    assert len(rig.puller._free) == 8
+
+
+def test_a_part_of_a_pull_at_once_is_settled_when_its_read_has_ended_and_not_when_the_pull_fails() -> None:
+    settled: list[int] = []
+
+    class Slab(Part):
+        def settle(self) -> None:
+            settled.append(self.rank)
+
+    rig = Rig(ranks=1)
+    rig.agent.auto = False
+    rows = np.ones((2, 3), np.uint64)
+    assert rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, Slab(0, rows, rows, 100)) is None
+    rig.puller.fail("r", "enough")
+    rig.puller.fail("r", "once more")
+    assert settled == []
+    assert [(event.error, event.safe) for event in rig.polled()] == [("enough", False)]
+    for number in range(len(rig.agent.posted)):
+        rig.agent.end(number)
+    assert [(event.error, event.safe) for event in rig.polled()] == [("enough", False), ("enough", True)]
+    assert settled == [0]
+
+
+def test_nothing_can_be_added_to_what_has_failed_and_is_in_flight_still(rig: Rig) -> None:
+    rig.agent.auto = False
+    rig.open()
+    rig.add(part(0), last=False)
+    rig.puller.fail("r", "the source is stuck")
+    with pytest.raises(PullFailedError, match="the source is stuck"):
+        rig.add(part(0))
+    assert len(rig.agent.posted) == 1
+
+
+def test_a_note_that_cannot_be_sent_costs_nobody_anything(rig: Rig) -> None:
+    def lost(*_: object) -> None:
+        raise AgentError("no such peer")
+
+    rig.agent.notify = lost  # type: ignore[method-assign]
+    rig.open()
+    rig.add(part(0))  # the other rank is to be told on its own
+    assert rig.polled() == [OK]
+    rig.open("s")
+    rig.now += LEASE.duration_s / 3 + 0.01
+    rig.polled()
+    rig.puller.fail("s", "enough")
+    assert rig.puller.events[-1] == PullEvent("s", "enough", safe=True)
+
+
+def test_figures_of_a_part_in_several_transfers_are_of_the_part(rig: Rig) -> None:
+    rig.open()
+    asked = long_part(40, lambda: None)
+    rig.add(asked, part(1, runs=3))
+    assert rig.polled(10) == [OK]
+    (figures,) = rig.puller.ended
+    assert (figures.num_runs, figures.num_bytes) == (43, asked.num_bytes + 100)
+
+
+def test_what_arrived_asks_for_more_and_that_is_posted_in_the_same_poll(rig: Rig) -> None:
+    rig.agent.auto = False
+    rig.open()
+    rig.add(part(0, arrived=lambda: part(1)))
+    rig.agent.end(0)
+    rig.puller.poll()
+    assert [one["peer"] for one in rig.agent.posted] == ["p/0", "p/1"]
+
+
+# ---- sources that are gone
+
+
+def test_of_several_pulls_that_lose_their_source_the_first_says_why(rig: Rig) -> None:
+    rig.agent.auto = False
+    rig.open()
+    rig.open("s")
+    rig.add(part(0))
+    rig.add(part(0), key="s")
+    rig.agent.end(0, "ERR")
+    rig.polled()
+    rig.engine.failure = "as was said first"
+    rig.agent.end(1, "ERR")
+    rig.polled()
+    assert rig.engine.failure == "as was said first"
+
+
+@pytest.mark.parametrize("failure", ["", "its process is gone"])
+def test_an_abandoned_engine_s_pulls_say_why_and_its_words_and_its_thread_are_free(failure: str) -> None:
+    rig = Rig()
+    rig.agent.auto = False
+    rig.engine.failure = ""
+    rig.open()
+    rig.add(long_part(1000))
+    rig.open("s")
+    rig.add(part(0), part(1), key="s")
+    for number in range(len(rig.agent.posted) - 2, len(rig.agent.posted)):
+        rig.agent.end(number)
+    rig.polled()
+    assert rig.puller._behind, "NIXL's thread copies some of it"
+    assert sorted(rig.puller._free) != [*range(8)]
+    rig.engine.failure = failure
+    rig.puller.conclude(rig.puller.abandon(rig.engine))
+    assert {event.error for event in rig.puller.events} == {failure or "given up"}
+    assert sorted(rig.puller._free) == [*range(8)]
+    assert not rig.puller._behind
+    assert not rig.puller.is_moving
+
+
+def test_an_engine_is_in_use_while_something_of_it_moves_and_for_a_second_after_a_word_to_it(rig: Rig) -> None:
+    rig.agent.auto = False
+    assert rig.puller.engines_in_use() == set()
+    rig.open()
+    rig.add(part(0))
+    rig.now += 2.0
+    assert rig.puller.engines_in_use() == {rig.engine}
+    assert rig.puller.is_moving
+    rig.agent.auto = True
+    rig.polled()
+    assert not rig.puller.is_moving
+    assert rig.puller.engines_in_use() == {rig.engine}, "the rank that was not read was told just now"
+    rig.now += 0.99
+    assert rig.puller.engines_in_use() == {rig.engine}
+    rig.now += 0.02
+    assert rig.puller.engines_in_use() == set()
