@@ -10,7 +10,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.pool.index import Change, PrefixIndex
+from kvcache.pool.index import Digests, PrefixIndex
+from kvcache.pool.journal import Indices, PageReader
 
 HOST, FILES = -1, -2
 """Sources that all ranks share. Of several block tables each is a source: of replicas and of these the number of one,
@@ -37,6 +38,11 @@ Described = tuple[Sequence[Hashed], Ints, Ints, PageTokens]
 The other thread may read it at once. A plain tuple: an object with names takes the loop longer than all else that it
 writes down.
 """
+Change = tuple[int | Indices, bool, Digests | int]
+"""Of the source of this number pages have come (True) or gone: their digests; of one page that went the last word.
+
+Where the pages of several block tables are in one index a number of each page.
+"""
 Entry = Change | Described | None
 """A change of an index; pages, described before they come; or the end of a call: what it described has come by then."""
 
@@ -51,10 +57,10 @@ class EventLog:
 
     def watch(self, index: PrefixIndex, source: int) -> None:
         """Write down every change of the index from now on; what is in it by now has come now."""
-        index.log, index.number = self.entries.append, source
-        if (there := np.flatnonzero(index.published).astype(np.int32)).size:
-            number = source if index.tables is None else source + index.tables[there]
-            self.entries.append((number, True, index.digests_of(there)))
+        changes = IndexChanges(self.entries, index, source)
+        index.journal.read(changes)
+        if (there := np.flatnonzero(index.published)).size:
+            changes.changed(there, come=True, digests=index.digests_of(there))
 
     def end_call(self) -> None:
         """A call of the manager is at its end."""
@@ -62,3 +68,14 @@ class EventLog:
         entries.append(None)
         if len(entries) > MOST_ENTRIES and self.full is not None:
             self.full()
+
+
+class IndexChanges(PageReader):
+    """Writes down what changes of one index, which is the `source` of this number."""
+
+    def __init__(self, entries: deque[Entry], index: PrefixIndex, source: int) -> None:
+        self._append, self._index, self._source = entries.append, index, source
+
+    def changed(self, pages: Indices | int, come: bool, digests: Digests | int) -> None:
+        tables = self._index.tables
+        self._append((self._source if tables is None else self._source + tables[pages], come, digests))

@@ -256,7 +256,6 @@ class _Worker:
         with self._applying:
             self._untold += self._apply(self._take(len(self._log.entries)))
             for number, index in indexes.items():
-                index.log, index.number = self._log.entries.append, number
                 pages = np.flatnonzero(index.published).astype(np.int32)
                 digests, of = index.digests_of(pages), index.tables_of(pages)
                 for table in range(1 if of is None else tables):

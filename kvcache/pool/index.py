@@ -6,21 +6,15 @@ linked both ways, and the heads of the buckets are links as any other: so many r
 following the chains of a full pool takes a dozen for each page that one of them is long.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
+from kvcache.pool.journal import Journal
 
 Pages = NDArray[np.int32]
 Digests = NDArray[np.uint64]
 Buckets = NDArray[np.intp]
-Change = tuple[int | Buckets, bool, Digests | int]
-"""Of the index of this number pages have come (True) or gone: their digests; of one page that went the last word.
-
-Where the pages of several block tables are in one index a number of each page.
-"""
 
 NO_PAGE = 0  # the null page is never published
 _FEW = 16  # chains that are followed one by one
@@ -49,8 +43,7 @@ class PrefixIndex:
         self._linked[self._first :] = True
         self.published = self._linked[: self._first]  # the same memory
         self.generation = 0  # counts the changes: a match made at the same generation still stands
-        self.log: Callable[[Change], None] | None = None  # told of each change, with the number of this index
-        self.number = 0
+        self.journal = Journal()  # of the pool
         self.tables: Buckets | None = None  # by page what is added to it, its block table; None: there is one
 
     def find(self, digests: Digests) -> Pages:
@@ -86,7 +79,10 @@ class PrefixIndex:
         if not pages.size:
             return
         at = pages.astype(INDEX)
-        self._changed(at, False, self.digests_of(at) if self.log is not None else None)
+        self._changed(at, False, self.digests_of(at) if self.journal.changed else None)
+        self._unlink_pages(at)
+
+    def _unlink_pages(self, at: Buckets) -> None:
         before = self._before[at]
         # A page behind one that goes, too, waits for it: each of the two would rewrite a link that the other has read.
         while (first := np.count_nonzero(linked := self._linked[link := before.astype(INDEX)])) < len(link):
@@ -105,13 +101,12 @@ class PrefixIndex:
 
     def rename(self, pages: Pages, others: Pages) -> None:
         """What is found in published `pages` is found in `others` from now on: nothing has come or gone."""
-        log, self.log = self.log, None
-        try:
-            digests = self.digests_of(pages)
-            self.withdraw(pages)
-            self.publish(others, digests)
-        finally:
-            self.log = log
+        self._digests[others] = digests = self.digests_of(pages)
+        self.published[pages] = False
+        self.generation += 1
+        self._unlink_pages(pages.astype(INDEX))
+        self.published[others] = True
+        self._link(others, self._buckets(digests))
 
     def withdraw_one(self, page: int) -> None:
         """`withdraw` for one page: a fifth of the cost."""
@@ -242,13 +237,13 @@ class PrefixIndex:
                 return
             at, pages, buckets = at[lost], pages[lost], buckets[lost]
 
-    def _changed(self, pages: Pages | Buckets | int, come: bool, digests: Digests | None = None) -> None:
-        """These pages are published by now, or not any more. Nothing else says so: who follows the log misses none."""
+    def _changed(self, pages: Buckets | int, come: bool, digests: Digests | None = None) -> None:
+        """These pages are published by now, or not any more. Nothing else says so: who reads this misses none."""
         self.published[pages] = come
         self.generation += 1
-        if (log := self.log) is not None:
-            number = self.number if self.tables is None else self.number + self.tables[pages]
-            log((number, come, self._digests.item(pages, -1) if digests is None else digests))
+        if told := self.journal.changed:
+            for tell in told:
+                tell(pages, come, self._digests.item(pages, -1) if digests is None else digests)
 
     def _unlink(self, at: Buckets, before: Pages, link: Buckets) -> None:
         """Take `at` out of their chains; `before` is the link of each that names it, and so is `link`, as an index."""

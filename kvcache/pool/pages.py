@@ -12,20 +12,16 @@ A page is in exactly one state:
 A page with a writer (a transfer that may still put bytes there) is neither fresh nor idle, whoever held it.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
-from kvcache.eviction_order import EvictionOrder, Pages
+from kvcache.eviction_order import BY_TURN, EvictionOrder, Pages
 from kvcache.pool.index import INDEX, NO_PAGE, PrefixIndex
+from kvcache.pool.journal import BY_RESET
 from kvcache.pool.lru_order import LruOrder
 
 _ONE = np.array(1, np.int32)  # numpy takes twice as long for a number of Python's
-PageNews = Callable[[str, Pages, NDArray[Any] | None], None]
-"""What happened to pages, and of each why it was evicted, or which page comes before it where it was published."""
 
 
 class PagePool:
@@ -49,10 +45,7 @@ class PagePool:
         self._fresh = np.arange(num_pages, 0, -1, dtype=np.int32)
         self._fresh_count = num_pages
         self.evictions = 0
-        # Called with evicted pages before they are handed out: their content is there for the last time.
-        self.guard: Callable[[Pages], None] | None = None
-        # PageNews of pages that were evicted, forgotten, published or found, while somebody watches.
-        self.told: PageNews | None = None
+        self.journal = self.index.journal
 
     @property
     def free_count(self) -> int:
@@ -71,17 +64,14 @@ class PagePool:
         self._fresh_count -= fresh
         pages = self._fresh[self._fresh_count : self._fresh_count + fresh]
         if fresh < count:
-            if (told := self.told) is None:
-                evicted = self.idle.pop(count - fresh)
-            else:
-                evicted, reasons = self.idle.pop_explained(count - fresh)
-                told("evicted", evicted, reasons)
+            told = self.journal
+            evicted = self._pop_and_tell(count - fresh) if told.gone else self.idle.pop(count - fresh)
             ascending = evicted.copy()
             ascending.sort()  # what is known of neighbours is in the same cache line
             self.index.withdraw(ascending)
             self.evictions += len(evicted)
-            if self.guard is not None:
-                self.guard(evicted)
+            for save in told.going:
+                save(evicted)
             pages = np.sort(np.concatenate((pages, evicted))) if fresh else ascending
         else:
             pages = pages.copy()
@@ -95,16 +85,13 @@ class PagePool:
             self._fresh_count -= 1
             page = int(self._fresh[self._fresh_count])
         else:
-            if (told := self.told) is None:
-                page = self.idle.pop_one()
-            else:
-                evicted, reasons = self.idle.pop_explained(1)
-                told("evicted", evicted, reasons)
-                page = int(evicted[0])
+            told = self.journal
+            page = int(self._pop_and_tell(1)[0]) if told.gone else self.idle.pop_one()
             self.index.withdraw_one(page)
             self.evictions += 1
-            if self.guard is not None:
-                self.guard(np.array([page], np.int32))
+            if told.going:
+                for save in told.going:
+                    save(np.array([page], np.int32))
         self.holders[page] = 1
         return page
 
@@ -171,8 +158,8 @@ class PagePool:
         """Withdraw every idle page from the index; returns how many."""
         pages = self.idle.pop(self.idle.count)
         self.index.withdraw(pages)
-        if (told := self.told) is not None:
-            told("reset", pages, None)
+        for tell in self.journal.gone:
+            tell(pages, BY_RESET)
         self._push_fresh(pages[::-1])
         return len(pages)
 
@@ -214,6 +201,13 @@ class PagePool:
         self.idle.mend(idle)
         self._fresh_count = 0
         self._push_fresh(fresh[::-1])
+
+    def _pop_and_tell(self, count: int) -> Pages:
+        """The next pages of the order; whoever asks is told why they go."""
+        pages, reasons = self.idle.pop_explained(count)
+        for tell in self.journal.gone:
+            tell(pages, BY_TURN if reasons is None else reasons)
+        return pages
 
     def _unused(self, pages: Pages) -> NDArray[np.bool_]:
         at = pages.astype(INDEX)

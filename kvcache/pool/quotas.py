@@ -7,7 +7,7 @@ Where slabs of pages hold something that is cached, too, each counts as all its 
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -203,12 +203,10 @@ class SlabQuotas:
 
 
 class QuotaOrder(EvictionOrder):
-    """Another `order`, before whose pages those go that are above the `quotas`. Tells `on_surplus` of each of these."""
+    """Another `order`, before whose pages those go that are above the `quotas`."""
 
-    def __init__(
-        self, order: EvictionOrder, quotas: TenantQuotas | SlabQuotas, on_surplus: Callable[[Pages], None] | None = None
-    ) -> None:
-        self._order, self._quotas, self._on_surplus = order, quotas, on_surplus
+    def __init__(self, order: EvictionOrder, quotas: TenantQuotas | SlabQuotas) -> None:
+        self._order, self._quotas = order, quotas
         self.count = order.count
 
     def own(self, pages: Pages, salt: str | None) -> None:
@@ -293,8 +291,6 @@ class QuotaOrder(EvictionOrder):
             self._order.remove(surplus)
             self.forget(surplus)
             self.count = self._order.count
-            if self._on_surplus is not None:
-                self._on_surplus(surplus)
         return surplus
 
     def _with(self, surplus: Pages, rest: Pages) -> Pages:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
-from kvcache.eviction_order import EvictionOrder, Indices, Pages
+from kvcache.eviction_order import BY_QUOTA, BY_TURN, EvictionOrder, Indices, Pages
 from kvcache.pool.pages import PagePool
 
 _HELD = 1 << 62
@@ -286,8 +286,8 @@ class SlabPool(PagePool):
         self.holders[pages[self.holders[pages] == 0]] = 1
         self.taken[slab] = True
         if held.size and self.moves is not None:
-            if self.guard is not None:  # whoever is to copy them knows them by where they lie
-                self.guard(held)
+            for save in self.journal.going:  # whoever is to copy them knows them by where they lie
+                save(held)
             targets = self.allocate(len(held))
             self.holders[targets] = self.holders[held]
             self.moves.move(held, targets)
@@ -308,19 +308,19 @@ class SlabPool(PagePool):
         evicted = False
         while self.idle.due():
             pages = self.idle.pop(1)
-            self._drop(pages)
+            self._drop(pages, BY_QUOTA)
             self._push_fresh(pages)
             evicted = True
         return evicted
 
-    def _drop(self, pages: Pages) -> None:
+    def _drop(self, pages: Pages, why: int = BY_TURN) -> None:
         """These left the order: they are found no more."""
         self.index.withdraw(pages)
         self.evictions += len(pages)
-        if (told := self.told) is not None:
-            told("evicted", pages, None)
-        if self.guard is not None:
-            self.guard(pages)
+        for save in self.journal.going:
+            save(pages)
+        for tell in self.journal.gone:
+            tell(pages, why)
 
     def _pages_of(self, slab: int) -> Pages:
         return np.arange(slab * self.slab_pages, (slab + 1) * self.slab_pages, dtype=np.int32)

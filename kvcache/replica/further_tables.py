@@ -12,7 +12,7 @@ chunk; the first table has them for all known tokens.
 Where a request is leased, what its readers were told of a window passes to the leases when it falls out.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -52,8 +52,6 @@ class FurtherTables:
         further = tables.tables[1:]
         self.count = len(further)
         self.kinds = tables.kinds[1:]
-        # Told of pages that are published here, with their digests, to copy them below.
-        self.published: Callable[[Pages, Digests], None] | None = None
         self.slid = 0  # pages that requests gave back because no later query sees them
         self._pool, self._rows, self._leases, self._caching = pool, rows, leases, caching
         self._page_size = rows.page_size
@@ -67,8 +65,6 @@ class FurtherTables:
         self.table = rows.further
         self.firsts = np.zeros((len(self._groups), len(rows.request_ids)), np.int64)  # the first column with a page
         self.ends = np.zeros(len(rows.request_ids), np.int64)  # the column after the last one
-        # Told of the pages that fall out of rows' windows, and of each whose it was, before nobody holds them.
-        self.leaving: Callable[[Ints, Pages], None] | None = None
         self._numbers = pool.index.tables = np.zeros(len(pool.index.published), np.intp)
         self._mixed = np.array([number * _MIX % (1 << 64) for number in range(1, self.count + 1)], np.uint64)
 
@@ -197,8 +193,8 @@ class FurtherTables:
             self.table[tables, row, found - pages.shape[1] : found] = pages
         self.firsts[:, row] = plan.firsts
         self.slid += len(plan.leaving)
-        if self.leaving is not None:
-            self.leaving(np.full(len(plan.leaving), row), plan.leaving)
+        for tell in self._pool.journal.left:
+            tell(np.full(len(plan.leaving), row), plan.leaving)
         self._pool.release(plan.leaving)
 
     def take(self, row: int, plan: FurtherPlan) -> None:
@@ -253,8 +249,8 @@ class FurtherTables:
                     self._leases.replace(row, column, own[one : one + 1], int(told[row]))
             self._pool.release(own[shared])
             own, mixed = own[~shared], mixed[~shared]
-        if self.published is not None:
-            self.published(own, mixed)
+        for tell in self._pool.journal.came:
+            tell(own, mixed)
 
     def fork(self, parent: int, row: int, full: int, end: int) -> list[tuple[int, int]]:
         """Let `row` share the first `full` pages, and have pages up to `end`; each page after these, and its twin."""
@@ -413,8 +409,8 @@ class FurtherTables:
         if found:
             at, columns, of_table, pages = (np.concatenate(part) for part in zip(*found, strict=True))
             self.slid += len(pages)
-            if self.leaving is not None:
-                self.leaving(rows[-at], pages)
+            for tell in self._pool.journal.left:
+                tell(rows[-at], pages)
             self._pool.release_each(pages[np.lexsort((of_table, columns, at))])
 
     def _for_readers(

@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from kvcache.eviction_order import BY_QUOTA, Reasons
 from kvcache.params import KVCacheParams
 from kvcache.pool.baselines import HintedBaseline, HintShare, LruBaseline, Words
 from kvcache.pool.hinted_order import HintedOrder
+from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
 from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 from kvcache.replica.context import Context, HasherOfRow
@@ -20,7 +22,7 @@ _NO_COLUMNS: Ints = np.zeros(0, np.int64)
 _NO_PAGES: Pages = np.zeros(0, np.int32)
 
 
-class ReplicaHints:
+class ReplicaHints(PageReader):
     """The hints and quotas of one replica.
 
     Until a request brings a hint there is nothing but the plain LRU order, and no baseline beside it. The first one
@@ -60,19 +62,21 @@ class ReplicaHints:
         if caching and (params.tenant_quota < 1.0 or params.tenant_quotas):
             self._quotas = TenantQuotas(pool.num_pages, params.tenant_quota, params.tenant_quotas)
             order = pool.idle if self._has_own else HintedOrder(pool.num_pages, pool.idle)
-            pool.follow(QuotaOrder(order, self._quotas, self._forget_pages))
+            pool.follow(QuotaOrder(order, self._quotas))
+            pool.journal.read(self)
 
     def follow(self, further: FurtherTables) -> None:
         """Hints and quotas hold for these tables' pages, too."""
-        self._further, quotas = further, self._quotas
-        if quotas is None:
-            return
+        self._further = further
 
-        def own(rows: Ints, pages: Pages) -> None:
-            for row in set(rows.tolist()):
-                quotas.own(pages[rows == row], self._salt_of(row))
+    def left(self, rows: Ints, pages: Pages) -> None:
+        for row in set(rows.tolist()):
+            self._pool.idle.own(pages[rows == row], self._salt_of(row))
 
-        further.leaving = own
+    def gone(self, pages: Pages, why: Reasons | int) -> None:
+        """What went by a tenant's quota, plain LRU would have gone on to hold for nobody: the baselines forget it."""
+        if self._baselines:
+            self._forget(self._pool.index.words_of(pages[np.broadcast_to(why == BY_QUOTA, len(pages))]))
 
     def follow_states(self, states: HintedStates) -> None:
         """Hints and quotas hold for these states, too."""
@@ -209,9 +213,6 @@ class ReplicaHints:
         last = (int(self._rows.prompt[row]) - 1) // self._rows.page_size
         if computed < last:
             self._forget(self._hasher_of(row, context).digests(context.tokens, computed, last)[:, 0])
-
-    def _forget_pages(self, pages: Pages) -> None:
-        self._forget(self._pool.index.words_of(pages))
 
     def _forget(self, words: Words) -> None:
         for baseline in self._baselines:

@@ -87,9 +87,6 @@ class PagesBelow:
         Whatever reads them from now on reads what lay below.
         """
 
-    def published(self, pages: Pages, digests: Digests) -> None:
-        """`pages` were published just now: they are to be copied."""
-
     def find(self, row: int, context: Context, first: int, hasher_of: HasherOfRow, *, wait: bool) -> Slots:  # noqa: ARG002 - as above
         """The slots that hold the row's context from page `first` on, without a gap; what was restored before arrives.
 

@@ -56,7 +56,8 @@ class PeerCopies:
         self._copy(replica_idx, runs, absent, brought)
         mine.pool.index.publish(brought, names)
         mine.pool.release(wanted)
-        mine.tier.published(brought, names)
+        for tell in mine.pool.journal.came:
+            tell(brought, names)
         mine.hints.brought(digests[:, 0])
         self.copied += len(brought)
 
@@ -90,7 +91,8 @@ class PeerCopies:
         mine.pool.index.publish(brought, names)
         mine.pool.release(brought)
         mine.pool.release(wanted.here)
-        mine.tier.published(brought, names)
+        for tell in mine.pool.journal.came:
+            tell(brought, names)
         mine.hints.brought(digests[: wanted.pages, 0])
         self.copied += len(brought)
 

@@ -519,8 +519,8 @@ class Replica:
                 self.pool.release(plan.replaced)
             rows.write(row, plan.first, plan.hits)
             rows.commit(row, plan.first + len(plan.hits))
-            if (watched := self.pool.told) is not None:
-                watched("found", plan.hits, None)
+            for tell in self.pool.journal.found:
+                tell(plan.hits)
         if plan.new == 1:  # all was found but the end: a third of the cost
             rows.append_one(row, self.pool.allocate_one())
         elif plan.new:
@@ -549,6 +549,7 @@ class Replica:
             self.hints.share_pages(rows[duplicate])
             own, digests = own[~duplicate], digests[~duplicate]
             rows, columns = rows[~duplicate], columns[~duplicate]
-        self.tier.published(own, digests)
-        if (watched := self.pool.told) is not None:
-            watched("published", own, np.where(columns > 0, self.rows.table[rows, columns - 1], 0))
+        for tell in self.pool.journal.came:
+            tell(own, digests)
+        for tell in self.pool.journal.followed:
+            tell(own, np.where(columns > 0, self.rows.table[rows, columns - 1], NO_PAGE))

@@ -174,12 +174,12 @@ class StateMemory:
     def _keep_below(self, copy: int, digest: Digests) -> None:
         """The copy of this digest, `NO_PAGE` for none, stays: it is to be kept below, too."""
         if self.below is not None and copy != NO_PAGE:
-            self.below.published(one_page(copy), digest)
+            self.below.came(one_page(copy), digest)
 
     def _spare(self, copies: NDArray[np.int32]) -> None:
         """What is to be copied down from these is copied now: they are about to be written over."""
-        if self._pool.guard is not None:
-            self._pool.guard(copies)
+        for save in self._pool.journal.going:
+            save(copies)
 
     def _reset(self, page: int) -> None:
         for tensor in chain.from_iterable(self.blocks):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvcache.copies import CopyMark, PageMover
 from kvcache.pool.index import NO_PAGE, Digests
+from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
 from kvcache.replica.context import Context, HasherOfRow
 from kvcache.replica.hashing import PrefixHasher
@@ -96,10 +97,11 @@ class LowerTier(Protocol):
     def held_slots(self) -> list[Slots]: ...
 
 
-class ReplicaTier(PagesBelow):
+class ReplicaTier(PagesBelow, PageReader):
     """One replica's side of the host tier: what is to be copied there, and what is on its way back.
 
-    What a replica calls, `PagesBelow` says.
+    What a replica calls, `PagesBelow` says. Of the pool's journal it reads which pages are to be copied, and when that
+    can wait no longer.
     """
 
     keeps = True
@@ -124,11 +126,12 @@ class ReplicaTier(PagesBelow):
         self.stores: deque[HostStore] = deque()  # copies that are begun and not over, oldest first
         self.stored = self.loaded = 0  # pages so far
         self.brought_at_once = max(1, _BROUGHT_BYTES // sum(memory.shape[1] for memory in host.memory))
-        pool.guard = self.keep
+        pool.journal.read(self, saves=True)
 
     # ---- to the host
 
-    def published(self, pages: Pages, digests: Digests) -> None:
+    def came(self, pages: Pages, digests: Digests) -> None:
+        """`pages` are to be copied."""
         new = ~self.storing[pages]  # a fork publishes again what it shares
         if not new.all():
             pages, digests = pages[new], digests[new]
@@ -159,8 +162,8 @@ class ReplicaTier(PagesBelow):
         self._pass_uses()
         return len(pages)
 
-    def keep(self, pages: Pages) -> None:
-        """`pages` are about to be given away: what is still to be copied of them is copied now."""
+    def going(self, pages: Pages) -> None:
+        """What is still to be copied of `pages` is copied now."""
         while self.storing[pages].any():
             if self.stores:
                 self._await_stores()  # copies that run beside us, on their way since an earlier step

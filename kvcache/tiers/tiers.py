@@ -249,7 +249,6 @@ def make_tiers(
     for place, tier in zip(placed, tiers, strict=True):
         place.replica.tier = tier
         if place.replica.further is not None:
-            place.replica.further.published = tier.published
             tier.every = place.replica.further.every if params.object_tier_io is not None else None
     files = _make_file_tier(params, layouts, host, tables)
     return Tiers(host, tiers, files, _make_object_tier(params, layouts, host, tables))

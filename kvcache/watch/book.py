@@ -49,7 +49,6 @@ class PoolBook:
 
     def take(self, evictions: EvictionBook) -> None:
         """Apply what the loop has written down."""
-        self.log.begin()
         for _ in range(0, len(self.log), _AT_ONCE):
             entries = self.log.take(_AT_ONCE)
             evictions.apply(self.name, entries)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.eviction_order import Pages, Reasons
+from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
 from kvcache.watched import EvictionRow, TreeRow
 
@@ -20,11 +22,11 @@ _SHOWN = 32
 _SPREAD_S = 0.25  # evictions of one reason within this time are shown as one
 _PUBLISHED = -1  # in place of the number of an eviction
 _NO_WORDS = np.zeros(0, np.uint64)
-REASONS = ("LRU", "hint", "quota", "reset")  # the first three by the numbers of `kvcache.eviction_order`
+REASONS = ("LRU", "hint", "quota", "reset")  # by their numbers in the journal
 
 
 class PoolEntry(NamedTuple):
-    """Something that happened to pages, whose content `words` name; `more` is as `pool.pages.PageNews` has it.
+    """Something that happened to pages, whose content `words` name: `more` is why they went, or what they follow.
 
     Of pages that were found there are no words: nobody asks.
     """
@@ -32,12 +34,12 @@ class PoolEntry(NamedTuple):
     what: str
     at: float
     pages: NDArray[np.int32]
-    more: NDArray[Any] | None
+    more: NDArray[Any]
     words: Words
 
 
-class PoolLog:
-    """What the loop calls: it appends, and nothing else."""
+class PoolLog(PageReader):
+    """What the loop writes down of a pool: it appends, and nothing else."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -45,10 +47,10 @@ class PoolLog:
 
     def begin(self) -> None:
         """Have everything written down from now on."""
-        self._pool.told = self._note
+        self._pool.journal.read(self)
 
     def end(self) -> None:
-        self._pool.told = None
+        self._pool.journal.end(self)
         self._entries.clear()
 
     def take(self, most: int) -> list[PoolEntry]:
@@ -58,10 +60,16 @@ class PoolLog:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def _note(self, what: str, pages: NDArray[np.int32], more: NDArray[Any] | None) -> None:
+    def found(self, pages: Pages) -> None:
+        self._entries.append(PoolEntry("found", time.monotonic(), pages, _NO_WORDS, _NO_WORDS))
+
+    def followed(self, pages: Pages, parents: Pages) -> None:
+        self._entries.append(PoolEntry("published", time.monotonic(), pages, parents, self._pool.index.words_of(pages)))
+
+    def gone(self, pages: Pages, why: Reasons | int) -> None:
         # An evicted page keeps its digest until it is published again.
-        words = _NO_WORDS if what == "found" else self._pool.index.words_of(pages)
-        self._entries.append(PoolEntry(what, time.monotonic(), pages, more, words))
+        words = self._pool.index.words_of(pages)
+        self._entries.append(PoolEntry("gone", time.monotonic(), pages, np.asarray(why), words))
 
 
 @dataclass(slots=True)
@@ -164,9 +172,7 @@ def _by_reason(entry: PoolEntry) -> list[tuple[str, Words]]:
     """The words of what was evicted, by the reason; nearly always there is one."""
     if not entry.words.size:
         return []
-    if entry.what == "reset" or entry.more is None:
-        return [("reset" if entry.what == "reset" else "LRU", entry.words)]
-    codes = set(entry.more.tolist())
+    codes = set(entry.more.reshape(-1).tolist())
     if len(codes) == 1:
         return [(REASONS[codes.pop()], entry.words)]
     return [(REASONS[code], entry.words[entry.more == code]) for code in codes]
@@ -199,7 +205,7 @@ class PrefixTree:
             if entry.what == "found":
                 found.append(entry.pages)
                 found_at.append(self._clock)
-            elif entry.what == "published" and entry.more is not None:
+            elif entry.what == "published":
                 self._clock += 1
                 pages.append(entry.pages)
                 parents.append(entry.more)

@@ -195,10 +195,12 @@ class PagewireCache(BasePrefixCache):
         new = ~duplicate
         new[:protected] = False
         record_stored(self._events, req, hashed.tokens, digests, new)
-        if (told := self.pool.told) is not None:
-            if protected and not req.kv.cache_inserted_len:
-                told("found", kept[:protected], None)
-            told("published", kept[new], np.concatenate((kept[:1] * 0, kept[:-1]))[new])
+        journal = self.pool.journal
+        if protected and not req.kv.cache_inserted_len:
+            for tell in journal.found:
+                tell(kept[:protected])
+        for tell in journal.followed:
+            tell(kept[new], np.concatenate((kept[:1] * 0, kept[:-1]))[new])
         if duplicate.any():
             self.req_to_token_pool.write((req.kv.req_pool_idx, slice(0, len(kept) * self.page_size)), self._slots(kept))
             self._give_back(own[duplicate])

@@ -199,7 +199,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a batch hands over a wrong token": (Batch, "catch_up", drops_a_token),
     "free pages of a hit count as free": (PagePool, "would_be_taken", hits_free_pages_twice),
     "a restored page is read before it is there": (ReplicaTier, "arrive", arrives_without_a_copy),
-    "an evicted page is not copied first": (ReplicaTier, "keep", evicts_without_a_copy),
+    "an evicted page is not copied first": (ReplicaTier, "going", evicts_without_a_copy),
     "another page is copied to the host": (PageMover, "store", copies_another_page),
     "a slot that is to be restored may be evicted": (ReplicaTier, "hold", holds_no_slot),
     "a page is found before it has arrived": (ReplicaTier, "restore", found_before_it_arrived),

@@ -94,7 +94,7 @@ HANDWRITTEN: tuple[Module, ...] = (
         [
             Mutation("FurtherTables._longest", "fits &= last_missing", "fits = last_missing"),
             Mutation("FurtherTables._mix", "^= self._mixed[tables, None]", "^= self._mixed[:1, None]"),
-            Mutation("FurtherTables._slide", "self.leaving(rows[-at], pages)", "self.leaving(rows[at], pages)"),
+            Mutation("FurtherTables._slide", "tell(rows[-at], pages)", "tell(rows[at], pages)"),
             Mutation("FurtherTables.publish", "own[~shared], mixed[~shared]", "own, mixed"),
         ],
     ),

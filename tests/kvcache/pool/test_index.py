@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvcache import InvariantError
 from kvcache.pool.index import NO_PAGE, PrefixIndex
+from kvcache.pool.journal import PageReader
 
 
 def digests(*names: int, words: int = 4, bucket: int | None = None) -> np.ndarray:
@@ -178,9 +179,14 @@ def test_a_page_that_is_not_there_cannot_be_withdrawn() -> None:
 
 def test_what_is_found_elsewhere_has_neither_come_nor_gone() -> None:
     index, told = PrefixIndex(8, 1), list[object]()
+
+    class Reader(PageReader):
+        def changed(self, pages: object, come: bool, digests: object) -> None:
+            told.append((pages, come, digests))
+
     digests = np.arange(1, 4, dtype=np.uint64).reshape(-1, 1)
     index.publish(np.array([1, 2, 3], np.int32), digests)
-    index.log = told.append
+    index.journal.read(Reader())
     index.rename(np.array([2, 3], np.int32), np.array([7, 5], np.int32))
     assert index.find(digests).tolist() == [1, 7, 5]
     assert told == []

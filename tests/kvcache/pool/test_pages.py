@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from kvcache.errors import InvariantError
+from kvcache.eviction_order import BY_TURN
+from kvcache.pool.journal import BY_RESET, PageReader
 from kvcache.pool.pages import PagePool
 
 SIZE = 12
@@ -21,6 +23,27 @@ def digests(numbers: list[int]) -> np.ndarray:
     return np.array([[number, ~number & 0xFFFF] for number in numbers], np.uint64)
 
 
+class Reader(PageReader):
+    """Notes what has gone, and why."""
+
+    def __init__(self, news: list[tuple[int, list[int]]]) -> None:
+        self.news = news
+
+    def gone(self, pages: np.ndarray, why: np.ndarray | int) -> None:
+        assert isinstance(why, int), "plain LRU has one reason"
+        self.news.append((why, pages.tolist()))
+
+
+class Saver(PageReader):
+    """Notes what is about to be written over."""
+
+    def __init__(self, saved: list[int]) -> None:
+        self.saved = saved
+
+    def going(self, pages: np.ndarray) -> None:
+        self.saved += pages.tolist()
+
+
 class Books:
     """What a pool should say, in lists: of a stack of fresh pages, idle ones by age, and holders and writers."""
 
@@ -32,14 +55,19 @@ class Books:
         self.published: dict[int, int] = {}
         self.next_digest = 1
         self.evictions = 0
-        self.news: list[tuple[str, list[int]]] = []  # as the pool tells them
+        self.news: list[tuple[int, list[int]]] = []  # as the pool tells them
         self.guarded: list[int] = []
-        self.expected: list[tuple[str, list[int]]] = []
+        self.expected: list[tuple[int, list[int]]] = []
         self.evicted: list[int] = []
 
     def watch(self, told: bool, guard: bool) -> None:
-        self.pool.told = (lambda what, some, _why: self.news.append((what, some.tolist()))) if told else None
-        self.pool.guard = (lambda some: self.guarded.extend(some.tolist())) if guard else None
+        journal = self.pool.journal
+        for reader in journal.readers:
+            journal.end(reader)
+        if told:
+            journal.read(Reader(self.news))
+        if guard:
+            journal.read(Saver(self.guarded), saves=True)
 
     def used(self) -> list[int]:
         return [page for page in range(1, SIZE + 1) if self.holders[page]]
@@ -49,9 +77,9 @@ class Books:
         evicted, self.idle = self.idle[: count - len(taken)], self.idle[count - len(taken) :]
         if evicted:
             self.evictions += len(evicted)
-            if self.pool.told:
-                self.expected.append(("evicted", evicted))
-            if self.pool.guard:
+            if self.pool.journal.gone:
+                self.expected.append((BY_TURN, evicted))
+            if self.pool.journal.going:
                 self.evicted += evicted
         for page in evicted:
             del self.published[page]
@@ -108,8 +136,8 @@ class Books:
         self.pool.drop_writer(pages(*some))
 
     def forget_idle(self) -> None:
-        if self.pool.told:
-            self.expected.append(("reset", [*self.idle]))
+        if self.pool.journal.gone:
+            self.expected.append((BY_RESET, [*self.idle]))
         count = len(self.idle)
         self.fresh += reversed(self.idle)
         for page in self.idle:

@@ -37,16 +37,15 @@ def test_a_tenants_pages_above_its_quota_go_first() -> None:
 
 
 def test_pages_in_use_count_for_no_quota() -> None:
-    gone: list[int] = []
     quotas = TenantQuotas(POOL, 0.1, {})
-    order = QuotaOrder(LruOrder(POOL), quotas, lambda left: gone.extend(left.tolist()))
+    order = QuotaOrder(LruOrder(POOL), quotas)
     owned(order, quotas, "a", 1, 2, 3, 4, 5)
     owned(order, quotas, "b", 6)
     order.remove(pages(1, 2))
     assert order.pop(1).tolist() == [3]  # by age: "a" has three left
     owned(order, quotas, "a", 1, 2)
-    assert order.pop(1).tolist() == [4]
-    assert gone == [4]
+    gone, why = order.pop_explained(1)
+    assert (gone.tolist(), why.tolist()) == ([4], [BY_QUOTA])
     order.check()
 
 

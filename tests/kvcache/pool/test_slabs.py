@@ -4,10 +4,26 @@ import numpy as np
 import pytest
 
 from kvcache.errors import InvariantError
+from kvcache.eviction_order import BY_QUOTA, BY_TURN
 from kvcache.pool.hinted_order import HintedOrder
+from kvcache.pool.journal import PageReader
 from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 from kvcache.pool.slabs import SlabPool
 from kvcache.retention import NEUTRAL, PageHints
+
+
+class Told(PageReader):
+    """Notes what a pool says."""
+
+    def __init__(self) -> None:
+        self.saved: list[list[int]] = []
+        self.gone_for: list[tuple[object, list[int]]] = []
+
+    def going(self, pages: np.ndarray) -> None:
+        self.saved.append(pages.tolist())
+
+    def gone(self, pages: np.ndarray, why: object) -> None:
+        self.gone_for.append((why, pages.tolist()))
 
 
 class Kept:
@@ -171,15 +187,14 @@ def test_nothing_is_given_up_for_a_slab_while_fresh_pages_make_one_not_even_what
 
 def test_what_is_evicted_for_a_slab_is_told_and_kept_below_and_found_no_more() -> None:
     pool, _, _ = made()
-    news, guarded = list[tuple[str, list[int]]](), list[list[int]]()
+    told = Told()
     pages = pool.allocate(15)
     publish(pool, pages)
     pool.release(pages)
-    pool.told = lambda what, which, _: news.append((what, which.tolist()))
-    pool.guard = lambda which: guarded.append(which.tolist())
+    pool.journal.read(told)
     assert pool.take_slab() == 3
-    assert news == [("evicted", [12, 13, 14, 15])]
-    assert guarded == [[12, 13, 14, 15]]
+    assert told.gone_for == [(BY_TURN, [12, 13, 14, 15])]
+    assert told.saved == [[12, 13, 14, 15]]
     assert pool.evictions == 4
     recount(pool)
     assert pool.index.published.nonzero()[0].tolist() == [*range(1, 12)]
@@ -195,10 +210,10 @@ def test_a_slab_is_made_room_for_by_what_a_tenant_has_above_its_quota() -> None:
     quotas.own(pages[3:7], "tenant")
     pool.release(pages[7:])
     pool.release(pages[3:7])
-    guarded = list[int]()
-    pool.guard = lambda which: guarded.extend(which.tolist())
+    pool.journal.read(told := Told())
     assert pool.take_slab() == 3, "one page of the tenant's stays, and keeps its slab as young as it is"
-    assert guarded[:3] == [7, 6, 5]
+    assert told.saved[:3] == [[7], [6], [5]]
+    assert told.gone_for[:3] == [(BY_QUOTA, [7]), (BY_QUOTA, [6]), (BY_QUOTA, [5])]
     assert not pool.index.published[5:8].any()
     assert pool.evictions == 3 + 4
     recount(pool, pages[:3])
@@ -237,12 +252,11 @@ def test_held_pages_are_moved_out_of_the_slab_with_the_fewest() -> None:
     pool.hold(np.array([5, 13], np.int32))
     moves.stays = {5}
     assert pool.take_slab(moving=False) == 0
-    guarded = list[list[int]]()
-    pool.guard = lambda which: guarded.append(which.tolist())
+    pool.journal.read(told := Told())
     assert pool.take_slab() == 3
     ((sources, targets),) = moves.moved
     assert sources == [13, 14]
-    assert guarded[:2] == [[12, 15], sources]  # then what is evicted for them to have a place
+    assert told.saved[:2] == [[12, 15], sources]  # then what is evicted for them to have a place
     assert not set(targets) & {12, 13, 14, 15}
     pool.index.withdraw(np.array(sources, np.int32))
     recount(pool, np.array([1, 5, 5, 9, 10, *targets, targets[0]]))

@@ -128,13 +128,13 @@ def test_nothing_is_written_down_before_somebody_looks_nor_when_nobody_does_any_
     manager = manager_of()
     pool = manager._replicas.each[0].pool
     watcher = Watcher(manager)
-    assert pool.told is None
+    assert not pool.journal.readers
     watcher.look()
-    assert pool.told is not None
+    assert pool.journal.readers
     deadline = time.monotonic() + 20
-    while pool.told is not None and time.monotonic() < deadline:
+    while pool.journal.readers and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert pool.told is None
+    assert not pool.journal.readers
     first = watcher.followed.look
     served(manager, "a", [1, 2, 3, 4, 5])
     again = watcher.look()
@@ -376,7 +376,7 @@ def test_a_look_that_fails_costs_its_answer_and_neither_the_watch_nor_the_loop(
     with closing(manager_of(16, rows=4, dp=1)) as manager, closing(Watcher(manager, beside=beside)) as watcher:
         watcher.client.ask(AskLook())
         assert watcher.client.answer(0.3) is None
-        assert manager._replicas.each[0].pool.told is None, "nothing is written down for a look that is not made"
+        assert not manager._replicas.each[0].pool.journal.readers, "nothing is written down for a look that is not made"
         fails.clear()
         assert watcher.look().pools[0].num_pages == 16
     assert "a look failed" in caplog.text

@@ -17,12 +17,12 @@ PAGES, WORDS = 24, 40
 
 def entry(rng: random.Random, at: float) -> PoolEntry:
     """Something that happens to some pages of a small pool, whose words come again and again."""
-    what = rng.choice(("evicted", "evicted", "published", "published", "found", "reset"))
+    what = rng.choice(("gone", "gone", "gone", "published", "published", "found"))
     pages = np.array(rng.sample(range(1, PAGES + 1), rng.randrange(5)), np.int32)
-    more = None
+    more = np.array(rng.choice((0, 3)))
     if what == "published":
         more = np.array([rng.randrange(PAGES + 1) for _ in pages], np.int32)
-    elif what == "evicted" and rng.random() < 0.5:
+    elif what == "gone" and rng.random() < 0.5:
         more = np.array([rng.randrange(rng.choice((1, 3))) for _ in pages], np.uint8)
     return PoolEntry(what, at, pages, more, np.array(rng.sample(range(WORDS), len(pages)), np.uint64))
 
@@ -53,8 +53,7 @@ class OneByOne:
                     counts[1] += 1
                     self.again[reason] += 1
             elif one.what != "found":
-                code = 0 if one.more is None else int(one.more[at])
-                reason = "reset" if one.what == "reset" else REASONS[code]
+                reason = REASONS[int(one.more[at] if one.more.ndim else one.more)]
                 self.pages[reason] += 1
                 group = self.group(pool, reason, one.at)
                 self.groups[group][3][0] += 1
@@ -87,7 +86,7 @@ def test_of_the_oldest_evictions_it_is_not_seen_that_their_pages_come_again(monk
     book = EvictionBook()
     pages, words = np.arange(1, 7, dtype=np.int32), np.arange(18, dtype=np.uint64).reshape(3, 6)[::-1].copy()
     for number in range(3):
-        book.apply("0", [PoolEntry("evicted", 10.0 * number, pages, None, words[number])])
+        book.apply("0", [PoolEntry("gone", 10.0 * number, pages, np.array(0), words[number])])
     for number, again in enumerate((0, 2, 6)):
         book.apply("0", [PoolEntry("published", 40.0, pages, pages * 0, words[number])])
         assert [row.again for row in reversed(book.rows())][number] == again

@@ -1,0 +1,57 @@
+"""Who reads a journal, in which order, and what it is told."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcache.pool.journal import Journal, PageReader
+
+NEWS = ("going", "gone", "came", "followed", "found", "left", "changed")
+
+
+class Noting(PageReader):
+    """Notes who was told."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self.told = name, told
+
+    def going(self, pages: np.ndarray) -> None:  # noqa: ARG002
+        self.told.append(self.name)
+
+
+def test_who_saves_is_told_first_and_the_others_as_they_came() -> None:
+    journal, told = Journal(), list[str]()
+    readers = [Noting(name, told) for name in ("hints", "watch", "tier")]
+    for reader in readers:
+        journal.read(reader, saves=reader.name == "tier")
+    for tell in journal.going:
+        tell(np.zeros(0, np.int32))
+    assert told == ["tier", "hints", "watch"]
+    journal.end(readers[0])
+    assert [reader.name for reader in journal.readers if isinstance(reader, Noting)] == ["tier", "watch"]
+    assert len(journal.going) == 2
+
+
+def test_a_reader_is_told_of_what_it_has_a_method_for_alone() -> None:
+    journal = Journal()
+    journal.read(PageReader())
+    assert not any(getattr(journal, news) for news in NEWS)
+    journal.read(Noting("one", []))
+    assert [news for news in NEWS if getattr(journal, news)] == ["going"]
+
+
+def test_whoever_is_being_told_may_leave_meanwhile() -> None:
+    """As a watcher does, in a thread of its own."""
+    journal, told = Journal(), list[str]()
+
+    class Leaving(Noting):
+        def going(self, pages: np.ndarray) -> None:
+            journal.end(self)
+            super().going(pages)
+
+    journal.read(Leaving("leaves", told))
+    journal.read(Noting("stays", told))
+    for tell in journal.going:
+        tell(np.zeros(0, np.int32))
+    assert told == ["leaves", "stays"]
+    assert len(journal.readers) == 1
