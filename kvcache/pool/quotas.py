@@ -198,6 +198,9 @@ class SlabQuotas:
     def first(self) -> int:
         return self._quotas.first(slabs=True) // self._slab_pages
 
+    def clear(self) -> None:
+        self._quotas.clear()
+
     def check(self, idle: Pages) -> None:
         self._quotas.check(idle * self._slab_pages, slabs=True)
 

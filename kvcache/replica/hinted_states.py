@@ -31,5 +31,8 @@ class HintedStates(Protocol):
     def begin(self, quotas: TenantQuotas | None) -> None:
         """There are hints, or these quotas of pages, from now on."""
 
+    def clear(self) -> None:
+        """After an interrupt: no state counts as a tenant's idle one, until the pool says which are idle."""
+
     def leave(self, leaving: LeftPrefix, share: float) -> None:
         """A request is about to be released. `share`: of what is cached, how much follows hints."""

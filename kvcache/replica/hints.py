@@ -129,6 +129,8 @@ class ReplicaHints(PageReader):
         """
         if self._quotas is not None:
             self._quotas.clear()
+        if self._states is not None:
+            self._states.clear()
         if self._baselines:
             self._follow_hints()
 

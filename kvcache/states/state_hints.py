@@ -50,6 +50,11 @@ class StateHints:
             order = QuotaOrder(order, self._quotas)
         pool.follow(order)
 
+    def clear(self) -> None:
+        """As `HintedStates.clear`."""
+        if self._quotas is not None:
+            self._quotas.clear()
+
     def leave(self, leaving: LeftPrefix, share: float) -> None:
         """As `HintedStates.leave`."""
         order = self._pool.idle

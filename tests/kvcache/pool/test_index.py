@@ -192,7 +192,7 @@ def test_what_is_found_elsewhere_has_neither_come_nor_gone() -> None:
     assert told == []
     index.check()
     index.withdraw_one(7)
-    assert len(told) == 1
+    assert told == [(7, False, 2)]
 
 
 def test_after_an_interrupt_all_that_is_published_is_linked_anew() -> None:

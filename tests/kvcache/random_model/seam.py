@@ -11,6 +11,7 @@ import torch
 from kvcache import PagedKVCacheManager, PageLease, TextContext
 from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.tiers.tiers import Tiers
+from tests.kvcache.hinted_idle import hinted_order, trust
 
 Digest = bytes
 
@@ -139,14 +140,15 @@ def host_memory(manager: PagedKVCacheManager) -> list[torch.Tensor]:
 def say_time(manager: PagedKVCacheManager, clock: Callable[[], float], share: float | None) -> None:
     """Hints live by this clock; with a `share` so many of the idle pages follow them from the first on."""
     for replica in manager._replicas.each:
-        order = replica.hints._order or replica.hints._order_pages()
+        replica.hints._follow_hints()
+        assert (order := hinted_order(replica.pool)) is not None
         order._clock = clock
         if share is not None:
             replica.hints._start()
-            replica.hints._share.value = order.share = share
-        states = manager.states[manager._replicas.each.index(replica)]._pool.idle if manager.states else None
-        if hasattr(states, "_clock"):
-            states._clock = clock  # pyright: ignore[reportOptionalMemberAccess]
+            trust(replica.hints, share)
+    for states in manager.states:
+        if (of_states := hinted_order(states._pool)) is not None:
+            of_states._clock = clock
 
 
 def hint_share(manager: PagedKVCacheManager, replica: int) -> float:
