@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -108,3 +109,49 @@ def test_blocks_become_pages_and_a_group_with_nothing_in_common_needs_none() -> 
     assert made_of(shard(range(2)), shard(range(2, 4))).pages([blocks]) == [NOTHING]
     with pytest.raises(InvalidTransferError, match="group 0: tokens up to 16 are asked for, the source has computed 8"):
         made_of(shard(), shard()).pages([blocks])
+
+
+def with_window(layout: ShardLayout, pages: int, block_pages: int = 1) -> ShardLayout:
+    """Two groups over the same pool, the second of which keeps a window; a source names the blocks of both."""
+    (group,) = layout.groups
+    groups = tuple(
+        msgspec.structs.replace(group, num_pages=pages, window=window, block_pages=block_pages) for window in (0, 32)
+    )
+    return ShardLayout(groups, layout.region_bytes)
+
+
+def test_blocks_are_counted_in_the_source_s_pages_and_ours_in_ours() -> None:
+    """64 tokens a block there, 16 a page here; the window's first two blocks are gone."""
+    ours, theirs = with_window(shard(), 80), with_window(shard(page_size=32, pages=40), 40, block_pages=2)
+    planned = made_of(ours, theirs)
+    assert planned.rank == 3
+    local = np.arange(1, 17)
+    whole = BlocksOfGroup(local, (0, 256), 0, [3, 4, 5, 6], 256)
+    window = BlocksOfGroup(local[6:], (96, 256), 224, [7, 8], 256)
+    first, second = planned.pages([whole, window])
+    assert np.asarray(first[0]).tolist() == local.tolist()
+    assert np.asarray(first[1]).tolist() == [6, 7, 8, 9, 10, 11, 12, 13]
+    assert first[2] == (0, 256)
+    assert np.asarray(second[0]).tolist() == local[8:].tolist(), "from token 128 on, where the source's blocks begin"
+    assert np.asarray(second[1]).tolist() == [14, 15, 16, 17]
+    assert second[2] == (128, 256)
+    assert planned.begins([whole, window]) == [0, 128]
+    page = PagesOfGroup([1], [1], (16, 32))
+    assert planned.begins([page, window]) == [0, 128], "what we have named ourselves begins where we know"
+    assert planned.pages([page, window])[0] is page
+
+
+def test_a_group_with_nothing_in_common_takes_what_we_have_named_and_begins_nowhere() -> None:
+    planned = made_of(with_window(shard(range(2)), 80), with_window(shard(range(2, 4)), 80))
+    blocks, page = BlocksOfGroup([1], (16, 32), 16, [1], 32), PagesOfGroup([1], [1], (16, 32))
+    assert planned.pages([blocks, page]) == [NOTHING, page]
+    assert planned.begins([blocks, page]) == [0, 0]
+    assert len(planned.runs(1, *page)) == 0
+
+
+def test_the_rank_is_that_of_the_other_shard() -> None:
+    layout = shard()
+    assert plan(layout, layout, rank=7).rank == 7
+    assert plan(layout, layout).rank == 0
+    assert [bases.tolist() for bases in plan(layout, layout).bases] == [[0], [0]]
+    assert plan(layout, layout).devices == (0, 0)

@@ -1070,6 +1070,12 @@ def test_a_part_of_a_pull_at_once_is_settled_when_its_read_has_ended_and_not_whe
     assert settled == [0]
 
 
+def test_a_pull_that_is_opened_is_the_one_that_is_added_to(rig: Rig) -> None:
+    opened = rig.puller.open("r", rig.engine, LEASE, 9.0)
+    assert rig.puller.get("r") is rig.puller.look_up("r") is opened
+    assert rig.puller.look_up("s") is None
+
+
 def test_nothing_can_be_added_to_what_has_failed_and_is_in_flight_still(rig: Rig) -> None:
     rig.agent.auto = False
     rig.open()
