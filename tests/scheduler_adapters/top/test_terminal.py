@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -153,17 +154,9 @@ def test_a_signal_ends_it_while_the_terminal_takes_no_output(
     terminal = Terminal(is_read=False)
     before = termios.tcgetattr(terminal.slave)
     top = start(address, on=terminal)
-    # One look has filled the terminal: the process only sleeps from then on, in the middle of an update.
-    wait_for(lambda: termios.tcgetattr(terminal.slave) != before, "it has not begun")
-    used = -1.0
-
-    def rests() -> bool:
-        nonlocal used
-        earlier, used = used, top.cpu_s()
-        time.sleep(0.5)
-        return used == earlier
-
-    wait_for(rests, "it never waits for the terminal")
+    # Looks fill the terminal: from then on what is written waits, in the middle of an update.
+    wait_for(lambda: not select.select([], [terminal.slave], [], 0)[1], "it never waits for the terminal")
+    assert termios.tcgetattr(terminal.slave) != before
     top.signal(number)
     assert top.status() == 128 + number
     assert termios.tcgetattr(terminal.slave) == before
