@@ -54,7 +54,7 @@ else
 endif
 
 test-ci: $(STAMP) ## run the tests that CI runs beside `make test`: benchmarks in their smallest form, models in every combination
-	@$(BIN)/python -m pytest $(SHARED) -m ci $(ARGS)
+	@$(BIN)/python -m pytest $(SHARED) -m 'ci and not long' $(ARGS)
 
 long: $(STAMP) ## run the tests that take minutes: every signal in every stage of the demo, every message in every phase
 	@$(BIN)/python -m pytest -m long --timeout 600 $(ARGS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,17 @@ from tests import forked
 from tests.transfer import exits
 
 
+def _cases() -> Iterator[Any]:
+    """An exchange ends in every way here, all else at the program's end and by Ctrl-C; the rest in CI."""
+    for what in exits.OPENED:
+        for how in exits.STATUS:
+            here = what == "exchange" or how in ("end", "interrupt")
+            yield pytest.param(what, how, marks=() if here else pytest.mark.ci)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [*exits.STATUS])
 @pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.long)])
-@pytest.mark.parametrize("what", [*exits.OPENED])
+@pytest.mark.parametrize(("what", "how"), list(_cases()))
 def test_what_is_open_at_the_end_changes_neither_status_nor_words(
     tmp_path: Path, what: str, how: str, times: int
 ) -> None:
@@ -43,7 +51,10 @@ def test_what_is_open_at_the_end_changes_neither_status_nor_words(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "status"), [("raise", 1), ("exit", 3), ("end", 0)])
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [("raise", 1), pytest.param("exit", 3, marks=pytest.mark.ci), pytest.param("end", 0, marks=pytest.mark.ci)],
+)
 def test_a_program_of_its_own_that_closes_nothing_ends_as_it_says(how: str, status: int) -> None:
     """The same without a fork: the interpreter itself handles the error."""
     ending = {"raise": f"raise ValueError({exits.OWN!r})", "exit": "import sys; sys.exit(3)", "end": ""}[how]
