@@ -622,7 +622,7 @@ def test_a_pull_that_is_over_as_it_is_posted_has_its_one_event_and_figures(timed
     asked = part(runs=3)
     event = rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, asked)
     assert event is not None
-    assert (event.key, event.error, event.safe) == ("r", "", True)
+    assert (event.key, event.error, event.safe, event.passed) == ("r", "", True, 0)
     assert (event.times is not None) == timed
     if event.times is not None:
         assert 50.0 <= event.times.fence_at <= 51.0
