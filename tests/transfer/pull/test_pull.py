@@ -1101,13 +1101,30 @@ def test_a_note_that_cannot_be_sent_costs_nobody_anything(rig: Rig) -> None:
     assert rig.puller.events[-1] == PullEvent("s", "enough", safe=True)
 
 
-def test_figures_of_a_part_in_several_transfers_are_of_the_part(rig: Rig) -> None:
+@pytest.mark.parametrize("runs", [40, 48])  # in transfers of 16 runs: 16 and 32 together are 48
+def test_a_part_in_several_transfers_is_read_once_and_counted_once(rig: Rig, runs: int) -> None:
     rig.open()
-    asked = long_part(40, lambda: None)
+    asked = long_part(runs, lambda: None)
     rig.add(asked, part(1, runs=3))
     assert rig.polled(10) == [OK]
     (figures,) = rig.puller.ended
-    assert (figures.num_runs, figures.num_bytes) == (43, asked.num_bytes + 100)
+    assert rig.puller.ended.maxlen == 4096, "where nobody takes them"
+    assert (figures.num_runs, figures.num_bytes) == (runs + 3, asked.num_bytes + 100)
+    read = [one["local"] for one in rig.agent.posted if len(one["local"]) > 3]
+    assert np.array_equal(np.concatenate(read), asked.local)
+
+
+def test_a_part_of_which_a_later_transfer_is_refused_is_settled_once_the_earlier_ones_have_ended(rig: Rig) -> None:
+    rig.agent.auto, rig.agent.raise_at = False, {2: AgentError("no such address")}
+    rig.open()
+    asked = long_part(48, lambda: None)
+    rig.add(asked)
+    for number in (0, 1):
+        assert [(event.error[-15:], event.safe) for event in rig.polled()] == [("no such address", False)]
+        assert asked.times == 0
+        rig.agent.end(number)
+    assert rig.polled()[-1].safe
+    assert asked.times == 1
 
 
 def test_what_arrived_asks_for_more_and_that_is_posted_in_the_same_poll(rig: Rig) -> None:
