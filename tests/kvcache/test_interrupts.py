@@ -1,8 +1,7 @@
-"""What a call leaves that was interrupted anywhere in it: `tests.kvcache.interrupts` in short, and who is told what."""
+"""What a call leaves that was interrupted anywhere in it, and who is told what; the random model draws where."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -21,22 +20,9 @@ from kvcache import (
 from kvcache.params import HashAlgorithm
 from kvcache.replica.hashing import PrefixHasher, next_digests
 from kvcache.state_shape import StateShape
-from tests.kvcache import interrupts
 from tests.kvcache.build import manager_of
-from tests.kvcache.interrupts import OwnContext, interrupted, new_lengths
-
-
-@pytest.mark.parametrize("kind", interrupts.KINDS)
-def test_an_interrupted_call_leaves_right_books_or_ones_that_recover_mends(kind: str) -> None:
-    logging.disable(logging.WARNING)
-    seen: Counter[str] = Counter()
-    try:
-        interrupts.run(kind, 150, 1, seen, new_lengths())
-    finally:
-        logging.disable(logging.NOTSET)
-    assert seen["in the marked part"] > 30
-    assert seen["recover, interrupted"] > 5
-    assert seen["tokens compared"] > 500
+from tests.kvcache.random_model.interrupts import interrupted
+from tests.kvcache.random_model.moves import OwnContext
 
 
 def interrupt_within(manager: PagedKVCacheManager, call: Callable[[], object]) -> None:

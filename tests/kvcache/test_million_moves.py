@@ -96,6 +96,7 @@ def test_drawn_moves(tmp_path_factory: pytest.TempPathFactory, data: st.DataObje
     for _ in range(count):
         model.move()
     model.finish()
+    model.close()
 
 
 def test_the_tool_prints_what_met(capsys: pytest.CaptureFixture[str]) -> None:

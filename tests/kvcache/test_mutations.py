@@ -21,7 +21,7 @@ from kvcache.replica.leases import PageLease, PageLeases
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import BlockRows
 from kvcache.tiers.host_tier import HostTier, ReplicaTier
-from tests.kvcache.moves import Moves, SeededChooser
+from tests.kvcache.random_model.run import Model
 
 
 def without_tail_first(pool: PagePool, pages: np.ndarray) -> None:
@@ -212,21 +212,17 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 
-# Seeds that notice what few do: tried first, the others after them. Where moves are drawn otherwise some day, this
-# takes longer, and shows the same.
-FIRST_SEEDS: dict[str, int] = {
-    "an eviction leaves remembered matches": 33,
-    "changed keys keep the digests of the old ones": 16,
-    "host slots age head first": 150,
-}
+# The features whose moves break the rule: all managers have them, and half of these host memory.
+COMMON = ("forks", "preemption", "batches", "renames", "stale", "resets", "leases")
 
 
-def many_moves(first: int) -> None:
-    for number in (first, *range(300)):
-        moves = Moves(SeededChooser(number))
+def many_moves() -> None:
+    for number in range(300):
+        moves = Model.of(number, (*COMMON, *["host"] * (number % 2)))
         for _ in range(100):
             moves.move()
         moves.finish()
+        moves.close()
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -234,6 +230,6 @@ def test_each_mutation_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) ->
     owner, method, mutant = MUTATIONS[name]
     monkeypatch.setattr(owner, method, mutant)
     with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever notices first: the model, the check, numpy
-        many_moves(FIRST_SEEDS.get(name, 0))
+        many_moves()
     # A mutant that cannot even run would be noticed by anything.
     assert not isinstance(caught.value, (TypeError, AttributeError, NameError)), repr(caught.value)

@@ -13,8 +13,7 @@ from kvcache.events.log import Described
 from kvcache.replica.hashing import PrefixHasher
 from tests.kvcache.build import manager_of, proven
 from tests.kvcache.events.mirror import Mirror, parked, settled, worker_of
-from tests.kvcache.group_moves import GroupMoves
-from tests.kvcache.moves import Moves, SeededChooser
+from tests.kvcache.random_model.run import Model
 
 ANY = "tcp://127.0.0.1:0"
 PAGE = 4
@@ -54,12 +53,17 @@ def refuse_what_is_not_hashed_yet(manager: PagedKVCacheManager) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "kind"), [*((seed, Moves) for seed in range(6)), *((at, GroupMoves) for at in range(9))]
+    ("seed", "features"),
+    [
+        *((seed, ("host", "replicas") if seed % 2 else ("leases",)) for seed in range(6)),
+        *((seed, ("window", "host") if seed % 2 else ("window", "chunk")) for seed in range(9)),
+    ],
 )
-def test_a_mirror_is_the_index_at_every_quiet_point_of_random_moves(seed: int, kind: type[Moves]) -> None:
+def test_a_mirror_is_the_index_at_every_quiet_point_of_random_moves(seed: int, features: tuple[str, ...]) -> None:
     """Messages are lost, subscribers come late and the ring is short: still nothing differs."""
     losses = random.Random(seed)
-    moves = kind(SeededChooser(seed), {"kv_events": events(buffer_steps=losses.choice([2, 10_000]))})
+    told = {"kv_events": events(buffer_steps=losses.choice([2, 10_000]))}
+    moves = Model.of(seed, ("forks", "preemption", "batches", "resets", *features), told)
     if not moves.caching:
         assert moves.manager.kv_event_endpoints == []
         return

@@ -15,8 +15,7 @@ from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.replica import Replica
 from tests.kvcache.build import manager_of
 from tests.kvcache.events.mirror import Known, Reader, parked, worker_of
-from tests.kvcache.group_moves import GroupMoves
-from tests.kvcache.moves import SeededChooser
+from tests.kvcache.random_model.run import Model
 
 EVENTS = KVEvents("tcp://127.0.0.1:0")
 MEDIA = (("GPU",), ("GPU", "CPU"), ("GPU", "CPU", "STORAGE"))
@@ -78,7 +77,8 @@ def run(manager: PagedKVCacheManager, tokens: list[int]) -> int:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_readers_find_what_the_manager_does_after_every_move(seed: int) -> None:
-    moves = GroupMoves(SeededChooser(seed), {"kv_events": EVENTS})
+    features = ("window", *["host"] * (seed % 3 > 0), *["chunk"] * (seed % 2))
+    moves = Model.of(seed, ("forks", "preemption", "batches", "resets", *features), {"kv_events": EVENTS})
     if not moves.caching:
         assert moves.manager.kv_event_endpoints == []
         return
@@ -86,7 +86,7 @@ def test_readers_find_what_the_manager_does_after_every_move(seed: int) -> None:
     for _ in range(200):
         moves.move()
         readers.follow()
-        known = [(one.tokens.tolist(), one.cache_salt, one.extra_keys) for one in moves.live.values()]
+        known = [(one.tokens, *one.named) for one in moves.live.values()]
         known += [(tokens, None, keys) for tokens, keys in moves.past[-3:]]
         for tokens, salt, keys in known:
             readers.agree(PrefixHasher("sha256", 3, salt, keys), tokens)
@@ -95,7 +95,7 @@ def test_readers_find_what_the_manager_does_after_every_move(seed: int) -> None:
         assert there(newcomer) == there(reader)
     moves.finish()
     readers.follow()
-    assert not moves.host or readers.found["host"] > 0
+    assert not moves.manager.metrics.h2d_blocks_copied or readers.found["host"] > 0
     moves.manager.close()
 
 

@@ -234,6 +234,9 @@ class ImportMoves(Moves):
         for mine in [*self.imports.values(), *self.stray]:
             if mine.copier is not None:
                 mine.copier.give_up()
+        super().finish()
+
+    def close(self) -> None:
+        super().close()
         if self.source is not None:
             self.source.close()
-        super().finish()

@@ -24,7 +24,7 @@ PAGE_SIZE, ROWS, LONGEST = 3, 4, 60
 BUILT = ("window", "chunk", "windows alone", "latents", "states apart", "states in slabs", "host", "files", "objects")
 BUILT += ("quotas", "partial", "peer copies", "replicas", "shards")
 CALLED = ("hints", "drafts", "imports", "leases", "lends", "forks", "preemption", "batches", "renames", "stale")
-CALLED += ("resets", "hostile", "interrupts")
+CALLED += ("own contexts", "resets", "hostile", "interrupts")
 FEATURES = BUILT + CALLED
 NEEDED = {"files": "host", "objects": "host", "peer copies": "replicas"}
 """Features that are nothing without another one: whoever asks for them gets both."""
@@ -49,8 +49,11 @@ REFUSED: dict[frozenset[str], str] = {
 }
 """What the product refuses today, with its words. A set that is accepted fails the test: take it out of the list."""
 
-# Of 1, 2, 4 and 7 pages of one layer, keys and values of one head of two elements.
-SHAPES = tuple(StateShape(2, heads, 1, 1, 1, 2, torch.int64, torch.int64) for heads in (2, 5, 9, 20))
+# By how many pages they take, of one layer with keys and values of one head of two elements.
+SHAPES = {
+    pages: StateShape(2, heads, 1, 1, 1, 2, torch.int64, torch.int64)
+    for pages, heads in ((1, 2), (2, 5), (4, 9), (7, 20))
+}
 
 
 class Chooser(Protocol):
@@ -130,7 +133,7 @@ def build(
         groups = (params or {}).get("groups", ())
     else:
         layers, groups = choose.pick(layouts(features))
-    shape = (params or {}).get("states") or choose.pick([one for one in SHAPES if one.heads % tp == 0])
+    shape = (params or {}).get("states") or choose.pick([one for one in SHAPES.values() if one.heads % tp == 0])
     states, apart = bool(features & ONE_OF[0]), "states apart" in features
     copies, every = (choose.pick((0, 1, 2, 4, 8)), choose.pick((0, 0, 1, 2))) if caching and states else (0, 0)
     quota = choose.pick((0.1, 0.25, 1.0)) if "quotas" in features else 1.0
@@ -143,7 +146,8 @@ def build(
     told |= {"tenant_quota": quota, "tenant_quotas": quotas} if caching else {}
     told |= {"routing": Routing(copy_pages=True)} if "peer copies" in features else {}
     told |= params or {}
-    plain = KVCacheParams(torch.int64, tp, 2, **told)
+    dtype = told.pop("dtype", torch.int64)
+    plain = KVCacheParams(dtype, tp, 2, **told)
     page = page_bytes(plain, layer_tables(groups, layers).layers_per_page, PAGE_SIZE)
     of_tier = sum(kind_offsets(kinds)[-1] for kinds in state_layout.state_layouts(shape, tp)) if states else 0
     if "host" in features:
@@ -156,7 +160,7 @@ def build(
         memory += (
             choose.pick((1, 2, 3)) * -(-state_layout.page_bytes(state_layout.state_layouts(shape, tp)) // page) * page
         )
-    made = KVCacheParams(torch.int64, tp, 2, **told)
+    made = KVCacheParams(dtype, tp, 2, **told)
     manager = PagedKVCacheManager(
         made, ROWS * dp, LONGEST, layers, ["cpu"] * (dp * tp), available_cache_memory=memory * dp
     )

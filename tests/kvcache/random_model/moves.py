@@ -59,6 +59,24 @@ class SeededChooser:
         return self._random.choice(choices)
 
 
+class OwnContext:
+    """A caller's own context, which is no `TextContext`, and carries no hasher."""
+
+    def __init__(self, inner: TextContext) -> None:
+        self.__dict__["inner"] = inner  # first: all that a context has is there
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "prefix_hasher":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if hasattr(type(self.inner), name):
+            setattr(self.inner, name, value)
+        else:
+            self.__dict__[name] = value
+
+
 @dataclass(eq=False)
 class Lease:
     """A lease, and what its readers were told: pages, and the bytes of the tokens in them."""
@@ -219,7 +237,9 @@ class Moves:
         self.made += 1
         made = TextContext(tokens[: LONGEST // 2], LONGEST, f"r{self.made}", cache_salt=salt)
         made.extra_keys = keys if choose.integer(0, 3) else self.keys(made.end_idx)
-        return made
+        own = "own contexts" in self.features and choose.integer(0, 1)
+        self.seen["own context"] += own
+        return OwnContext(made) if own else made  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
 
     def keys(self, length: int) -> Keys:
         """None, or images near the end of the prompt, where a page is full only later, or anywhere."""
@@ -298,6 +318,9 @@ class Moves:
             return None
         self.fetch_below(context)
         looks = not one.has_pages or context.active_length > 1
+        if looks:  # what was promised comes first
+            self.books.use(one.loads)
+            one.loads = []
         committed = replica.committed(one)
         device, low, high = self.ends(one, committed, steps) if looks else (committed, committed, committed)
         run = self.device_run(one, committed)
@@ -597,6 +620,7 @@ class Moves:
     def speculate(self) -> bool:
         """Run guesses behind all known tokens, of which some are taken away again."""
         ready = [one for one in self.ready if one.context.active_idx == one.context.end_idx]
+        ready = [one for one in ready if type(one.context) is TextContext]  # who drops tokens has a hasher
         one = self.any_of([one for one in ready if min(one.room, LONGEST - 1) > len(one.tokens)])
         if one is None:
             return False
@@ -770,7 +794,7 @@ class Moves:
         ]
         self.call("release", lambda: self.manager.release(one.name))
         del self.live[one.name]
-        self.books.use([digest_of[page] for page in pages if page in digest_of])
+        self.books.use([*one.loads, *(digest_of[page] for page in pages if page in digest_of)])
         self.books.leave(one)
         self.books.learn()
         mine = [
@@ -942,4 +966,6 @@ class Moves:
             self.manager.end_lease(lease.ours)
         assert self.manager.num_free_blocks == self.manager.total_num_pages
         self.manager.check()
+
+    def close(self) -> None:
         self.manager.close()

@@ -12,7 +12,7 @@ from kvcache import TextContext
 from tests.kvcache.random_model import seam
 from tests.kvcache.random_model.handover import Import, ImportMoves
 from tests.kvcache.random_model.interrupts import Interrupted, Interrupts, end_unknown
-from tests.kvcache.random_model.matrix import FEATURES, LONGEST, World, drawn, pairs
+from tests.kvcache.random_model.matrix import FEATURES, LONGEST, World, drawn, pairs, with_needed
 from tests.kvcache.random_model.moves import SeededChooser
 from tests.kvcache.random_model.plain import Request, content
 from tests.kvcache.random_model.wrong import WrongCalls
@@ -41,6 +41,7 @@ SIGNS: dict[str, tuple[str, ...]] = {
     "batches": ("run_batch",),
     "renames": ("rename",),
     "stale": ("stale",),
+    "own contexts": ("own context",),
     "resets": ("reset",),
     "hostile": ("wrong call",),
     "interrupts": ("interrupted",),
@@ -57,6 +58,12 @@ class Model(ImportMoves):
         self.wrong = None
         if "hostile" in self.features:
             self.wrong = WrongCalls(self.manager, choose, self.live, self.open_import, lambda: self.closed)
+
+    @classmethod
+    def of(cls, seed: int, features: Iterable[str] = (), params: dict[str, Any] | None = None) -> Model:
+        """A model of just these features, which are none of files."""
+        world = World(Path("nowhere"), StoredObjects())
+        return cls(SeededChooser(seed), world, with_needed(features), None, params)
 
     def open_import(self) -> tuple[Any, Any, Any] | None:
         mine = next(iter(self.imports.values()), None)
@@ -202,6 +209,7 @@ class Run:
             for _ in range(moves):
                 model.move()
             model.finish()
+            model.close()
         met = model.met
         self.pairs.update((one, other) for at, one in enumerate(met) for other in met[at + 1 :])
         self.events.update(met)

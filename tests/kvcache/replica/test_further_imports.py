@@ -22,8 +22,8 @@ from kvcache import (
 )
 from kvcache.replica import imports
 from tests.kvcache.build import manager_of
-from tests.kvcache.group_moves import layouts
 from tests.kvcache.kv import KVTokens
+from tests.kvcache.random_model.matrix import layouts
 from tests.kvcache.replica.test_further_tables import columns, gone
 
 SIZE = 4
@@ -394,7 +394,8 @@ def test_random_hand_overs(seed: int) -> None:
     seen: Counter[str] = Counter()
     for number in range(8):
         choose = random.Random(seed * 100 + number)
-        layers, groups = choose.choice(layouts())
+        features = choose.choice((("window",), ("chunk",), ("window", "chunk")))
+        layers, groups = choose.choice(layouts(features))
         caching = choose.random() < 0.8
         source = make(groups, layers, pages=150, caching=caching)
         target = make(groups, layers, pages=choose.choice((60, 90)), caching=caching)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,7 @@ import pytest
 
 from kvcache import PagedKVCacheManager, TextContext
 from kvcache.states.state_tiers import StateTier
-from tests.kvcache.moves import SeededChooser
 from tests.kvcache.replica.test_further_tables import gone
-from tests.kvcache.states.group_state_moves import GroupBelowMoves
 from tests.kvcache.states.test_grouped_states import PROMPT, SIZE, make, served, start, without_state_at
 
 FOUND = 9 * SIZE  # of the prompt, whose last token has to run
@@ -34,19 +31,6 @@ def evict_all(manager: PagedKVCacheManager) -> None:
     manager.check()
     assert manager.admission(TextContext(PROMPT, 256, "asked")).cached_pages == 0
     assert manager.states[0].num_kept == 0
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_seeded_moves_with_groups_and_states_below(seed: int) -> None:
-    seen: Counter[str] = Counter()
-    for number in range(20):
-        moves = GroupBelowMoves(SeededChooser(seed * 1000 + number))
-        for _ in range(200):
-            moves.move()
-        seen += moves.seen + moves.of_groups()
-        moves.finish()
-    least = {"hit": 20, "slid": 100, "state hit": 20, "state from the host": 5, "came back beyond the first table": 5}
-    assert {event: seen[event] for event, count in least.items() if seen[event] < count} == {}
 
 
 @FORMS

@@ -11,10 +11,7 @@ from kvcache import KVEvents, PagedKVCacheManager, TextContext
 from kvcache.events.wire import hashes_of
 from kvcache.replica.pages_below import last_end
 from tests.kvcache.events.mirror import Known, Mirror
-from tests.kvcache.moves import SeededChooser
-from tests.kvcache.states.moves_below import BelowMoves
-from tests.kvcache.states.slab_moves import SlabMoves
-from tests.kvcache.states.state_moves import StateMoves
+from tests.kvcache.random_model.run import Model
 
 ANY = "tcp://127.0.0.1:0"
 TOLD = {"kv_events": KVEvents(ANY, ANY)}
@@ -53,10 +50,15 @@ def found(manager: PagedKVCacheManager, replica_idx: int, context: TextContext) 
 
 
 @pytest.mark.parametrize(
-    ("seed", "kind"), [(seed, kind) for seed in range(5) for kind in (StateMoves, SlabMoves, BelowMoves)]
+    ("seed", "features"),
+    [
+        (seed, one)
+        for seed in range(5)
+        for one in (("states apart", "replicas"), ("states in slabs",), ("states apart", "host"))
+    ],
 )
-def test_what_a_reader_expects_of_a_prompt_is_what_is_found(seed: int, kind: type[StateMoves]) -> None:
-    moves = kind(SeededChooser(seed), TOLD)
+def test_what_a_reader_expects_of_a_prompt_is_what_is_found(seed: int, features: tuple[str, ...]) -> None:
+    moves = Model.of(seed, ("drafts", "forks", "preemption", "batches", "resets", *features), TOLD)
     manager = moves.manager
     if not moves.caching:
         assert manager.kv_event_endpoints == []
@@ -71,11 +73,11 @@ def test_what_a_reader_expects_of_a_prompt_is_what_is_found(seed: int, kind: typ
                 mirror.settle(manager, replica)
                 assert told_of(mirror, 0) == there(manager._replicas.each[replica].pool.index)
                 assert told_of(mirror, 1) == there(manager.states[replica].index)
-                of_groups = (manager._replicas.tiers, manager._replicas.state_tiers) if moves.host else ()
+                of_groups = (manager._replicas.tiers, manager._replicas.state_tiers) if "host" in features else ()
                 for group, tiers in enumerate(of_groups):
                     assert tiers is not None
                     assert told_of(mirror, group, "CPU") == there(tiers.host.pool.index)
-                for context in moves.live.values():
+                for context in [one.context for one in moves.live.values()]:
                     again = TextContext(context.tokens.tolist(), 4096, "again", cache_salt=context.cache_salt)
                     again.extra_keys = context.extra_keys
                     count, hashes = found(manager, replica, again)
@@ -84,4 +86,28 @@ def test_what_a_reader_expects_of_a_prompt_is_what_is_found(seed: int, kind: typ
     kinds = {event["kv_cache_spec_kind"] for event in every if event["type"] == "BlockStored"}
     assert kinds <= {"full_attention", "mamba"}
     assert {event["group_idx"] for event in every if event.get("kv_cache_spec_kind") == "mamba"} <= {1}
+    manager.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_reader_of_events_knows_the_pages_of_each_table_and_the_states_behind_them(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
+    features = ("states in slabs" if seed % 2 else "states apart", "window", *["chunk"] * (seed > 2))
+    moves = Model.of(seed, ("forks", "preemption", "drafts", *features), TOLD)
+    manager = moves.manager
+    with ExitStack() as stack:
+        mirrors = [stack.enter_context(Mirror(ends).begin()) for ends in manager.kv_event_endpoints]
+        for _ in range(4 if moves.caching else 0):
+            for _ in range(30):
+                moves.move()
+            for replica, mirror in enumerate(mirrors):
+                mirror.settle(manager, replica)
+                mirror.same(manager, replica)
+                index = manager.states[replica].index
+                states = mirror.groups.get(len(manager.layer_tables.tables), Known())
+                published = np.flatnonzero(index.published).astype(np.int32)
+                assert set(states.there.get("GPU", {})) == set(hashes_of(index.digests_of(published)).tolist())
+                assert states.spec in (None, ("mamba", None))
     manager.close()

@@ -14,15 +14,14 @@ from kvcache.pool.hinted_order import HintedOrder
 from kvcache.state_shape import StateShape
 from kvcache.states.state_layout import page_bytes, state_layouts
 from tests.kvcache.hinted_idle import trust
+from tests.kvcache.random_model.matrix import SHAPES
 from tests.kvcache.replica.test_hints import evidence
-from tests.kvcache.states.slab_moves import SHAPES
-from tests.kvcache.states.state_moves import SHAPE
 
 LAST, FIRST = Retention(session_continues=True), Retention(session_continues=False)
 SIZE = 4
 
 
-def made(pages: int, copies: int, shape: StateShape = SHAPE, rows: int = 2, **params: Any) -> PagedKVCacheManager:
+def made(pages: int, copies: int, shape: StateShape = SHAPES[1], rows: int = 2, **params: Any) -> PagedKVCacheManager:
     """A manager with room for so many pages and, beside those of its requests, `copies` states."""
     made = KVCacheParams(
         torch.int64, 1, 2, enable_prefix_caching=True, page_size=SIZE, states=shape, state_copies=copies, **params

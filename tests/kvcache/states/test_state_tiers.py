@@ -10,7 +10,7 @@ from kvcache.states.state_pages import StatePages
 from kvcache.states.state_slabs import kind_offsets
 from kvcache.states.state_tiers import StateTier
 from kvcache.tiers.host_tier import HostTier
-from tests.kvcache.states.state_moves import SHAPE
+from tests.kvcache.random_model.matrix import SHAPES
 
 
 def digest(number: int) -> np.ndarray:
@@ -19,7 +19,7 @@ def digest(number: int) -> np.ndarray:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_passing_copy_that_another_request_lets_stay(together: bool) -> None:
-    states = StatePages(SHAPE, 5)
+    states = StatePages(SHAPES[1], 5)
     offsets = [kind_offsets(kinds) for kinds in states.layouts]
     host = HostTier([offsets[0][-1]], 4, 1, pinned=False)
     states.below = StateTier(host, states.places, offsets)
@@ -44,7 +44,7 @@ def test_a_passing_copy_that_another_request_lets_stay(together: bool) -> None:
 
 
 def test_files_are_asked_for_later_states_than_those_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    states, asked = StatePages(SHAPE, 3), list[list[int]]()
+    states, asked = StatePages(SHAPES[1], 3), list[list[int]]()
     offsets = [kind_offsets(kinds) for kinds in states.layouts]
     states.below = below = StateTier(HostTier([offsets[0][-1]], 4, 1, pinned=False), states.places, offsets)
     monkeypatch.setattr(below, "bring_newest", lambda digests, *, wait: asked.append(digests[:, 0].tolist()) or wait)
@@ -81,7 +81,7 @@ class Lower:
 
 def test_a_state_saves_every_page_before_it_however_many_are_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.states.state_tiers._LOOKED_AT", 4)
-    states = StatePages(SHAPE, 3)
+    states = StatePages(SHAPES[1], 3)
     offsets = [kind_offsets(kinds) for kinds in states.layouts]
     tier = StateTier(HostTier([offsets[0][-1]], 4, 1, pinned=False), states.places, offsets)
     tier.lower = (lower := Lower(2, 6, 7, 10),)  # type: ignore[assignment]

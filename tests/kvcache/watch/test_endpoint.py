@@ -22,7 +22,7 @@ from kvcache.watch.follower import Followed, WatchClient
 from kvcache.watch.names import tenant_name
 from kvcache.watched import AskLook, Beside, LeaseRow, Look, PageState, PullRow, ages_of, request_digest, states_of
 from tests.kvcache.build import manager_of
-from tests.kvcache.moves import Moves, SeededChooser
+from tests.kvcache.random_model.run import Model
 from tests.kvcache.watch.recount import assert_same
 
 
@@ -80,7 +80,7 @@ def test_a_thousand_random_states_are_what_the_books_say(part: int) -> None:
     states = looks = 0
     seen: Counter[PageState] = Counter()
     for seed in range(4):
-        moves = Moves(SeededChooser(1000 * part + seed))
+        moves = Model.of(1000 * part + seed, ("leases", "forks", "preemption", "batches", "resets"))
         watcher = Watcher(moves.manager)
         for _ in range(64):
             moves.move()
