@@ -25,6 +25,7 @@ from kvcache import (
     UnknownArgumentError,
 )
 from kvcache.state_shape import StateShape
+from tests.kvcache.random_model.moves import OwnContext
 
 
 def running(manager: PagedKVCacheManager, tokens: Any, name: str = "r", **options: Any) -> TextContext:
@@ -275,3 +276,23 @@ def test_what_is_no_block_table_is_refused_also_where_there_are_states(wrong: An
     with pytest.raises(BlockTableMismatchError, match=r"request 'r': .* is no block table"):
         manager.import_block_table(context, wrong)
     manager.check()
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the hasher of a row outlives another salt of a context that cannot carry its own"
+)
+def test_a_waiting_request_of_a_callers_own_context_may_have_another_salt(make: Any) -> None:
+    """Its pages were published for the tenant that it had before, whose requests found them."""
+    manager = make(8, rows=4)
+    running(manager, range(20), "before")
+    own = OwnContext(TextContext(range(100, 117), 64, "own", cache_salt="one"))
+    manager.external_claim("own")
+    assert not manager.maybe_reserve(own)
+    own.cache_salt = "two"
+    manager.release("before")
+    assert manager.maybe_reserve(own)
+    manager.fetch([own])
+    own.update(1)
+    manager.step([own])
+    manager.release("own")
+    assert running(manager, range(100, 117), "one", cache_salt="one").start_idx == 0

@@ -22,7 +22,7 @@ class Orders:
 
     def begin(self, share: float | None) -> None:
         """Hints live by our clock; with a `share` so many pages follow them from the first on."""
-        if self.hinted:
+        if "hints" in self.built.features and self.hinted:
             seam.say_time(self.built.manager, lambda: self.now, share)
 
     def order(self, at: int) -> list[Digest]:
