@@ -1,7 +1,7 @@
 """`PagesBelow`: what a replica asks of the tier below its pool."""
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from kvcache.pool.index import Digests
 from kvcache.replica.context import Context, HasherOfRow
 from kvcache.replica.rows import Ints, Pages, Rows
+from kvcache.types import RequestID
 
 Slots = NDArray[np.int32]
 """Where pages lie below; what they number is the tier's own."""
@@ -44,6 +45,12 @@ class FromBelow(NamedTuple):
     def tables(self) -> Ints:
         """The table of each of these."""
         return self.lacking.T.nonzero()[1]
+
+
+class StateEnds(Protocol):
+    """What tells after which pages a request may go on: the part of `PrefixStates` that a tier asks."""
+
+    def ends(self, request_id: RequestID | None, digests: Digests) -> Asked: ...
 
 
 class PagesBelow:
@@ -117,5 +124,8 @@ class PagesBelow:
     def mend(self, rows: Iterable[int]) -> None:
         """After an interrupt: these rows are claimed. Nothing is being copied any more."""
 
-    def leave(self, row: int, pages: Pages) -> None:
-        """The row gives up its pages, and has used the published `pages`, in logical order, just now."""
+    def leave(self, row: int, pages: Pages, states: StateEnds | None) -> None:
+        """The row gives up its pages, and has used the published `pages`, in logical order, just now.
+
+        `states`: of recurrent layers, those after its pages.
+        """

@@ -313,7 +313,7 @@ class Replica:
         self._named.pop(row, None)
         self.counter.forget(row)
         pages = self.rows.pages(row).copy()
-        self.tier.leave(row, self._published_pages(row, pages))
+        self.tier.leave(row, self._published_pages(row, pages), self.states)
         if self.leases.of_row:
             self.leases.leave(row, pages, None if self.further is None else self.further.computed)
         if self.further is not None:

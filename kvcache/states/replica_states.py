@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 import torch
 
 from kvcache.arguments import shown
@@ -29,7 +28,6 @@ from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.states.state_slabs import StateSlabs, pages_of_slab
 from kvcache.states.state_tiers import Divided, StateTiers, make_state_tiers
-from kvcache.tiers.host_tier import ReplicaTier
 
 
 def slab_pages_of(params: KVCacheParams, layouts: Sequence[PageLayout]) -> int:
@@ -51,7 +49,6 @@ def state_tiers_of(
     if tiers is not None:
         for one, tier in zip(states, tiers.each, strict=True):
             one.pages.below = tier
-            one.say_ends(objects=params.object_tier_io is not None)
     return tiers
 
 
@@ -85,12 +82,6 @@ class ReplicaStates:
         if params.enable_prefix_caching:
             replica.states = self.kept
             replica.hints.follow_states(StateHints(self.pages, params, pool.beside))
-
-    def say_ends(self, *, objects: bool) -> None:
-        """Where there are `objects`, the tier of pages is to know after which of them there is a copy of the state."""
-        tier = self._replica.tier
-        if objects and isinstance(tier, ReplicaTier):
-            tier.ends = lambda digests: (np.flatnonzero(self.pages.kept_after(digests)) + 1).tolist()
 
     @property
     def has_room(self) -> bool:

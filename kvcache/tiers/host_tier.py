@@ -19,7 +19,7 @@ from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
 from kvcache.replica.context import Context, HasherOfRow
 from kvcache.replica.hashing import PrefixHasher
-from kvcache.replica.pages_below import NO_SLOTS, Asked, FromBelow, PagesBelow, Slots
+from kvcache.replica.pages_below import NO_SLOTS, Asked, FromBelow, PagesBelow, Slots, StateEnds
 from kvcache.replica.rows import Ints, Pages, Rows, as_rows
 from kvcache.storage import allocate_host_rows
 
@@ -42,6 +42,7 @@ class HostTier:
         owner = self if pinned else None
         self.memory = [allocate_host_rows(num_slots + 1, size, owner) for size in shard_bytes]
         self._rows = [memory.numpy() for memory in self.memory]
+        self.lower: list[LowerTier] = []  # where the pages are that left it, the nearest first
 
     def touch(self, slots: Slots) -> None:
         """Published `slots`, in logical order, were used just now: they go last, and their tail first of them."""
@@ -106,14 +107,24 @@ class ReplicaTier(PagesBelow, PageReader):
 
     keeps = True
 
-    def __init__(self, host: HostTier, pool: PagePool, movers: Sequence[PageMover]) -> None:
+    def __init__(
+        self,
+        host: HostTier,
+        pool: PagePool,
+        movers: Sequence[PageMover],
+        *,
+        every: Callable[[Digests], Digests] | None = None,
+        ends: bool = False,
+    ) -> None:
+        """`every`, `ends`: where there are objects, which are written when a request is over.
+
+        `every` gives, of the first table's digests, those of all tables' pages; `ends` has the tier write runs of pages
+        up to those after which there is a state.
+        """
         self.host = host
         self.pool = pool
-        self.lower: Sequence[LowerTier] = ()  # where the pages are that left the host tier, the nearest first
-        # Of the first table's digests those of all tables' pages: where there are objects, which are asked for.
-        self.every: Callable[[Digests], Digests] | None = None
-        # Of a run of pages the numbers of those from the first on that others may go on after, where not all: as above.
-        self.ends: Callable[[Digests], Sequence[int]] | None = None
+        self.lower = host.lower
+        self.every, self._ends = every, ends
         self._movers = movers
         self._at_once = all(mover.at_once for mover in movers)
         self._no_digests: Digests = pool.index.digests_of(NO_SLOTS)
@@ -191,7 +202,7 @@ class ReplicaTier(PagesBelow, PageReader):
             self.storing[pages] = False
         self.waiting.clear()
 
-    def leave(self, row: int, pages: Pages) -> None:
+    def leave(self, row: int, pages: Pages, states: StateEnds | None) -> None:
         """What comes back for the row comes for nobody; a copy that runs has its pages to its end.
 
         The use of `pages` counts once the last of them are copied: else these would go last, and the first ones,
@@ -205,8 +216,9 @@ class ReplicaTier(PagesBelow, PageReader):
         if pages.size:
             digests = self.pool.index.digests_of(pages)
             self.waiting.append((NO_SLOTS, digests))
-            for end in () if self.ends is None else self.ends(digests):
-                self.waiting.append((NO_SLOTS, digests[None, :end]))
+            if self._ends and states is not None:
+                ends = np.flatnonzero(states.ends(None, digests)) + 1
+                self.waiting.extend((NO_SLOTS, digests[None, :end]) for end in ends.tolist())
             if self.every is not None and (tables := self.pool.index.tables_of(pages)) is not None:
                 self.waiting.append((NO_SLOTS, self.every(digests[tables == 0])))
             self._pass_uses()

@@ -21,7 +21,7 @@ from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.prefix_states import PrefixStates
 from kvcache.replica.rows import Ints
 from kvcache.tiers.file_tier import FileTier
-from kvcache.tiers.host_tier import HostTier, LowerTier, ReplicaTier
+from kvcache.tiers.host_tier import HostTier, ReplicaTier
 from kvcache.tiers.page_files import FileFormat, FileRefusal, SystemIO
 from kvcache.tiers.page_folder import PageFolder, namespace_of
 from kvcache.tiers.page_objects import ObjectFormat
@@ -49,13 +49,12 @@ class Tiers:
         self.host = host
         self.replicas = replicas
         self.files = files
-        self.lower: list[LowerTier] = [tier for tier in (files, objects) if tier is not None]
+        self.lower = host.lower  # the replicas', too
+        self.lower += [tier for tier in (files, objects) if tier is not None]
         # These also when they are closed.
         self._counted = [] if files is None else [files]
         self._counted_objects = [] if objects is None else [objects]
         self._longest_tail = 0 if objects is None else objects.longest_tail
-        for tier in replicas:
-            tier.lower = self.lower
         self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
         self.share = _SHARE
         self._credit = 0.0
@@ -152,7 +151,7 @@ class Tiers:
             self.flush()
         for lower in self.lower:
             lower.close()
-        self.lower.clear()  # for the replicas, too
+        self.lower.clear()
         self.files = None
 
     def reset(self) -> None:
@@ -238,18 +237,14 @@ def make_tiers(
     on_gpu = any(blocks.device.type != "cpu" for blocks in placed[0].blocks)
     words, several = DIGEST_BYTES[params.hash_algorithm] // 8, len(tables.tables) > 1
     host = HostTier(sizes, space // sum(sizes), words, pinned=on_gpu, tables=several)
-    tiers = [
-        ReplicaTier(
-            host,
-            place.replica.pool,
-            [PageMover(shard, memory, stream) for shard, memory in zip(place.blocks, host.memory, strict=True)],
-        )
-        for place in placed
-    ]
-    for place, tier in zip(placed, tiers, strict=True):
-        place.replica.tier = tier
-        if place.replica.further is not None:
-            tier.every = place.replica.further.every if params.object_tier_io is not None else None
+    objects, tiers = params.object_tier_io is not None, list[ReplicaTier]()
+    for place in placed:
+        movers = [PageMover(shard, memory, stream) for shard, memory in zip(place.blocks, host.memory, strict=True)]
+        replica = place.replica
+        every = replica.further.every if objects and replica.further is not None else None
+        ends = objects and params.states is not None
+        replica.tier = ReplicaTier(host, replica.pool, movers, every=every, ends=ends)
+        tiers.append(replica.tier)
     files = _make_file_tier(params, layouts, host, tables)
     return Tiers(host, tiers, files, _make_object_tier(params, layouts, host, tables))
 

@@ -84,7 +84,7 @@ def test_a_state_saves_every_page_before_it_however_many_are_looked_at_at_once(m
     states = StatePages(SHAPES[1], 3)
     offsets = [kind_offsets(kinds) for kinds in states.layouts]
     tier = StateTier(HostTier([offsets[0][-1]], 4, 1, pinned=False), states.places, offsets)
-    tier.lower = (lower := Lower(2, 6, 7, 10),)  # type: ignore[assignment]
+    tier.host.lower.append(lower := Lower(2, 6, 7, 10))  # type: ignore[arg-type]
     prompt = np.concatenate([digest(number) for number in range(1, 11)])
     assert not tier.bring_newest(prompt, wait=False)
     assert lower.fetched == [(10, 10), (7, 7), (6, 6), (2, 2)]
