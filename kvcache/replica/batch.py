@@ -181,6 +181,7 @@ class Batch(Gathered, Sequence[Context]):
         return iter(self.contexts)
 
     def gather(self, *, starts_only: bool = False) -> None:
+        self._stale = True  # until all of them follow: what interrupts it has the contexts read anew
         super().gather(starts_only=starts_only)
         self._begin_log()
         self._hashers = {}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvcache import InvalidRequestError, NotReservedError, PagedKVCacheManager, SequenceTooLongError, TextContext
-from kvcache.replica.batch import _STEPS_KEPT, Gathered
+from kvcache.replica.batch import _STEPS_KEPT, Batch, Gathered
 from kvcache.replica.replica import Replica
+from tests.kvcache.random_model.interrupts import interrupted
 
 
 def running(manager: PagedKVCacheManager, lengths: list[int], longest: int = 4096, name: str = "") -> list[TextContext]:
@@ -381,3 +385,43 @@ def test_prompts_that_ran_without_a_fetch_are_counted_by_step(make: Any, dp: int
         context.update(3)
     manager.step(contexts)
     assert manager.metrics.input_tokens == 12
+
+
+def moved_and_moved_back(batch: Batch, contexts: list[TextContext]) -> None:
+    contexts[1].set_token_indices(start_idx=2, active_idx=3)
+    assert batch.lengths.tolist() == [one.end_idx for one in contexts]
+    contexts[1].set_token_indices(active_idx=contexts[1].end_idx)
+
+
+@pytest.mark.parametrize(
+    ("before", "every"),
+    [
+        pytest.param(moved_and_moved_back, 19, id="one moved and moved back"),
+        pytest.param(lambda _, contexts: contexts[1].update(9), 17, id="one moved by itself"),
+        pytest.param(lambda batch, _: [batch.update([1, 2, 3]) for _ in range(_STEPS_KEPT)], 19, id="log full"),
+    ],
+)
+def test_wherever_an_update_is_interrupted_all_requests_have_their_token_or_none(
+    make: Any, before: Callable[[Batch, list[TextContext]], object], every: int
+) -> None:
+    manager: PagedKVCacheManager = make(rows=3, pages=300)
+    outcomes = Counter[int]()
+    for at in count(1, every):
+        contexts = running(manager, [5, 6, 7], name=f"{at}-")
+        batch = manager.batch(contexts)
+        batch.update([4, 5, 6])
+        before(batch, contexts)
+        ends = [one.end_idx for one in contexts]
+        _, _, done = interrupted(lambda batch=batch: batch.update([8, 9, 8]), at, KeyboardInterrupt)
+        (given,) = {one.end_idx - end for one, end in zip(contexts, ends, strict=True)}
+        outcomes[given] += done
+        if not given:
+            batch.update([8, 9, 8])
+        assert [one.end_idx for one in contexts] == [end + 1 for end in ends]
+        assert [int(one.tokens[-1]) for one in contexts] == [8, 9, 8]
+        for one in contexts:
+            manager.release(one.request_id)
+        if not done:
+            break
+    assert outcomes[0] > 5
+    assert outcomes[1] > 0
