@@ -290,7 +290,8 @@ class Replica:
     def hasher(self, row: int | None, context: Context) -> PrefixHasher:
         """The hasher of the request: on its context, or kept here for a context that cannot carry one."""
         kept = None if row is None else self._hashers.get(row)
-        if kept is not None:
+        # A request that waits for its first pages may be given another salt, or other keys; with pages it is refused.
+        if kept is not None and (row in self._named or (kept.salt, kept.extra_keys) == salt_and_keys(context)):
             return kept
         named = None if row is None else self._named.get(row)
         hasher = hasher_of(context, self.hash_algorithm, self.page_size, named)

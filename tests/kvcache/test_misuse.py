@@ -278,9 +278,6 @@ def test_what_is_no_block_table_is_refused_also_where_there_are_states(wrong: An
     manager.check()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the hasher of a row outlives another salt of a context that cannot carry its own"
-)
 def test_a_waiting_request_of_a_callers_own_context_may_have_another_salt(make: Any) -> None:
     """Its pages were published for the tenant that it had before, whose requests found them."""
     manager = make(8, rows=4)

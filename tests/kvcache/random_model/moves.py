@@ -684,8 +684,6 @@ class Moves:
         one.context.cache_salt, one.context.extra_keys = before
 
     def change(self, context: TextContext) -> None:
-        if type(context) is not TextContext and not self.manager.get_req_blocks(context.request_id):
-            return  # such a one keeps its old name (`test_misuse`: a strict xfail)
         if self.choose.integer(0, 2):
             context.extra_keys = (*context.extra_keys, (self.choose.integer(0, context.end_idx), b"new"))
         else:
