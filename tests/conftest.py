@@ -1,5 +1,6 @@
 """What concerns all tests."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -52,6 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests live as long as this process: no collection of garbage looks through them."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -3,6 +3,7 @@
 What they do is what a process does that imports these itself, which takes seconds and most of the time of such a test.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -68,6 +69,7 @@ def start(
 def _serve(
     serve: Callable[..., Any], conn: Connection, arguments: tuple[object, ...], settings: dict[str, str]
 ) -> None:
+    gc.freeze()  # what was imported before lives as long as the process: no collection looks through it
     die_with_parent()  # that is the forkserver, which ends with the process that started it
     for key in [key for key in os.environ if key.startswith(("UCX_", "NIXL_"))]:
         del os.environ[key]
@@ -135,6 +137,7 @@ def fleets() -> Generator[None]:
 
 
 def _become(given: tuple[Connection, ...], server: str, arguments: list[str], environment: dict[str, str]) -> None:
+    gc.freeze()  # as above
     os.setsid()
     for number, one in enumerate(given):
         os.dup2(one.fileno(), number)

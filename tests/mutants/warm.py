@@ -172,6 +172,7 @@ class Warm:
             return None  # the session ends here, and what it has printed is the answer
         adopt()
         self._answer({"tests": [item.nodeid for item in session.items], "imported": imported, "threads": _threads()})
+        gc.unfreeze()  # what tests/conftest.py has frozen is not among the objects
         functions = [one for one in gc.get_objects() if type(one) is FunctionType]
         for function in functions:
             name = function.__code__.co_qualname

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -72,6 +73,7 @@ def ends(conn: Connection, what: str, how: str, path: str, wait_s: float) -> Non
     os.dup2(log, 1)
     os.dup2(log, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.freeze()  # what was imported before is no garbage at the end: looking through it takes longer than all else
     OPENED[what]()
     time.sleep(wait_s)
     try:
