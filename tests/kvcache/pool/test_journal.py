@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.pool.journal import Journal, PageReader
+from kvcache.eviction_order import BY_HINT, BY_QUOTA, BY_TURN
+from kvcache.pool.journal import BY_RESET, Journal, PageReader
+from kvcache.watch.log import REASONS
 
 NEWS = ("going", "gone", "came", "followed", "found", "left", "changed")
 
@@ -34,10 +36,16 @@ def test_who_saves_is_told_first_and_the_others_as_they_came() -> None:
 
 def test_a_reader_is_told_of_what_it_has_a_method_for_alone() -> None:
     journal = Journal()
+    assert not any(getattr(journal, news) for news in NEWS)
     journal.read(PageReader())
     assert not any(getattr(journal, news) for news in NEWS)
     journal.read(Noting("one", []))
     assert [news for news in NEWS if getattr(journal, news)] == ["going"]
+
+
+def test_each_reason_has_a_number_and_a_name_of_its_own() -> None:
+    reasons = (BY_TURN, BY_HINT, BY_QUOTA, BY_RESET)
+    assert [REASONS[why] for why in reasons] == ["LRU", "hint", "quota", "reset"]
 
 
 def test_whoever_is_being_told_may_leave_meanwhile() -> None:

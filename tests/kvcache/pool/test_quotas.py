@@ -107,3 +107,12 @@ def test_who_asks_is_told_who_went_for_a_quota() -> None:
     owned(plain, quotas, "b", 11, 12, 13, 14)
     gone, reasons = plain.pop_explained(2)
     assert (gone.tolist(), reasons.tolist()) == ([11, 12], [BY_QUOTA, BY_TURN])
+
+
+def test_an_order_over_another_begins_with_what_is_in_that_one() -> None:
+    inner = LruOrder(POOL)
+    inner.append(pages(3, 4))
+    order = QuotaOrder(HintedOrder(POOL, inner), TenantQuotas(POOL, 0.1, {}))
+    assert order.count == 2
+    order.check()
+    assert order.pop(2).tolist() == [3, 4]
