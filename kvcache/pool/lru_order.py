@@ -50,9 +50,9 @@ class LruOrder(EvictionOrder):
         self.log = log = log or OrderLog(num_pages)  # of its own, or of several orders of the same pages
         self._log, self._stamp, self._live, self._spare = log.entries, log.stamp, log.live, log.spare
         self._family = log.orders
-        self._family.append(self)
         self.chunks: list[int] = []  # of the log, those that are this order's, oldest first
         self.begin()
+        self._family.append(self)  # last: whoever clears the log begins each of its orders anew
 
     def begin(self) -> None:
         """The order is empty, and has no chunk of the log but a spare one."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvcache import InvariantError
 from kvcache.pool.lru_order import CHUNK, LruOrder, OrderLog
+from tests.kvcache.random_model.interrupts import interrupted
 
 
 def pages(*ids: int) -> np.ndarray:
@@ -208,3 +211,19 @@ def test_after_an_interrupt_just_the_pages_named_are_there_those_known_by_age(be
     order.append(pages(7))
     order.check()
     assert order.pop_one() == 7
+
+
+def test_an_order_whose_making_is_interrupted_stops_no_other_of_its_log() -> None:
+    log = OrderLog(20, 40)
+    order = LruOrder(20, log)
+    order.append(pages(5, 3, 9))
+    half_made = 0
+    for at in count(1):
+        _, _, done = interrupted(lambda: LruOrder(20, log), at, KeyboardInterrupt)
+        order.mend(pages(3, 5, 9).astype(np.intp))
+        order.check()
+        if not done:
+            break
+        half_made += 1
+    assert half_made > 30
+    assert sorted(order.pop(3).tolist()) == [3, 5, 9]
