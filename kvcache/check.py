@@ -49,10 +49,9 @@ def check_replica(replica: Replica) -> None:
             raise InvariantError(f"request {request_id!r}: its row {row} names {rows.request_ids[row]!r}")
         _check_row(replica, row)
     for row, request_id in enumerate(rows.request_ids):
-        if request_id is None and (rows.num_pages[row] or rows.table[row].any()):
+        if request_id is None and (rows.num_pages[row] or rows.table[:, row].any()):
             raise InvariantError(f"row {row} is free, but names {rows.num_pages[row]} pages")
-    if replica.further is not None:
-        replica.further.check()
+    replica.tables.check()
     replica.leases.check()
     replica.imports.check()
     pool.check(*replica.counted())
@@ -65,12 +64,12 @@ def _check_row(replica: Replica, row: int) -> None:
         raise InvariantError(f"request {request_id!r}: names a page twice")
     if pages.size and not (pages.min() >= 1 and pages.max() <= pool.num_pages):
         raise InvariantError(f"request {request_id!r}: names a page that is not within 1 to {pool.num_pages}")
-    if rows.table[row, len(pages) :].any():
+    if rows.table[:, row, len(pages) :].any():
         raise InvariantError(f"request {request_id!r}: names pages past its {len(pages)}")
     if committed > len(pages) or not pool.index.published[pages[:committed]].all():
         raise InvariantError(f"request {request_id!r}: not all of its {committed} committed pages are published")
-    # A fork may have published the pages that it shares with this row. With further tables a pending import may have
+    # A fork may have published the pages that it shares with this row. Of several tables a pending import may have
     # found more pages of the first one than of all.
     alone = pool.holders[pages[committed:]] == 1
-    if replica.further is None and (pool.index.published[pages[committed:]] & alone).any():
+    if replica.tables.count == 1 and (pool.index.published[pages[committed:]] & alone).any():
         raise InvariantError(f"request {request_id!r}: a page past its {committed} committed ones is published")

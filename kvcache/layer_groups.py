@@ -7,7 +7,7 @@ pages empty, which is the loss.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Literal, NamedTuple, TypeVar, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ from kvcache.arguments import one_of, shown, whole
 from kvcache.errors import InvalidParamsError
 
 LayerKind = Literal["full", "window", "chunked"]
+
+_Positions = TypeVar("_Positions", int, NDArray[np.int64])
 
 MOST_LOST = 0.05  # of a request's pages, in layers that are not there
 
@@ -44,11 +46,19 @@ class LayerGroup:
             raise InvalidParamsError(f"layers is {shown(self.layers)}: the numbers of one layer or more are needed")
         object.__setattr__(self, "layers", tuple(whole("layers", layer, 0) for layer in self.layers))
 
-    def first_seen(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every query sees every token before it: then a request has pages for all known tokens at once."""
+        return self.kind == "full"
+
+    def first_seen(self, position: _Positions) -> _Positions:
         """The first token that the query at each of these positions sees."""
-        if self.kind == "window":
-            return (positions - (self.window - 1)).clip(0)
-        return positions - positions % self.window if self.kind == "chunked" else positions * 0
+        if self.kind == "full":
+            return position * 0
+        if self.kind == "chunked":
+            return position - position % self.window
+        first = position - (self.window - 1)
+        return first * (first > 0)
 
     def most_pages(self, tokens: int, page_size: int) -> int:
         """Most pages that a table of the group has of a request of `tokens` tokens, one of which runs at a time."""
@@ -63,11 +73,32 @@ class GroupTable(NamedTuple):
     layers: tuple[int, ...]  # in the order in which they lie in a page
 
 
+class TableGroup(NamedTuple):
+    """The block tables of one group of layers, which are one run of a model's tables."""
+
+    group: LayerGroup
+    tables: slice
+
+    @property
+    def num_tables(self) -> int:
+        """How many these are."""
+        return self.tables.stop - self.tables.start
+
+
 class LayerTables(NamedTuple):
-    """The block tables of a model. The first is of a full group; those of one group follow one another."""
+    """The block tables of a model: those of full attention first; those of one group follow one another."""
 
     layers_per_page: int
     tables: tuple[GroupTable, ...]
+
+    @property
+    def groups(self) -> tuple[TableGroup, ...]:
+        """Each group, and which tables are its."""
+        found: list[TableGroup] = []
+        for at, (group, _) in enumerate(self.tables):
+            first = found.pop().tables.start if found and found[-1].group is group else at
+            found.append(TableGroup(group, slice(first, at + 1)))
+        return tuple(found)
 
     @property
     def places(self) -> dict[int, tuple[int, int]]:

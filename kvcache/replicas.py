@@ -25,13 +25,13 @@ from kvcache.pool.slabs import SlabPool
 from kvcache.replica.batch import Batch, BatchState, Gathered
 from kvcache.replica.context import Context, hasher_of, read_context, was_refused
 from kvcache.replica.devices import PlacedReplica
-from kvcache.replica.further_tables import FurtherPlan, FurtherTables
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.leases import PageLease
 from kvcache.replica.lifts import lift, prefetch
 from kvcache.replica.partial import PartialReuse
 from kvcache.replica.peer_copies import PeerCopies
 from kvcache.replica.replica import Filled, Replica
+from kvcache.replica.resume import Found
 from kvcache.replica.rows import NEVER, AllRows, BlockRows, Ints, rows_at
 from kvcache.replica.shares import Share
 from kvcache.routing import Router
@@ -57,21 +57,17 @@ def place_replicas(
     """Replicas of `pages` pages each, on the `devices` of each, with block `tables`, and the tiers below them."""
     words = DIGEST_BYTES[params.hash_algorithm] // 8
     rows = sizes.max_batch_size // len(devices)
-    count, page_size = len(tables.tables), layouts[0].page_size
+    page_size = layouts[0].page_size
     slab_pages, divided = slab_pages_of(params, layouts), divide_tiers(params, len(layouts))
     every, mark = AllRows(len(devices), rows, page_size), UnderWay()
     placed: list[PlacedReplica] = []
     for group in devices:
         pinned, first = any(device.type == "cuda" for device in group), rows * len(placed)
         own = slice(first, first + rows)
-        block_rows = BlockRows(every, own, sizes.max_seq_len, page_size, pinned=pinned, tables=count)
+        block_rows = BlockRows(every, own, sizes.max_seq_len, page_size, tables.groups, pinned=pinned)
         order = None if params.eviction_order is None else params.eviction_order(pages)
         pool = SlabPool(pages, words, slab_pages, order) if slab_pages else PagePool(pages, words, order)
-        replica = Replica(params, block_rows, pool, mark)
-        if count > 1:
-            caching = params.enable_prefix_caching
-            replica.further = FurtherTables(tables, replica.pool, block_rows, replica.leases, caching=caching)
-            replica.hints.follow(replica.further)
+        replica = Replica(params, tables, block_rows, pool, mark)
         placed.append(PlacedReplica(replica, layouts, group, stream))
     replicas = Replicas(placed, every, params, make_tiers(divided.pages, layouts, placed, stream, tables))
     if params.states is not None:
@@ -123,35 +119,28 @@ class Replicas:
     def admission(self, context: Context, num_steps: int = 1) -> Admission:
         """Where a new request is best claimed."""
         one = self.each[0]
-        needed = one.pages_needed(context, num_steps, 0)
-        most = needed if one.further is None else needed + one.further.most(context, num_steps)
+        length = one.length_of(context, num_steps, 0)
         claimed = [len(replica.rows.row_of) for replica in self.each]
         if self._router.routing.rule != "prefix":
             chosen = self._router.without_looking(claimed)
-            hits = self.each[chosen].match(context)[1]
-            further = self.each[chosen].plan_further(None, context, num_steps, hits, start=len(hits) * one.page_size)
-            fits = self._fits(chosen, needed, hits, further, most)
-            return Admission(chosen, len(hits), needed - len(hits) + further.new, fits)
+            found = self.each[chosen].find(context)
+            new, fits = self._fits(chosen, context, length, found)
+            return Admission(chosen, found.end, new, fits)
         # One hash of the prompt for all of them, also where the context cannot keep it.
         hasher = hasher_of(context, one.hash_algorithm, one.page_size) if one.caching else None
-        found = [replica.match(context, hasher=hasher)[1] for replica in self.each]
-        further = [
-            replica.plan_further(None, context, num_steps, pages, hasher, start=len(pages) * one.page_size)
-            for replica, pages in zip(self.each, found, strict=True)
-        ]
-        fits = [self._fits(at, needed, *both, most) for at, both in enumerate(zip(found, further, strict=True))]
-        missing = [needed - len(pages) + more.new for pages, more in zip(found, further, strict=True)]
+        found = [replica.find(context, hasher=hasher) for replica in self.each]
+        missing, fits = zip(*(self._fits(at, context, length, one) for at, one in enumerate(found)), strict=True)
         chosen = self._router.recommend(missing, claimed, fits)
-        return Admission(chosen, len(found[chosen]), missing[chosen], fits[chosen])
+        return Admission(chosen, found[chosen].end, missing[chosen], fits[chosen])
 
     def prefetch(self, context: Context) -> bool:
         """Begin to bring the request's pages to the host tier; whether some are on their way."""
         if self.tiers is None or not self.tiers.lower:
             return False
         hasher = hasher_of(context, self.each[0].hash_algorithm, self.each[0].page_size)
-        if self.each[0].further is not None:
+        if self.each[0].tables.count > 1:
             return prefetch(self.each[0], hasher, context)
-        first = max(len(replica.published_run(context, hasher=hasher)[1]) for replica in self.each)
+        first = max(replica.published_run(context, hasher=hasher).end for replica in self.each)
         if (states := self.each[0].states) is not None:
             return self.tiers.prefetch_to_state(states, hasher, context, first)
         return self.tiers.prefetch(hasher, context, first)
@@ -162,7 +151,7 @@ class Replicas:
         first_time = replica.rows.prompt.item(row) < 0  # then what is cached is looked up, whatever is to run
         if self._copies is not None and first_time:
             self._copies.bring(replica_idx, row, context, num_steps)
-        if replica.further is not None:
+        if replica.tables.count > 1:
             lift(replica, row, context, num_steps)
         new_pages = replica.reserve(row, context, num_steps)
         if new_pages is not None and first_time:
@@ -188,7 +177,7 @@ class Replicas:
             replica.refuse_pending(row, "reserve_batch")
             replica.refuse_rewrite(row, context)
             replica.refuse_ahead(row, context)
-            replica.pages_needed(context, num_steps, replica.start_of(row, context))
+            replica.length_of(context, num_steps, replica.start_of(row, context))
         self.mark.call = ("reserve_batch", gathered.places)
         reserved = np.zeros(len(contexts), np.bool_)
         for at, ((replica_idx, row), context) in enumerate(zip(places, contexts, strict=True)):
@@ -214,9 +203,9 @@ class Replicas:
         if gathered.slack < num_steps - 1:
             for replica, state in zip(self.each, states, strict=True):
                 lengths = state.ends if num_steps == 1 else state.ends + (num_steps - 1)
-                if replica.further is not None:  # pages for a chunk are enough to run it
+                if replica.tables.in_chunks:  # pages for a chunk are enough to run it
                     lengths = np.where(state.actives < state.ends, state.actives, lengths)
-                    replica.further.refuse_lost(state.rows, state.starts)
+                    replica.tables.refuse_lost(state.rows, state.starts)
                 replica.refuse_short(state.rows, lengths, "fetch")
         for replica, state in zip(self.each, states, strict=True):
             if replica.leases.of_row or replica.counter.open:
@@ -281,7 +270,7 @@ class Replicas:
     def _is_plain(self, row: int) -> bool:
         """Whether nobody is to be told or asked of a step of the request at this row but the row."""
         replica = self.each[0]  # the only one: `Claims.one` has seen to that
-        if self.tiers is not None or self._log is not None or replica.further is not None:
+        if self.tiers is not None or self._log is not None or replica.tables.count > 1:
             return False
         return row not in replica.leases.of_row
 
@@ -383,7 +372,7 @@ class Replicas:
         for partial in self._partial or ():
             partial.clear()
         if self._events is not None:
-            self._events.agree(self._indexes, 1 if self.each[0].further is None else 1 + self.each[0].further.count)
+            self._events.agree(self._indexes, self.each[0].tables.count)
         return lost
 
     def goes_on(self, replica_idx: int, row: int, request_id: RequestID, start: int) -> bool:
@@ -482,21 +471,17 @@ class Replicas:
     def _digests(self, gathered: Gathered, share: Share, at: Ints, firsts: Ints, lasts: Ints) -> NDArray[np.uint64]:
         return gathered.digests(rows_at(share.at, at), firsts, lasts, self._hasher_of, self._log)
 
-    def _fits(self, replica_idx: int, needed: int, hits: NDArray[np.int32], further: FurtherPlan, most: int) -> bool:
-        """Whether a new request of `needed` pages, `hits` of them published, could be claimed and reserved now.
-
-        `most`: pages that it takes in all tables where its claim evicts some of what was found.
-        """
+    def _fits(self, replica_idx: int, context: Context, length: int, found: Found) -> tuple[int, bool]:
+        """Pages that a new request would lack beside those `found`, and whether it could have them, and a row, now."""
         replica = self.each[replica_idx]
-        if len(replica.rows.row_of) == len(replica.rows.request_ids):
-            return False
-        if self.states and not self.states[replica_idx].has_room:
-            return False
+        plan = replica.tables.plan(None, context, length, found.end * replica.page_size, found)
+        has_row = len(replica.rows.row_of) < len(replica.rows.request_ids)
+        if not has_row or (self.states and not self.states[replica_idx].has_room):
+            return plan.new, False
         free = replica.pool.free_count - replica.pool.beside
-        if replica.states is not None and replica.states.may_lose_pages:
-            return most <= free
-        free -= further.cost
-        return needed <= free or needed - len(hits) + replica.pool.would_be_taken(hits) <= free
+        if replica.states is not None and replica.states.may_lose_pages:  # also of those found
+            return plan.new, replica.tables.most(context, length) <= free
+        return plan.new, replica.tables.fits(None, plan, free)
 
     def _hasher_of(self, replica_idx: int, row: int, context: Context) -> PrefixHasher:
         self.each[replica_idx].refuse_renamed(row, context)

@@ -35,7 +35,7 @@ class PageContents:
         check_context(context, "digests")
         one = self._replicas[0]
         last = (context.current_length - 1) // one.page_size if one.caching else 0
-        first_page = first_page if one.further is None else 0
+        first_page = first_page if one.tables.count == 1 else 0
         hasher = hasher_of(context, one.hash_algorithm, one.page_size)
         digests = hasher.digests(context.tokens, min(first_page, last), last).tobytes()
         return PageDigests(one.page_size, one.hash_algorithm, digests, first_page)
@@ -44,10 +44,7 @@ class PageContents:
         """How many tokens of wanted pages, of `digests`, a replica's devices have, from the first on."""
         replica = self._replicas[replica_idx]
         digests = np.frombuffer(wanted.digests, np.uint64).reshape(-1, DIGEST_BYTES[replica.hash_algorithm] // 8)
-        pages = replica.pool.index.match(digests)
-        if pages.size and replica.further is not None:
-            pages = pages[: replica.further.longest(0, digests[: len(pages)])]
-        return len(pages) * replica.page_size
+        return replica.tables.find(0, digests).end * replica.page_size if len(digests) else 0
 
     def lease(
         self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int
@@ -60,12 +57,9 @@ class PageContents:
         """
         self._mark.check("contents.lease")
         replica, digests = self._wanted(name, replica_idx, wanted)
-        if replica.further is None:
-            tables = [replica.pool.index.match(digests[: max(0, most)])]
-        else:
-            tables = replica.further.whole(digests, most)
-        if not tables or not (length := len(tables[0])):
+        if not (tables := replica.tables.whole(digests, most)):
             return None
+        length = len(tables[0])
         table = BlockTable(
             request_id=name,
             replica_idx=replica_idx,
@@ -76,7 +70,7 @@ class PageContents:
             hash_algorithm=replica.hash_algorithm,
             digests=digests[:length].tobytes(),
             first_page=wanted.first_page,
-            kinds=() if replica.further is None else replica.further.kinds,
+            kinds=replica.tables.kinds[1:],
         )
         lease = PageLease(replica.leases, name, replica_idx)
         self._mark.call = ("contents.lease", lease)
@@ -93,7 +87,7 @@ class PageContents:
         self._mark.check("contents.bring")
         replica, digests = self._wanted(name, replica_idx, wanted)
         self._mark.call = ("contents.bring", None)
-        if replica.further is not None:
+        if replica.tables.count > 1:
             coming = bring(replica, digests[: max(0, most)])
         else:
             coming = replica.tier.bring(digests, wanted.first_page, most)
@@ -103,10 +97,10 @@ class PageContents:
     def _wanted(self, name: RequestID, replica_idx: int, wanted: PageDigests) -> tuple[Replica, NDArray[np.uint64]]:
         """The replica, and the digests if they are of pages like its own."""
         replica = self._replicas[replica_idx]
-        if replica.further is not None and wanted.first_page:
+        if replica.tables.count > 1 and wanted.first_page:
             raise BlockTableMismatchError(
                 f"request {name!r}: asks for pages from page {wanted.first_page} on, and of "
-                f"{1 + replica.further.count} block tables (params.groups) a lease is of a whole prefix"
+                f"{replica.tables.count} block tables (params.groups) a lease is of a whole prefix"
             )
         width = DIGEST_BYTES[replica.hash_algorithm]
         ours, theirs = (replica.page_size, replica.hash_algorithm), (wanted.page_size, wanted.hash_algorithm)

@@ -82,8 +82,8 @@ class PrefixHasher:
         # it says that a key follows, and the length says where the key ends.
         self.keys_left: list[tuple[int, bytes]] = []
         self.begin()
-        # Index → the generation of it, first and last page, and what they were found as (see `Replica.match`).
-        self.matches: dict[object, tuple[int, int, int, NDArray[np.int32]]] = {}
+        # Index → the generation of it, first and last page, and what was found of them (see `Replica.find`).
+        self.matches: dict[object, tuple[int, int, int, Any]] = {}
 
     def begin(self) -> None:
         """No page is hashed."""

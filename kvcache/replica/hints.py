@@ -12,9 +12,9 @@ from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
 from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 from kvcache.replica.context import Context, HasherOfRow
-from kvcache.replica.further_tables import FurtherTables
 from kvcache.replica.hinted_states import HintedStates, LeftPrefix
 from kvcache.replica.rows import BlockRows, Ints, Pages
+from kvcache.replica.tables import RowTables
 from kvcache.retention import PageHints, page_hints
 from kvcache.types import Retention
 
@@ -38,6 +38,7 @@ class ReplicaHints(PageReader):
         self,
         pool: PagePool,
         rows: BlockRows,
+        tables: RowTables,
         hasher_of: HasherOfRow,
         salt_of: Callable[[int], str | None],
         params: KVCacheParams,
@@ -51,7 +52,7 @@ class ReplicaHints(PageReader):
         # An order of the caller's own is told of hints, and is all that follows them.
         self._has_own = params.eviction_order is not None
         self._most_hinted = params.max_hint_share if caching and not self._has_own else 0.0
-        self._further: FurtherTables | None = None
+        self._tables = tables
         self._states: HintedStates | None = None
         # By row, pages that plain LRU would have found, and hints at their largest share; and those looked for.
         self._expected: dict[int, tuple[int, int, int]] = {}
@@ -64,10 +65,6 @@ class ReplicaHints(PageReader):
             order = pool.idle if self._has_own else HintedOrder(pool.num_pages, pool.idle)
             pool.follow(QuotaOrder(order, self._quotas))
             pool.journal.read(self)
-
-    def follow(self, further: FurtherTables) -> None:
-        """Hints and quotas hold for these tables' pages, too."""
-        self._further = further
 
     def left(self, rows: Ints, pages: Pages) -> None:
         for row in set(rows.tolist()):
@@ -183,10 +180,10 @@ class ReplicaHints(PageReader):
 
     def _further_pages(self, row: int, pages: Pages, ends: Sequence[int]) -> tuple[Ints, Pages]:
         """What the row, and the prefixes of it that have these `ends`, need beside its published `pages`, by column."""
-        if self._further is None or not pages.size:
+        if not pages.size:
             return _NO_COLUMNS, _NO_PAGES
         digests = self._pool.index.digests_of(pages)
-        return self._further.needed(row, digests, [end // self._rows.page_size for end in ends])
+        return self._tables.needed(row, digests, [end // self._rows.page_size for end in ends])
 
     def _learn(self, row: int, context: Context, pages: Pages, hints: PageHints | None, found: int) -> None:
         """The row leaves these pages, of which it has found so many, and says `hints`: the baselines follow."""
@@ -224,12 +221,12 @@ class ReplicaHints(PageReader):
         """Pages that running requests hold and that no baseline has: those past their prompts that are not full."""
         rows = self._rows
         findable = np.maximum(rows.committed, (rows.prompt - 1) // rows.page_size)
-        tables = 1 if self._further is None else 1 + self._further.count
-        return int(np.maximum(rows.num_pages - findable, 0).sum()) * tables + len(rows.row_of) * self._pool.beside
+        past = int(np.maximum(rows.num_pages - findable, 0).sum())
+        return past * self._tables.count + len(rows.row_of) * self._pool.beside
 
     def _width(self) -> float:
         """Pages of the pool that are cached for each of the first table: those of other tables, and of states."""
-        return self._pool.width * (1.0 if self._further is None else self._further.width())
+        return self._pool.width * self._tables.width()
 
     def _start(self) -> None:
         """The first hint."""

@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.arguments import shown, whole
-from kvcache.errors import BlockTableMismatchError, InvalidRequestError, InvariantError
+from kvcache.errors import BlockTableMismatchError, InvalidRequestError
 from kvcache.params import HashAlgorithm, usable_hashes
 from kvcache.replica.block_table import BlockTable, FurtherImport, PageCopy, PendingImport
 from kvcache.replica.context import Context, hasher_of, salt_and_keys
 from kvcache.replica.copier import ImportProof
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, token_bytes
 from kvcache.replica.lifts import lift
-from kvcache.replica.pages_below import NO_SLOTS, PagesBelow
+from kvcache.replica.pages_below import PagesBelow
 from kvcache.replica.replica import Replica
 from kvcache.replica.reservation import Reservation
 from kvcache.replica.rows import Ints
@@ -44,21 +44,16 @@ def export_table(
     if full_pages:
         num_tokens -= num_tokens % size
     replica.leases.tell(row, num_tokens, windows=not full_pages)
-    further = replica.further
     first = min(whole("first_page", first_page, 0, error=InvalidRequestError), num_tokens // size)
-    first = first if further is None else 0
-    pages = rows.pages(row)[first : -(-num_tokens // size)]
-    full = pages[: max(0, min(int(rows.committed[row]), num_tokens // size) - first)]
+    first = first if replica.tables.count == 1 else 0
+    full = rows.pages(row)[first : max(first, min(int(rows.committed[row]), num_tokens // size))]
     return BlockTable(
         request_id=request_id,
         replica_idx=replica_idx,
         num_tokens=num_tokens,
         page_size=size,
-        groups=(
-            tuple(pages.tolist()),
-            *(() if further is None else further.lists(row, num_tokens, windows=not full_pages)),
-        ),
-        kinds=() if further is None else further.kinds,
+        groups=replica.tables.lists(row, num_tokens, first=first, windows=not full_pages),
+        kinds=replica.tables.kinds[1:],
         fingerprint=fingerprint,
         hash_algorithm=replica.hash_algorithm if replica.caching else "",
         digests=replica.pool.index.digests_of(full).tobytes() if replica.caching else b"",
@@ -111,7 +106,7 @@ def _has_types(table: BlockTable) -> bool:
 
 def _check_pages(replica: Replica, context: Context, table: BlockTable) -> None:
     """The table names pages of our groups of layers: of each as many as its tokens take, of a window no more."""
-    kinds = () if replica.further is None else replica.further.kinds
+    kinds = replica.tables.kinds[1:]
     if len(table.groups) != 1 + len(kinds):
         raise _mismatch(context, f"has {len(table.groups)} page groups, this manager {1 + len(kinds)}")
     if table.kinds != kinds:
@@ -174,7 +169,7 @@ def _check_digests(
 
 def _refuse_hole(replica: Replica, row: int, context: Context, table: BlockTable) -> None:
     """What a table leaves out has to be here: what stands behind a hole is nobody's prefix."""
-    here = len(replica.match(context, row)[1]) * replica.page_size
+    here = replica.find(context, row).end * replica.page_size
     if here < table.first_page * table.page_size:
         first = table.first_page * table.page_size
         raise _mismatch(context, f"begins at token {first}, and the devices have {here} tokens before it")
@@ -194,7 +189,7 @@ def begin_import(
         _refuse_hole(replica, row, context, table)
     size, end = replica.page_size, -(-(context.end_idx if partial else table.num_tokens) // replica.page_size)
     further: list[FurtherImport] = []
-    if replica.further is None:
+    if replica.tables.count == 1:
         if replica.reserve(row, context, num_steps) is None:
             return None
         have = min(replica.pages_here(row), end)
@@ -203,7 +198,7 @@ def begin_import(
         plan = _plan_tables(replica, row, context, table, num_steps, partial=partial)
         if replica.act(row, context, replica.refuse_renamed(row, context), plan) is None:
             return None
-        have, further = min(len(plan.hits), end), replica.further.imports(row, plan.further, end)
+        have, further = min(plan.ends_found[0], end), replica.tables.imports(row, plan, end)
     pending = PendingImport(
         request_id=context.request_id,
         owner=replica,
@@ -227,30 +222,17 @@ def _plan_tables(
     replica: Replica, row: int, context: Context, table: BlockTable, num_steps: int, *, partial: bool
 ) -> Reservation:
     """What an import over several tables takes: each has what it finds itself, and pages for what is seen after it."""
-    further, size = replica.further, replica.page_size
-    if further is None:
-        raise InvariantError(f"request {context.request_id!r}: an import over several tables, where there is one")
+    tables, size = replica.tables, replica.page_size
     num_tokens = context.end_idx if partial else table.num_tokens
-    needed = replica.pages_needed(context, num_steps, num_tokens)
-    found = len(replica.match(context, row)[1]) * size  # in all tables: nothing has to be copied up to there
+    length = replica.length_of(context, num_steps, num_tokens)
+    found = replica.find(context, row).end * size  # in all tables: nothing has to be copied up to there
     start = max(num_tokens, found)
     last = min(start, context.current_length - 1) // size if replica.caching else 0
     digests = replica.hasher(row, context).digests(context.tokens, 0, last)
-    hits = replica.pool.index.match(digests)
-    plan = further.plan(row, context, num_steps, start, 0, digests, imported=True)
+    plan = tables.plan_import(row, length, start, digests, found)
     if not partial:
-        _check_reach(context, table, [at * size for at in further.by_table(plan.founds)])
-    return Reservation(
-        first=0,
-        hits=hits,
-        replaced=np.zeros(0, np.int32),
-        new=max(0, needed - len(hits)),
-        cached=found,
-        start=found,
-        restored=len(hits),
-        slots=NO_SLOTS,
-        further=plan,
-    )
+        _check_reach(context, table, [at * size for at in tables.by_table(plan.ends_found)][1:])
+    return plan
 
 
 def _check_reach(context: Context, table: BlockTable, firsts: Sequence[int]) -> None:
@@ -290,9 +272,9 @@ def extend_import(
         raise _mismatch(
             context, f"covers {table.num_tokens} tokens at last, the request runs on from {context.start_idx}"
         )
-    if last and replica.further is not None:
+    if last and replica.tables.count > 1:
         _check_reach(context, table, [one.first for one in pending.further])
-        replica.further.refuse_lost(np.array([row]), np.array([max(table.num_tokens, context.start_idx)]))
+        replica.tables.refuse_lost(np.array([row]), np.array([max(table.num_tokens, context.start_idx)]))
     pending.hasher = hasher
     pending.take_up(table, now, last=last)
     return pending.copy_from(before[1])

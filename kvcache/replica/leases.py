@@ -16,8 +16,8 @@ from kvcache.replica.block_table import BlockTable
 from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
 from kvcache.types import RequestID
 
-ComputedPages = Callable[[int, int], Pages]
-"""Of a row the pages of its further tables before a column, by column."""
+PagesBefore = Callable[[int, int], Pages]
+"""The pages of a row before a column."""
 Seal = Callable[[BlockTable], bytes]
 """What a lease says of a block table whose pages it holds, for its readers to compare."""
 
@@ -100,20 +100,16 @@ class PageLeases:
                 f"while a lease promises its first {self.told[row]} tokens: release it and claim it anew"
             )
 
-    def leave(self, row: int, pages: Pages, further: ComputedPages | None = None) -> None:
-        """The row is about to be released: what is computed in its `pages` passes to its leases.
-
-        `further` gives those of its further tables, before a column.
-        """
+    def leave(self, row: int, pages_before: PagesBefore) -> None:
+        """The row is about to be released: what is computed in its pages passes to its leases."""
         leases = self.of_row.get(row)
         if leases is None:
             return
         computed = -(-max(int(self._rows.cached[row]), int(self.told[row])) // self._rows.page_size)
         computed = max(computed, int(self._rows.committed[row]))
+        pages = pages_before(row, computed)
         for lease in leases:
-            self._hold(lease, pages[:computed])
-            if further is not None:
-                self._hold(lease, further(row, computed))
+            self._hold(lease, pages)
         # After all have them: what interrupts this before is begun again by `mend` and a release.
         for lease in leases:
             del self._row_of[lease]

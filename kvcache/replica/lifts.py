@@ -9,10 +9,9 @@ import numpy as np
 
 from kvcache.pool.index import Digests
 from kvcache.replica.context import Context
-from kvcache.replica.further_tables import FurtherTables
 from kvcache.replica.hashing import PrefixHasher, token_bytes
-from kvcache.replica.pages_below import NO_SLOTS, FromBelow
 from kvcache.replica.replica import Replica
+from kvcache.replica.resume import NO_SLOTS, FromBelow
 
 
 def lift(replica: Replica, row: int, context: Context, num_steps: int) -> None:
@@ -20,11 +19,12 @@ def lift(replica: Replica, row: int, context: Context, num_steps: int) -> None:
 
     Only where the request then fits: one that is refused is to leave everything as it was.
     """
-    further, tier = replica.further, replica.tier
-    last = (context.current_length - 1) // replica.page_size
-    if further is None or not tier.keeps or replica.rows.num_pages[row] or not last:
+    tier = replica.tier
+    if not tier.keeps or replica.rows.num_pages[row]:
         return
-    replica.pages_needed(context, num_steps, 0)  # raises as the reservation will, before anything moves
+    replica.length_of(context, num_steps, 0)  # raises as the reservation will, before anything moves
+    if not (last := (context.current_length - 1) // replica.page_size):
+        return
     hasher = replica.hasher(row, context)
     digests = hasher.digests(context.tokens, 0, last)
     states = replica.states
@@ -32,7 +32,7 @@ def lift(replica: Replica, row: int, context: Context, num_steps: int) -> None:
     now = changed, 0, last, NO_SLOTS
     if (kept := hasher.matches.get(tier)) is not None and kept[:3] == now[:3]:
         return  # a waiting request is asked again and again: nothing has come or gone since
-    _, wanted = _fetched(replica, further, digests, wait=replica.rows.prompt[row] < 0)
+    _, wanted = _fetched(replica, digests, wait=replica.rows.prompt[row] < 0)
     start = wanted.pages * replica.page_size
     if not len(wanted.digests):
         hasher.matches[tier] = now
@@ -46,27 +46,23 @@ def lift(replica: Replica, row: int, context: Context, num_steps: int) -> None:
 
 def fits(replica: Replica, context: Context, num_steps: int, wanted: FromBelow) -> bool:
     """Whether a request without pages could be reserved if what is `wanted` were on the device."""
-    if (further := replica.further) is None:
-        return False
     start, pool = wanted.pages * replica.page_size, replica.pool
-    needed = replica.pages_needed(context, num_steps, 0) + further.least(context, num_steps, start)
+    needed = replica.tables.least(context, context.current_length + num_steps - 1, start)
     return needed - len(wanted.here) + pool.would_be_taken(wanted.here) <= pool.free_count
 
 
 def prefetch(replica: Replica, hasher: PrefixHasher, context: Context) -> bool:
     """Begin to bring to the host what `lift` will ask for; whether some is on its way."""
     last = (context.current_length - 1) // replica.page_size
-    if replica.further is None or not last:
-        return False
-    return _fetched(replica, replica.further, hasher.digests(context.tokens, 0, last), wait=False)[0]
+    return last > 0 and _fetched(replica, hasher.digests(context.tokens, 0, last), wait=False)[0]
 
 
 def bring(replica: Replica, digests: Digests) -> bool:
     """As `PagesBelow.bring`, of all tables: of what the longest prefix needs a few pages at each call."""
-    further, tier, pool = replica.further, replica.tier, replica.pool
-    if further is None or not tier.keeps or not len(digests):
+    tier, pool = replica.tier, replica.pool
+    if not tier.keeps or not len(digests):
         return False
-    coming, wanted = _fetched(replica, further, digests, wait=False)
+    coming, wanted = _fetched(replica, digests, wait=False)
     room = pool.free_count // 2 - pool.would_be_taken(wanted.here)
     count = max(0, min(len(wanted.digests), room, tier.brought_at_once))
     if count:
@@ -74,24 +70,24 @@ def bring(replica: Replica, digests: Digests) -> bool:
     return coming or count > 0
 
 
-def _fetched(replica: Replica, further: FurtherTables, digests: Digests, *, wait: bool) -> tuple[bool, FromBelow]:
+def _fetched(replica: Replica, digests: Digests, *, wait: bool) -> tuple[bool, FromBelow]:
     """Have what the longest prefix needs brought to the host; whether some is on its way, and what can be lifted now.
 
     With recurrent states that prefix ends after a page after which there is one, anywhere, which is brought as well.
     Where somebody has to be asked for what lies below, the questions are those of the longest prefix that there may be.
     """
-    tier, states = replica.tier, replica.states
+    tables, tier, states = replica.tables, replica.tier, replica.states
     coming, before, ends = False, tier.generation, None
     if tier.asks:
-        coming = tier.ask(further.from_below(digests, tier.may_have))
-    wanted = further.from_below(digests, tier.has, None if states is None else states.there(digests))
+        coming = tier.ask(tables.from_below(digests, tier.may_have))
+    wanted = tables.from_below(digests, tier.has, None if states is None else states.there(digests))
     if states is not None:
         coming |= states.bring_newest(digests[: wanted.pages], wait=wait)
         ends = states.ends(None, digests)
     if len(wanted.digests):
-        there = further.from_below(digests, tier.host_has, ends)
+        there = tables.from_below(digests, tier.host_has, ends)
         coming |= tier.to_host(wanted, wanted.pages - there.pages, wait=wait)
     if len(wanted.digests) or states is not None:  # not all of it may be there yet
-        wanted = further.from_below(digests, tier.host_has, ends)
+        wanted = tables.from_below(digests, tier.host_has, ends)
     # An answer that has come just now may be another question.
     return coming or (tier.asks and tier.generation != before), wanted

@@ -62,11 +62,8 @@ class ReplicaPageMoves:
         found = np.flatnonzero(moves[np.concatenate(of_rows)])  # at once: a test for each row takes twice as long
         moved: list[int] = claimed[np.unique(np.searchsorted(ends, found, "right"))].tolist()
         for row in moved:
-            own = rows.pages(row)
+            own = rows.table[:, row, : rows.num_pages[row]]
             own[:] = renamed[own]
-            if self._replica.further is not None:
-                others = rows.further[:, row]
-                others[:] = renamed[others]
         rows.changed[moved] = True
         index.say_tables(targets, index.tables_of(sources))
         published = index.published[sources]
@@ -78,7 +75,4 @@ class ReplicaPageMoves:
 
     def _pages_of(self, row: int) -> Pages:
         """Those of a row in all tables."""
-        rows, further = self._replica.rows, self._replica.further
-        if further is None:
-            return rows.pages(row)
-        return np.concatenate((rows.pages(row), further.computed(row, int(further.ends[row]))))
+        return self._replica.tables.pages(row, self._replica.rows.num_pages.item(row))

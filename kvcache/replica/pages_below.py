@@ -1,50 +1,15 @@
 """`PagesBelow`: what a replica asks of the tier below its pool."""
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcache.pool.index import Digests
 from kvcache.replica.context import Context, HasherOfRow
+from kvcache.replica.resume import NO_SLOTS, Asked, FromBelow, Slots
 from kvcache.replica.rows import Ints, Pages, Rows
 from kvcache.types import RequestID
-
-Slots = NDArray[np.int32]
-"""Where pages lie below; what they number is the tier's own."""
-
-NO_SLOTS: Slots = np.zeros(0, np.int32)
-
-Asked = NDArray[np.bool_]
-"""Of the pages of several block tables those that somebody asks for, or that there are: `[tables, pages]`."""
-Below = Callable[[Digests, Asked], Asked]
-"""Given the digests of pages, `[tables, pages, words]`, which of those that are asked for there are."""
-
-
-def last_end(ends: Asked) -> int:
-    """How many pages there are up to the last one after which a request may go on, `[pages]`."""
-    found = ends.nonzero()[0]
-    return int(found[-1]) + 1 if found.size else 0
-
-
-class FromBelow(NamedTuple):
-    """What of a prefix only a tier below has, of the pages that going on from its end needs."""
-
-    pages: int  # of the first table, up to that end
-    every: Digests  # of each table and page, `[tables, pages, words]`
-    lacking: Asked  # what the tier has
-    here: Pages  # what the device has of the rest, by column
-
-    @property
-    def digests(self) -> Digests:
-        """Of what the tier has, by column."""
-        return self.every.swapaxes(0, 1)[self.lacking.T]
-
-    @property
-    def tables(self) -> Ints:
-        """The table of each of these."""
-        return self.lacking.T.nonzero()[1]
 
 
 class StateEnds(Protocol):

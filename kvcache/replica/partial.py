@@ -54,7 +54,7 @@ class PartialReuse:
         at = start // size
         if int(rows.committed[row]) != at or _has_key(context, at, size):
             return None
-        own = int(rows.table[row, at])
+        own = int(rows.table[0, row, at])
         # The last token has to run. A page that others share, or find, is not ours to write to.
         wanted = np.asarray(context.tokens[at * size : min((at + 1) * size, context.current_length - 1)])
         pool = self._replica.pool

@@ -9,8 +9,7 @@ from typing import Protocol
 
 from kvcache.pool.index import Digests
 from kvcache.replica.context import Context
-from kvcache.replica.further_tables import FurtherTables
-from kvcache.replica.pages_below import Asked, last_end
+from kvcache.replica.resume import Asked
 from kvcache.types import RequestID
 
 
@@ -58,14 +57,3 @@ class PrefixStates(Protocol):
 
         `digest`, `[1, words]`: of the page after which its state is that of a cached one; None: its state is its own.
         """
-
-
-def up_to_state(
-    states: PrefixStates, further: FurtherTables | None, request_id: RequestID | None, first: int, digests: Digests
-) -> int:
-    """Of pages that the first table has found, after `first` published ones, how many a request may go on after.
-
-    `request_id`: None for a request that is not claimed.
-    """
-    ends = states.ends_unclaimed(digests) if request_id is None else states.ends(request_id, digests)
-    return last_end(ends) if further is None else further.longest(first, digests, ends)

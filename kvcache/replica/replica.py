@@ -8,28 +8,29 @@ from numpy.typing import NDArray
 
 from kvcache.errors import InvalidRequestError, NotReservedError, PromptTooLongError, SequenceTooLongError
 from kvcache.events.log import EventLog
+from kvcache.layer_groups import LayerTables
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import HashAlgorithm, KVCacheParams
-from kvcache.pool.index import NO_PAGE
+from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
 from kvcache.replica.context import Context, hasher_of, salt_and_keys
 from kvcache.replica.copier import ImportBook
-from kvcache.replica.further_tables import FurtherPlan, FurtherTables
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.hints import ReplicaHints
 from kvcache.replica.keys import ExtraKeys
 from kvcache.replica.leases import PageLease, PageLeases
-from kvcache.replica.pages_below import NO_SLOTS, PagesBelow
-from kvcache.replica.prefix_states import PrefixStates, up_to_state
+from kvcache.replica.pages_below import PagesBelow
+from kvcache.replica.prefix_states import PrefixStates
 from kvcache.replica.reservation import Reservation
+from kvcache.replica.resume import Asked, Found, last_end
 from kvcache.replica.rows import BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
+from kvcache.replica.tables import OneTable, RowTables
 from kvcache.types import RequestID
 from kvcache.under_way import UnderWay
 
 DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)
-_NOTHING_FURTHER = FurtherPlan()
 
 
 class Filled(NamedTuple):
@@ -44,8 +45,10 @@ class Filled(NamedTuple):
 class Replica:
     """State and rules of one replica; knows nothing of tensors or devices."""
 
-    def __init__(self, params: KVCacheParams, rows: BlockRows, pool: PagePool, mark: UnderWay | None = None) -> None:
-        self.mark = mark or UnderWay()  # of the manager
+    def __init__(
+        self, params: KVCacheParams, tables: LayerTables, rows: BlockRows, pool: PagePool, mark: UnderWay
+    ) -> None:
+        self.mark = mark  # of the manager
         self.page_size = rows.page_size
         self.max_seq_len = rows.max_seq_len
         self.caching = params.enable_prefix_caching
@@ -57,9 +60,10 @@ class Replica:
         self._hashers: dict[int, PrefixHasher] = {}  # by row, of the contexts that cannot carry their own
         self._named: dict[int, tuple[str | None, ExtraKeys]] = {}  # by row, salt and keys of the request's pages
         self.counter = PromptCounter(rows)
-        self.hints = ReplicaHints(self.pool, rows, self.hasher, self.salt, params)
+        one = len(tables.tables) == 1 and tables.tables[0].group.keeps_all
+        self.tables = (OneTable if one else RowTables)(tables, pool, rows, self.leases, caching=self.caching)
+        self.hints = ReplicaHints(self.pool, rows, self.tables, self.hasher, self.salt, params)
         self.tier = PagesBelow()
-        self.further: FurtherTables | None = None  # of layers that keep other tokens; None: there are none
         self.states: PrefixStates | None = None  # of recurrent layers, where these are cached
         self.log: EventLog | None = None  # what is written down for KV events; None: nobody asks
 
@@ -75,32 +79,32 @@ class Replica:
         self.refuse_pending(row, "maybe_reserve")
         have = self.rows.num_pages.item(row)
         start = context.start_idx if have else 0
-        needed = self.pages_needed(context, num_steps, start)
-        if context.active_length == 1:  # a decode step
-            if 1 < needed == have + 1 and self.further is None:  # onto a new page
+        length = self.length_of(context, num_steps, start)
+        decodes = context.active_length == 1
+        if decodes:
+            if have and -(-length // self.page_size) == have + 1 and self.tables.count == 1:  # onto a new page
                 if start > self.rows.capacity.item(row):
                     self.refuse_ahead(row, context)
                 if not self.pool.free_count:
                     return None
                 self.counter.admit(row, context.end_idx)
-                self.rows.append_one(row, self.pool.allocate_one())
+                self.rows.table[0, row, have] = self.pool.allocate_one()
+                self.rows.grow(row, have + 1, self.rows.committed.item(row))
                 return 1
-            if context.current_length + num_steps - 1 <= self.rows.capacity[row]:
+            if length <= self.rows.capacity[row]:
                 return 0  # on a page that the row has; what it may not do is for `fetch` and `step` to refuse
         named = self.refuse_renamed(row, context)
-        if have:
+        if have:  # else nothing is promised of it, nor computed
             self.refuse_rewrite(row, context)
             self.refuse_ahead(row, context)
-        return self.act(row, context, named, self._plan(row, context, start, needed, num_steps))
+        # One active token after all others were computed is a decode step: there is nothing to look up.
+        found = self.tables.nothing(self.rows.committed.item(row)) if have and decodes else None
+        return self.act(row, context, named, self._plan(row, context, length, start, found))
 
     def act(self, row: int, context: Context, named: tuple[str | None, ExtraKeys], plan: Reservation) -> int | None:
         """Take what a reservation says; returns the pages taken anew, or None: too few, and nothing has changed."""
-        taken, free = plan.new + plan.further.cost, self.pool.free_count
-        if taken + len(plan.hits) > free:  # else it does not matter how many of them are idle
-            kept = max(0, self.leases.last_read(row) - plan.first)
-            taken += self.pool.would_be_taken(plan.hits) - self.pool.would_be_freed(plan.replaced[kept:])
-            if taken > free:
-                return None
+        if not self.tables.fits(row, plan, self.pool.free_count):
+            return None
         if plan.cached or plan.start != context.start_idx:
             # First, as a context of the caller's own may refuse: then no page has moved yet.
             self.move_start(row, context, plan.start)
@@ -108,9 +112,14 @@ class Replica:
             last = plan.cached // self.page_size
             before = self.hasher(row, context).digests(context.tokens, last - 1, last) if last else None
             self.states.reserved(context, before)
-        self._take(row, plan)
+        if plan.slots.size:  # first: an eviction below may make room for the page that it evicts
+            self.tier.hold(plan.slots)
+        self.tables.take(row, plan)
+        if plan.slots.size:
+            restored = self.rows.pages(row)[plan.restored :][: len(plan.slots)].copy()
+            self.tier.restore(row, restored, plan.slots)
         self._named[row] = named
-        self.hints.come(row, context, len(plan.hits))
+        self.hints.come(row, context, plan.found[0].shape[-1])
         self.counter.admit(row, context.end_idx)
         return plan.new
 
@@ -121,10 +130,10 @@ class Replica:
         """
         return context.start_idx if self.rows.num_pages.item(row) else 0
 
-    def pages_needed(self, context: Context, num_steps: int, start: int) -> int:
-        """Pages for all known tokens and `num_steps` steps, the last of which stores no KV of its own token.
+    def length_of(self, context: Context, num_steps: int, start: int) -> int:
+        """Known tokens and those of `num_steps` steps, without the last one's own, whose KV no step stores.
 
-        `start`: the token from which the request runs.
+        Raises where the pool can never hold them: `start` is the token from which the request runs.
         """
         length = context.current_length + num_steps - 1
         if length > self.max_seq_len:
@@ -132,69 +141,45 @@ class Replica:
                 f"request {context.request_id!r}: {length} tokens (with {num_steps} steps), "
                 f"max_seq_len is {self.max_seq_len}"
             )
-        needed = -(-length // self.page_size)
-        in_all = needed + self.pool.beside
-        if self.further is not None:
-            in_all += self.further.least(context, num_steps, start)
-        if in_all > self.pool.num_pages:
+        needed = self.tables.least(context, length, start)
+        if needed + self.pool.beside > self.pool.num_pages:
             raise PromptTooLongError(
-                f"request {context.request_id!r}: {length} tokens need {in_all} pages, "
+                f"request {context.request_id!r}: {length} tokens need {needed + self.pool.beside} pages, "
                 f"the pool has {self.pool.num_pages} of {self.page_size} tokens"
             )
-        return needed
+        return length
 
-    def plan_further(
-        self,
-        row: int | None,
-        context: Context,
-        num_steps: int,
-        hits: Pages,
-        hasher: PrefixHasher | None = None,
-        *,
-        start: int,
-    ) -> FurtherPlan:
-        """What the row, or one to come, takes in its further tables where the first one has found `hits`.
-
-        `start`: the token from which the request runs then.
-        """
-        if self.further is None:
-            return _NOTHING_FURTHER
-        first = 0 if row is None else int(self.rows.committed[row])
-        hasher = hasher or self.hasher(row, context)
-        digests = hasher.digests(context.tokens, first, first + len(hits))
-        return self.further.plan(row, context, num_steps, start, first, digests)
-
-    def match(self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None) -> tuple[int, Pages]:
-        """First logical page that is not committed yet, and the published pages that continue from there.
+    def find(self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
+        """The published pages with which a request can go on, behind those that its row has.
 
         The last known token is never covered: it has to run, to give the next one. `hasher`: the context's, if known.
         """
-        first, pages = self.published_run(context, row, hasher)
-        if pages.size and self.states is not None:
-            request_id = None if row is None else self.rows.request_ids[row]
-            digests = self.pool.index.digests_of(pages)
-            pages = pages[: up_to_state(self.states, self.further, request_id, first, digests)]
-        return first, pages
+        found = self.published_run(context, row, hasher)
+        if found.num_columns and self.states is not None:
+            hasher = hasher or self.hasher(row, context)
+            digests = hasher.digests(context.tokens, found.first, found.end)
+            found = self.tables.shortened(found, digests, self._ends(self.states, row, digests))
+        return found
 
-    def published_run(
-        self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None
-    ) -> tuple[int, Pages]:
-        """`match`, whether or not there is a state after one of these pages; with states those of the first table."""
+    def published_run(self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
+        """`find`, whether or not there is a state after one of these pages; with states those of the first table."""
         first = 0 if row is None else self.rows.committed.item(row)
         last = (context.current_length - 1) // self.page_size
         if not self.caching or last <= first:
-            return first, _NO_PAGES
+            return self.tables.nothing(first)
         hasher, index = hasher or self.hasher(row, context), self.pool.index
         if (kept := hasher.matches.get(index)) is not None and kept[:3] == (index.generation, first, last):
-            pages = kept[3]  # a waiting request is asked again and again: nothing was published or evicted since
-        else:
-            digests = hasher.digests(context.tokens, first, last)
-            # Most lookups of a new prompt end at its first page.
-            pages = index.match(digests) if index.may_have(digests) else _NO_PAGES
-            if pages.size and self.further is not None and self.states is None:
-                pages = pages[: self.further.longest(first, digests[: len(pages)])]
-            hasher.matches[index] = (index.generation, first, last, pages)
-        return first, pages
+            return kept[3]  # a waiting request is asked again and again: nothing was published or evicted since
+        look = self.tables.find if self.states is None else self.tables.run
+        found = look(first, hasher.digests(context.tokens, first, last))
+        hasher.matches[index] = (index.generation, first, last, found)
+        return found
+
+    def _ends(self, states: PrefixStates, row: int | None, digests: Digests) -> Asked:
+        """After which of these pages, all of the first table's, there is a state that the request can go on from."""
+        if row is None or (request_id := self.rows.request_ids[row]) is None:
+            return states.ends_unclaimed(digests)
+        return states.ends(request_id, digests)
 
     def fork(self, parent: int, row: int, child: Context, num_steps: int) -> list[tuple[int, int]] | None:
         """Let `row` share what the row `parent` has computed; returns each partly filled page and its copy-to-be.
@@ -205,23 +190,16 @@ class Replica:
         self.refuse_pending(parent, "fork")
         named = self.refuse_renamed(parent, child)
         rows, computed = self.rows, int(self.rows.cached[parent])
-        needed, full = self.pages_needed(child, num_steps, computed), computed // self.page_size
-        tables = 1 if self.further is None else 1 + self.further.count
-        if (needed - full) * tables + self.pool.beside > self.pool.free_count:
+        needed, full = -(-self.length_of(child, num_steps, computed) // self.page_size), computed // self.page_size
+        if (needed - full) * self.tables.count + self.pool.beside > self.pool.free_count:
             return None
         child.set_token_indices(start_idx=computed, active_idx=child.end_idx)
-        shared = rows.pages(parent)[:full].copy()
-        self.pool.hold(shared)
-        rows.write(row, 0, shared)
-        rows.write(row, full, self.pool.allocate(needed - full))
-        further = [] if self.further is None else self.further.fork(parent, row, full, needed)
+        copies = self.tables.fork(parent, row, full, needed)
         rows.commit(row, min(full, int(rows.committed[parent])))
         rows.cached[row] = computed
         self._named[row] = named
         self.counter.ran_elsewhere(row, computed)
-        if not computed % self.page_size:
-            return []
-        return [(int(rows.table[parent, full]), int(rows.table[row, full])), *further]
+        return copies if computed % self.page_size else []
 
     def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
         """Give each of `rows`, which have one token to run, pages for `lengths` tokens: all of them or none.
@@ -238,12 +216,7 @@ class Replica:
         if np.count_nonzero(beyond[short] > self.page_size) or np.count_nonzero(state.prompt[lacking] < 0):
             return False
         longest = np.count_nonzero(lengths[short] > self.max_seq_len)
-        if len(lacking) > self.pool.free_count or self.imports.of_row or longest:
-            return False
-        if self.further is not None and not self.further.append(lacking):
-            return False
-        state.append(lacking, self.pool.allocate(len(lacking)))
-        return True
+        return not (longest or self.imports.of_row) and self.tables.append(lacking)
 
     def filled(self, rows: Rows, computed: Ints, digests_of: DigestsOf) -> Filled | None:
         """What `publish` is to publish; None: nothing. Changes nothing, and is where the digests may be refused.
@@ -313,25 +286,16 @@ class Replica:
         self._hashers.pop(row, None)
         self._named.pop(row, None)
         self.counter.forget(row)
-        pages = self.rows.pages(row).copy()
-        self.tier.leave(row, self._published_pages(row, pages), self.states)
+        pages = self.tables.pages(row, self.rows.num_pages.item(row)).copy()
+        self.tier.leave(row, self.tables.pages(row, self.rows.committed.item(row)), self.states)
         if self.leases.of_row:
-            self.leases.leave(row, pages, None if self.further is None else self.further.computed)
-        if self.further is not None:
-            self.further.release(row)
+            self.leases.leave(row, self.tables.pages)
         self.rows.unbind(row)
         self.pool.release(pages)
 
     def forget_idle(self) -> None:
         self.pool.forget_idle()
         self.hints.reset()
-
-    def _published_pages(self, row: int, pages: Pages) -> Pages:
-        """Of all the row's tables, those of the first one, `pages`, before the others."""
-        committed = int(self.rows.committed[row])
-        if self.further is None:
-            return pages[:committed]
-        return np.concatenate((pages[:committed], self.further.computed(row, committed)))
 
     def pages_here(self, row: int) -> int:
         """Pages of the row, from the first on, that are published, or on their way from a lower tier."""
@@ -355,28 +319,20 @@ class Replica:
         Whose page is found by others is believed as far as its row says that it is published: `over` is a lease that is
         open no more. Returns the requests whose imports were over. The pool is mended last, by `mend_pool`.
         """
-        rows, further = self.rows, self.further
+        rows, published = self.rows, self.pool.index.published
         claimed = [*rows.row_of.values()]
-        if further is not None:
-            further.mend()
         self.leases.mend(over)
         ended = self.imports.mend()
-        published = self.pool.index.published
-        columns = np.arange(rows.table.shape[1], dtype=np.int64)
-        named = (rows.table != NO_PAGE) & ~published[rows.table]
-        committed = np.minimum(rows.committed, np.where(named, columns, rows.num_pages[:, None]).min(axis=1))
-        if further is not None:
-            committed = np.minimum(np.minimum(committed, further.first_unpublished()), further.ends)
+        columns = np.arange(rows.table.shape[2], dtype=np.int64)
+        unpublished = ((rows.table != NO_PAGE) & ~published[rows.table]).any(axis=0)
+        committed = np.minimum(rows.committed, np.where(unpublished, columns, rows.ends[-1][:, None]).min(axis=1))
         rows.commit(np.arange(len(committed)), committed)
         vouched, used = np.zeros_like(published), np.zeros_like(published)
-        for table in (rows.table, *(() if further is None else further.table)):
-            used[table] = True
-            vouched[table[columns < committed[:, None]]] = True
+        used[rows.table] = True
+        vouched[rows.table[:, columns < committed[:, None]]] = True
         published[used & ~vouched] = False
         for row in range(len(committed)):
             rows.measure(row, usable=row not in self.imports.of_row)
-            if further is not None and row not in self.imports.of_row:
-                rows.capacity[row] = min(int(rows.capacity[row]), int(further.ends[row]) * self.page_size)
         self.counter.mend()
         for known in (self._hashers, self._named):
             for row in known.keys() - {*claimed}:
@@ -398,9 +354,7 @@ class Replica:
         """
         holders, writers = (np.zeros(self.pool.num_pages + 1, np.int64) for _ in range(2))
         for row in self.rows.row_of.values():
-            np.add.at(holders, self.rows.pages(row), 1)
-        if self.further is not None:
-            holders += self.further.holders()
+            np.add.at(holders, self.tables.pages(row, self.rows.num_pages.item(row)), 1)
         holders += self.leases.holders()
         for pending in self.imports.each:
             np.add.at(writers, pending.written, 1)
@@ -414,7 +368,7 @@ class Replica:
         there = max(rows.cached.item(row), rows.committed.item(row) * self.page_size)
         if not start <= there <= rows.num_pages.item(row) * self.page_size:
             return False
-        return self.further is None or self.further.sees(row, start)
+        return self.tables.sees(row, start)
 
     # ---- refusals
 
@@ -476,81 +430,41 @@ class Replica:
 
     # ---- inside
 
-    def _plan(self, row: int, context: Context, start: int, needed: int, num_steps: int) -> Reservation:
-        rows, slots = self.rows, NO_SLOTS
-        have = rows.num_pages.item(row)
-        # One active token after all others were computed is a decode step: there is nothing to look up.
-        looks = not have or context.active_length > 1
-        first, hits = self.published_run(context, row) if looks else (0, _NO_PAGES)
-        restored = first + len(hits)
-        if looks:
-            wait = rows.prompt.item(row) < 0
-            restored = max(restored, start // self.page_size)
-            if self.further is None:
-                slots = self.tier.find(row, context, restored, self.hasher, wait=wait)
-            if self.states is not None and (hits.size or slots.size):
-                end = restored + len(slots) if slots.size else first + len(hits)
-                digests = self.hasher(row, context).digests(context.tokens, first, end)
-                if self.tier.keeps and self.further is None:  # else `lift` has brought what all can go on from
-                    self.states.bring_newest(digests, wait=wait)
-                end = first + up_to_state(self.states, self.further, context.request_id, first, digests)
-                hits, slots = hits[: end - first], slots[: max(0, end - restored)]
-        cached = (restored + len(slots) if slots.size else first + len(hits)) * self.page_size
-        if cached <= start:
-            cached, hits, slots = 0, _NO_PAGES, NO_SLOTS  # no token fewer to run: `step` finds the duplicates
-        start = max(start, cached)
-        has_others = hits.size and have > first
-        replaced = rows.table[row, first : min(have, first + len(hits))].copy() if has_others else _NO_PAGES
-        new = max(0, needed - max(have, first + len(hits)))
-        further = _NOTHING_FURTHER
-        if self.further is not None:
-            further = self.plan_further(row, context, num_steps, hits, start=start)
-        return Reservation(first, hits, replaced, new, cached, start, restored, slots, further)
+    def _plan(self, row: int, context: Context, length: int, start: int, found: Found | None) -> Reservation:
+        """What the row takes to have pages for `length` tokens; `start`: the token from which it runs so far.
 
-    def _take(self, row: int, plan: Reservation) -> None:
-        rows = self.rows
-        self.tier.hold(plan.slots)  # first: an eviction below may make room for the page that it evicts
-        if self.further is not None:
-            self.further.hold(row, plan.further)
-        if plan.hits.size:
-            self.pool.hold(plan.hits)
-            if plan.replaced.size:
-                if self.leases.of_row:
-                    self.leases.replace(row, plan.first, plan.replaced, int(rows.cached[row]))
-                self.pool.release(plan.replaced)
-            rows.write(row, plan.first, plan.hits)
-            rows.commit(row, plan.first + len(plan.hits))
-            for tell in self.pool.journal.found:
-                tell(plan.hits)
-        if plan.new == 1:  # all was found but the end: a third of the cost
-            rows.append_one(row, self.pool.allocate_one())
-        elif plan.new:
-            rows.write(row, rows.num_pages.item(row), self.pool.allocate(plan.new))
-        if self.further is not None:
-            self.further.take(row, plan.further)
-        if plan.slots.size:
-            self.tier.restore(row, rows.pages(row)[plan.restored :][: len(plan.slots)].copy(), plan.slots)
+        `found`: behind its own columns; None: it is looked up.
+        """
+        if found is None:
+            found = self.published_run(context, row)
+            if self.tier.keeps and self.tables.count == 1:  # else `lift` has brought what all can go on from
+                restored, wait = max(found.end, start // self.page_size), self.rows.prompt.item(row) < 0
+                slots = self.tier.find(row, context, restored, self.hasher, wait=wait)
+                found = found._replace(restored=restored, slots=slots)
+            if self.states is not None and found.is_any:
+                found = self._up_to_state(self.states, row, context, found)
+            end = found.restored + len(found.slots) if found.slots.size else found.end
+            if end * self.page_size > start:
+                start = end * self.page_size
+            elif end > found.first:  # no token fewer to run: `step` finds the duplicates
+                found = self.tables.nothing(found.first)
+        return self.tables.plan(row, context, length, start, found)
+
+    def _up_to_state(self, states: PrefixStates, row: int, context: Context, found: Found) -> Found:
+        """Of what was found as much as ends with a state that the request can go on from."""
+        wait = self.rows.prompt.item(row) < 0
+        end = found.restored + len(found.slots) if found.slots.size else found.end
+        digests = self.hasher(row, context).digests(context.tokens, found.first, end)
+        if self.tier.keeps and self.tables.count == 1:
+            states.bring_newest(digests, wait=wait)
+        ends = self._ends(states, row, digests)
+        left = found.slots[: max(0, found.first + last_end(ends) - found.restored)]
+        return self.tables.shortened(found, digests, ends)._replace(restored=found.restored, slots=left)
 
     def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64], told: Ints | None) -> None:
         """Publish the pages at `rows`, `columns`; `digests` are distinct. `told`: by row, tokens told to others."""
-        if self.further is not None:
-            self.further.publish(rows, columns, digests, told)
-        own = self.rows.table[rows, columns]
-        kept = self.pool.index.publish(own, digests)
-        if kept is not own and np.count_nonzero(duplicate := kept != own):
-            # The rows name the pages to keep before the duplicates are freed: they never name a free page.
-            self.pool.hold(kept[duplicate])
-            self.rows.table[rows[duplicate], columns[duplicate]] = kept[duplicate]
-            self.rows.changed[rows] = True
-            if told is not None:
-                for at in np.flatnonzero(duplicate).tolist():
-                    row = int(rows[at])
-                    self.leases.replace(row, int(columns[at]), own[at : at + 1], int(told[row]))
-            self.pool.release(own[duplicate])
-            self.hints.share_pages(rows[duplicate])
-            own, digests = own[~duplicate], digests[~duplicate]
-            rows, columns = rows[~duplicate], columns[~duplicate]
+        pages, names, shared = self.tables.publish(rows, columns, digests, told)
+        if shared.size:
+            self.hints.share_pages(shared)
         for tell in self.pool.journal.came:
-            tell(own, digests)
-        for tell in self.pool.journal.followed:
-            tell(own, np.where(columns > 0, self.rows.table[rows, columns - 1], NO_PAGE))
+            tell(pages, names)

@@ -2,24 +2,36 @@
 
 from typing import NamedTuple
 
-from kvcache.replica.further_tables import FurtherPlan
-from kvcache.replica.pages_below import Slots
-from kvcache.replica.rows import Pages
+from kvcache.pool.index import Pages
+from kvcache.replica.resume import NO_SLOTS, Slots
 
 
 class Reservation(NamedTuple):
-    """What a reservation takes: `hits` replace the row's logical pages from `first` on, `new` pages are appended.
+    """What a row takes and gives back. What is said by group of tables is said of each of its tables.
 
-    Into the logical pages from `restored` on come those of the lower tier's `slots`. `cached` is the token up to which
-    pages were found; 0: none that the request did not have. The request runs from `start`.
+    Attributes:
+        found: by group the pages that were found on the device: they come into the columns before `ends_found`.
+        ends_found: by group the column after these.
+        firsts: by group the first column that has a page then.
+        ends: by group the column after the last that has a page then.
+        leaving: the pages that leave the row, in its order.
+        new: pages to be allocated.
+        committed: columns that are published then.
+        cost: free pages that all this takes: below zero where it gives more back. Of one table `OneTable.fits` counts.
+        start: the token from which the request runs.
+        cached: the token up to which pages were found; 0: none that the request did not have.
+        slots: of the lower tier, whose pages come into the columns from `restored` on.
     """
 
-    first: int
-    hits: Pages
-    replaced: Pages
+    found: tuple[Pages, ...]
+    ends_found: tuple[int, ...]
+    firsts: tuple[int, ...]
+    ends: tuple[int, ...]
+    leaving: Pages
     new: int
-    cached: int
+    committed: int
+    cost: int
     start: int
-    restored: int
-    slots: Slots
-    further: FurtherPlan
+    cached: int = 0
+    restored: int = 0
+    slots: Slots = NO_SLOTS

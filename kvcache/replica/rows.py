@@ -1,13 +1,15 @@
-"""The rows of a replica's running requests: the block table in memory, how far each has come, and what was counted."""
+"""The rows of a replica's running requests: the block tables in memory, how far each has come, and what was counted."""
 
 import heapq
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvcache.errors import InvalidRequestError, NoFreeRowError
+from kvcache.layer_groups import TableGroup
 from kvcache.pool.index import NO_PAGE
 from kvcache.types import RequestID
 
@@ -51,26 +53,38 @@ class AllRows:
 
 
 class BlockRows:
-    """One row per running request: its page ids, and how far it has come. Unused entries name the null page.
+    """One row per running request: its page ids in each block table, and how far it has come.
 
-    The rows of several block tables lie in one tensor. What is known here is of the first table; of the others it is
-    in `FurtherTables`.
+    The tables of all groups lie in one tensor. Entries without a page name the null page. Groups of full attention come
+    first: no table has pages beyond those of the first group, nor fewer columns than the last.
     """
 
     def __init__(
-        self, every: AllRows, own: slice, max_seq_len: int, page_size: int, *, pinned: bool, tables: int = 1
+        self,
+        every: AllRows,
+        own: slice,
+        max_seq_len: int,
+        page_size: int,
+        groups: Sequence[TableGroup],
+        *,
+        pinned: bool,
     ) -> None:
         rows = own.stop - own.start
         self.page_size = page_size
         self.max_seq_len = max_seq_len
-        shape = (tables, rows, -(-max_seq_len // page_size))
+        self.groups = groups
+        self._is_plain = groups[0].group.keeps_all and groups[-1].tables.stop == 1  # one table, of all columns
+        shape = (groups[-1].tables.stop, rows, -(-max_seq_len // page_size))
         # `[rows, columns]`, of several tables `[tables, rows, columns]`: page ids in logical order.
-        self.tensor = torch.zeros(shape if tables > 1 else shape[1:], dtype=torch.int32, pin_memory=pinned)
-        blocks: Pages = self.tensor.numpy().reshape(shape)  # the same memory
-        self.table: Pages = blocks[0]
-        self.further: Pages = blocks[1:]
+        self.tensor = torch.zeros(shape if shape[0] > 1 else shape[1:], dtype=torch.int32, pin_memory=pinned)
+        self.table: Pages = self.tensor.numpy().reshape(shape)  # the same memory
+        self._first_table: Pages = self.table[0]
+        # By group and row the first column with a page, and the column after the last.
+        self._bounds = np.zeros((2, len(groups), rows), np.int64)
+        self.firsts, self.ends = self._bounds
+        self.num_pages: Ints = self.ends[0]  # columns of the longest tables
+        self._shortest: Ints = self.ends[-1]
         self.changed = np.zeros(rows, np.bool_)  # set where a row changed; who copies rows elsewhere clears it
-        self.num_pages = np.zeros(rows, np.int64)
         self.committed = np.zeros(rows, np.int64)  # pages, from the first on, that are published
         self.prompt = np.full(rows, -1, np.int64)  # tokens of the request when it was first reserved, -1 before
         self.counted = np.zeros(rows, np.int64)  # tokens that the metrics have seen
@@ -92,42 +106,40 @@ class BlockRows:
         return row
 
     def pages(self, row: int) -> Pages:
-        return self.table[row, : self.num_pages[row]]
+        """The row's entries of the first table."""
+        return self._first_table[row, : self.num_pages[row]]
 
-    def write(self, row: int, first: int, pages: Pages) -> None:
-        """Put `pages` at the logical pages from `first` on; a row only grows."""
-        end = first + len(pages)
-        self.table[row, first:end] = pages
-        if end > self.num_pages.item(row):
-            self.num_pages[row] = end
-            self.measure(row)
+    def grow(self, row: int, end: int, committed: int) -> None:
+        """The row has its entries before column `end` by now, where there is one table; so many are published."""
+        self.num_pages[row] = end
+        self.committed[row] = committed
+        self.commit_at[row] = (committed + 1) * self.page_size
         self.changed[row] = True
+        self.capacity[row] = min(end * self.page_size, self.max_seq_len)
 
     def append(self, rows: Ints, pages: Pages) -> None:
-        """Put one more page at the end of each of `rows`, distinct."""
+        """Put one more page, `[rows]` or `[tables, rows]`, at the end of each of `rows`, distinct, in each table."""
         counts = self.num_pages[rows]
-        self.table[rows, counts] = pages
-        counts += 1
-        self.num_pages[rows] = counts
+        if pages.ndim == 1:
+            self._first_table[rows, counts] = pages
+            counts += 1
+            self.num_pages[rows] = counts
+        else:
+            self.table[:, rows, counts] = pages
+            counts += 1
+            self.ends[:, rows] = counts
         self.changed[rows] = True
         self.capacity[rows] = np.minimum(counts * self.page_size, self.max_seq_len)
-
-    def append_one(self, row: int, page: int) -> None:
-        count = self.num_pages.item(row)
-        self.table[row, count] = page
-        self.num_pages[row] = count + 1
-        self.changed[row] = True
-        self.measure(row)
 
     def commit(self, rows: Ints | int, pages: Ints | int) -> None:
         self.committed[rows] = pages
         self.commit_at[rows] = (pages + 1) * self.page_size
 
     def measure(self, row: int, *, usable: bool = True) -> None:
-        self.capacity[row] = min(self.num_pages.item(row) * self.page_size, self.max_seq_len) if usable else -1
+        self.capacity[row] = min(self._shortest.item(row) * self.page_size, self.max_seq_len) if usable else -1
 
     def mend(self, row_of: dict[RequestID, int]) -> None:
-        """Just these requests have a row; of each the pages count up to the first that is none.
+        """Just these requests have a row; of each the tables count as far as they have no hole.
 
         `measure` and `commit` are to follow, as others know more of that.
         """
@@ -138,22 +150,37 @@ class BlockRows:
         for request_id, row in row_of.items():
             self.request_ids[row] = request_id
         self._free[:] = np.flatnonzero(~taken).tolist()  # ascending: a heap
-        for counts in (self.num_pages, self.cached, self.counted):
+        for counts in (self.cached, self.counted):
             counts[~taken] = 0
+        self.ends[:, ~taken] = 0
         self.prompt[~taken] = -1
-        columns = np.arange(self.table.shape[1], dtype=np.int64)
-        self.num_pages[:] = np.minimum(
-            self.num_pages, np.where(self.table == NO_PAGE, columns, len(columns)).min(axis=1)
-        )
-        self.table[columns >= self.num_pages[:, None]] = NO_PAGE
+        self._mend_tables()
         self.changed[:] = True
+
+    def _mend_tables(self) -> None:
+        """Tables that keep all end before their first hole, and the others there too; these begin behind their last."""
+        columns = np.arange(self.table.shape[2], dtype=np.int64)
+        for number, (group, tables) in enumerate(self.groups):
+            ends, firsts = self.ends[number], self.firsts[number]
+            ends[:] = np.minimum(ends, self.num_pages)
+            hole = (self.table[tables] == NO_PAGE).any(axis=0)
+            if group.keeps_all:
+                ends[:] = np.minimum(ends, np.where(hole, columns, len(columns)).min(axis=1))
+            inside = columns < ends[:, None]
+            firsts[:] = np.where(hole & inside, columns + 1, 0).max(axis=1)
+            self.table[tables] *= inside & (columns >= firsts[:, None])
 
     def unbind(self, row: int) -> None:
         """Clear the row, which is bound, and give it back."""
-        self.table[row, : self.num_pages[row]] = NO_PAGE
+        count = self.num_pages.item(row)
+        if self._is_plain:
+            self._first_table[row, :count] = NO_PAGE
+            self.num_pages[row] = 0
+        else:
+            self.table[:, row, :count] = NO_PAGE
+            self._bounds[:, :, row] = 0
         self.changed[row] = True
-        for counts in (self.num_pages, self.cached, self.counted):
-            counts[row] = 0
+        self.cached[row] = self.counted[row] = 0
         self.prompt[row] = -1
         self.commit(row, 0)
         self.measure(row)

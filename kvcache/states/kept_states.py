@@ -90,7 +90,7 @@ class KeptStates:
         counts: list[int] = tokens.tolist()
         names = [rows.request_ids[row] or "" for row in of_rows]
         stay = [self._stays(name, count) for name, count in zip(names, counts, strict=True)]
-        digests = self._replica.pool.index.digests_of(rows.table[ended, tokens // size - 1])
+        digests = self._replica.pool.index.digests_of(rows.table[0, ended, tokens // size - 1])
         if not any(stay) and self._pages.keep_passing(names, digests, tokens):
             return
         for place, (name, count) in enumerate(zip(names, counts, strict=True)):

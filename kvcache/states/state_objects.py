@@ -10,7 +10,7 @@ from kvcache.layer_groups import layer_tables
 from kvcache.layout import PageLayout
 from kvcache.params import KVCacheParams
 from kvcache.pool.index import Digests
-from kvcache.replica.pages_below import Asked
+from kvcache.replica.resume import Asked
 from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.page_files import FileFormat
 from kvcache.tiers.page_objects import ObjectFormat

@@ -19,7 +19,7 @@ from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError,
 from kvcache.layout import KindPages
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.replica.leases import PageLease, PageLeases
-from kvcache.replica.pages_below import last_end
+from kvcache.replica.resume import last_end
 from kvcache.state_shape import StateShape
 from kvcache.states.drafted_pages import DraftedPages
 from kvcache.states.passing_copies import PassingCopies

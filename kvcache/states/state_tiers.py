@@ -26,7 +26,7 @@ from kvcache.params import KVCacheParams
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
 from kvcache.replica.hashing import DIGEST_BYTES
-from kvcache.replica.pages_below import NO_SLOTS, Asked
+from kvcache.replica.resume import NO_SLOTS, Asked
 from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_objects import StateObjects, make_state_objects
 from kvcache.states.state_slabs import StateLayouts, kind_offsets

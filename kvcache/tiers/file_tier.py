@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError, PoolTooSmallError
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
-from kvcache.replica.pages_below import Asked, Slots
+from kvcache.replica.resume import Asked, Slots
 from kvcache.tiers.file_index import NO_ENTRY, Entries, FileIndex
 from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.page_files import FileFormat, FileRefusal, FileRefusals, read_pages, write_pages

@@ -19,7 +19,8 @@ from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
 from kvcache.replica.context import Context, HasherOfRow
 from kvcache.replica.hashing import PrefixHasher
-from kvcache.replica.pages_below import NO_SLOTS, Asked, FromBelow, PagesBelow, Slots, StateEnds
+from kvcache.replica.pages_below import PagesBelow, StateEnds
+from kvcache.replica.resume import NO_SLOTS, Asked, FromBelow, Slots
 from kvcache.replica.rows import Ints, Pages, Rows, as_rows
 from kvcache.storage import allocate_host_rows
 

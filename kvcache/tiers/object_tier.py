@@ -23,7 +23,7 @@ import numpy as np
 
 from kvcache.errors import InvariantError
 from kvcache.pool.index import NO_PAGE, Digests
-from kvcache.replica.pages_below import NO_SLOTS, Slots
+from kvcache.replica.resume import NO_SLOTS, Slots
 from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.page_files import FileRefusal, FileRefusals
 from kvcache.tiers.page_objects import ObjectFormat, PageGroup

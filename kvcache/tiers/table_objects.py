@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvcache.layer_groups import LayerTables
 from kvcache.pool.index import Digests
-from kvcache.replica.pages_below import Asked
+from kvcache.replica.resume import Asked
 from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.object_tier import MOST_ASKED, MOST_QUEUED, ObjectPiece, ObjectTier
 from kvcache.tiers.page_objects import ObjectFormat

@@ -241,7 +241,7 @@ def make_tiers(
     for place in placed:
         movers = [PageMover(shard, memory, stream) for shard, memory in zip(place.blocks, host.memory, strict=True)]
         replica = place.replica
-        every = replica.further.every if objects and replica.further is not None else None
+        every = replica.tables.every if objects and several else None
         ends = objects and params.states is not None
         replica.tier = ReplicaTier(host, replica.pool, movers, every=every, ends=ends)
         tiers.append(replica.tier)

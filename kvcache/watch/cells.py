@@ -81,7 +81,7 @@ def replica_cells(replica: Replica, numbers: OwnerNumbers) -> Cells:
     if taken.size:
         width = int(rows.num_pages[taken].max())
         numbers_of = np.repeat(taken.astype(np.uint32) + 1, width)
-        for table in (*(() if replica.further is None else replica.further.table), rows.table):
+        for table in rows.table[::-1]:
             owner[table[taken, :width].ravel()] = numbers_of
     leases, given_up = leased(replica), quarantined(replica)
     for at, (holding, number) in enumerate(zip(leases + given_up, numbers.of(leases + given_up), strict=True)):

@@ -112,4 +112,4 @@ class ReplicaPool:
     def prefixes(self) -> Iterable[NDArray[np.int32]]:
         rows = self._replica.rows
         for row in np.flatnonzero(rows.committed).tolist():
-            yield rows.table[row, : rows.committed[row]].copy()
+            yield rows.table[0, row, : rows.committed[row]].copy()

@@ -66,8 +66,8 @@ def test_another_context_object_of_a_request_is_refused(make: Any, call: str) ->
         calls.get(call, lambda: getattr(manager, call)([stranger]))()
     context.update(1)
     manager.step([context])
-    assert manager._replicas.each[0].match(TextContext(range(9), 64))[1].size == 2
-    assert not manager._replicas.each[0].match(TextContext(range(100, 112), 64))[1].size
+    assert manager._replicas.each[0].find(TextContext(range(9), 64)).end == 2
+    assert not manager._replicas.each[0].find(TextContext(range(100, 112), 64)).end
 
 
 def test_a_request_that_waits_may_be_rebuilt_and_a_released_one_is_bound_anew(make: Any) -> None:
@@ -144,7 +144,7 @@ def test_keys_that_change_under_pages_are_refused_until_they_are_changed_back(
     context.cache_salt, context.extra_keys = before
     manager.step(requests)
     probe = TextContext([*range(7), 1, 2, 3], 64, extra_keys=[(2, b"image")], cache_salt="a")
-    assert len(manager._replicas.each[0].match(probe)[1]) == 2
+    assert manager._replicas.each[0].find(probe).end == 2
 
 
 def test_a_key_on_the_last_page_of_a_chunked_prompt_keeps_a_plain_prompt_off(make: Any) -> None:

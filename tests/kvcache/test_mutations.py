@@ -19,6 +19,7 @@ from kvcache.replica.context import salt_and_keys
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.leases import PageLease, PageLeases
 from kvcache.replica.replica import Replica
+from kvcache.replica.resume import Found
 from kvcache.replica.rows import BlockRows
 from kvcache.tiers.host_tier import HostTier, ReplicaTier
 from tests.kvcache.random_model.run import Model
@@ -44,30 +45,30 @@ def idle_before_fresh(pool: PagePool, count: int) -> np.ndarray:
     return ALLOCATE(pool, count)
 
 
-def full_hits(replica: Replica, context: Any, row: int | None = None, hasher: Any = None) -> tuple[int, np.ndarray]:
+def full_hits(replica: Replica, context: Any, row: int | None = None, hasher: Any = None) -> Found:
     first = 0 if row is None else int(replica.rows.committed[row])
     last = context.current_length // replica.page_size
     if not replica.caching or last <= first:
-        return first, np.zeros(0, np.int32)
+        return replica.tables.nothing(first)
     hasher = hasher or replica.hasher(row, context)
-    return first, replica.pool.index.match(hasher.digests(context.tokens, first, last))
+    return replica.tables.run(first, hasher.digests(context.tokens, first, last))
 
 
 def forgets_duplicates(replica: Replica, rows: Any, columns: Any, digests: np.ndarray, _told: Any) -> None:
-    replica.pool.index.publish(replica.rows.table[rows, columns], digests)
+    replica.pool.index.publish(replica.rows.table[0, rows, columns], digests)
 
 
 def keeps_duplicates(replica: Replica, rows: Any, columns: Any, digests: np.ndarray, _told: Any) -> None:
-    own = replica.rows.table[rows, columns]
+    own = replica.rows.table[0, rows, columns]
     kept = replica.pool.index.publish(own, digests)
     replica.pool.hold(kept[kept != own])
-    replica.rows.table[rows, columns] = kept
+    replica.rows.table[0, rows, columns] = kept
 
 
 def leaves_entries(rows: BlockRows, row: int) -> None:
-    kept = rows.table[row].copy()
+    kept = rows.table[:, row].copy()
     UNBIND(rows, row)
-    rows.table[row] = kept
+    rows.table[:, row] = kept
 
 
 def most_recent_first(order: LruOrder, count: int) -> np.ndarray:
@@ -157,13 +158,13 @@ def kept_by_salt_alone(context: Any, algorithm: Any, page_size: int, named: Any 
 NEXT_DIGESTS, HASHER_OF = kvcache.replica.batch.next_digests, kvcache.replica.replica.hasher_of
 
 
-def leaves_nothing_to_leases(leases: PageLeases, row: int, pages: np.ndarray, _further: Any) -> None:
-    LEAVE(leases, row, pages[:0])
+def leaves_nothing_to_leases(leases: PageLeases, row: int, pages_before: Any) -> None:
+    LEAVE(leases, row, lambda row, _end: pages_before(row, 0))
 
 
-def leaves_what_is_not_computed(leases: PageLeases, row: int, pages: np.ndarray, _further: Any) -> None:
-    leases._rows.committed[row] = len(pages)
-    LEAVE(leases, row, pages)
+def leaves_what_is_not_computed(leases: PageLeases, row: int, pages_before: Any) -> None:
+    leases._rows.committed[row] = leases._rows.num_pages[row]
+    LEAVE(leases, row, pages_before)
 
 
 def keeps_nothing_that_was_told(_leases: PageLeases, *_: Any) -> None:

@@ -80,8 +80,8 @@ HANDWRITTEN: tuple[Module, ...] = (
         [
             Mutation(
                 "Replicas._fits",
-                "if len(replica.rows.row_of) == len(replica.rows.request_ids):",
-                "if not replica.rows.request_ids:",
+                "has_row = len(replica.rows.row_of) < len(replica.rows.request_ids)",
+                "has_row = True",
             ),
             Mutation("Replicas.step_one", "self._hasher_of(0, row, context)", "replica.hasher(row, context)"),
             Mutation("place_replicas", "slice(first, first + rows)", "slice(0, rows)"),
@@ -90,12 +90,19 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.replica.further_tables",
+        "kvcache.replica.resume",
         [
-            Mutation("FurtherTables._longest", "fits &= last_missing", "fits = last_missing"),
-            Mutation("FurtherTables._mix", "^= self._mixed[tables, None]", "^= self._mixed[:1, None]"),
-            Mutation("FurtherTables._slide", "tell(rows[-at], pages)", "tell(rows[at], pages)"),
-            Mutation("FurtherTables.publish", "own[~shared], mixed[~shared]", "own, mixed"),
+            Mutation("resume", "fits &= last_missing", "fits = last_missing"),
+        ],
+    ),
+    Module(
+        "kvcache.replica.tables",
+        [
+            Mutation("RowTables._mix", "^= self._mixed[tables, None]", "^= self._mixed[:1, None]"),
+            Mutation("RowTables._slide", "tell(rows[-at], pages)", "tell(rows[at], pages)"),
+            Mutation("RowTables.publish", "own[~duplicate], names[~duplicate]", "own, names"),
+            Mutation("RowTables.plan", "self._seen(group, start)", "self._seen(group, context.end_idx - 1)"),
+            Mutation("OneTable.publish", "self._rows.changed[rows] = True", "pass"),
         ],
     ),
     Module(
@@ -141,7 +148,7 @@ HANDWRITTEN: tuple[Module, ...] = (
         "kvcache.replica.peer_copies",
         [
             Mutation("PeerCopies.bring", "self.copied += len(brought)", "self.copied += len(digests)"),
-            Mutation("PeerCopies._runs", "index.may_have(digests[at])", "index.may_have(digests[0])"),
+            Mutation("PeerCopies.bring", "missing &= ~taken", "pass"),
         ],
     ),
     Module(

@@ -50,10 +50,9 @@ class Readers:
 
 def longest(replica: Replica, digests: np.ndarray) -> list[int]:
     """How many pages of a prompt the manager can go on from, with what the device has, the host, and all."""
-    further, tier = replica.further, replica.tier
-    assert further is not None
+    tables, tier = replica.tables, replica.tier
     below = (lambda _, asked: np.zeros_like(asked)), tier.host_has, tier.has
-    return [further.from_below(digests, one).pages for one in below]
+    return [tables.from_below(digests, one).pages for one in below]
 
 
 def there(reader: Known) -> dict[tuple[int, str], set[int]]:

@@ -48,10 +48,7 @@ class Books:
         self.host_foretold = not {"files", "objects", "lends", "peer copies"} & self.features
         self.blurred = False  # a call was interrupted some time
         self.orders = Orders(built, names)
-        tables = [
-            Table(one.group, one.group.kind == "full" and not at)
-            for at, one in enumerate(self.manager.layer_tables.tables)
-        ]
+        tables = [Table(one.group, one.group.kind == "full") for one in self.manager.layer_tables.tables]
         count = self.manager.num_replicas
         self.replicas = [
             Replica(

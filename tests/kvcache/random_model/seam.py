@@ -27,7 +27,7 @@ def _found(index: Any) -> dict[Digest, int]:
 def rows(manager: PagedKVCacheManager, request_id: str) -> list[dict[int, int]]:
     """Of each block table the request's pages by column."""
     replica, _, row = manager._claims.locate(request_id, "rows")
-    tables = [replica.rows.table[row]] + ([] if replica.further is None else [*replica.further.table[:, row]])
+    tables = replica.rows.table[:, row]
     return [{int(column): int(table[column]) for column in table.nonzero()[0]} for table in tables]
 
 
@@ -42,7 +42,7 @@ def digests(manager: PagedKVCacheManager, context: TextContext) -> list[list[Dig
     replica, named = manager._replicas.each[0], manager.contents.digests(context)
     width = DIGEST_BYTES[replica.hash_algorithm]
     first = np.frombuffer(named.digests, np.uint64).reshape(-1, width // 8)
-    every = first[None] if replica.further is None else replica.further.every(first)
+    every = replica.tables.every(first)
     return [[one.tobytes() for one in table] for table in every]
 
 

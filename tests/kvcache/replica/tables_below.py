@@ -24,8 +24,7 @@ def fill(it: Served, pages: int) -> None:
 def lost(it: Served, column: int) -> None:
     """As if the window's page at a column were evicted."""
     replica = it.manager._replicas.each[0]
-    assert replica.further is not None
-    page = replica.pool.index.find(replica.further._mix(slice(None), it.digests(PROMPT))[0][column : column + 1])
+    page = replica.pool.index.find(replica.tables.every(it.digests(PROMPT))[1, column : column + 1])
     replica.pool.hold(page)
     replica.pool.index.withdraw(page)
     replica.pool.release(page)

@@ -44,7 +44,7 @@ def serve(manager: PagedKVCacheManager, tokens: list[int], retention: Retention 
 
 def found(manager: PagedKVCacheManager, tokens: list[int]) -> int:
     """Pages of the prompt that are cached for all tables. Asking changes nothing."""
-    return len(manager._replicas.each[0].match(TextContext(tokens, 999))[1])
+    return manager._replicas.each[0].find(TextContext(tokens, 999)).end
 
 
 @pytest.mark.parametrize("groups", [WINDOW, FULL])
@@ -102,8 +102,7 @@ def test_the_baselines_stand_for_the_first_tables_pages_alone() -> None:
     serve(manager, prompt(0, 4), LAST)
     replica = manager._replicas.each[0]
     kept = replica.hints._baselines[0]._kept
-    assert replica.further is not None
-    assert replica.further.width() == 2.0
+    assert replica.tables.width() == 2.0
     hashers = [replica.hasher(None, TextContext(prompt(name, 4), 99)) for name in range(7)]
     digests = [one.digests(np.array(prompt(name, 4)), 0, 4) for name, one in enumerate(hashers)]
     words = {int(word) for mine in digests for word in mine[:, 0]}
@@ -124,7 +123,7 @@ def test_all_tables_pages_of_a_tenant_count() -> None:
     assert {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items()} == {"a": 16, "b": 8}
     assert replica.pool.evictions == 16
     context = TextContext(prompt(50, 4), 99, cache_salt="b")
-    assert len(replica.match(context)[1]) == 4
+    assert replica.find(context).end == 4
 
 
 def test_what_decodes_gives_back_is_its_tenants() -> None:
@@ -143,8 +142,7 @@ def test_what_decodes_gives_back_is_its_tenants() -> None:
     replica = manager._replicas.each[0]
     quotas, idle = replica.hints._quotas, replica.pool.idle
     assert quotas is not None
-    assert replica.further is not None
-    gone = {f"t{name}": int(replica.further.firsts[0, replica.rows.row_of[f"r{name}"]]) for name in range(3)}
+    gone = {f"t{name}": int(replica.rows.firsts[1, replica.rows.row_of[f"r{name}"]]) for name in range(3)}
     assert idle.count == sum(gone.values())
     assert len(set(gone.values())) == 3
     assert {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items()} == gone

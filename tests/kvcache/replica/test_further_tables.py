@@ -33,8 +33,7 @@ def make(
 def columns(manager: PagedKVCacheManager, context: TextContext, table: int = 0) -> list[int]:
     """The columns of a further table in which the request has a page."""
     replica = manager._replicas.each[manager.get_replica(context)]
-    assert replica.further is not None
-    return replica.further.table[table, replica.rows.row_of[context.request_id]].nonzero()[0].tolist()
+    return replica.rows.table[1 + table, replica.rows.row_of[context.request_id]].nonzero()[0].tolist()
 
 
 def start(manager: PagedKVCacheManager, tokens: Any, name: str, chunk: int | None = None) -> TextContext:
@@ -67,10 +66,9 @@ def served(manager: PagedKVCacheManager, tokens: Any, name: str) -> None:
 def gone(manager: PagedKVCacheManager, tokens: Any, table: int, column: int) -> None:
     """As if the page at a column of a further table were evicted."""
     replica = manager._replicas.each[0]
-    assert replica.further is not None
     context = TextContext([*tokens], 999)
     digests = replica.hasher(None, context).digests(context.tokens, column, column + 1)
-    page = replica.further._find(slice(table, table + 1), digests)[0]
+    page = replica.tables._find(slice(1 + table, 2 + table), digests)[0]
     replica.pool.hold(page)
     replica.pool.index.withdraw(page)
     replica.pool.release(page)
@@ -358,17 +356,16 @@ def test_sizing_counts_windows() -> None:
 
 
 def corrupt(manager: PagedKVCacheManager) -> list[tuple[str, Any]]:
-    further = manager._replicas.each[0].further
-    assert further is not None
+    rows = manager._replicas.each[0].rows
     return [
-        ("column 9 has a page or not", (further.table[0], (0, 9), 0)),
-        ("column 3 has a page or not", (further.table[0], (0, 3), further.table[0, 0, 9])),
-        ("page .* has 1 holders, but 2", (further.table[0], (0, 10), further.table[0, 0, 9])),
-        ("has a page or not", (further.firsts, (0, 0), 9)),
-        ("has a page or not", (further.ends, 0, 12)),
+        ("column 9 has a page or not", (rows.table[1], (0, 9), 0)),
+        ("column 3 has a page or not", (rows.table[1], (0, 3), rows.table[1, 0, 9])),
+        ("page .* has 1 holders, but 2", (rows.table[1], (0, 10), rows.table[1, 0, 9])),
+        ("has a page or not", (rows.firsts, (1, 0), 9)),
+        ("has a page or not", (rows.ends, (1, 0), 12)),
         (
             "column 8 .*is not published",
-            (manager._replicas.each[0].pool.index.published, further.table[0, 0, 8], False),
+            (manager._replicas.each[0].pool.index.published, rows.table[1, 0, 8], False),
         ),
     ]
 

@@ -45,7 +45,7 @@ def trusting(manager: PagedKVCacheManager) -> PagedKVCacheManager:
 
 def found(manager: PagedKVCacheManager, *names: int) -> list[bool]:
     """Which of these prompts are cached. Asking changes nothing."""
-    pages = [len(manager._replicas.each[0].match(TextContext(prompt(name), 64))[1]) for name in names]
+    pages = [manager._replicas.each[0].find(TextContext(prompt(name), 64)).end for name in names]
     return [count > 0 for count in pages]
 
 
@@ -68,7 +68,7 @@ def test_the_hint_may_come_at_the_end_and_may_be_for_a_range() -> None:
         context.retention = Retention(session_continues=False, ranges=(RangeRetention(0, 8, priority=100),))
     for name in range(100, 119):
         serve(manager, prompt(name))
-    assert len(manager._replicas.each[0].match(TextContext([*prompt(1)[:8], *prompt(2)], 64))[1]) == 2
+    assert manager._replicas.each[0].find(TextContext([*prompt(1)[:8], *prompt(2)], 64)).end == 2
 
 
 def test_without_hints_there_is_no_baseline_and_the_plain_order() -> None:

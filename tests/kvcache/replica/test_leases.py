@@ -16,6 +16,7 @@ from kvcache import (
     TextContext,
     UnknownRequestError,
 )
+from kvcache.layer_groups import layer_tables
 from kvcache.pool.pages import PagePool
 from kvcache.replica.block_table import BlockTable
 from kvcache.replica.leases import PageLease, PageLeases, books_of
@@ -451,7 +452,7 @@ class Books:
 
     def __init__(self) -> None:
         self.pool = PagePool(20, 1)
-        self.rows = BlockRows(AllRows(1, 4, 4), slice(0, 4), 64, 4, pinned=False)
+        self.rows = BlockRows(AllRows(1, 4, 4), slice(0, 4), 64, 4, layer_tables((), 1).groups, pinned=False)
         self.leases = PageLeases(self.pool, self.rows)
 
     def claim(self, row: int, cached: int = 0) -> str:
@@ -483,7 +484,7 @@ def test_what_passes_to_a_lease_is_what_was_computed_or_told_or_published_whiche
     books.leases.tell(1, told)
     books.rows.committed[1] = committed
     assert books.leases.last_read(1) == -(-max(cached, told) // 4)
-    books.leases.leave(1, pages)
+    books.leases.leave(1, lambda _row, end: pages[:end])
     assert books.held_by(lease) == pages[:passed].tolist()
     assert not books.leases.told.any()
     assert books.leases.last_read(1) == 0

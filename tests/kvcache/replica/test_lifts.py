@@ -33,10 +33,9 @@ def test_only_what_is_missing_comes_back(served: Make) -> None:
     it.serve(PROMPT, chunk=8)
     it.tiers.settle()
     replica = it.manager._replicas.each[0]
-    assert replica.further is not None
     digests = it.digests(PROMPT)
     for table, columns in ((0, [3]), (1, [9, 4])):  # as if evicted: one page of the first table, and two of a window's
-        names = digests if table == 0 else replica.further._mix(slice(None), digests)[0]
+        names = replica.tables.every(digests)[table]
         for page in replica.pool.index.find(names[columns])[:, None]:
             replica.pool.hold(page)
             replica.pool.index.withdraw(page)
@@ -50,9 +49,8 @@ def test_a_hit_ends_where_some_table_has_nothing_to_go_on_with(served: Make) -> 
     it.serve(PROMPT, chunk=8)
     fill(it, 40)
     replica = it.manager._replicas.each[0]
-    assert replica.further is not None
     slots = it.tiers.host.pool.index
-    gone = slots.find(replica.further._mix(slice(None), it.digests(PROMPT))[0][8:9])
+    gone = slots.find(replica.tables.every(it.digests(PROMPT))[1, 8:9])
     it.tiers.host.pool.hold(gone)
     slots.withdraw(gone)
     it.tiers.host.pool.release(gone)
@@ -85,10 +83,9 @@ def test_a_waiting_request_is_looked_up_once(served: Make, monkeypatch: pytest.M
     assert it.manager.maybe_reserve(other)
     context = it.claim(PROMPT)
     replica = it.manager._replicas.each[0]
-    assert replica.further is not None
     asked = []
-    real = type(replica.further).from_below
-    monkeypatch.setattr(type(replica.further), "from_below", lambda self, *given: asked.append(1) or real(self, *given))
+    real = type(replica.tables).from_below
+    monkeypatch.setattr(type(replica.tables), "from_below", lambda self, *given: asked.append(1) or real(self, *given))
     for _ in range(5):
         assert not it.manager.maybe_reserve(context)
     assert len(asked) == 1
@@ -179,14 +176,13 @@ def test_pages_that_come_back_are_their_tables(served: Make, groups: tuple[Layer
     context = again.claim(PROMPT)
     assert again.manager.maybe_reserve(context)
     replica = again.manager._replicas.each[0]
-    assert replica.further is not None
     assert replica.pool.index.tables is not None
-    mixed = [again.digests(PROMPT), *replica.further._mix(slice(None), again.digests(PROMPT))]
+    mixed = replica.tables.every(again.digests(PROMPT))
     for table, names in enumerate(mixed):
         pages = replica.pool.index.find(names)
         assert (replica.pool.index.tables[pages[pages > 0]] == table).all()
     full = 2 if groups is TWO else 1
-    assert replica.further.width() == full + 0.2
+    assert replica.tables.width() == full + 0.2
     again.run(context)
 
 

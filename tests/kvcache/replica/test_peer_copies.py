@@ -94,7 +94,7 @@ def test_the_head_comes_from_one_replica_and_the_tail_from_another() -> None:
 def forget(manager: PagedKVCacheManager, replica: int, prompt: list[int], which: slice) -> None:
     """A replica loses some idle pages of a prompt, as an order by hints may evict them from the middle."""
     pool = manager._replicas.each[replica].pool
-    pages = manager._replicas.each[replica].match(TextContext(prompt, 64))[1][which]
+    pages = manager._replicas.each[replica].find(TextContext(prompt, 64)).pages[0][which]
     pool.idle.remove(pages)
     pool.index.withdraw(pages)
     pool._push_fresh(pages)

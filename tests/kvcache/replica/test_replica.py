@@ -75,3 +75,17 @@ def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -
     assert manager.maybe_reserve(waits)
     assert waits.start_idx == 4
     manager.check()
+
+
+def test_a_request_with_one_token_to_run_stays_where_it_was_set_back_to(make: Any) -> None:
+    """Nothing is looked up for it: what is published behind its start is its own, and moves it nowhere."""
+    manager = make(20, page_size=4)
+    context = TextContext(range(14), 64)
+    with manager.claim(context):
+        assert manager.maybe_reserve(context)
+        manager.fetch([context])
+        context.update(1)
+        manager.step([context])
+        context.set_token_indices(start_idx=6, active_idx=7)
+        assert manager.maybe_reserve(context, 9)
+        assert (context.start_idx, context.active_idx) == (6, 7)

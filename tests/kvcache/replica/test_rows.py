@@ -8,12 +8,13 @@ import random
 import numpy as np
 import pytest
 
+from kvcache.layer_groups import layer_tables
 from kvcache.replica.rows import AllRows, BlockRows, PromptCounter
 
 
 def counter() -> PromptCounter:
     """Of four rows that are nobody's yet."""
-    rows = BlockRows(AllRows(1, 4, 4), slice(0, 4), 64, 4, pinned=False)
+    rows = BlockRows(AllRows(1, 4, 4), slice(0, 4), 64, 4, layer_tables((), 1).groups, pinned=False)
     rows.prompt[:], rows.counted[:] = -1, 0
     return PromptCounter(rows)
 

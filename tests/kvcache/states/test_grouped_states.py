@@ -213,11 +213,10 @@ def test_pages_of_a_window_are_moved_for_a_state_but_not_those_that_others_know(
     manager = make(pages=60, copies=None, every=0, rows=16, checks=False, shape=LARGE)
     pool: Any = manager._replicas.each[0].pool
     context = in_each_slab(manager)
-    further = manager._replicas.each[0].further
-    assert further is not None
+    replica = manager._replicas.each[0]
 
     def own() -> tuple[list[int], list[int]]:
-        return manager.get_req_blocks("r"), further.computed(0, int(further.ends[0])).tolist()
+        return manager.get_req_blocks("r"), replica.tables.pages(0, 99)[replica.rows.num_pages[0] :].tolist()
 
     before, lease = own(), manager.lease("r") if known == "lease" else None
     if known == "table":

@@ -9,7 +9,7 @@ import pytest
 
 from kvcache import KVEvents, PagedKVCacheManager, TextContext
 from kvcache.events.wire import hashes_of
-from kvcache.replica.pages_below import last_end
+from kvcache.replica.resume import last_end
 from tests.kvcache.events.mirror import Known, Mirror
 from tests.kvcache.random_model.run import Model
 
@@ -44,7 +44,7 @@ def found(manager: PagedKVCacheManager, replica_idx: int, context: TextContext) 
     replica = manager._replicas.each[replica_idx]
     hasher = replica.hasher(None, context)
     digests = hasher.digests(context.tokens, 0, (context.current_length - 1) // replica.page_size)
-    _, pages = replica.published_run(context)
+    (pages,) = replica.published_run(context).pages
     # Its own claim may evict a state, which `match` foresees and no reader can: that is left out here.
     return last_end(replica.states.ends(None, digests[: len(pages)])), hashes_of(digests).tolist()
 

@@ -81,7 +81,7 @@ def trusting(manager: PagedKVCacheManager) -> PagedKVCacheManager:
 
 def found(manager: PagedKVCacheManager, tokens: list[int], **options: Any) -> int:
     """Pages of the prompt that a request would find. Asking changes nothing."""
-    return len(manager._replicas.each[0].match(TextContext(tokens, 4096, **options))[1])
+    return manager._replicas.each[0].find(TextContext(tokens, 4096, **options)).end
 
 
 def copies_of(manager: PagedKVCacheManager, tokens: list[int], **options: Any) -> list[int]:

@@ -88,7 +88,7 @@ def test_pages_on_their_way_are_found_by_nobody(served: Any) -> None:
     assert it.manager.maybe_reserve(first)
     assert first.start_idx == 16
     replica = it.manager._replicas.each[0]
-    assert replica.match(second)[1].size == 0
+    assert replica.find(second).end == 0
     pages = replica.rows.pages(0)[:4]
     assert (replica.pool.writers[pages] == 1).all()
     assert it.manager.maybe_reserve(second)  # brings them back for itself

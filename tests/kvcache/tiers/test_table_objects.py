@@ -54,12 +54,11 @@ def objects_of(it: Served) -> TableObjects:
 
 def key_of(it: Served, table: int, number: int, prompt: Iterable[int] = PROMPT) -> str:
     """The key of a table's object of a prompt, by its number from the first on."""
-    further, tier = it.manager._replicas.each[0].further, objects_of(it)
-    assert further is not None
+    tables, tier = it.manager._replicas.each[0].tables, objects_of(it)
     if tier._epoch is None:
         settled(it)
     assert tier._epoch is not None
-    return tier._layout.key(tier._epoch, further.every(it.digests(prompt))[table, (number + 1) * COUNT - 1].tobytes())
+    return tier._layout.key(tier._epoch, tables.every(it.digests(prompt))[table, (number + 1) * COUNT - 1].tobytes())
 
 
 def written(served: Make, groups: tuple[LayerGroup, ...] = WINDOW) -> Served:
@@ -222,10 +221,9 @@ def test_pages_that_come_up_are_their_tables(served: Make) -> None:
     again = served()
     fetch(again, PROMPT)
     index = again.tiers.host.pool.index
-    further = again.manager._replicas.each[0].further
-    assert further is not None
+    tables = again.manager._replicas.each[0].tables
     assert index.tables is not None
-    for table, digests in enumerate(further.every(again.digests(PROMPT))):
+    for table, digests in enumerate(tables.every(again.digests(PROMPT))):
         slots = index.find(digests)
         assert (index.tables[slots[slots > 0]] == table).all()
         assert np.count_nonzero(slots) == (2 if table else 12)
@@ -470,10 +468,9 @@ def test_what_lies_in_a_store_is_brought_for_whoever_asks(served: Make) -> None:
 def longest(it: Served, prompt: list[int], store: StoredObjects) -> int:
     """By the contract, the tokens of a prompt that are found: column by column, with what lies anywhere."""
     replica, tier = it.manager._replicas.each[0], objects_of(it)
-    assert replica.further is not None
     assert tier._epoch is not None
     last = (len(prompt) - 1) // SIZE
-    every = replica.further.every(it.digests(prompt)[:last])
+    every = replica.tables.every(it.digests(prompt)[:last])
     indexes = [replica.pool.index, it.tiers.host.pool.index]
     indexes += [it.tiers.files.index] if it.tiers.files is not None else []
     most = it.tiers.host.pool.num_pages // 2 // len(every) // COUNT * COUNT  # what is read at a time fits into the host

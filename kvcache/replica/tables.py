@@ -1,0 +1,585 @@
+"""`RowTables`: what the block tables of a replica's rows hold, take, give back, and publish.
+
+A row has one column a page of tokens in each table. A table has pages from the first column on that the request's next
+query sees: 0 for full attention, that of the window or chunk else. The columns before that are the null page's. Their
+pages go back when the request comes for more. Published ones are idle then, and age by themselves: a page is found by
+the digest of its tokens with its table's number mixed in, so that no table finds another's.
+
+A request may go on from the end of a page if each table has what the query there sees (`resume`). Tables of full
+attention have pages for all known tokens. The others have them up to the end of the chunk that runs, so that a long
+prompt takes no more than a window and a chunk of them.
+
+Where a request is leased, what its readers were told of a window passes to the leases when it falls out.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvcache.errors import InvalidRequestError, InvariantError
+from kvcache.layer_groups import LayerGroup, LayerTables, TableGroup
+from kvcache.pool.index import NO_PAGE, Digests
+from kvcache.pool.pages import PagePool
+from kvcache.replica.block_table import FurtherImport
+from kvcache.replica.context import Context
+from kvcache.replica.leases import PageLeases
+from kvcache.replica.reservation import Reservation
+from kvcache.replica.resume import Asked, Below, Found, FromBelow, last_end, resume
+from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
+
+_NO_PAGES: Pages = np.zeros(0, np.int32)
+_NONE_FOUND = (_NO_PAGES,)
+_NOTHING = Found(0, 0, _NONE_FOUND)
+_NO_ROWS: Ints = np.zeros(0, np.int64)
+_MIX = 0x9E3779B97F4A7C15  # odd: no two tables' multiples are equal in 64 bits
+
+
+class RowTables:
+    """The block tables of one replica, of one group of layers or several: those of `rows`.
+
+    Where there is one table, of full attention, `OneTable` does the same with less.
+    """
+
+    def __init__(
+        self, tables: LayerTables, pool: PagePool, rows: BlockRows, leases: PageLeases, *, caching: bool
+    ) -> None:
+        self.count = len(tables.tables)
+        self.kinds = tables.kinds
+        self.groups = tables.groups
+        # Whether some tables have pages for the chunk that runs alone.
+        self.in_chunks = not all(group.keeps_all for group, _ in self.groups)
+        self._pool, self._rows, self._leases, self._caching = pool, rows, leases, caching
+        self._page_size = rows.page_size
+        self._mixed = np.array([number * _MIX % (1 << 64) for number in range(self.count)], np.uint64)
+        self._no_pages = tuple(np.zeros((group.num_tables, 0), np.int32) for group in self.groups)
+        self._number_pages()
+
+    def _number_pages(self) -> None:
+        """Which table each page is of."""
+        self._numbers = self._pool.index.tables = np.zeros(len(self._pool.index.published), np.intp)
+
+    # ---- what is there
+
+    def run(self, first: int, digests: Digests) -> Found:
+        """The longest run of published pages of the first table after `first` ones."""
+        if len(digests) and self._pool.index.may_have(digests):
+            pages = self._pool.index.match(digests)
+            if pages.size:
+                return Found(first, first + len(pages), (pages,))
+        return self.nothing(first)
+
+    def nothing(self, first: int) -> Found:
+        """That nothing was found behind the `first` columns."""
+        return Found(first, first, self._no_pages)
+
+    def shortened(self, run: Found, digests: Digests, ends: Asked) -> Found:
+        """What `find` finds of a run, of these `digests`."""
+        return self.find(run.first, digests, ends)
+
+    def find(self, first: int, digests: Digests, ends: Asked | None = None) -> Found:
+        """The pages of the longest prefix that all tables can go on from: `digests` are of those after `first` ones.
+
+        `ends`: as `resume` has it.
+        """
+        digests = digests[: self.run(first, digests).num_columns]
+        digests = digests if ends is None else digests[: last_end(ends[: len(digests)])]
+        end = first + len(digests)
+        found = self._seen_pages(first, end, digests)
+        if not all(np.count_nonzero(pages) == pages.size for pages in found):
+            there = self._find(slice(None), digests) != NO_PAGE
+            end = first + resume(there, self.groups, self._page_size, first, ends)
+            found = self._seen_pages(first, end, digests)
+        return Found(first, end, found)
+
+    def every(self, digests: Digests) -> Digests:
+        """The digests of the pages of all tables, `[tables, pages, words]`, given those of their tokens."""
+        return self._mix(slice(None), digests)
+
+    def from_below(self, digests: Digests, below: Below, ends: Asked | None = None) -> FromBelow:
+        """The longest prefix of pages with these digests that all tables can go on from with what `below` has of them.
+
+        What a window has let fall is not asked for. `ends`: as `resume` has it.
+        """
+        every = self.every(digests)
+        pages = self._find_each(every)
+        absent = pages == NO_PAGE
+        end = resume(~absent | below(every, absent), self.groups, self._page_size, 0, ends)
+        needed = np.zeros_like(absent)
+        for group, tables in self.groups:
+            needed[tables, self._seen(group, end * self._page_size) : end] = True
+        return FromBelow(end, every, needed & absent, pages.T[(needed & ~absent).T])
+
+    def whole(self, digests: Digests, most: int) -> list[Pages]:
+        """The pages of each table of the longest prefix that all can go on from; `most` pages at most in all together.
+
+        None where that is none.
+        """
+        end = len(digests)
+        while end := self.find(0, digests[:end]).end:
+            found = [pages for of_group in self._seen_pages(0, end, digests[:end]) for pages in of_group]
+            surplus = sum(map(len, found)) - most
+            if surplus <= 0:
+                return found
+            end -= max(1, min(end, surplus // self.count))
+        return []
+
+    # ---- reservations
+
+    def plan(self, row: int | None, context: Context, length: int, start: int, found: Found) -> Reservation:
+        """What it takes that the row, or one to come (None), runs on from token `start`; changes nothing.
+
+        `length`: tokens that it is to have pages for. `found`: behind the columns that it has published.
+        """
+        firsts: list[int] = []
+        for number, (group, _) in enumerate(self.groups):
+            before, now = 0 if row is None else self._rows.firsts.item(number, row), self._seen(group, start)
+            # What is not published yet is kept for `step`.
+            firsts.append(max(before, min(now, found.end) if self._caching else now))
+        ends_found = [max(now, found.end) for now in firsts]
+        until = [self._to_hold(group, context, length, start) for group, _ in self.groups]
+        return self._planned(row, found.pages, ends_found, firsts, until)._replace(
+            start=start, cached=start if found.is_any else 0
+        )
+
+    def plan_import(self, row: int, length: int, start: int, digests: Digests, cached: int) -> Reservation:
+        """`plan` of a row without pages for which what is before `start` comes from elsewhere, or is `cached`.
+
+        Each group looks for itself which of these pages, of `digests`, it has, and none takes pages that nobody sees.
+        """
+        found, ends_found, firsts = list[Pages](), list[int](), list[int]()
+        for group, tables in self.groups:
+            now = self._seen(group, start)
+            pages = self._find(tables, digests[now:])
+            missing = (pages == NO_PAGE).any(axis=0).nonzero()[0]
+            found.append(pages[:, : missing[0]] if missing.size else pages)
+            firsts.append(now)
+            ends_found.append(now + found[-1].shape[1])
+        until = [-(-length // self._page_size)] * len(firsts)
+        return self._planned(row, tuple(found), ends_found, firsts, until)._replace(start=cached, cached=cached)
+
+    def _planned(
+        self, row: int | None, found: tuple[Pages, ...], ends_found: list[int], firsts: list[int], until: list[int]
+    ) -> Reservation:
+        had = [0] * len(firsts) if row is None else self._rows.ends[:, row].tolist()
+        ends = [*map(max, had, until)]
+        new = sum(
+            tables.num_tables * max(0, end - max(before, at))
+            for tables, end, before, at in zip(self.groups, ends, had, ends_found, strict=True)
+        )
+        gone = freed = _NO_PAGES
+        if row is not None and had[0]:
+            leaves = np.zeros((self.count, had[0]), np.bool_)
+            for (_, tables), pages, at, now in zip(self.groups, found, ends_found, firsts, strict=True):
+                leaves[tables, :now] = True
+                leaves[tables, at - pages.shape[1] : at] = True
+            mine = self._rows.table[:, row, : had[0]].T
+            leaves &= mine.T != NO_PAGE
+            gone = mine[leaves.T]
+            for (_, tables), first, last in self._for_readers(row, found, ends_found, firsts):
+                leaves[tables, first:last] = False
+            freed = mine[leaves.T]
+        taken = sum(self._pool.would_be_taken(pages.ravel()) for pages in found)
+        cost = new + taken - self._pool.would_be_freed(freed)
+        committed = min(ends_found) if self._caching else 0
+        return Reservation(found, tuple(ends_found), tuple(firsts), tuple(ends), gone, new, committed, cost, 0)
+
+    def fits(self, row: int | None, plan: Reservation, free: int) -> bool:  # noqa: ARG002 - the plan has counted
+        """Whether so many `free` pages are enough for the plan."""
+        return plan.cost <= free
+
+    def least(self, context: Context, length: int, start: int) -> int:
+        """Pages that the request takes where nothing is found, and it runs from `start`."""
+        return sum(
+            tables.num_tables * (self._to_hold(tables.group, context, length, start) - self._seen(tables.group, start))
+            for tables in self.groups
+        )
+
+    def most(self, context: Context, length: int) -> int:
+        """Pages that a request without pages takes at most, whatever is found: from the worst end it may go on from."""
+        size, known = self._page_size, context.end_idx
+        starts: Ints = np.arange(0, known, size)
+        next_chunk = np.minimum(known, starts + context.active_length)
+        active = np.where(starts < context.active_idx, context.active_idx, next_chunk)
+        tokens = np.where(active < known, active, length)
+        pages = 0
+        for group, tables in self.groups:
+            columns = -(-(length if group.keeps_all else tokens) // size)
+            pages += (tables.stop - tables.start) * int((columns - group.first_seen(starts) // size).max())
+        return pages
+
+    def take(self, row: int, plan: Reservation) -> None:
+        """Do what was planned, for which there is room."""
+        rows, pool = self._rows, self._pool
+        if (found := np.concatenate([pages.ravel() for pages in plan.found])).size:
+            pool.hold(found)
+            for tell in pool.journal.found:
+                tell(plan.found[0][0])
+        for (_, tables), first, last in self._for_readers(row, plan.found, plan.ends_found, plan.firsts):
+            self._leave_to_readers(row, tables, first, last)
+        had = rows.ends[:, row].tolist()
+        for number, ((_, tables), pages, at) in enumerate(zip(self.groups, plan.found, plan.ends_found, strict=True)):
+            mine = rows.table[tables, row]
+            mine[:, rows.firsts[number, row] : plan.firsts[number]] = NO_PAGE
+            mine[:, at - pages.shape[1] : at] = pages
+        rows.firsts[:, row] = plan.firsts
+        for tell in pool.journal.left:
+            tell(np.full(len(plan.leaving), row), plan.leaving)
+        pool.release(plan.leaving)
+        new = pool.allocate(plan.new)
+        for (_, tables), before, at, end in zip(self.groups, had, plan.ends_found, plan.ends, strict=True):
+            part = rows.table[tables, row, max(before, at) : end]
+            part[:] = new[: part.size].reshape(part.shape)
+            new = new[part.size :]
+        rows.ends[:, row] = plan.ends
+        rows.commit(row, plan.committed)
+        rows.changed[row] = True
+        rows.measure(row)
+
+    def append(self, rows: Ints) -> bool:
+        """One more page for each of `rows` in each table; what fell out of their windows goes.
+
+        False: too few pages, or a row is in a chunk; nothing has changed.
+        """
+        ends = self._rows.ends
+        if (ends[-1, rows] != ends[0, rows]).any() or len(rows) * self.count > self._pool.free_count:
+            return False
+        self._slide(rows)
+        self._rows.append(rows, self._pool.allocate(self.count * len(rows)).reshape(self.count, -1))
+        return True
+
+    def publish(self, rows: Ints, columns: Ints, digests: Digests, told: Ints | None) -> tuple[Pages, Digests, Ints]:
+        """Publish the pages at `rows`, `columns`, which are full of tokens of these `digests`, all of them distinct.
+
+        Content that was published before is shared instead. `told`: by row, tokens that readers were told of, where
+        there are any. Returns the pages that are new in the index, their digests, and the row of each that the first
+        table shares.
+        """
+        table = self._rows.table
+        at = table[:, rows, columns]
+        there = at != NO_PAGE
+        own, names = at[there], self.every(digests)[there]
+        of_table, places = there.nonzero()
+        self._numbers[own] = of_table
+        kept = self._pool.index.publish(own, names)
+        of_rows, of_columns, shared = rows[places], columns[places], _NO_ROWS
+        duplicate = kept != own
+        if np.count_nonzero(duplicate):
+            # The rows name the pages to keep before the duplicates are freed: they never name a free page.
+            self._pool.hold(kept[duplicate])
+            at[there] = kept
+            table[:, rows, columns] = at
+            self._rows.changed[rows] = True
+            self._pass_to_readers(of_rows[duplicate], of_columns[duplicate], own[duplicate], told)
+            self._pool.release(own[duplicate])
+            shared = of_rows[duplicate & (of_table == 0)]
+            own, names = own[~duplicate], names[~duplicate]
+            of_table, of_rows, of_columns = (one[~duplicate] for one in (of_table, of_rows, of_columns))
+        for tell in self._pool.journal.followed:
+            first = of_table == 0
+            before = np.where(of_columns > 0, table[0, of_rows, of_columns - 1], NO_PAGE)
+            tell(own[first], before[first])
+        return own, names, shared
+
+    def _pass_to_readers(self, rows: Ints, columns: Ints, pages: Pages, told: Ints | None) -> None:
+        """These pages leave their leased rows one by one; `told`: by row, tokens that readers were told of."""
+        if told is not None:
+            for row, column, page in zip(rows.tolist(), columns.tolist(), pages[:, None], strict=True):
+                self._leases.replace(row, column, page, int(told[row]))
+
+    def fork(self, parent: int, row: int, full: int, end: int) -> list[tuple[int, int]]:
+        """Let `row` share the first `full` pages, and have pages up to `end`; each page after these, and its twin."""
+        rows, table = self._rows, self._rows.table
+        shared = table[:, parent, :full]
+        self._pool.hold(shared[shared != NO_PAGE])
+        table[:, row, :full] = shared
+        table[:, row, full:end] = self._pool.allocate(self.count * (end - full)).reshape(self.count, -1)
+        rows.firsts[:, row], rows.ends[:, row] = rows.firsts[:, parent], end
+        rows.changed[row] = True
+        rows.measure(row)
+        return [*zip(table[:, parent, full].tolist(), table[:, row, full].tolist(), strict=True)]
+
+    # ---- what rows have
+
+    def lists(self, row: int, tokens: int, *, first: int, windows: bool) -> tuple[tuple[int, ...], ...]:
+        """The row's pages of its first `tokens` tokens, of each table; of a window those that the next query sees.
+
+        From column `first` on. Without `windows` none of these.
+        """
+        end, named = -(-tokens // self._page_size), list[tuple[int, ...]]()
+        for number, (group, tables) in enumerate(self.groups):
+            begin = max(first, int(self._rows.firsts[number, row]), self._seen(group, tokens))
+            begin = begin if windows or group.keeps_all else end
+            named += [tuple(pages) for pages in self._rows.table[tables, row, begin:end].tolist()]
+        return tuple(named)
+
+    def imports(self, row: int, plan: Reservation, end: int) -> list[FurtherImport]:
+        """What is copied into each table but the first of a row, whose import was planned so, before column `end`."""
+        kinds = zip(self.kinds, self.by_table(plan.ends_found), self._rows.table[:, row], strict=True)
+        return [
+            FurtherImport(found * self._page_size, pages[found:end].copy(), at_end=kind != "full")
+            for kind, found, pages in kinds
+        ][1:]
+
+    def by_table(self, of_groups: Sequence[int]) -> list[int]:
+        """What is of each group, of each of its tables."""
+        return [one for group, one in zip(self.groups, of_groups, strict=True) for _ in range(group.num_tables)]
+
+    def needed(self, row: int, digests: Digests, ends: Sequence[int]) -> tuple[Ints, Pages]:
+        """The pages of the row's published columns, of these `digests`, and of what going on from columns `ends` needs.
+
+        Beside those of the first table, and as far as they are there: the column of each, and the pages, none twice.
+        """
+        wanted = self._rows.table[:, row, : len(digests)] != NO_PAGE
+        for group, tables in self.groups:
+            for end in ends:
+                wanted[tables, self._seen(group, end * self._page_size) : end] = True
+        pages = np.where(wanted, self._find(slice(None), digests), NO_PAGE)[1:]
+        at = pages.nonzero()
+        return at[1], pages[at]
+
+    def width(self) -> float:
+        """How many published pages there are for each of the first table."""
+        published = self._pool.index.published
+        every = np.count_nonzero(published)
+        first = every - np.count_nonzero(published & (self._numbers != 0))
+        return every / first if first else float(self.count)
+
+    def pages(self, row: int, end: int) -> Pages:
+        """The row's pages before column `end`: those of the first table, then those of the others by column."""
+        table = self._rows.table
+        every = np.concatenate((table[0, row, :end], table[1:, row, :end].T.ravel()))
+        return every[every != NO_PAGE]
+
+    def refuse_lost(self, rows: Rows, starts: Ints) -> None:
+        """Raise `InvalidRequestError` where one of `rows` would run from a token whose window it has given back."""
+        for number, (group, _) in enumerate(self.groups):
+            first = self._rows.firsts[number, rows]
+            behind = (group.first_seen(starts) // self._page_size < first).nonzero()[0]
+            if behind.size:
+                at = int(behind[0])
+                raise InvalidRequestError(
+                    f"request {self._rows.request_ids[as_rows(rows)[at]]!r}: runs from token {starts[at]}, its layers "
+                    f"of kind {group.kind} and {group.window} tokens have given back what is before token "
+                    f"{first[at] * self._page_size}: release it and claim it anew"
+                )
+
+    def sees(self, row: int, start: int) -> bool:
+        """Whether the row has what the query at token `start` sees."""
+        rows, before = self._rows, -(-start // self._page_size)
+        return int(rows.ends[-1, row]) >= before and all(
+            int(rows.firsts[number, row]) <= self._seen(group, start) for number, (group, _) in enumerate(self.groups)
+        )
+
+    def check(self) -> None:
+        """Raise `InvariantError` where a table has not the pages that its row stands for."""
+        rows = self._rows
+        columns = np.arange(rows.table.shape[2], dtype=np.int64)
+        for number, (group, tables) in enumerate(self.groups):
+            with_page = (columns >= rows.firsts[number][:, None]) & (columns < rows.ends[number][:, None])
+            for _, row, column in np.argwhere((rows.table[tables] != NO_PAGE) != with_page)[:1]:
+                raise InvariantError(
+                    f"request {rows.request_ids[row]!r}: of the layers of kind {group.kind} column {column} has a page "
+                    f"or not, and its pages are from {rows.firsts[number, row]} to {rows.ends[number, row]}"
+                )
+            full = with_page & (columns < rows.committed[:, None])
+            for _, row, column in np.argwhere(full & ~self._pool.index.published[rows.table[tables]])[:1]:
+                raise InvariantError(
+                    f"request {rows.request_ids[row]!r}: of the layers of kind {group.kind} column {column} "
+                    f"is not published, and its first {rows.committed[row]} pages are"
+                )
+        if (np.diff(rows.ends, axis=0) > 0).any() or (rows.ends[-1] < rows.committed).any():
+            raise InvariantError("a row has pages beyond those of its first table, or not all published ones")
+
+    # ---- inside
+
+    def _slide(self, rows: Ints) -> None:
+        """Give back what the next queries of `rows` do not see, as if row by row: the first row's pages age first."""
+        size, state, published = self._page_size, self._rows, self._rows.committed[rows]
+        of_row = self._leases.of_row
+        leased = [at for at, row in enumerate(rows.tolist()) if row in of_row] if of_row else []
+        found: list[tuple[Ints, Ints, Ints, Pages]] = []
+        for number, (group, tables) in enumerate(self.groups):
+            if group.keeps_all:
+                continue
+            before = state.firsts[number, rows]
+            now = group.first_seen(state.cached[rows]) // size
+            now = np.maximum(before, np.minimum(now, published) if self._caching else now)
+            for at in leased:
+                told, behind = self._told(group, int(rows[at]))
+                self._leave_to_readers(int(rows[at]), tables, max(int(before[at]), told), min(int(now[at]), behind))
+            counts = now - before
+            at = np.repeat(np.arange(len(rows)), counts)
+            if not at.size:
+                continue
+            columns = np.arange(len(at)) + np.repeat(before - np.cumsum(counts) + counts, counts)
+            mine = state.table[tables]
+            pages = mine[:, rows[at], columns]
+            mine[:, rows[at], columns] = NO_PAGE
+            state.firsts[number, rows] = now
+            of_table: Ints = np.repeat(np.arange(int(tables.start), int(tables.stop)), len(at))
+            found.append((np.tile(-at, len(pages)), np.tile(columns, len(pages)), of_table, pages.ravel()))
+        if found:
+            at, columns, of_table, pages = (np.concatenate(part) for part in zip(*found, strict=True))
+            for tell in self._pool.journal.left:
+                tell(rows[-at], pages)
+            self._pool.release_each(pages[np.lexsort((of_table, columns, at))])
+
+    def _for_readers(
+        self, row: int, found: Sequence[Pages], ends_found: Sequence[int], firsts: Sequence[int]
+    ) -> Iterator[tuple[TableGroup, int, int]]:
+        """What leaves a leased row and passes to its leases: of each group from a column to one, twice.
+
+        What falls out of a window, of which readers were told; and what is computed, and found whole instead.
+        """
+        if row not in self._leases.of_row:
+            return
+        for number, (of, pages, at, now) in enumerate(zip(self.groups, found, ends_found, firsts, strict=True)):
+            last = min(int(self._rows.ends[number, row]), self._leases.last_read(row))
+            told, behind = self._told(of.group, row)
+            yield of, max(int(self._rows.firsts[number, row]), told), min(now, last, behind)
+            yield of, max(at - pages.shape[1], told), min(at, last)
+
+    def _told(self, group: LayerGroup, row: int) -> tuple[int, int]:
+        """The first column of a leased row that readers were told of, and the one after the last."""
+        behind = -(-int(self._leases.told[row]) // self._page_size)
+        return self._seen(group, int(self._leases.kept[row])), behind
+
+    def _leave_to_readers(self, row: int, tables: slice, first: int, last: int) -> None:
+        """The row's leases hold what it has from column `first` to `last`."""
+        for pages in self._rows.table[tables, row, first:last]:
+            self._leases.replace(row, first, pages, int(self._rows.cached[row]))
+
+    def _seen(self, group: LayerGroup, position: int) -> int:
+        """The first column that the query at `position` sees."""
+        return group.first_seen(position) // self._page_size
+
+    def _seen_pages(self, first: int, end: int, digests: Digests) -> tuple[Pages, ...]:
+        """By group the published pages, of `digests` from column `first` on, that are seen from column `end`."""
+        return tuple(
+            self._find(tables, digests[max(0, self._seen(group, end * self._page_size) - first) : end - first])
+            for group, tables in self.groups
+        )
+
+    def _find(self, tables: slice, digests: Digests) -> Pages:
+        """The published page of each digest in each of `tables`: int32 `[tables, len(digests)]`."""
+        return self._find_each(self._mix(tables, digests))
+
+    def _find_each(self, mixed: Digests) -> Pages:
+        """The published page of each of these, `[tables, pages, words]`."""
+        return self._pool.index.find(mixed.reshape(-1, mixed.shape[2])).reshape(mixed.shape[:2])
+
+    def _mix(self, tables: slice, digests: Digests) -> Digests:
+        """The digests of the pages of `tables`, given those of their tokens: uint64 `[tables, pages, words]`."""
+        mixed = np.repeat(digests[None], len(self._mixed[tables]), axis=0)
+        mixed[:, :, 0] ^= self._mixed[tables, None]
+        return mixed
+
+    def _to_hold(self, group: LayerGroup, context: Context, length: int, start: int) -> int:
+        """Columns of a request that runs from `start`: of all `length` tokens, or of those of the chunk that runs."""
+        if not group.keeps_all:
+            active = context.active_idx
+            if start >= active:  # all of the chunk was found: the next one is as long
+                active = min(context.end_idx, start + context.active_length)
+            length = active if active < context.end_idx else length
+        return -(-length // self._page_size)
+
+
+class OneTable(RowTables):
+    """One table of full attention: it has all columns up to its end, and nothing is looked at twice."""
+
+    def _number_pages(self) -> None:
+        """All pages are of this table."""
+
+    def nothing(self, first: int) -> Found:
+        return Found(first, first, _NONE_FOUND) if first else _NOTHING
+
+    def find(self, first: int, digests: Digests, ends: Asked | None = None) -> Found:
+        run = self.run(first, digests)
+        return run if ends is None else self.shortened(run, digests, ends[: run.num_columns])
+
+    def shortened(self, run: Found, digests: Digests, ends: Asked) -> Found:  # noqa: ARG002 - the run has its pages
+        pages = run.pages[0][: last_end(ends)]
+        return Found(run.first, run.first + len(pages), (pages,))
+
+    def whole(self, digests: Digests, most: int) -> list[Pages]:
+        pages = self._pool.index.match(digests[: max(0, most)])
+        return [pages] if pages.size else []
+
+    def plan(self, row: int | None, context: Context, length: int, start: int, found: Found) -> Reservation:  # noqa: ARG002 - every query sees all
+        rows, (pages,) = self._rows, found.pages
+        first, end = found.first, found.end
+        needed = -(-length // self._page_size)
+        have = 0 if row is None else rows.num_pages.item(row)
+        has_others = pages.size and have > first
+        leaving = rows.pages(row)[first:end].copy() if has_others and row is not None else _NO_PAGES
+        new = max(0, needed - max(have, end))
+        ends, cached = (max(needed, have),), start if found.is_any else 0
+        return Reservation(
+            found.pages, (end,), (0,), ends, leaving, new, end, 0, start, cached, found.restored, found.slots
+        )
+
+    def fits(self, row: int | None, plan: Reservation, free: int) -> bool:
+        (found,), (end,) = plan.found, plan.ends_found
+        if plan.new + len(found) <= free:  # it does not matter how many of them are idle
+            return True
+        kept = 0 if row is None else max(0, self._leases.last_read(row) - (end - len(found)))
+        freed = self._pool.would_be_freed(plan.leaving[kept:])
+        return plan.new + self._pool.would_be_taken(found) - freed <= free
+
+    def least(self, context: Context, length: int, start: int) -> int:  # noqa: ARG002 - as above
+        return -(-length // self._page_size)
+
+    def most(self, context: Context, length: int) -> int:
+        return self.least(context, length, 0)
+
+    def take(self, row: int, plan: Reservation) -> None:
+        rows, pool, (found,), end = self._rows, self._pool, plan.found, plan.committed
+        if found.size:
+            pool.hold(found)
+            if plan.leaving.size:
+                if self._leases.of_row:
+                    self._leases.replace(row, end - len(found), plan.leaving, int(rows.cached[row]))
+                pool.release(plan.leaving)
+            rows.table[0, row, end - len(found) : end] = found
+            for tell in pool.journal.found:
+                tell(found)
+        if plan.new:
+            last = plan.ends[0]
+            # All was found but the end: a third of the cost.
+            rows.table[0, row, last - plan.new : last] = (
+                pool.allocate_one() if plan.new == 1 else pool.allocate(plan.new)
+            )
+        rows.grow(row, plan.ends[0], end)
+
+    def pages(self, row: int, end: int) -> Pages:
+        return self._rows.table[0, row, :end]
+
+    def needed(self, row: int, digests: Digests, ends: Sequence[int]) -> tuple[Ints, Pages]:  # noqa: ARG002 - all are of the first table
+        return _NO_ROWS, _NO_PAGES
+
+    def width(self) -> float:
+        return 1.0
+
+    def append(self, rows: Ints) -> bool:
+        if len(rows) > self._pool.free_count:
+            return False
+        self._rows.append(rows, self._pool.allocate(len(rows)))
+        return True
+
+    def publish(self, rows: Ints, columns: Ints, digests: Digests, told: Ints | None) -> tuple[Pages, Digests, Ints]:
+        table = self._rows.table[0]
+        own = table[rows, columns]
+        kept, shared = self._pool.index.publish(own, digests), _NO_ROWS
+        if kept is not own and np.count_nonzero(duplicate := kept != own):
+            # The rows name the pages to keep before the duplicates are freed: they never name a free page.
+            shared = rows[duplicate]
+            self._pool.hold(kept[duplicate])
+            table[shared, columns[duplicate]] = kept[duplicate]
+            self._rows.changed[rows] = True
+            self._pass_to_readers(shared, columns[duplicate], own[duplicate], told)
+            self._pool.release(own[duplicate])
+            own, digests = own[~duplicate], digests[~duplicate]
+            rows, columns = rows[~duplicate], columns[~duplicate]
+        for tell in self._pool.journal.followed:
+            tell(own, np.where(columns > 0, table[rows, columns - 1], NO_PAGE))
+        return own, digests, shared
