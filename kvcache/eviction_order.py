@@ -4,7 +4,7 @@
     HintedOrder   another order, biased by the retention hints of requests
     QuotaOrder    another order, before whose pages those go that tenants have above their quotas
 
-`KVCacheParams.eviction_order` takes one of your own. `tests/kvcache/pool/test_order.py` holds all of them to the same
+`KVCacheParams.eviction_order` takes one of your own. `tests/kvcache/test_eviction_order.py` holds all of them to one
 contract: run it on yours.
 """
 
