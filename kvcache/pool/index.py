@@ -146,8 +146,11 @@ class PrefixIndex:
         pages = np.flatnonzero(self.published)
         _, once = np.unique(self._records[pages], return_index=True)
         pages = pages[np.sort(once)].astype(np.int32)
-        self.clear()
-        self.published[pages] = True
+        stays = np.zeros_like(self.published)
+        stays[pages] = True
+        self._links[:] = NO_PAGE
+        self.generation += 1
+        self.published[:] = stays  # at once: what interrupts this forgets nothing that is published
         self._link(pages, self._buckets(self.digests_of(pages)))
 
     def clear(self) -> None:

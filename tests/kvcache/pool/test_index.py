@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from kvcache import InvariantError
 from kvcache.pool.index import NO_PAGE, PrefixIndex
 from kvcache.pool.journal import PageReader
+from tests.kvcache.random_model.interrupts import interrupted
 
 
 def digests(*names: int, words: int = 4, bucket: int | None = None) -> np.ndarray:
@@ -222,3 +225,18 @@ def test_after_an_interrupt_of_two_pages_with_one_digest_the_first_stays() -> No
     index.publish(pages(5), digests(2))
     index.check()
     assert index.find(digests(2)).tolist() == [5]
+
+
+def test_a_mend_that_is_interrupted_forgets_nothing_that_is_published() -> None:
+    interrupts = 0
+    for at in count(1):
+        index = PrefixIndex(8, 4)
+        index.publish(pages(2, 3, 5), digests(0, 1, 2))
+        _, _, done = interrupted(index.mend, at, KeyboardInterrupt)
+        index.mend()
+        index.check()
+        assert index.find(digests(0, 1, 2)).tolist() == [2, 3, 5], f"after bytecode {at}"
+        if not done:
+            break
+        interrupts += 1
+    assert interrupts > 30
