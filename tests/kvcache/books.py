@@ -15,7 +15,8 @@ from kvcache import PagedKVCacheManager, TextContext
 
 Books = list[object]
 
-_SKIPPED = {"_seen", "matches", "_credit"}  # the clock; answers that are remembered with what they hold for
+# The clock; answers that are remembered with what they hold for; the bounds of slabs' ages, which a look tightens.
+_SKIPPED = {"_seen", "matches", "_credit", "_ages", "_ages_back"}
 _PLAIN = {type(None), bool, int, float, str, bytes}
 _LEFT_OUT = (type, types.FunctionType, types.MethodType, TextContext, torch.Tensor)
 _SHORT = 256  # bytes of an array that are kept; of a longer one a hash
