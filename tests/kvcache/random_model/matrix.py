@@ -157,9 +157,9 @@ def build(
     if apart:
         memory += (ROWS + copies + 1) * state_layout.page_bytes(state_layout.state_layouts(shape, tp))
     elif states:  # each request takes a slab beside its pages
-        memory += (
-            choose.pick((1, 2, 3)) * -(-state_layout.page_bytes(state_layout.state_layouts(shape, tp)) // page) * page
-        )
+        slab_pages = -(-state_layout.page_bytes(state_layout.state_layouts(shape, tp)) // page)
+        # As many pages as a slab has stay pages.
+        memory = (max(pages, slab_pages) + choose.pick((1, 2, 3)) * slab_pages) * page
     made = KVCacheParams(dtype, tp, 2, **told)
     manager = PagedKVCacheManager(
         made, ROWS * dp, LONGEST, layers, ["cpu"] * (dp * tp), available_cache_memory=memory * dp
