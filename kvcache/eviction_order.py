@@ -31,6 +31,7 @@ class EvictionOrder(Protocol):
     The pool calls `append` when a page becomes idle, `remove` when an idle page is used again, and `pop` when it needs
     pages. An order frees nothing and holds nothing: it names pages. Calls come from one thread, but for `positions`.
     An order of your own has `count` and the abstract methods. The others answer for an order to which nothing was said.
+    It is not believed: a `pop` that gives a page that is not idle ends the call with an error (`CheckedOrder`).
 
     Attributes:
         count: the pages in the order. Read at each allocation.

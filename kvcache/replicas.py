@@ -20,6 +20,7 @@ from kvcache.layout import PageLayout
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
 from kvcache.pool.index import PrefixIndex
+from kvcache.pool.over_order import CheckedOrder
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool
 from kvcache.replica.batch import Batch, BatchState, Gathered
@@ -65,7 +66,8 @@ def place_replicas(
         pinned, first = any(device.type == "cuda" for device in group), rows * len(placed)
         own = slice(first, first + rows)
         block_rows = BlockRows(every, own, sizes.max_seq_len, page_size, tables.groups, pinned=pinned)
-        order = None if params.eviction_order is None else params.eviction_order(pages)
+        make_order = params.eviction_order
+        order = None if make_order is None else CheckedOrder(pages, make_order(pages))
         pool = SlabPool(pages, words, slab_pages, order) if slab_pages else PagePool(pages, words, order)
         replica = Replica(params, tables, block_rows, pool, mark)
         placed.append(PlacedReplica(replica, layouts, group, stream))

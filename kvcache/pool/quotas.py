@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvcache.errors import InvariantError
 from kvcache.eviction_order import BY_QUOTA, BY_TURN, EvictionOrder, Indices, Pages, Reasons
 from kvcache.pool.lru_order import LruOrder, OrderLog
-from kvcache.retention import PageHints
+from kvcache.pool.over_order import OverOrder
 
 MOST_TENANTS = 1024  # with idle pages at a time; those beyond share one quota
 _NOBODY, _OTHERS = 0, 1
@@ -205,12 +205,12 @@ class SlabQuotas:
         self._quotas.check(idle * self._slab_pages, slabs=True)
 
 
-class QuotaOrder(EvictionOrder):
+class QuotaOrder(OverOrder):
     """Another `order`, before whose pages those go that are above the `quotas`."""
 
     def __init__(self, order: EvictionOrder, quotas: TenantQuotas | SlabQuotas) -> None:
-        self._order, self._quotas = order, quotas
-        self.count = order.count
+        super().__init__(order)
+        self._quotas = quotas
 
     def own(self, pages: Pages, salt: str | None) -> None:
         self._quotas.own(pages, salt)
@@ -242,15 +242,6 @@ class QuotaOrder(EvictionOrder):
         self._order.forget(pages)
         self._quotas.disown(pages)
 
-    def hint(self, pages: Pages, hints: PageHints | None) -> None:
-        self._order.hint(pages, hints)
-
-    def trust(self, share: float) -> None:
-        self._order.trust(share)
-
-    def renew(self, pages: Pages) -> None:
-        self._order.renew(pages)
-
     def moved(self, sources: Pages, targets: Pages) -> None:
         self._order.moved(sources, targets)
         self._quotas.moved(sources, targets)
@@ -261,18 +252,6 @@ class QuotaOrder(EvictionOrder):
 
     def first(self) -> int:
         return self._quotas.first() or self._order.first()
-
-    def leads(self, pages: Pages | Indices) -> NDArray[np.float64]:
-        return self._order.leads(pages)
-
-    def first_lead(self) -> float:
-        return self._order.first_lead()
-
-    def positions(self, pages: Indices) -> Indices:
-        return self._order.positions(pages)
-
-    def pages(self) -> Pages:
-        return self._order.pages()
 
     def mend(self, pages: Indices) -> None:
         """As the base. The quotas have none of the pages: whoever mends has cleared them."""
@@ -297,7 +276,7 @@ class QuotaOrder(EvictionOrder):
         return surplus
 
     def _with(self, surplus: Pages, rest: Pages) -> Pages:
-        """What went, `rest` by the other order."""
+        """All pages that went: the surplus, and `rest`, which the other order gave."""
         self._quotas.remove(rest)
         self._quotas.disown(rest)
         self.count = self._order.count
