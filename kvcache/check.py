@@ -68,8 +68,8 @@ def _check_row(replica: Replica, row: int) -> None:
         raise InvariantError(f"request {request_id!r}: names pages past its {len(pages)}")
     if committed > len(pages) or not pool.index.published[pages[:committed]].all():
         raise InvariantError(f"request {request_id!r}: not all of its {committed} committed pages are published")
-    # A fork may have published the pages that it shares with this row. Of several tables a pending import may have
-    # found more pages of the first one than of all.
+    # A fork may have published the pages that it shares with this row. With several tables, a pending import may
+    # have found more pages of the first one than of all.
     alone = pool.holders[pages[committed:]] == 1
     if replica.tables.count == 1 and (pool.index.published[pages[committed:]] & alone).any():
         raise InvariantError(f"request {request_id!r}: a page past its {committed} committed ones is published")

@@ -49,7 +49,7 @@ class Limits:
 
     message_bytes: int
     frames: int = 8  # of a message
-    per_second: float = 300.0  # frames; twice as many at once. Of all peers together ten times that
+    per_second: float = 300.0  # frames; twice as many at once; all peers together may send ten times that
     peers: int = 1024
     subscription_bytes: int | None = None  # as long as the peer is there; None: any
 
@@ -167,7 +167,7 @@ class FrameAllowance:
         self._left -= count
 
 
-class _Peer:
+class _Connection:
     """A connection from outside, and the one that is its own at the ZMQ socket."""
 
     def __init__(self, client: socket.socket, inner: socket.socket, limits: Limits) -> None:
@@ -237,8 +237,8 @@ class Gate:
         self._listener, self.address = listen(address)
         self._what, self._limits = what, limits
         self._tokens, self._accepts = FrameAllowance(10 * limits.per_second), FrameAllowance(_ACCEPTS_PER_S)
-        self._peers: dict[_Peer, tuple[int, int]] = {}  # with what each is polled for
-        self._held: deque[_Peer] = deque()
+        self._peers: dict[_Connection, tuple[int, int]] = {}  # with what each is polled for
+        self._held: deque[_Connection] = deque()
         self._said_at = -_SAID_S
         # Once it is closed: until when what is left is passed on, as told, and as the thread has read it.
         self._ends_at: float | None = None
@@ -323,11 +323,11 @@ class Gate:
             client.close()
             inner.close()
             return
-        peer = _Peer(client, inner, self._limits)
+        peer = _Connection(client, inner, self._limits)
         self._peers[peer] = (0, 0)
         self._poll(peer)
 
-    def _serve(self, peer: _Peer, which: socket.socket, events: int) -> None:
+    def _serve(self, peer: _Connection, which: socket.socket, events: int) -> None:
         if peer not in self._peers:  # dropped in this turn
             return
         try:
@@ -348,7 +348,7 @@ class Gate:
         else:
             self._poll(peer)
 
-    def _pass_up(self, peer: _Peer) -> None:
+    def _pass_up(self, peer: _Connection) -> None:
         most = int(min(_FRAMES_AT_ONCE, peer.tokens.left(), self._tokens.left()))
         if most < 1:
             peer.is_held = True
@@ -359,7 +359,7 @@ class Gate:
         if peer.is_held:
             self._held.append(peer)
 
-    def _poll(self, peer: _Peer) -> None:
+    def _poll(self, peer: _Connection) -> None:
         before, wanted = self._peers[peer], peer.interest()
         self._peers[peer] = wanted
         for which, was, now in zip((peer.client, peer.inner), before, wanted, strict=True):
@@ -372,7 +372,7 @@ class Gate:
             else:
                 self._selector.modify(which, now, (peer, which))
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, peer: _Connection) -> None:
         polled = self._peers.pop(peer)
         for which, was in zip((peer.client, peer.inner), polled, strict=True):
             if was:

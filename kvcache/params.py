@@ -103,8 +103,8 @@ class KVCacheParams:
     partial_reuse_min_tokens: int = 0
     page_order: PageOrder = "head,layer,side,token,dim"  # of the bytes of a page, outermost first (`kvcache.layout`)
     routing: Routing = field(default_factory=Routing)  # which replica a request is claimed on, and copies between them
-    # Of a replica's idle pages, how many may follow retention hints at most, 0.0 to 1.0; the rest is least recently
-    # used first (see `kvcache.pool.hinted_order`). 0.0: hints are ignored.
+    # The largest share of a replica's idle pages that may follow retention hints, 0.0 to 1.0; the rest is least
+    # recently used first (see `kvcache.pool.hinted_order`). 0.0: hints are ignored.
     max_hint_share: float = 0.95
     # Of a replica's pages, how many the idle pages of one `cache_salt` may take before they go first, 0.0 to 1.0.
     tenant_quota: float = 1.0

@@ -1,4 +1,4 @@
-"""What requests say about the future of their pages, as codes of one byte: `kvcache.pool.hinted_order` goes by them."""
+"""Retention hints as codes of one byte for each page: `kvcache.pool.hinted_order` goes by them."""
 
 import math
 from typing import NamedTuple
@@ -20,13 +20,13 @@ LEVEL_OF = np.array([*[code % LEVELS for code in range(SHARED)], NEUTRAL], np.ui
 
 
 class PageHints(NamedTuple):
-    """What a request says about its pages, and for how many seconds; None where none has an end."""
+    """The hints of a request for its pages, and for how many seconds they hold; None: no hint has an end."""
 
     codes: Codes
     lives: Times | None
 
     def of(self, at: NDArray[np.intp]) -> "PageHints":
-        """What is said of the pages at these places."""
+        """The hints for the pages at these places."""
         return PageHints(self.codes[at], None if self.lives is None else self.lives[at])
 
 

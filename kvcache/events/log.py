@@ -39,7 +39,7 @@ The other thread may read it at once. A plain tuple: an object with names takes 
 writes down.
 """
 Change = tuple[int | Indices, bool, Digests | int]
-"""Of the source of this number pages have come (True) or gone: their digests; of one page that went the last word.
+"""A source's number, whether its pages came (True) or went, and their digests; for one page that went, the last word.
 
 Where the pages of several block tables are in one index a number of each page.
 """

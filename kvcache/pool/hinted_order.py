@@ -42,7 +42,7 @@ class HintedOrder(EvictionOrder):
         self, num_pages: int, recent: EvictionOrder, clock: Callable[[], float] = time.monotonic, share: float = 0.0
     ) -> None:
         self.share = share
-        # What was said of each page; set while it is not idle.
+        # The hint for each page, set while the page is not idle.
         self.codes = np.full(num_pages + 1, NEUTRAL, np.uint8)
         self._clock = clock
         self._num_pages = num_pages

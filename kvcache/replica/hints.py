@@ -71,7 +71,7 @@ class ReplicaHints(PageReader):
             self._pool.idle.own(pages[rows == row], self._salt_of(row))
 
     def gone(self, pages: Pages, why: Reasons | int) -> None:
-        """What went by a tenant's quota, plain LRU would have gone on to hold for nobody: the baselines forget it."""
+        """The baselines forget pages that a tenant's quota has evicted: plain LRU would have kept them for nobody."""
         if self._baselines:
             self._forget(self._pool.index.words_of(pages[np.broadcast_to(why == BY_QUOTA, len(pages))]))
 

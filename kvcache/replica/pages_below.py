@@ -13,7 +13,7 @@ from kvcache.types import RequestID
 
 
 class StateEnds(Protocol):
-    """What tells after which pages a request may go on: the part of `PrefixStates` that a tier asks."""
+    """Tells after which pages a request may go on: the part of `PrefixStates` that a tier asks."""
 
     def ends(self, request_id: RequestID | None, digests: Digests) -> Asked: ...
 

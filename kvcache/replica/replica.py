@@ -431,7 +431,7 @@ class Replica:
     # ---- inside
 
     def _plan(self, row: int, context: Context, length: int, start: int, found: Found | None) -> Reservation:
-        """What the row takes to have pages for `length` tokens; `start`: the token from which it runs so far.
+        """The reservation that gives the row pages for `length` tokens; `start`: the token from which it runs so far.
 
         `found`: behind its own columns; None: it is looked up.
         """
@@ -451,7 +451,7 @@ class Replica:
         return self.tables.plan(row, context, length, start, found)
 
     def _up_to_state(self, states: PrefixStates, row: int, context: Context, found: Found) -> Found:
-        """Of what was found as much as ends with a state that the request can go on from."""
+        """The part of what was found that ends with a state from which the request can go on."""
         wait = self.rows.prompt.item(row) < 0
         end = found.restored + len(found.slots) if found.slots.size else found.end
         digests = self.hasher(row, context).digests(context.tokens, found.first, end)

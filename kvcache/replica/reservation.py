@@ -7,7 +7,7 @@ from kvcache.replica.resume import NO_SLOTS, Slots
 
 
 class Reservation(NamedTuple):
-    """What a row takes and gives back. What is said by group of tables is said of each of its tables.
+    """The pages that a row takes and gives back. A field by group of tables holds for each table of the group.
 
     Attributes:
         found: by group the pages that were found on the device: they come into the columns before `ends_found`.

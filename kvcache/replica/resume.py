@@ -19,13 +19,13 @@ Slots = NDArray[np.int32]
 NO_SLOTS: Slots = np.zeros(0, np.int32)
 
 Asked = NDArray[np.bool_]
-"""Of the pages of several block tables those that somebody asks for, or that there are: `[tables, pages]`."""
+"""Which pages of several block tables are asked for, or are there: `[tables, pages]`."""
 Below = Callable[[Digests, Asked], Asked]
 """Given the digests of pages, `[tables, pages, words]`, which of those that are asked for there are."""
 
 
 class Found(NamedTuple):
-    """What a request goes on with, behind the `first` columns of its own.
+    """The pages with which a request goes on, behind the `first` columns of its own.
 
     Attributes:
         end: the column after those that the device has.
@@ -52,7 +52,7 @@ class Found(NamedTuple):
 
 
 class FromBelow(NamedTuple):
-    """What of a prefix only a tier below has, of the pages that going on from its end needs."""
+    """The pages that a request needs to go on from the end of a prefix, and that only a tier below has."""
 
     pages: int  # columns up to that end
     every: Digests  # of each table and page, `[tables, pages, words]`
@@ -61,7 +61,7 @@ class FromBelow(NamedTuple):
 
     @property
     def digests(self) -> Digests:
-        """Of what the tier has, by column."""
+        """Digests of the pages that the tier has, by column."""
         return self.every.swapaxes(0, 1)[self.lacking.T]
 
     @property
@@ -79,7 +79,7 @@ def last_end(ends: Asked) -> int:
 def resume(
     there: Asked, groups: Sequence[TableGroup], page_size: int, first: int = 0, ends: Asked | None = None
 ) -> int:
-    """Of the pages after `first` ones, how many there are up to the last end from which every table can go on.
+    """The number of pages, after the `first` ones, up to the last end from which every table can go on.
 
     `there`: which of them each table has, `[tables, pages]`; all have the `first` ones. `ends`: after which of them a
     request may go on for the sake of all else, `[pages]`; None: after each.

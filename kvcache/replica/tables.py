@@ -73,7 +73,7 @@ class RowTables:
         return Found(first, first, self._no_pages)
 
     def shortened(self, run: Found, digests: Digests, ends: Asked) -> Found:
-        """What `find` finds of a run, of these `digests`."""
+        """The part of a run, which has these `digests`, that `find` would find."""
         return self.find(run.first, digests, ends)
 
     def find(self, first: int, digests: Digests, ends: Asked | None = None) -> Found:
@@ -126,14 +126,14 @@ class RowTables:
     # ---- reservations
 
     def plan(self, row: int | None, context: Context, length: int, start: int, found: Found) -> Reservation:
-        """What it takes that the row, or one to come (None), runs on from token `start`; changes nothing.
+        """The reservation with which the row, or one to come (None), runs on from token `start`. Changes nothing.
 
         `length`: tokens that it is to have pages for. `found`: behind the columns that it has published.
         """
         firsts: list[int] = []
         for number, (group, _) in enumerate(self.groups):
             before, now = 0 if row is None else self._rows.firsts.item(number, row), self._seen(group, start)
-            # What is not published yet is kept for `step`.
+            # Unpublished pages stay for `step`.
             firsts.append(max(before, min(now, found.end) if self._caching else now))
         ends_found = [max(now, found.end) for now in firsts]
         until = [self._to_hold(group, context, length, start) for group, _ in self.groups]
@@ -313,7 +313,7 @@ class RowTables:
         return tuple(named)
 
     def imports(self, row: int, plan: Reservation, end: int) -> list[FurtherImport]:
-        """What is copied into each table but the first of a row, whose import was planned so, before column `end`."""
+        """The pages that a planned import copies into each table of the row but the first, before column `end`."""
         kinds = zip(self.kinds, self.by_table(plan.ends_found), self._rows.table[:, row], strict=True)
         return [
             FurtherImport(found * self._page_size, pages[found:end].copy(), at_end=kind != "full")
@@ -321,7 +321,7 @@ class RowTables:
         ][1:]
 
     def by_table(self, of_groups: Sequence[int]) -> list[int]:
-        """What is of each group, of each of its tables."""
+        """The value of each table, given that of its group."""
         return [one for group, one in zip(self.groups, of_groups, strict=True) for _ in range(group.num_tables)]
 
     def needed(self, row: int, digests: Digests, ends: Sequence[int]) -> tuple[Ints, Pages]:
@@ -427,9 +427,10 @@ class RowTables:
     def _for_readers(
         self, row: int, found: Sequence[Pages], ends_found: Sequence[int], firsts: Sequence[int]
     ) -> Iterator[tuple[TableGroup, int, int]]:
-        """What leaves a leased row and passes to its leases: of each group from a column to one, twice.
+        """Columns of a leased row, by group from a first to a last, whose pages pass to its leases.
 
-        What falls out of a window, of which readers were told; and what is computed, and found whole instead.
+        A group comes twice: pages that fall out of a window and were told to readers, and computed pages that cached
+        ones replace.
         """
         if row not in self._leases.of_row:
             return

@@ -39,7 +39,7 @@ class PoolEntry(NamedTuple):
 
 
 class PoolLog(PageReader):
-    """What the loop writes down of a pool: it appends, and nothing else."""
+    """News of a pool, as the loop writes them down: it appends, and nothing else."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool

@@ -1,4 +1,4 @@
-"""What a watch calls requests and tenants.
+"""Names under which a watch shows requests and tenants.
 
 A salt may be a secret, and whoever knows a request's id may ask for its pages.
 """
@@ -17,7 +17,7 @@ _MOST_KEPT = 1 << 14
 
 
 def tenant_name(salt: str) -> str:
-    """What stands for a salt: the same one as long as this process runs. Empty where there is none."""
+    """The name of a salt, which stays the same as long as this process runs. Empty where there is none."""
     if not salt:
         return ""
     return "#" + hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=4, key=_KEY).hexdigest()
@@ -32,11 +32,11 @@ class WatchNames:
         self._tenants: dict[str, str] = {}
 
     def requests(self, ids: Iterable[str]) -> list[str]:
-        """Of each request what it is called."""
+        """The name of each request."""
         return list(ids) if self._are_clear else [_kept(self._requests, one, request_digest) for one in ids]
 
     def tenants(self, salts: Iterable[str]) -> list[str]:
-        """Of each salt what it is called; never the salt."""
+        """The name of each salt; never the salt."""
         return [_kept(self._tenants, one, tenant_name) for one in salts]
 
     def beside(self, beside: Beside) -> Beside:
