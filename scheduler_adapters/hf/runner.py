@@ -83,6 +83,7 @@ class HFRunner:
         embeddings: Any = model.get_input_embeddings()
         self.vocab_size = int(embeddings.weight.shape[0])
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._cache_argument = cache_argument_of(model)
         # Of each layer its table and its place there, by the number of tables.
         layers = kv_layers_of(model.config)
         self._layers: dict[int, dict[int, tuple[int, int]]] = {}
@@ -222,11 +223,16 @@ class HFRunner:
             position_ids=paged.positions.view(rows, -1),
             use_cache=False,
             paged_batch=paged,
-            **({} if past is None else {"past_key_values": past}),
+            **({} if past is None else {self._cache_argument: past}),
             **({} if cache is None else {"attention_mask": NO_MASKS}),
             **({"logits_to_keep": keep} if self._keeps_logits else {}),
         )
         return (output.logits if self._keeps_logits else output.logits[:, keep]).flatten(0, 1)
+
+
+def cache_argument_of(model: PreTrainedModel) -> str:
+    """The name of the cache in the arguments of the model: `past_key_values` before transformers 5.24, then `cache`."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def load_model(path: str | Path | None, seed: int = 0, device: str = "cpu") -> PreTrainedModel:

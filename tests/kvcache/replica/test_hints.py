@@ -485,17 +485,22 @@ class Heard(LruOrder):
 
 
 def test_an_order_of_the_callers_own_is_told_of_hints_and_nothing_else_follows_them() -> None:
-    manager = manager_of(40, dp=2, params={"eviction_order": Heard})
-    orders = [replica.pool.idle for replica in manager._replicas.each]
-    assert all(type(order) is Heard for order in orders)
-    assert orders[0] is not orders[1]
+    orders: list[Heard] = []
+
+    def make(num_pages: int) -> Heard:
+        orders.append(Heard(num_pages))
+        return orders[-1]
+
+    manager = manager_of(40, dp=2, params={"eviction_order": make})
+    idle = [replica.pool.idle for replica in manager._replicas.each]
+    assert len(orders) == 2, "one for each replica"
     serve(manager, prompt(1, 3), LAST)
     serve(manager, prompt(2, 2))
     for name in range(100, 150):
         serve(manager, prompt(name, 2))
-    heard = [one for order in orders for one in order.heard if one[1]]  # type: ignore[attr-defined]
+    heard = [one for order in orders for one in order.heard if one[1]]
     assert heard[:2] == [("hint", 3, [4, 4, 4]), ("hint", 2, None)]
-    assert [replica.pool.idle for replica in manager._replicas.each] == orders
+    assert [replica.pool.idle for replica in manager._replicas.each] == idle
     assert not any(replica.hints.share for replica in manager._replicas.each)
 
 

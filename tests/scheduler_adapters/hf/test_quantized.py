@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from kvcache import KVCacheQuantizationConfig
 from scheduler_adapters.errors import UnsupportedModelError
-from scheduler_adapters.hf.runner import eos_token_ids_of, own_attention
+from scheduler_adapters.hf.runner import cache_argument_of, eos_token_ids_of, own_attention
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from tests.scheduler_adapters.service.processes import Service, Side
 from tests.scheduler_adapters.serving import assert_nothing_held, new_loop, requests_of, serve, tokens_of
@@ -47,7 +47,8 @@ def generated(model: Any, prompt: list[int], dtype: torch.dtype | None) -> list[
     tokens, given = list(prompt), prompt
     with own_attention(model):
         for _ in range(NEW):
-            logits = model(input_ids=torch.tensor([given]), past_key_values=cache, use_cache=True).logits
+            past = {cache_argument_of(model): cache}
+            logits = model(input_ids=torch.tensor([given]), **past, use_cache=True).logits
             given = [int(logits[0, -1].argmax())]
             tokens += given
             if given[0] in eos_token_ids_of(model):
