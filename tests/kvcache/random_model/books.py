@@ -105,6 +105,7 @@ class Books:
                 self._learn_states(at, replica, stepped, reset=reset)
         self._gone.clear()
         self._learn_host(reset=reset)
+        self.clock += 1  # what the next call uses is used after what came by this one
         assert self.manager.num_free_blocks == sum(replica.free() for replica in self.replicas)
 
     _gone: dict[int, dict[int, tuple[int, ...]]] = {}  # noqa: RUF012 - see `leave`

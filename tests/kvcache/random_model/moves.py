@@ -199,10 +199,10 @@ class Moves:
         return None if self.stay(at) and replica.has_slab() else replica.has_slab()
 
     def stay(self, at: int) -> bool:
-        """Whether some held pages cannot be moved."""
-        return bool(
-            self.books.blurred or self.leases or self.books.replicas[at].beside or not self.books.plain_states(at)
-        )
+        """Whether some held pages cannot be moved: a request's whose pages were told stay while it is claimed."""
+        replica = self.books.replicas[at]
+        told = any(one.state_told >= 0 for one in replica.requests.values())
+        return bool(self.books.blurred or self.leases or told or replica.beside or not self.books.plain_states(at))
 
     def admit(self, context: TextContext) -> bool:
         """What `admission` says comes true: where it fits, it gets its row and its pages, and nowhere else."""

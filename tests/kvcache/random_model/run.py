@@ -80,6 +80,8 @@ class Model(ImportMoves):
             self.seen["interrupted"] += 1
             self.seen[f"interrupted: {call}"] += 1
             self.mend(before)
+            if str(call) == "reset_prefix_cache":  # what is in use may wait no more to be copied
+                self.books.not_below.update(*(replica.there for replica in self.books.replicas))
             self.same_books()
         if self.wrong is not None and self.choose.integer(0, 2) == 0:
             self.seen["wrong call"] += self.wrong.make()
