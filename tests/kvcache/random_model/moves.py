@@ -949,12 +949,13 @@ class Moves:
             self.same_tenants()
 
     def same_tenants(self) -> None:
-        """Each tenant has as many idle pages as it should."""
+        """Each tenant has as many idle pages as it should, but for those whose eviction was interrupted."""
         for at, replica in enumerate(self.books.replicas):
             theirs = Counter(self.books.orders.salt_of(digest) for digest in replica.order)
             del theirs[None]
             ours = {salt: count for salt, count in seam.tenants(self.manager, at).items() if count}
-            assert ours == dict(theirs), f"tenants have {ours} idle pages, and not {theirs}"
+            few = self.books.blurred and Counter(ours) <= theirs
+            assert few or ours == dict(theirs), f"tenants have {ours} idle pages, and not {theirs}"
 
     def finish(self) -> None:
         """Everything is released: every page is free."""
