@@ -87,4 +87,4 @@ def test_both_ways_are_measured_part_by_part() -> None:
     assert all(row["disaggregated_ms_p50"] >= 0 for row in rows.values())
     assert [part for part, row in rows.items() if row["one_process_ms_p50"] is None] == ["asked", "hand-over", "pull"]
     assert rows["first token"]["n"] == 8
-    assert rows["first token"]["disaggregated_ms_p50"] < rows["second token"]["disaggregated_ms_p50"]
+    assert rows["first token"]["disaggregated_ms_p50"] <= rows["second token"]["disaggregated_ms_p50"]
