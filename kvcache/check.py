@@ -55,6 +55,7 @@ def check_replica(replica: Replica) -> None:
     replica.leases.check()
     replica.imports.check()
     pool.check(*replica.counted())
+    replica.states.check()
 
 
 def _check_row(replica: Replica, row: int) -> None:

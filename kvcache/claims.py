@@ -49,12 +49,12 @@ class Claims:
             raise InvalidRequestError(
                 f"request {request_id!r}: replica_idx is {shown(replica_idx)}, one of the {count} replicas is needed"
             )
-        self._replicas[chosen].rows.check_free(request_id)
+        self._replicas[chosen].check_free(request_id)
         return chosen
 
     def claim(self, request_id: RequestID, replica_idx: int) -> int:
         """Bind a row of the replica, of which `free_at` has said that there is one; which row."""
-        row = self._replicas[replica_idx].rows.claim(request_id)
+        row = self._replicas[replica_idx].claim(request_id)
         self.places[request_id] = replica_idx * self._rows_per_replica + row
         return row
 
@@ -122,7 +122,7 @@ class Claims:
         self._releases += 1
 
     def unclaim(self, request_id: RequestID) -> None:
-        """A request that was claimed just now, and has no pages, is not claimed."""
+        """The request gives its row and pages back."""
         self.release(request_id, *self.leaving(request_id))
 
     def mend(self) -> None:

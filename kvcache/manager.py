@@ -1,9 +1,7 @@
 """`PagedKVCacheManager`: what a serving loop drives."""
 
-import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,10 +11,10 @@ from numpy.typing import NDArray
 from kvcache import arguments, sizing
 from kvcache.check import check_around_calls
 from kvcache.claims import Claims
-from kvcache.errors import KVCacheError, NoFreeStatePageError
+from kvcache.errors import KVCacheError
 from kvcache.figures import PoolFigures
 from kvcache.layer_groups import layer_tables
-from kvcache.layout import replica_fingerprint, shard_layouts
+from kvcache.layout import shard_layouts
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams, resolve_page_size
 from kvcache.recovery import Recovered, recover
@@ -26,12 +24,9 @@ from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
 from kvcache.replica.contents import PageContents
 from kvcache.replica.context import Context, TextContext, check_context, check_fork, read_context, was_refused
 from kvcache.replica.copier import ImportCopier, ImportProof
-from kvcache.replica.leases import PageLease, books_of
+from kvcache.replica.leases import PageLease, granted_by
 from kvcache.replicas import place_replicas
 from kvcache.reset_endpoint import check_endpoint, open_endpoint
-from kvcache.states.drafted_steps import step_with_states
-from kvcache.states.replica_states import ReplicaStates, without_state
-from kvcache.states.state_layout import state_layouts
 from kvcache.types import Admission, RaggedKVCacheInputs, RequestID
 
 
@@ -101,15 +96,12 @@ class PagedKVCacheManager(PoolFigures):
         self.devices_per_replica = devices_of = [every[first : first + tp] for first in range(0, len(every), tp)]
         self.layer_tables = tables = layer_tables(params.groups, self.num_layers)  # whose pages are in each block table
         self.layouts = shard_layouts(params, tables.layers_per_page, self.page_size)
-        of_states = [] if params.states is None else state_layouts(params.states, tp)
-        every_layout = [*self.layouts, *chain.from_iterable(kinds.values() for kinds in of_states)]
-        self.fingerprint = replica_fingerprint(every_layout, tables.described() if params.groups else "")
         pages = sizing.pages_per_replica(params, sizes, tables, self.page_size, available_cache_memory, every)
         check_endpoint(zmq_endpoint_base)
         sizing.warn_of_what_falls_short(params, sizes, tables, self.page_size, pages)
         self._replicas = place_replicas(params, sizes, self.layouts, devices_of, stream, pages, tables)
+        self.fingerprint = self._replicas.fingerprint
         self._mark = self._replicas.mark  # which call changes the books
-        self._states = self._replicas.states  # of each replica, where there are recurrent layers
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints
         self._claims = Claims(self._replicas.each)
         self.contents = PageContents(self._replicas.each, self.fingerprint, self._mark)  # pages by what they hold
@@ -134,13 +126,6 @@ class PagedKVCacheManager(PoolFigures):
         chosen = self._claims.free_at(request_id, replica_idx)
         mark.call = ("external_claim", request_id)
         self._claims.claim(request_id, chosen)
-        if self._states:
-            try:
-                self._states[chosen].claim(request_id)
-            except NoFreeStatePageError as error:
-                self._claims.unclaim(request_id)
-                mark.fail(error)
-                raise
         mark.call = None
 
     @contextmanager
@@ -215,10 +200,7 @@ class PagedKVCacheManager(PoolFigures):
             mark.check_books("release")
         place, context = self._claims.leaving(request_id)
         mark.call = ("release", request_id)
-        states = self._states_of(request_id) if self._states else None
         self._claims.release(request_id, place, context)
-        if states is not None:
-            states.release(request_id)
         mark.end()
 
     # ---- a step of the serving loop
@@ -288,29 +270,22 @@ class PagedKVCacheManager(PoolFigures):
         replica, replica_idx, parent_row = self._claims.own(parent, "fork")
         check_context(child, "fork")
         check_fork(parent, child, int(replica.rows.cached[parent_row]))
-        states = self._states[replica_idx] if self._states else None
-        if states is not None:
-            states.refuse_fork(parent.request_id, child.request_id)
-        read, parent_id = read_context(child), parent.request_id
+        read = read_context(child)
         self._claims.free_at(read.request_id, replica_idx)
+        end = replica.plan_fork(parent_row, read, num_steps)
+        if end is None:
+            return False
         mark.call = ("fork", read.request_id)
-        row = self._claims.claim(read.request_id, replica_idx)
-        indices = read.start_idx, read.active_idx
-        try:
-            forked = self._replicas.fork(replica_idx, parent_row, row, read, num_steps)
-            if forked and states is not None:
-                states.fork(parent_id, read, indices)
+        try:  # first, as a context of the caller's own may refuse: nothing that follows raises
+            replica.move(read, replica.rows.cached.item(parent_row), read.end_idx)
         except Exception as error:
-            if isinstance(error, KVCacheError) or was_refused(read):
-                self._claims.unclaim(read.request_id)
             mark.fail(error, refused=was_refused(read))
             raise
-        if forked:
-            self._claims.bind(child, replica_idx, row)
-        else:
-            self._claims.unclaim(read.request_id)
+        row = self._claims.claim(read.request_id, replica_idx)
+        self._replicas.fork(replica_idx, parent_row, row, end)
+        self._claims.bind(child, replica_idx, row)
         mark.call = None
-        return forked
+        return True
 
     def batch(self, contexts: Sequence[Context]) -> Batch:
         """Look the requests up once; the result is accepted wherever a sequence of contexts is."""
@@ -337,10 +312,7 @@ class PagedKVCacheManager(PoolFigures):
         """
         if self._mark.call is not None:
             self._mark.refuse("step")
-        if self._states:
-            gather = functools.partial(self._claims.gather, batch, "step")
-            step_with_states(self._states, gather, self._replicas.step)
-        elif not self._replicas.step_one(self._claims.one(batch)):
+        if not self._replicas.step_one(self._claims.one(batch)):
             self._replicas.step(self._claims.gather(batch, "step"))
 
     def increment_cache_lengths(
@@ -382,9 +354,7 @@ class PagedKVCacheManager(PoolFigures):
         self._mark.check("block_table")
         replica, _, row = place = self._claims.locate(request_id, "block_table")
         table = imports.export_table(*place, self.fingerprint, full_pages=full_pages, first_page=first_page)
-        if self._states:
-            table = self._states_of(request_id).name_state(table, full_pages=full_pages)
-        return replica.leases.sealed(row, table)
+        return replica.leases.sealed(row, replica.states.name(table, full_pages=full_pages))
 
     def lease(self, request_id: RequestID, *, seal: Callable[[BlockTable], bytes] | None = None) -> PageLease:
         """Hold what a claimed request computes, until `end_lease`; also what it will compute while it stays claimed.
@@ -397,13 +367,10 @@ class PagedKVCacheManager(PoolFigures):
         mark.check("lease")
         replica, replica_idx, row = self._claims.locate(request_id, "lease")
         replica.refuse_pending(row, "lease")
-        if self._states:
-            self._states[replica_idx].pages.drafts.check_booked(request_id)
+        replica.states.refuse_unbooked(request_id)
         lease = PageLease(replica.leases, request_id, replica_idx, seal)
         mark.call = ("lease", lease)
-        replica.leases.grant(lease, row)
-        if self._states:
-            self._states[replica_idx].lease(request_id, lease)
+        replica.grant(lease, row)
         mark.call = None
         return lease
 
@@ -411,11 +378,9 @@ class PagedKVCacheManager(PoolFigures):
         """Nobody reads under it any more, as readers were told: pages that nobody else holds are free. Safe twice."""
         mark = self._mark
         mark.check_books("end_lease")
-        books = books_of(lease, [replica.leases for replica in self._replicas.each])
+        granted = granted_by(lease, [replica.leases for replica in self._replicas.each])
         mark.call = ("end_lease", lease)
-        books.end(lease)
-        for states in self._states:
-            states.pages.end_lease(lease)
+        self._replicas.each[granted].end_lease(lease)
         mark.end()
 
     def import_block_table(
@@ -435,13 +400,14 @@ class PagedKVCacheManager(PoolFigures):
         num_steps = arguments.steps(num_steps)
         replica, replica_idx, row = self._claims.own(context, "import_block_table")
         self._look_for_reset()
-        of_tokens = without_state(context, table, len(self.layer_tables.tables)) if self._states else table
+        of_tokens = replica.states.of_tokens(context, table)
         read = read_context(context)
         mark.call = ("import_block_table", read.request_id)
         try:
             if replica.imports.is_given_up(row) and row not in replica.leases.of_row:
                 imports.check_table(replica, read, of_tokens, last=not partial)
-                row = self._claim_again(read.request_id, replica_idx)
+                self._claims.unclaim(read.request_id)
+                row = self._claims.claim(read.request_id, replica_idx)
             pending = imports.begin_import(replica, replica_idx, row, read, of_tokens, num_steps, partial=partial)
         except Exception as error:
             mark.fail(error, refused=was_refused(read))
@@ -449,20 +415,9 @@ class PagedKVCacheManager(PoolFigures):
         if pending is not None:
             self._claims.bind(context, replica_idx, row)
             pending.told.append(table)
-            if self._states:
-                self._states[replica_idx].begin_import(read, pending, table)
+            replica.states.begin_import(read, pending, table)
         mark.call = None
         return pending
-
-    def _claim_again(self, request_id: RequestID, replica_idx: int) -> int:
-        """The request gives its row and pages back, and has a row without pages: which one."""
-        self._claims.unclaim(request_id)
-        row = self._claims.claim(request_id, replica_idx)
-        if self._states:
-            states = self._states[replica_idx]
-            states.release(request_id)
-            states.claim(request_id)
-        return row
 
     def extend_import(self, context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> PageCopy:
         """What to copy beyond what was named before, now that the source's table covers more tokens.
@@ -471,11 +426,9 @@ class PagedKVCacheManager(PoolFigures):
         """
         mark = self._mark
         mark.check("extend_import")
-        replica, replica_idx, row = self._claims.own(context, "extend_import")
-        of_tokens = table
-        if self._states:
-            of_tokens = without_state(context, table, len(self.layer_tables.tables))
-            self._states[replica_idx].refuse_other(context, pending, table)
+        replica, _, row = self._claims.own(context, "extend_import")
+        of_tokens = replica.states.of_tokens(context, table)
+        replica.states.refuse_other(context, pending, table)
         read = read_context(context)
         mark.call = ("extend_import", read.request_id)
         try:
@@ -506,7 +459,7 @@ class PagedKVCacheManager(PoolFigures):
         """
         mark = self._mark
         mark.check("commit_import")
-        replica, replica_idx, row = self._claims.own(context, "commit_import")
+        replica, _, row = self._claims.own(context, "commit_import")
         read = read_context(context)
         mark.call = ("commit_import", read.request_id)
         try:
@@ -514,8 +467,7 @@ class PagedKVCacheManager(PoolFigures):
         except Exception as error:
             mark.fail(error, refused=was_refused(read))
             raise
-        if self._states:
-            self._states[replica_idx].pages.commit_import(read.request_id, pending.num_tokens)
+        replica.states.commit_import(read.request_id, pending.num_tokens)
         mark.call = None
 
     def cancel_import(self, pending: PendingImport) -> None:
@@ -556,10 +508,6 @@ class PagedKVCacheManager(PoolFigures):
         mark.begin("reset_prefix_cache")
         self._replicas.forget_idle()
         mark.call = None
-
-    def _states_of(self, request_id: RequestID) -> ReplicaStates:
-        """Those of the request's replica."""
-        return self._states[self._claims.locate(request_id, "release")[1]]
 
     def _look_for_reset(self) -> None:
         if self._reset_endpoint is not None and self._reset_endpoint.is_asked:

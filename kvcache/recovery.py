@@ -14,6 +14,7 @@ from kvcache.replica.block_table import PendingImport
 from kvcache.replica.context import Context
 from kvcache.replica.copier import ImportCopier
 from kvcache.replica.leases import PageLease
+from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Rows, as_rows
 from kvcache.replicas import Replicas
 from kvcache.types import RequestID
@@ -56,10 +57,10 @@ def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
     _close_unknown(replicas, claims, mark)
     lost = replicas.mend(about if isinstance(about, PageLease) else None)
     # Noted before the first of them goes: where that is interrupted, too, they go at the next time.
-    mark.leaving += sorted({*lost, *_doubtful(replicas, claims, call, about)} - {*mark.leaving})
+    mark.leaving += sorted({*lost, *_doubtful(claims, call, about)} - {*mark.leaving})
     for request_id in mark.leaving:
         if request_id in claims.places:
-            _release(replicas, claims, request_id)
+            claims.unclaim(request_id)
     if call == "reset_prefix_cache":
         replicas.forget_idle()
     replicas.check()
@@ -83,7 +84,7 @@ def _close_unknown(replicas: Replicas, claims: Claims, mark: UnderWay) -> None:
             replica.imports.copiers.pop(about, None)
 
 
-def _doubtful(replicas: Replicas, claims: Claims, call: str, about: object) -> Iterable[RequestID]:
+def _doubtful(claims: Claims, call: str, about: object) -> Iterable[RequestID]:
     """Requests that are claimed and cannot go on, or of whose claim nobody was told."""
     named: list[RequestID] = []
     if call in _OF_A_REQUEST and isinstance(about, str):
@@ -93,28 +94,20 @@ def _doubtful(replicas: Replicas, claims: Claims, call: str, about: object) -> I
     elif call == "reserve_batch" or (call == "step" and about is not None):  # a step of drafted states
         named = claims.names_at(as_rows(cast("Rows", about)).tolist())
     for request_id, place in claims.places.items():
-        replica, replica_idx, row = claims.locate(request_id, call)
+        replica, _, row = claims.locate(request_id, call)
         context = claims.context_at(place)
         if context is None:  # its context may have been moved, for pages that it did not get
             if replica.rows.num_pages[row] or request_id in named:
                 yield request_id
-        elif request_id in named and not _goes_on(replicas, (replica_idx, row), request_id, context):
+        elif request_id in named and not _goes_on(replica, row, context):
             yield request_id
 
 
-def _goes_on(replicas: Replicas, place: tuple[int, int], request_id: RequestID, context: Context) -> bool:
+def _goes_on(replica: Replica, row: int, context: Context) -> bool:
     try:
-        return replicas.goes_on(*place, request_id, int(context.start_idx))
+        return replica.goes_on(row, int(context.start_idx))
     except Exception:  # noqa: BLE001 - the caller's code, or a state that a transfer writes
         return False
-
-
-def _release(replicas: Replicas, claims: Claims, request_id: RequestID) -> None:
-    place, context = claims.leaving(request_id)
-    _, replica_idx, _ = claims.locate(request_id, "recover")
-    claims.release(request_id, place, context)
-    if replicas.states and replicas.states[replica_idx].pages.holds(request_id):
-        replicas.states[replica_idx].release(request_id)
 
 
 def _report(replicas: Replicas, claims: Claims, call: str | None, released: tuple[RequestID, ...]) -> Recovered:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvcache.events.publisher import EventPublisher
 from kvcache.events.wire import CacheSpec
 from kvcache.kv_events import KVEvents
 from kvcache.layer_groups import LayerGroup, LayerTables
-from kvcache.layout import PageLayout
+from kvcache.layout import PageLayout, replica_fingerprint
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
 from kvcache.pool.index import PrefixIndex
@@ -37,7 +38,8 @@ from kvcache.replica.rows import NEVER, AllRows, BlockRows, Ints, rows_at
 from kvcache.replica.shares import Share
 from kvcache.routing import Router
 from kvcache.sizing import Sizes
-from kvcache.states.replica_states import ReplicaStates, slab_pages_of, state_tiers_of
+from kvcache.states.replica_states import ReplicaStates, slab_pages_of, state_tiers_of, step_drafted
+from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_tiers import divide_tiers
 from kvcache.tiers.tiers import Tiers, make_tiers
 from kvcache.types import Admission, RaggedKVCacheInputs, RequestID
@@ -71,7 +73,10 @@ def place_replicas(
         pool = SlabPool(pages, words, slab_pages, order) if slab_pages else PagePool(pages, words, order)
         replica = Replica(params, tables, block_rows, pool, mark)
         placed.append(PlacedReplica(replica, layouts, group, stream))
-    replicas = Replicas(placed, every, params, make_tiers(divided.pages, layouts, placed, stream, tables))
+    of_states = [] if params.states is None else state_layouts(params.states, len(layouts))
+    every_layout = [*layouts, *chain.from_iterable(kinds.values() for kinds in of_states)]
+    fingerprint = replica_fingerprint(every_layout, tables.described() if params.groups else "")
+    replicas = Replicas(placed, every, params, make_tiers(divided.pages, layouts, placed, stream, tables), fingerprint)
     if params.states is not None:
         replicas.states = [
             ReplicaStates(place, params, rows, group) for place, group in zip(placed, devices, strict=True)
@@ -86,9 +91,15 @@ class Replicas:
     """All replicas of a manager. Its calls raise as those of `PagedKVCacheManager` that use them."""
 
     def __init__(
-        self, placed: Sequence[PlacedReplica], rows: AllRows, params: KVCacheParams, tiers: Tiers | None
+        self,
+        placed: Sequence[PlacedReplica],
+        rows: AllRows,
+        params: KVCacheParams,
+        tiers: Tiers | None,
+        fingerprint: str,
     ) -> None:
         self.placed = placed
+        self.fingerprint = fingerprint  # of the geometry of a replica's pages and states, on all shards
         self._rows = rows
         self.capacity = rows.capacity_of  # by place, tokens that its pages hold; place -1, nobody's, holds none
         self.tiers = tiers
@@ -143,7 +154,7 @@ class Replicas:
         if self.each[0].tables.count > 1:
             return prefetch(self.each[0], hasher, context)
         first = max(replica.published_run(context, hasher=hasher).end for replica in self.each)
-        if (states := self.each[0].states) is not None:
+        if (states := self.each[0].states).keeps:
             return self.tiers.prefetch_to_state(states, hasher, context, first)
         return self.tiers.prefetch(hasher, context, first)
 
@@ -192,12 +203,10 @@ class Replicas:
                 bind(gathered.contexts[at], replica_idx, row)
         return reserved
 
-    def fork(self, replica_idx: int, parent: int, row: int, child: Context, num_steps: int) -> bool:
-        """Let the claimed `row` share what the row `parent` has computed; False: too few pages, nothing changed."""
-        copies = self.each[replica_idx].fork(parent, row, child, num_steps)
-        for source, target in copies or ():
+    def fork(self, replica_idx: int, parent: int, row: int, end: int) -> None:
+        """Let the claimed `row` share what the row `parent` has computed, and have the columns before `end`."""
+        for source, target in self.each[replica_idx].fork(parent, row, end):
             self.placed[replica_idx].copy_page(source, target)
-        return copies is not None
 
     def fetch(self, gathered: Gathered, num_steps: int) -> list[RaggedKVCacheInputs]:
         """What the model reads, shard by shard and replica by replica. Raises before anything is counted."""
@@ -243,13 +252,13 @@ class Replicas:
         each = np.array((start, active, end))
         state = BatchState(slice(row, row + 1), each[:1], each[1:2], each[2:], active - start, active, end)
         inputs = self.placed[0].inputs(state, 1)
-        if self.states:
-            self.states[0].fetched([row])
+        for of_replica in self.states:
+            of_replica.fetched(state.rows)
         return inputs
 
     def step_one(self, one: One | None) -> bool:
         """`step` of a single request, likewise. False: it takes `step`."""
-        if one is None or not self._is_plain(one[0]):
+        if one is None or self.states or not self._is_plain(one[0]):
             return False
         (row, context), replica = one, self.each[0]
         rows, computed = replica.rows, context.start_idx
@@ -276,11 +285,16 @@ class Replicas:
             return False
         return row not in replica.leases.of_row
 
-    def step(self, gathered: Gathered, settle: Callable[[], None] | None = None) -> None:
-        """Publish what is full of computed tokens. Raises before anything is published.
+    def step(self, gathered: Gathered) -> None:
+        """Publish what is full of computed tokens. Raises before anything is published."""
+        for states in self.states:
+            if states.pages.drafts.page_of:
+                step_drafted(self.states, gathered, self._step)
+                return
+        self._step(gathered)
 
-        `settle`: of drafted states, what is done once the tokens are published.
-        """
+    def _step(self, gathered: Gathered, settle: Callable[[], None] | None = None) -> None:
+        """`step`. `settle`: of drafted states, what is done once the tokens are published."""
         computed = gathered.starts
         if gathered.slack < -1:  # else none was run past its pages
             for share in gathered.split(len(self.each)):
@@ -291,8 +305,11 @@ class Replicas:
             self._computed(gathered)
         else:
             self._publish(gathered, word)
-        if self.states:
-            self._states_stepped(gathered, settle)
+        if settle is not None:
+            settle()
+        for at, states in enumerate(self.states):
+            share = gathered.split(len(self.each))[at]
+            states.stepped(share.rows, computed[share.at])
         self.mark.call = None
 
     def _publish(self, gathered: Gathered, word: tuple[str, object]) -> None:
@@ -319,13 +336,6 @@ class Replicas:
             gathered.due = self._rows.due(gathered.places, computed) if self.each[0].caching else NEVER
         if self._log is not None:
             self._log.end_call()
-
-    def _states_stepped(self, gathered: Gathered, settle: Callable[[], None] | None) -> None:
-        """The states of the requests after a step."""
-        if settle is not None:
-            settle()
-        for share in gathered.split(len(self.each)):
-            self.states[share.replica].stepped(share.rows, gathered.starts[share.at])
 
     def publish_events(self, options: KVEvents, params: KVCacheParams, tables: LayerTables) -> None:
         """Tell subscribers what the pools and the tiers below them hold, from now on; each replica is a rank.
@@ -363,11 +373,8 @@ class Replicas:
         `over`: a lease that is open no more. Returns requests that cannot go on.
         """
         lost: set[RequestID] = set()
-        for at, replica in enumerate(self.each):
-            ended = replica.mend(over)
-            if self.states:
-                lost |= {*ended}
-                self.states[at].mend()
+        for replica in self.each:
+            lost |= {*replica.states.mend(replica.mend(over))}
             replica.mend_pool()
         for tiers in self._all_tiers:
             tiers.mend()
@@ -377,20 +384,12 @@ class Replicas:
             self._events.agree(self._indexes, self.each[0].tables.count)
         return lost
 
-    def goes_on(self, replica_idx: int, row: int, request_id: RequestID, start: int) -> bool:
-        """Whether what is before `start` is surely in the request's pages, and its state is that after it."""
-        if not self.each[replica_idx].goes_on(row, start):
-            return False
-        return not self.states or self.states[replica_idx].goes_on(request_id, start)
-
     def forget_idle(self) -> None:
         """Forget every page that nobody holds."""
         for tiers in self._all_tiers:
             tiers.reset()
         for replica in self.each:
             replica.forget_idle()
-        for states in self.states:
-            states.pages.forget_copies()
 
     @property
     def event_endpoints(self) -> list[tuple[str, str | None]]:
@@ -421,8 +420,6 @@ class Replicas:
         """Recount every replica, then what lies below. Raises `InvariantError` at the first discrepancy."""
         for replica in self.each:
             check_replica(replica)
-        for states in self.states:
-            states.check()
         for tiers in self._all_tiers:
             tiers.check()
 
@@ -478,10 +475,10 @@ class Replicas:
         replica = self.each[replica_idx]
         plan = replica.tables.plan(None, context, length, found.end * replica.page_size, found)
         has_row = len(replica.rows.row_of) < len(replica.rows.request_ids)
-        if not has_row or (self.states and not self.states[replica_idx].has_room):
+        if not has_row or not replica.states.has_room:
             return plan.new, False
         free = replica.pool.free_count - replica.pool.beside
-        if replica.states is not None and replica.states.may_lose_pages:  # also of those found
+        if replica.states.may_lose_pages:  # also of those found
             return plan.new, replica.tables.most(context, length) <= free
         return plan.new, replica.tables.fits(None, plan, free)
 

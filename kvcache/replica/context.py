@@ -286,6 +286,12 @@ class TextContext:
         self._buffer = grown
 
 
+def chunk_end(context: Context, start: int) -> int:
+    """Where the chunk ends that runs from `start`: if all of it was found, the next one is as long."""
+    active = context.active_idx
+    return active if start < active else min(context.end_idx, start + context.active_length)
+
+
 class ReadContext:
     """A caller's own context as it was when a call began: the call reads nothing else of it once it changes anything.
 

@@ -12,7 +12,7 @@ from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
 from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 from kvcache.replica.context import Context, HasherOfRow
-from kvcache.replica.hinted_states import HintedStates, LeftPrefix
+from kvcache.replica.request_states import RequestStates
 from kvcache.replica.rows import BlockRows, Ints, Pages
 from kvcache.replica.tables import RowTables
 from kvcache.retention import PageHints, page_hints
@@ -53,7 +53,7 @@ class ReplicaHints(PageReader):
         self._has_own = params.eviction_order is not None
         self._most_hinted = params.max_hint_share if caching and not self._has_own else 0.0
         self._tables = tables
-        self._states: HintedStates | None = None
+        self._states = RequestStates()
         # By row, pages that plain LRU would have found, and hints at their largest share; and those looked for.
         self._expected: dict[int, tuple[int, int, int]] = {}
         # What plain LRU, and hints at their largest share, would hold; from the first hint on.
@@ -75,11 +75,11 @@ class ReplicaHints(PageReader):
         if self._baselines:
             self._forget(self._pool.index.words_of(pages[np.broadcast_to(why == BY_QUOTA, len(pages))]))
 
-    def follow_states(self, states: HintedStates) -> None:
+    def follow_states(self, states: RequestStates) -> None:
         """Hints and quotas hold for these states, too."""
         self._states = states
         if self._quotas is not None:
-            states.begin(self._quotas)
+            states.follow_hints(self._quotas)
 
     @property
     def share(self) -> float:
@@ -126,8 +126,7 @@ class ReplicaHints(PageReader):
         """
         if self._quotas is not None:
             self._quotas.clear()
-        if self._states is not None:
-            self._states.clear()
+        self._states.clear_quotas()
         if self._baselines:
             self._follow_hints()
 
@@ -166,17 +165,8 @@ class ReplicaHints(PageReader):
             order.hint(pages, hints)
             order.hint(further, hints and hints.of(columns))
         self._pool.release(further)
-        if self._states is not None and pages.size and not self._has_own:
-            self._leave_states(self._states, row, pages, hints, ends)
-
-    def _leave_states(
-        self, states: HintedStates, row: int, pages: Pages, hints: PageHints | None, ends: Sequence[int | None]
-    ) -> None:
-        size = self._rows.page_size
-        prompt = (int(self._rows.prompt[row]) - 1) // size
-        of_ranges = [end // size for end in ends if end is not None]
-        digests = self._pool.index.digests_of(pages)
-        states.leave(LeftPrefix(digests, hints, (*of_ranges, prompt, len(pages)), self._salt_of(row)), self.share)
+        if pages.size and not self._has_own:
+            self._states.leave_hinted(row, pages, hints, ends, self.share)
 
     def _further_pages(self, row: int, pages: Pages, ends: Sequence[int]) -> tuple[Ints, Pages]:
         """What the row, and the prefixes of it that have these `ends`, need beside its published `pages`, by column."""
@@ -260,5 +250,4 @@ class ReplicaHints(PageReader):
         pool = self._pool
         if pool.idle.by_age:
             pool.follow(HintedOrder(pool.num_pages, pool.idle))
-        if self._states is not None:
-            self._states.begin(self._quotas)
+        self._states.follow_hints(self._quotas)

@@ -229,7 +229,8 @@ def _plan_tables(
     start = max(num_tokens, found)
     last = min(start, context.current_length - 1) // size if replica.caching else 0
     digests = replica.hasher(row, context).digests(context.tokens, 0, last)
-    plan = tables.plan_import(row, length, start, digests, found)
+    plan = tables.plan_import(row, context, length, start, digests, found)
+    plan = replica.states.planned(row, context, plan, replica.published_run(context, row).end)
     if not partial:
         _check_reach(context, table, [at * size for at in tables.by_table(plan.ends_found)][1:])
     return plan

@@ -5,7 +5,7 @@ every lease of it that is open, and go when the last of these ends. So no caller
 its readers. A page that leaves the row earlier, as content like its own was found, passes to the leases as well.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from msgspec.structs import replace
@@ -196,11 +196,11 @@ class PageLeases:
             self._held[lease].append(pages.copy())
 
 
-def books_of(lease: PageLease, books: list[PageLeases]) -> PageLeases:
-    """Those of the replica that granted the lease. Raises `InvalidRequestError` for none of these."""
+def granted_by(lease: PageLease, books: Sequence[PageLeases]) -> int:
+    """Which of these books, one of each replica, granted the lease. Raises `InvalidRequestError` for none of them."""
     if not isinstance(lease, PageLease):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
         raise InvalidRequestError(f"end_lease: {type(lease).__name__} is no lease: one of this manager's is needed")
-    for each in books:
+    for at, each in enumerate(books):
         if lease.owner is each:
-            return each
+            return at
     raise InvalidRequestError(f"request {lease.request_id!r}: end_lease of another manager's lease")

@@ -27,8 +27,7 @@ def lift(replica: Replica, row: int, context: Context, num_steps: int) -> None:
         return
     hasher = replica.hasher(row, context)
     digests = hasher.digests(context.tokens, 0, last)
-    states = replica.states
-    changed = replica.pool.index.generation + tier.generation + (0 if states is None else states.generation)
+    changed = replica.pool.index.generation + tier.generation + replica.states.generation
     now = changed, 0, last, NO_SLOTS
     if (kept := hasher.matches.get(tier)) is not None and kept[:3] == now[:3]:
         return  # a waiting request is asked again and again: nothing has come or gone since
@@ -77,17 +76,16 @@ def _fetched(replica: Replica, digests: Digests, *, wait: bool) -> tuple[bool, F
     Where somebody has to be asked for what lies below, the questions are those of the longest prefix that there may be.
     """
     tables, tier, states = replica.tables, replica.tier, replica.states
-    coming, before, ends = False, tier.generation, None
+    coming, before = False, tier.generation
     if tier.asks:
         coming = tier.ask(tables.from_below(digests, tier.may_have))
-    wanted = tables.from_below(digests, tier.has, None if states is None else states.there(digests))
-    if states is not None:
-        coming |= states.bring_newest(digests[: wanted.pages], wait=wait)
-        ends = states.ends(None, digests)
+    wanted = tables.from_below(digests, tier.has, states.there(digests))
+    coming |= states.bring_newest(digests[: wanted.pages], wait=wait)
+    ends = states.ends(None, digests)
     if len(wanted.digests):
         there = tables.from_below(digests, tier.host_has, ends)
         coming |= tier.to_host(wanted, wanted.pages - there.pages, wait=wait)
-    if len(wanted.digests) or states is not None:  # not all of it may be there yet
+    if len(wanted.digests) or states.keeps:  # not all of it may be there yet
         wanted = tables.from_below(digests, tier.host_has, ends)
     # An answer that has come just now may be another question.
     return coming or (tier.asks and tier.generation != before), wanted

@@ -13,14 +13,14 @@ from kvcache.metrics import KVCacheMetrics
 from kvcache.params import HashAlgorithm, KVCacheParams
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
-from kvcache.replica.context import Context, hasher_of, salt_and_keys
+from kvcache.replica.context import Context, chunk_end, hasher_of, salt_and_keys
 from kvcache.replica.copier import ImportBook
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.hints import ReplicaHints
 from kvcache.replica.keys import ExtraKeys
 from kvcache.replica.leases import PageLease, PageLeases
 from kvcache.replica.pages_below import PagesBelow
-from kvcache.replica.prefix_states import PrefixStates
+from kvcache.replica.request_states import RequestStates
 from kvcache.replica.reservation import Reservation
 from kvcache.replica.resume import Asked, Found, last_end
 from kvcache.replica.rows import BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
@@ -64,12 +64,28 @@ class Replica:
         self.tables = (OneTable if one else RowTables)(tables, pool, rows, self.leases, caching=self.caching)
         self.hints = ReplicaHints(self.pool, rows, self.tables, self.hasher, self.salt, params)
         self.tier = PagesBelow()
-        self.states: PrefixStates | None = None  # of recurrent layers, where these are cached
+        self.states = RequestStates()
         self.log: EventLog | None = None  # what is written down for KV events; None: nobody asks
 
     @property
     def metrics(self) -> KVCacheMetrics:
         return KVCacheMetrics(self.counter.ran, self.counter.found, evictions=self.pool.evictions)
+
+    def keep(self, states: RequestStates) -> None:
+        """Requests have these states beside their pages."""
+        self.states = states
+        self.hints.follow_states(states)
+
+    def check_free(self, request_id: RequestID) -> None:
+        """Raise `NoFreeRowError` where the replica has no room for one more request."""
+        self.rows.check_free(request_id)
+        self.states.check_free(request_id)
+
+    def claim(self, request_id: RequestID) -> int:
+        """Bind a row to the request, of which `check_free` has said that there is room for it; which row."""
+        row = self.rows.claim(request_id)
+        self.states.claim(request_id, row)
+        return row
 
     def reserve(self, row: int, context: Context, num_steps: int) -> int | None:
         """Give the row the pages for all known tokens and `num_steps` steps, published ones where they match.
@@ -105,13 +121,14 @@ class Replica:
         """Take what a reservation says; returns the pages taken anew, or None: too few, and nothing has changed."""
         if not self.tables.fits(row, plan, self.pool.free_count):
             return None
-        if plan.cached or plan.start != context.start_idx:
-            # First, as a context of the caller's own may refuse: then no page has moved yet.
-            self.move_start(row, context, plan.start)
-        if self.states is not None:  # before pages are taken, for which the state that it goes on from may be evicted
-            last = plan.cached // self.page_size
-            before = self.hasher(row, context).digests(context.tokens, last - 1, last) if last else None
-            self.states.reserved(context, before)
+        before = self.start_of(row, context)
+        if plan.start != context.start_idx or plan.active != context.active_idx:
+            # First, as a context of the caller's own may refuse. Nothing that follows raises.
+            self.move(context, plan.start, plan.active)
+        if plan.cached:
+            self.counter.hit(row, context.end_idx, before, plan.start)
+        # Before pages are taken, for which the state that it goes on from may be evicted.
+        self.states.reserved(row, plan)
         if plan.slots.size:  # first: an eviction below may make room for the page that it evicts
             self.tier.hold(plan.slots)
         self.tables.take(row, plan)
@@ -155,10 +172,10 @@ class Replica:
         The last known token is never covered: it has to run, to give the next one. `hasher`: the context's, if known.
         """
         found = self.published_run(context, row, hasher)
-        if found.num_columns and self.states is not None:
+        if self.states.keeps and found.num_columns:
             hasher = hasher or self.hasher(row, context)
             digests = hasher.digests(context.tokens, found.first, found.end)
-            found = self.tables.shortened(found, digests, self._ends(self.states, row, digests))
+            found = self.tables.shortened(found, digests, self._ends(row, digests))
         return found
 
     def published_run(self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
@@ -170,36 +187,55 @@ class Replica:
         hasher, index = hasher or self.hasher(row, context), self.pool.index
         if (kept := hasher.matches.get(index)) is not None and kept[:3] == (index.generation, first, last):
             return kept[3]  # a waiting request is asked again and again: nothing was published or evicted since
-        look = self.tables.find if self.states is None else self.tables.run
+        look = self.tables.run if self.states.keeps else self.tables.find
         found = look(first, hasher.digests(context.tokens, first, last))
         hasher.matches[index] = (index.generation, first, last, found)
         return found
 
-    def _ends(self, states: PrefixStates, row: int | None, digests: Digests) -> Asked:
+    def _ends(self, row: int | None, digests: Digests) -> Asked:
         """After which of these pages, all of the first table's, there is a state that the request can go on from."""
         if row is None or (request_id := self.rows.request_ids[row]) is None:
-            return states.ends_unclaimed(digests)
-        return states.ends(request_id, digests)
+            return self.states.ends_unclaimed(digests)
+        return self.states.ends(request_id, digests)
 
-    def fork(self, parent: int, row: int, child: Context, num_steps: int) -> list[tuple[int, int]] | None:
-        """Let `row` share what the row `parent` has computed; returns each partly filled page and its copy-to-be.
+    def plan_fork(self, parent: int, child: Context, num_steps: int) -> int | None:
+        """The columns of a request that shares what the row `parent` has computed; None: too few pages.
 
-        None: too few pages, and nothing has changed. A page is copied now and not at the next write, as both requests
-        write to it in their next step.
+        Changes nothing.
         """
         self.refuse_pending(parent, "fork")
-        named = self.refuse_renamed(parent, child)
-        rows, computed = self.rows, int(self.rows.cached[parent])
-        needed, full = -(-self.length_of(child, num_steps, computed) // self.page_size), computed // self.page_size
-        if (needed - full) * self.tables.count + self.pool.beside > self.pool.free_count:
-            return None
-        child.set_token_indices(start_idx=computed, active_idx=child.end_idx)
-        copies = self.tables.fork(parent, row, full, needed)
-        rows.commit(row, min(full, int(rows.committed[parent])))
+        self.states.refuse_fork(parent)
+        self.refuse_renamed(parent, child)
+        computed = self.rows.cached.item(parent)
+        needed = -(-self.length_of(child, num_steps, computed) // self.page_size)
+        new = (needed - computed // self.page_size) * self.tables.count
+        return needed if new + self.pool.beside <= self.pool.free_count else None
+
+    def fork(self, parent: int, row: int, end: int) -> list[tuple[int, int]]:
+        """Let `row` share what the row `parent` has computed, and have as many columns as `plan_fork` has said.
+
+        Returns each partly filled page and its copy-to-be. A page is copied now and not at the next write, as both
+        requests write to it in their next step.
+        """
+        rows, computed = self.rows, self.rows.cached.item(parent)
+        full = computed // self.page_size
+        copies = self.tables.fork(parent, row, full, end)
+        rows.commit(row, min(full, rows.committed.item(parent)))
         rows.cached[row] = computed
-        self._named[row] = named
+        self._named[row] = self._named[parent]
         self.counter.ran_elsewhere(row, computed)
+        self.states.fork(parent, row)
         return copies if computed % self.page_size else []
+
+    def grant(self, lease: PageLease, row: int) -> None:
+        """The lease is of the request at this row."""
+        self.leases.grant(lease, row)
+        self.states.lease(row, lease)
+
+    def end_lease(self, lease: PageLease) -> None:
+        """Let go of what the lease holds. Safe twice."""
+        self.leases.end(lease)
+        self.states.end_lease(lease)
 
     def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
         """Give each of `rows`, which have one token to run, pages for `lengths` tokens: all of them or none.
@@ -281,6 +317,7 @@ class Replica:
 
         Those of a pending import stay with the transfer until it is closed, those under a lease with the lease.
         """
+        request_id = self.rows.request_ids[row]
         self.hints.leave(row, context)
         self.imports.leave(row)
         self._hashers.pop(row, None)
@@ -292,25 +329,30 @@ class Replica:
             self.leases.leave(row, self.tables.pages)
         self.rows.unbind(row)
         self.pool.release(pages)
+        if request_id is not None:
+            self.states.release(request_id)
 
     def forget_idle(self) -> None:
         self.pool.forget_idle()
         self.hints.reset()
+        self.states.forget()
 
     def pages_here(self, row: int) -> int:
         """Pages of the row, from the first on, that are published, or on their way from a lower tier."""
         return int(self.rows.committed[row]) + sum(map(len, self.tier.coming(row)))
 
-    def move_start(self, row: int, context: Context, start: int) -> None:
-        """The first `start` tokens need not run: move the context there. A chunk that ends before keeps its length."""
-        before, active = self.start_of(row, context), context.active_idx
-        if start >= active:
-            active = min(context.end_idx, start + context.active_length)
+    def move(self, context: Context, start: int, active: int) -> None:
+        """Move the context, which may refuse, to run from `start` to `active`."""
         context.set_token_indices(start_idx=start, active_idx=active)
         if context.start_idx != start:
             raise InvalidRequestError(
                 f"request {context.request_id!r}: set_token_indices({start}) left start_idx at {context.start_idx}"
             )
+
+    def move_start(self, row: int, context: Context, start: int) -> None:
+        """The tokens before `start` need not run: move the context, whose row has pages, there."""
+        before = context.start_idx
+        self.move(context, start, chunk_end(context, start))
         self.counter.hit(row, context.end_idx, before, start)
 
     def mend(self, over: PageLease | None) -> list[RequestID]:
@@ -368,7 +410,8 @@ class Replica:
         there = max(rows.cached.item(row), rows.committed.item(row) * self.page_size)
         if not start <= there <= rows.num_pages.item(row) * self.page_size:
             return False
-        return self.tables.sees(row, start)
+        request_id = rows.request_ids[row]
+        return self.tables.sees(row, start) and request_id is not None and self.states.goes_on(request_id, start)
 
     # ---- refusals
 
@@ -435,29 +478,30 @@ class Replica:
 
         `found`: behind its own columns; None: it is looked up.
         """
+        reached = 0  # columns whose pages are there, whether or not there is a state after the last of them
         if found is None:
             found = self.published_run(context, row)
             if self.tier.keeps and self.tables.count == 1:  # else `lift` has brought what all can go on from
                 restored, wait = max(found.end, start // self.page_size), self.rows.prompt.item(row) < 0
                 slots = self.tier.find(row, context, restored, self.hasher, wait=wait)
                 found = found._replace(restored=restored, slots=slots)
-            if self.states is not None and found.is_any:
-                found = self._up_to_state(self.states, row, context, found)
+            if self.states.keeps and found.is_any:
+                reached = found.restored + len(found.slots) if found.slots.size else found.end
+                found = self._up_to_state(row, context, found, reached)
             end = found.restored + len(found.slots) if found.slots.size else found.end
             if end * self.page_size > start:
                 start = end * self.page_size
             elif end > found.first:  # no token fewer to run: `step` finds the duplicates
                 found = self.tables.nothing(found.first)
-        return self.tables.plan(row, context, length, start, found)
+        return self.states.planned(row, context, self.tables.plan(row, context, length, start, found), reached)
 
-    def _up_to_state(self, states: PrefixStates, row: int, context: Context, found: Found) -> Found:
-        """The part of what was found that ends with a state from which the request can go on."""
+    def _up_to_state(self, row: int, context: Context, found: Found, end: int) -> Found:
+        """The part of what was found, up to column `end`, that ends with a state from which the request can go on."""
         wait = self.rows.prompt.item(row) < 0
-        end = found.restored + len(found.slots) if found.slots.size else found.end
         digests = self.hasher(row, context).digests(context.tokens, found.first, end)
         if self.tier.keeps and self.tables.count == 1:
-            states.bring_newest(digests, wait=wait)
-        ends = self._ends(states, row, digests)
+            self.states.bring_newest(digests, wait=wait)
+        ends = self._ends(row, digests)
         left = found.slots[: max(0, found.first + last_end(ends) - found.restored)]
         return self.tables.shortened(found, digests, ends)._replace(restored=found.restored, slots=left)
 

@@ -2,8 +2,20 @@
 
 from typing import NamedTuple
 
-from kvcache.pool.index import Pages
+from kvcache.pool.index import Digests, Pages
 from kvcache.replica.resume import NO_SLOTS, Slots
+
+
+class StatePlan(NamedTuple):
+    """What a reservation says of a request's recurrent state.
+
+    Attributes:
+        digest: `[1, words]`, of the page after which its state is that of a cached one; None: its state is its own.
+        ends: tokens after which chunks of its prompt end, as copies of its state are kept there; empty: not known yet.
+    """
+
+    digest: Digests | None
+    ends: tuple[int, ...]
 
 
 class Reservation(NamedTuple):
@@ -18,9 +30,11 @@ class Reservation(NamedTuple):
         new: pages to be allocated.
         committed: columns that are published then.
         cost: free pages that all this takes: below zero where it gives more back. Of one table `OneTable.fits` counts.
-        start: the token from which the request runs.
+        start: the token from which the request runs, as its context is to say.
+        active: the token at which its chunk ends, likewise.
         cached: the token up to which pages were found; 0: none that the request did not have.
         slots: of the lower tier, whose pages come into the columns from `restored` on.
+        state: of recurrent layers, if there are any.
     """
 
     found: tuple[Pages, ...]
@@ -32,6 +46,8 @@ class Reservation(NamedTuple):
     committed: int
     cost: int
     start: int
+    active: int
     cached: int = 0
     restored: int = 0
     slots: Slots = NO_SLOTS
+    state: StatePlan | None = None

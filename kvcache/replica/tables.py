@@ -21,7 +21,7 @@ from kvcache.layer_groups import LayerGroup, LayerTables, TableGroup
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
 from kvcache.replica.block_table import FurtherImport
-from kvcache.replica.context import Context
+from kvcache.replica.context import Context, chunk_end
 from kvcache.replica.leases import PageLeases
 from kvcache.replica.reservation import Reservation
 from kvcache.replica.resume import Asked, Below, Found, FromBelow, last_end, resume
@@ -128,7 +128,8 @@ class RowTables:
     def plan(self, row: int | None, context: Context, length: int, start: int, found: Found) -> Reservation:
         """The reservation with which the row, or one to come (None), runs on from token `start`. Changes nothing.
 
-        `length`: tokens that it is to have pages for. `found`: behind the columns that it has published.
+        `length`: tokens that it is to have pages for. `found`: behind the columns that it has published. A chunk that
+        would end before `start` keeps its length.
         """
         firsts: list[int] = []
         for number, (group, _) in enumerate(self.groups):
@@ -138,10 +139,12 @@ class RowTables:
         ends_found = [max(now, found.end) for now in firsts]
         until = [self._to_hold(group, context, length, start) for group, _ in self.groups]
         return self._planned(row, found.pages, ends_found, firsts, until)._replace(
-            start=start, cached=start if found.is_any else 0
+            start=start, active=chunk_end(context, start), cached=start if found.is_any else 0
         )
 
-    def plan_import(self, row: int, length: int, start: int, digests: Digests, cached: int) -> Reservation:
+    def plan_import(
+        self, row: int, context: Context, length: int, start: int, digests: Digests, cached: int
+    ) -> Reservation:
         """`plan` of a row without pages for which what is before `start` comes from elsewhere, or is `cached`.
 
         Each group looks for itself which of these pages, of `digests`, it has, and none takes pages that nobody sees.
@@ -155,7 +158,9 @@ class RowTables:
             firsts.append(now)
             ends_found.append(now + found[-1].shape[1])
         until = [-(-length // self._page_size)] * len(firsts)
-        return self._planned(row, tuple(found), ends_found, firsts, until)._replace(start=cached, cached=cached)
+        return self._planned(row, tuple(found), ends_found, firsts, until)._replace(
+            start=cached, active=chunk_end(context, cached), cached=cached
+        )
 
     def _planned(
         self, row: int | None, found: tuple[Pages, ...], ends_found: list[int], firsts: list[int], until: list[int]
@@ -181,7 +186,7 @@ class RowTables:
         taken = sum(self._pool.would_be_taken(pages.ravel()) for pages in found)
         cost = new + taken - self._pool.would_be_freed(freed)
         committed = min(ends_found) if self._caching else 0
-        return Reservation(found, tuple(ends_found), tuple(firsts), tuple(ends), gone, new, committed, cost, 0)
+        return Reservation(found, tuple(ends_found), tuple(firsts), tuple(ends), gone, new, committed, cost, 0, 0)
 
     def fits(self, row: int | None, plan: Reservation, free: int) -> bool:  # noqa: ARG002 - the plan has counted
         """Whether so many `free` pages are enough for the plan."""
@@ -478,9 +483,7 @@ class RowTables:
     def _to_hold(self, group: LayerGroup, context: Context, length: int, start: int) -> int:
         """Columns of a request that runs from `start`: of all `length` tokens, or of those of the chunk that runs."""
         if not group.keeps_all:
-            active = context.active_idx
-            if start >= active:  # all of the chunk was found: the next one is as long
-                active = min(context.end_idx, start + context.active_length)
+            active = chunk_end(context, start)
             length = active if active < context.end_idx else length
         return -(-length // self._page_size)
 
@@ -506,7 +509,7 @@ class OneTable(RowTables):
         pages = self._pool.index.match(digests[: max(0, most)])
         return [pages] if pages.size else []
 
-    def plan(self, row: int | None, context: Context, length: int, start: int, found: Found) -> Reservation:  # noqa: ARG002 - every query sees all
+    def plan(self, row: int | None, context: Context, length: int, start: int, found: Found) -> Reservation:
         rows, (pages,) = self._rows, found.pages
         first, end = found.first, found.end
         needed = -(-length // self._page_size)
@@ -515,8 +518,9 @@ class OneTable(RowTables):
         leaving = rows.pages(row)[first:end].copy() if has_others and row is not None else _NO_PAGES
         new = max(0, needed - max(have, end))
         ends, cached = (max(needed, have),), start if found.is_any else 0
+        active = chunk_end(context, start)
         return Reservation(
-            found.pages, (end,), (0,), ends, leaving, new, end, 0, start, cached, found.restored, found.slots
+            found.pages, (end,), (0,), ends, leaving, new, end, 0, start, active, cached, found.restored, found.slots
         )
 
     def fits(self, row: int | None, plan: Reservation, free: int) -> bool:

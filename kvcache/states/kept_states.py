@@ -8,13 +8,11 @@ in chunks that end there, as only then its state is that of these tokens.
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvcache.errors import InvariantError
 from kvcache.pool.index import Digests
 from kvcache.replica.context import Context
 from kvcache.replica.replica import Replica
+from kvcache.replica.reservation import Reservation, StatePlan
 from kvcache.replica.rows import Ints, Rows, rows_at
 from kvcache.states.state_pages import StatePages
 
@@ -25,59 +23,26 @@ class KeptStates:
     def __init__(self, pages: StatePages, replica: Replica, every: int) -> None:
         self._pages, self._replica = pages, replica
         self._spacing = every * replica.page_size
-        # Of each request the tokens whose pages were found: of a new one from the first on.
-        self._shared: dict[str, int] = {}
-        self._ends: dict[str, tuple[int, ...]] = {}  # tokens after which chunks of its prompt end
+        self._ends: dict[str, tuple[int, ...]] = {}  # of each request tokens after which chunks of its prompt end
 
-    def ends(self, request_id: str | None, digests: Digests) -> NDArray[np.bool_]:
-        """As `PrefixStates.ends`: where there is a copy. Nowhere for a state that others were promised."""
-        if request_id is not None:
-            self._shared[request_id] = len(digests) * self._replica.page_size
-            if self._pages.is_promised(request_id):
-                return np.zeros(len(digests), np.bool_)
-        return self._pages.kept_after(digests)
-
-    def ends_unclaimed(self, digests: Digests) -> NDArray[np.bool_]:
-        """As `PrefixStates.ends_unclaimed`."""
-        return self._pages.kept_after(digests, but=self._pages.goes_next)
-
-    @property
-    def may_lose_pages(self) -> bool:
-        """As `PrefixStates.may_lose_pages`."""
-        return self._pages.may_lose_pages
-
-    def there(self, digests: Digests) -> NDArray[np.bool_]:
-        """As `PrefixStates.there`."""
-        return self._pages.there(digests)
-
-    def ask(self, digests: Digests) -> bool:
-        """As `PrefixStates.ask`."""
-        return self._pages.ask(digests)
-
-    def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
-        """As `PrefixStates.bring_newest`."""
-        return self._pages.bring_newest(digests, wait=wait)
-
-    @property
-    def generation(self) -> int:
-        """As `PrefixStates.generation`."""
-        return self._pages.generation
-
-    def reserved(self, context: Context, digest: Digests | None) -> None:
-        """As `PrefixStates.reserved`: what was found comes into the request's page, and its chunk is cut."""
-        request_id, start, active = context.request_id, context.start_idx, context.active_idx
-        of_prompt = self._ends.get(request_id, ())
+    def planned(self, request_id: str, context: Context, plan: Reservation, reached: int) -> Reservation:
+        """The reservation with its chunk cut at the first end in it; `reached`: columns whose pages were found."""
+        start, active, of_prompt = plan.start, plan.active, self._ends.get(request_id, ())
         # Not of one token, for which nothing was looked up: a chunk that comes first, or a fork that decodes.
-        if request_id not in self._ends and (digest is not None or active - start > 1):
-            last = context.current_length - 1
-            of_prompt = (self._shared.get(request_id, 0), last - last % self._replica.page_size)
+        if not of_prompt and (plan.cached or active - start > 1):
+            last, size = context.current_length - 1, self._replica.page_size
+            of_prompt = (reached * size, last - last % size)
         ends = [*of_prompt, start - start % self._spacing + self._spacing if self._spacing else 0]
-        if later := [end for end in ends if start < end < active]:
-            context.set_token_indices(active_idx=min(later))  # first, as a context of the caller's own may refuse
-        if digest is not None:
-            self._pages.resume(request_id, digest, start)
-        if of_prompt:
-            self._ends[request_id] = of_prompt
+        digest = self.digest_at(context, plan.cached) if plan.cached else None
+        active = min((end for end in ends if start < end < active), default=active)
+        return plan._replace(active=active, state=StatePlan(digest, of_prompt))
+
+    def reserved(self, request_id: str, plan: StatePlan, start: int) -> None:
+        """The request runs on from `start`: what was found comes into its page."""
+        if plan.digest is not None:
+            self._pages.resume(request_id, plan.digest, start)
+        if plan.ends:
+            self._ends[request_id] = plan.ends
 
     def computed(self, stepped: Rows, computed: Ints) -> None:
         """Keep the states of those rows of a step that are at the end of a page now: so many tokens are computed."""
@@ -108,16 +73,14 @@ class KeptStates:
 
     def leave(self, request_id: str) -> None:
         """The request is released."""
-        self._shared.pop(request_id, None)
         self._ends.pop(request_id, None)
 
     def mend(self) -> None:
         """The rows are mended: of others nothing is known."""
-        for of_requests in (self._shared, self._ends):
-            for request_id in of_requests.keys() - self._replica.rows.row_of.keys():
-                del of_requests[request_id]
+        for request_id in self._ends.keys() - self._replica.rows.row_of.keys():
+            del self._ends[request_id]
 
     def check(self) -> None:
         """Raise `InvariantError` where something is known of a request that is not claimed."""
-        if odd := (self._shared.keys() | self._ends.keys()) - self._replica.rows.row_of.keys():
+        if odd := self._ends.keys() - self._replica.rows.row_of.keys():
             raise InvariantError(f"ends of chunks are known of {sorted(odd)}, which are not claimed")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
+import numpy as np
 import torch
 
 from kvcache.arguments import shown
 from kvcache.errors import BlockTableMismatchError, InvariantError, NoFreeStatePageError, StatePageError
 from kvcache.layout import PageLayout
 from kvcache.params import KVCacheParams
+from kvcache.pool.index import Digests
+from kvcache.pool.quotas import TenantQuotas
 from kvcache.pool.slabs import SlabPool
+from kvcache.replica.batch import Gathered
 from kvcache.replica.block_table import BlockTable, PendingImport
 from kvcache.replica.context import Context
 from kvcache.replica.devices import PlacedReplica
@@ -21,13 +25,20 @@ from kvcache.replica.imports import own_import
 from kvcache.replica.leases import PageLease
 from kvcache.replica.page_moves import ReplicaPageMoves
 from kvcache.replica.pages_below import PagesBelow
-from kvcache.replica.rows import Ints, Rows
+from kvcache.replica.request_states import RequestStates
+from kvcache.replica.reservation import Reservation
+from kvcache.replica.resume import Asked
+from kvcache.replica.rows import Ints, Pages, Rows
+from kvcache.retention import PageHints
 from kvcache.states.kept_states import KeptStates
 from kvcache.states.state_hints import StateHints
 from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.states.state_slabs import StateSlabs, pages_of_slab
 from kvcache.states.state_tiers import Divided, StateTiers, make_state_tiers
+
+Step = Callable[[Gathered, Callable[[], None] | None], None]
+"""A step of what is gathered, and what is to be done besides once its tokens are published."""
 
 
 def slab_pages_of(params: KVCacheParams, layouts: Sequence[PageLayout]) -> int:
@@ -52,7 +63,7 @@ def state_tiers_of(
     return tiers
 
 
-class ReplicaStates:
+class ReplicaStates(RequestStates):
     """The states of a replica's requests: each has a page from `claim` to `release`.
 
     In memory of their own there is one for each of `requests`, and copies. In that of the token pages (`SlabPool`)
@@ -78,28 +89,75 @@ class ReplicaStates:
             self.pages = StatePages(params.states, pool.num_slabs, devices, words, slabs, replica.mark)
         else:
             self.pages = StatePages(params.states, params.states_apart(requests), devices, words, None, replica.mark)
-        self.kept = KeptStates(self.pages, replica, params.state_every_pages)
-        if params.enable_prefix_caching:
-            replica.states = self.kept
-            replica.hints.follow_states(StateHints(self.pages, params, pool.beside))
+        self.keeps = params.enable_prefix_caching
+        self._kept = KeptStates(self.pages, replica, params.state_every_pages)
+        self._hints = StateHints(self.pages, replica, params)
+        replica.keep(self)
+
+    def _name(self, row: int) -> str:
+        return self._replica.rows.request_ids[row] or ""
+
+    # ---- claims
+
+    def check_free(self, request_id: str) -> None:
+        if not self.has_room:
+            raise NoFreeStatePageError(f"request {request_id!r}: all {self.pages.num_pages} state pages are held")
 
     @property
     def has_room(self) -> bool:
-        """Whether one more request could have a state."""
         return self.pages.num_free > 0
 
-    def claim(self, request_id: str) -> None:
-        """The state of a new request, before its first token. `NoFreeStatePageError`: there is no page for it."""
+    @property
+    def may_lose_pages(self) -> bool:
+        return self.keeps and self.pages.may_lose_pages
+
+    def claim(self, request_id: str, row: int) -> None:
         self.pages.allocate(request_id)
         if self._moves is not None:
-            self._moves.claimed(self._replica.rows.row_of[request_id])
+            self._moves.claimed(row)
 
     def release(self, request_id: str) -> None:
-        """The request is released: its page is free, unless a transfer still writes it or a lease holds it."""
-        self.kept.leave(request_id)
-        self.pages.release(request_id)
+        self._kept.leave(request_id)
+        if self.pages.holds(request_id):  # it was not interrupted in its claim
+            self.pages.release(request_id)
 
-    def fetched(self, rows: Rows | list[int]) -> None:
+    # ---- what is cached
+
+    @property
+    def generation(self) -> int:
+        return self.pages.generation
+
+    def there(self, digests: Digests) -> Asked:
+        return self.pages.there(digests)
+
+    def ask(self, digests: Digests) -> bool:
+        return self.pages.ask(digests)
+
+    def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
+        return self.pages.bring_newest(digests, wait=wait)
+
+    def ends(self, request_id: str | None, digests: Digests) -> Asked:
+        """As the base: where there is a copy. Nowhere for a state that others were promised."""
+        if request_id is not None and self.pages.is_promised(request_id):
+            return np.zeros(len(digests), np.bool_)
+        return self.pages.kept_after(digests)
+
+    def ends_unclaimed(self, digests: Digests) -> Asked:
+        return self.pages.kept_after(digests, but=self.pages.goes_next)
+
+    def forget(self) -> None:
+        self.pages.forget_copies()
+
+    # ---- reservations and steps
+
+    def planned(self, row: int, context: Context, plan: Reservation, reached: int) -> Reservation:
+        return self._kept.planned(self._name(row), context, plan, reached) if self.keeps else plan
+
+    def reserved(self, row: int, plan: Reservation) -> None:
+        if plan.state is not None:
+            self._kept.reserved(self._name(row), plan.state, plan.start)
+
+    def fetched(self, rows: Rows) -> None:
         """A model reads the pages of these rows, until their `step`: they stay where they are."""
         if self._moves is not None:
             self._moves.fetched(rows)
@@ -108,43 +166,41 @@ class ReplicaStates:
         """It has run, up to these tokens: of those at the end of a page copies are kept, where they pay."""
         if self._moves is not None:
             self._moves.stepped(rows)
-        if self._replica.states is not None:
-            self.kept.computed(rows, computed)
+        if self.keeps:
+            self._kept.computed(rows, computed)
 
-    def refuse_fork(self, parent_id: str, child_id: str) -> None:
-        """Raise where the parent has a run that is not booked, or no state page is left (`NoFreeStatePageError`)."""
-        self.pages.drafts.check_booked(parent_id)
-        rows, tokens = self._replica.rows, self.pages.tokens_of(parent_id)
-        cached = rows.cached.item(rows.row_of[parent_id])
+    def refuse_fork(self, parent: int) -> None:
+        self.refuse_unbooked(request_id := self._name(parent))
+        tokens, cached = self.pages.tokens_of(request_id), self._replica.rows.cached.item(parent)
         if tokens != cached:
             raise StatePageError(
-                f"request {parent_id!r}: {cached} tokens are computed as of its last step, "
+                f"request {request_id!r}: {cached} tokens are computed as of its last step, "
                 f"its state has taken up {tokens}: fork it after step"
             )
-        if not self.has_room:
-            raise NoFreeStatePageError(f"request {child_id!r}: no state page is free for this fork")
 
-    def fork(self, parent_id: str, child: Context, indices: tuple[int, int]) -> None:
-        """The child, which has its pages, has the parent's state in a page of its own.
+    def fork(self, parent: int, row: int) -> None:
+        self.pages.fork(self._name(parent), self._name(row))
 
-        `NoFreeStatePageError`: its pages lie where there was room; its start and active index are `indices` then.
-        """
-        try:
-            self.claim(child.request_id)
-        except BaseException:
-            child.set_token_indices(start_idx=indices[0], active_idx=indices[1])
-            raise
-        self.pages.fork(parent_id, child.request_id)
+    # ---- leases, and what other managers read and write
 
-    def name_state(self, table: BlockTable, *, full_pages: bool) -> BlockTable:
-        """The table with the request's state page as a further group, which stays with these tokens while leased.
+    def refuse_unbooked(self, request_id: str) -> None:
+        self.pages.drafts.check_booked(request_id)
+
+    def lease(self, row: int, lease: PageLease) -> None:
+        self.pages.lease(self._name(row), lease)
+
+    def end_lease(self, lease: PageLease) -> None:
+        self.pages.end_lease(lease)
+
+    def name(self, table: BlockTable, *, full_pages: bool) -> BlockTable:
+        """As the base: the state stays with these tokens while it is leased.
 
         Raises `StatePageError` where a run was not booked, or the state is of other tokens; with `full_pages` it is not
         told of yet, and may be.
         """
         request_id = table.request_id
         if not full_pages:
-            self.pages.drafts.check_booked(request_id)
+            self.refuse_unbooked(request_id)
             tokens = self.pages.tokens_of(request_id)
             if tokens != table.num_tokens:
                 raise StatePageError(
@@ -155,17 +211,31 @@ class ReplicaStates:
             self._moves.told(self._replica.rows.row_of[request_id])
         return msgspec.structs.replace(table, groups=(*table.groups, (self.pages.page_of(request_id),)))
 
+    def of_tokens(self, context: Context, table: BlockTable) -> BlockTable:
+        """As the base: the last group has one page, behind those of all block tables."""
+        count = self._replica.tables.count
+        if not isinstance(table, BlockTable):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
+            raise BlockTableMismatchError(f"request {context.request_id!r}: {shown(table)} is no block table")
+        if len(table.groups) != count + 1 or len(table.groups[-1]) != 1:
+            raise BlockTableMismatchError(
+                f"request {context.request_id!r}: the block table has {len(table.groups)} page groups, this manager "
+                f"{count + 1}, the last of one state page"
+            )
+        (source,) = table.groups[-1]
+        if not 0 < source < 1 << 31:
+            raise BlockTableMismatchError(f"request {context.request_id!r}: the block table names state page {source}")
+        return msgspec.structs.replace(table, groups=table.groups[:-1])
+
     def begin_import(self, context: Context, pending: PendingImport, table: BlockTable) -> None:
-        """The import takes the state that the table names too, last, once all tokens ran."""
+        """As the base: last, once all tokens ran."""
         ((source,),) = table.groups[-1:]
         had = context.start_idx
-        digest = self.kept.digest_at(context, had) if had else None
+        digest = self._kept.digest_at(context, had) if had else None
         page = self.pages.begin_import(context.request_id, digest)
         pending.wholes = ((source, page),)
         pending.on_free = functools.partial(self.pages.cancel_import, page)
 
     def refuse_other(self, context: Context, pending: PendingImport, table: BlockTable) -> None:
-        """Raise `BlockTableMismatchError` where the table names another state page than before."""
         own_import([self._replica], pending, "extend_import")
         ((source,),) = table.groups[-1:]
         ((before, _),) = pending.wholes
@@ -174,46 +244,75 @@ class ReplicaStates:
                 f"request {context.request_id!r}: the block table names state page {source}, {before} before"
             )
 
-    def lease(self, request_id: str, lease: PageLease) -> None:
-        """The lease holds the state too: once a table has named it, the request cannot run on."""
-        self.pages.lease(request_id, lease)
+    def commit_import(self, request_id: str, tokens: int) -> None:
+        self.pages.commit_import(request_id, tokens)
 
-    def mend(self) -> None:
-        """After an interrupt: rows, leases and imports are mended; what holds states follows."""
-        self.kept.mend()
+    # ---- hints and quotas
+
+    def follow_hints(self, quotas: TenantQuotas | None) -> None:
+        self._hints.begin(quotas)
+
+    def clear_quotas(self) -> None:
+        self._hints.clear()
+
+    def leave_hinted(
+        self, row: int, pages: Pages, hints: PageHints | None, ends: Sequence[int | None], share: float
+    ) -> None:
+        self._hints.leave(row, pages, hints, ends, share)
+
+    # ---- after an interrupt
+
+    def mend(self, ended: Iterable[str]) -> Iterable[str]:
+        self._kept.mend()
         below = self.pages.below or PagesBelow()
         below.mend(())  # what is on its way holds pages
         self.pages.mend(self._replica.rows.row_of, self._replica.leases, self._written)
         below.mend(())  # what waits to be copied down is found in pages
+        return ended
 
     @property
     def _written(self) -> list[int]:
         return [page for pending in self._replica.imports.each for _, page in pending.wholes]
 
     def goes_on(self, request_id: str, start: int) -> bool:
-        """Whether the request's state is that after `start` tokens, and no drafted run waits to be booked."""
+        """As the base; no drafted run waits to be booked either."""
         pages = self.pages
         return request_id not in pages.drafts.page_of and pages.tokens_of(request_id) == start
 
     def check(self) -> None:
-        """Recount. Raises `InvariantError` at the first discrepancy."""
-        self.kept.check()
+        self._kept.check()
         self.pages.check(self._replica.rows.row_of, self._written)
 
 
-def without_state(context: Context, table: BlockTable, count: int) -> BlockTable:
-    """The table without the group of its state, which has one page, behind the `count` groups of its tokens.
+def step_drafted(each: Sequence[ReplicaStates], gathered: Gathered, step: Step) -> None:
+    """`step` of requests some of which ran drafted tokens; those that had some taken away are set back.
 
-    Raises `BlockTableMismatchError` where it has others, or is no block table.
+    That is to where their state is (`start_idx`). Raises `StatePageError` where that is before all that ran, or after;
+    and as `step`. Nothing has changed then.
     """
-    if not isinstance(table, BlockTable):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
-        raise BlockTableMismatchError(f"request {context.request_id!r}: {shown(table)} is no block table")
-    if len(table.groups) != count + 1 or len(table.groups[-1]) != 1:
-        raise BlockTableMismatchError(
-            f"request {context.request_id!r}: the block table has {len(table.groups)} page groups, this manager "
-            f"{count + 1}, the last of one state page"
-        )
-    (source,) = table.groups[-1]
-    if not 0 < source < 1 << 31:
-        raise BlockTableMismatchError(f"request {context.request_id!r}: the block table names state page {source}")
-    return msgspec.structs.replace(table, groups=table.groups[:-1])
+    drafted: list[tuple[Context, StatePages]] = []
+    owners: list[int] = gathered.replicas.tolist()
+    for context, replica_idx in zip(gathered.contexts, owners, strict=True):
+        pages = each[replica_idx].pages
+        if context.request_id in pages.drafts.page_of:
+            drafted.append((context, pages))
+    starts = [context.start_idx for context, _ in drafted]
+    names = [context.request_id for context, _ in drafted]
+    goes_on = [
+        pages.drafts.goes_on_from(name, pages.tokens_of(name), start)
+        for name, (_, pages), start in zip(names, drafted, starts, strict=True)
+    ]
+
+    def settle() -> None:
+        for name, (_, pages), at in zip(names, drafted, goes_on, strict=True):
+            pages.settle(name, at)
+
+    try:
+        for (context, _), at in zip(drafted, goes_on, strict=True):
+            context.set_token_indices(start_idx=at)
+        gathered.gather(starts_only=True)
+        step(gathered, settle)
+    except BaseException:
+        for (context, _), start in zip(drafted, starts, strict=True):
+            context.set_token_indices(start_idx=start)
+        raise

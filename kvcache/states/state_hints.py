@@ -15,6 +15,8 @@ anything shows in pages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,23 +25,25 @@ from kvcache.params import KVCacheParams
 from kvcache.pool.hinted_order import HintedOrder
 from kvcache.pool.index import NO_PAGE
 from kvcache.pool.quotas import QuotaOrder, SlabQuotas, TenantQuotas
-from kvcache.replica.hinted_states import LeftPrefix
-from kvcache.retention import LEVEL_OF, NEUTRAL
+from kvcache.replica.replica import Replica
+from kvcache.replica.rows import Pages
+from kvcache.retention import LEVEL_OF, NEUTRAL, PageHints
 from kvcache.states.state_pages import StatePages
 
 
 class StateHints:
-    """The rule for the copies of one replica's states; as `HintedStates`. `slab_pages`: of a slab, 0 for none."""
+    """The rule for the copies of one replica's states, as `RequestStates` has it."""
 
-    def __init__(self, pages: StatePages, params: KVCacheParams, slab_pages: int) -> None:
-        self._slab_pages = slab_pages
+    def __init__(self, pages: StatePages, replica: Replica, params: KVCacheParams) -> None:
+        self._replica = replica
+        self._slab_pages = replica.pool.beside  # of a slab, 0 for none
         self._pages = pages
         self._pool = pages.places.pool
         self._params = params
         self._quotas: TenantQuotas | SlabQuotas | None = None
 
     def begin(self, quotas: TenantQuotas | None) -> None:
-        """As `HintedStates.begin`: the copies are in such an order, too, from now on."""
+        """As `RequestStates.follow_hints`: the copies are in such an order, too, from now on."""
         pool, params = self._pool, self._params
         if not pool.idle.by_age:  # they are
             return
@@ -51,38 +55,44 @@ class StateHints:
         pool.follow(order)
 
     def clear(self) -> None:
-        """As `HintedStates.clear`."""
+        """As `RequestStates.clear_quotas`."""
         if self._quotas is not None:
             self._quotas.clear()
 
-    def leave(self, leaving: LeftPrefix, share: float) -> None:
-        """As `HintedStates.leave`."""
-        order = self._pool.idle
+    def leave(self, row: int, pages: Pages, hints: PageHints | None, ends: Sequence[int | None], share: float) -> None:
+        """As `RequestStates.leave_hinted`.
+
+        Others will come for each range that a hint is for, for the prompt, and for all of what the row has come to.
+        """
+        order, size, salt = self._pool.idle, self._replica.page_size, self._replica.salt(row)
         order.trust(share)
-        copies = self._pool.index.find(leaving.digests)
+        copies = self._pool.index.find(self._replica.pool.index.digests_of(pages))
         columns = np.flatnonzero(copies != NO_PAGE)
         copies = copies[columns]
-        said, owned = self._said_of(leaving, columns), self._owned(leaving, copies)
+        prompt = (self._replica.rows.prompt.item(row) - 1) // size
+        columns_before = [end // size for end in ends if end is not None] + [prompt, len(pages)]
+        said, owned = _said_of(hints, columns, columns_before), self._owned(salt, copies)
         if not np.count_nonzero(touched := said | owned):
             return
         at = np.flatnonzero(touched)[::-1]  # the newest copy first: what is released last goes first
         self._pool.hold(copies[at])
-        order.own(copies[owned], leaving.salt)
-        if leaving.hints is not None:
-            order.hint(copies[said], leaving.hints.of(columns[said]))
+        order.own(copies[owned], salt)
+        if hints is not None:
+            order.hint(copies[said], hints.of(columns[said]))
         self._pages.drop_hold(copies[at])
 
-    def _said_of(self, leaving: LeftPrefix, columns: NDArray[np.intp]) -> NDArray[np.bool_]:
-        """Of which copies, after the pages of these columns, the request says something."""
-        if leaving.hints is None:
-            return np.zeros(len(columns), np.bool_)
-        said = LEVEL_OF[leaving.hints.codes[columns]] < NEUTRAL
-        newest = np.searchsorted(columns, leaving.ends) - 1
-        said[newest[newest >= 0]] = True
-        return said
-
-    def _owned(self, leaving: LeftPrefix, copies: NDArray[np.int32]) -> NDArray[np.bool_]:
+    def _owned(self, salt: str | None, copies: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Which copies are to be the tenant's, and are nobody's yet."""
-        if self._quotas is None or leaving.salt is None:
+        if self._quotas is None or salt is None:
             return np.zeros(len(copies), np.bool_)
         return ~self._quotas.owned(copies)
+
+
+def _said_of(hints: PageHints | None, columns: NDArray[np.intp], ends: Sequence[int]) -> NDArray[np.bool_]:
+    """Of which copies, after the pages of these columns, `hints` say something; `ends`: columns others come up to."""
+    if hints is None:
+        return np.zeros(len(columns), np.bool_)
+    said = LEVEL_OF[hints.codes[columns]] < NEUTRAL
+    newest = np.searchsorted(columns, ends) - 1
+    said[newest[newest >= 0]] = True
+    return said

@@ -18,7 +18,7 @@ from kvcache.pool.index import Digests
 from kvcache.replica.context import Context
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
-from kvcache.replica.prefix_states import PrefixStates
+from kvcache.replica.request_states import RequestStates
 from kvcache.replica.rows import Ints
 from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.host_tier import HostTier, ReplicaTier
@@ -98,7 +98,7 @@ class Tiers:
         digests = hasher.digests(context.tokens, first, last)
         return any(lower.coming(digests, first) for lower in self.lower)
 
-    def prefetch_to_state(self, states: PrefixStates, hasher: PrefixHasher, context: Context, first: int) -> bool:
+    def prefetch_to_state(self, states: RequestStates, hasher: PrefixHasher, context: Context, first: int) -> bool:
         """`prefetch`, and begin to bring the newest state that the context can go on from: where there are `states`.
 
         A run of pages whose end is in an object of its own ends with a state: so it is looked for where one is.

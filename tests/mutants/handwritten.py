@@ -28,6 +28,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.replica",
         [
+            Mutation("Replica.fork", "self.states.fork(parent, row)", "pass"),
             Mutation(
                 "Replica.published_run", "kept[:3] == (index.generation, first, last)", "kept[1:3] == (first, last)"
             ),
@@ -214,15 +215,9 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.states.drafted_steps",
+        "kvcache.states.replica_states",
         [
-            Mutation("_step_drafted", "each[replica_idx].pages", "each[0].pages"),
-        ],
-    ),
-    Module(
-        "kvcache.manager",
-        [
-            Mutation("PagedKVCacheManager.fork", "self._states[replica_idx] if", "self._states[0] if"),
+            Mutation("step_drafted", "each[replica_idx].pages", "each[0].pages"),
         ],
     ),
     Module(

@@ -19,7 +19,7 @@ from kvcache import (
 from kvcache.layer_groups import layer_tables
 from kvcache.pool.pages import PagePool
 from kvcache.replica.block_table import BlockTable
-from kvcache.replica.leases import PageLease, PageLeases, books_of
+from kvcache.replica.leases import PageLease, PageLeases, granted_by
 from kvcache.replica.rows import NEVER, AllRows, BlockRows
 from tests.kvcache.build import proven
 
@@ -609,8 +609,8 @@ def test_a_lease_is_looked_for_in_the_books_that_granted_it() -> None:
     ours, theirs = Books(), Books()
     theirs.claim(1)
     lease = theirs.lease(1)
-    assert books_of(lease, [ours.leases, theirs.leases]) is theirs.leases
+    assert granted_by(lease, [ours.leases, theirs.leases]) == 1
     with pytest.raises(InvalidRequestError, match="request 'r1': end_lease of another manager's lease"):
-        books_of(lease, [ours.leases])
+        granted_by(lease, [ours.leases])
     with pytest.raises(InvalidRequestError, match="end_lease: str is no lease"):
-        books_of("lease", [ours.leases])  # type: ignore[arg-type]
+        granted_by("lease", [ours.leases])  # type: ignore[arg-type]

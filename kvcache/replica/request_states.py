@@ -1,0 +1,165 @@
+"""`RequestStates`: what the requests of a replica keep beside the pages of their tokens.
+
+Recurrent layers keep one state of all tokens so far. It is cached after some pages only, so a prefix is found as far as
+the last of its pages after which there is one. Where there are several block tables that is the last of those after
+which all of them can go on: a state is of no use where a window is gone, nor a window where there is no state.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvcache.pool.index import Digests
+from kvcache.pool.quotas import TenantQuotas
+from kvcache.replica.block_table import BlockTable, PendingImport
+from kvcache.replica.context import Context
+from kvcache.replica.leases import PageLease
+from kvcache.replica.reservation import Reservation
+from kvcache.replica.resume import Asked
+from kvcache.replica.rows import Pages
+from kvcache.retention import PageHints
+from kvcache.types import RequestID
+
+
+class RequestStates:
+    """The states of one replica's requests. Here: none, as all that a request keeps is in its pages.
+
+    `kvcache.states.replica_states` has those of recurrent layers. A replica does not know where states lie.
+    """
+
+    keeps = False  # whether states are cached, so that a request goes on only from a page after which there is one
+
+    # ---- claims
+
+    def check_free(self, request_id: RequestID) -> None:
+        """Raise `NoFreeStatePageError` where one more request has no room for its state."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request could have a state."""
+        return True
+
+    @property
+    def may_lose_pages(self) -> bool:
+        """Whether the next claim may evict pages or states, and nobody knows which."""
+        return False
+
+    def claim(self, request_id: RequestID, row: int) -> None:
+        """The request has this row: it has the state before its first token. There is room, as `check_free` says."""
+
+    def release(self, request_id: RequestID) -> None:
+        """The request is released: its state goes, unless a transfer still writes it or a lease holds it."""
+
+    # ---- what is cached
+
+    @property
+    def generation(self) -> int:
+        """Counts what has come and gone, on the device and below it."""
+        return 0
+
+    def there(self, digests: Digests) -> Asked:
+        """After which of these pages there is a state, on any tier, as far as is known."""
+        return np.ones(len(digests), np.bool_)
+
+    def ask(self, digests: Digests) -> bool:  # noqa: ARG002 - here nobody is to be asked
+        """Have asked for states after the last of these pages, where nothing is known; is an answer on its way?"""
+        return False
+
+    def bring_newest(self, digests: Digests, *, wait: bool) -> bool:  # noqa: ARG002 - as above
+        """Have the state after the last of these pages, of those after which one lies below, where it is found.
+
+        Whether it is on its way. `wait`: for a while.
+        """
+        return False
+
+    def ends(self, request_id: RequestID | None, digests: Digests) -> Asked:  # noqa: ARG002 - after each for anybody
+        """Of found pages of these digests, one after another, after which the request, or any other, may go on."""
+        return np.ones(len(digests), np.bool_)
+
+    def ends_unclaimed(self, digests: Digests) -> Asked:
+        """After which of these pages a request that is not claimed may go on: its claim takes room for its own state.
+
+        The cached state that has to go for that is of no use to it.
+        """
+        return self.ends(None, digests)
+
+    def forget(self) -> None:
+        """Give up every cached state that nobody holds."""
+
+    # ---- reservations
+
+    def planned(self, row: int, context: Context, plan: Reservation, reached: int) -> Reservation:  # noqa: ARG002 - of states
+        """The reservation with the state that the request goes on from, and its chunk cut where one is to be kept.
+
+        `reached`: columns whose pages were found, whether or not there is a state after the last of them.
+        """
+        return plan
+
+    def reserved(self, row: int, plan: Reservation) -> None:
+        """The request is about to get its pages, and goes on from the state that was planned."""
+
+    def refuse_fork(self, parent: int) -> None:
+        """Raise `StatePageError` where the state of this row's request is not that after its computed tokens."""
+
+    def fork(self, parent: int, row: int) -> None:
+        """The row's request has the state of the one at the row `parent`, in a page of its own."""
+
+    # ---- leases, and what other managers read and write
+
+    def refuse_unbooked(self, request_id: RequestID) -> None:
+        """Raise `StatePageError` where drafted tokens of the request ran, and no `step` has said which stay."""
+
+    def lease(self, row: int, lease: PageLease) -> None:
+        """The lease holds the state of the row's request too: once a table has named it, the request cannot run on."""
+
+    def end_lease(self, lease: PageLease) -> None:
+        """Nobody reads under the lease any more. Safe twice."""
+
+    def name(self, table: BlockTable, *, full_pages: bool) -> BlockTable:  # noqa: ARG002 - there is none to name
+        """The table of a request's pages, with its state as a further group."""
+        return table
+
+    def of_tokens(self, context: Context, table: BlockTable) -> BlockTable:  # noqa: ARG002 - all of it is
+        """The table of another manager without its state. Raises `BlockTableMismatchError` where it has none."""
+        return table
+
+    def begin_import(self, context: Context, pending: PendingImport, table: BlockTable) -> None:
+        """The import takes the state that the table names, too."""
+
+    def refuse_other(self, context: Context, pending: PendingImport, table: BlockTable) -> None:
+        """Raise `BlockTableMismatchError` where the table names another state than the one before."""
+
+    def commit_import(self, request_id: RequestID, tokens: int) -> None:
+        """The request's state has arrived: it is that after `tokens` tokens."""
+
+    # ---- hints and quotas of pages, which cached states follow
+
+    def follow_hints(self, quotas: TenantQuotas | None) -> None:
+        """There are hints, or these quotas of pages, from now on."""
+
+    def clear_quotas(self) -> None:
+        """After an interrupt: no state counts as a tenant's idle one, until the pool says which are idle."""
+
+    def leave_hinted(
+        self, row: int, pages: Pages, hints: PageHints | None, ends: Sequence[int | None], share: float
+    ) -> None:
+        """The row's request is about to be released, and says `hints` of its published `pages`, None for nothing.
+
+        `ends`: of ranges that a hint is for, in tokens. `share`: of what is cached, how much follows hints.
+        """
+
+    # ---- after an interrupt
+
+    def mend(self, ended: Iterable[RequestID]) -> Iterable[RequestID]:  # noqa: ARG002 - their pages are enough
+        """Rows, leases and imports are mended; what holds states follows. Returns requests that cannot go on.
+
+        `ended`: requests whose imports were over.
+        """
+        return ()
+
+    def goes_on(self, request_id: RequestID, start: int) -> bool:  # noqa: ARG002 - what is in pages says it
+        """Whether the request's state is surely that after `start` tokens."""
+        return True
+
+    def check(self) -> None:
+        """Recount. Raises `InvariantError` at the first discrepancy."""
