@@ -49,13 +49,15 @@ def host_of(page_bytes: int) -> tuple[HostTier, list[Digests]]:
     return host, prompts
 
 
-def fetch(tier: ObjectTier, digests: Digests) -> tuple[float, float]:
+def fetch(tier: ObjectTier, host: HostTier, digests: Digests) -> tuple[float, float]:
     """Seconds until a prompt's pages are here, and those that were expected."""
     rates, before = tier.rates, tier.read
     expected = 2 * rates.answer_s + PROMPT * (rates.page_s or 0.0)
-    began = time.perf_counter()
+    every, began = np.ones((1, PROMPT), np.bool_), time.perf_counter()
     while tier.read < before + PROMPT:
-        tier.promote(digests, 0)
+        tier.ask(digests[None], tier.has_of(digests[None], every, perhaps=True))
+        missing = every & (host.pool.index.find(digests) == 0)
+        tier.fetch(digests[None], tier.has_of(digests[None], missing, perhaps=False), wait=False, gain=PROMPT)
         expect(time.perf_counter() - began < _WAIT_S, "every page comes")
         time.sleep(2e-4)
     return time.perf_counter() - began, expected

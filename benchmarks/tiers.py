@@ -258,7 +258,7 @@ def rates_of_tier(folder: Path, page_bytes: int, size: int, make_io: Callable[[A
         start = time.perf_counter()
         while tier.read < before + pages:
             have = tier.read - before
-            tier.promote(digests[have:], have, wait=True)
+            tier.fetch(digests[None, have:], np.ones((1, pages - have), np.bool_), wait=True, gain=pages)
         rates[case] = size / (time.perf_counter() - start) / 1e9
     expect(not tier.refusals, "every page that was read is right")
     tier.reset()

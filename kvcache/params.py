@@ -305,10 +305,6 @@ class KVCacheParams:
                 f"state_copies is {copies}, state_every_pages {every}: there are none, as enable_prefix_caching is off"
             )
         _check(
-            not (self.groups and self.object_tier_io is not None),
-            "groups are given, and states, and object_tier_io: of these two together nothing is kept in a store",
-        )
-        _check(
             self.partial_reuse_min_tokens == 0,
             "partial_reuse_min_tokens is given: pages of a model with recurrent states are not cached that way",
         )

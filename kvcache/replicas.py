@@ -29,7 +29,8 @@ from kvcache.replica.context import Context, hasher_of, read_context, was_refuse
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.leases import PageLease
-from kvcache.replica.lifts import lift, prefetch
+from kvcache.replica.lifts import lift
+from kvcache.replica.pages_below import fetch_prefix
 from kvcache.replica.partial import PartialReuse
 from kvcache.replica.peer_copies import PeerCopies
 from kvcache.replica.replica import Filled, Replica
@@ -151,12 +152,9 @@ class Replicas:
         if self.tiers is None or not self.tiers.lower:
             return False
         hasher = hasher_of(context, self.each[0].hash_algorithm, self.each[0].page_size)
-        if self.each[0].tables.count > 1:
-            return prefetch(self.each[0], hasher, context)
-        first = max(replica.published_run(context, hasher=hasher).end for replica in self.each)
-        if (states := self.each[0].states).keeps:
-            return self.tiers.prefetch_to_state(states, hasher, context, first)
-        return self.tiers.prefetch(hasher, context, first)
+        most = max(self.each, key=lambda replica: replica.published_run(context, hasher=hasher).end)
+        digests = hasher.digests(context.tokens, 0, (context.current_length - 1) // hasher.page_size)
+        return fetch_prefix(most.tables, most.tier, most.states, digests, wait=False)
 
     def reserve(self, replica_idx: int, row: int, context: Context, num_steps: int) -> bool:
         """Pages for one request; False: too few, nothing changed."""

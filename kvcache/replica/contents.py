@@ -87,10 +87,7 @@ class PageContents:
         self._mark.check("contents.bring")
         replica, digests = self._wanted(name, replica_idx, wanted)
         self._mark.call = ("contents.bring", None)
-        if replica.tables.count > 1:
-            coming = bring(replica, digests[: max(0, most)])
-        else:
-            coming = replica.tier.bring(digests, wanted.first_page, most)
+        coming = bring(replica, digests[: max(0, most)], wanted.first_page)
         self._mark.call = None
         return coming
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from kvcache.pool.index import Digests
 from kvcache.replica.context import Context
-from kvcache.replica.hashing import PrefixHasher, token_bytes
+from kvcache.replica.hashing import token_bytes
+from kvcache.replica.pages_below import fetch_prefix
 from kvcache.replica.replica import Replica
 from kvcache.replica.resume import NO_SLOTS, FromBelow
 
@@ -31,7 +32,8 @@ def lift(replica: Replica, row: int, context: Context, num_steps: int) -> None:
     now = changed, 0, last, NO_SLOTS
     if (kept := hasher.matches.get(tier)) is not None and kept[:3] == now[:3]:
         return  # a waiting request is asked again and again: nothing has come or gone since
-    _, wanted = _fetched(replica, digests, wait=replica.rows.prompt[row] < 0)
+    fetch_prefix(replica.tables, tier, replica.states, digests, wait=replica.rows.prompt[row] < 0)
+    wanted = _there(replica, digests)
     start = wanted.pages * replica.page_size
     if not len(wanted.digests):
         hasher.matches[tier] = now
@@ -39,7 +41,7 @@ def lift(replica: Replica, row: int, context: Context, num_steps: int) -> None:
         if replica.log is not None:
             run = token_bytes(context.tokens[:start])
             replica.log.describe(([hasher], np.array([0]), np.array([wanted.pages]), [run]))
-        tier.lift(wanted.digests, wanted.tables, wanted.here)
+        tier.lift(wanted)
         replica.hints.brought(digests[: wanted.pages, 0])
 
 
@@ -50,42 +52,28 @@ def fits(replica: Replica, context: Context, num_steps: int, wanted: FromBelow) 
     return needed - len(wanted.here) + pool.would_be_taken(wanted.here) <= pool.free_count
 
 
-def prefetch(replica: Replica, hasher: PrefixHasher, context: Context) -> bool:
-    """Begin to bring to the host what `lift` will ask for; whether some is on its way."""
-    last = (context.current_length - 1) // replica.page_size
-    return last > 0 and _fetched(replica, hasher.digests(context.tokens, 0, last), wait=False)[0]
+def bring(replica: Replica, digests: Digests, first: int) -> bool:
+    """Have a few pages at each call, of what the longest prefix needs, on the device, published, for others than rows.
 
-
-def bring(replica: Replica, digests: Digests) -> bool:
-    """As `PagesBelow.bring`, of all tables: of what the longest prefix needs a few pages at each call."""
-    tier, pool = replica.tier, replica.pool
+    `digests`: of the pages from page `first` of a prompt on. To be called again while it says that some are on their
+    way.
+    """
+    tier, pool, states = replica.tier, replica.pool, replica.states
     if not tier.keeps or not len(digests):
         return False
-    coming, wanted = _fetched(replica, digests, wait=False)
+    if tier.is_bringing:
+        return True  # few at a time: a copy may take the caller's time, whose own requests come first
+    before = tier.generation
+    digests = np.concatenate((np.zeros((first, digests.shape[1]), np.uint64), digests))
+    coming = fetch_prefix(replica.tables, tier, states, digests, first, wait=False)
+    wanted = _there(replica, digests, first)
     room = pool.free_count // 2 - pool.would_be_taken(wanted.here)
     count = max(0, min(len(wanted.digests), room, tier.brought_at_once))
     if count:
-        tier.lift(wanted.digests[:count], wanted.tables[:count], wanted.here)
-    return coming or count > 0
+        tier.bring(wanted, count)
+    return coming or count > 0 or tier.generation != before
 
 
-def _fetched(replica: Replica, digests: Digests, *, wait: bool) -> tuple[bool, FromBelow]:
-    """Have what the longest prefix needs brought to the host; whether some is on its way, and what can be lifted now.
-
-    With recurrent states that prefix ends after a page after which there is one, anywhere, which is brought as well.
-    Where somebody has to be asked for what lies below, the questions are those of the longest prefix that there may be.
-    """
-    tables, tier, states = replica.tables, replica.tier, replica.states
-    coming, before = False, tier.generation
-    if tier.asks:
-        coming = tier.ask(tables.from_below(digests, tier.may_have))
-    wanted = tables.from_below(digests, tier.has, states.there(digests))
-    coming |= states.bring_newest(digests[: wanted.pages], wait=wait)
-    ends = states.ends(None, digests)
-    if len(wanted.digests):
-        there = tables.from_below(digests, tier.host_has, ends)
-        coming |= tier.to_host(wanted, wanted.pages - there.pages, wait=wait)
-    if len(wanted.digests) or states.keeps:  # not all of it may be there yet
-        wanted = tables.from_below(digests, tier.host_has, ends)
-    # An answer that has come just now may be another question.
-    return coming or (tier.asks and tier.generation != before), wanted
+def _there(replica: Replica, digests: Digests, first: int = 0) -> FromBelow:
+    """What can be lifted now."""
+    return replica.tables.from_below(digests, replica.tier.host_has, replica.states.ends(None, digests), first)

@@ -1,21 +1,15 @@
-"""`PagesBelow`: what a replica asks of the tier below its pool."""
+"""`PagesBelow`: what a replica asks of the tier below its pool; and what is fetched of it for the longest prefix."""
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import numpy as np
 
 from kvcache.pool.index import Digests
 from kvcache.replica.context import Context, HasherOfRow
+from kvcache.replica.request_states import RequestStates
 from kvcache.replica.resume import NO_SLOTS, Asked, FromBelow, Slots
-from kvcache.replica.rows import Ints, Pages, Rows
-from kvcache.types import RequestID
-
-
-class StateEnds(Protocol):
-    """Tells after which pages a request may go on: the part of `PrefixStates` that a tier asks."""
-
-    def ends(self, request_id: RequestID | None, digests: Digests) -> Asked: ...
+from kvcache.replica.rows import Pages, Rows
+from kvcache.replica.tables import RowTables
 
 
 class PagesBelow:
@@ -27,8 +21,10 @@ class PagesBelow:
     keeps = False  # whether pages may come back
     generation = 0  # counts what has come and gone
     brought_at_once = 0  # pages, for others than rows
-
+    fetches = False  # whether some lie below what can be lifted
     asks = False  # whether somebody has to be asked for what lies there
+    longest_tail = 0  # pages that may lie there beyond what is found by asking for the whole prompt
+    is_bringing = False  # whether pages are on their way that no row has
 
     def has(self, digests: Digests, asked: Asked) -> Asked:  # noqa: ARG002 - here there is nothing to look in
         """Which of these pages lie below, `[tables, pages]`, as far as is known."""
@@ -53,16 +49,22 @@ class PagesBelow:
         """
         return False
 
-    def lift(self, digests: Digests, tables: Ints, here: Pages) -> None:
-        """Publish these pages on the device, all of which can be lifted, and keep what is `here`; `tables`: of each.
+    def lift(self, wanted: FromBelow) -> None:
+        """Publish these pages on the device, all of which can be lifted, and keep those that are there.
 
         Whatever reads them from now on reads what lay below.
         """
 
-    def find(self, row: int, context: Context, first: int, hasher_of: HasherOfRow, *, wait: bool) -> Slots:  # noqa: ARG002 - as above
+    def bring(self, wanted: FromBelow, most: int) -> None:
+        """Have the first `most` of these pages, which can be lifted, on the device, for others than rows.
+
+        They are published once they are there.
+        """
+
+    def find(self, row: int, context: Context, first: int, hasher_of: HasherOfRow) -> Slots:  # noqa: ARG002 - as above
         """The slots that hold the row's context from page `first` on, without a gap; what was restored before arrives.
 
-        The last known token is not covered. `wait`: for a while, where pages are on their way from files.
+        The last known token is not covered.
         """
         return NO_SLOTS
 
@@ -79,18 +81,62 @@ class PagesBelow:
         """Pages that are on their way back: those that the row waits for, or all."""
         return []
 
-    def bring(self, digests: Digests, first: int, most: int) -> bool:  # noqa: ARG002 - as above
-        """Have `most` pages of these digests at most on the device, published, for others than rows: the rest of a run.
-
-        `first`: which page of its prompt the first is. To be called again while it says that some are on their way.
-        """
-        return False
-
     def mend(self, rows: Iterable[int]) -> None:
         """After an interrupt: these rows are claimed. Nothing is being copied any more."""
 
-    def leave(self, row: int, pages: Pages, states: StateEnds | None) -> None:
+    def leave(self, row: int, pages: Pages, states: RequestStates) -> None:
         """The row gives up its pages, and has used the published `pages`, in logical order, just now.
 
-        `states`: of recurrent layers, those after its pages.
+        `states`: those after its pages.
         """
+
+
+def fetch_prefix(
+    tables: RowTables, tier: PagesBelow, states: RequestStates, digests: Digests, first: int = 0, *, wait: bool
+) -> bool:
+    """Have what the longest prefix of pages of these digests needs brought to the host; whether some is on its way.
+
+    Whoever asks has the `first` pages. With recurrent states that prefix ends after a page after which there is one,
+    anywhere, which is brought as well. `wait`: for a while for what is being read, and for no answer.
+
+    Where somebody has to be asked for what lies below, the questions are those of the longest prefix that there may be.
+    """
+    if len(digests) <= first or not (tier.fetches or states.keeps):
+        return False
+    before, coming = tier.generation, False
+    if tier.asks:
+        coming = tier.ask(tables.from_below(digests, tier.may_have, None, first))
+        if states.keeps:
+            asking, digests = _up_to_known_state(tables, tier, states, digests, first)
+            coming |= asking
+            if coming and not wait:
+                return True  # a later state may be found, and a state is large
+    wanted = tables.from_below(digests, tier.has, states.there(digests), first)
+    coming |= states.bring_newest(digests[: wanted.pages], wait=wait)
+    ends = states.ends(None, digests)
+    if len(wanted.digests):
+        there = tables.from_below(digests, tier.host_has, ends, first)
+        coming |= tier.to_host(wanted, wanted.pages - there.pages, wait=wait)
+    # An answer that has come just now may be another question.
+    return coming or (tier.asks and tier.generation != before)
+
+
+def _up_to_known_state(
+    tables: RowTables, tier: PagesBelow, states: RequestStates, digests: Digests, first: int
+) -> tuple[bool, Digests]:
+    """Ask for states, and for what lies below up to them; whether an answer is on its way, and the pages to look at.
+
+    A run of pages whose end is in an object of its own ends with a state: so it is looked for where one is.
+    """
+    found = tables.from_below(digests, tier.has, None, first)
+    behind = digests[: found.reach + tier.longest_tail]
+    if states.ask(behind):
+        return True, digests[: found.pages]
+    for end in (found.pages + 1 + np.flatnonzero(states.there(behind[found.pages :])))[::-1].tolist():
+        perhaps = tables.from_below(digests[:end], tier.may_have, None, first)
+        asking = perhaps.pages == end and tier.ask(perhaps)
+        if tables.from_below(digests[:end], tier.has, None, first).pages == end:
+            return False, digests[:end]
+        if asking:
+            return True, digests[: found.pages]
+    return False, digests[: found.pages]

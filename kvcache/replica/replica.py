@@ -19,10 +19,10 @@ from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.hints import ReplicaHints
 from kvcache.replica.keys import ExtraKeys
 from kvcache.replica.leases import PageLease, PageLeases
-from kvcache.replica.pages_below import PagesBelow
+from kvcache.replica.pages_below import PagesBelow, fetch_prefix
 from kvcache.replica.request_states import RequestStates
 from kvcache.replica.reservation import Reservation
-from kvcache.replica.resume import Asked, Found, last_end
+from kvcache.replica.resume import Asked, Found, Slots, last_end
 from kvcache.replica.rows import BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
 from kvcache.replica.tables import OneTable, RowTables
 from kvcache.types import RequestID
@@ -482,8 +482,8 @@ class Replica:
         if found is None:
             found = self.published_run(context, row)
             if self.tier.keeps and self.tables.count == 1:  # else `lift` has brought what all can go on from
-                restored, wait = max(found.end, start // self.page_size), self.rows.prompt.item(row) < 0
-                slots = self.tier.find(row, context, restored, self.hasher, wait=wait)
+                restored = max(found.end, start // self.page_size)
+                slots = self._slots(row, context, restored)
                 found = found._replace(restored=restored, slots=slots)
             if self.states.keeps and found.is_any:
                 reached = found.restored + len(found.slots) if found.slots.size else found.end
@@ -494,6 +494,15 @@ class Replica:
             elif end > found.first:  # no token fewer to run: `step` finds the duplicates
                 found = self.tables.nothing(found.first)
         return self.states.planned(row, context, self.tables.plan(row, context, length, start, found), reached)
+
+    def _slots(self, row: int, context: Context, first: int) -> Slots:
+        """Where the host has the context's pages from `first` on; what lies below it is waited for once."""
+        slots, last = self.tier.find(row, context, first, self.hasher), (context.current_length - 1) // self.page_size
+        if self.tier.fetches and first + len(slots) < last:
+            digests, wait = self.hasher(row, context).digests(context.tokens, 0, last), self.rows.prompt.item(row) < 0
+            fetch_prefix(self.tables, self.tier, self.states, digests, first, wait=wait)
+            slots = self.tier.find(row, context, first, self.hasher)
+        return slots
 
     def _up_to_state(self, row: int, context: Context, found: Found, end: int) -> Found:
         """The part of what was found, up to column `end`, that ends with a state from which the request can go on."""

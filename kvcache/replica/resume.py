@@ -55,6 +55,7 @@ class FromBelow(NamedTuple):
     """The pages that a request needs to go on from the end of a prefix, and that only a tier below has."""
 
     pages: int  # columns up to that end
+    reach: int  # columns up to which tables that keep all pages have them, wherever windows end
     every: Digests  # of each table and page, `[tables, pages, words]`
     lacking: Asked  # what the tier has
     here: Pages  # what the device has of the rest, by column

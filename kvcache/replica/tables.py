@@ -95,19 +95,22 @@ class RowTables:
         """The digests of the pages of all tables, `[tables, pages, words]`, given those of their tokens."""
         return self._mix(slice(None), digests)
 
-    def from_below(self, digests: Digests, below: Below, ends: Asked | None = None) -> FromBelow:
+    def from_below(self, digests: Digests, below: Below, ends: Asked | None = None, first: int = 0) -> FromBelow:
         """The longest prefix of pages with these digests that all tables can go on from with what `below` has of them.
 
-        What a window has let fall is not asked for. `ends`: as `resume` has it.
+        Whoever asks has the `first` ones. What a window has let fall is not asked for. `ends`: as `resume` has it.
         """
         every = self.every(digests)
         pages = self._find_each(every)
         absent = pages == NO_PAGE
-        end = resume(~absent | below(every, absent), self.groups, self._page_size, 0, ends)
+        absent[:, :first] = False
+        there = ~absent | below(every, absent)
+        end = resume(there, self.groups, self._page_size, 0, ends)
+        reach = resume(there, [one for one in self.groups if one.group.keeps_all], self._page_size)
         needed = np.zeros_like(absent)
         for group, tables in self.groups:
-            needed[tables, self._seen(group, end * self._page_size) : end] = True
-        return FromBelow(end, every, needed & absent, pages.T[(needed & ~absent).T])
+            needed[tables, max(first, self._seen(group, end * self._page_size)) : end] = True
+        return FromBelow(end, reach, every, needed & absent, pages.T[(needed & ~absent).T])
 
     def whole(self, digests: Digests, most: int) -> list[Pages]:
         """The pages of each table of the longest prefix that all can go on from; `most` pages at most in all together.

@@ -28,13 +28,14 @@ from kvcache.pool.pages import PagePool
 from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.resume import NO_SLOTS, Asked
 from kvcache.states.state_layout import state_layouts
-from kvcache.states.state_objects import StateObjects, make_state_objects
 from kvcache.states.state_slabs import StateLayouts, kind_offsets
 from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.host_tier import HostLoad, HostTier, ReplicaTier
+from kvcache.tiers.object_tier import ObjectTier
 from kvcache.tiers.page_files import FileFormat
 from kvcache.tiers.page_folder import namespace_of
-from kvcache.tiers.tiers import Tiers, file_tier_of
+from kvcache.tiers.page_objects import ObjectFormat
+from kvcache.tiers.tiers import Tiers, compute_page_s, file_tier_of
 
 _GB = 2**30
 _LEAST_SLOTS = 2  # one is read from a file while another is held
@@ -70,9 +71,19 @@ class StateTier(ReplicaTier):
         return self.host.pool.index.find(digests) != NO_PAGE
 
     def ask_newest(self, digests: Digests) -> bool:
-        """Have asked for the last of these states of which nothing is known; whether an answer is on its way."""
-        some, before = digests[None, -_LOOKED_AT:], self._answers
-        return self._ask(some, self.has(some, np.ones(some.shape[:2], np.bool_))) or self._answers != before
+        """Have asked for the last of these states, of which nothing is known; whether an answer is on its way.
+
+        Further back only where there is none.
+        """
+        before = self._answers
+        for end in range(len(digests), 0, -_LOOKED_AT):
+            some = digests[None, max(0, end - _LOOKED_AT) : end]
+            there = self.has(some, np.ones(some.shape[:2], np.bool_))
+            if self._ask(some, there):
+                return True
+            if there.any():
+                break
+        return self._answers != before  # an answer that has come just now may lead to more
 
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
         """Have the last of these states that there is brought to the host, which has none; is it on its way?
@@ -152,7 +163,7 @@ class StateTiers(Tiers):
     """The host tier of a manager's states, and files and objects below it."""
 
     def __init__(
-        self, host: HostTier, replicas: Sequence[StateTier], files: FileTier | None, objects: StateObjects | None
+        self, host: HostTier, replicas: Sequence[StateTier], files: FileTier | None, objects: ObjectTier | None
     ) -> None:
         super().__init__(host, replicas, files, objects)
         self.each = replicas
@@ -234,7 +245,11 @@ def make_state_tiers(
     layout = FileFormat(namespace, sum(sizes), DIGEST_BYTES[params.hash_algorithm])
     objects_name = namespace_of(params.hash_algorithm, fingerprint, params.file_tier_key, "objects of states")
     files = file_tier_of(params, layout, divided.file_bytes, host)
-    objects = make_state_objects(params, replace(layout, namespace=objects_name), host, pages[0])
+    objects = None
+    if params.object_tier_io is not None:  # each state is an object of its own
+        alone, seconds = ObjectFormat(replace(layout, namespace=objects_name), 1), compute_page_s(params, pages[0])
+        io, timeout = params.object_tier_io, params.object_tier_timeout_s
+        objects = ObjectTier(alone, host, io, timeout, seconds, apart=True)
     tiers = StateTiers(host, [StateTier(host, places, offsets) for places in replicas], files, objects)
     tiers.share = _SHARE
     return tiers

@@ -50,10 +50,6 @@ class FileIndex:
         """The entry of each page, `NO_ENTRY` where there is none."""
         return self.pages.find(digests)
 
-    def match(self, digests: Digests) -> Entries:
-        """The entries of the longest run of pages, from the first on, that are all known."""
-        return self.pages.match(digests) if self.pages.may_have(digests[0]) else np.zeros(0, np.int32)
-
     def whereabouts(self, entries: Entries) -> list[tuple[str, int, NDArray[np.intp]]]:
         """Each run of `entries` that lies side by side in a file: the file, its first place, and where in `entries`."""
         files, places = self._file_of[entries], self._place_of[entries]

@@ -64,6 +64,8 @@ class FileTier:
     `make_io` is called once for each of the two threads. Raises `PoolTooSmallError` where not a file of one page fits.
     """
 
+    asks = False  # whether somebody has to be asked for what is there
+
     def __init__(self, folder: PageFolder, layout: FileFormat, max_bytes: int, host: HostTier, make_io: MakeIO) -> None:
         if not layout.most_in(max_bytes):
             raise PoolTooSmallError(f"file tier: {max_bytes} bytes do not hold a page: {layout.size_of(1)} are needed")
@@ -93,25 +95,9 @@ class FileTier:
 
     # ---- up: from files to host slots
 
-    def promote(self, digests: Digests, _first: int, /, *, wait: bool) -> int:
-        """Fetch the first of these pages into host slots, as many as there are in files; how many that is.
-
-        `wait`, for at most `_LONGEST_WAIT_S`, for those that are on their way.
-        """
-        self._take_up_reads()
-        there = self._index.match(digests)
-        entries = there[: self._host.pool.free_count // 2]
-        if entries.size:
-            names = digests[: len(entries)]
-            absent = (self._host.pool.index.find(names) == NO_PAGE) & ~self._index.reading[entries]
-            self._begin_reads(entries[absent], names[absent])
-        if wait and self._reads:
-            self._await_reads()
-            self._take_up_reads()
-        return len(there)
-
     def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:  # noqa: ARG002 - what there is, is known
-        """Which of the `asked` pages of several block tables there are in files, `[tables, pages]`."""
+        """Which of the `asked` pages of the block tables there are in files, `[tables, pages]`."""
+        self._take_up_reads()
         found = np.zeros_like(asked)
         found[asked] = self._index.find(digests[asked]) != NO_ENTRY
         return found
@@ -121,13 +107,23 @@ class FileTier:
         return False
 
     def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:  # noqa: ARG002 - it always pays
-        """`promote` for the `wanted` pages of several block tables, all of which there are, by column."""
-        if wanted.any():
-            self.promote(digests.swapaxes(0, 1)[wanted.T], 0, wait=wait)
+        """Begin to read the `wanted` pages, all of which there are, by column, as far as the host has room.
+
+        `wait`, for at most `_LONGEST_WAIT_S`, for those that are on their way.
+        """
+        names = digests.swapaxes(0, 1)[wanted.T][: self._host.pool.free_count // 2]
+        entries = self._index.find(names)
+        absent = (self._host.pool.index.find(names) == NO_PAGE) & ~self._index.reading[entries]
+        if absent.any():
+            self._begin_reads(entries[absent], names[absent])
+        if wait and self._reads:
+            self._await_reads()
+            self._take_up_reads()
 
     def brings(self, digests: Digests, wanted: Asked, /) -> bool:
-        """Whether some of the `wanted` pages of several block tables are on their way up."""
-        return self.coming(digests[wanted], 0)
+        """Whether some of the `wanted` pages are on their way up."""
+        self._take_up_reads()
+        return bool(self._index.reading[self._index.find(digests[wanted])].any())
 
     @property
     def generation(self) -> int:
@@ -155,7 +151,7 @@ class FileTier:
             self.offer(digests[~known])
 
     def ended(self, digests: Digests) -> None:
-        """A request of several block tables is over: what it used, `used` has been told."""
+        """A request is over: what it used, `used` has been told."""
 
     def tick(self) -> None:
         """Take up what the threads have done, and give them what is due. Never waits."""

@@ -18,10 +18,10 @@ from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
 from kvcache.replica.context import Context, HasherOfRow
-from kvcache.replica.hashing import PrefixHasher
-from kvcache.replica.pages_below import PagesBelow, StateEnds
+from kvcache.replica.pages_below import PagesBelow
+from kvcache.replica.request_states import RequestStates
 from kvcache.replica.resume import NO_SLOTS, Asked, FromBelow, Slots
-from kvcache.replica.rows import Ints, Pages, Rows, as_rows
+from kvcache.replica.rows import Pages, Rows, as_rows
 from kvcache.storage import allocate_host_rows
 
 _BROUGHT_BYTES = 8 << 20  # for others than our rows, between two steps
@@ -75,12 +75,10 @@ class HostStore(NamedTuple):
 
 
 class LowerTier(Protocol):
-    """Where pages are that the host tier does not have: `FileTier` and `TableObjects`, which say what each means."""
+    """Where pages are that the host tier does not have: `FileTier` and `ObjectTier`, which say what each means."""
 
     def offer(self, digests: Digests) -> None: ...
     def used(self, digests: Digests) -> None: ...
-    def promote(self, digests: Digests, first: int, /, *, wait: bool) -> int: ...
-    def coming(self, digests: Digests, first: int, /) -> bool: ...
     def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked: ...
     def ask(self, digests: Digests, perhaps: Asked, /) -> bool: ...
     def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None: ...
@@ -93,6 +91,8 @@ class LowerTier(Protocol):
     def check(self) -> None: ...
     def settle(self) -> None: ...
     def mend(self) -> None: ...
+    @property
+    def asks(self) -> bool: ...
     @property
     def generation(self) -> int: ...
     @property
@@ -115,23 +115,23 @@ class ReplicaTier(PagesBelow, PageReader):
         movers: Sequence[PageMover],
         *,
         every: Callable[[Digests], Digests] | None = None,
-        ends: bool = False,
+        longest_tail: int = 0,
     ) -> None:
-        """`every`, `ends`: where there are objects, which are written when a request is over.
+        """`every`, `longest_tail`: where there are objects, which are written when a request is over.
 
-        `every` gives, of the first table's digests, those of all tables' pages; `ends` has the tier write runs of pages
-        up to those after which there is a state.
+        `every` gives, of the first table's digests, those of all tables' pages. `longest_tail`: most pages of an object
+        that has not all, as its last page is one after which there is a state; 0: there are no such objects.
         """
         self.host = host
         self.pool = pool
         self.lower = host.lower
-        self.every, self._ends = every, ends
+        self._every, self.longest_tail = every, longest_tail
         self._movers = movers
         self._at_once = all(mover.at_once for mover in movers)
         self._no_digests: Digests = pool.index.digests_of(NO_SLOTS)
         self.storing = np.zeros(pool.num_pages + 1, np.bool_)  # whether it waits to be copied, or is being copied
         # Published pages to be copied to the host, oldest first, with their digests; an entry without pages says that
-        # those digests were used, or of several tables, `[tables, pages, words]`, that their request is over.
+        # those digests were used, or, `[tables, pages, words]`, that their request is over.
         self.waiting: deque[tuple[Pages, Digests]] = deque()
         self._loads: dict[int, list[HostLoad]] = {}  # by row, what is on its way back for it
         self._left: list[HostLoad] = []  # begun, and their rows do not wait for them any more
@@ -203,7 +203,7 @@ class ReplicaTier(PagesBelow, PageReader):
             self.storing[pages] = False
         self.waiting.clear()
 
-    def leave(self, row: int, pages: Pages, states: StateEnds | None) -> None:
+    def leave(self, row: int, pages: Pages, states: RequestStates) -> None:
         """What comes back for the row comes for nobody; a copy that runs has its pages to its end.
 
         The use of `pages` counts once the last of them are copied: else these would go last, and the first ones,
@@ -217,34 +217,31 @@ class ReplicaTier(PagesBelow, PageReader):
         if pages.size:
             digests = self.pool.index.digests_of(pages)
             self.waiting.append((NO_SLOTS, digests))
-            if self._ends and states is not None:
-                ends = np.flatnonzero(states.ends(None, digests)) + 1
-                self.waiting.extend((NO_SLOTS, digests[None, :end]) for end in ends.tolist())
-            if self.every is not None and (tables := self.pool.index.tables_of(pages)) is not None:
-                self.waiting.append((NO_SLOTS, self.every(digests[tables == 0])))
+            if self._every is not None:
+                tables = self.pool.index.tables_of(pages)
+                of_tokens = digests if tables is None else digests[tables == 0]
+                every, ends = self._every(of_tokens), [len(of_tokens)]
+                if self.longest_tail:
+                    ends = [*(np.flatnonzero(states.ends(None, of_tokens)) + 1).tolist(), *ends]
+                self.waiting.extend((NO_SLOTS, every[:, :end]) for end in ends)
             self._pass_uses()
 
     # ---- and back
 
-    def find(self, row: int, context: Context, first: int, hasher_of: HasherOfRow, *, wait: bool) -> Slots:
+    def find(self, row: int, context: Context, first: int, hasher_of: HasherOfRow) -> Slots:
         self.arrive(np.array([row]))  # pages that were promised may be replaced now
-        return self.match(hasher_of(row, context), context, first, wait=wait)
-
-    def match(self, hasher: PrefixHasher, context: Context, first: int, *, wait: bool = False) -> Slots:
-        """`find` for a request that need not have a row."""
+        hasher = hasher_of(row, context)
         last = (context.current_length - 1) // hasher.page_size
         if last <= first:
             return NO_SLOTS
+        index = self.host.pool.index
+        kept = hasher.matches.get(index)
+        if kept is not None and kept[:3] == (index.generation, first, last):
+            return kept[3]
         digests = hasher.digests(context.tokens, first, last)
-        slots = self._match(hasher, digests, first, last)
-        if self._promote(slots, digests, first, wait=wait):
-            slots = self._match(hasher, digests, first, last)
+        slots = index.match(digests) if index.may_have(digests[0]) else NO_SLOTS
+        hasher.matches[index] = (index.generation, first, last, slots)
         return slots
-
-    def begin(self, digests: Digests, first: int) -> bool:
-        """Begin to bring these pages, from page `first` of a prompt on, to the host; whether some are on their way."""
-        self._promote(self.host.pool.index.match(digests), digests, first, wait=False)
-        return any(lower.coming(digests, first) for lower in self.lower)
 
     def hold(self, slots: Slots) -> None:
         self.host.pool.hold(slots)
@@ -256,15 +253,24 @@ class ReplicaTier(PagesBelow, PageReader):
         if not self._at_once:
             self._begin(load)
 
-    # ---- back into several block tables
+    # ---- what lies below
 
     @property
     def generation(self) -> int:
         return self.host.pool.index.generation + sum(lower.generation for lower in self.lower)
 
     @property
+    def fetches(self) -> bool:
+        return bool(self.lower)
+
+    @property
     def asks(self) -> bool:
-        return self.every is not None and bool(self.lower)
+        return any(lower.asks for lower in self.lower)
+
+    @property
+    def is_bringing(self) -> bool:
+        self.poll()
+        return any(load.digests is not None for load in self._left)
 
     def has(self, digests: Digests, asked: Asked, *, perhaps: bool = False) -> Asked:
         found = self.host_has(digests, asked)
@@ -281,12 +287,16 @@ class ReplicaTier(PagesBelow, PageReader):
         return found
 
     def ask(self, perhaps: FromBelow) -> bool:
-        lacking = perhaps.lacking & ~self.host_has(perhaps.every, perhaps.lacking)
-        return any([lower.ask(perhaps.every, lacking) for lower in self.lower])  # noqa: C419 - each of them
+        left, coming = perhaps.lacking & ~self.host_has(perhaps.every, perhaps.lacking), False
+        for lower in self.lower:
+            if lower.asks:  # one that is left alone may have nothing
+                coming |= lower.ask(perhaps.every, lower.has_of(perhaps.every, left, perhaps=True))
+            left &= ~lower.has_of(perhaps.every, left, perhaps=False)
+        return coming
 
     def to_host(self, wanted: FromBelow, gain: int, *, wait: bool) -> bool:
         slots = self.host.pool.index.find(wanted.digests)
-        if (slots != NO_PAGE).all():
+        if np.count_nonzero(slots) == len(slots):
             return False
         self.host.touch(slots[slots != NO_PAGE])  # what is fetched must not push out what is needed beside it
         left = wanted.lacking & ~self.host_has(wanted.every, wanted.lacking)
@@ -298,47 +308,33 @@ class ReplicaTier(PagesBelow, PageReader):
             left &= ~there
         return coming
 
-    def lift(self, digests: Digests, tables: Ints, here: Pages) -> None:
-        slots = self.host.pool.index.find(digests)
-        self.host.pool.hold(slots)  # an eviction below may make room for the page that it evicts
-        self.pool.hold(here)
-        load = HostLoad(slots, self.pool.allocate(len(slots)))
-        self.pool.add_writer(load.pages)
+    def lift(self, wanted: FromBelow) -> None:
+        load = self._load(wanted, len(wanted.digests))
         for mark in self._begin(load):
             mark.order()
-        self.pool.index.say_tables(load.pages, tables)
-        self.pool.index.publish(load.pages, digests)
-        self.pool.release(load.pages)
-        self.pool.release(here)
-        self._left.append(load)
-        self.poll()
+        self.pool.index.publish(load.pages, wanted.digests)
+        self._let_come(load, wanted)
 
-    def bring(self, digests: Digests, first: int, most: int) -> bool:
-        self.poll()
-        head = self.pool.index.match(digests)
-        wanted, first = digests[len(head) : max(0, most)], first + len(head)
-        if not len(wanted):
-            return False
-        if any(load.digests is not None for load in self._left):
-            return True  # few at a time: a copy may take the caller's time, whose own requests come first
-        slots = self.host.pool.index.match(wanted)
-        if self._promote(slots, wanted, first, wait=False):
-            slots = self.host.pool.index.match(wanted)
-        generation = self.host.pool.index.generation
-        room = self.pool.free_count // 2 - self.pool.would_be_taken(head)
-        slots = slots[: max(0, min(self.brought_at_once, room))]
-        self.pool.hold(head)  # what makes room for the rest is not what comes before it
-        if slots.size:
-            self.host.pool.hold(slots)
-            load = HostLoad(slots, self.pool.allocate(len(slots)), digests=wanted[: len(slots)])
-            self.pool.add_writer(load.pages)
-            self.pool.release(load.pages)
-            self._begin(load)
-            self._left.append(load)
-        self.pool.release(head)
+    def bring(self, wanted: FromBelow, most: int) -> None:
+        load = self._load(wanted, most)
+        load.digests = wanted.digests[:most]
+        self._begin(load)
+        self._let_come(load, wanted)
+
+    def _load(self, wanted: FromBelow, most: int) -> HostLoad:
+        slots = self.host.pool.index.find(wanted.digests[:most])
+        self.host.pool.hold(slots)  # an eviction below may make room for the page that it evicts
+        self.pool.hold(wanted.here)  # what makes room for the rest is not what is needed beside it
+        load = HostLoad(slots, self.pool.allocate(len(slots)))
+        self.pool.add_writer(load.pages)
+        self.pool.index.say_tables(load.pages, wanted.tables[:most])
+        return load
+
+    def _let_come(self, load: HostLoad, wanted: FromBelow) -> None:
+        self.pool.release(load.pages)
+        self.pool.release(wanted.here)
+        self._left.append(load)
         self.poll()  # a copy that has taken the caller's time is over
-        coming = any(lower.coming(wanted, first) for lower in self.lower)
-        return bool(slots.size) or coming or self.host.pool.index.generation != generation  # or has come just now
 
     def arrive(self, rows: Rows) -> None:
         """Copies that take the caller's time are made now, not before: a request that is given up first costs none."""
@@ -390,27 +386,6 @@ class ReplicaTier(PagesBelow, PageReader):
         self.waiting = kept
 
     # ---- inside
-
-    def _promote(self, slots: Slots, digests: Digests, first: int, *, wait: bool) -> bool:
-        """Have fetched from below what follows `slots` of these pages; whether the host may have more by now."""
-        if not self.lower or len(slots) == len(digests):
-            return False
-        if slots.size:
-            self.host.touch(slots)  # what is fetched must not push out what comes before it
-        have, generation = len(slots), self.host.pool.index.generation
-        for lower in self.lower:
-            if have < len(digests):
-                have += lower.promote(digests[have:], first + have, wait=wait)
-        return self.host.pool.index.generation != generation
-
-    def _match(self, hasher: PrefixHasher, digests: Digests, first: int, last: int) -> Slots:
-        index = self.host.pool.index
-        kept = hasher.matches.get(index)
-        if kept is not None and kept[:3] == (index.generation, first, last):
-            return kept[3]
-        slots = index.match(digests) if index.may_have(digests[0]) else NO_SLOTS
-        hasher.matches[index] = (index.generation, first, last, slots)
-        return slots
 
     def _take(self, most: int) -> tuple[Pages, Digests]:
         taken: list[tuple[Pages, Digests]] = [(NO_SLOTS, self._no_digests)]

@@ -6,13 +6,21 @@ is left alone for a while.
 
 A prompt's pages are written when its request is released, those of an object together. Objects are neither listed nor
 deleted: the bucket's own rules end them, and one that is gone is a miss.
+
+Each block table has objects of its own: of the same pages of a prompt, named by the digest of the last one as this
+table's pages are named. Those of all tables that begin at one page are written before those of the next, as far as the
+host has them whole: of a window also what the request let fall. Looked for are the objects that the longest prefix
+needs: all of full layers, and of a window those that lie over what is seen behind its end.
+
+What there is of a prompt is asked in two rounds, so that windows are asked for where the full layers' objects end. A
+third asks for all of them where these are not there.
 """
 
 import logging
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,13 +28,14 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
 from kvcache.pool.index import NO_PAGE, Digests
-from kvcache.replica.resume import NO_SLOTS, Slots
+from kvcache.replica.resume import NO_SLOTS, Asked, Slots
 from kvcache.tiers.host_tier import HostTier
 from kvcache.tiers.page_files import FileRefusal, FileRefusals
-from kvcache.tiers.page_objects import ObjectFormat, PageGroup
+from kvcache.tiers.page_objects import ObjectFormat
 from kvcache.tiers.read_rates import ReadRates
 from kvcache.types import MakeObjectIO, ObjectIO, ObjectRange, Part
 
@@ -36,8 +45,10 @@ _PAUSE_S = 10.0  # after the store failed
 _ABSENT_S = 10.0  # that an object is taken for absent once the store has said so
 _LONGEST_FLUSH_S = 10.0
 _MOST_KNOWN = 1 << 16  # objects
-MOST_ASKED = 256  # objects, at once
-MOST_QUEUED = 256  # objects to be written
+MOST_ASKED = 256  # objects of a table, at once
+MOST_QUEUED = 256  # objects of a table to be written
+_PRESENT, _UNKNOWN, _ABSENT = 1, 0, -1
+_States = NDArray[np.int8]  # of each table and object
 
 _log = logging.getLogger("pagewire")
 _T = TypeVar("_T")
@@ -49,7 +60,7 @@ class ObjectPiece(NamedTuple):
     name: bytes
     skip: int  # pages of the object before them
     digests: Digests
-    table: int = 0  # the block table of its pages
+    table: int  # the block table of its pages
 
 
 @dataclass(eq=False, slots=True)
@@ -76,8 +87,11 @@ class ObjectTier:
 
     `make_io` is called once for each of the two threads. A request waits until it is told what there is, and then for
     its pages, `timeout_s` at most each. `compute_page_s`: what the model takes for a page's tokens; None: reading
-    always pays.
+    always pays. `windows`: of each block table whether later queries do not see all of its pages. `apart`: the pages
+    are states, of which one is read, however long the prompt is, and each is written as soon as the host has it.
     """
+
+    asks = True  # whether somebody has to be asked for what is there
 
     def __init__(
         self,
@@ -86,8 +100,13 @@ class ObjectTier:
         make_io: MakeObjectIO,
         timeout_s: float,
         compute_page_s: float | None = None,
+        windows: Sequence[bool] = (False,),
+        *,
+        apart: bool = False,
     ) -> None:
         self._layout = layout
+        self._windows = np.array(windows)
+        self._tables, self._apart = len(windows), apart
         self._host = host
         self.generation = 0  # counts the answers that said what there is
         self._timeout_s = timeout_s
@@ -100,7 +119,6 @@ class ObjectTier:
         self._writer = ThreadPoolExecutor(1, "pagewire-object-writes")
         self._era = 0  # resets so far
         self._epoch: str | None = None  # None: not known yet
-        self._closed = False
         self._untold = False  # whether the store has still to be told of a new epoch
         self._known: OrderedDict[bytes, float | None] = OrderedDict()  # until when it is absent; None: it is there
         self._broken: set[bytes] = set()  # objects to be written over
@@ -116,51 +134,77 @@ class ObjectTier:
 
     # ---- up: from objects to host slots
 
-    def promote(self, digests: Digests, first: int, /, *, wait: bool = False) -> int:  # noqa: ARG002 - it never waits
-        """Begin to fetch a prompt's pages from `first` on, which have these digests; how many are known to be there."""
+    def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:
+        """Which of the `asked` pages are known to be there; `perhaps`: and those of which nothing is known yet."""
         self._take_up()
-        if self._clock() < self._paused_until:
-            return 0
-        # Of a prompt that is larger than the host tier, what comes later would push out what came before, and be asked
-        # for again and again.
-        most = max(0, self._host.pool.num_pages // 2 - first)
-        if len(digests) > most:
-            digests = digests[: max(0, most - (first + most) % self._layout.count)]
-        present, unknown = list[PageGroup](), list[bytes]()
-        for group in self._layout.groups(digests, first):
-            absent_until = self._known.get(group.name, 0.0)
-            if absent_until is None:
-                if not unknown:
-                    present.append(group)
-            elif self._clock() < absent_until:
-                break
-            else:
-                unknown.append(group.name)
-        if unknown and unknown[0] not in self._busy:
-            self._ask(unknown[:MOST_ASKED], digests, first)
-        if present and self._epoch is not None:
-            self._fetch(self._epoch, present, digests)
-        return present[-1].end if present else 0
+        found = np.zeros_like(asked)
+        if self._clock() >= self._paused_until:
+            over = self._over(asked)
+            states = self._states(digests, over)
+            there = over & (states >= (_UNKNOWN if perhaps else _PRESENT))
+            pages = there.repeat(self._layout.count, axis=1)[:, : asked.shape[1]]
+            found[:, : pages.shape[1]] = pages
+        return found & asked
 
-    def coming(self, digests: Digests, first: int, /) -> bool:
-        """Whether some of these pages may be on their way up, and not for too long."""
-        self._take_up()
-        now = self._clock()
-        return any(self._busy.get(group.name, now) > now for group in self._layout.groups(digests, first))
+    def ask(self, digests: Digests, perhaps: Asked) -> bool:
+        """Ask for objects over these pages of which nothing is known; whether an answer is on its way, and in time."""
+        over = self._over(perhaps)
+        states = self._states(digests, np.ones_like(over))
+        unknown = over & (states == _UNKNOWN)
+        if unknown[~self._windows].any():
+            unknown[self._windows] = False
+        elif unknown.any() and (states[self._windows] == _ABSENT).any():
+            last = int(np.argwhere(over)[:, 1].max()) + 1
+            unknown[:, :last] = states[:, :last] == _UNKNOWN
+        names = [name for name in self._names(digests, unknown) if name not in self._busy]
+        if names:
+            self._ask(names[: MOST_ASKED * self._tables])
+        return self._waits(digests, unknown)
+
+    def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:  # noqa: ARG002 - it never waits
+        """Begin to read the `wanted` pages, which are there and the host lacks, as many as there is room for."""
+        if self._epoch is None or not wanted.any():
+            return
+        count, room, pieces = self._layout.count, self._host.pool.free_count // 2, list[ObjectPiece]()
+        for at, table in np.argwhere(self._over(wanted).T).tolist():
+            begin = at * count
+            pages = digests[table, begin : begin + count]
+            name = pages[-1].tobytes()
+            if name in self._busy:
+                break  # what follows is worth nothing before it has come
+            missing = wanted[table, begin : begin + count].nonzero()[0]
+            run = pages[missing[0] : missing[-1] + 1][:room]
+            if len(run):
+                pieces.append(ObjectPiece(name, int(missing[0]), run, table))
+                room -= len(run)
+        self._read_pieces(self._epoch, pieces, gain)
+
+    def brings(self, digests: Digests, wanted: Asked) -> bool:
+        """Whether some of the `wanted` pages are on their way up, and not for too long."""
+        return self._waits(digests, self._over(wanted))
 
     # ---- down: from host slots to objects
 
     def offer(self, digests: Digests) -> None:
         """The host tier has these pages now. Which of them make an object, is known when a request ends."""
+        if self._apart:
+            self.ended(digests[None])
 
     def used(self, digests: Digests) -> None:
-        """A request has used these pages, from its first on: they are written, if they are still there in turn."""
+        """A request has used these pages. `ended` says which are to be written."""
+        if self._apart:
+            self.ended(digests[None])
+
+    def ended(self, digests: Digests) -> None:
+        """A request of these pages, `[tables, pages, words]`, is over: what the host has of them is written."""
         if self._clock() < self._paused_until:
             return
-        for group in self._layout.groups(digests, 0):
-            there = self._known.get(group.name, 0.0) is None
-            if not there and len(self._queue) < MOST_QUEUED:
-                self._queue[group.name] = digests[group.begin : group.end]
+        for begin, end in self._layout.bounds(digests.shape[1]):
+            for pages in digests[:, begin:end]:
+                name = pages[-1].tobytes()
+                there = self._known.get(name, 0.0) is None
+                if not there and len(self._queue) < MOST_QUEUED * self._tables:
+                    self._queue[name] = pages
 
     def tick(self) -> None:
         """Take up what the threads have done, and give them what is due. Never waits."""
@@ -200,7 +244,6 @@ class ObjectTier:
 
     def close(self) -> None:
         """End the threads, once what they are at is done. Safe twice."""
-        self._closed = True  # an answer that comes now asks for no pages any more
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown(cancel_futures=True)
         self._take_up()
@@ -297,15 +340,13 @@ class ObjectTier:
 
     # ---- what is there
 
-    def _ask(self, names: list[bytes], digests: Digests | None = None, first: int = 0) -> None:
-        """Ask which of these objects there are, and then fetch the pages that were wanted."""
+    def _ask(self, names: list[bytes]) -> None:
+        """Ask which of these objects there are."""
 
         def take(answer: tuple[str, list[bool]]) -> None:
             self._epoch, there = answer
             for name, known in zip(names, there, strict=True):
                 self._know(name, None if known else self._clock() + _ABSENT_S)
-            if digests is not None and not self._closed:
-                self.promote(digests, first)
 
         self._begin(partial(self._asked, self._epoch, names), take, names, NO_SLOTS)
 
@@ -336,24 +377,39 @@ class ObjectTier:
     def _take_told(self, _: None) -> None:
         self._untold = False
 
+    def _over(self, pages: Asked) -> Asked:
+        """The objects over these pages, `[tables, objects]`.
+
+        Of a prompt that is larger than the host tier what comes later would push out what came before: it is left out.
+        """
+        if self._apart:
+            return pages
+        count, most = self._layout.count, self._host.pool.num_pages // 2 // self._tables
+        objects, rest = divmod(min(pages.shape[1], most), count)
+        objects += self._layout.tails and rest > 0 and pages.shape[1] <= most
+        covered = np.zeros((self._tables, objects * count), np.bool_)
+        covered[:, : pages.shape[1]] = pages[:, : objects * count]
+        return np.logical_or.reduce(covered.reshape(self._tables, objects, count), axis=2)
+
+    def _names(self, digests: Digests, objects: Asked) -> list[bytes]:
+        """By page, then by table."""
+        count, pages = self._layout.count, digests.shape[1]
+        last = digests[:, [min((at + 1) * count, pages) - 1 for at in range(objects.shape[1])]]
+        return [name.tobytes() for name in last.swapaxes(0, 1)[objects.T]]
+
+    def _states(self, digests: Digests, objects: Asked) -> _States:
+        states, now = np.full(objects.shape, _ABSENT, np.int8), self._clock()
+        found = [self._known.get(name, 0.0) for name in self._names(digests, objects)]
+        states.T[objects.T] = [_PRESENT if until is None else _ABSENT if now < until else _UNKNOWN for until in found]
+        return states
+
+    def _waits(self, digests: Digests, objects: Asked) -> bool:
+        now = self._clock()  # what has come since `has_of` is looked at by whoever asks again
+        return any(self._busy.get(name, now) > now for name in self._names(digests, objects))
+
     # ---- reads
 
-    def _fetch(self, epoch: str, groups: list[PageGroup], digests: Digests) -> None:
-        """Read the pages of these objects that the host lacks, as many as there is room for, where that pays."""
-        pool = self._host.pool
-        absent = pool.index.find(digests[: groups[-1].end]) == NO_PAGE
-        room, pieces = pool.free_count // 2, list[ObjectPiece]()
-        for name, begin, end, skip in groups:
-            if name in self._busy:
-                break  # what follows is worth nothing before it has come
-            missing = np.flatnonzero(absent[begin:end])[:room]
-            if missing.size:
-                one = slice(begin + int(missing[0]), begin + int(missing[-1]) + 1)
-                pieces.append(ObjectPiece(name, skip + int(missing[0]), digests[one][:room]))
-                room -= len(pieces[-1].digests)
-        self._read_pieces(epoch, pieces)
-
-    def _read_pieces(self, epoch: str, pieces: list[ObjectPiece], gain: int | None = None) -> None:
+    def _read_pieces(self, epoch: str, pieces: list[ObjectPiece], gain: int) -> None:
         pool = self._host.pool
         before, count = (sum(map(len, each)) for each in (self.held_slots, [piece.digests for piece in pieces]))
         if not pieces or not self.rates.pays(count, before, self._clock(), gain):

@@ -14,7 +14,6 @@ and no list of them is kept or read. Some of its pages that lie side by side are
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -25,15 +24,6 @@ from kvcache.types import Part
 
 _EPOCH = re.compile(rb"[0-9a-f]{16}")
 _EPOCH_BYTES = 16
-
-
-class PageGroup(NamedTuple):
-    """Of a run of digests those whose pages lie in one object, which is named by the last one."""
-
-    name: bytes
-    begin: int  # of the run
-    end: int
-    skip: int  # pages of the object before these
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +43,12 @@ class ObjectFormat:
     def object_bytes(self) -> int:
         return self.count * self.record_bytes
 
-    def groups(self, digests: Digests, first: int) -> list[PageGroup]:
-        """The objects of a prompt's pages, of which `digests` are those from page `first` on."""
-        ends = [*range((first // self.count + 1) * self.count - first, len(digests) + 1, self.count)]
-        if self.tails and len(digests) and (not ends or ends[-1] < len(digests)):
-            ends.append(len(digests))
-        skips = [first % self.count, *(0 for _ in ends[1:])]
-        begins = [0, *ends]
-        return [
-            PageGroup(digests[end - 1].tobytes(), begin, end, skip)
-            for begin, end, skip in zip(begins, ends, skips, strict=False)
-        ]
+    def bounds(self, pages: int) -> list[tuple[int, int]]:
+        """Of each object of a run of so many pages the first of its pages, and the page after the last."""
+        ends = [*range(self.count, pages + 1, self.count)]
+        if self.tails and pages % self.count:
+            ends.append(pages)
+        return [*zip([0, *ends], ends, strict=False)]
 
     def key(self, epoch: str, name: bytes) -> str:
         return f"{self.page.namespace.hex()}/{epoch}/{name.hex()}"

@@ -14,18 +14,15 @@ from kvcache.layer_groups import LayerTables
 from kvcache.layout import PageLayout, replica_fingerprint
 from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
-from kvcache.pool.index import Digests
-from kvcache.replica.context import Context
 from kvcache.replica.devices import PlacedReplica
-from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
-from kvcache.replica.request_states import RequestStates
+from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.rows import Ints
 from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.host_tier import HostTier, ReplicaTier
+from kvcache.tiers.object_tier import ObjectTier
 from kvcache.tiers.page_files import FileFormat, FileRefusal, SystemIO
 from kvcache.tiers.page_folder import PageFolder, namespace_of
 from kvcache.tiers.page_objects import ObjectFormat
-from kvcache.tiers.table_objects import TableObjects
 
 _SHARE = 0.05  # of the time that passes, for copies that take the loop's own
 _MOST_CREDIT_S = 0.005  # what a long step leaves to spend at once
@@ -44,7 +41,7 @@ class Tiers:
         host: HostTier,
         replicas: Sequence[ReplicaTier],
         files: FileTier | None = None,
-        objects: TableObjects | None = None,
+        objects: ObjectTier | None = None,
     ) -> None:
         self.host = host
         self.replicas = replicas
@@ -54,7 +51,6 @@ class Tiers:
         # These also when they are closed.
         self._counted = [] if files is None else [files]
         self._counted_objects = [] if objects is None else [objects]
-        self._longest_tail = 0 if objects is None else objects.longest_tail
         self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
         self.share = _SHARE
         self._credit = 0.0
@@ -88,52 +84,6 @@ class Tiers:
                 self._credit -= self._seen - before
         for lower in self.lower:
             lower.tick()
-
-    def prefetch(self, hasher: PrefixHasher, context: Context, first: int) -> bool:
-        """Begin to bring the context's pages from `first` on to the host; whether some are on their way."""
-        first += len(self.replicas[0].match(hasher, context, first))
-        last = (context.current_length - 1) // hasher.page_size
-        if first >= last:
-            return False
-        digests = hasher.digests(context.tokens, first, last)
-        return any(lower.coming(digests, first) for lower in self.lower)
-
-    def prefetch_to_state(self, states: RequestStates, hasher: PrefixHasher, context: Context, first: int) -> bool:
-        """`prefetch`, and begin to bring the newest state that the context can go on from: where there are `states`.
-
-        A run of pages whose end is in an object of its own ends with a state: so it is looked for where one is.
-        """
-        before = self.replicas[0].generation
-        coming = self.prefetch(hasher, context, first)
-        digests = hasher.digests(context.tokens, 0, (context.current_length - 1) // hasher.page_size)
-        run = self._run(digests, first)
-        if coming and self._run(digests, first, perhaps=True) > run:
-            return True  # which pages there are, is being asked
-        behind = digests[: run + self._longest_tail]
-        if len(behind) > run and states.ask(behind):
-            return True
-        for end in (run + 1 + np.flatnonzero(states.there(behind[run:])))[::-1].tolist():
-            asking = self.replicas[0].begin(digests[first:end], first)
-            if self._run(digests[:end], first) == end:
-                run = end
-                break
-            if asking and self._run(digests[:end], first, perhaps=True) == end:
-                return True
-        if run:
-            coming |= states.bring_newest(digests[:run], wait=False)
-        coming |= any(lower.coming(digests[first:run], first) for lower in self.lower)
-        return coming or self.replicas[0].generation != before  # what has come just now may lead to more
-
-    def _run(self, digests: Digests, first: int, *, perhaps: bool = False) -> int:
-        """Of these pages, of which the device has the `first` ones, how many there are in all tiers together.
-
-        Without a gap, and without what somebody has to be asked for; `perhaps`: with it.
-        """
-        asked = np.ones((1, len(digests)), np.bool_)
-        asked[:, :first] = False
-        there = self.replicas[0].has(digests[None], asked, perhaps=perhaps)[0]
-        there[:first] = True
-        return int(there.argmin() if not there.all() else len(there))
 
     def settle(self) -> None:
         for tier in self.replicas:
@@ -237,16 +187,16 @@ def make_tiers(
     on_gpu = any(blocks.device.type != "cpu" for blocks in placed[0].blocks)
     words, several = DIGEST_BYTES[params.hash_algorithm] // 8, len(tables.tables) > 1
     host = HostTier(sizes, space // sum(sizes), words, pinned=on_gpu, tables=several)
-    objects, tiers = params.object_tier_io is not None, list[ReplicaTier]()
+    files = _make_file_tier(params, layouts, host, tables)
+    objects, tiers = _make_object_tier(params, layouts, host, tables), list[ReplicaTier]()
     for place in placed:
         movers = [PageMover(shard, memory, stream) for shard, memory in zip(place.blocks, host.memory, strict=True)]
         replica = place.replica
-        every = replica.tables.every if objects and several else None
-        ends = objects and params.states is not None
-        replica.tier = ReplicaTier(host, replica.pool, movers, every=every, ends=ends)
+        every = replica.tables.every if objects is not None else None
+        tail = 0 if objects is None else objects.longest_tail
+        replica.tier = ReplicaTier(host, replica.pool, movers, every=every, longest_tail=tail)
         tiers.append(replica.tier)
-    files = _make_file_tier(params, layouts, host, tables)
-    return Tiers(host, tiers, files, _make_object_tier(params, layouts, host, tables))
+    return Tiers(host, tiers, files, objects)
 
 
 def _page_format(params: KVCacheParams, layouts: Sequence[PageLayout], tables: LayerTables, *fields: str) -> FileFormat:
@@ -275,14 +225,14 @@ def file_tier_of(params: KVCacheParams, layout: FileFormat, max_bytes: int, host
 
 def _make_object_tier(
     params: KVCacheParams, layouts: Sequence[PageLayout], host: HostTier, tables: LayerTables
-) -> TableObjects | None:
+) -> ObjectTier | None:
     if params.object_tier_io is None:
         return None
     count = params.object_tier_pages
     page = _page_format(params, layouts, tables, "objects", str(count))
     layout = ObjectFormat(page, count, tails=params.states is not None and count > 1)
-    seconds = compute_page_s(params, layouts[0])
-    return TableObjects(layout, host, params.object_tier_io, params.object_tier_timeout_s, seconds, tables)
+    seconds, windows = compute_page_s(params, layouts[0]), [not table.group.keeps_all for table in tables.tables]
+    return ObjectTier(layout, host, params.object_tier_io, params.object_tier_timeout_s, seconds, windows)
 
 
 def compute_page_s(params: KVCacheParams, layout: PageLayout) -> float | None:

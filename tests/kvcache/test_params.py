@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import InvalidParamsError, KVCacheParams, LayerGroup, Routing, StateShape
+from kvcache import InvalidParamsError, KVCacheParams, Routing, StateShape
 from kvcache.params import resolve_page_size, usable_hashes
 
 HOST = {"enable_prefix_caching": True, "enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1}
@@ -124,10 +124,6 @@ def test_states_lie_among_the_pages_or_apart_with_two_copies_each_where_none_are
         (
             {"state_copies": 3, "share_state_memory": True, "enable_prefix_caching": True},
             "state_copies is 3: with share",
-        ),
-        (
-            {**HOST, "file_tier_key": "m", "object_tier_io": print, "groups": (LayerGroup("full", (0,)),)},
-            "groups are given, and states, and object_tier_io: of these two together",
         ),
         ({**CACHED, "partial_reuse_min_tokens": 2}, "partial_reuse_min_tokens is given"),
         (

@@ -34,18 +34,12 @@ ONE_OF = (frozenset({"states apart", "states in slabs"}),)
 _GROUPS = "partial_reuse_min_tokens is given, and groups: it holds for layers of one group only"
 _STATES = "partial_reuse_min_tokens is given: pages of a model with recurrent states are not cached that way"
 _PEERS = "routing.copy_pages is given, and states: pages without the state after them are nothing to go on from"
-_STORE = "groups are given, and states, and object_tier_io: of these two together nothing is kept in a store"
 _ALONE = "one group of full attention is needed"
 REFUSED: dict[frozenset[str], str] = {
     frozenset({"windows alone"}): _ALONE,
     **{frozenset({"partial", one}): _GROUPS for one in ("window", "chunk")},
     **{frozenset({"partial", one}): _STATES for one in ("states apart", "states in slabs")},
     **{frozenset({"peer copies", one}): _PEERS for one in ("states apart", "states in slabs")},
-    **{
-        frozenset({"objects", table, states}): _STORE
-        for table in ("window", "chunk")
-        for states in ("states apart", "states in slabs")
-    },
 }
 """What the product refuses today, with its words. A set that is accepted fails the test: take it out of the list."""
 

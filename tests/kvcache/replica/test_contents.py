@@ -94,13 +94,13 @@ def test_what_has_come_in_this_moment_is_brought_in_the_next(served: Any, monkey
     it.manager.close()
     again = served(files=True)
     files = again.tiers.files
-    coming = files.coming
+    brings = files.brings
 
     def a_moment_later(*where: Any) -> bool:
         files._await_reads()
-        return coming(*where)
+        return brings(*where)
 
-    monkeypatch.setattr(files, "coming", a_moment_later)
+    monkeypatch.setattr(files, "brings", a_moment_later)
     assert again.manager.contents.bring("theirs", 0, wanted(again), 100)
     assert brought(again) == PAGES
 

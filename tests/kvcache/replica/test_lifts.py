@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from kvcache import LayerGroup, TextContext
-from kvcache.replica import lifts
 from kvcache.tiers.file_tier import FileTier
 from tests.kvcache.replica import test_further_imports as handed
 from tests.kvcache.replica.tables_below import PROMPT, TWO, WINDOW, Make, fill, lost
@@ -220,7 +219,8 @@ def test_prefetch_brings_what_all_tables_need(served: Make) -> None:
     context, gate, files = again.claim(PROMPT), Event(), again.tiers.replicas[0].lower[0]
     assert isinstance(files, FileTier)
     while len(there := files._host.pool.index.match(again.digests(PROMPT))) < 10:
-        files.promote(again.digests(PROMPT)[len(there) :], len(there), wait=True)
+        left = again.digests(PROMPT)[None, len(there) : 10]
+        files.fetch(left, np.ones(left.shape[:2], np.bool_), wait=True, gain=1)
     files._reader.submit(gate.wait)
     coming = again.manager.prefetch(context)
     gate.set()
@@ -271,6 +271,6 @@ def test_a_reset_forgets_what_lies_below(served: Make) -> None:
 def test_nothing_is_asked_for_before_the_first_full_page(served: Make) -> None:
     it = served()
     context = it.claim(range(3))
-    assert not lifts.prefetch(it.manager._replicas.each[0], it.manager._replicas.each[0].hasher(None, context), context)
+    assert not it.manager.prefetch(context)
     assert it.manager.maybe_reserve(context)
     assert np.count_nonzero(it.tiers.host.pool.index.published) == 0

@@ -1,7 +1,8 @@
-"""Windows and recurrent states in one manager, with host memory and files below it."""
+"""Windows and recurrent states in one manager, with host memory, and files or objects, below it."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from kvcache import PagedKVCacheManager, TextContext
 from kvcache.states.state_tiers import StateTier
 from tests.kvcache.replica.test_further_tables import gone
 from tests.kvcache.states.test_grouped_states import PROMPT, SIZE, make, served, start, without_state_at
+from tests.kvcache.tiers.stored_objects import StoredObjects
 
 FOUND = 9 * SIZE  # of the prompt, whose last token has to run
 FORMS = pytest.mark.parametrize("copies", [20, None], ids=["apart", "among-pages"])
@@ -175,3 +177,104 @@ def test_behind_a_state_that_cannot_be_read_a_window_comes_up_to_the_state_befor
     assert start(manager, PROMPT, "again").start_idx == 8 * SIZE
     assert manager.metrics.h2d_blocks_copied == 1
     manager.close()
+
+
+# ---- an object store
+
+
+def stored(store: StoredObjects, copies: int | None = 20, count: int = 4, **options: Any) -> PagedKVCacheManager:
+    objects = {"object_tier_io": store, "object_tier_pages": count, "file_tier_key": "m"}
+    return make(copies=copies, files=objects | options.pop("params", {}), host_slots=400, **{"every": 0, **options})
+
+
+def fetched(manager: PagedKVCacheManager, tokens: list[int]) -> None:
+    """Wait as a scheduler does."""
+    context, deadline = TextContext(tokens, 256, "waits"), time.monotonic() + 20
+    while manager.prefetch(context):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    manager.check()
+
+
+def written(store: StoredObjects, copies: int | None = 20, **options: Any) -> None:
+    first = stored(store, copies, **options)
+    served(first, PROMPT)
+    first.close()
+
+
+@FORMS
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_another_machine_finds_it_in_a_store(copies: int | None, count: int) -> None:
+    """With objects of 4 and 8 pages the state is after a page within one: an object of fewer pages ends there."""
+    store = StoredObjects()
+    written(store, copies, count=count)
+    again = stored(store, copies, count)
+    fetched(again, PROMPT)
+    assert served(again, PROMPT)[0] == FOUND
+    metrics = again.metrics
+    assert (metrics.object_states_read, metrics.object_blocks_read) == (1, 9 + 2)  # of the window its last two pages
+    assert metrics.object_blocks_refused == metrics.object_states_refused == 0
+    again.close()
+    assert store.open == 0
+
+
+def test_a_longer_prompt_goes_on_from_the_state_within_an_object() -> None:
+    store = StoredObjects()
+    written(store)
+    longer, again = [*PROMPT[:37], *range(500, 520)], stored(store)
+    fetched(again, longer)
+    assert served(again, longer)[0] == FOUND
+    assert (again.metrics.object_states_read, again.metrics.object_blocks_read) == (1, 9 + 2)
+    again.close()
+
+
+@pytest.mark.parametrize(("table", "end"), [(0, 9), (1, 9), (0, 8), (1, 8)])
+def test_an_end_that_a_table_cannot_go_on_from_is_none(table: int, end: int) -> None:
+    """The object of some table that ends at this page is gone: the state before it is found, where one is."""
+    store = StoredObjects()
+    written(store, every=2)
+    again = stored(store, every=2)
+    tables, (context, tier) = again._replicas.each[0].tables, (TextContext(PROMPT, 256), again._replicas.tiers)
+    assert tier is not None
+    digests = again._replicas.each[0].hasher(None, context).digests(context.tokens, 0, 9)
+    name, of_pages = tables.every(digests)[table, end - 1].tobytes().hex(), tier._counted_objects[0]._layout.epoch_key
+    (gone_now,) = [key for key in store.pages if key.endswith(name) and key[:32] == of_pages[:32]]
+    del store.objects[gone_now]
+    fetched(again, PROMPT)
+    # The window's pages 7 and 8 are seen behind page 9: the first is in the object that ends at page 8.
+    found = {(0, 9): 8, (1, 9): 8, (0, 8): 6, (1, 8): 6}[table, end]
+    assert served(again, PROMPT)[0] == found * SIZE
+    again.close()
+
+
+def test_of_a_store_and_files_each_gives_what_it_has(tmp_path: Path) -> None:
+    store = StoredObjects()
+    files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-2}
+    written(store, params=files)
+    store.fails = True
+    again = stored(store, params=files)
+    fetched(again, PROMPT)
+    assert served(again, PROMPT)[0] == FOUND
+    assert again.metrics.file_states_read == 1
+    again.close()
+    store.fails = False
+    alone = stored(store)
+    fetched(alone, PROMPT)
+    assert served(alone, PROMPT)[0] == FOUND
+    alone.close()
+
+
+def test_what_a_store_has_damaged_is_no_hit() -> None:
+    store = StoredObjects()
+    written(store)
+    for key, content in store.pages.items():
+        store.objects[key] = content[: len(content) // 2] + bytes(len(content) - len(content) // 2)
+    again = stored(store)
+    fetched(again, PROMPT)
+    assert served(again, PROMPT)[0] == 0
+    assert again.metrics.object_states_refused
+    again.close()
+    right = stored(store)  # they were written over
+    fetched(right, PROMPT)
+    assert served(right, PROMPT)[0] == FOUND
+    right.close()

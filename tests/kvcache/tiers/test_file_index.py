@@ -79,8 +79,8 @@ def test_pages_that_are_dropped_leave_the_others_of_their_file() -> None:
     made.check()
     assert (made.find(digests(1, 2, 3)) == NO_ENTRY).tolist() == [False, True, False]
     assert [(first, at.tolist()) for _, first, at in made.whereabouts(made.find(digests(1, 3)))] == [(0, [0]), (2, [1])]
-    assert made.match(digests(1, 2, 3)).size == 1
-    assert made.match(digests(2, 3)).size == 0
+    assert made.pages.match(digests(1, 2, 3)).size == 1
+    assert made.pages.match(digests(2, 3)).size == 0
     made.clear()
     made.check()
     assert (made.bytes, made.names, "a" in made) == (0, set(), False)

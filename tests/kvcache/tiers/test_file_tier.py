@@ -78,10 +78,12 @@ def test_reads_leave_half_of_the_free_slots_to_writes(served: Make) -> None:
     it.manager.close()
     again = served(16, 10)
     digests = again.digests(range(61))
-    assert files_of(again).promote(digests, 0, wait=True) == 15
+    every = np.ones((1, 15), np.bool_)
+    assert files_of(again).has_of(digests[None], every, perhaps=False).sum() == 15
+    files_of(again).fetch(digests[None], every, wait=True, gain=15)
     assert again.tiers.host.pool.index.published.sum() == again.manager.metrics.file_blocks_read == 5
     held = again.tiers.host.pool.allocate(7)
-    files_of(again).promote(digests[5:], 5, wait=True)
+    files_of(again).fetch(digests[None, 5:], every[:, 5:], wait=True, gain=10)
     assert again.manager.metrics.file_blocks_read == 6  # one of the three slots that are left
     again.tiers.host.pool.release(held)
 

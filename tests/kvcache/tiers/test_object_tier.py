@@ -307,7 +307,7 @@ def test_an_object_found_damaged_while_it_is_not_written_over_stays_to_be_writte
     it.serve(PROMPT)
     tier = objects_of(it)
     it.manager.flush_tiers()
-    (name, *_) = [group.name for group in tier._layout.groups(it.digests(PROMPT), 0)]
+    name = it.digests(PROMPT)[COUNT - 1].tobytes()
     tier._broken.add(name)
     tier._take_written({name: it.digests(PROMPT)[:COUNT]}, [])
     assert name in tier._broken
@@ -365,8 +365,10 @@ def test_pages_that_come_too_late_are_there_for_the_next_request(served: Make, s
     settled(again)
     tier, now = objects_of(again), time.monotonic()
     tier._clock = lambda: now
-    store.may.clear()
     context = again.claim(PROMPT)
+    assert again.manager.prefetch(context)
+    settled(again)  # what there is, is known
+    store.may.clear()
     assert again.manager.prefetch(context)
     now += 2.01
     assert not again.manager.prefetch(context)

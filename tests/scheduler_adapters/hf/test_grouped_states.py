@@ -21,6 +21,7 @@ from scheduler_adapters.hf.runner import (
 )
 from scheduler_adapters.loop import Request, ServingLoop
 from tests.kvcache.build import proven
+from tests.kvcache.tiers.stored_objects import StoredObjects
 from tests.scheduler_adapters.hf.speculating import Engine, assert_equal
 from tests.scheduler_adapters.hf.test_groups import PROMPTS, SYSTEM
 from tests.scheduler_adapters.hf.test_kept_states import conversations
@@ -255,3 +256,28 @@ def test_tokens_equal_with_hits_from_the_host_and_from_files(
     assert again.metrics.cache_tokens >= 3 * (len(SYSTEM) // PAGE - 1) * PAGE
     again.close()
     assert_nothing_held(again)
+
+
+@SHARED
+@pytest.mark.parametrize(("count", "budget"), [(1, 64), (4, 7)])
+def test_tokens_equal_with_hits_from_an_object_store(model: Any, shared: bool, count: int, budget: int) -> None:
+    """Another machine goes on from what the first has written, also where that ends within an object of pages."""
+    store = StoredObjects()
+    tiers: dict[str, Any] = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-2}
+    tiers |= {"object_tier_io": store, "object_tier_pages": count, "file_tier_key": "model"}
+    first = manager_of_pages(model, 300, shared, tiers=tiers)
+    answered = conversations(loop_of(first, model), 2, 1)
+    first.close()
+    again = manager_of_pages(model, 300, not shared, tiers=tiers)
+    loop = loop_of(again, model, budget)
+    for prompt, answer in answered:
+        follow = [*prompt, *answer, 3, 4, 5]
+        assert tokens_of(serve(loop, [Request("r", follow, NEW)])) == [own_tokens(model, follow, NEW)]
+    found = sum((len(prompt) + len(answer) - 1) // PAGE * PAGE for prompt, answer in answered)
+    metrics = again.metrics
+    assert metrics.cache_tokens == found
+    assert metrics.object_states_read == again.states[0].hits == len(answered)
+    assert metrics.object_blocks_read
+    again.close()
+    assert_nothing_held(again)
+    assert store.open == 0

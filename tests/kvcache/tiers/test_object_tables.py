@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvcache import LayerGroup, TextContext
-from kvcache.tiers import table_objects as module
-from kvcache.tiers.table_objects import TableObjects
+from kvcache.tiers import object_tier as module
+from kvcache.tiers.object_tier import ObjectTier
 from tests.kvcache.replica.tables_below import TWO, WINDOW, Make, fill
 from tests.kvcache.served import SIZE, Served
 from tests.kvcache.tiers.stored_objects import StoredObjects
@@ -48,7 +48,7 @@ def served(store: StoredObjects) -> Iterable[Make]:
         one.manager.close()
 
 
-def objects_of(it: Served) -> TableObjects:
+def objects_of(it: Served) -> ObjectTier:
     return it.tiers._counted_objects[0]
 
 
