@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from scheduler_adapters.hf.recurrent import groups_of
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import ServingLoop
-from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, requests_of, serve, tokens_of
+from tests.scheduler_adapters.serving import requests_of
 
 pytestmark = pytest.mark.slow
 
@@ -40,11 +39,6 @@ def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> A
     return shared_model(kind, num_hidden_layers=4, **changes)
 
 
-@pytest.fixture(scope="module")
-def expected(model: Any) -> Any:
-    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
-
-
 def manager_of_pages(model: Any, pages: int, rows: int = 8, tiers: dict[str, Any] | None = None, **params: Any) -> Any:
     """A manager of so many pages of one layer each, or of all where the layers have one table."""
     cache = kv_params_of(model.config, page_size=PAGE, **{"group_layers": True, **params})
@@ -53,76 +47,6 @@ def manager_of_pages(model: Any, pages: int, rows: int = 8, tiers: dict[str, Any
     memory = pages * PAGE * cache.bytes_per_token(1 if cache.groups else layers) * cache.data_parallel_degree
     devices = ["cpu"] * cache.n_devices
     return manager_for(model, cache, rows, 512, devices, available_cache_memory=memory, enable_runtime_checks=True)
-
-
-@pytest.mark.parametrize(("budget", "tp"), [(512, 1), (16, 2)])
-def test_tokens_equal_with_hits_chunks_and_shards(model: Any, expected: Any, budget: int, tp: int) -> None:
-    manager = manager_of_pages(model, 400, n_devices=tp)
-    assert manager.layer_tables.layers_per_page == 1
-    loop = ServingLoop(manager, HFRunner(model), token_budget=budget)
-    first = tokens_of(serve(loop, requests_of(PROMPTS[:1], NEW)))
-    others = tokens_of(serve(loop, requests_of(PROMPTS[1:], NEW)))
-    assert first + others == expected
-    assert manager.metrics.cache_tokens >= 2 * (len(SYSTEM) // PAGE - 1) * PAGE
-    again = tokens_of(serve(loop, requests_of([[*PROMPTS[0], *expected[0][:-1]]], 1)))
-    assert again == [expected[0][-1:]]
-    assert_nothing_held(manager)
-
-
-def test_tokens_equal_with_hits_from_the_host_and_from_files(model: Any, expected: Any, tmp_path: Path) -> None:
-    tiers: dict[str, Any] = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-2}
-    tiers |= {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-2, "file_tier_key": "model"}
-    manager = manager_of_pages(model, 140, tiers=tiers)
-    loop = ServingLoop(manager, HFRunner(model), token_budget=64)
-    others = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]
-    assert tokens_of(serve(loop, requests_of(PROMPTS[:1], NEW))) == expected[:1]
-    for prompt in others:  # each takes the place of what was before
-        serve(loop, requests_of([prompt], NEW))
-    found = manager.metrics.cache_tokens
-    assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == expected
-    assert manager.metrics.h2d_blocks_copied > len(SYSTEM) // PAGE
-    assert manager.metrics.cache_tokens - found >= 3 * (len(SYSTEM) // PAGE - 1) * PAGE
-    manager.close()
-    again = manager_of_pages(model, 140, tiers=tiers)
-    loop = ServingLoop(again, HFRunner(model), token_budget=64)
-    assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == expected
-    assert again.metrics.file_blocks_read > len(SYSTEM) // PAGE
-    assert again.metrics.cache_tokens >= 3 * (len(SYSTEM) // PAGE - 1) * PAGE
-    assert_nothing_held(again)
-    again.close()
-
-
-def test_tokens_equal_when_requests_give_way(model: Any) -> None:
-    manager = manager_of_pages(model, 66)
-    loop = ServingLoop(manager, HFRunner(model), token_budget=16)
-    prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]  # none shares a page with another
-    wanted = [own_tokens(model, prompt, NEW) for prompt in prompts]
-    assert tokens_of(serve(loop, requests_of(prompts, NEW))) == wanted
-    assert loop.preemptions
-    assert manager.metrics.evictions
-    assert_nothing_held(manager)
-
-
-def test_tokens_equal_after_a_fork(model: Any) -> None:
-    manager, runner = manager_of_pages(model, 400), HFRunner(model)
-    parent = TextContext(PROMPTS[0], 512, "parent")
-    manager.external_claim("parent")
-    contexts = [parent]
-    for step in range(NEW):
-        assert all(manager.maybe_reserve(context) for context in contexts)
-        tokens = runner.run(contexts, manager.fetch(contexts))
-        for context, token in zip(contexts, tokens, strict=True):
-            context.update(token)
-        manager.step(contexts)
-        if step == 5:
-            child = parent.fork("child")
-            assert manager.fork(parent, child)
-            contexts.append(child)
-    wanted = own_tokens(model, PROMPTS[0], NEW)
-    for context in contexts:
-        assert context.tokens[len(PROMPTS[0]) :].tolist() == wanted
-        manager.release(context.request_id)
-    assert_nothing_held(manager)
 
 
 def longest_held(model: Any, **params: Any) -> int:

@@ -100,15 +100,6 @@ def test_a_forgotten_state_changes_the_tokens(each_model: Any, monkeypatch: pyte
         assert tokens_of(serve(loop, requests_of(PROMPTS[:1], NEW))) != [expected]
 
 
-def test_preempted_requests_begin_anew_and_get_equal_tokens(each_model: Any) -> None:
-    prompts = [PROMPTS[1], PROMPTS[3][:60], PROMPTS[2], PROMPTS[3][:80]]
-    expected = [own_tokens(each_model, prompt, 40) for prompt in prompts]
-    loop = hybrid_loop(each_model, pages=-(-(80 + 40) // PAGE))
-    assert tokens_of(serve(loop, requests_of(prompts, 40))) == expected
-    assert loop.preemptions > 0
-    assert_nothing_held(loop.manager)
-
-
 def test_pages_and_states_that_held_anything_before_change_nothing(model: Any, expected: list[list[int]]) -> None:
     loop = hybrid_loop(model)
     serve(loop, requests_of(PROMPTS[:2], NEW))

@@ -10,12 +10,10 @@ import torch
 
 from kvcache.errors import InvariantError, StatePageError
 from kvcache.replica.context import TextContext
-from scheduler_adapters.hf.runner import HFRunner, is_rounding_tie
+from scheduler_adapters.hf.runner import HFRunner
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Request, ServingLoop
-from tests.kvcache.build import proven
-from tests.scheduler_adapters.conftest import HYBRIDS
-from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, own_tokens, requests_of, serve, tokens_of
+from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, own_tokens, serve, tokens_of
 
 pytestmark = pytest.mark.slow
 
@@ -23,11 +21,6 @@ PAGE, NEW = 8, 20
 SYSTEM = ByteTokenizer().encode("What all of these prompts begin with. ")
 ENDS = ("Who wrote it?", "And who read it, some time later?", "x", "Was it long?")
 PROMPTS = [[*SYSTEM, *ByteTokenizer().encode(text)[1:]] for text in ENDS]
-
-
-@pytest.fixture(scope="module", params=HYBRIDS)
-def each_model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
-    return shared_model(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -58,30 +51,6 @@ def full(tokens: int) -> int:
     return tokens - tokens % PAGE
 
 
-@pytest.mark.parametrize(("budget", "shards"), [(64, 1), (7, 2)])
-def test_tokens_equal_and_prefixes_are_found_where_they_pay(each_model: Any, budget: int, shards: int) -> None:
-    expected = [own_tokens(each_model, prompt, NEW) for prompt in PROMPTS]
-    loop = cached_loop(each_model, budget, shards=shards)
-    found = [served(loop, prompt) for prompt in PROMPTS[:3]]
-    assert [tokens for tokens, _ in found] == expected[:3]
-    # Nobody knew that the second would share the first one's pages; the third finds the state where the second left.
-    assert [cached for _, cached in found] == [0, 0, full(len(SYSTEM))]
-    assert served(loop, PROMPTS[0]) == (expected[0], full(len(PROMPTS[0]) - 1))
-    turn = [*PROMPTS[0], *expected[0], 1, 2, 3]
-    assert served(loop, turn) == (own_tokens(each_model, turn, NEW), full(len(PROMPTS[0]) + NEW - 1))
-    assert states_of(loop).hits == 3
-    assert_nothing_held(loop.manager)
-
-
-def test_tokens_equal_when_requests_run_together_and_give_way(each_model: Any) -> None:
-    prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]
-    expected = [own_tokens(each_model, prompt, NEW) for prompt in prompts]
-    loop = cached_loop(each_model, budget=16, pages=15, copies=4)
-    assert tokens_of(serve(loop, requests_of(prompts, NEW))) == expected
-    assert loop.preemptions
-    assert_nothing_held(loop.manager)
-
-
 def test_a_request_that_gave_way_goes_on_from_its_newest_state(model: Any) -> None:
     loop = cached_loop(model)
     loop.add(Request("r", PROMPTS[0], NEW))
@@ -93,28 +62,6 @@ def test_a_request_that_gave_way_goes_on_from_its_newest_state(model: Any) -> No
     while loop.has_work:
         outputs += loop.step()
     assert [output.token for output in outputs] == own_tokens(model, PROMPTS[0], NEW)
-
-
-def test_tokens_equal_after_a_hit_and_a_fork(each_model: Any) -> None:
-    loop = cached_loop(each_model, rows=2)
-    served(loop, PROMPTS[0])
-    manager, runner = loop.manager, loop.runner
-    parent = TextContext(PROMPTS[0], 4096, "parent")
-    manager.external_claim("parent")
-    contexts = [parent]
-    for step in range(NEW):
-        assert all(manager.maybe_reserve(context) for context in contexts)
-        tokens = runner.run(contexts, manager.fetch(contexts))
-        for context, token in zip(contexts, tokens, strict=True):
-            context.update(token)
-        manager.step(contexts)
-        if step == 5:
-            contexts.append(parent.fork("child"))
-            assert manager.fork(parent, contexts[1])  # type: ignore[attr-defined]
-    for context in contexts:
-        assert context.tokens[len(PROMPTS[0]) :].tolist() == own_tokens(each_model, PROMPTS[0], NEW)
-        manager.release(context.request_id)
-    assert_nothing_held(manager)
 
 
 def test_the_oldest_copies_go_first_and_requests_that_begin_take_their_pages(model: Any) -> None:
@@ -190,48 +137,6 @@ def test_tokens_that_ran_are_not_taken_away_again(model: Any) -> None:
     assert served(loop, context.tokens.tolist(), 1)[1] == full(len(PROMPTS[0]) - 1)
 
 
-def handed_over(source: ServingLoop, target: ServingLoop, name: str) -> tuple[TextContext, Any]:
-    table = source.manager.block_table(name)
-    prompt, token = PROMPTS[0], own_tokens(target.runner.model, PROMPTS[0], 1)[0]  # type: ignore[attr-defined]
-    context = target.context_for(Request(name, [*prompt, token], NEW - 1))
-    target.manager.external_claim(name)
-    return context, target.manager.import_block_table(context, table)  # type: ignore[attr-defined]
-
-
-def test_an_import_of_each_model_takes_what_lacks(each_model: Any) -> None:
-    import_after_a_hit(each_model, commits=True)
-
-
-def test_a_cancelled_import_goes_on_from_the_state_that_was_found(model: Any) -> None:
-    import_after_a_hit(model, commits=False)
-
-
-def import_after_a_hit(model: Any, *, commits: bool) -> None:
-    source, target = cached_loop(model), cached_loop(model, rows=1, copies=1)
-    expected = own_tokens(model, PROMPTS[0], NEW)
-    serve(source, [Request("r", PROMPTS[0], 1, hold_pages=True)])
-    served(target, PROMPTS[0], 1)
-    context, pending = handed_over(source, target, "r")
-    assert pending.tokens == (full(len(PROMPTS[0]) - 1), len(PROMPTS[0]))
-    ((there, here),) = pending.wholes
-    target.manager.check()
-    for mine, theirs in zip(states_of(target).tensors[0], states_of(source).tensors[0], strict=True):
-        mine[here] = theirs[there] if commits else 7
-    if commits:
-        blocks = [loop.manager.device_tensors[0][0] for loop in (target, source)]  # type: ignore[attr-defined]
-        blocks[0][pending.dst_pages] = blocks[1][pending.src_pages]
-        target.manager.commit_import(context, pending, proven(target.manager, pending))  # type: ignore[attr-defined]
-    else:
-        target.manager.cancel_import(pending)  # type: ignore[attr-defined]
-        assert states_of(target).tokens_of("r") == context.start_idx == full(len(PROMPTS[0]) - 1)
-    target.adopt(Request("r", PROMPTS[0], NEW), context)
-    tokens = expected[:1]
-    while target.has_work:
-        tokens += [int(output.token or 0) for output in target.step()]
-    assert tokens == expected
-    assert_nothing_held(target.manager)
-
-
 @pytest.mark.parametrize("told", [True, False], ids=["told", "leased-alone"])
 def test_a_state_that_others_were_promised_is_not_written_over_by_a_hit(model: Any, told: bool) -> None:
     loop = cached_loop(model, budget=16)
@@ -295,31 +200,3 @@ def test_check_names_what_does_not_add_up(model: Any) -> None:
     manager.states[0]._pool.hold(manager.states[0]._pool.idle.pages()[:1])
     with pytest.raises(InvariantError, match="state pages: page"):
         manager.check()
-
-
-def conversations(loop: ServingLoop, users: int, turns: int) -> list[tuple[list[int], list[int]]]:
-    """The prompts and answers of users who share a system prompt, and all take their next turn at a time."""
-    said = [[*SYSTEM, *ByteTokenizer().encode(f"User {user}")[1:]] for user in range(users)]
-    answered: list[tuple[list[int], list[int]]] = []
-    for turn in range(turns):
-        answers = tokens_of(serve(loop, requests_of(said, NEW)))
-        answered += [
-            (prompt, [int(token or 0) for token in answer]) for prompt, answer in zip(said, answers, strict=True)
-        ]
-        question = ByteTokenizer().encode(f"And then, {turn}?")[1:]
-        said = [[*prompt, *answer, *question] for prompt, answer in answered[-users:]]
-    return answered
-
-
-def test_conversations_find_all_that_went_before(each_model: Any) -> None:
-    loop = cached_loop(each_model)
-    answered = conversations(loop, 4, 3)
-    expected = [own_tokens(each_model, prompt, NEW) for prompt, _ in answered]
-    differ = [(*pair, other) for pair, other in zip(answered, expected, strict=True) if pair[1] != other]
-    assert len(differ) <= 1
-    assert all(is_rounding_tie(each_model, *one) for one in differ)
-    found = sum(full(len(prompt) + len(answer) - 1) for prompt, answer in answered[:8])
-    most = found + 3 * full(len(SYSTEM))  # of the first turn, if one came after another
-    assert found <= loop.manager.metrics.cache_tokens <= most
-    assert states_of(loop).num_kept <= 4 * (3 + 3)  # after each prompt, and each answer
-    assert_nothing_held(loop.manager)

@@ -18,9 +18,7 @@ from scheduler_adapters.hf.runner import (
 )
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Request, ServingLoop
-from tests.kvcache.build import proven
-from tests.scheduler_adapters.hf.speculating import Engine, assert_equal
-from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, requests_of, serve, tokens_of
+from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, serve
 
 pytestmark = pytest.mark.slow
 
@@ -28,11 +26,6 @@ PAGE, NEW = 8, 20
 SYSTEM = ByteTokenizer().encode("What all of these prompts begin with. ")
 ENDS = ("Who wrote it?", "And who read it, some time later?", "x", "Was it long?")
 PROMPTS = [[*SYSTEM, *ByteTokenizer().encode(text)[1:]] for text in ENDS]
-
-
-@pytest.fixture(scope="module", params=["bamba", "qwen3_next", "lfm2", "kimi_linear"])
-def each_model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
-    return shared_model(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -54,44 +47,6 @@ def one_budget(
 
 def loop_of(manager: Any, model: Any, budget: int = 64) -> ServingLoop:
     return ServingLoop(manager, HFRunner(model, manager.states), token_budget=budget)
-
-
-@pytest.mark.parametrize(("budget", "shards"), [(64, 1), (7, 2)])
-def test_tokens_equal_with_hits_and_a_next_turn(each_model: Any, budget: int, shards: int) -> None:
-    expected = [own_tokens(each_model, prompt, NEW) for prompt in PROMPTS]
-    manager = one_budget(each_model, 13, 40, shards=shards)
-    loop = loop_of(manager, each_model, budget)
-    for prompt, tokens in zip([*PROMPTS, PROMPTS[0]], [*expected, expected[0]], strict=True):
-        assert tokens_of(serve(loop, [Request("r", prompt, NEW)])) == [tokens]
-    turn = [*PROMPTS[0], *expected[0], 1, 2, 3]
-    assert tokens_of(serve(loop, [Request("r", turn, NEW)])) == [own_tokens(each_model, turn, NEW)]
-    assert manager.states[0].hits == 4
-    assert_nothing_held(manager)
-
-
-def test_tokens_equal_when_requests_give_way_and_pages_are_moved(each_model: Any) -> None:
-    prompts = [[at, *prompt] for at, prompt in enumerate([*PROMPTS, *PROMPTS])]
-    expected = [own_tokens(each_model, prompt, NEW) for prompt in prompts]
-    manager = one_budget(each_model, 2, 2 * 8 + 1)  # for two prompts, but not their answers
-    loop = loop_of(manager, each_model, 16)
-    assert tokens_of(serve(loop, requests_of(prompts, NEW))) == expected
-    assert loop.preemptions
-    assert manager.states[0].evictions
-    assert manager.metrics.evictions
-    assert_nothing_held(manager)
-
-
-@pytest.mark.parametrize("pages", [7, 300])
-def test_tokens_equal_with_guesses_whose_states_are_in_slabs_too(each_model: Any, pages: int) -> None:
-    """Where memory is short some requests run without guesses, and give way."""
-    engine = Engine(each_model, 0.7, manager=one_budget(each_model, 7, pages))
-    answers = engine.knows(PROMPTS)
-    for _ in range(2):
-        assert_equal(each_model, answers, engine.serve(PROMPTS))
-    assert engine.accepted
-    assert engine.set_back
-    assert bool(engine.without) == (pages == 7)
-    assert_nothing_held(engine.manager)
 
 
 def running(manager: Any, name: str, prompt: list[int]) -> TextContext:
@@ -255,26 +210,6 @@ def test_a_cancelled_import_goes_on_from_what_it_found_or_what_it_saved(model: A
         tokens += [int(output.token or 0) for output in taker.step()]
     assert tokens == expected
     assert_nothing_held(target)
-
-
-def test_an_import_takes_pages_and_state(model: Any) -> None:
-    expected = own_tokens(model, PROMPTS[0], NEW)
-    source, target = one_budget(model, 4, 24), one_budget(model, 5, 30)
-    serve(loop_of(source, model), [Request("r", PROMPTS[0], 1, hold_pages=True)])
-    taker = loop_of(target, model)
-    context = taker.context_for(Request("r", [*PROMPTS[0], expected[0]], NEW - 1))
-    target.external_claim("r")
-    pending = target.import_block_table(context, source.block_table("r"))
-    ((there, here),) = pending.wholes
-    target.device_tensors[0][0][pending.dst_pages] = source.device_tensors[0][0][pending.src_pages]
-    for mine, theirs in zip(target.states[0].blocks[0], source.states[0].blocks[0], strict=True):
-        mine[here] = theirs[there]
-    target.commit_import(context, pending, proven(target, pending))
-    taker.adopt(Request("r", PROMPTS[0], NEW), context)
-    tokens = expected[:1]
-    while taker.has_work:
-        tokens += [int(output.token or 0) for output in taker.step()]
-    assert tokens == expected
 
 
 def test_the_slab_of_an_import_whose_request_is_gone_is_pages_again_once_nothing_writes_it(model: Any) -> None:

@@ -1,0 +1,285 @@
+"""What serving promises, over each form of cache: the tokens of `generate`, whatever is found, shared, moved, guessed.
+
+A form is how the layers' caches lie in memory: pages in one table or in one for each kind of layer, and states beside
+the pages or among them. What only one form has is tested in the file of its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvcache.replica.context import TextContext
+from kvcache.sizing import page_bytes
+from scheduler_adapters.hf.runner import (
+    HFRunner,
+    is_rounding_tie,
+    kv_params_of,
+    manager_for,
+    num_layers_of,
+    state_bytes_of,
+)
+from scheduler_adapters.hf.tiny import ByteTokenizer
+from scheduler_adapters.loop import Request, ServingLoop
+from tests.kvcache.build import proven
+from tests.scheduler_adapters.conftest import HYBRIDS
+from tests.scheduler_adapters.hf.conftest import FORMS as KINDS_OF_STATE
+from tests.scheduler_adapters.hf.speculating import Engine, assert_equal
+from tests.scheduler_adapters.hf.test_groups import MODELS
+from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, requests_of, serve, tokens_of
+
+pytestmark = pytest.mark.slow
+
+PAGE, NEW, COPIES = 8, 12, 16
+SYSTEM = ByteTokenizer().encode("What all of these prompts begin with. ")
+ENDS = ("Who wrote it?", "And who read it, some time later?", "x", "Long was it?")
+PROMPTS = [[*SYSTEM, *ByteTokenizer().encode(text)[1:]] for text in ENDS]
+OTHERS = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]  # none shares a page with another
+
+
+class Form(NamedTuple):
+    """Models of that form, where states lie, and pages and slabs for two requests, but not for their answers."""
+
+    models: tuple[str, ...]
+    states: str
+    few: tuple[int, int]
+
+
+FORMS = {
+    "states apart": Form(tuple(HYBRIDS), "apart", (14, 0)),
+    "states among pages": Form(("bamba", "qwen3_next", "lfm2", "kimi_linear"), "among", (17, 2)),
+    "groups": Form(tuple(MODELS), "", (40, 0)),
+    "groups and states apart": Form(("lfm3",), "apart", (30, 0)),
+    "groups and states among pages": Form(("lfm3",), "among", (30, 2)),
+}
+IN_CI = HYBRIDS.keys() - KINDS_OF_STATE.keys() - {"lfm3"}
+CASES = [(form, model) for form, has in FORMS.items() for model in has.models]
+
+
+def of_forms(has: str = "", **beside: Sequence[Any]) -> pytest.MarkDecorator:
+    """A case of each form that `has` this, and these arguments: in `make test` on its first model, in CI on all."""
+    cases = [(form, name, *more) for form, name in CASES if has in form for more in product(*beside.values())]
+    marks = [() if name == FORMS[form].models[0] else pytest.mark.ci for form, name, *_ in cases]
+    named = [pytest.param(*case, marks=mark) for case, mark in zip(cases, marks, strict=True)]
+    return pytest.mark.parametrize(("form", "name", *beside), named)
+
+
+def of_each_model(*settings: tuple[int, int]) -> pytest.MarkDecorator:
+    """Every model: in `make test` each kind of state, each with one of these settings, in CI all with all."""
+    cases = [(*case, *setting) for case in CASES for setting in settings]
+    here = {(*case, *settings[at % len(settings)]) for at, case in enumerate(CASES) if case[1] not in IN_CI}
+    marked = [pytest.param(*case, marks=() if case in here else pytest.mark.ci) for case in cases]
+    return pytest.mark.parametrize(("form", "name", "budget", "shards"), marked)
+
+
+@pytest.fixture
+def model(name: str, shared_model: Callable[..., Any]) -> Any:
+    kind, changes = MODELS.get(name, (name, {}))
+    return shared_model(kind, **({"num_hidden_layers": 4, **changes} if name in MODELS else {}))
+
+
+def manager_of(
+    model: Any,
+    form: str,
+    pages: int = 400,
+    slabs: int = 13,
+    *,
+    rows: int = 8,
+    copies: int = COPIES,
+    tiers: dict[str, Any] | None = None,
+    **params: Any,
+) -> Any:
+    """A manager of so many pages, each of all layers of its table, and states or slabs beside them."""
+    options = {"enable_prefix_caching": True, "group_layers": form.startswith("groups"), **params}
+    cache = dataclasses.replace(kv_params_of(model.config, page_size=PAGE, **options), **(tiers or {}))
+    page = page_bytes(cache, 1 if cache.groups else num_layers_of(model.config), PAGE)
+    devices, memory = ["cpu"] * cache.n_devices, pages * page
+    caching, states = cache.enable_prefix_caching, FORMS[form].states
+    if states:
+        kept = copies if states == "apart" and caching else None
+        cache = dataclasses.replace(cache, share_state_memory=states == "among", state_copies=kept)
+        memory += state_bytes_of(model, cache.n_devices, rows + (kept or 0)) if states == "apart" else 0
+    if states == "among":
+        probe = manager_for(model, cache, rows, 512, devices, available_cache_memory=4 << 20)
+        memory += slabs * probe.slab_pages * page
+        probe.close()
+    return manager_for(model, cache, rows, 512, devices, available_cache_memory=memory, enable_runtime_checks=True)
+
+
+def loop_of(manager: Any, model: Any, budget: int = 64) -> ServingLoop:
+    return ServingLoop(manager, HFRunner(model, manager.states), token_budget=budget)
+
+
+def full(tokens: int) -> int:
+    return tokens - tokens % PAGE
+
+
+@of_each_model((64, 1), (7, 2))
+def test_tokens_equal_and_prefixes_are_found_where_they_pay(form: str, model: Any, budget: int, shards: int) -> None:
+    """Nobody knows of a state that the second request shares the first one's pages; the third finds it there."""
+    expected = [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
+    turn = [*PROMPTS[0], *expected[0], 1, 2, 3]
+    manager = manager_of(model, form, n_devices=shards)
+    loop, shared, whole = loop_of(manager, model, budget), full(len(SYSTEM)), len(PROMPTS[0])
+    for prompt, tokens, found in zip(
+        [*PROMPTS, PROMPTS[0], turn],
+        [*expected, expected[0], own_tokens(model, turn, NEW)],
+        [0, 0 if manager.states else shared, shared, shared, full(whole - 1), full(whole + NEW - 1)],
+        strict=True,
+    ):
+        before = manager.metrics.cache_tokens
+        assert tokens_of(serve(loop, [Request("r", prompt, NEW)])) == [tokens]
+        assert manager.metrics.cache_tokens - before == found
+    assert [states.hits for states in manager.states] == [4] * len(manager.states)
+    assert_nothing_held(manager)
+
+
+@of_forms(caching=[True, False])
+def test_tokens_equal_when_requests_give_way(form: str, model: Any, caching: bool) -> None:
+    manager = manager_of(model, form, *FORMS[form].few, copies=4, enable_prefix_caching=caching)
+    loop = loop_of(manager, model, 16)
+    expected = [own_tokens(model, prompt, NEW) for prompt in OTHERS]
+    assert tokens_of(serve(loop, requests_of(OTHERS, NEW))) == expected
+    assert loop.preemptions
+    assert bool(manager.metrics.evictions) == caching
+    assert_nothing_held(manager)
+
+
+@of_forms()
+def test_tokens_equal_after_a_hit_and_a_fork(form: str, model: Any) -> None:
+    manager = manager_of(model, form, rows=2)
+    loop = loop_of(manager, model)
+    serve(loop, [Request("r", PROMPTS[0], NEW)])
+    parent = TextContext(PROMPTS[0], 512, "parent")
+    manager.external_claim("parent")
+    contexts = [parent]
+    for step in range(NEW):
+        assert all(manager.maybe_reserve(context) for context in contexts)
+        tokens = loop.runner.run(contexts, manager.fetch(contexts))
+        for context, token in zip(contexts, tokens, strict=True):
+            context.update(token)
+        manager.step(contexts)
+        if step == 5:
+            contexts.append(parent.fork("child"))
+            assert manager.fork(parent, contexts[1])
+    assert manager.metrics.cache_tokens == full(len(PROMPTS[0]) - 1)
+    for context in contexts:
+        assert context.tokens[len(PROMPTS[0]) :].tolist() == own_tokens(model, PROMPTS[0], NEW)
+        manager.release(context.request_id)
+    assert_nothing_held(manager)
+
+
+@of_forms("states")
+def test_tokens_equal_with_guesses(form: str, model: Any) -> None:
+    """Where memory is short some requests run without guesses, and give way."""
+    for pages, slabs in [(400, 13), *[(7, 7)] * (form == "states among pages")]:
+        engine = Engine(model, 0.7, manager=manager_of(model, form, pages, slabs))
+        answers = engine.knows(PROMPTS)
+        for _ in range(2):
+            assert_equal(model, answers, engine.serve(PROMPTS))
+        assert engine.accepted
+        assert engine.set_back
+        assert bool(engine.without) == (pages == 7)
+        assert_nothing_held(engine.manager)
+
+
+@of_forms(had=[False, True], end=["commit", "cancel"])
+def test_tokens_equal_behind_an_import(form: str, model: Any, had: bool, end: str) -> None:
+    """Behind one that was given up a request goes on from what it had found; with windows it is claimed anew."""
+    expected = own_tokens(model, PROMPTS[0], NEW)
+    source, target = (manager_of(model, form, rows=rows) for rows in (2, 1))
+    serve(loop_of(source, model, 16), [Request("r", PROMPTS[0], 1, hold_pages=True)])
+    taker = loop_of(target, model)
+    if had:
+        serve(taker, [Request("r", PROMPTS[0], 1)])
+    context = taker.context_for(Request("r", [*PROMPTS[0], expected[0]], NEW - 1))
+    target.external_claim("r")
+    pending = target.import_block_table(context, source.block_table("r"))
+    found = full(len(PROMPTS[0]) - 1) if had else 0
+    assert pending.tokens == (found, len(PROMPTS[0]))
+    target.check()
+    states = zip(*([*one.states[0].blocks[0]] if one.states else [] for one in (target, source)), strict=True)
+    for mine, theirs in states:
+        ((there, here),) = pending.wholes
+        mine[here] = theirs[there] if end == "commit" else 7
+    if end == "commit":
+        for dst, src, (first, stop) in pending.copies(pending.tokens[0], last=True)[: len(target.layer_tables.tables)]:
+            count = -(-stop // PAGE) - first // PAGE if first < stop else 0
+            target.device_tensors[0][0][dst[:count]] = source.device_tensors[0][0][src[:count]]
+        target.commit_import(context, pending, proven(target, pending))
+    else:
+        target.cancel_import(pending)
+        assert context.start_idx == found
+        assert [one.tokens_of("r") for one in target.states] == [found] * len(target.states)
+    if end == "cancel" and form.startswith("groups"):
+        target.release("r")
+        context = taker.context_for(Request("r", [*PROMPTS[0], expected[0]], NEW - 1))
+        target.external_claim("r")
+    taker.adopt(Request("r", PROMPTS[0], NEW), context)
+    tokens = expected[:1]
+    while taker.has_work:
+        tokens += [int(output.token or 0) for output in taker.step()]
+    assert tokens == expected
+    assert_nothing_held(target)
+
+
+def conversations(loop: ServingLoop, users: int, turns: int) -> list[tuple[list[int], list[int]]]:
+    """The prompts and answers of users who share a system prompt, and all take their next turn at a time."""
+    said = [[*SYSTEM, *ByteTokenizer().encode(f"User {user}")[1:]] for user in range(users)]
+    answered: list[tuple[list[int], list[int]]] = []
+    for turn in range(turns):
+        answers = tokens_of(serve(loop, requests_of(said, NEW)))
+        answered += [
+            (prompt, [int(token or 0) for token in answer]) for prompt, answer in zip(said, answers, strict=True)
+        ]
+        question = ByteTokenizer().encode(f"And then, {turn}?")[1:]
+        said = [[*prompt, *answer, *question] for prompt, answer in answered[-users:]]
+    return answered
+
+
+@of_forms()
+def test_conversations_find_all_that_went_before(form: str, model: Any) -> None:
+    manager = manager_of(model, form, 600, 20)
+    answered = conversations(loop_of(manager, model), 4, 3)
+    expected = [own_tokens(model, prompt, NEW) for prompt, _ in answered]
+    differ = [(*pair, other) for pair, other in zip(answered, expected, strict=True) if pair[1] != other]
+    assert len(differ) <= 1
+    assert all(is_rounding_tie(model, *one) for one in differ)
+    found = sum(full(len(prompt) + len(answer) - 1) for prompt, answer in answered[:8])
+    most = found + 3 * full(len(SYSTEM) + len("User "))  # of the first turn, if one came after another
+    assert found <= manager.metrics.cache_tokens <= most
+    assert all(states.num_kept <= 4 * (3 + 3) for states in manager.states)  # after each prompt, and each answer
+    assert_nothing_held(manager)
+
+
+@of_forms("groups")
+def test_tokens_equal_with_hits_from_the_host_and_from_files(form: str, model: Any, tmp_path: Path) -> None:
+    """As `test_states_below` has it of one table."""
+    tiers: dict[str, Any] = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-2}
+    tiers |= {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-2, "file_tier_key": "model"}
+    prompts = PROMPTS[:2]
+    expected = [own_tokens(model, prompt, NEW) for prompt in prompts]
+    first = manager_of(model, form, *FORMS[form].few, copies=4, tiers=tiers)
+    loop = loop_of(first, model)
+    for prompt in (*prompts, *OTHERS):  # each takes the place of what was before
+        serve(loop, [Request("r", prompt, NEW)])
+    manager = first
+    for again in (False, True):
+        if again:
+            manager = manager_of(model, form, *FORMS[form].few, copies=4, tiers=tiers)
+        loop, before = loop_of(manager, model), manager.metrics
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            assert tokens_of(serve(loop, [Request("r", prompt, NEW)])) == [tokens]
+        more = manager.metrics - before
+        assert more.cache_tokens == sum(full(len(prompt) - 1) for prompt in prompts)
+        assert more.h2d_blocks_copied > len(SYSTEM) // PAGE
+        assert bool(more.h2d_states_copied) == bool(manager.states)
+        manager.close()
+        assert_nothing_held(manager)
+    assert manager.metrics.file_blocks_read > len(SYSTEM) // PAGE
+    assert bool(manager.metrics.file_states_read) == bool(manager.states)
