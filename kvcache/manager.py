@@ -122,7 +122,8 @@ class PagedKVCacheManager(PoolFigures):
         these `NoFreeStatePageError` where the request's recurrent state has no room.
         """
         mark = self._mark
-        mark.check("external_claim")
+        if mark.call is not None:
+            mark.refuse("external_claim")
         chosen = self._claims.free_at(request_id, replica_idx)
         mark.call = ("external_claim", request_id)
         self._claims.claim(request_id, chosen)

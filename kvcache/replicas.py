@@ -117,6 +117,8 @@ class Replicas:
         self._events: EventPublisher | None = None
         self._indexes: dict[int, PrefixIndex] = {}  # that these are of, by source
         self._log: EventLog | None = None  # what is written down for them
+        # Whether a step of one request tells nobody, and asks nobody but its row.
+        self._is_plain = tiers is None and self.each[0].tables.count == 1
 
     @property
     def metrics(self) -> KVCacheMetrics:
@@ -235,9 +237,11 @@ class Replicas:
 
     def fetch_one(self, one: One | None, num_steps: int) -> list[RaggedKVCacheInputs] | None:
         """`fetch` of a single request, without arrays of one: a third of the time. None: it takes `fetch`."""
-        if one is None or num_steps != 1 or not self._is_plain(one[0]):
+        if one is None or num_steps != 1:
             return None
         row, context = one
+        if not self._is_plain or row in self.each[0].leases.of_row:
+            return None
         start, active, end = context.start_idx, context.active_idx, context.end_idx
         if end > self.capacity[row]:
             return None
@@ -256,9 +260,11 @@ class Replicas:
 
     def step_one(self, one: One | None) -> bool:
         """`step` of a single request, likewise. False: it takes `step`."""
-        if one is None or self.states or not self._is_plain(one[0]):
+        if one is None or self.states or not self._is_plain:
             return False
         (row, context), replica = one, self.each[0]
+        if row in replica.leases.of_row:
+            return False
         rows, computed = replica.rows, context.start_idx
         if computed > self.capacity[row]:
             return False
@@ -275,13 +281,6 @@ class Replicas:
         rows.cached[row] = computed
         self.mark.call = None
         return True
-
-    def _is_plain(self, row: int) -> bool:
-        """Whether nobody is to be told or asked of a step of the request at this row but the row."""
-        replica = self.each[0]  # the only one: `Claims.one` has seen to that
-        if self.tiers is not None or self._log is not None or replica.tables.count > 1:
-            return False
-        return row not in replica.leases.of_row
 
     def step(self, gathered: Gathered) -> None:
         """Publish what is full of computed tokens. Raises before anything is published."""
@@ -354,7 +353,7 @@ class Replicas:
         self._indexes = indexes
         for number, index in indexes.items():
             log.watch(index, number)
-        self._log = log
+        self._log, self._is_plain = log, False
         for replica in self.each:
             replica.log = log
 

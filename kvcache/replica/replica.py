@@ -6,7 +6,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.errors import InvalidRequestError, NotReservedError, PromptTooLongError, SequenceTooLongError
+from kvcache.errors import (
+    InvalidRequestError,
+    NoFreeRowError,
+    NotReservedError,
+    PromptTooLongError,
+    SequenceTooLongError,
+)
 from kvcache.events.log import EventLog
 from kvcache.layer_groups import LayerTables
 from kvcache.metrics import KVCacheMetrics
@@ -62,6 +68,8 @@ class Replica:
         self.counter = PromptCounter(rows)
         one = len(tables.tables) == 1 and tables.tables[0].group.keeps_all
         self.tables = (OneTable if one else RowTables)(tables, pool, rows, self.leases, caching=self.caching)
+        # Tokens that a request may have for sure, whatever its tables keep of them.
+        self._surely = min(self.max_seq_len, (pool.num_pages - pool.beside) // self.tables.count * self.page_size)
         self.hints = ReplicaHints(self.pool, rows, self.tables, self.hasher, self.salt, params)
         self.tier = PagesBelow()
         self.states = RequestStates()
@@ -78,7 +86,10 @@ class Replica:
 
     def check_free(self, request_id: RequestID) -> None:
         """Raise `NoFreeRowError` where the replica has no room for one more request."""
-        self.rows.check_free(request_id)
+        if not self.rows.free:
+            raise NoFreeRowError(
+                f"request {request_id!r}: all {len(self.rows.request_ids)} rows of the replica are claimed"
+            )
         self.states.check_free(request_id)
 
     def claim(self, request_id: RequestID) -> int:
@@ -92,10 +103,13 @@ class Replica:
 
         Returns the pages taken anew, or None if there are too few: then nothing has changed.
         """
-        self.refuse_pending(row, "maybe_reserve")
+        if row in self.imports.of_row:
+            self.refuse_pending(row, "maybe_reserve")
         have = self.rows.num_pages.item(row)
         start = context.start_idx if have else 0
-        length = self.length_of(context, num_steps, start)
+        length = context.current_length + num_steps - 1
+        if length > self._surely:
+            self.refuse_long(context, length, start)
         decodes = context.active_length == 1
         if decodes:
             if have and -(-length // self.page_size) == have + 1 and self.tables.count == 1:  # onto a new page
@@ -105,7 +119,7 @@ class Replica:
                     return None
                 self.counter.admit(row, context.end_idx)
                 self.rows.table[0, row, have] = self.pool.allocate_one()
-                self.rows.grow(row, have + 1, self.rows.committed.item(row))
+                self.rows.grow(row, have + 1)
                 return 1
             if length <= self.rows.capacity[row]:
                 return 0  # on a page that the row has; what it may not do is for `fetch` and `step` to refuse
@@ -119,16 +133,18 @@ class Replica:
 
     def act(self, row: int, context: Context, named: tuple[str | None, ExtraKeys], plan: Reservation) -> int | None:
         """Take what a reservation says; returns the pages taken anew, or None: too few, and nothing has changed."""
-        if not self.tables.fits(row, plan, self.pool.free_count):
+        free = self.pool.free_count
+        if plan.cost > free and not self.tables.fits(row, plan, free):
             return None
-        before = self.start_of(row, context)
-        if plan.start != context.start_idx or plan.active != context.active_idx:
+        before = context.start_idx
+        if plan.start != before or plan.active != context.active_idx:
             # First, as a context of the caller's own may refuse. Nothing that follows raises.
             self.move(context, plan.start, plan.active)
         if plan.cached:
+            before = before if self.rows.num_pages.item(row) else 0
             self.counter.hit(row, context.end_idx, before, plan.start)
-        # Before pages are taken, for which the state that it goes on from may be evicted.
-        self.states.reserved(row, plan)
+        if plan.state is not None:  # before pages are taken, for which the state that it goes on from may be evicted
+            self.states.reserved(row, plan.state, plan.start)
         if plan.slots.size:  # first: an eviction below may make room for the page that it evicts
             self.tier.hold(plan.slots)
         self.tables.take(row, plan)
@@ -153,9 +169,16 @@ class Replica:
         Raises where the pool can never hold them: `start` is the token from which the request runs.
         """
         length = context.current_length + num_steps - 1
+        if length > self._surely:
+            self.refuse_long(context, length, start)
+        return length
+
+    def refuse_long(self, context: Context, length: int, start: int) -> None:
+        """Raise where a request can never have so many tokens: `start` is the token from which it runs."""
         if length > self.max_seq_len:
+            steps = length + 1 - context.current_length
             raise SequenceTooLongError(
-                f"request {context.request_id!r}: {length} tokens (with {num_steps} steps), "
+                f"request {context.request_id!r}: {length} tokens (with {steps} steps), "
                 f"max_seq_len is {self.max_seq_len}"
             )
         needed = self.tables.least(context, length, start)
@@ -164,7 +187,6 @@ class Replica:
                 f"request {context.request_id!r}: {length} tokens need {needed + self.pool.beside} pages, "
                 f"the pool has {self.pool.num_pages} of {self.page_size} tokens"
             )
-        return length
 
     def find(self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
         """The published pages with which a request can go on, behind those that its row has.
@@ -293,8 +315,14 @@ class Replica:
 
     def publish_one(self, row: int, first: int, digests: NDArray[np.uint64]) -> None:
         """`publish` of a row without leases, whose pages from `first` on have these digests: half the cost."""
-        self._publish(np.full(len(digests), row), np.arange(first, first + len(digests)), digests, None)
-        self.rows.commit(row, first + len(digests))
+        count = len(digests)
+        if count == 1:
+            rows, columns = np.array((row,)), np.array((first,))
+        else:
+            rows, columns = np.empty(count, np.int64), np.arange(first, first + count)
+            rows.fill(row)
+        self._publish(rows, columns, digests, None)
+        self.rows.commit(row, first + count)
 
     def hasher(self, row: int | None, context: Context) -> PrefixHasher:
         """The hasher of the request: on its context, or kept here for a context that cannot carry one."""
@@ -485,15 +513,17 @@ class Replica:
                 restored = max(found.end, start // self.page_size)
                 slots = self._slots(row, context, restored)
                 found = found._replace(restored=restored, slots=slots)
-            if self.states.keeps and found.is_any:
-                reached = found.restored + len(found.slots) if found.slots.size else found.end
-                found = self._up_to_state(row, context, found, reached)
             end = found.restored + len(found.slots) if found.slots.size else found.end
+            if self.states.keeps and found.is_any:
+                reached = end
+                found = self._up_to_state(row, context, found, reached)
+                end = found.restored + len(found.slots) if found.slots.size else found.end
             if end * self.page_size > start:
                 start = end * self.page_size
             elif end > found.first:  # no token fewer to run: `step` finds the duplicates
                 found = self.tables.nothing(found.first)
-        return self.states.planned(row, context, self.tables.plan(row, context, length, start, found), reached)
+        plan = self.tables.plan(row, context, length, start, found)
+        return self.states.planned(row, context, plan, reached) if self.states.keeps else plan
 
     def _slots(self, row: int, context: Context, first: int) -> Slots:
         """Where the host has the context's pages from `first` on; what lies below it is waited for once."""

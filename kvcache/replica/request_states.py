@@ -14,7 +14,7 @@ from kvcache.pool.quotas import TenantQuotas
 from kvcache.replica.block_table import BlockTable, PendingImport
 from kvcache.replica.context import Context
 from kvcache.replica.leases import PageLease
-from kvcache.replica.reservation import Reservation
+from kvcache.replica.reservation import Reservation, StatePlan
 from kvcache.replica.resume import Asked
 from kvcache.replica.rows import Pages
 from kvcache.retention import PageHints
@@ -95,8 +95,8 @@ class RequestStates:
         """
         return plan
 
-    def reserved(self, row: int, plan: Reservation) -> None:
-        """The request is about to get its pages, and goes on from the state that was planned."""
+    def reserved(self, row: int, plan: StatePlan, start: int) -> None:
+        """The row's request is about to get its pages, and goes on from `start` with the state that was planned."""
 
     def refuse_fork(self, parent: int) -> None:
         """Raise `StatePageError` where the state of this row's request is not that after its computed tokens."""

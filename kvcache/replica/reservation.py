@@ -29,7 +29,7 @@ class Reservation(NamedTuple):
         leaving: the pages that leave the row, in its order.
         new: pages to be allocated.
         committed: columns that are published then.
-        cost: free pages that all this takes: below zero where it gives more back. Of one table `OneTable.fits` counts.
+        cost: free pages that all this takes at most: below zero where it gives more back.
         start: the token from which the request runs, as its context is to say.
         active: the token at which its chunk ends, likewise.
         cached: the token up to which pages were found; 0: none that the request did not have.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcache.errors import InvalidRequestError, NoFreeRowError
+from kvcache.errors import InvalidRequestError
 from kvcache.layer_groups import TableGroup
 from kvcache.pool.index import NO_PAGE
 from kvcache.types import RequestID
@@ -92,15 +92,10 @@ class BlockRows:
         self.capacity, self.cached, self.commit_at = every.capacity[own], every.cached[own], every.commit_at[own]
         self.request_ids: list[RequestID | None] = [None] * rows
         self.row_of: dict[RequestID, int] = {}
-        self._free = list(range(rows))  # a heap: the lowest row first, so that a batch is often one run of rows
-
-    def check_free(self, request_id: RequestID) -> None:
-        """Raise `NoFreeRowError` where no row is free."""
-        if not self._free:
-            raise NoFreeRowError(f"request {request_id!r}: all {len(self.request_ids)} rows of the replica are claimed")
+        self.free = list(range(rows))  # a heap: the lowest row first, so that a batch is often one run of rows
 
     def claim(self, request_id: RequestID) -> int:
-        row = heapq.heappop(self._free)
+        row = heapq.heappop(self.free)
         self.request_ids[row] = request_id
         self.row_of[request_id] = row
         return row
@@ -109,11 +104,9 @@ class BlockRows:
         """The row's entries of the first table."""
         return self._first_table[row, : self.num_pages[row]]
 
-    def grow(self, row: int, end: int, committed: int) -> None:
-        """The row has its entries before column `end` by now, where there is one table; so many are published."""
+    def grow(self, row: int, end: int) -> None:
+        """The row has its entries before column `end` by now, where there is one table."""
         self.num_pages[row] = end
-        self.committed[row] = committed
-        self.commit_at[row] = (committed + 1) * self.page_size
         self.changed[row] = True
         self.capacity[row] = min(end * self.page_size, self.max_seq_len)
 
@@ -149,7 +142,7 @@ class BlockRows:
         self.request_ids[:] = [None] * len(taken)
         for request_id, row in row_of.items():
             self.request_ids[row] = request_id
-        self._free[:] = np.flatnonzero(~taken).tolist()  # ascending: a heap
+        self.free[:] = np.flatnonzero(~taken).tolist()  # ascending: a heap
         for counts in (self.cached, self.counted):
             counts[~taken] = 0
         self.ends[:, ~taken] = 0
@@ -180,14 +173,13 @@ class BlockRows:
             self.table[:, row, :count] = NO_PAGE
             self._bounds[:, :, row] = 0
         self.changed[row] = True
-        self.cached[row] = self.counted[row] = 0
+        self.cached[row] = self.counted[row] = self.committed[row] = self.capacity[row] = 0
+        self.commit_at[row] = self.page_size
         self.prompt[row] = -1
-        self.commit(row, 0)
-        self.measure(row)
         request_id, self.request_ids[row] = self.request_ids[row], None
         if request_id is not None:
             del self.row_of[request_id]
-        heapq.heappush(self._free, row)
+        heapq.heappush(self.free, row)
 
 
 class PromptCounter:

@@ -29,6 +29,7 @@ from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)
 _NONE_FOUND = (_NO_PAGES,)
+_FIRST = (0,)
 _NOTHING = Found(0, 0, _NONE_FOUND)
 _NO_ROWS: Ints = np.zeros(0, np.int64)
 _MIX = 0x9E3779B97F4A7C15  # odd: no two tables' multiples are equal in 64 bits
@@ -192,7 +193,7 @@ class RowTables:
         return Reservation(found, tuple(ends_found), tuple(firsts), tuple(ends), gone, new, committed, cost, 0, 0)
 
     def fits(self, row: int | None, plan: Reservation, free: int) -> bool:  # noqa: ARG002 - the plan has counted
-        """Whether so many `free` pages are enough for the plan."""
+        """Whether so many `free` pages are enough for the plan; surely, where they are for its `cost`."""
         return plan.cost <= free
 
     def least(self, context: Context, length: int, start: int) -> int:
@@ -513,22 +514,25 @@ class OneTable(RowTables):
         return [pages] if pages.size else []
 
     def plan(self, row: int | None, context: Context, length: int, start: int, found: Found) -> Reservation:
-        rows, (pages,) = self._rows, found.pages
-        first, end = found.first, found.end
-        needed = -(-length // self._page_size)
-        have = 0 if row is None else rows.num_pages.item(row)
-        has_others = pages.size and have > first
-        leaving = rows.pages(row)[first:end].copy() if has_others and row is not None else _NO_PAGES
-        new = max(0, needed - max(have, end))
-        ends, cached = (max(needed, have),), start if found.is_any else 0
-        active = chunk_end(context, start)
-        return Reservation(
-            found.pages, (end,), (0,), ends, leaving, new, end, 0, start, active, cached, found.restored, found.slots
-        )
+        first, end, restored, slots = found.first, found.end, found.restored, found.slots
+        needed, count = -(-length // self._page_size), end - first
+        have, leaving = 0, _NO_PAGES
+        if row is not None:
+            have = self._rows.num_pages.item(row)
+            if count and have > first:
+                leaving = self._rows.pages(row)[first:end].copy()
+        behind = max(have, end)
+        new = needed - behind if needed > behind else 0
+        cached, active = start if count or slots.size else 0, context.active_idx
+        if start >= active:
+            active = chunk_end(context, start)
+        ends, cost = (max(needed, have),), new + count  # how many of those found are idle is not counted yet
+        pages = found.pages
+        return Reservation(pages, (end,), _FIRST, ends, leaving, new, end, cost, start, active, cached, restored, slots)
 
     def fits(self, row: int | None, plan: Reservation, free: int) -> bool:
         (found,), (end,) = plan.found, plan.ends_found
-        if plan.new + len(found) <= free:  # it does not matter how many of them are idle
+        if plan.cost <= free:
             return True
         kept = 0 if row is None else max(0, self._leases.last_read(row) - (end - len(found)))
         freed = self._pool.would_be_freed(plan.leaving[kept:])
@@ -549,15 +553,15 @@ class OneTable(RowTables):
                     self._leases.replace(row, end - len(found), plan.leaving, int(rows.cached[row]))
                 pool.release(plan.leaving)
             rows.table[0, row, end - len(found) : end] = found
+            rows.commit(row, end)
             for tell in pool.journal.found:
                 tell(found)
-        if plan.new:
-            last = plan.ends[0]
-            # All was found but the end: a third of the cost.
-            rows.table[0, row, last - plan.new : last] = (
-                pool.allocate_one() if plan.new == 1 else pool.allocate(plan.new)
-            )
-        rows.grow(row, plan.ends[0], end)
+        new, last = plan.new, plan.ends[0]
+        if new == 1:  # all was found but the end: a third of the cost
+            rows.table[0, row, last - 1] = pool.allocate_one()
+        elif new:
+            rows.table[0, row, last - new : last] = pool.allocate(new)
+        rows.grow(row, last)
 
     def pages(self, row: int, end: int) -> Pages:
         return self._rows.table[0, row, :end]

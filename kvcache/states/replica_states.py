@@ -26,7 +26,7 @@ from kvcache.replica.leases import PageLease
 from kvcache.replica.page_moves import ReplicaPageMoves
 from kvcache.replica.pages_below import PagesBelow
 from kvcache.replica.request_states import RequestStates
-from kvcache.replica.reservation import Reservation
+from kvcache.replica.reservation import Reservation, StatePlan
 from kvcache.replica.resume import Asked
 from kvcache.replica.rows import Ints, Pages, Rows
 from kvcache.retention import PageHints
@@ -153,9 +153,8 @@ class ReplicaStates(RequestStates):
     def planned(self, row: int, context: Context, plan: Reservation, reached: int) -> Reservation:
         return self._kept.planned(self._name(row), context, plan, reached) if self.keeps else plan
 
-    def reserved(self, row: int, plan: Reservation) -> None:
-        if plan.state is not None:
-            self._kept.reserved(self._name(row), plan.state, plan.start)
+    def reserved(self, row: int, plan: StatePlan, start: int) -> None:
+        self._kept.reserved(self._name(row), plan, start)
 
     def fetched(self, rows: Rows) -> None:
         """A model reads the pages of these rows, until their `step`: they stay where they are."""
