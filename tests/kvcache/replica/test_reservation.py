@@ -1,0 +1,118 @@
+"""A reservation is decided before anything moves; of what it does then, only the move of the context may be refused."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvcache.replica.replica import Replica
+from tests.kvcache.books import Books, books_of, first_difference
+from tests.kvcache.random_model.matrix import with_needed
+from tests.kvcache.random_model.run import Run
+
+COMMON = ("forks", "preemption", "batches", "leases", "hints", "quotas", "stale")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        COMMON,
+        (*COMMON, "window", "chunk"),
+        (*COMMON, "states apart", "drafts"),
+        (*COMMON, "states in slabs", "window", "imports"),
+    ],
+    ids=" ".join,
+)
+def test_a_plan_changes_nothing_and_the_move_of_the_context_comes_first(
+    features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Books before a plan, after it, and when the context is moved are the same, in random runs of many features."""
+    seen: Counter[str] = Counter()
+    before: list[Books] = []
+
+    def same(what: str, books: Books, replica: Replica) -> None:
+        changed = first_difference(books, books_of(replica))  # type: ignore[arg-type]
+        assert not changed, f"{what}: {changed}"
+        seen[what] += 1
+
+    def pure(name: str) -> None:
+        planned = getattr(Replica, name)
+
+        def plan(self: Replica, *args: Any) -> Any:
+            books = books_of(self)  # type: ignore[arg-type]
+            made = planned(self, *args)
+            same(name, books, self)
+            return made
+
+        monkeypatch.setattr(Replica, name, plan)
+
+    acted, moved = Replica.act, Replica.move
+
+    def act(self: Replica, *args: Any) -> Any:
+        before.append(books_of(self))  # type: ignore[arg-type]
+        try:
+            return acted(self, *args)
+        finally:
+            before.clear()
+
+    def move(self: Replica, context: Any, start: int, active: int) -> None:
+        if before:
+            same("move", before[0], self)
+            seen["cut"] += active < context.active_idx
+        moved(self, context, start, active)
+
+    pure("_plan")
+    pure("plan_fork")
+    monkeypatch.setattr(Replica, "act", act)
+    monkeypatch.setattr(Replica, "move", move)
+    run = Run(with_needed(features))
+    for seed in range(8):
+        run.manager(seed, 100)
+    assert seen["_plan"] > 40, seen
+    assert seen["move"] > 5, seen
+    assert seen["plan_fork"] > 2, seen
+    assert not any("states" in one for one in features) or seen["cut"] > 3
+
+
+@pytest.mark.parametrize("states", ["states apart", "states in slabs", "preemption"])
+def test_a_context_that_refuses_to_be_moved_leaves_everything_as_it_was(
+    states: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reservation that moves a context is refused once, by the context; then it goes through as if never tried."""
+    seen: Counter[str] = Counter()
+    reserved, moved, refuses = Replica.act, Replica.move, [False]
+
+    def move(self: Replica, *args: Any) -> None:
+        if refuses[0]:
+            raise RuntimeError("not now")
+        moved(self, *args)
+
+    def act(self: Replica, *args: Any) -> Any:
+        books = books_of(self)  # type: ignore[arg-type]
+        refuses[0] = True
+        try:
+            return reserved(self, *args)  # nothing moves it
+        except RuntimeError:
+            assert not (changed := first_difference(books, books_of(self))), changed  # type: ignore[arg-type]
+            seen["refused"] += 1
+        finally:
+            refuses[0] = False
+        return reserved(self, *args)
+
+    monkeypatch.setattr(Replica, "act", act)
+    monkeypatch.setattr(Replica, "move", move)
+    run = Run(with_needed((*COMMON, states)))
+    for seed in range(8):
+        run.manager(seed, 100)
+    assert seen["refused"] > 10, seen
