@@ -22,7 +22,7 @@ CUDA := .venvs/vllm-gpu
 CUDA_PIP := $(CUDA)/bin/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ci long pairs test-sglang test-vllm test-engines test-gpu kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet placement first-token clean
+.PHONY: help demo test test-ci test-hosts long pairs test-sglang test-vllm test-engines test-gpu kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet placement first-token clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -56,8 +56,11 @@ endif
 test-ci: $(STAMP) ## run the tests that CI runs beside `make test`: benchmarks in their smallest form, models in every combination
 	@$(BIN)/python -m pytest $(SHARED) -m 'ci and not long' $(ARGS)
 
+test-hosts: $(STAMP) ## run tests between hosts, which are network namespaces: root makes these (ARGS="-m hosts" for long cuts)
+	@$(BIN)/python -m pytest tests/hosts -m 'hosts and not long' $(ARGS)
+
 long: $(STAMP) ## run the tests that take minutes: every signal in every stage of the demo, every message in every phase
-	@$(BIN)/python -m pytest -m long --timeout 600 $(ARGS)
+	@$(BIN)/python -m pytest -m 'long and not hosts' --timeout 600 $(ARGS)
 
 pairs: $(STAMP) ## transfer 300 random pairs of engines between processes, compare every byte (ARGS="--count 40 ...")
 	@$(BIN)/python -m tests.transfer.pairs $(ARGS)

@@ -108,9 +108,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     left_out = [where for package, where in ENGINES.items() if importlib.util.find_spec(package) is None]
     if left_out:
         terminalreporter.write_line(f"not run here, as they need environments of their own: {', '.join(left_out)}")
-    if terminalreporter.config.getoption("markexpr") == "not long and not ci":
+    if terminalreporter.config.getoption("markexpr") == "not long and not ci and not hosts":
         terminalreporter.write_line(
-            "not run here, as they take minutes: tests marked ci (make test-ci), long (make long)"
+            "not run here: tests marked ci (make test-ci), long (make long), which take minutes, hosts (make test-hosts)"
         )
     again = {report.nodeid for report in terminalreporter.stats.get("rerun", ())}
     passed = sorted(again & {report.nodeid for report in terminalreporter.stats.get("passed", ())})

@@ -1,0 +1,129 @@
+"""A manager and its exchange as a program on a host, told what to do line by line: `python -m tests.hosts.exchanged`.
+
+Each line of standard input is a JSON array, the name of a command and its arguments. Each answer is a line, too.
+"""
+
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from kvcache import BlockTable, KVCacheParams, PagedKVCacheManager, TextContext
+from transfer.pull.exchange import PageExchange
+from transfer.pull.pull_state import PullEvent
+from transfer.pull.replica import LeaseOver, Offered
+from transfer.pull.source import Source
+
+PAGE_SIZE, PAGE_BYTES, MOST_PAGES = 16, 1 << 16, 1100
+_STEP_S = 0.002
+
+
+class Exchanged:
+    """One side. Pages are of 64 KiB."""
+
+    def __init__(self, name: str, address: str) -> None:
+        params = KVCacheParams(torch.float32, n_kv_heads=4, head_dim=64, page_size=PAGE_SIZE)
+        self.manager = PagedKVCacheManager(
+            params, 8, MOST_PAGES * PAGE_SIZE, 2, ["cpu"], available_cache_memory=MOST_PAGES * PAGE_BYTES
+        )
+        self.exchange = PageExchange(
+            self.manager, name, bind=f"tcp://{address}:0", secret=os.environ["PAGEWIRE_TEST_SECRET"],
+            allowed_peers=["10.213.7.0/24"],
+        )  # fmt: skip
+        self.ended: dict[str, str] = {}  # leases that are over, by request, and why
+
+    def pages(self, name: str) -> Any:
+        """The bytes of the request's pages, `[pages, 65536]`."""
+        found = self.manager.device_tensors[0][0][self.manager.get_req_blocks(name)]
+        return found.contiguous().numpy().view(np.uint8).reshape(len(found), -1)
+
+    def offer(self, name: str, pages: int, duration_s: float) -> list[str]:
+        """Compute a prompt of so many pages, and lease them: what its reader is told."""
+        tokens = [*range(pages * PAGE_SIZE)]
+        with self.manager.claim(context := TextContext(tokens, MOST_PAGES * PAGE_SIZE, name)):
+            assert self.manager.maybe_reserve(context)
+            pool = self.manager.device_tensors[0][0]
+            for column, page in enumerate(self.manager.get_req_blocks(name)):
+                pool[page] = torch.from_numpy(contents(column).view(np.float32)).view(pool[page].shape)
+            context.update(1)
+            self.manager.step([context])
+            offer = self.exchange.offer(name, duration_s)
+            assert offer is not None
+            self.until(lambda happened: isinstance(happened.event, Offered))
+            return [msgspec.msgpack.encode((offer, self.manager.block_table(name))).hex()]
+
+    def pull(self, name: str, offered: str, timeout_s: float) -> list[Any]:
+        """Pull it: seconds, the reason of a failure, and whether each byte is right."""
+        offer, table = msgspec.msgpack.decode(bytes.fromhex(offered), type=tuple[Source, BlockTable])
+        context = TextContext([*range(table.num_tokens), 7], MOST_PAGES * PAGE_SIZE, name)
+        self.manager.external_claim(name)
+        pending = self.manager.import_block_table(context, table)
+        assert pending is not None
+        begin = time.perf_counter()
+        self.exchange.pull(name, offer, pending, timeout_s=timeout_s)
+        happened = self.until(lambda one: isinstance(one.event, PullEvent) and one.event.safe)
+        seconds, error = time.perf_counter() - begin, happened.event.error
+        right = False
+        if error:
+            self.manager.cancel_import(pending)
+        else:
+            self.manager.commit_import(context, pending, happened.proof)
+            found = self.pages(name)[: table.num_tokens // PAGE_SIZE]
+            right = all(np.array_equal(page, contents(column)) for column, page in enumerate(found))
+        self.manager.release(name)
+        self.manager.reset_prefix_cache()
+        return [seconds, error, right]
+
+    def held(self) -> list[Any]:
+        self.manager.check()
+        pulls = len(self.exchange.open_pulls)
+        return [self.manager.num_held_blocks, self.manager.num_leased_blocks, pulls, self.ended]
+
+    def polled(self) -> list[Any]:
+        happened = self.exchange.poll()
+        self.ended |= {one.event.request_id: one.event.reason for one in happened if isinstance(one.event, LeaseOver)}
+        return happened
+
+    def until(self, wanted: Callable[[Any], bool]) -> Any:
+        """Poll until something has happened."""
+        while True:
+            for one in self.polled():
+                if wanted(one):
+                    return one
+            self.exchange.wait(replica=0, timeout_s=_STEP_S)
+
+    def serve(self) -> None:
+        """Do what is said until there is no more."""
+        while True:
+            self.polled()
+            if select.select([sys.stdin], [], [], _STEP_S)[0]:
+                line = sys.stdin.readline()
+                if not line:
+                    return
+                name, *arguments = json.loads(line)
+                say(getattr(self, name)(*arguments))
+
+
+def say(answer: object) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def contents(column: int) -> Any:
+    """What a page of this place in its prompt holds."""
+    return np.random.default_rng(column).integers(0, 256, PAGE_BYTES, np.uint8)
+
+
+if __name__ == "__main__":
+    side = Exchanged(sys.argv[1], sys.argv[2])
+    say(["ready"])
+    side.serve()
+    side.exchange.close()
+    side.manager.close()

@@ -1,0 +1,185 @@
+"""Hosts on one machine: each has network, name and shared memory of its own, and a link that can be cut and slowed.
+
+A host is a network namespace, and what runs on it has UTS and IPC namespaces of its own besides. The links end in a
+bridge, in one more namespace. A link is cut there, so that a host does not see it: its own end stays up, as behind a
+switch that fails.
+"""
+
+import ctypes
+import itertools
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import IO, Self
+
+SUBNET = "10.213.7"
+# Of no host: what is sent there is lost, and nobody is told.
+_NOBODY = "02:00:00:00:00:99"
+_CLONE_NEWNET = 0x40000000
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_numbers = itertools.count()
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
+
+
+@cache
+def why_not() -> str:
+    """Why there can be no hosts here; empty where there can."""
+    for program in ("ip", "tc", "unshare", "setpriv"):
+        if shutil.which(program) is None:
+            return f"there is no program {program!r}"
+    try:
+        with network("a") as (host,):
+            host.shape("100mbit")
+            subprocess.run(host.command("true"), check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"the kernel makes no network namespaces for this user ({error})"
+    return ""
+
+
+@contextmanager
+def network(*names: str) -> "Iterator[tuple[Host, ...]]":
+    """Hosts of these names, joined by one bridge. All that runs on them is killed at the end."""
+    wire = f"pw{os.getpid()}-{next(_numbers)}"
+    with ExitStack() as made:
+        _run("ip", "netns", "add", wire)
+        made.callback(_run, "ip", "netns", "del", wire)
+        _run("ip", "-n", wire, "link", "add", "switch", "type", "bridge")
+        _run("ip", "-n", wire, "link", "set", "switch", "up")
+        yield tuple(made.enter_context(Host(wire, name, number)) for number, name in enumerate(names, 1))
+
+
+class Host:
+    """One of them. Its interface is called `net0`; `address` may be moved."""
+
+    def __init__(self, wire: str, name: str, number: int) -> None:
+        self.name, self.address = name, f"{SUBNET}.{number}"
+        self._wire, self._namespace, self._port = wire, f"{wire}{name}", f"to-{name}"
+        self._running: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        _run("ip", "netns", "add", self._namespace)
+        try:
+            _run(
+                *("ip", "-n", self._wire, "link", "add", self._port, "type", "veth"),
+                *("peer", "name", "net0", "netns", self._namespace),
+            )
+            _run("ip", "-n", self._wire, "link", "set", self._port, "master", "switch", "up")
+            for device in ("lo", "net0"):
+                self._ip("link", "set", "dev", device, "up")
+            self._ip("address", "add", f"{self.address}/24", "dev", "net0")
+        except OSError:
+            _run("ip", "netns", "del", self._namespace)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        _run("ip", "netns", "del", self._namespace)
+
+    def _ip(self, *arguments: str) -> None:
+        _run("ip", "-n", self._namespace, *arguments)
+
+    def command(self, *command: str) -> list[str]:
+        """What runs a command on this host."""
+        named = ["sh", "-c", f'hostname {self.name} && exec "$@"', "sh", *command]
+        return [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "ip",
+            "netns",
+            "exec",
+            self._namespace,
+            "unshare",
+            "--uts",
+            "--ipc",
+            *named,
+        ]
+
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes], *, answers: bool = False
+    ) -> subprocess.Popen[bytes]:
+        """Start a program, which lives at most as long as this thread. `answers`: with pipes to it and from it."""
+        env = {**os.environ, "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "net0", **environment}
+        process = subprocess.Popen(
+            self.command(*command), stdin=subprocess.PIPE if answers else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if answers else log, stderr=log, env=env,
+        )  # fmt: skip
+        self._running.append(process)
+        return process
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """What this thread opens for the length of a `with` block, it opens on this host."""
+        here_path, there_path = Path("/proc/thread-self/ns/net"), Path("/run/netns", self._namespace)
+        with here_path.open() as here, there_path.open() as there:
+            _enter(there.fileno())
+            try:
+                yield
+            finally:
+                _enter(here.fileno())
+
+    def received(self) -> int:
+        """Bytes that have come to this host by now, whatever they were."""
+        done = subprocess.run(
+            ["ip", "-n", self._namespace, "-s", "-j", "link", "show", "dev", "net0"], capture_output=True, check=True
+        )
+        return json.loads(done.stdout)[0]["stats64"]["rx"]["bytes"]
+
+    # ---- what becomes of the link
+
+    def cut(self) -> None:
+        """Nothing comes through the link any more, in either direction."""
+        _run("ip", "-n", self._wire, "link", "set", self._port, "nomaster")
+
+    def restore(self) -> None:
+        """The link is whole again."""
+        _run("ip", "-n", self._wire, "link", "set", self._port, "master", "switch")
+
+    def deafen(self, other: "Host") -> None:
+        """What the other host sends to this one is lost. What this one sends arrives."""
+        other._ip("neighbour", "replace", self.address, "lladdr", _NOBODY, "dev", "net0", "nud", "permanent")
+
+    def hear(self, other: "Host") -> None:
+        """This host hears the other again."""
+        with suppress(OSError):
+            other._ip("neighbour", "delete", self.address, "dev", "net0")
+
+    def shape(self, rate: str) -> None:
+        """Let no more through than a rate as `tc` writes it, in each direction."""
+        for namespace, device in ((self._namespace, "net0"), (self._wire, self._port)):
+            bucket = ("burst", "256kb", "latency", "20ms")
+            _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *bucket)
+
+    def move(self, number: int) -> None:
+        """The host gives up its address and has another one."""
+        self._ip("address", "del", f"{self.address}/24", "dev", "net0")
+        self.address = f"{SUBNET}.{number}"
+        self._ip("address", "add", f"{self.address}/24", "dev", "net0")
+
+    def kill(self) -> None:
+        """Lose power: all that runs here is gone, and says goodbye to nobody. The link stays cut until `restore`."""
+        self.cut()
+        for process in self._running:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            for pipe in filter(None, (process.stdin, process.stdout)):
+                with suppress(BrokenPipeError):  # what it has not read
+                    pipe.close()
+        self._running.clear()
+
+
+def _enter(namespace: int) -> None:
+    if _LIBC.setns(namespace, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "this thread may not enter the network namespace")
