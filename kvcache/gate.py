@@ -391,6 +391,7 @@ def keep_connected(client: socket.socket) -> None:
     """A host that is gone without a word is noticed within half a minute; small messages go at once."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_NODELAY: 1}
+    options[socket.TCP_USER_TIMEOUT] = 15_000  # of what nobody acknowledges, as `keep_alive` has it
     for option, value in options.items():
         client.setsockopt(socket.IPPROTO_TCP, option, value)
 

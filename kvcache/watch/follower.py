@@ -10,6 +10,7 @@ import zmq
 
 from kvcache.arguments import shown
 from kvcache.errors import WatchError
+from kvcache.sockets import keep_alive
 from kvcache.watched import AskLook, Cells, Look, WatchRefusal
 
 _MOST_BYTES = 1 << 30
@@ -89,6 +90,7 @@ class WatchClient:
         for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 4), (zmq.MAXMSGSIZE, _MOST_BYTES)):
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
+        keep_alive(self._socket)
         try:
             if secure is not None:
                 secure(self._socket)

@@ -23,6 +23,7 @@ def test_a_peer_is_bounded_and_one_that_goes_without_a_word_is_noticed() -> None
     try:
         options = (zmq.SNDHWM, zmq.LINGER, zmq.TCP_KEEPALIVE, zmq.TCP_KEEPALIVE_IDLE, zmq.TCP_KEEPALIVE_CNT)
         assert [socket.getsockopt(option) for option in options] == [7, 0, 1, 10, 3]
+        assert [socket.getsockopt(option) for option in (zmq.TCP_MAXRT, zmq.CONNECT_TIMEOUT)] == [15_000, 2_000]
         assert 0 < socket.getsockopt(zmq.MAXMSGSIZE) <= 4096
     finally:
         socket.close()

@@ -120,8 +120,10 @@ def test_sockets_that_carry_messages_are_kept_alive_by_tcp_alone(kind: str, tmp_
         zmq.TCP_KEEPALIVE_IDLE,
         zmq.TCP_KEEPALIVE_INTVL,
         zmq.TCP_KEEPALIVE_CNT,
+        zmq.TCP_MAXRT,
+        zmq.CONNECT_TIMEOUT,
     )
-    assert [socket.getsockopt(option) for option in kept] == [0, 1, 10, 5, 3]
+    assert [socket.getsockopt(option) for option in kept] == [0, 1, 10, 5, 3, 15_000, 2_000]
     context.destroy(linger=0)
 
 
