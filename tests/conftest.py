@@ -110,7 +110,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"not run here, as they need environments of their own: {', '.join(left_out)}")
     if terminalreporter.config.getoption("markexpr") == "not long and not ci and not hosts":
         terminalreporter.write_line(
-            "not run here: tests marked ci (make test-ci), long (make long), which take minutes, hosts (make test-hosts)"
+            "not run here: tests marked ci (make test-ci), hosts (make test-hosts), long (make long)"
         )
     again = {report.nodeid for report in terminalreporter.stats.get("rerun", ())}
     passed = sorted(again & {report.nodeid for report in terminalreporter.stats.get("passed", ())})
