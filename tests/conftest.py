@@ -4,10 +4,12 @@ import gc
 import importlib.util
 import os
 import signal
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 
 import pytest
 
@@ -47,12 +49,37 @@ def pytest_configure() -> None:
     adopt()
 
 
-@pytest.hookimpl(trylast=True)  # of the tests that are left, in the order that the seed has given them
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Workers begin with the files that have slow tests, so that none of these is left to one of them at the end."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Deal out cases before tests are chosen by their marks, and put what is left in order.
+
+    Workers begin with the files that have slow tests, so that none of these is left to one of them at the end.
+    """
+    deal_out(items)
+    yield  # others choose, and give them the order of the seed
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)
+
+
+def deal_out(items: Sequence[pytest.Item]) -> None:
+    """Of a test marked `each_value` CI alone runs the cases whose values of each parameter others here have, too."""
+    functions: defaultdict[tuple[Path, str], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if isinstance(item, pytest.Function) and "each_value" in marks and not marks & {"ci", "long"}:
+            functions[item.path, item.originalname].append(item)
+    for cases in functions.values():
+        in_order = sorted(cases, key=lambda case: case.nodeid)
+        left = {case.nodeid: {(name, repr(value)) for name, value in case.callspec.params.items()} for case in in_order}
+        here = set[str]()
+        while any(left.values()):
+            chosen = max(left, key=lambda nodeid: len(left[nodeid]))
+            here.add(chosen)
+            left = {nodeid: values - left[chosen] for nodeid, values in left.items()}
+        for case in cases:
+            if case.nodeid not in here:
+                case.add_marker(pytest.mark.ci)
 
 
 def pytest_collection_finish() -> None:

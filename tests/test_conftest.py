@@ -1,6 +1,7 @@
 """However the tests are started: what they start can be ended, and they themselves run out of time."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,12 @@ def test_a_process_can_be_ended(number):
         process.send_signal(number)
         assert process.wait(20)
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("one", range(3))
+@pytest.mark.parametrize("other", "ab")
+def test_of_six_cases(one, other):
+    print(f"{one}{other} runs")
+
 @pytest.mark.timeout(1)
 def test_that_is_too_slow():
     time.sleep(60)
@@ -31,10 +38,11 @@ def ignore_and_block() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
-def test_signals_that_are_ignored_and_blocked_are_neither_in_a_test(tmp_path: Path) -> None:
+def test_signals_that_are_blocked_are_not_in_a_test_and_of_its_cases_each_value_has_one(tmp_path: Path) -> None:
     (tmp_path / "test_any.py").write_text(TESTS)
+    command = f"{sys.executable} -m pytest -p tests.conftest"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path)],
+        [*command.split(), "-p", "no:cacheprovider", "-p", "no:randomly", "-s", "-m", "not ci", str(tmp_path)],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[1],
@@ -43,7 +51,10 @@ def test_signals_that_are_ignored_and_blocked_are_neither_in_a_test(tmp_path: Pa
         preexec_fn=ignore_and_block,
         check=False,
     )
-    assert "1 failed, 3 passed" in done.stdout, done.stdout + done.stderr
+    assert "1 failed, 6 passed, 3 deselected" in done.stdout, done.stdout + done.stderr
+    ran = re.findall(r"([0-2])([ab]) runs", done.stdout)
+    assert {one for one, _ in ran} == {*"012"}
+    assert {other for _, other in ran} == {*"ab"}
     assert "Timeout (>1.0s)" in done.stdout
 
 

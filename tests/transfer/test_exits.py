@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,11 @@ from tests import forked
 from tests.transfer import exits
 
 
-def _cases() -> Iterator[Any]:
-    """An exchange ends in every way here, all else at the program's end and by Ctrl-C; the rest in CI."""
-    for what in exits.OPENED:
-        for how in exits.STATUS:
-            here = what == "exchange" or how in ("end", "interrupt")
-            yield pytest.param(what, how, marks=() if here else pytest.mark.ci)
-
-
 @pytest.mark.slow
+@pytest.mark.each_value
 @pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.long)])
-@pytest.mark.parametrize(("what", "how"), list(_cases()))
+@pytest.mark.parametrize("what", exits.OPENED)
+@pytest.mark.parametrize("how", exits.STATUS)
 def test_what_is_open_at_the_end_changes_neither_status_nor_words(
     tmp_path: Path, what: str, how: str, times: int
 ) -> None:

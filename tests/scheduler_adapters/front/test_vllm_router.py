@@ -97,6 +97,7 @@ def apart(tmp_path: Path) -> Iterator[Served]:
         served.close()
 
 
+@pytest.mark.ci
 def test_the_router_chooses_the_prefill_process_and_the_decode_process(apart: Served, tmp_path: Path) -> None:
     members = apart.get("/fleet")
     at = {name: f"{apart.url}/processes/{name}" for name in members}

@@ -31,6 +31,7 @@ def expected(model: Any) -> Any:
     return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3", "bamba", "falcon"])
 @pytest.mark.parametrize(("shards", "budget"), [(1, 512), (2, 20)])
 def test_each_prompt_gets_what_the_models_own_generate_gives(

@@ -44,6 +44,7 @@ def served(manager: Any, runner: HFRunner, prompt: list[int], said: Retention | 
     return context.tokens[len(prompt) : len(prompt) + NEW].tolist(), found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["bamba", "lfm2"])
 @pytest.mark.parametrize("made", [one_memory, apart])
 def test_a_hinted_conversation_is_found_after_a_flood(

@@ -12,10 +12,11 @@ from tests.scheduler_adapters.serving import assert_nothing_held
 
 pytestmark = pytest.mark.slow
 
-MODELS = ("bamba", "qwen3_next", "granite", "lfm2", "kimi_linear")
+HERE = ("bamba", "qwen3_next", "llama")
+MODELS = ("granite", "jamba", "lfm2", "kimi_linear")
 
 
-@pytest.fixture(scope="module", params=[*MODELS, "jamba", "llama"])
+@pytest.fixture(scope="module", params=[*HERE, *[pytest.param(name, marks=pytest.mark.ci) for name in MODELS]])
 def each_model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
     return shared_model(request.param)
 

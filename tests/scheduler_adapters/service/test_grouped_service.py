@@ -21,7 +21,10 @@ HEAD = ByteTokenizer().encode("What all prompts begin with, and what is longer t
 PROMPTS = [[*HEAD, *ByteTokenizer().encode(text)] for text in ("one", "another one", "the third, which is longest")]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in ("gemma3", "llama4") else pytest.mark.ci) for name in MODELS],
+)
 def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
     kind, changes = MODELS[request.param]
     return shared_model(kind, num_hidden_layers=4, **changes)

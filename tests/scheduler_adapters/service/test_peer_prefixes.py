@@ -494,7 +494,7 @@ def test_three_processes_pull_from_each_other_and_an_idle_source_wakes(tiny_mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay_s", [0.0, 0.005, 0.02])
+@pytest.mark.parametrize("delay_s", [0.005, *[pytest.param(after_s, marks=pytest.mark.ci) for after_s in (0.0, 0.02)]])
 def test_a_source_that_is_killed_at_any_moment_costs_no_token(tiny_model: Any, delay_s: float) -> None:
     long = (HEAD * 16)[:3000]
     with forked.fleets(), Fleet(CONFIGS) as fleet:

@@ -35,6 +35,7 @@ def expected(model: Any) -> Any:
     return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shards", [1, 2, 4])
 @pytest.mark.parametrize(("page_size", "budget"), [(16, 40), (7, 200), (64, 19)])
 def test_tokens_are_the_models_own_on_any_number_of_shards(

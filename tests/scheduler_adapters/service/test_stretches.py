@@ -160,6 +160,7 @@ def test_the_head_from_one_process_and_the_tail_from_another(
     given_back(first, second)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("when", ["asking", "pulling"])
 @pytest.mark.parametrize("fault", ["killed", "stopped", "restarted", "reset"])
 def test_what_happens_to_the_second_source_leaves_the_first_stretch(
