@@ -27,6 +27,7 @@ class PrefixIndex:
     """Published pages by digest, of `digest_words` 64-bit words. Every hit compares the whole digest."""
 
     def __init__(self, num_pages: int, digest_words: int) -> None:
+        self.digest_words = digest_words
         buckets = 1 << max(3, (num_pages - 1).bit_length())
         self._bucket_mask = buckets - 1
         self._bucket_masks = np.array(self._bucket_mask)  # for arrays: a number takes twice as long

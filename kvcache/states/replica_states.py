@@ -24,7 +24,6 @@ from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.imports import own_import
 from kvcache.replica.leases import PageLease
 from kvcache.replica.page_moves import ReplicaPageMoves
-from kvcache.replica.pages_below import PagesBelow
 from kvcache.replica.request_states import RequestStates
 from kvcache.replica.reservation import Reservation, StatePlan
 from kvcache.replica.resume import Asked
@@ -34,7 +33,7 @@ from kvcache.states.kept_states import KeptStates
 from kvcache.states.state_hints import StateHints
 from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_pages import StatePages
-from kvcache.states.state_slabs import StateSlabs, pages_of_slab
+from kvcache.states.state_room import StateSlabs, pages_of_slab
 from kvcache.states.state_tiers import Divided, StateTiers, make_state_tiers
 
 Step = Callable[[Gathered, Callable[[], None] | None], None]
@@ -263,7 +262,7 @@ class ReplicaStates(RequestStates):
 
     def mend(self, ended: Iterable[str]) -> Iterable[str]:
         self._kept.mend()
-        below = self.pages.below or PagesBelow()
+        below = self.pages.below
         below.mend(())  # what is on its way holds pages
         self.pages.mend(self._replica.rows.row_of, self._replica.leases, self._written)
         below.mend(())  # what waits to be copied down is found in pages

@@ -18,7 +18,7 @@ do: a transfer moves a state as it moves any page, and any range of heads or cha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -62,3 +62,48 @@ def page_bytes(layouts: list[Mapping[str, PageLayout]]) -> int:
 def _page(layers: int, first: int, count: int, dim: int, dtype: torch.dtype) -> PageLayout:
     name = str(dtype).removeprefix("torch.")
     return PageLayout(name, dtype.itemsize, layers, 1, first, count, 1, dim, "head,layer,side,token,dim")
+
+
+class StateViews:
+    """The states of some kinds as layers of a model read and write them, on any shards: views of their blocks.
+
+    Blocks are `[shard][kind]`; `matrix` is the shape of a head's.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[Mapping[str, PageLayout]],
+        blocks: Sequence[Sequence[torch.Tensor]],
+        matrix: tuple[int, ...],
+    ) -> None:
+        # Of each kind what every shard holds: `[pages + 1, layers, channels or heads, ...]`.
+        self.each: dict[str, list[tuple[PageLayout, torch.Tensor]]] = {}
+        for kinds, tensors in zip(layouts, blocks, strict=True):
+            for (kind, layout), of_kind in zip(kinds.items(), tensors, strict=True):
+                view = of_kind[:, 0, :, 0]
+                if kind == SSM_KIND:
+                    view = view.view(*view.shape[:3], *matrix)
+                self.each.setdefault(kind, []).append((layout, view))
+
+    def read(self, layer: int, pages: torch.Tensor, kinds: Sequence[str]) -> torch.Tensor:
+        """A copy of the states of `kinds`, one after another, of all shards: `[pages, channels or heads, ...]`."""
+        found = list[torch.Tensor]()
+        for kind in kinds:
+            seen = 0
+            for layout, view in self.each[kind]:
+                if _end(layout) > seen:  # with more shards than groups, several hold the same one
+                    found.append(view[pages, layer])
+                    seen = _end(layout)
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+    def write(self, layer: int, pages: torch.Tensor, kinds: Sequence[str], states: torch.Tensor) -> None:
+        """Put what `read` gives, changed, back in its place, on every shard that holds it."""
+        before = 0
+        for kind in kinds:
+            for layout, view in self.each[kind]:
+                view[pages, layer] = states[:, before + layout.first_head : before + _end(layout)].to(view.dtype)
+            before += _end(self.each[kind][-1][0])
+
+
+def _end(layout: PageLayout) -> int:
+    return layout.first_head + layout.num_heads

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import chain
 
 import numpy as np
@@ -10,68 +10,97 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
-from kvcache.pool.pages import PagePool
 from kvcache.state_shape import StateShape
-from kvcache.states.state_layout import state_layouts
-from kvcache.states.state_slabs import StateSlabs
+from kvcache.states.state_layout import StateViews
+from kvcache.states.state_room import StateRoom, one_page
 from kvcache.states.state_tiers import StatePlaces, StateTier
-from kvcache.states.state_views import StateViews
-from kvcache.storage import allocate_blocks
+
+
+class StatesBelow:
+    """Copies of states that are kept where an eviction on the device does not reach them. Here: nowhere.
+
+    `kvcache.states.state_tiers` has the tier that keeps them.
+    """
+
+    generation = 0  # counts what has come and gone
+
+    def in_host(self, digests: Digests) -> NDArray[np.bool_]:
+        """Which of these states the host has."""
+        return np.zeros(len(digests), np.bool_)
+
+    def has(self, digests: Digests, asked: NDArray[np.bool_]) -> NDArray[np.bool_]:  # noqa: ARG002 - there is none
+        """Which of these states, `[1, states]`, lie below, as far as is known."""
+        return np.zeros_like(asked)
+
+    def ask_newest(self, digests: Digests) -> bool:  # noqa: ARG002 - as above
+        """Have asked for the last of these states of which nothing is known; whether an answer is on its way."""
+        return False
+
+    def bring_newest(self, digests: Digests, *, wait: bool) -> bool:  # noqa: ARG002 - as above
+        """Have the last of these states that there is brought to the host; is it on its way? `wait`: for a while."""
+        return False
+
+    def came(self, pages: NDArray[np.int32], digests: Digests) -> None:
+        """These copies stay: they are to be kept."""
+
+    def used(self, digest: Digests) -> None:
+        """A request goes on from this state, wherever it lies."""
+
+    def fill(self, page: int, digest: Digests) -> bool:  # noqa: ARG002 - as above
+        """Bring the state of this digest into a held page. False: there is none."""
+        return False
+
+    def coming(self) -> list[NDArray[np.int32]]:
+        """Pages that states are on their way to."""
+        return []
+
+    def mend(self, rows: Iterable[int]) -> None:
+        """After an interrupt: nothing is being copied any more."""
 
 
 class StateMemory:
-    """Pages in memory of their own, or slabs; copies, which nobody holds, go least recently used first.
+    """State pages in a `room`, which says who gives way to whom; copies that stay are kept below besides.
 
-    A page has requests, leases and transfers as holders (`StatePages`); copies that stay are kept below besides.
+    A page has requests, leases and transfers as holders (`StatePages`).
     """
 
-    def __init__(
-        self,
-        shape: StateShape,
-        num_pages: int,
-        devices: Sequence[torch.device | str],
-        digest_words: int,
-        slabs: StateSlabs | None,
-    ) -> None:
-        self.shape = shape
-        self._slabs = slabs
-        self.num_pages = num_pages = num_pages if slabs is None else slabs.num_slabs
-        # Of each shard the page of each kind, and its memory, page after page; page 0 is nobody's.
-        self.layouts = state_layouts(shape, len(devices))
-        self.blocks = (
-            slabs.blocks
-            if slabs is not None
-            else [
-                [allocate_blocks(layout, num_pages + 1, torch.device(device)) for layout in kinds.values()]
-                for kinds, device in zip(self.layouts, devices, strict=True)
-            ]
-        )
+    def __init__(self, shape: StateShape, room: StateRoom) -> None:
+        self.shape, self._room, self._pool = shape, room, room.pool
+        self.layouts, self.blocks, self.num_pages = room.layouts, room.blocks, room.pool.num_pages
         self._views = StateViews(self.layouts, self.blocks, shape.matrix)
-        self._pool = PagePool(num_pages, digest_words)
-        self._tokens = np.zeros(num_pages + 1, np.int64)
-        self._told = np.zeros(num_pages + 1, np.int64)  # tokens of the state that a table named last
-        self.below: StateTier | None = None  # where copies that stay are kept besides
-        self._used = np.zeros(num_pages + 1, np.int64)  # of copies, by the clock of the slabs' pool
-        if slabs is not None:
-            self._pool.allocate(num_pages)  # token pages hold them all
-            slabs.cache(self)
+        self._tokens = np.zeros(self.num_pages + 1, np.int64)
+        self._told = np.zeros(self.num_pages + 1, np.int64)  # tokens of the state that a table named last
+        self.below: StateTier | StatesBelow = StatesBelow()
 
     @property
     def tensors(self) -> list[list[torch.Tensor]]:
         """Memory of their own, `[shard][kind]`; none where they lie in the token pages'."""
-        return self.blocks if self._slabs is None else [[] for _ in self.blocks]
+        return self._room.tensors
 
     @property
     def num_free(self) -> int:
         """Pages that `allocate` can give: those of copies count. Of slabs: whether it can give one."""
-        return self._pool.free_count if self._slabs is None else int(self._slabs.pool.can_take_slab())
+        return self._room.num_free
 
     @property
     def num_held(self) -> int:
         """Pages that a request or a lease holds, or that a transfer writes."""
-        if self._slabs is not None:
-            return int(np.count_nonzero(self._slabs.pool.taken)) - self.num_idle
-        return self.num_pages - self.num_free
+        return self._room.num_held
+
+    @property
+    def num_idle(self) -> int:
+        """Copies that nobody holds."""
+        return self._room.num_idle
+
+    @property
+    def goes_next(self) -> int:
+        """The page whose copy is evicted for the next request; 0: none, or, of slabs, nobody knows."""
+        return self._room.goes_next
+
+    @property
+    def may_lose_pages(self) -> bool:
+        """Whether pages or copies may be evicted for the next request, and nobody knows which: of slabs."""
+        return self._room.may_lose_pages
 
     @property
     def index(self) -> PrefixIndex:
@@ -93,57 +122,17 @@ class StateMemory:
         """Where the states lie, for a tier below."""
         return StatePlaces(self._pool, self.blocks, self._let_go)
 
-    # ---- slabs of the memory of token pages
-
-    @property
-    def num_idle(self) -> int:
-        """Copies that nobody holds."""
-        return self._pool.idle.count
-
-    @property
-    def oldest_use(self) -> int:
-        """When the first of these was used, by the clock of the slabs' pool, as hints and quotas have it."""
-        order, used = self._pool.idle, self._used
-        return int(used[order.first()]) if self._slabs is None else self._slabs.pool.use_of(order, used)
-
-    def give_up_oldest(self) -> None:
-        """Forget the copy that was used longest ago: its slab is token pages."""
-        self._pool.release(one_page(self._pool.allocate_one()))
-        self._give_back()
-
-    @property
-    def goes_next(self) -> int:
-        """The page whose copy is evicted for the next request; 0: none, or, of slabs, nobody knows."""
-        return 0 if self._slabs is not None else self._pool.next_evicted()
-
-    @property
-    def may_lose_pages(self) -> bool:
-        """Whether pages or copies may be evicted for the next request, and nobody knows which: of slabs."""
-        return self._slabs is not None and not self._slabs.pool.has_fresh_slab
-
-    def _has_room(self, *, moving: bool) -> bool:
-        """Whether a page can be had, of which a copy may have to go. `moving`: token pages may be moved for it."""
-        if self._slabs is not None and (slab := self._slabs.pool.take_slab(moving=moving)):
-            self._pool.release(one_page(slab))
-        return self._pool.free_count > 0
-
-    def _give_back(self) -> None:
-        """What nobody holds, and is no copy, is token pages again."""
-        if self._slabs is not None and (fresh := self._pool.free_count - self.num_idle):
-            for page in self._pool.allocate(fresh).tolist():
-                self._slabs.pool.give_back(page)
+    # ---- what is let go, copied and found
 
     def _let_go(self, page: int) -> None:
         self._pool.release(one_page(page))
-        if self._slabs is not None:
-            self._used[page] = self._slabs.pool.clock
-            self._give_back()
+        self._room.used(page)
+        self._room.give_back()
 
     def drop_hold(self, copies: NDArray[np.int32]) -> None:
         """Somebody who held these copies lets go of them: they were used now, the first of them last."""
         self._pool.release(copies)
-        if self._slabs is not None:
-            self._used[copies] = self._slabs.pool.clock
+        self._room.used(copies)
 
     def _copy(self, source: int, target: int) -> None:
         for tensor in chain.from_iterable(self.blocks):
@@ -173,7 +162,7 @@ class StateMemory:
 
     def _keep_below(self, copy: int, digest: Digests) -> None:
         """The copy of this digest, `NO_PAGE` for none, stays: it is to be kept below, too."""
-        if self.below is not None and copy != NO_PAGE:
+        if copy != NO_PAGE:
             self.below.came(one_page(copy), digest)
 
     def _spare(self, copies: NDArray[np.int32]) -> None:
@@ -185,8 +174,3 @@ class StateMemory:
         for tensor in chain.from_iterable(self.blocks):
             tensor[page] = 0
         self._tokens[page] = self._told[page] = 0
-
-
-def one_page(page: int) -> NDArray[np.int32]:
-    """The page as an array of one."""
-    return np.array([page], np.int32)

@@ -8,7 +8,7 @@ by requests that begin. Which states are kept is for `kept_states` to say, how g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -17,15 +17,49 @@ from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError, UnknownRequestError
 from kvcache.layout import KindPages
-from kvcache.pool.index import NO_PAGE, Digests
+from kvcache.pool.index import NO_PAGE, Digests, Pages
+from kvcache.pool.pages import PagePool
 from kvcache.replica.leases import PageLease, PageLeases
 from kvcache.replica.resume import last_end
 from kvcache.state_shape import StateShape
 from kvcache.states.drafted_pages import DraftedPages
-from kvcache.states.passing_copies import PassingCopies
-from kvcache.states.state_memory import StateMemory, one_page
-from kvcache.states.state_slabs import StateSlabs
+from kvcache.states.state_layout import state_layouts
+from kvcache.states.state_memory import StateMemory
+from kvcache.states.state_room import StateRoom, StateSlabs, one_page
 from kvcache.under_way import UnderWay
+
+
+class PassingCopies(dict[str, Digests]):
+    """By request the digest, `[1, words]`, of the copy in `pool` that goes along with it, from page to page.
+
+    Such a copy is of the last full page that its request has come to, and the next one takes its place. Where nobody
+    holds it, the next one is put where it lies: a step of many requests takes no page for that, and asks for none.
+    """
+
+    def renew(
+        self, pool: PagePool, request_ids: Sequence[str], digests: Digests, write: Callable[[Pages], None]
+    ) -> Pages | None:
+        """The copies of all these requests, which `write` writes, found by `digests` from now on, and used last.
+
+        None, and nothing has changed: one of them has none, or somebody holds it, or one of `digests` is kept by now.
+        """
+        before = [self[request_id] for request_id in request_ids if request_id in self]
+        if not before:
+            return None
+        index, copies = pool.index, pool.index.find(np.concatenate(before))
+        several = min(len(set(copies.tolist())), len(set(digests[:, 0].tolist()))) < len(digests)
+        if several or (copies == NO_PAGE).any() or pool.holders[copies].any() or index.find(digests).any():
+            return None
+        pool.idle.renew(copies)
+        pool.idle.remove(copies)
+        pool.idle.forget(copies)
+        index.withdraw(copies)
+        write(copies)  # while nobody can find them
+        index.publish(copies, digests)
+        pool.idle.append(copies)
+        for at, request_id in enumerate(request_ids):
+            self[request_id] = digests[at : at + 1]
+        return copies
 
 
 class StatePages(StateMemory):
@@ -54,7 +88,8 @@ class StatePages(StateMemory):
         mark: UnderWay | None = None,
     ) -> None:
         self._mark = mark or UnderWay()  # of the manager
-        super().__init__(shape, num_pages, devices, digest_words, slabs)
+        room = slabs or StateRoom(state_layouts(shape, len(devices)), num_pages, devices, digest_words)
+        super().__init__(shape, room)
         self.read, self.write = self._views.read, self._views.write
         self._page_of: dict[str, int] = {}
         self._leased: dict[PageLease, int] = {}
@@ -68,7 +103,7 @@ class StatePages(StateMemory):
 
     def allocate(self, request_id: str) -> int:
         """A zeroed page for a request without: the state before its first token. Raises `NoFreeStatePageError`."""
-        if not self._has_room(moving=True):
+        if not self._room.make_room(moving=True):
             raise NoFreeStatePageError(f"request {request_id!r}: all {self.num_pages} state pages are held")
         page = self._page_of[request_id] = self._pool.allocate_one()
         self._reset(page)
@@ -113,15 +148,12 @@ class StatePages(StateMemory):
         `but`: a page whose copy does not count.
         """
         pages = self._pool.index.find(digests)
-        found = (pages != NO_PAGE) & (pages != but)
-        if self.below is not None:
-            found |= self.below.in_host(digests)
-        return found
+        return ((pages != NO_PAGE) & (pages != but)) | self.below.in_host(digests)
 
     @property
     def generation(self) -> int:
         """Counts the copies that have come and gone, on the device and below it."""
-        return self._pool.index.generation + (0 if self.below is None else self.below.generation)
+        return self._pool.index.generation + self.below.generation
 
     def longest(self, digests: Digests) -> int:
         """Of pages of these digests, one after another, how many have a copy of the state after the last of them."""
@@ -130,18 +162,18 @@ class StatePages(StateMemory):
     def there(self, digests: Digests) -> NDArray[np.bool_]:
         """`kept_after`, and those that are known to lie in files or objects."""
         found = self.kept_after(digests)
-        return found if self.below is None else found | self.below.has(digests[None], ~found[None])[0]
+        return found | self.below.has(digests[None], ~found[None])[0]
 
     def ask(self, digests: Digests) -> bool:
         """Have asked for the last copies of these of which nothing is known; whether an answer is on its way."""
-        return self.below is not None and self.below.ask_newest(digests[self.longest(digests) :])
+        return self.below.ask_newest(digests[self.longest(digests) :])
 
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
         """Have the last copy of these that lies below host memory brought there, where `longest` finds no later one.
 
         Whether it is on its way. `wait`: for a while.
         """
-        return self.below is not None and self.below.bring_newest(digests[self.longest(digests) :], wait=wait)
+        return self.below.bring_newest(digests[self.longest(digests) :], wait=wait)
 
     def keep(self, request_id: str, digest: Digests, tokens: int, *, passing: bool) -> None:
         """Keep a copy of the request's state, if it is that after `tokens` tokens and a page is left for it.
@@ -154,7 +186,7 @@ class StatePages(StateMemory):
         if (before := self._passing.pop(request_id, None)) is not None:
             self._forget(before)
         if not (copy := self._found(digest)):
-            if not self._has_room(moving=False):
+            if not self._room.make_room(moving=False):
                 return
             copy = pool.allocate_one()
             self._copy(page, copy)
@@ -178,8 +210,7 @@ class StatePages(StateMemory):
 
         if (copies := self._passing.renew(self._pool, request_ids, digests, write)) is None:
             return False
-        if self._slabs is not None:
-            self._used[copies] = self._slabs.pool.clock
+        self._room.used(copies)
         return True
 
     def resume(self, request_id: str, digest: Digests, tokens: int) -> None:
@@ -190,19 +221,18 @@ class StatePages(StateMemory):
         page, copy = self.page_of(request_id), self._found(digest)
         if copy:
             self._copy(copy, page)
-        elif self.below is None or not self.below.fill(page, digest):
+        elif not self.below.fill(page, digest):
             raise InvariantError(f"request {request_id!r}: the state that it was to go on from is not kept")
         else:
             self._tokens[page] = tokens
-        if self.below is not None:
-            self.below.used(digest)
+        self.below.used(digest)
         self.drafts.forget_run(request_id)
         self.hits += 1
 
     def forget_copies(self) -> None:
         """Give up every copy."""
         self._pool.forget_idle()
-        self._give_back()
+        self._room.give_back()
         self._passing.clear()
 
     # ---- tokens that may be taken away again
@@ -214,7 +244,7 @@ class StatePages(StateMemory):
         if request_id in self.drafts.page_of:
             return True
         self._mark.call = ("draft", request_id)
-        there = self._has_room(moving=False)  # a fetch may have told where the token pages are
+        there = self._room.make_room(moving=False)  # a fetch may have told where the token pages are
         if there:
             page = self._pool.allocate_one()
             self._tokens[page] = self._told[page] = 0
@@ -272,7 +302,7 @@ class StatePages(StateMemory):
 
     def _end_import(self, page: int) -> None:
         self._pool.drop_writer(one_page(page))
-        self._give_back()
+        self._room.give_back()
         self._saved.pop(page, None)
         if copy := self._before.pop(page, None):
             self._let_go(copy)
@@ -342,12 +372,7 @@ class StatePages(StateMemory):
 
     def kinds(self, shard: int) -> list[KindPages]:
         """Where the states of each kind lie on a shard, `num_pages` and page 0."""
-        if self._slabs is not None:
-            return self._slabs.kinds(shard)
-        return [
-            KindPages(kind, layout, region, offset=0, stride=layout.page_bytes)
-            for region, (kind, layout) in enumerate(self.layouts[shard].items())
-        ]
+        return self._room.kinds(shard)
 
     def mend(self, request_ids: Iterable[str], leases: PageLeases, written: Sequence[int]) -> None:
         """After an interrupt: these requests are claimed, these leases open, and transfers write these pages.
@@ -368,12 +393,7 @@ class StatePages(StateMemory):
         published = self._pool.index.published
         published[(self._tokens == 0) | np.isin(np.arange(len(published)), self._own)] = False
         holders, writers = self._counted(written)
-        if self._slabs is not None:
-            taken = (holders > 0) | (writers > 0) | published
-            self._slabs.pool.taken[1:] = taken[1:]
-            holders[1:] += ~taken[1:]
-            self._used[published & (self._used == 0)] = self._slabs.pool.clock
-        self._pool.mend(holders, writers)
+        self._room.mend(holders, writers)
 
     @property
     def _own(self) -> list[int]:
@@ -382,7 +402,7 @@ class StatePages(StateMemory):
 
     def _counted(self, written: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """How many hold each page, those of token pages left out, and how many transfers write it."""
-        coming = [] if self.below is None else [int(pages[0]) for pages in self.below.coming()]
+        coming = [int(pages[0]) for pages in self.below.coming()]
         held = [*self._own, *self._leased.values(), *self._before.values(), *coming]
         holders, writers = (
             np.bincount(np.array(pages, np.int64), minlength=self.num_pages + 1) for pages in (held, written)
@@ -397,16 +417,12 @@ class StatePages(StateMemory):
         if wrong := set(request_ids).symmetric_difference(self._page_of):
             raise InvariantError(f"state pages and rows are not of the same requests: {sorted(wrong)}")
         holders, writers = self._counted(written)
-        if self._slabs is not None:
-            holders[1:] += ~self._slabs.pool.taken[1:]
+        self._room.count(holders)
         try:
             self._pool.check(holders, writers)
         except InvariantError as error:
             raise InvariantError(f"state pages: {error}") from error
-        if self._slabs is not None and self._pool.free_count != self.num_idle:
-            raise InvariantError(f"{self._pool.free_count - self.num_idle} state pages are free, and not given back")
-        if any(tensor[0].any() for tensor in chain.from_iterable(self.tensors)):
-            raise InvariantError("state page 0, which is nobody's, was written")
+        self._room.check()
         published = self._pool.index.published
         for page in (page for page in self._own if published[page]):
             raise InvariantError(f"state page {page} is found by others, and a request writes to it")

@@ -28,7 +28,7 @@ from kvcache.pool.pages import PagePool
 from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.resume import NO_SLOTS, Asked
 from kvcache.states.state_layout import state_layouts
-from kvcache.states.state_slabs import StateLayouts, kind_offsets
+from kvcache.states.state_room import StateLayouts, kind_offsets
 from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.host_tier import HostLoad, HostTier, ReplicaTier
 from kvcache.tiers.object_tier import ObjectTier

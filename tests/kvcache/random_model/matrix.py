@@ -15,7 +15,7 @@ from kvcache.layer_groups import layer_tables
 from kvcache.sizing import page_bytes
 from kvcache.state_shape import StateShape
 from kvcache.states import state_layout
-from kvcache.states.state_slabs import kind_offsets
+from kvcache.states.state_room import kind_offsets
 from tests.kvcache.tiers.stored_objects import StoredObjects
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.state_shape import StateShape
 from kvcache.states.state_layout import state_layouts
-from kvcache.states.state_slabs import kind_offsets
+from kvcache.states.state_room import kind_offsets
 from kvcache.states.state_tiers import StateTiers
 from tests.kvcache.kv import KVTokens, Run, kv_of
 from tests.kvcache.served import SIZE, Served

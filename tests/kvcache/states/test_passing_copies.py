@@ -13,7 +13,7 @@ from kvcache.pool.slabs import SlabPool
 from kvcache.state_shape import StateShape
 from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_pages import StatePages
-from kvcache.states.state_slabs import StateSlabs
+from kvcache.states.state_room import StateSlabs
 
 SHAPE = StateShape(1, 16, 1, 1, 1, 2, torch.uint8, torch.uint8, "short_conv")
 NAMES = ["a", "b", "c"]
@@ -125,7 +125,8 @@ def test_one_by_one_where_two_come_to_the_same_tokens() -> None:
 def test_in_slabs_they_are_as_young_as_what_was_let_go_last() -> None:
     pool = SlabPool(63, 1, 4)
     rows = torch.zeros((64, 4), dtype=torch.uint8)
-    states = StatePages(SHAPE, 0, slabs=StateSlabs(state_layouts(SHAPE, 1), pool, [rows]))
+    slabs = StateSlabs(state_layouts(SHAPE, 1), pool, [rows])
+    states = StatePages(SHAPE, 0, slabs=slabs)
     for at, name in enumerate(NAMES):
         states.allocate(name)
         run(states, name, 8, at)
@@ -133,7 +134,7 @@ def test_in_slabs_they_are_as_young_as_what_was_let_go_last() -> None:
     pool.release(pool.allocate(4))
     on(states)
     assert states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]))
-    assert states.oldest_use == pool.clock
+    assert slabs.oldest_use == pool.clock
     assert kept(states, 11, 12, 13) == [10, 11, 12]
     states.check(NAMES)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvcache.states.state_pages import StatePages
-from kvcache.states.state_slabs import kind_offsets
+from kvcache.states.state_room import kind_offsets
 from kvcache.states.state_tiers import StateTier
 from kvcache.tiers.host_tier import HostTier
 from tests.kvcache.random_model.matrix import SHAPES

@@ -1,0 +1,232 @@
+"""`StateRoom`: where the recurrent states of a replica lie: in memory of their own, or in slabs of the token pages'.
+
+In slabs (`StateSlabs`) one budget is for both. A slab (`kvcache.pool.slabs`) is as many neighbouring pages as hold a
+state on every shard. State page s is slab s: its kinds lie one behind the other from the slab's first byte on, each
+aligned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvcache.errors import InvariantError, PoolTooSmallError
+from kvcache.layout import KindPages, PageLayout
+from kvcache.pool.pages import PagePool
+from kvcache.pool.slabs import SlabPool, num_slabs
+from kvcache.storage import allocate_blocks
+
+_ALIGNED = 16  # bytes, of slabs and of the kinds in them
+
+StateLayouts = Sequence[Mapping[str, PageLayout]]
+
+
+def pages_of_slab(states: StateLayouts, pages: Sequence[PageLayout]) -> int:
+    """The least number of pages whose bytes, aligned, hold a state on each shard."""
+    count = max(-(-kind_offsets(kinds)[-1] // page.page_bytes) for kinds, page in zip(states, pages, strict=True))
+    while any(count * page.page_bytes % _ALIGNED for page in pages):
+        count += 1
+    return count
+
+
+def most_states(num_pages: int, slab_pages: int) -> int:
+    """The states that there may be in so many pages of a replica, if no token had one."""
+    return num_slabs(num_pages, slab_pages)
+
+
+class StateRoom:
+    """Memory of their own for the states of one replica, of `num_pages` pages, and who holds which.
+
+    Copies, which nobody holds, go least recently used first; they are found by digests of `digest_words` words. Raises
+    `PoolTooSmallError` where a device is too small.
+    """
+
+    def __init__(
+        self, layouts: StateLayouts, num_pages: int, devices: Sequence[torch.device | str], digest_words: int
+    ) -> None:
+        self.layouts = layouts  # of each shard the page of each kind
+        # Of each shard and kind `[pages + 1, ...]`; page 0 is nobody's.
+        self.blocks = [
+            [allocate_blocks(layout, num_pages + 1, torch.device(device)) for layout in kinds.values()]
+            for kinds, device in zip(layouts, devices, strict=True)
+        ]
+        self.pool = PagePool(num_pages, digest_words)
+
+    @property
+    def tensors(self) -> list[list[torch.Tensor]]:
+        """Memory of their own, `[shard][kind]`."""
+        return self.blocks
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be given: those of copies count."""
+        return self.pool.free_count
+
+    @property
+    def num_idle(self) -> int:
+        """Copies that nobody holds."""
+        return self.pool.idle.count
+
+    @property
+    def num_held(self) -> int:
+        """Pages that somebody holds, or that a transfer writes."""
+        return self.pool.num_pages - self.pool.free_count
+
+    @property
+    def goes_next(self) -> int:
+        """The page whose copy is evicted for the next request; 0: none, or nobody knows."""
+        return self.pool.next_evicted()
+
+    @property
+    def may_lose_pages(self) -> bool:
+        """Whether pages of tokens or copies may be evicted for the next request, and nobody knows which."""
+        return False
+
+    def make_room(self, *, moving: bool) -> bool:  # noqa: ARG002 - nothing else lies here
+        """Whether a page can be had, for which a copy may have to go. `moving`: token pages may be moved for it."""
+        return self.pool.free_count > 0
+
+    def give_back(self) -> None:
+        """What nobody holds, and is no copy, is free for whatever shares the memory."""
+
+    def used(self, copies: NDArray[np.int32] | int) -> None:
+        """Somebody has let go of these copies just now."""
+
+    def kinds(self, shard: int) -> list[KindPages]:
+        """Where the states of each kind lie on a shard."""
+        return [
+            KindPages(kind, layout, region, offset=0, stride=layout.page_bytes)
+            for region, (kind, layout) in enumerate(self.layouts[shard].items())
+        ]
+
+    def count(self, holders: NDArray[np.int64]) -> None:
+        """Add those who hold pages for what shares the memory."""
+
+    def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
+        """After an interrupt: so many hold and write each page."""
+        self.pool.mend(holders, writers)
+
+    def check(self) -> None:
+        """Raise `InvariantError` where memory that is shared is kept for nobody, or page 0 was written."""
+        if any(tensor[0].any() for tensor in chain.from_iterable(self.blocks)):
+            raise InvariantError("state page 0, which is nobody's, was written")
+
+
+class StateSlabs(StateRoom):
+    """The slabs of one replica's pages: `rows` are these, `[pages, words]`, on each shard.
+
+    A slab is taken for a state, and given back when nobody holds the state and it is no copy. What is not taken, pages
+    of tokens hold. Raises `PoolTooSmallError` where no slab has room.
+    """
+
+    def __init__(self, layouts: StateLayouts, slabs: SlabPool, rows: Sequence[torch.Tensor]) -> None:
+        if slabs.num_slabs < 1:
+            raise PoolTooSmallError(
+                f"available_cache_memory holds {slabs.num_pages} pages, a state takes {slabs.slab_pages} of them, and "
+                "as many before it stay pages: twice as many are needed"
+            )
+        self._slabs = slabs
+        self._slab_bytes = [slabs.slab_pages * row.shape[1] * row.element_size() for row in rows]
+        self.layouts = layouts
+        self.blocks = [
+            _views(kinds, shard, slabs.num_slabs + 1, size)
+            for kinds, shard, size in zip(layouts, rows, self._slab_bytes, strict=True)
+        ]
+        self.pool = PagePool(slabs.num_slabs, slabs.index.digest_words)
+        self.pool.allocate(slabs.num_slabs)  # token pages hold them all
+        self._used = np.zeros(slabs.num_slabs + 1, np.int64)  # of copies, by the clock of the slabs
+        slabs.cached = self
+
+    @property
+    def tensors(self) -> list[list[torch.Tensor]]:
+        """None: they lie in the token pages'."""
+        return [[] for _ in self.blocks]
+
+    @property
+    def num_free(self) -> int:
+        """Whether a page can be given."""
+        return int(self._slabs.can_take_slab())
+
+    @property
+    def num_held(self) -> int:
+        return int(np.count_nonzero(self._slabs.taken)) - self.num_idle
+
+    @property
+    def goes_next(self) -> int:
+        return 0
+
+    @property
+    def may_lose_pages(self) -> bool:
+        return not self._slabs.has_fresh_slab
+
+    @property
+    def oldest_use(self) -> int:
+        """When the first of the copies was used, by the clock of the slabs, as hints and quotas have it."""
+        return self._slabs.use_of(self.pool.idle, self._used)
+
+    def give_up_oldest(self) -> None:
+        """Forget the copy that was used longest ago: its slab is token pages."""
+        self.pool.release(one_page(self.pool.allocate_one()))
+        self.give_back()
+
+    def make_room(self, *, moving: bool) -> bool:
+        if slab := self._slabs.take_slab(moving=moving):
+            self.pool.release(one_page(slab))
+        return self.pool.free_count > 0
+
+    def give_back(self) -> None:
+        if fresh := self.pool.free_count - self.num_idle:
+            for page in self.pool.allocate(fresh).tolist():
+                self._slabs.give_back(page)
+
+    def used(self, copies: NDArray[np.int32] | int) -> None:
+        self._used[copies] = self._slabs.clock
+
+    def kinds(self, shard: int) -> list[KindPages]:
+        kinds, stride = self.layouts[shard], self._slab_bytes[shard]
+        return [
+            KindPages(kind, page, None, offset, stride)
+            for (kind, page), offset in zip(kinds.items(), kind_offsets(kinds), strict=False)
+        ]
+
+    def count(self, holders: NDArray[np.int64]) -> None:
+        holders[1:] += ~self._slabs.taken[1:]
+
+    def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
+        published = self.pool.index.published
+        self._slabs.taken[1:] = ((holders > 0) | (writers > 0) | published)[1:]
+        self._used[published & (self._used == 0)] = self._slabs.clock
+        self.count(holders)
+        super().mend(holders, writers)
+
+    def check(self) -> None:
+        if self.pool.free_count != self.num_idle:
+            raise InvariantError(f"{self.pool.free_count - self.num_idle} state pages are free, and not given back")
+
+
+def one_page(page: int) -> NDArray[np.int32]:
+    """The page as an array of one."""
+    return np.array([page], np.int32)
+
+
+def kind_offsets(kinds: Mapping[str, PageLayout]) -> list[int]:
+    """Bytes from the start of a state to each of its kinds, one behind another, and to the end of the last."""
+    at = [0]
+    for page in kinds.values():
+        at.append(-(-(at[-1] + page.page_bytes) // _ALIGNED) * _ALIGNED)
+    return at
+
+
+def _views(kinds: Mapping[str, PageLayout], rows: torch.Tensor, count: int, slab_bytes: int) -> list[torch.Tensor]:
+    memory = rows.reshape(-1).view(torch.uint8)[: count * slab_bytes]
+    views: list[torch.Tensor] = []
+    for page, offset in zip(kinds.values(), kind_offsets(kinds), strict=False):
+        dtype: torch.dtype = getattr(torch, page.dtype)
+        items, first = memory.view(dtype), offset // page.itemsize
+        strides = (slab_bytes // page.itemsize, *page.shape_strides)
+        views.append(items[first:].as_strided((count, *page.shape), strides))
+    return views
