@@ -29,7 +29,6 @@ from kvcache.replica.context import Context, hasher_of, read_context, was_refuse
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.leases import PageLease
-from kvcache.replica.lifts import lift
 from kvcache.replica.pages_below import fetch_prefix
 from kvcache.replica.partial import PartialReuse
 from kvcache.replica.peer_copies import PeerCopies
@@ -164,8 +163,6 @@ class Replicas:
         first_time = replica.rows.prompt.item(row) < 0  # then what is cached is looked up, whatever is to run
         if self._copies is not None and first_time:
             self._copies.bring(replica_idx, row, context, num_steps)
-        if replica.tables.count > 1:
-            lift(replica, row, context, num_steps)
         new_pages = replica.reserve(row, context, num_steps)
         if new_pages is not None and first_time:
             self._router.admitted(replica_idx, new_pages)

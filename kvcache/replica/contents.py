@@ -10,7 +10,7 @@ from kvcache.replica.block_table import BlockTable, PageDigests
 from kvcache.replica.context import Context, check_context, hasher_of
 from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.leases import PageLease
-from kvcache.replica.lifts import bring
+from kvcache.replica.pages_below import fetch_prefix
 from kvcache.replica.replica import Replica
 from kvcache.types import RequestID
 from kvcache.under_way import UnderWay
@@ -87,7 +87,7 @@ class PageContents:
         self._mark.check("contents.bring")
         replica, digests = self._wanted(name, replica_idx, wanted)
         self._mark.call = ("contents.bring", None)
-        coming = bring(replica, digests[: max(0, most)], wanted.first_page)
+        coming = _bring(replica, digests[: max(0, most)], wanted.first_page)
         self._mark.call = None
         return coming
 
@@ -108,3 +108,21 @@ class PageContents:
                 f"{theirs[1]!a}, cached here is {cached}"
             )
         return replica, np.frombuffer(wanted.digests, np.uint64).reshape(-1, width // 8)
+
+
+def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
+    """Have a few more of these pages, of those from page `first` of a prompt on, on the device, published."""
+    tables, tier, pool, states = replica.tables, replica.tier, replica.pool, replica.states
+    if not tier.keeps or not len(digests):
+        return False
+    if tier.is_bringing:
+        return True  # few at a time: a copy may take the caller's time, whose own requests come first
+    before = tier.generation
+    digests = np.concatenate((np.zeros((first, digests.shape[1]), np.uint64), digests))
+    coming = fetch_prefix(tables, tier, states, digests, first, wait=False)
+    wanted = tables.from_below(digests, tier.host_has, states.ends(None, digests), first)
+    room = pool.free_count // 2 - pool.would_be_taken(wanted.here)
+    count = max(0, min(len(wanted.digests), room, tier.brought_at_once))
+    if count:
+        tier.bring(wanted, count)
+    return coming or count > 0 or tier.generation != before

@@ -21,7 +21,6 @@ from kvcache.replica.block_table import BlockTable, FurtherImport, PageCopy, Pen
 from kvcache.replica.context import Context, hasher_of, salt_and_keys
 from kvcache.replica.copier import ImportProof
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, token_bytes
-from kvcache.replica.lifts import lift
 from kvcache.replica.pages_below import PagesBelow
 from kvcache.replica.replica import Replica
 from kvcache.replica.reservation import Reservation
@@ -192,9 +191,8 @@ def begin_import(
     if replica.tables.count == 1:
         if replica.reserve(row, context, num_steps) is None:
             return None
-        have = min(replica.pages_here(row), end)
+        have = min(context.start_idx // size, end)
     else:
-        lift(replica, row, context, num_steps)
         plan = _plan_tables(replica, row, context, table, num_steps, partial=partial)
         if replica.act(row, context, replica.refuse_renamed(row, context), plan) is None:
             return None
@@ -225,12 +223,13 @@ def _plan_tables(
     tables, size = replica.tables, replica.page_size
     num_tokens = context.end_idx if partial else table.num_tokens
     length = replica.length_of(context, num_steps, num_tokens)
-    found = replica.find(context, row).end * size  # in all tables: nothing has to be copied up to there
+    here, reached = replica.look_up(row, context, 0)
+    found = here.end * size  # in all tables: nothing has to be copied up to there
     start = max(num_tokens, found)
     last = min(start, context.current_length - 1) // size if replica.caching else 0
     digests = replica.hasher(row, context).digests(context.tokens, 0, last)
-    plan = tables.plan_import(row, context, length, start, digests, found)
-    plan = replica.states.planned(row, context, plan, replica.published_run(context, row).end)
+    plan = tables.plan_import(row, context, length, start, digests, found, replica.tier.slots)
+    plan = replica.states.planned(row, context, plan, reached)
     if not partial:
         _check_reach(context, table, [at * size for at in tables.by_table(plan.ends_found)][1:])
     return plan

@@ -5,9 +5,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvcache.pool.index import Digests
-from kvcache.replica.context import Context, HasherOfRow
 from kvcache.replica.request_states import RequestStates
-from kvcache.replica.resume import NO_SLOTS, Asked, FromBelow, Slots
+from kvcache.replica.resume import Asked, FromBelow, Slots
 from kvcache.replica.rows import Pages, Rows
 from kvcache.replica.tables import RowTables
 
@@ -49,24 +48,15 @@ class PagesBelow:
         """
         return False
 
-    def lift(self, wanted: FromBelow) -> None:
-        """Publish these pages on the device, all of which can be lifted, and keep those that are there.
-
-        Whatever reads them from now on reads what lay below.
-        """
-
     def bring(self, wanted: FromBelow, most: int) -> None:
         """Have the first `most` of these pages, which can be lifted, on the device, for others than rows.
 
         They are published once they are there.
         """
 
-    def find(self, row: int, context: Context, first: int, hasher_of: HasherOfRow) -> Slots:  # noqa: ARG002 - as above
-        """The slots that hold the row's context from page `first` on, without a gap; what was restored before arrives.
-
-        The last known token is not covered.
-        """
-        return NO_SLOTS
+    def slots(self, digests: Digests) -> Slots:
+        """Where the host has each of these pages; 0: nowhere."""
+        return np.zeros(len(digests), np.int32)
 
     def hold(self, slots: Slots) -> None:
         """Keep `slots` until `restore` has taken them over."""
@@ -106,11 +96,13 @@ def fetch_prefix(
     before, coming = tier.generation, False
     if tier.asks:
         coming = tier.ask(tables.from_below(digests, tier.may_have, None, first))
+        if states.keeps and coming and not wait:
+            return True  # which pages there are, is being asked
         if states.keeps:
             asking, digests = _up_to_known_state(tables, tier, states, digests, first)
-            coming |= asking
-            if coming and not wait:
+            if asking and not wait:
                 return True  # a later state may be found, and a state is large
+            coming |= asking
     wanted = tables.from_below(digests, tier.has, states.there(digests), first)
     coming |= states.bring_newest(digests[: wanted.pages], wait=wait)
     ends = states.ends(None, digests)

@@ -13,8 +13,8 @@ import numpy as np
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.replica.context import Context
 from kvcache.replica.devices import PlacedReplica
-from kvcache.replica.lifts import fits
-from kvcache.replica.resume import Asked
+from kvcache.replica.replica import Replica
+from kvcache.replica.resume import Asked, FromBelow
 
 
 class PeerCopies:
@@ -45,7 +45,7 @@ class PeerCopies:
 
         wanted = mine.tables.from_below(digests, found)
         names = wanted.digests
-        if not len(names) or not fits(mine, context, num_steps, wanted):
+        if not len(names) or not _fits(mine, context, num_steps, wanted):
             return
         mine.pool.hold(wanted.here)
         brought = mine.pool.allocate(len(names))
@@ -64,3 +64,10 @@ class PeerCopies:
             tell(brought, names)
         mine.hints.brought(digests[: wanted.pages, 0])
         self.copied += len(brought)
+
+
+def _fits(replica: Replica, context: Context, num_steps: int, wanted: FromBelow) -> bool:
+    """Whether a request without pages could be reserved if what is `wanted` were on the device."""
+    start, pool = wanted.pages * replica.page_size, replica.pool
+    needed = replica.tables.least(context, context.current_length + num_steps - 1, start)
+    return needed - len(wanted.here) + pool.would_be_taken(wanted.here) <= pool.free_count

@@ -28,7 +28,7 @@ from kvcache.replica.leases import PageLease, PageLeases
 from kvcache.replica.pages_below import PagesBelow, fetch_prefix
 from kvcache.replica.request_states import RequestStates
 from kvcache.replica.reservation import Reservation
-from kvcache.replica.resume import Asked, Found, Slots, last_end
+from kvcache.replica.resume import Asked, Found
 from kvcache.replica.rows import BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
 from kvcache.replica.tables import OneTable, RowTables
 from kvcache.types import RequestID
@@ -143,13 +143,12 @@ class Replica:
         if plan.cached:
             before = before if self.rows.num_pages.item(row) else 0
             self.counter.hit(row, context.end_idx, before, plan.start)
-        if plan.state is not None:  # before pages are taken, for which the state that it goes on from may be evicted
-            self.states.reserved(row, plan.state, plan.start)
         if plan.slots.size:  # first: an eviction below may make room for the page that it evicts
             self.tier.hold(plan.slots)
-        self.tables.take(row, plan)
+        if plan.state is not None:  # before pages are taken, for which the state that it goes on from may be evicted
+            self.states.reserved(row, plan.state, plan.start)
+        restored = self.tables.take(row, plan)
         if plan.slots.size:
-            restored = self.rows.pages(row)[plan.restored :][: len(plan.slots)].copy()
             self.tier.restore(row, restored, plan.slots)
         self._named[row] = named
         self.hints.come(row, context, plan.found[0].shape[-1])
@@ -365,10 +364,6 @@ class Replica:
         self.hints.reset()
         self.states.forget()
 
-    def pages_here(self, row: int) -> int:
-        """Pages of the row, from the first on, that are published, or on their way from a lower tier."""
-        return int(self.rows.committed[row]) + sum(map(len, self.tier.coming(row)))
-
     def move(self, context: Context, start: int, active: int) -> None:
         """Move the context, which may refuse, to run from `start` to `active`."""
         context.set_token_indices(start_idx=start, active_idx=active)
@@ -508,41 +503,51 @@ class Replica:
         """
         reached = 0  # columns whose pages are there, whether or not there is a state after the last of them
         if found is None:
-            found = self.published_run(context, row)
-            if self.tier.keeps and self.tables.count == 1:  # else `lift` has brought what all can go on from
-                restored = max(found.end, start // self.page_size)
-                slots = self._slots(row, context, restored)
-                found = found._replace(restored=restored, slots=slots)
-            end = found.restored + len(found.slots) if found.slots.size else found.end
-            if self.states.keeps and found.is_any:
-                reached = end
-                found = self._up_to_state(row, context, found, reached)
-                end = found.restored + len(found.slots) if found.slots.size else found.end
-            if end * self.page_size > start:
-                start = end * self.page_size
-            elif end > found.first:  # no token fewer to run: `step` finds the duplicates
+            found, reached = self.look_up(row, context, start)
+            if found.end * self.page_size > start:
+                start = found.end * self.page_size
+            elif found.num_columns:  # no token fewer to run: `step` finds the duplicates
                 found = self.tables.nothing(found.first)
         plan = self.tables.plan(row, context, length, start, found)
         return self.states.planned(row, context, plan, reached) if self.states.keeps else plan
 
-    def _slots(self, row: int, context: Context, first: int) -> Slots:
-        """Where the host has the context's pages from `first` on; what lies below it is waited for once."""
-        slots, last = self.tier.find(row, context, first, self.hasher), (context.current_length - 1) // self.page_size
-        if self.tier.fetches and first + len(slots) < last:
-            digests, wait = self.hasher(row, context).digests(context.tokens, 0, last), self.rows.prompt.item(row) < 0
-            fetch_prefix(self.tables, self.tier, self.states, digests, first, wait=wait)
-            slots = self.tier.find(row, context, first, self.hasher)
-        return slots
+    def look_up(self, row: int, context: Context, start: int) -> tuple[Found, int]:
+        """What the row's request, which runs from `start` so far, can go on with, on the device or below it.
 
-    def _up_to_state(self, row: int, context: Context, found: Found, end: int) -> Found:
-        """The part of what was found, up to column `end`, that ends with a state from which the request can go on."""
-        wait = self.rows.prompt.item(row) < 0
-        digests = self.hasher(row, context).digests(context.tokens, found.first, end)
-        if self.tier.keeps and self.tables.count == 1:
-            self.states.bring_newest(digests, wait=wait)
-        ends = self._ends(row, digests)
-        left = found.slots[: max(0, found.first + last_end(ends) - found.restored)]
-        return self.tables.shortened(found, digests, ends)._replace(restored=found.restored, slots=left)
+        Behind its own columns; and up to which column pages are there, whether or not there is a state after the last.
+        """
+        found = self.published_run(context, row)
+        if self.tier.keeps and (self.tables.count == 1 or not self.rows.num_pages.item(row)):  # else `step` comes first
+            last = (context.current_length - 1) // self.page_size
+            if found.end < last or self.states.keeps:
+                below = self._with_below(row, context, max(found.first, start // self.page_size), last)
+                if below is not None:
+                    return below
+        reached = found.end
+        if self.states.keeps and found.num_columns:
+            digests = self.hasher(row, context).digests(context.tokens, found.first, found.end)
+            found = self.tables.shortened(found, digests, self._ends(row, digests))
+        return found, reached
+
+    def _with_below(self, row: int, context: Context, first: int, last: int) -> tuple[Found, int] | None:
+        """`look_up` of the pages from `first` to `last`. None: nothing that the request needs is below the device."""
+        tables, tier, states, hasher = self.tables, self.tier, self.states, self.hasher(row, context)
+        now = self.pool.index.generation + tier.generation + states.generation, first, last
+        if (kept := hasher.matches.get(tier)) is not None and kept[:3] == now:
+            return None  # a waiting request is asked again and again: nothing has come or gone since
+        if self.rows.num_pages.item(row):
+            tier.arrive(np.array([row]))  # pages that were promised may be replaced now
+        digests = hasher.digests(context.tokens, 0, last)
+        coming = fetch_prefix(tables, tier, states, digests, first, wait=self.rows.prompt.item(row) < 0)
+        wanted = tables.from_below(digests, tier.host_has, None, first)
+        reached = wanted.reach
+        if states.keeps:
+            wanted = tables.from_below(digests, tier.host_has, self._ends(row, digests), first)
+        if wanted.lacking.any():
+            return Found(first, wanted.pages, wanted.found, tier.slots(wanted.every[wanted.lacking])), reached
+        if not coming:
+            hasher.matches[tier] = *now, None
+        return None
 
     def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64], told: Ints | None) -> None:
         """Publish the pages at `rows`, `columns`; `digests` are distinct. `told`: by row, tokens told to others."""

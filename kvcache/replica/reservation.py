@@ -22,7 +22,7 @@ class Reservation(NamedTuple):
     """The pages that a row takes and gives back. A field by group of tables holds for each table of the group.
 
     Attributes:
-        found: by group the pages that were found on the device: they come into the columns before `ends_found`.
+        found: by group the pages that were found: they come into the columns before `ends_found`.
         ends_found: by group the column after these.
         firsts: by group the first column that has a page then.
         ends: by group the column after the last that has a page then.
@@ -33,7 +33,7 @@ class Reservation(NamedTuple):
         start: the token from which the request runs, as its context is to say.
         active: the token at which its chunk ends, likewise.
         cached: the token up to which pages were found; 0: none that the request did not have.
-        slots: of the lower tier, whose pages come into the columns from `restored` on.
+        slots: of a lower tier, whose pages come where `found` has none: of one table after the other.
         state: of recurrent layers, if there are any.
     """
 
@@ -48,6 +48,5 @@ class Reservation(NamedTuple):
     start: int
     active: int
     cached: int = 0
-    restored: int = 0
     slots: Slots = NO_SLOTS
     state: StatePlan | None = None

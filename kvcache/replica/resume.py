@@ -23,32 +23,29 @@ Asked = NDArray[np.bool_]
 Below = Callable[[Digests, Asked], Asked]
 """Given the digests of pages, `[tables, pages, words]`, which of those that are asked for there are."""
 
+Host = Callable[[Digests], Slots]
+"""Where the host has each of these pages; 0: nowhere."""
+
 
 class Found(NamedTuple):
     """The pages with which a request goes on, behind the `first` columns of its own.
 
     Attributes:
-        end: the column after those that the device has.
-        pages: by group of tables `[tables, pages]` (of one table `[pages]`), the last columns before `end`: those that
-            are seen from there, as far as they are not the row's own.
-        slots: of a lower tier, whose pages come into the columns from `restored` on.
+        end: the column after the last of them.
+        pages: by group of tables `[tables, pages]` (of one table without `slots` `[pages]`), the last columns before
+            `end`: those that are seen from there, as far as they are not the row's own.
+        slots: of a lower tier, whose pages come where `pages` has none: of one table after the other.
     """
 
     first: int
     end: int
     pages: tuple[Pages, ...]
-    restored: int = 0
     slots: Slots = NO_SLOTS
 
     @property
     def num_columns(self) -> int:
-        """How many columns were found on the device."""
+        """How many columns were found."""
         return self.end - self.first
-
-    @property
-    def is_any(self) -> bool:
-        """Whether something was found anywhere."""
-        return self.end > self.first or self.slots.size > 0
 
 
 class FromBelow(NamedTuple):
@@ -58,7 +55,8 @@ class FromBelow(NamedTuple):
     reach: int  # columns up to which tables that keep all pages have them, wherever windows end
     every: Digests  # of each table and page, `[tables, pages, words]`
     lacking: Asked  # what the tier has
-    here: Pages  # what the device has of the rest, by column
+    found: tuple[Pages, ...]  # by group of tables what is needed: `NO_PAGE` where the tier has it
+    here: Pages  # what the device has of it, by column
 
     @property
     def digests(self) -> Digests:

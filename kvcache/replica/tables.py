@@ -24,7 +24,7 @@ from kvcache.replica.block_table import FurtherImport
 from kvcache.replica.context import Context, chunk_end
 from kvcache.replica.leases import PageLeases
 from kvcache.replica.reservation import Reservation
-from kvcache.replica.resume import Asked, Below, Found, FromBelow, last_end, resume
+from kvcache.replica.resume import Asked, Below, Found, FromBelow, Host, Slots, last_end, resume
 from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)
@@ -108,10 +108,12 @@ class RowTables:
         there = ~absent | below(every, absent)
         end = resume(there, self.groups, self._page_size, 0, ends)
         reach = resume(there, [one for one in self.groups if one.group.keeps_all], self._page_size)
-        needed = np.zeros_like(absent)
+        needed, found = np.zeros_like(absent), list[Pages]()
         for group, tables in self.groups:
-            needed[tables, max(first, self._seen(group, end * self._page_size)) : end] = True
-        return FromBelow(end, reach, every, needed & absent, pages.T[(needed & ~absent).T])
+            begin = min(end, max(first, self._seen(group, end * self._page_size)))
+            needed[tables, begin:end] = True
+            found.append(pages[tables, begin:end])
+        return FromBelow(end, reach, every, needed & absent, tuple(found), pages.T[(needed & ~absent).T])
 
     def whole(self, digests: Digests, most: int) -> list[Pages]:
         """The pages of each table of the longest prefix that all can go on from; `most` pages at most in all together.
@@ -142,28 +144,34 @@ class RowTables:
             firsts.append(max(before, min(now, found.end) if self._caching else now))
         ends_found = [max(now, found.end) for now in firsts]
         until = [self._to_hold(group, context, length, start) for group, _ in self.groups]
-        return self._planned(row, found.pages, ends_found, firsts, until)._replace(
-            start=start, active=chunk_end(context, start), cached=start if found.is_any else 0
-        )
+        plan = self._planned(row, found.pages, ends_found, firsts, until)
+        if row is not None and found.first > (own := self._rows.committed.item(row)):
+            plan = plan._replace(committed=own)  # it has computed more than it has published
+        cached = start if found.num_columns else 0
+        return plan._replace(start=start, active=chunk_end(context, start), cached=cached, slots=found.slots)
 
     def plan_import(
-        self, row: int, context: Context, length: int, start: int, digests: Digests, cached: int
+        self, row: int, context: Context, length: int, start: int, digests: Digests, cached: int, host: Host
     ) -> Reservation:
         """`plan` of a row without pages for which what is before `start` comes from elsewhere, or is `cached`.
 
-        Each group looks for itself which of these pages, of `digests`, it has, and none takes pages that nobody sees.
+        Each group looks for itself which of these pages, of `digests`, it has here or in the `host`, and none takes
+        pages that nobody sees.
         """
-        found, ends_found, firsts = list[Pages](), list[int](), list[int]()
+        found, slots, firsts = list[Pages](), list[Slots](), list[int]()
         for group, tables in self.groups:
-            now = self._seen(group, start)
-            pages = self._find(tables, digests[now:])
-            missing = (pages == NO_PAGE).any(axis=0).nonzero()[0]
-            found.append(pages[:, : missing[0]] if missing.size else pages)
-            firsts.append(now)
-            ends_found.append(now + found[-1].shape[1])
+            firsts.append(self._seen(group, start))
+            names = self._mix(tables, digests[firsts[-1] :])
+            pages = self._find_each(names)
+            below = np.where(pages == NO_PAGE, host(names.reshape(-1, names.shape[2])).reshape(pages.shape), NO_PAGE)
+            missing = (pages == below).any(axis=0).nonzero()[0]  # neither of them has it
+            end = missing[0] if missing.size else pages.shape[1]
+            found.append(pages[:, :end])
+            slots.append(below[:, :end][pages[:, :end] == NO_PAGE])
+        ends_found = [now + pages.shape[1] for now, pages in zip(firsts, found, strict=True)]
         until = [-(-length // self._page_size)] * len(firsts)
         return self._planned(row, tuple(found), ends_found, firsts, until)._replace(
-            start=cached, active=chunk_end(context, cached), cached=cached
+            start=cached, active=chunk_end(context, cached), cached=cached, slots=np.concatenate(slots)
         )
 
     def _planned(
@@ -175,21 +183,26 @@ class RowTables:
             tables.num_tables * max(0, end - max(before, at))
             for tables, end, before, at in zip(self.groups, ends, had, ends_found, strict=True)
         )
+        new += sum(int(np.count_nonzero(pages == NO_PAGE)) for pages in found)
         gone = freed = _NO_PAGES
         if row is not None and had[0]:
             leaves = np.zeros((self.count, had[0]), np.bool_)
+            mine = self._rows.table[:, row, : had[0]].T
             for (_, tables), pages, at, now in zip(self.groups, found, ends_found, firsts, strict=True):
                 leaves[tables, :now] = True
-                leaves[tables, at - pages.shape[1] : at] = True
-            mine = self._rows.table[:, row, : had[0]].T
+                own = mine.T[tables, at - pages.shape[1] : at]
+                come = pages[:, : own.shape[1]]
+                # What comes from below comes into the row's own page, where it has one; and it may have what is found.
+                leaves[tables, at - pages.shape[1] : at] |= (come != NO_PAGE) & (come != own)
+                new -= int(np.count_nonzero((come == NO_PAGE) & (own != NO_PAGE)))
             leaves &= mine.T != NO_PAGE
             gone = mine[leaves.T]
             for (_, tables), first, last in self._for_readers(row, found, ends_found, firsts):
                 leaves[tables, first:last] = False
             freed = mine[leaves.T]
-        taken = sum(self._pool.would_be_taken(pages.ravel()) for pages in found)
+        taken = sum(self._pool.would_be_taken(pages[pages != NO_PAGE]) for pages in found)
         cost = new + taken - self._pool.would_be_freed(freed)
-        committed = min(ends_found) if self._caching else 0
+        committed = min(map(_before_hole, found, ends_found)) if self._caching else 0
         return Reservation(found, tuple(ends_found), tuple(firsts), tuple(ends), gone, new, committed, cost, 0, 0)
 
     def fits(self, row: int | None, plan: Reservation, free: int) -> bool:  # noqa: ARG002 - the plan has counted
@@ -216,25 +229,33 @@ class RowTables:
             pages += (tables.stop - tables.start) * int((columns - group.first_seen(starts) // size).max())
         return pages
 
-    def take(self, row: int, plan: Reservation) -> None:
-        """Do what was planned, for which there is room."""
+    def take(self, row: int, plan: Reservation) -> Pages:
+        """Do what was planned, for which there is room; the pages into which its `slots` are to come."""
         rows, pool = self._rows, self._pool
-        if (found := np.concatenate([pages.ravel() for pages in plan.found])).size:
+        parts = [
+            (rows.table[tables, row, at - pages.shape[1] : at], pages)
+            for (_, tables), pages, at in zip(self.groups, plan.found, plan.ends_found, strict=True)
+        ]
+        if (found := np.concatenate([pages[(pages != NO_PAGE) & (pages != mine)] for mine, pages in parts])).size:
             pool.hold(found)
             for tell in pool.journal.found:
-                tell(plan.found[0][0])
+                tell(plan.found[0][0][plan.found[0][0] != NO_PAGE])
         for (_, tables), first, last in self._for_readers(row, plan.found, plan.ends_found, plan.firsts):
             self._leave_to_readers(row, tables, first, last)
         had = rows.ends[:, row].tolist()
         for number, ((_, tables), pages, at) in enumerate(zip(self.groups, plan.found, plan.ends_found, strict=True)):
             mine = rows.table[tables, row]
             mine[:, rows.firsts[number, row] : plan.firsts[number]] = NO_PAGE
-            mine[:, at - pages.shape[1] : at] = pages
+            mine[:, at - pages.shape[1] : at] = np.where(pages == NO_PAGE, mine[:, at - pages.shape[1] : at], pages)
         rows.firsts[:, row] = plan.firsts
         for tell in pool.journal.left:
             tell(np.full(len(plan.leaving), row), plan.leaving)
         pool.release(plan.leaving)
         new = pool.allocate(plan.new)
+        for mine, _ in parts:
+            holes = mine == NO_PAGE
+            count = np.count_nonzero(holes)
+            mine[holes], new = new[:count], new[count:]
         for (_, tables), before, at, end in zip(self.groups, had, plan.ends_found, plan.ends, strict=True):
             part = rows.table[tables, row, max(before, at) : end]
             part[:] = new[: part.size].reshape(part.shape)
@@ -243,6 +264,7 @@ class RowTables:
         rows.commit(row, plan.committed)
         rows.changed[row] = True
         rows.measure(row)
+        return np.concatenate([mine[pages == NO_PAGE] for mine, pages in parts])
 
     def append(self, rows: Ints) -> bool:
         """One more page for each of `rows` in each table; what fell out of their windows goes.
@@ -265,7 +287,7 @@ class RowTables:
         """
         table = self._rows.table
         at = table[:, rows, columns]
-        there = at != NO_PAGE
+        there = (at != NO_PAGE) & ~self._pool.index.published[at]  # else it was found, behind one that came from below
         own, names = at[there], self.every(digests)[there]
         of_table, places = there.nonzero()
         self._numbers[own] = of_table
@@ -492,6 +514,12 @@ class RowTables:
         return -(-length // self._page_size)
 
 
+def _before_hole(pages: Pages, end: int) -> int:
+    """The column of the first of these pages, `[tables, pages]` before column `end`, that has yet to come; or `end`."""
+    holes = (pages == NO_PAGE).any(axis=0).nonzero()[0]
+    return end - pages.shape[1] + int(holes[0]) if holes.size else end
+
+
 class OneTable(RowTables):
     """One table of full attention: it has all columns up to its end, and nothing is looked at twice."""
 
@@ -514,7 +542,9 @@ class OneTable(RowTables):
         return [pages] if pages.size else []
 
     def plan(self, row: int | None, context: Context, length: int, start: int, found: Found) -> Reservation:
-        first, end, restored, slots = found.first, found.end, found.restored, found.slots
+        if found.slots.size:
+            return super().plan(row, context, length, start, found)
+        first, end = found.first, found.end
         needed, count = -(-length // self._page_size), end - first
         have, leaving = 0, _NO_PAGES
         if row is not None:
@@ -523,14 +553,15 @@ class OneTable(RowTables):
                 leaving = self._rows.pages(row)[first:end].copy()
         behind = max(have, end)
         new = needed - behind if needed > behind else 0
-        cached, active = start if count or slots.size else 0, context.active_idx
+        cached, active = start if count else 0, context.active_idx
         if start >= active:
             active = chunk_end(context, start)
         ends, cost = (max(needed, have),), new + count  # how many of those found are idle is not counted yet
-        pages = found.pages
-        return Reservation(pages, (end,), _FIRST, ends, leaving, new, end, cost, start, active, cached, restored, slots)
+        return Reservation(found.pages, (end,), _FIRST, ends, leaving, new, end, cost, start, active, cached)
 
     def fits(self, row: int | None, plan: Reservation, free: int) -> bool:
+        if plan.slots.size:
+            return super().fits(row, plan, free)
         (found,), (end,) = plan.found, plan.ends_found
         if plan.cost <= free:
             return True
@@ -544,7 +575,9 @@ class OneTable(RowTables):
     def most(self, context: Context, length: int) -> int:
         return self.least(context, length, 0)
 
-    def take(self, row: int, plan: Reservation) -> None:
+    def take(self, row: int, plan: Reservation) -> Pages:
+        if plan.slots.size:
+            return super().take(row, plan)
         rows, pool, (found,), end = self._rows, self._pool, plan.found, plan.committed
         if found.size:
             pool.hold(found)
@@ -562,6 +595,7 @@ class OneTable(RowTables):
         elif new:
             rows.table[0, row, last - new : last] = pool.allocate(new)
         rows.grow(row, last)
+        return _NO_PAGES
 
     def pages(self, row: int, end: int) -> Pages:
         return self._rows.table[0, row, :end]

@@ -17,7 +17,6 @@ from kvcache.copies import CopyMark, PageMover
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
-from kvcache.replica.context import Context, HasherOfRow
 from kvcache.replica.pages_below import PagesBelow
 from kvcache.replica.request_states import RequestStates
 from kvcache.replica.resume import NO_SLOTS, Asked, FromBelow, Slots
@@ -228,20 +227,8 @@ class ReplicaTier(PagesBelow, PageReader):
 
     # ---- and back
 
-    def find(self, row: int, context: Context, first: int, hasher_of: HasherOfRow) -> Slots:
-        self.arrive(np.array([row]))  # pages that were promised may be replaced now
-        hasher = hasher_of(row, context)
-        last = (context.current_length - 1) // hasher.page_size
-        if last <= first:
-            return NO_SLOTS
-        index = self.host.pool.index
-        kept = hasher.matches.get(index)
-        if kept is not None and kept[:3] == (index.generation, first, last):
-            return kept[3]
-        digests = hasher.digests(context.tokens, first, last)
-        slots = index.match(digests) if index.may_have(digests[0]) else NO_SLOTS
-        hasher.matches[index] = (index.generation, first, last, slots)
-        return slots
+    def slots(self, digests: Digests) -> Slots:
+        return self.host.pool.index.find(digests)
 
     def hold(self, slots: Slots) -> None:
         self.host.pool.hold(slots)
@@ -308,29 +295,15 @@ class ReplicaTier(PagesBelow, PageReader):
             left &= ~there
         return coming
 
-    def lift(self, wanted: FromBelow) -> None:
-        load = self._load(wanted, len(wanted.digests))
-        for mark in self._begin(load):
-            mark.order()
-        self.pool.index.publish(load.pages, wanted.digests)
-        self._let_come(load, wanted)
-
     def bring(self, wanted: FromBelow, most: int) -> None:
-        load = self._load(wanted, most)
-        load.digests = wanted.digests[:most]
-        self._begin(load)
-        self._let_come(load, wanted)
-
-    def _load(self, wanted: FromBelow, most: int) -> HostLoad:
-        slots = self.host.pool.index.find(wanted.digests[:most])
+        digests = wanted.digests[:most]
+        slots = self.slots(digests)
         self.host.pool.hold(slots)  # an eviction below may make room for the page that it evicts
         self.pool.hold(wanted.here)  # what makes room for the rest is not what is needed beside it
-        load = HostLoad(slots, self.pool.allocate(len(slots)))
+        load = HostLoad(slots, self.pool.allocate(len(slots)), digests=digests)
         self.pool.add_writer(load.pages)
         self.pool.index.say_tables(load.pages, wanted.tables[:most])
-        return load
-
-    def _let_come(self, load: HostLoad, wanted: FromBelow) -> None:
+        self._begin(load)
         self.pool.release(load.pages)
         self.pool.release(wanted.here)
         self._left.append(load)

@@ -382,9 +382,12 @@ class Moves:
         self.books.learn(batch=[one])
         for number, (row, columns) in enumerate(zip(one.rows, plan.columns, strict=True)):
             assert sorted(row) == [*columns], f"{one.name}: table {number} has {sorted(row)}, {columns} is needed"
-            alone = "host" in self.features and len(one.rows) == 1
-            for column in range(committed, (min(device, found) if alone else found)):
-                assert column not in row or row[column] in replica.there.values(), f"{one.name}: {column} is not shared"
+            brings = "host" in self.features and found > device
+            for column in range(max(committed, start // PAGE_SIZE) if brings else committed, found):
+                digest = self.names.digest_of.get(content(number, one.tokens, one.named, column))
+                there = None if digest is None else replica.there.get(digest)
+                here = row.get(column) == there if there is not None else brings
+                assert column not in row or here, f"{one.name}: {column} is not shared"
         one.first = [columns.start for columns in plan.columns]
         one.ready = True
         self.back_from_below(one, device, found)
@@ -468,11 +471,13 @@ class Moves:
         """What comes up from host memory was used: now, or when its request runs."""
         if "host" not in self.features:
             return
+        there = self.replica(one).there
         digests = [
-            self.names.digest_of[content(number, one.tokens, one.named, column)]
+            digest
             for number in range(len(one.rows))
             for column in range(min(device, found), found)
             if column in one.rows[number]
+            and (digest := self.names.digest_of[content(number, one.tokens, one.named, column)]) not in there
         ]
         if len(one.rows) == 1:
             one.loads = digests

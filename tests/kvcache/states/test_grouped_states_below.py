@@ -11,7 +11,7 @@ import pytest
 from kvcache import PagedKVCacheManager, TextContext
 from kvcache.states.state_tiers import StateTier
 from tests.kvcache.replica.test_further_tables import gone
-from tests.kvcache.states.test_grouped_states import PROMPT, SIZE, make, served, start, without_state_at
+from tests.kvcache.states.test_grouped_states import PROMPT, SIZE, make, run, served, start, without_state_at
 from tests.kvcache.tiers.stored_objects import StoredObjects
 
 FOUND = 9 * SIZE  # of the prompt, whose last token has to run
@@ -105,6 +105,7 @@ def test_an_end_without_a_state_anywhere_brings_nothing_up_behind_it() -> None:
     gone_from_host(manager, 9)
     again = start(manager, PROMPT, "again")
     assert again.start_idx == 8 * SIZE  # a state is kept after each second page
+    run(manager, again)
     assert manager.metrics.h2d_blocks_copied == 8 + 2
 
 
@@ -174,7 +175,9 @@ def test_behind_a_state_that_cannot_be_read_a_window_comes_up_to_the_state_befor
     without_state_at(manager, 9)  # files alone have it
     gone(manager, PROMPT, 0, 6)  # the window's, which a request after page 8 sees, and one after page 9 does not
     monkeypatch.setattr(StateTier, "_bring", lambda *_, **__: False)
-    assert start(manager, PROMPT, "again").start_idx == 8 * SIZE
+    again = start(manager, PROMPT, "again")
+    assert again.start_idx == 8 * SIZE
+    run(manager, again)
     assert manager.metrics.h2d_blocks_copied == 1
     manager.close()
 

@@ -133,8 +133,9 @@ def test_what_a_request_says_to_have_behind_it_comes_back(served: Make) -> None:
     context = it.claim([*PROMPT, 7, 7, 7])
     context.set_token_indices(start_idx=42)
     assert it.manager.maybe_reserve(context)
-    assert it.manager.metrics.h2d_blocks_copied > 0
     assert context.start_idx == 40
+    it.run(context)
+    assert it.manager.metrics.h2d_blocks_copied == 10 + 2
 
 
 def test_what_does_not_fit_into_the_host_is_not_waited_for(served: Make) -> None:
@@ -174,6 +175,7 @@ def test_pages_that_come_back_are_their_tables(served: Make, groups: tuple[Layer
     again = served(80, files=True, groups=groups)
     context = again.claim(PROMPT)
     assert again.manager.maybe_reserve(context)
+    again.run(context)
     replica = again.manager._replicas.each[0]
     assert replica.pool.index.tables is not None
     mixed = replica.tables.every(again.digests(PROMPT))
@@ -182,7 +184,7 @@ def test_pages_that_come_back_are_their_tables(served: Make, groups: tuple[Layer
         assert (replica.pool.index.tables[pages[pages > 0]] == table).all()
     full = 2 if groups is TWO else 1
     assert replica.tables.width() == full + 0.2
-    again.run(context)
+    again.manager.release(context.request_id)
 
 
 def test_files_outlive_the_manager_for_all_tables(served: Make) -> None:
@@ -274,3 +276,57 @@ def test_nothing_is_asked_for_before_the_first_full_page(served: Make) -> None:
     assert not it.manager.prefetch(context)
     assert it.manager.maybe_reserve(context)
     assert np.count_nonzero(it.tiers.host.pool.index.published) == 0
+
+
+def one_of_window_lost(it: Served) -> None:
+    """The device has the prompt but for a page of the window that is seen next, and the host has all."""
+    it.serve(PROMPT, chunk=8)
+    it.tiers.settle()
+    replica = it.manager._replicas.each[0]
+    page = replica.pool.index.find(replica.tables.every(it.digests(PROMPT))[1, 9:10])
+    replica.pool.hold(page)
+    replica.pool.index.withdraw(page)
+    replica.pool.release(page)
+
+
+def test_pages_found_behind_one_that_comes_back_are_shared(served: Make) -> None:
+    it = served(40)
+    one_of_window_lost(it)
+    context, other = it.claim(PROMPT), it.claim(PROMPT)
+    free = it.manager.num_free_blocks
+    assert it.manager.maybe_reserve(context)
+    assert it.manager.maybe_reserve(other)  # before the first has run: it brings the page for itself
+    assert context.start_idx == other.start_idx == 40
+    # Ten pages of the first table and one of the window are those of both; one of each table is new, and one came.
+    assert free - it.manager.num_free_blocks == 11 + 2 * 3
+    it.run(context)
+    it.run(other)
+    assert it.manager.metrics.h2d_blocks_copied == 2
+    assert free - it.manager.num_free_blocks == 11 + 2 * 2 + 1  # the second shares the page by now
+    it.manager.check()
+
+
+def test_a_second_look_before_the_step_leaves_the_rows_own_pages(served: Make) -> None:
+    """Others have published what comes back by then: the row takes theirs, and of its own gives back that one alone."""
+    it = served(60)
+    one_of_window_lost(it)
+    context, other = it.claim([*PROMPT, *range(300, 309)]), it.claim([*PROMPT, *range(300, 309)])
+    context.set_token_indices(active_idx=8)
+    free = it.manager.num_free_blocks
+    assert it.manager.maybe_reserve(context)
+    assert context.start_idx == 40
+    taken = free - it.manager.num_free_blocks
+    assert it.manager.maybe_reserve(other)
+    it.run(other)
+    it.manager.release(other.request_id)
+    assert free - it.manager.num_free_blocks == taken
+    pages = it.manager._replicas.each[0].rows.table[:, it.manager._replicas.each[0].rows.row_of[context.request_id]]
+    before = pages.copy()
+    assert it.manager.maybe_reserve(context)
+    assert context.start_idx > 40
+    assert (pages[0, :10] == before[0, :10]).all()
+    it.manager.check()
+    it.run(context)
+    it.manager.release(context.request_id)
+    it.manager.check()
+    assert it.manager.num_free_blocks == it.manager.total_num_pages
