@@ -12,13 +12,14 @@ import msgspec
 from scheduler_adapters import plots
 from scheduler_adapters.errors import PlanError
 from scheduler_adapters.plan.memory import Choice
-from scheduler_adapters.replay.replay import optimum_hits, replay
+from scheduler_adapters.replay.replay import WHOLE, BlockPages, needed_pages, optimum_hits, replay
 from scheduler_adapters.replay.trace_hints import Blocks
 
 _MEMORY = (0.25, 0.5, 2.0, 4.0)  # times what there is
 _HOSTS = (2, 4)
 _TIERS = (1, 4)  # times the pages of a host
 MOST_POINTS = 1 + len(_MEMORY) + len(_HOSTS) + len(_TIERS)
+_ROUNDED = 1.05  # a state's size, at most, once it is whole pages
 _MOST_BLOCKS = 1 << 26  # the books of that many take gigabytes
 
 
@@ -34,7 +35,7 @@ class TracePoint(msgspec.Struct, frozen=True):
         bytes: of pools and tiers together.
         hit_pct: blocks of prompts that were there.
         lru_pct: of them those that a plain LRU of one pool hits, without a tier.
-        optimum_pct: those that one pool of all this memory can hit at best.
+        optimum_pct: those that one pool of all this memory can hit at best; these two are of pages alone.
         points: of hits more than with what there is.
         saved_s: seconds of prefill less than with what there is, over the trace.
     """
@@ -78,17 +79,27 @@ class TraceQuestion:
         """Of a block of the trace, on all ranks of a replica."""
         return self.choice.token_bytes * self.choice.tp * self.block_tokens
 
+    @property
+    def divided(self) -> BlockPages:
+        """What a block is: a page, or as many as it takes for a state to be rounded up little; a server's at most."""
+        block, most = self.choice.token_bytes * self.block_tokens, self.block_tokens // self.page_size
+        if not self.choice.state_bytes:
+            return WHOLE
+        every = (BlockPages(count, -(-self.choice.state_bytes * count // block)) for count in range(1, most + 1))
+        enough = self.choice.state_bytes * _ROUNDED
+        return next(
+            one for one in every if one.block_pages == most or one.state_pages * block <= enough * one.block_pages
+        )
+
 
 def sweep(
     trace: Sequence[Blocks], question: TraceQuestion, progress: Callable[[TracePoint], None] = lambda _: None
 ) -> TracePlan:
     """Replay the trace with what there is, and with less and more of it.
 
-    What is too little for the longest request is left out; `ReplayError` where that is what there is. `PlanError` for
-    a model with recurrent states.
+    What is too little for the longest request is left out; `ReplayError` where that is what there is, or where the
+    tier does not hold two states. Recurrent states lie among the pages, as `share_memory` has them.
     """
-    if question.choice.state_bytes:
-        raise PlanError("--trace: which states of recurrent layers are kept is not replayed: pages alone are")
     if question.block_tokens % question.page_size:
         raise PlanError(f"--block-tokens is {question.block_tokens}: no multiple of the page size {question.page_size}")
     memory, tier = question.memory, question.tier
@@ -100,7 +111,7 @@ def sweep(
     progress(now)
     longest, refs, others = max(map(len, trace)), sum(map(len, trace)), list[TracePoint]()
     for at in asked:
-        if _blocks(question, at[0]) >= longest:
+        if _blocks(question, at[0]) * question.divided.block_pages >= needed_pages(longest, question.divided):
             found = _point(trace, question, *at)
             more = (found.hit_pct - now.hit_pct) / 100
             seconds = more * refs * question.block_tokens / question.prefill_speed
@@ -119,11 +130,10 @@ def _blocks(question: TraceQuestion, memory: int) -> int:
 def _point(trace: Sequence[Blocks], question: TraceQuestion, memory: int, hosts: int, tier: int) -> TracePoint:
     replicas = hosts * question.choice.dp
     blocks, below = _blocks(question, memory) * replicas, hosts * (tier // question.block_bytes)
-    if blocks + below > _MOST_BLOCKS:
-        raise PlanError(
-            f"--trace: {blocks + below:,} blocks of {question.block_tokens} tokens: {_MOST_BLOCKS:,} at most"
-        )
-    found = replay(trace, blocks, replicas, host_blocks=below)
+    most = _MOST_BLOCKS // question.divided.block_pages
+    if blocks + below > most:
+        raise PlanError(f"--trace: {blocks + below:,} blocks of {question.block_tokens} tokens: {most:,} at most")
+    found = replay(trace, blocks, replicas, host_blocks=below, divided=question.divided)
     best = optimum_hits(trace, blocks + below) if below else found.optimum_hits
     refs = found.block_refs
     return TracePoint(

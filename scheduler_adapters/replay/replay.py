@@ -4,6 +4,10 @@ A trace is in the Mooncake format: one JSON object a line, whose `hash_ids` name
 an equal prefix up to and including that block. Requests come one after another. A block is a page; one token more
 follows the prompt, so that its last block is full of computed tokens and can be published. Hints, where asked for, are
 made from the trace's own future (see `trace_hints`); the reference and the optimum are those of one pool without hints.
+
+A model with recurrent layers is replayed with the manager's own states, which lie among the pages and are kept after
+some of them alone. A state may be smaller than a block, so a block is as many pages then as it has in a server. The
+reference and the optimum know no states: they are those of a model that has pages alone.
 """
 
 import heapq
@@ -13,19 +17,22 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcache import KVCacheParams, PagedKVCacheManager, Retention, Routing, TextContext
+from kvcache import KVCacheParams, PagedKVCacheManager, PoolTooSmallError, Retention, Routing, TextContext
 from kvcache.routing import RoutingRule
+from kvcache.state_shape import StateShape
 from scheduler_adapters.errors import ReplayError
 from scheduler_adapters.replay.trace_hints import Blocks, hints_for
 
 PAGE_SIZE = 2  # a page is (block id, 0): two tokens, as a page of one would publish the token that follows, too
 WINDOW = 500  # requests over which the load of the replicas is compared
+_STATE_UNIT = 16  # bytes of a page where there are states, which lie in whole ones of so many
 _NEVER = 1 << 60
 _LONGEST_LINE = 64 << 20  # bytes; a file without line ends must not fill the memory
 
@@ -51,6 +58,21 @@ class ReplayResult(msgspec.Struct, frozen=True):
     restored: int = 0  # blocks among the hits that were copied back from the host tier
     peer_hits: int = 0  # blocks among the hits that other replicas had
     moved_bytes_per_request: float | None = None  # from replica to replica; None where the size of a block is not known
+
+
+class BlockPages(NamedTuple):
+    """What a block of the trace is.
+
+    Attributes:
+        block_pages: pages.
+        state_pages: that a request's recurrent state takes; 0: there is none.
+    """
+
+    block_pages: int = 1
+    state_pages: int = 0
+
+
+WHOLE = BlockPages()  # each block a page, and no states
 
 
 class _TraceLine(msgspec.Struct):
@@ -91,20 +113,22 @@ def replay(
     host_blocks: int = 0,
     peers: bool = False,
     block_bytes: int | None = None,
+    divided: BlockPages = WHOLE,
     shown: Callable[[PagedKVCacheManager], AbstractContextManager[object]] = nullcontext,
 ) -> ReplayResult:
     """Drive a manager of `capacity` blocks, split evenly over `replicas`, with the blocks of each request.
 
     `progress` is called for each request, within `shown` of the manager; `hints` are as `trace_hints.hints_for` takes
     them, `host_blocks` those of a host tier below. `peers`: replicas have their pages from each other; `block_bytes`:
-    of a block of the trace, of the model in question. Raises `ReplayError` where a request does not fit into one
-    replica, where one replica is to have peers, or there are no such hints.
+    of a block of the trace, of the model in question. `divided`: what a block is; evictions and `restored` are of
+    pages. Raises `ReplayError` where a request does not fit into one replica, or two states into the host tier, where
+    one replica is to have peers, or there are no such hints.
     """
     if peers and replicas == 1:
         raise ReplayError("--peers: one replica has none, give --replicas 2 or more")
-    manager = _manager(trace, capacity, replicas, Routing(rule=routing, copy_pages=peers), host_blocks)
+    manager = _manager(trace, capacity, replicas, Routing(rule=routing, copy_pages=peers), host_blocks, divided)
     with shown(manager):
-        computed, times = _serve_all(manager, trace, hints_for(trace, hints), progress)
+        computed, times = _serve_all(manager, trace, hints_for(trace, hints), divided.block_pages, progress)
     manager.check()
     if manager.num_held_blocks:
         raise ReplayError(f"{manager.num_held_blocks} pages are held after the replay")
@@ -132,48 +156,60 @@ def _serve_all(
     manager: PagedKVCacheManager,
     trace: Sequence[Blocks],
     hints: Sequence[Retention | None],
+    block_pages: int,
     progress: Callable[[int], None],
 ) -> tuple[NDArray[np.int64], list[float]]:
     """The blocks that each replica computed for each request, `[requests, replicas]`, and seconds of each request."""
     computed, times = np.zeros((len(trace), manager.num_replicas), np.int64), list[float]()
     for number, (blocks, hint) in enumerate(zip(trace, hints, strict=True)):
-        tokens = np.zeros(len(blocks) * PAGE_SIZE + 1, np.int32)
-        tokens[:-1:PAGE_SIZE] = blocks
+        tokens = np.zeros(len(blocks) * block_pages * PAGE_SIZE + 1, np.int32)
+        tokens[:-1:PAGE_SIZE] = np.repeat(blocks, block_pages)
+        tokens[1::PAGE_SIZE] = np.tile(np.arange(block_pages), len(blocks))
         context = TextContext(tokens, len(tokens) + 1, str(number), retention=hint)
         start = time.perf_counter()
         replica, found = _serve(manager, context)
         times.append(time.perf_counter() - start)
-        computed[number, replica] = len(blocks) - found
+        computed[number, replica] = len(blocks) - found // block_pages
         progress(1)
     return computed, times
 
 
 def _serve(manager: PagedKVCacheManager, context: TextContext) -> tuple[int, int]:
-    """Run one request to its first token; returns its replica, and the blocks that were hit."""
+    """Run one request to its first token; returns its replica, and the pages that were hit."""
+    length, hits = context.end_idx, -1
     with manager.claim(context) as replica:
-        if not manager.maybe_reserve(context):
-            raise ReplayError(f"request {context.request_id}: no pages, though nobody else runs")
-        hits = context.start_idx // PAGE_SIZE
-        manager.fetch([context])
-        context.update(0)
-        manager.step([context])
+        while context.end_idx == length:  # in chunks, which end where a state is kept
+            if not manager.maybe_reserve(context):
+                raise ReplayError(f"request {context.request_id}: no pages, though nobody else runs")
+            hits = context.start_idx // PAGE_SIZE if hits < 0 else hits
+            manager.fetch([context])
+            for states in manager.states[replica : replica + 1]:
+                pages = states.pages_at([context.request_id], [context.start_idx])
+                states.advance(pages, [context.active_idx])
+            context.update(0)
+            manager.step([context])
         manager.flush_tiers()  # as a server has, by the time that another request has run
     return replica, hits
 
 
 def _manager(
-    trace: Sequence[Blocks], capacity: int, replicas: int, routing: Routing, host_blocks: int
+    trace: Sequence[Blocks], capacity: int, replicas: int, routing: Routing, host_blocks: int, divided: BlockPages
 ) -> PagedKVCacheManager:
     """One that each request of the trace fits into; else `ReplayError`."""
-    share, longest = capacity // replicas, max(map(len, trace))
-    if longest > share:
+    share, longest, (block_pages, state_pages) = capacity // replicas, max(map(len, trace)), divided
+    if needed_pages(longest, divided) > share * block_pages:
+        beside = f" with its state, as large as {state_pages / block_pages:.1f} blocks," if state_pages else ""
         raise ReplayError(
-            f"a request of {longest} blocks does not fit: {capacity} blocks, {replicas} replicas, {share} each"
+            f"a request of {longest} blocks{beside} does not fit: {capacity} blocks, {replicas} replicas, {share} each"
         )
+    states, page = None, PAGE_SIZE
+    if state_pages:
+        states, page = _state_of(state_pages), _STATE_UNIT
     params = KVCacheParams(
         dtype=torch.uint8,
         n_kv_heads=1,
-        head_dim=1,
+        head_dim=page // PAGE_SIZE,
+        states=states,
         enable_prefix_caching=True,
         page_size=PAGE_SIZE,
         is_mla=True,
@@ -181,13 +217,25 @@ def _manager(
         data_parallel_degree=replicas,
         routing=routing,
         enable_kvcache_swapping_to_host=host_blocks > 0,
-        host_kvcache_swap_space_gb=host_blocks * PAGE_SIZE / 2**30 if host_blocks else None,
+        host_kvcache_swap_space_gb=host_blocks * block_pages * page / 2**30 if host_blocks else None,
     )
     # One page more than the capacity: the one that the token after the prompt lies on.
-    memory = (share + 1) * PAGE_SIZE * replicas
-    return PagedKVCacheManager(
-        params, replicas, longest * PAGE_SIZE + 1, 1, ["cpu"] * replicas, available_cache_memory=memory
-    )
+    memory = (share * block_pages + 1) * page * replicas
+    most = longest * block_pages * PAGE_SIZE + 1
+    try:
+        return PagedKVCacheManager(params, replicas, most, 1, ["cpu"] * replicas, available_cache_memory=memory)
+    except PoolTooSmallError as error:  # the pool has room: so it is the host tier
+        raise ReplayError(f"{host_blocks} blocks of a host tier: {error}") from error
+
+
+def needed_pages(longest: int, divided: BlockPages) -> int:
+    """Pages of a replica that requests of so many blocks fit into, one at a time."""
+    return max(longest * divided.block_pages + divided.state_pages, 2 * divided.state_pages)
+
+
+def _state_of(pages: int) -> StateShape:
+    """A state of so many pages."""
+    return StateShape(1, 1, pages * _STATE_UNIT, 1, 1, 1, torch.uint8, torch.uint8, "linear")
 
 
 def _window_loads(computed: NDArray[np.int64]) -> dict[str, float | None]:

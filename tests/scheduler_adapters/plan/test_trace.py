@@ -13,7 +13,7 @@ from scheduler_adapters.plan.layers import read_model
 from scheduler_adapters.plan.memory import choice
 from scheduler_adapters.plan.trace import TraceQuestion, sweep
 from scheduler_adapters.plan.ways import MemoryAsked
-from scheduler_adapters.replay.replay import optimum_hits, reference_lru_hits
+from scheduler_adapters.replay.replay import BlockPages, optimum_hits, reference_lru_hits, replay
 
 CONFIGS = Path(__file__).parent / "configs"
 GIB = 1 << 30
@@ -67,9 +67,36 @@ def test_what_cannot_be_replayed_is_said() -> None:
         sweep([[*range(60)]], question())
     with pytest.raises(PlanError, match="--block-tokens is 100: no multiple of the page size 16"):
         sweep(sessions(3), question(block=100))
-    bamba = choice(read_model(CONFIGS / "bamba-9b"), 1, 1, MemoryAsked(GIB, 16, 16, (16,)))
-    with pytest.raises(PlanError, match="which states of recurrent layers are kept is not replayed"):
-        sweep(sessions(3), TraceQuestion(bamba, GIB, 16, 16, 1.0, 0))
+    with pytest.raises(ReplayError, match=r"60 blocks with its state, as large as 6\.3 blocks, does not fit"):
+        sweep([[*range(60)]], hybrid(GIB // 2))
+    with pytest.raises(ReplayError, match=r"1 blocks of a host tier: .* 2 states take"):
+        sweep(sessions(3), hybrid(tier=15 << 20))
+
+
+def hybrid(memory: int = GIB, tier: int = 0) -> TraceQuestion:
+    model = read_model(CONFIGS / "qwen3-next-80b")
+    return TraceQuestion(choice(model, 1, 1, MemoryAsked(memory, 16, 16, (16,))), memory, 16, 512, 1000.0, tier)
+
+
+def test_with_recurrent_layers_the_managers_own_states_are_replayed() -> None:
+    """A state is as large as 6.16 blocks of this model; a prompt is found as far as one of them was kept."""
+    trace, asked = sessions(120), hybrid()
+    assert asked.divided == BlockPages(3, 19), "less than a twentieth too large"
+    refs, found = sum(map(len, trace)), sweep(trace, asked)
+    for point in [found.now, *found.others]:
+        alone = replay(trace, point.blocks, point.hosts, host_blocks=point.tier_blocks)
+        assert point.optimum_pct >= 100 * alone.hits / refs > point.hit_pct > 0, "states take room that blocks had"
+    large = [point for point in found.others if point.memory == 4 * GIB]
+    assert large[0].hit_pct > found.now.hit_pct + 5
+    assert max(point.hit_pct for point in found.others if point.tier) > found.now.hit_pct, "states come back, too"
+
+
+@pytest.mark.parametrize("divided", [BlockPages(1, 2), BlockPages(4, 3)])
+def test_a_prompt_is_found_up_to_a_kept_state(divided: BlockPages) -> None:
+    """At the ends of prompts, and where one left another: the third finds no state there, and keeps one."""
+    trace = [[0, 1, 2], [0, 1, 2, 3], [0, 1, 9], [0, 1, 8], [0, 1, 2, 3, 4]]
+    pages, states = replay(trace, 100), replay(trace, 100, divided=divided)
+    assert (pages.hits, states.hits) == (3 + 2 + 2 + 4, 3 + 0 + 2 + 4)
 
 
 def test_the_command_says_what_more_memory_is_worth_and_draws_it(
