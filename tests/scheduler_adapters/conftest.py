@@ -10,6 +10,7 @@ import torch
 from kvcache.replica.context import TextContext
 from kvcache.types import RaggedKVCacheInputs
 from scheduler_adapters.hf.runner import load_model, own_attention
+from tests.scheduler_adapters.serving import own_tokens
 
 SIZES = {
     "vocab_size": 259,
@@ -264,6 +265,18 @@ def _fingerprint(model: Any) -> Any:
 @pytest.fixture(scope="session")
 def shared_model() -> SharedModels:
     return SharedModels()
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, shared_model: SharedModels) -> Any:
+    """The `MODEL` of a file, or a Llama."""
+    return shared_model(getattr(request.module, "MODEL", "llama"))
+
+
+@pytest.fixture(scope="module")
+def expected(request: pytest.FixtureRequest, model: Any) -> list[list[int]]:
+    """What the model itself answers to the `PROMPTS` of a file, `NEW` tokens each."""
+    return [own_tokens(model, prompt, request.module.NEW) for prompt in request.module.PROMPTS]
 
 
 @pytest.fixture(autouse=True, scope="module")

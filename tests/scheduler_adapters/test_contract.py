@@ -32,11 +32,6 @@ LONG = prompt_of(201, 5 * LIMITS.budget // 2)  # in chunks
 
 
 @pytest.fixture(scope="module")
-def model(shared_model: Callable[..., Any]) -> Any:
-    return shared_model("llama")
-
-
-@pytest.fixture(scope="module")
 def reference(model: Any) -> Reference:
     known = functools.cache(lambda prompt, new: own_tokens(model, prompt, new))
     return lambda prompt, new: known(tuple(prompt), new)

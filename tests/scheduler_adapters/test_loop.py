@@ -27,16 +27,6 @@ PROMPTS = [ByteTokenizer().encode(text) for text in TEXTS]
 NEW = 16
 
 
-@pytest.fixture(scope="module")
-def model(shared_model: Callable[..., Any]) -> Any:
-    return shared_model("llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Any) -> list[list[int]]:
-    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
-
-
 def requests_of(prompts: list[list[int]], new: int = NEW, **fields: Any) -> list[Request]:
     return serving.requests_of(prompts, new, **fields)
 

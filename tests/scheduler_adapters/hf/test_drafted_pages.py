@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,7 @@ from kvcache.replica.context import TextContext
 from tests.scheduler_adapters.hf.speculating import PAGE, PROMPTS, Engine, assert_equal
 from tests.scheduler_adapters.serving import assert_nothing_held
 
-
-@pytest.fixture(scope="module")
-def model(shared_model: Callable[..., Any]) -> Any:
-    return shared_model("bamba")
+MODEL = "bamba"
 
 
 def ready(model: Any, wrong: bool = True, **engine: Any) -> tuple[Engine, TextContext, int]:

@@ -21,16 +21,6 @@ def manager_of(model: Any, pages: int = 200, rows: int = 4, **manager: Any) -> A
     return new_manager(model, pages, rows=rows, **manager)
 
 
-@pytest.fixture(scope="module")
-def model(shared_model: Callable[..., Any]) -> Any:
-    return shared_model("llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Any) -> Any:
-    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3", "bamba", "falcon"])
 @pytest.mark.parametrize(("shards", "budget"), [(1, 512), (2, 20)])

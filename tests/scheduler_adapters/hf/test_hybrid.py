@@ -43,6 +43,7 @@ from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, o
 
 pytestmark = pytest.mark.slow
 
+MODEL = "bamba"
 TEXTS = ("A state is of all tokens before it, and of no page of them. " * 2, "x", "Who wrote it?", "abc" * 30, "Why?")
 PROMPTS = [ByteTokenizer().encode(text) for text in TEXTS]
 NEW = 12
@@ -52,16 +53,6 @@ PAGE = 8
 @pytest.fixture(scope="module", params=HYBRIDS)
 def each_model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
     return shared_model(request.param)
-
-
-@pytest.fixture(scope="module")
-def model(shared_model: Callable[..., Any]) -> Any:
-    return shared_model("bamba")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Any) -> Any:
-    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 def hybrid_manager(model: Any, pages: int = 200, shards: int = 1, **manager: Any) -> Any:

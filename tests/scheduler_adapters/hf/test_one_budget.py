@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,15 +21,11 @@ from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, se
 
 pytestmark = pytest.mark.slow
 
+MODEL = "bamba"
 PAGE, NEW = 8, 20
 SYSTEM = ByteTokenizer().encode("What all of these prompts begin with. ")
 ENDS = ("Who wrote it?", "And who read it, some time later?", "x", "Was it long?")
 PROMPTS = [[*SYSTEM, *ByteTokenizer().encode(text)[1:]] for text in ENDS]
-
-
-@pytest.fixture(scope="module")
-def model(shared_model: Callable[..., Any]) -> Any:
-    return shared_model("bamba")
 
 
 def one_budget(

@@ -14,7 +14,6 @@ from tests.scheduler_adapters.serving import (
     assert_nothing_held,
     new_loop,
     new_manager,
-    own_tokens,
     requests_of,
     serve,
     tokens_of,
@@ -29,11 +28,6 @@ PROMPTS = [ByteTokenizer().encode(text) for text in TEXTS]
 @pytest.fixture(scope="module", params=["llama", "bamba"])
 def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any:
     return make_model(request.param)
-
-
-@pytest.fixture(scope="module")
-def expected(model: Any) -> list[list[int]]:
-    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 def served(manager: PagedKVCacheManager, runner: HFRunner, chunk: int) -> tuple[list[list[int]], int]:

@@ -12,6 +12,7 @@ from tests.scheduler_adapters.serving import assert_nothing_held
 
 pytestmark = pytest.mark.slow
 
+MODEL = "bamba"
 HERE = ("bamba", "qwen3_next", "llama")
 MODELS = ("granite", "jamba", "lfm2", "kimi_linear")
 
@@ -19,11 +20,6 @@ MODELS = ("granite", "jamba", "lfm2", "kimi_linear")
 @pytest.fixture(scope="module", params=[*HERE, *[pytest.param(name, marks=pytest.mark.ci) for name in MODELS]])
 def each_model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
     return shared_model(request.param)
-
-
-@pytest.fixture(scope="module")
-def model(shared_model: Callable[..., Any]) -> Any:
-    return shared_model("bamba")
 
 
 @pytest.mark.parametrize("across", [False, True])

@@ -30,11 +30,6 @@ def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> A
     return shared_model(request.param)
 
 
-@pytest.fixture(scope="module")
-def expected(model: Any) -> list[list[int]]:
-    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
-
-
 def two_replicas(model: Any, way: str, tokens: int = 600, states: int = 13, tp: int = 1, **over: Any) -> Any:
     """A manager of two replicas of four requests each, with memory for so many tokens beside so many states."""
     params = kv_params_of(

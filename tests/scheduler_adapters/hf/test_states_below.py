@@ -20,6 +20,7 @@ from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, se
 
 pytestmark = pytest.mark.slow
 
+MODEL = "bamba"
 PAGE, NEW = 8, 12
 USERS = ("Who wrote it?", "And who read it, some time later?", "x", "Was it long?")
 PROMPTS = [ByteTokenizer().encode(f"{text} {at} What all of these ask for.") for at, text in enumerate(USERS)]
@@ -28,11 +29,6 @@ PROMPTS = [ByteTokenizer().encode(f"{text} {at} What all of these ask for.") for
 @pytest.fixture(scope="module", params=["bamba", "qwen3_next", "lfm2", "kimi_linear"])
 def each_model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
     return shared_model(request.param)
-
-
-@pytest.fixture(scope="module")
-def model(shared_model: Callable[..., Any]) -> Any:
-    return shared_model("bamba")
 
 
 def loop_of(manager: Any, model: Any, budget: int = 64) -> ServingLoop:

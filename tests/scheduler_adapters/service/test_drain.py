@@ -15,11 +15,6 @@ PROMPTS = [
 ]  # many chunks: phases last
 
 
-@pytest.fixture(scope="module")
-def model(shared_model: Callable[..., Any]) -> Any:
-    return shared_model("llama")
-
-
 @pytest.fixture
 def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
     services: list[Service] = []

@@ -25,11 +25,6 @@ PATIENT = DecodeTimes()
 
 
 @pytest.fixture(scope="module")
-def model(shared_model: Callable[..., Any]) -> Any:
-    return shared_model("llama")
-
-
-@pytest.fixture(scope="module")
 def expected(model: Any) -> dict[str, list[int]]:
     return {"r": own_tokens(model, PROMPT, NEW), "other": own_tokens(model, OTHER, NEW)}
 

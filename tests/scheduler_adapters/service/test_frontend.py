@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +69,6 @@ def test_what_is_not_read_waits_in_order_and_the_front_turns_deaf_at_its_limit(p
     heard += [data for (data,) in received(theirs)]
     assert not frontend.is_deaf
     assert [msg.decode(data).request_id for data in heard] == [*told, "one more", "the last"]  # type: ignore[union-attr]
-
-
-@pytest.fixture(scope="module")
-def model(shared_model: Callable[..., Any]) -> Any:
-    return shared_model("llama")
 
 
 def test_requests_of_a_deaf_front_fail_and_their_pages_come_back(

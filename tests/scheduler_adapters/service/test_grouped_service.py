@@ -30,11 +30,6 @@ def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> A
     return shared_model(kind, num_hidden_layers=4, **changes)
 
 
-@pytest.fixture(scope="module")
-def expected(model: Any) -> list[list[int]]:
-    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
-
-
 @pytest.fixture
 def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
     services: list[Service] = []

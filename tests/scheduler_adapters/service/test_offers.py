@@ -1,6 +1,6 @@
 """Offers of new pages are taken in turn, whatever the order in which they come; an import takes up all their tables."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,6 @@ from tests.scheduler_adapters.service.test_repeats import Said, serves_to_the_en
 from tests.scheduler_adapters.serving import own_tokens
 
 WIDTH = 32
-
-
-@pytest.fixture(scope="module")
-def model(shared_model: Callable[..., Any]) -> Any:
-    return shared_model("llama")
 
 
 @pytest.fixture(scope="module")

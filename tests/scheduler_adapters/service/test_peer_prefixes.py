@@ -27,11 +27,6 @@ PAGES = len(HEAD) // 16
 
 
 @pytest.fixture(scope="module")
-def model(shared_model: Callable[..., Any]) -> Any:
-    return shared_model("llama")
-
-
-@pytest.fixture(scope="module")
 def expected(model: Any) -> list[int]:
     return own_tokens(model, SECOND, NEW)
 

@@ -12,7 +12,6 @@ from kvcache.errors import NoFreeRowError
 from scheduler_adapters.service.requests import DECODE_MOVES, PREFILL_MOVES, PrefillRequest, TrackedRequest
 from tests.scheduler_adapters.service.processes import Service, Side
 from tests.scheduler_adapters.service.test_faults import empty, fill
-from tests.scheduler_adapters.serving import own_tokens
 
 PROMPTS = [[seed * 7 % 250 + at % 5 for at in range(length)] for seed, length in enumerate((150, 40, 90, 16, 64, 100))]
 NEW = 6
@@ -141,16 +140,6 @@ class Storm:
             assert tokens == wanted, request_id
         else:
             assert end.finished == "cancelled" or end.error
-
-
-@pytest.fixture(scope="module")
-def model(shared_model: Any) -> Any:
-    return shared_model("llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Any) -> list[list[int]]:
-    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 @pytest.fixture

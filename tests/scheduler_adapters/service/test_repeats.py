@@ -24,11 +24,6 @@ from tests.scheduler_adapters.serving import own_tokens
 
 
 @pytest.fixture(scope="module")
-def model(shared_model: Callable[..., Any]) -> Any:
-    return shared_model("llama")
-
-
-@pytest.fixture(scope="module")
 def expected(model: Any) -> list[int]:
     return own_tokens(model, PROMPT, NEW)
 

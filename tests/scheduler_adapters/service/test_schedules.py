@@ -14,7 +14,6 @@ from scheduler_adapters.service import messages as msg
 from tests.scheduler_adapters.deliverer import Deliverer, Reached
 from tests.scheduler_adapters.service.processes import Service, Side
 from tests.scheduler_adapters.service.test_faults import empty, fill
-from tests.scheduler_adapters.serving import own_tokens
 
 PROMPTS = [[seed * 7 % 250 + at % 5 for at in range(length)] for seed, length in enumerate((150, 40, 90, 16, 64, 100))]
 NEW = 6
@@ -115,16 +114,6 @@ class Schedule:
         else:
             assert trouble, f"{request_id} failed for the delivery of messages alone: {end.error}"
             assert "attempts: " in end.error
-
-
-@pytest.fixture(scope="module")
-def model(shared_model: Callable[..., Any]) -> Any:
-    return shared_model("llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Any) -> list[list[int]]:
-    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
 
 
 @pytest.fixture

@@ -30,11 +30,6 @@ def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> A
     return model_of(shared_model, request.param)
 
 
-@pytest.fixture(scope="module")
-def expected(model: Any) -> Any:
-    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("shards", [1, 2, 4])
 @pytest.mark.parametrize(("page_size", "budget"), [(16, 40), (7, 200), (64, 19)])

@@ -22,16 +22,6 @@ PROMPTS = [ByteTokenizer().encode(text) for text in (HEAD + "First?", "short", H
 APART = {"replaced": {"share_state_memory": False}}  # memory of their own for recurrent states
 
 
-@pytest.fixture(scope="module")
-def model(shared_model: Callable[..., Any]) -> Any:
-    return shared_model("llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Any) -> list[list[int]]:
-    return [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
-
-
 @pytest.fixture
 def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
     services = []

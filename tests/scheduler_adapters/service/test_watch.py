@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,6 @@ from tests.scheduler_adapters.service.processes import Service, Side
 from transfer.wire.keys import load_keyring
 
 PROMPTS = [[(7 * at + number) % 250 for at in range(40 + 25 * number)] for number in range(6)]
-
-
-@pytest.fixture(scope="module")
-def model(shared_model: Callable[..., Any]) -> Any:
-    return shared_model("llama")
 
 
 @pytest.fixture
