@@ -150,8 +150,8 @@ def test_claim_as_a_context_manager_releases_at_the_end(make: Any) -> None:
         assert manager.num_free_blocks == 5
     assert not manager.contains(context.request_id)
     assert manager.num_free_blocks == 8
-    with pytest.raises(ZeroDivisionError), manager.claim(context):
-        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError, match="the block's own"), manager.claim(context):
+        raise ZeroDivisionError("the block's own")
     assert not manager.contains(context.request_id)
     with manager.claim(context):
         manager.release(context.request_id)  # before its end: there is nothing left to give back
@@ -590,9 +590,13 @@ def test_increment_splits_the_offsets_over_replicas_and_refuses_what_does_not_fi
     entries = manager.fetch(contexts, 2)
     before = list(entries)
     ran = SimpleNamespace(input_row_offsets=torch.tensor([0, 3, 8, 10]), data_parallel_splits=[0, 1, 3])
-    for offsets, splits in (([0, 3, 8], [0, 1, 2]), ([0, 3, 8, 10], [0, 1]), ([0, 3, 8, 10], [0, 2, 3])):
+    for offsets, splits, message in (
+        ([0, 3, 8], [0, 1, 2], "replica 1: 1 row offsets for 2 requests"),
+        ([0, 3, 8, 10], [0, 1], r"data_parallel_splits \[0, 1\] do not split 3 requests over 2 replicas"),
+        ([0, 3, 8, 10], [0, 2, 3], "replica 0: 2 row offsets for 1 requests"),
+    ):
         bad = SimpleNamespace(input_row_offsets=torch.tensor(offsets), data_parallel_splits=splits)
-        with pytest.raises(InvalidRequestError):
+        with pytest.raises(InvalidRequestError, match=message):
             manager.increment_cache_lengths(entries, bad)
         assert entries == before
     manager.increment_cache_lengths(entries, ran)
@@ -790,14 +794,14 @@ def test_any_context_of_the_shape_serves(make: Any) -> None:
 def test_a_context_that_refuses_its_new_start_leaves_the_pages_alone(make: Any) -> None:
     class Stubborn(TextContext):
         def set_token_indices(self, *_: Any, **__: Any) -> None:
-            raise ZeroDivisionError
+            raise ZeroDivisionError("nowhere else")
 
     manager = make(32, page_size=4)
     run(manager, [claimed(manager, range(10))])
     free = manager.num_free_blocks
     stubborn = Stubborn(range(10), 64)
     manager.external_claim(stubborn.request_id)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError, match="nowhere else"):
         manager.maybe_reserve(stubborn)
     assert manager.num_free_blocks == free
     assert manager.get_req_blocks(stubborn.request_id) == []

@@ -45,8 +45,8 @@ def test_what_secures_it_comes_before_it_is_bound_and_its_error_closes_it() -> N
 
     def secure(socket: Any) -> None:
         assert not socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        raise LookupError
+        raise LookupError("no such key")
 
-    with pytest.raises(LookupError):
+    with pytest.raises(LookupError, match="no such key"):
         bound_socket("watch", zmq.ROUTER, ANY, secure=secure)
     assert open_sockets() == before

@@ -202,7 +202,7 @@ def test_a_copy_is_another_object_of_its_request(make: Any) -> None:
 
 
 def test_dataclasses_have_no_way_to_replace_a_part() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="should be called on dataclass instances"):
         dataclasses.replace(TextContext(range(3), 9), max_length=4)  # type: ignore[type-var]
 
 

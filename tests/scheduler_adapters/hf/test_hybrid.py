@@ -280,11 +280,11 @@ def test_a_step_that_failed_changed_nothing_and_runs_again(
     outputs: list[Output] = loop.step()
 
     def fail(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("behind every layer")
 
     with monkeypatch.context() as patched:
         patched.setattr(model.lm_head, "forward", fail)  # every layer has run by then
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt, match="behind every layer"):
             loop.step()
     while loop.has_work:
         outputs += loop.step()
@@ -361,7 +361,7 @@ def test_state_pages_are_part_of_the_budget(model: Any) -> None:
 
     states = 5 * state  # one is nobody's
     assert built(states + 20 * page).total_num_pages == 20
-    with pytest.raises(PoolTooSmallError):
+    with pytest.raises(PoolTooSmallError, match=f"{page - 1} for each of 1 replicas: one page takes {page}"):
         built(states + page - 1)
     for memory in (1, states):
         with pytest.raises(PoolTooSmallError, match=f"is {memory} bytes: 4 state pages, .* nobody's, take {states}"):

@@ -172,9 +172,7 @@ def test_a_fork_and_guesses_stay_on_their_replica(model: Any, expected: list[lis
         assert_nothing_held(manager)
 
 
-def test_a_fork_whose_pages_took_the_room_of_its_state_changes_nothing(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_without_room_for_its_state_changes_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = two_replicas(model, "shared")
     parent = TextContext(PROMPTS[0], 4096, "parent")
     manager.external_claim("parent", 1)
@@ -183,8 +181,8 @@ def test_a_fork_whose_pages_took_the_room_of_its_state_changes_nothing(
     manager.reset_prefix_cache()  # no copy is left that could go
     child.set_token_indices(start_idx=3)  # it need not be where its parent is
     before = child.start_idx, child.active_idx, manager.num_free_blocks
-    monkeypatch.setattr(manager._replicas.each[1].pool, "take_slab", lambda *, moving: 0)
-    with pytest.raises(NoFreeStatePageError):
+    monkeypatch.setattr(manager._replicas.each[1].pool, "can_take_slab", lambda: False)
+    with pytest.raises(NoFreeStatePageError, match="'child': all .* state pages are held"):
         manager.fork(parent, child)
     monkeypatch.undo()
     assert (child.start_idx, child.active_idx, manager.num_free_blocks) == before
@@ -206,7 +204,7 @@ def test_a_replica_without_room_for_a_state_is_not_recommended(model: Any, way: 
     context = TextContext(PROMPTS[0], 4096, "r")
     assert (manager.admission(context).replica_idx, manager.admission(context).fits) == (1, True)
     assert not rows.row_of
-    with pytest.raises(NoFreeStatePageError):
+    with pytest.raises(NoFreeStatePageError, match="'r': all .* state pages are held"):
         manager.external_claim("r", 0)
     assert not manager.contains("r")
     manager.external_claim("r", 1)

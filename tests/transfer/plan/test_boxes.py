@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from typing import Any
 
@@ -109,9 +110,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_a_box_that_reaches_where_it_must_not_is_refused(changes: dict[str, Any], message: str) -> None:
     check(good())
-    with pytest.raises(MetadataError) as refused:
+    with pytest.raises(MetadataError, match=re.escape(message)):
         check(good(**changes))
-    assert message in str(refused.value)
 
 
 def test_groups_and_regions_out_of_range_are_refused() -> None:
@@ -142,9 +142,8 @@ def test_groups_and_regions_out_of_range_are_refused() -> None:
         (ShardLayout((replace(group, boxes=group.boxes * 5000),), (4 * 384,)), "a shard: boxes: 5000 is not within"),
         (ShardLayout((replace(group, boxes=group.boxes * 2),), (4 * 384,)), "group 0: boxes 0 and 1 ('kv') hold the"),
     ):
-        with pytest.raises(MetadataError) as refused:
+        with pytest.raises(MetadataError, match=re.escape(message)):
             check(layout)
-        assert message in str(refused.value)
 
 
 def test_what_is_at_a_limit_is_taken() -> None:

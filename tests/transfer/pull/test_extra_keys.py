@@ -29,7 +29,7 @@ def pulled(request: pytest.FixtureRequest) -> Any:
         source.manager.release("r")
         reader.manager.external_claim("r")
         for other in wrong:
-            with pytest.raises(BlockTableMismatchError):
+            with pytest.raises(BlockTableMismatchError, match="'r': the block table holds other tokens"):
                 reader.manager.import_block_table(TextContext([*PROMPT, 1], 32, "r", **other), table)
         right = TextContext([*PROMPT, 1], 32, "r", **named)
         pending = reader.manager.import_block_table(right, table)
