@@ -37,12 +37,12 @@ class PagesBelow:
         """Which of them can be lifted now."""
         return self.has(digests, asked)
 
-    def ask(self, perhaps: FromBelow) -> bool:  # noqa: ARG002 - as above
+    def ask(self, digests: Digests, perhaps: Asked) -> bool:  # noqa: ARG002 - as above
         """Begin to ask for those of which nothing is known; whether an answer is on its way."""
         return False
 
-    def to_host(self, wanted: FromBelow, gain: int, *, wait: bool) -> bool:  # noqa: ARG002 - as above
-        """Have these pages, all of them below, where they can be lifted; whether some are on their way.
+    def to_host(self, digests: Digests, wanted: Asked, gain: int, *, wait: bool) -> bool:  # noqa: ARG002 - as above
+        """Have the `wanted` pages, all of them below, where they can be lifted; whether some are on their way.
 
         `gain`: of how many pages the tokens need not be computed then. `wait`: for a while.
         """
@@ -95,7 +95,8 @@ def fetch_prefix(
         return False
     before, coming = tier.generation, False
     if tier.asks:
-        coming = tier.ask(tables.from_below(digests, tier.may_have, None, first))
+        perhaps = tables.from_below(digests, tier.may_have, None, first)
+        coming = tier.ask(perhaps.every, perhaps.lacking)
         if states.keeps and coming and not wait:
             return True  # which pages there are, is being asked
         if states.keeps:
@@ -108,7 +109,7 @@ def fetch_prefix(
     ends = states.ends(None, digests)
     if len(wanted.digests):
         there = tables.from_below(digests, tier.host_has, ends, first)
-        coming |= tier.to_host(wanted, wanted.pages - there.pages, wait=wait)
+        coming |= tier.to_host(wanted.every, wanted.lacking, wanted.pages - there.pages, wait=wait)
     # An answer that has come just now may be another question.
     return coming or (tier.asks and tier.generation != before)
 
@@ -126,7 +127,7 @@ def _up_to_known_state(
         return True, digests[: found.pages]
     for end in (found.pages + 1 + np.flatnonzero(states.there(behind[found.pages :])))[::-1].tolist():
         perhaps = tables.from_below(digests[:end], tier.may_have, None, first)
-        asking = perhaps.pages == end and tier.ask(perhaps)
+        asking = perhaps.pages == end and tier.ask(perhaps.every, perhaps.lacking)
         if tables.from_below(digests[:end], tier.has, None, first).pages == end:
             return False, digests[:end]
         if asking:

@@ -34,7 +34,8 @@ from kvcache.states.state_hints import StateHints
 from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.states.state_room import StateSlabs, pages_of_slab
-from kvcache.states.state_tiers import Divided, StateTiers, make_state_tiers
+from kvcache.states.state_tiers import Divided, make_state_tiers
+from kvcache.tiers.tiers import Tiers
 
 Step = Callable[[Gathered, Callable[[], None] | None], None]
 """A step of what is gathered, and what is to be done besides once its tokens are published."""
@@ -49,16 +50,15 @@ def slab_pages_of(params: KVCacheParams, layouts: Sequence[PageLayout]) -> int:
 
 def state_tiers_of(
     params: KVCacheParams, divided: Divided, layouts: Sequence[PageLayout], states: Sequence[ReplicaStates]
-) -> StateTiers | None:
+) -> Tiers | None:
     """The tiers below the states of these replicas, wired to them; None where the params ask for none."""
-    tiers = (
-        make_state_tiers(params, divided, layouts, states[0].pages.layouts, [one.pages.places for one in states])
-        if states
-        else None
-    )
-    if tiers is not None:
-        for one, tier in zip(states, tiers.each, strict=True):
-            one.pages.below = tier
+    places = [one.pages.places for one in states]
+    made = make_state_tiers(params, divided, layouts, states[0].pages.layouts, places) if states else None
+    if made is None:
+        return None
+    tiers, sides = made
+    for one, side in zip(states, sides, strict=True):
+        one.pages.below = side
     return tiers
 
 

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from kvcache.copies import PageMover
 from kvcache.errors import PoolTooSmallError
 from kvcache.layout import PageLayout, replica_fingerprint
-from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
@@ -29,7 +28,6 @@ from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.resume import NO_SLOTS, Asked
 from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_room import StateLayouts, kind_offsets
-from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.host_tier import HostLoad, HostTier, ReplicaTier
 from kvcache.tiers.object_tier import ObjectTier
 from kvcache.tiers.page_files import FileFormat
@@ -98,7 +96,9 @@ class StateTier(ReplicaTier):
             if self._ask(some, there) and not wait:
                 return True
             for at in np.flatnonzero(there[0])[::-1].tolist():
-                if self._bring(some, at, first + at + 1, wait=wait):
+                one = np.zeros_like(there)
+                one[0, at] = True
+                if self.to_host(some, one, first + at + 1, wait=wait):
                     return True
                 if self.in_host(some[0, at : at + 1])[0]:
                     return False
@@ -113,24 +113,7 @@ class StateTier(ReplicaTier):
         """Have asked for those that are later than what is `there`; whether an answer is on its way."""
         later = np.ones_like(there)
         later[:, : there.shape[1] - int(there[0, ::-1].argmax()) if there.any() else 0] = False
-        asked = [lower.ask(digests, lower.has_of(digests, later, perhaps=True)) for lower in self.lower]
-        return any(asked)
-
-    def _bring(self, digests: Digests, at: int, gain: int, *, wait: bool) -> bool:
-        """Have this one of the states brought to the host; whether it is on its way.
-
-        `gain`: pages that need not be computed then.
-        """
-        one = np.zeros(digests.shape[:2], np.bool_)
-        one[0, at] = True
-        for lower in self.lower:
-            there = lower.has_of(digests, one, perhaps=False)
-            if self.in_host(digests[one])[0]:  # it has come just now
-                return False
-            lower.fetch(digests, there, wait=wait, gain=gain)
-            if lower.brings(digests, one):  # takes up what has come
-                return True
-        return False
+        return self.ask(digests, later)
 
     def used(self, digest: Digests) -> None:
         """A request goes on from this state, wherever it lies."""
@@ -157,38 +140,6 @@ class StateTier(ReplicaTier):
     def _end(self, load: HostLoad) -> None:
         self._let_go(int(load.pages[0]))
         self.host.pool.release(load.slots)
-
-
-class StateTiers(Tiers):
-    """The host tier of a manager's states, and files and objects below it."""
-
-    def __init__(
-        self, host: HostTier, replicas: Sequence[StateTier], files: FileTier | None, objects: ObjectTier | None
-    ) -> None:
-        super().__init__(host, replicas, files, objects)
-        self.each = replicas
-
-    def tick(self) -> None:
-        """As the base; what has come by now is taken up."""
-        for tier in self.replicas:
-            tier.poll()
-        super().tick()
-
-    @property
-    def metrics(self) -> KVCacheMetrics:
-        pages = super().metrics
-        return KVCacheMetrics(
-            h2d_states_copied=pages.h2d_blocks_copied,
-            d2h_states_copied=pages.d2h_blocks_copied,
-            file_states_written=pages.file_blocks_written,
-            file_states_read=pages.file_blocks_read,
-            file_states_refused=pages.file_blocks_refused,
-            files_refused=pages.files_refused,
-            object_states_written=pages.object_blocks_written,
-            object_states_read=pages.object_blocks_read,
-            object_states_refused=pages.object_blocks_refused,
-            object_store_failures=pages.object_store_failures,
-        )
 
 
 class Divided(NamedTuple):
@@ -227,10 +178,10 @@ def make_state_tiers(
     pages: Sequence[PageLayout],
     layouts: StateLayouts,
     replicas: Sequence[StatePlaces],
-) -> StateTiers | None:
+) -> tuple[Tiers, list[StateTier]] | None:
     """The tiers of the states of these `replicas`, of the `layouts` of each shard; None where the params ask for none.
 
-    `pages`: the layouts of the pages of tokens, whose digests name the states.
+    And each replica's side of them. `pages`: the layouts of the pages of tokens, whose digests name the states.
     """
     if not divided.slots:
         return None
@@ -250,9 +201,8 @@ def make_state_tiers(
         alone, seconds = ObjectFormat(replace(layout, namespace=objects_name), 1), compute_page_s(params, pages[0])
         io, timeout = params.object_tier_io, params.object_tier_timeout_s
         objects = ObjectTier(alone, host, io, timeout, seconds, apart=True)
-    tiers = StateTiers(host, [StateTier(host, places, offsets) for places in replicas], files, objects)
-    tiers.share = _SHARE
-    return tiers
+    sides = [StateTier(host, places, offsets) for places in replicas]
+    return Tiers(host, sides, files, objects, share=_SHARE, counted_as="states"), sides
 
 
 def _bounds(kinds: Sequence[torch.Tensor], offsets: Sequence[int]) -> list[tuple[int, int]]:

@@ -273,26 +273,27 @@ class ReplicaTier(PagesBelow, PageReader):
         found[asked] = self.host.pool.index.find(digests[asked]) != NO_PAGE
         return found
 
-    def ask(self, perhaps: FromBelow) -> bool:
-        left, coming = perhaps.lacking & ~self.host_has(perhaps.every, perhaps.lacking), False
+    def ask(self, digests: Digests, perhaps: Asked) -> bool:
+        left, coming = perhaps & ~self.host_has(digests, perhaps), False
         for lower in self.lower:
             if lower.asks:  # one that is left alone may have nothing
-                coming |= lower.ask(perhaps.every, lower.has_of(perhaps.every, left, perhaps=True))
-            left &= ~lower.has_of(perhaps.every, left, perhaps=False)
+                coming |= lower.ask(digests, lower.has_of(digests, left, perhaps=True))
+            left = left & ~lower.has_of(digests, left, perhaps=False)
         return coming
 
-    def to_host(self, wanted: FromBelow, gain: int, *, wait: bool) -> bool:
-        slots = self.host.pool.index.find(wanted.digests)
+    def to_host(self, digests: Digests, wanted: Asked, gain: int, *, wait: bool) -> bool:
+        slots = self.slots(digests[wanted])
         if np.count_nonzero(slots) == len(slots):
             return False
         self.host.touch(slots[slots != NO_PAGE])  # what is fetched must not push out what is needed beside it
-        left = wanted.lacking & ~self.host_has(wanted.every, wanted.lacking)
         coming = False
         for lower in self.lower:
-            there = lower.has_of(wanted.every, left, perhaps=False)
-            lower.fetch(wanted.every, there, wait=wait, gain=gain)
-            coming |= lower.brings(wanted.every, there)
-            left &= ~there
+            there = lower.has_of(digests, wanted, perhaps=False)  # first, as it takes up what has come
+            wanted = wanted & ~self.host_has(digests, wanted)
+            there &= wanted
+            lower.fetch(digests, there, wait=wait, gain=gain)
+            coming |= lower.brings(digests, there)
+            wanted &= ~there
         return coming
 
     def bring(self, wanted: FromBelow, most: int) -> None:

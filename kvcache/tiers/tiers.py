@@ -42,36 +42,43 @@ class Tiers:
         replicas: Sequence[ReplicaTier],
         files: FileTier | None = None,
         objects: ObjectTier | None = None,
+        *,
+        share: float = _SHARE,
+        counted_as: str = "blocks",
     ) -> None:
         self.host = host
         self.replicas = replicas
         self.files = files
         self.lower = host.lower  # the replicas', too
         self.lower += [tier for tier in (files, objects) if tier is not None]
+        self._noun = counted_as  # in metrics: "blocks", or "states"
         # These also when they are closed.
         self._counted = [] if files is None else [files]
         self._counted_objects = [] if objects is None else [objects]
         self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
-        self.share = _SHARE
+        self.share = share
         self._credit = 0.0
         self._clock = time.perf_counter
         self._seen = self._clock()
 
     @property
     def metrics(self) -> KVCacheMetrics:
-        return KVCacheMetrics(
-            h2d_blocks_copied=sum(tier.loaded for tier in self.replicas),
-            d2h_blocks_copied=sum(tier.stored for tier in self.replicas),
-            file_blocks_written=sum(files.written for files in self._counted),
-            file_blocks_read=sum(files.read for files in self._counted),
-            file_blocks_refused=sum(files.refusals.total() for files in self._counted),
-            files_refused=sum(files.files_refused for files in self._counted),
-            object_blocks_written=sum(objects.written for objects in self._counted_objects),
-            object_blocks_read=sum(objects.read for objects in self._counted_objects),
-            object_blocks_refused=sum(objects.refusals.total() for objects in self._counted_objects),
-            object_store_failures=sum(objects.failures for objects in self._counted_objects),
-            **{f"file_blocks_{why}": sum(files.refusals[why] for files in self._counted) for why in FileRefusal},
-        )
+        noun, files, objects = self._noun, self._counted, self._counted_objects
+        counts = {
+            f"h2d_{noun}_copied": sum(tier.loaded for tier in self.replicas),
+            f"d2h_{noun}_copied": sum(tier.stored for tier in self.replicas),
+            f"file_{noun}_written": sum(one.written for one in files),
+            f"file_{noun}_read": sum(one.read for one in files),
+            f"file_{noun}_refused": sum(one.refusals.total() for one in files),
+            "files_refused": sum(one.files_refused for one in files),
+            f"object_{noun}_written": sum(one.written for one in objects),
+            f"object_{noun}_read": sum(one.read for one in objects),
+            f"object_{noun}_refused": sum(one.refusals.total() for one in objects),
+            "object_store_failures": sum(one.failures for one in objects),
+        }
+        if noun == "blocks":
+            counts |= {f"file_blocks_{why}": sum(one.refusals[why] for one in files) for why in FileRefusal}
+        return KVCacheMetrics(**counts)
 
     def tick(self) -> None:
         """A step is about to run: copy what its share of the time allows."""
@@ -79,6 +86,7 @@ class Tiers:
         self._credit = min(self._credit + self.share * (now - self._seen), _MOST_CREDIT_S)
         self._seen = now
         for tier in self.replicas:
+            tier.poll()
             while self._credit > 0 and tier.store(self._batch):
                 before, self._seen = self._seen, self._clock()
                 self._credit -= self._seen - before

@@ -13,7 +13,7 @@ from kvcache.replica.hashing import PrefixHasher
 from kvcache.state_shape import StateShape
 from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_room import kind_offsets
-from kvcache.states.state_tiers import StateTiers
+from kvcache.tiers.tiers import Tiers
 from tests.kvcache.kv import KVTokens, Run, kv_of
 from tests.kvcache.served import SIZE, Served
 
@@ -64,9 +64,9 @@ class ServedStates(Served):
         self.names = self.compared = 0
 
     @property
-    def state_tiers(self) -> StateTiers:
+    def state_tiers(self) -> Tiers:
         tiers = self.manager._replicas.state_tiers
-        assert isinstance(tiers, StateTiers)
+        assert tiers is not None
         return tiers
 
     def run(self, *contexts: TextContext) -> None:

@@ -174,7 +174,7 @@ def test_behind_a_state_that_cannot_be_read_a_window_comes_up_to_the_state_befor
     gone_from_host(manager, 9)
     without_state_at(manager, 9)  # files alone have it
     gone(manager, PROMPT, 0, 6)  # the window's, which a request after page 8 sees, and one after page 9 does not
-    monkeypatch.setattr(StateTier, "_bring", lambda *_, **__: False)
+    monkeypatch.setattr(StateTier, "to_host", lambda *_, **__: False)
     again = start(manager, PROMPT, "again")
     assert again.start_idx == 8 * SIZE
     run(manager, again)

@@ -61,6 +61,7 @@ class Lower:
     """What lies below the host: it has the states of these digests, and none comes."""
 
     generation = 0
+    asks = False
 
     def __init__(self, *there: int) -> None:
         self.there = there
