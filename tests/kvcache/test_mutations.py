@@ -24,6 +24,8 @@ from kvcache.replica.rows import BlockRows
 from kvcache.tiers.host_tier import HostTier, ReplicaTier
 from tests.kvcache.random_model.run import Model
 
+LOOK_UP = Replica.look_up
+
 
 def without_tail_first(pool: PagePool, pages: np.ndarray) -> None:
     pool.holders[pages] -= 1
@@ -131,11 +133,12 @@ def head_of_a_prompt_first(tier: HostTier, slots: np.ndarray) -> None:
     tier.pool.release(slots[::-1])
 
 
-def restores_the_last_token(tier: ReplicaTier, hasher: Any, context: Any, first: int, **_: Any) -> np.ndarray:
-    last = context.current_length // hasher.page_size
-    if last <= first:
-        return np.zeros(0, np.int32)
-    return tier.host.pool.index.match(hasher.digests(context.tokens, first, last))
+def restores_the_last_token(self: Replica, row: int, context: Any, start: int) -> Any:
+    found, reached = LOOK_UP(self, row, context, start)
+    last, below = context.current_length // self.page_size, None
+    if self.tier.keeps and found.end < last and not self.rows.num_pages[row]:
+        below = self._with_below(row, context, found.first, last)
+    return below or (found, reached)
 
 
 def forgets_keys_to_come(hashers: Any, firsts: Any, rows: Any, slow: Any) -> np.ndarray:
@@ -209,7 +212,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a released request leaves its leases too much": (PageLeases, "leave", leaves_what_is_not_computed),
     "a page that was told is freed": (PageLeases, "replace", keeps_nothing_that_was_told),
     "an ended lease holds on": (PageLeases, "end", ends_by_forgetting),
-    "the last token may be restored": (ReplicaTier, "match", restores_the_last_token),
+    "the last token may be restored": (Replica, "look_up", restores_the_last_token),
 }
 
 
