@@ -60,17 +60,19 @@ def check_replica(replica: Replica) -> None:
 
 def _check_row(replica: Replica, row: int) -> None:
     pool, rows = replica.pool, replica.rows
-    request_id, pages, committed = rows.request_ids[row], rows.pages(row), int(rows.committed[row])
+    request_id, committed, end = rows.request_ids[row], int(rows.committed[row]), int(rows.num_pages[row])
+    pages = replica.tables.pages(row, end)
     if len(np.unique(pages)) != len(pages):
         raise InvariantError(f"request {request_id!r}: names a page twice")
     if pages.size and not (pages.min() >= 1 and pages.max() <= pool.num_pages):
         raise InvariantError(f"request {request_id!r}: names a page that is not within 1 to {pool.num_pages}")
-    if rows.table[:, row, len(pages) :].any():
-        raise InvariantError(f"request {request_id!r}: names pages past its {len(pages)}")
-    if committed > len(pages) or not pool.index.published[pages[:committed]].all():
+    if rows.table[:, row, end:].any():
+        raise InvariantError(f"request {request_id!r}: names pages past its {end}")
+    if committed > end or not pool.index.published[replica.tables.pages(row, committed)].all():
         raise InvariantError(f"request {request_id!r}: not all of its {committed} committed pages are published")
     # A fork may have published the pages that it shares with this row. With several tables, a pending import may
     # have found more pages of the first one than of all; and pages are found behind one that comes from below.
     alone = pool.holders[pages[committed:]] == 1
-    if replica.tables.count == 1 and not replica.tier.keeps and (pool.index.published[pages[committed:]] & alone).any():
+    found = not replica.tables.is_plain or replica.tier.keeps
+    if not found and (pool.index.published[pages[committed:]] & alone).any():
         raise InvariantError(f"request {request_id!r}: a page past its {committed} committed ones is published")

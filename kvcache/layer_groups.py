@@ -86,7 +86,7 @@ class TableGroup(NamedTuple):
 
 
 class LayerTables(NamedTuple):
-    """The block tables of a model: those of full attention first; those of one group follow one another."""
+    """The block tables of a model: those of full attention first, if any; those of one group follow one another."""
 
     layers_per_page: int
     tables: tuple[GroupTable, ...]
@@ -114,6 +114,11 @@ class LayerTables(NamedTuple):
         """What each table keeps: "full", or a kind and its tokens, "window 1024"."""
         groups = (table.group for table in self.tables)
         return tuple(one.kind if one.kind == "full" else f"{one.kind} {one.window}" for one in groups)
+
+    @property
+    def kinds_named(self) -> tuple[str, ...]:
+        """`kinds` as a `BlockTable` names them: a first table of full attention goes without saying."""
+        return self.kinds[1:] if self.tables[0].group.keeps_all else self.kinds
 
     def described(self) -> str:
         """What each table keeps, and of which layers; two managers that say the same can exchange pages."""

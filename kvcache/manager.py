@@ -354,7 +354,8 @@ class PagedKVCacheManager(PoolFigures):
         """
         self._mark.check("block_table")
         replica, _, row = place = self._claims.locate(request_id, "block_table")
-        table = imports.export_table(*place, self.fingerprint, full_pages=full_pages, first_page=first_page)
+        context = self._claims.read_at(self._claims.places[request_id])
+        table = imports.export_table(*place, context, self.fingerprint, full_pages=full_pages, first_page=first_page)
         return replica.leases.sealed(row, replica.states.name(table, full_pages=full_pages))
 
     def lease(self, request_id: RequestID, *, seal: Callable[[BlockTable], bytes] | None = None) -> PageLease:
@@ -489,10 +490,11 @@ class PagedKVCacheManager(PoolFigures):
     # ---- what is where
 
     def get_req_blocks(self, request_id: RequestID) -> list[int]:
-        """The request's page ids in logical order, shared ones included."""
+        """The request's page ids in logical order, shared ones included: of several block tables those of the first."""
         self._mark.check_books("get_req_blocks")
         replica, _, row = self._claims.locate(request_id, "get_req_blocks")
-        return replica.rows.pages(row).tolist()
+        pages = replica.rows.pages(row)
+        return pages[pages > 0].tolist()
 
     @property
     def metrics(self) -> KVCacheMetrics:

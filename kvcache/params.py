@@ -130,9 +130,9 @@ class KVCacheParams:
     # always.
     object_tier_tokens_per_s: float | None = None
     kv_events: KVEvents | None = None  # tells routers what is cached, as vLLM does; None: nobody is told
-    # Layers that keep the same tokens, each of them in one group, and one group or more of full attention; none
-    # means that all layers attend to everything. All have the same heads and `head_dim`. A prefix is found as far as
-    # every group can go on from; windows need only what the next token sees. See `kvcache.layer_groups`.
+    # Layers that keep the same tokens, each of them in one group; none means that all layers attend to everything. All
+    # have the same heads and `head_dim`. A prefix is found as far as every group can go on from; windows need only what
+    # the next token sees. See `kvcache.layer_groups`.
     groups: tuple[LayerGroup, ...] = ()
     # Values of 8 bits whose scales stand in the page beside them: shared, copied, evicted and handed over with it.
     kvcache_quant_config: KVCacheQuantizationConfig | None = None
@@ -282,10 +282,6 @@ class KVCacheParams:
         object.__setattr__(self, "groups", tuple(given))
         if not given:
             return
-        _check(
-            any(group.kind == "full" for group in self.groups),
-            f"groups are of {', '.join(group.kind for group in self.groups)}: one group of full attention is needed",
-        )
         _check(
             self.partial_reuse_min_tokens == 0,
             "partial_reuse_min_tokens is given, and groups: it holds for layers of one group only",

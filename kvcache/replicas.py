@@ -117,7 +117,7 @@ class Replicas:
         self._indexes: dict[int, PrefixIndex] = {}  # that these are of, by source
         self._log: EventLog | None = None  # what is written down for them
         # Whether a step of one request tells nobody, and asks nobody but its row.
-        self._is_plain = tiers is None and self.each[0].tables.count == 1
+        self._is_plain = tiers is None and self.each[0].tables.is_plain
 
     @property
     def metrics(self) -> KVCacheMetrics:

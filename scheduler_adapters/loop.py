@@ -90,7 +90,7 @@ class ServingLoop(Generic[PagesT_co]):
         self.token_budget = token_budget
         # A runner without a vocabulary takes every token.
         self.vocab_size: int | None = getattr(runner, "vocab_size", None)
-        self._has_windows = len(manager.layer_tables.tables) > 1
+        self._has_windows = bool(manager.layer_tables.kinds_named)
         # A claim takes a state where these share the pages' memory: nothing may go for one whose pages do not fit.
         shares = getattr(manager, "slab_pages", 0) > 0
         self._admission: Callable[[TextContext], Admission] | None = (

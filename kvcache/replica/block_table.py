@@ -37,15 +37,12 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     fingerprint: str  # names the geometry of the pages on all shards
     hash_algorithm: str = ""  # of `digests`; empty where prefix caching is off
     digests: bytes = b""  # one after another, of all full pages; none where prefix caching is off
-    kinds: tuple[str, ...] = ()  # what each further group keeps (`LayerTables.kinds`), where there are several tables
+    # What each group keeps (`LayerTables.kinds_named`); of a first one of full attention it is left out.
+    kinds: tuple[str, ...] = ()
     first_page: int = 0  # the logical page of the first id and digest: whoever takes the table up has those before it
     # What each lease of the request says of this table, so that its readers know that it names these pages: whoever
     # grants the lease makes it (`manager.lease`), and a reader compares it (`transfer.pull.seals`). Empty without any.
     seals: tuple[bytes, ...] = ()
-
-    def pages_from(self, page: int) -> tuple[int, ...]:
-        """The ids from a logical page on, which is not before the first."""
-        return self.groups[0][page - self.first_page :]
 
     def follows(self, before: "BlockTable | None") -> bool:
         """Whether it leaves out no page but such as an earlier table of the same request has told of, if any has."""
@@ -74,25 +71,48 @@ class PageCopy(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class FurtherImport:
-    """What is copied into one further table of a request (`params.groups`): a part of its `PendingImport`."""
+class ImportPart:
+    """What is copied into one block table of a request, or into its recurrent state: a part of a `PendingImport`."""
 
     first: int  # the first token to copy; what is seen before it is here
-    dst_pages: Pages  # ours, from the page of that token on
-    at_end: bool  # a window: its source may still give pages back while the prompt runs
+    dst_pages: Pages  # ours, from the page of that token on; the transfer's until the import is closed
+    at_end: bool = False  # of a window: its source may still give pages back while the prompt runs
+    is_state: bool = False  # one page of the whole request, not of the pool of tokens' pages
     src_pages: Pages = field(default_factory=lambda: np.zeros(0, np.int32))  # the other manager's, likewise
     stop: int = 0  # the token after the last to copy by now
     taken: int = 0  # the token up to which the copier has been told of them
 
-    def named(self, pages: tuple[int, ...], num_tokens: int, page_size: int) -> Pages:
-        """Of the pages that a table of the other manager names those to copy."""
-        left_out = -(-num_tokens // page_size) - len(pages)
-        return np.array(pages, np.int32)[max(0, self.first // page_size - left_out) :]
+    def named(self, pages: tuple[int, ...], num_tokens: int, page_size: int) -> Pages | None:
+        """The pages to copy as a table of the other manager has them, those that it leaves out as tables before had.
+
+        None where no table named these, or it names another page than before, or one twice.
+        """
+        if self.first >= num_tokens:
+            return self.src_pages
+        begin, first, known = -(-num_tokens // page_size) - len(pages), self.first // page_size, self.src_pages
+        left_out = max(0, begin - first)
+        again = len(known) - left_out
+        if again < 0:
+            return None
+        new = np.array(pages[max(0, first - begin) :], np.int32)
+        if again and not np.array_equal(new[:again], known[left_out:]):
+            return None
+        if not left_out:
+            return new
+        every = np.concatenate([known, new[again:]])
+        ordered = np.sort(every)
+        return None if np.count_nonzero(ordered[1:] == ordered[:-1]) else every
+
+    def copy_from(self, token: int, page_size: int, src_page_size: int) -> PageCopy:
+        """What is to be copied by now from `token` on, which is none before the first."""
+        dst = self.dst_pages[token // page_size - self.first // page_size :]
+        src = self.src_pages[token // src_page_size - self.first // src_page_size :]
+        return PageCopy(dst, src, (token, self.stop))
 
     def take(self, page_size: int, src_page_size: int) -> PageCopy:
         """What is to be copied by now and was not taken before."""
         token, self.taken = max(self.first, self.taken), self.stop
-        return _copy_from(token, self.first, self.stop, (self.dst_pages, page_size), (self.src_pages, src_page_size))
+        return self.copy_from(token, page_size, src_page_size)
 
 
 @dataclass(eq=False, slots=True)
@@ -105,75 +125,55 @@ class PendingImport:
     src_page_size: int  # tokens of the other manager's
     replica_idx: int  # ours
     src_replica_idx: int  # the other manager's
-    num_tokens: int  # that the table covers; more once it is extended
-    tokens: tuple[int, int]  # those to copy by now: from the first that is not here yet to the end of the table
-    src_pages: Pages  # the other manager's ids, from the page of the first token on
-    dst_pages: Pages  # ours, from the page of the first token on; the transfer's until the import is closed
+    parts: list[ImportPart]  # of each block table, then of the recurrent state
+    num_tokens: int = 0  # that the table covers; more once it is extended
     # Of the request's tokens, in the page size and algorithm of the table; None where that has no digests.
     hasher: PrefixHasher | None = None
     closed: bool = False  # committed or cancelled
-    further: list[FurtherImport] = field(default_factory=list[FurtherImport])  # of each further table
-    wholes: tuple[tuple[int, int], ...] = ()  # of each further group the other's page of the whole request, and ours
     on_free: Callable[[], None] | None = None  # called when a cancelled import has given its pages back
     told: list[BlockTable] = field(default_factory=list[BlockTable])  # tables whose pages nobody has taken to copy yet
 
     @property
+    def tokens(self) -> tuple[int, int]:
+        """From the first that the first block table has not here yet to the end of the table."""
+        first = self.parts[0].first
+        return first, max(first, self.num_tokens)
+
+    @property
     def needs_copy(self) -> bool:
         """Whether anything is to be copied by now: False where all was cached here."""
-        return self.tokens[0] < self.tokens[1] or bool(self.wholes) or any(one.first < one.stop for one in self.further)
+        return any(part.is_state or part.first < part.stop for part in self.parts)
 
     @property
     def written(self) -> Pages:
         """Our pages that are copied into, of all tables: int32 `[pages]`."""
-        if not self.further:
-            return self.dst_pages
-        return np.concatenate([self.dst_pages, *(one.dst_pages for one in self.further)])
+        pages = [part.dst_pages for part in self.parts if not part.is_state]
+        return pages[0] if len(pages) == 1 else np.concatenate(pages)
 
-    def source_pages(self, table: BlockTable) -> Pages | None:
-        """The other manager's pages as a table has them, those that it leaves out as tables before had them.
+    def named(self, table: BlockTable, *, last: bool) -> list[Pages] | None:
+        """Of each block table the other manager's pages to copy by now; `last`: the table will not cover more.
 
-        None where no table named these, or it names another page than before, or one twice.
+        None where these are others than tables before have named.
         """
-        first, known = self.tokens[0] // table.page_size, self.src_pages
-        left_out = max(0, table.first_page - first)
-        again = len(known) - left_out
-        if again < 0:
-            return None
-        new = np.array(table.pages_from(first + left_out), np.int32)
-        if again and not np.array_equal(new[:again], known[left_out:]):
-            return None
-        if not left_out:
-            return new
-        every = np.concatenate([known, new[again:]])
-        ordered = np.sort(every)
-        return None if np.count_nonzero(ordered[1:] == ordered[:-1]) else every
+        found: list[Pages] = []
+        for part, pages in zip(self.parts, table.groups, strict=False):
+            now = part.named(pages, table.num_tokens, table.page_size) if last or not part.at_end else part.src_pages
+            if now is None:
+                return None
+            found.append(now)
+        return found
 
-    def take_up(self, table: BlockTable, source_pages: Pages, *, last: bool) -> None:
+    def take_up(self, table: BlockTable, named: list[Pages], *, last: bool) -> None:
         """The other manager's table covers so many tokens now, and these pages; `last`: it will not cover more."""
-        first = self.tokens[0]
-        self.src_pages = source_pages
         self.num_tokens = table.num_tokens
-        self.tokens = (first, max(first, table.num_tokens))
-        for one, pages in zip(self.further, table.groups[1:], strict=False):
-            if last or not one.at_end:
-                one.src_pages = one.named(pages, table.num_tokens, table.page_size)
-                one.stop = max(one.first, table.num_tokens)
+        for part, pages in zip(self.parts, named, strict=False):
+            part.src_pages = pages
+            if last or not part.at_end:
+                part.stop = max(part.first, table.num_tokens)
 
-    def copy_from(self, token: int) -> PageCopy:
-        """What is to be copied by now from `token` on, which is none before the first."""
-        first, stop = self.tokens
-        here, there = (self.dst_pages, self.page_size), (self.src_pages, self.src_page_size)
-        return _copy_from(token, first, stop, here, there)
-
-    def copies(self, token: int, *, last: bool) -> list[PageCopy]:
-        """`copy_from`, then what is new of each further table, and group: of a state nothing before all has run."""
-        whole = (0, self.num_tokens if last else 0)
-        pairs = ((np.array([ours], np.int32), np.array([theirs], np.int32)) for theirs, ours in self.wholes)
-        tables = [one.take(self.page_size, self.src_page_size) for one in self.further]
-        return [self.copy_from(token), *tables, *(PageCopy(dst, src, whole) for dst, src in pairs)]
-
-
-def _copy_from(token: int, first: int, stop: int, here: tuple[Pages, int], there: tuple[Pages, int]) -> PageCopy:
-    """What is to be copied from `token` to `stop`; the pages, and their tokens, of both sides begin with `first`."""
-    dst, src = (pages[token // size - first // size :] for pages, size in (here, there))
-    return PageCopy(dst, src, (token, stop))
+    def take(self, *, last: bool) -> list[PageCopy]:
+        """What is to be copied by now and was not taken before: of a state nothing before all has run."""
+        for part in self.parts:
+            if part.is_state and last:
+                part.stop = self.num_tokens
+        return [part.take(self.page_size, self.src_page_size) for part in self.parts]

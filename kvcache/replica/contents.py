@@ -28,14 +28,14 @@ class PageContents:
         """Of all full pages that a request may have from elsewhere, or of those from a logical page on.
 
         Its last known token is not among them.
-        None where nothing is cached here, as what is pulled could not be found again. With several block tables always
+        None where nothing is cached here, as what is pulled could not be found again. With windows or chunks always
         all: of a window other pages are needed, the longer a prefix is. Raises `InvalidRequestError` for what is no
         request context.
         """
         check_context(context, "digests")
         one = self._replicas[0]
         last = (context.current_length - 1) // one.page_size if one.caching else 0
-        first_page = first_page if one.tables.count == 1 else 0
+        first_page = first_page if one.tables.is_plain else 0
         hasher = hasher_of(context, one.hash_algorithm, one.page_size)
         digests = hasher.digests(context.tokens, min(first_page, last), last).tobytes()
         return PageDigests(one.page_size, one.hash_algorithm, digests, first_page)
@@ -57,9 +57,9 @@ class PageContents:
         """
         self._mark.check("contents.lease")
         replica, digests = self._wanted(name, replica_idx, wanted)
-        if not (tables := replica.tables.whole(digests, most)):
+        length, tables = replica.tables.whole(digests, most)
+        if not length:
             return None
-        length = len(tables[0])
         table = BlockTable(
             request_id=name,
             replica_idx=replica_idx,
@@ -70,7 +70,7 @@ class PageContents:
             hash_algorithm=replica.hash_algorithm,
             digests=digests[:length].tobytes(),
             first_page=wanted.first_page,
-            kinds=replica.tables.kinds[1:],
+            kinds=replica.tables.kinds_named,
         )
         lease = PageLease(replica.leases, name, replica_idx)
         self._mark.call = ("contents.lease", lease)
@@ -94,10 +94,10 @@ class PageContents:
     def _wanted(self, name: RequestID, replica_idx: int, wanted: PageDigests) -> tuple[Replica, NDArray[np.uint64]]:
         """The replica, and the digests if they are of pages like its own."""
         replica = self._replicas[replica_idx]
-        if replica.tables.count > 1 and wanted.first_page:
+        if not replica.tables.is_plain and wanted.first_page:
             raise BlockTableMismatchError(
                 f"request {name!r}: asks for pages from page {wanted.first_page} on, and of "
-                f"{replica.tables.count} block tables (params.groups) a lease is of a whole prefix"
+                f"{', '.join(replica.tables.kinds)} (params.groups) a lease is of a whole prefix"
             )
         width = DIGEST_BYTES[replica.hash_algorithm]
         ours, theirs = (replica.page_size, replica.hash_algorithm), (wanted.page_size, wanted.hash_algorithm)

@@ -59,7 +59,7 @@ class ImportCopier:
         if self.is_over or self._has_all or pending.closed:
             reason = "its import is closed" if pending.closed else "its copier has taken the last"
             raise InvalidRequestError(f"request {pending.request_id!r}: no pages are left to copy: {reason}")
-        copies = pending.copies(self._taken, last=last)
+        copies = pending.take(last=last)
         self._taken, self._has_all = pending.tokens[1], last
         self.tables, pending.told = (*pending.told,), []
         return copies

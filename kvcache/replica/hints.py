@@ -1,6 +1,6 @@
 """`ReplicaHints`: takes what requests say about the future to the pages that they leave, and sees what came of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -8,6 +8,7 @@ from kvcache.eviction_order import BY_QUOTA, Reasons
 from kvcache.params import KVCacheParams
 from kvcache.pool.baselines import HintedBaseline, HintShare, LruBaseline, Words
 from kvcache.pool.hinted_order import HintedOrder
+from kvcache.pool.index import Digests
 from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
 from kvcache.pool.quotas import QuotaOrder, TenantQuotas
@@ -17,9 +18,6 @@ from kvcache.replica.rows import BlockRows, Ints, Pages
 from kvcache.replica.tables import RowTables
 from kvcache.retention import PageHints, page_hints
 from kvcache.types import Retention
-
-_NO_COLUMNS: Ints = np.zeros(0, np.int64)
-_NO_PAGES: Pages = np.zeros(0, np.int32)
 
 
 class ReplicaHints(PageReader):
@@ -40,6 +38,7 @@ class ReplicaHints(PageReader):
         rows: BlockRows,
         tables: RowTables,
         hasher_of: HasherOfRow,
+        digests_of: Callable[[int, Context], Digests],
         salt_of: Callable[[int], str | None],
         params: KVCacheParams,
     ) -> None:
@@ -47,6 +46,7 @@ class ReplicaHints(PageReader):
         self._pool = pool
         self._rows = rows
         self._hasher_of = hasher_of
+        self._digests_of = digests_of  # of the row's published pages
         self._salt_of = salt_of  # of the row's pages, whatever its context says by now
         caching = params.enable_prefix_caching
         # An order of the caller's own is told of hints, and is all that follows them.
@@ -151,38 +151,30 @@ class ReplicaHints(PageReader):
             self._start()
         if not self._baselines and self._quotas is None and not self._has_own:
             return
-        pages = self._rows.pages(row)[: self._rows.committed[row]]
+        digests, size = self._digests_of(row, context), self._rows.page_size
         said = bool(self._baselines) or self._has_own
         ends = [one.end for one in retention.ranges] if retention is not None and said else []
-        columns, further = self._further_pages(row, pages, [end for end in ends if end is not None])
-        self._pool.hold(further)
+        of_ranges = [end // size for end in ends if end is not None]
+        columns, pages = self._tables.needed(row, digests, of_ranges)
+        self._pool.hold(pages)
         order, hints = self._pool.idle, None
         if self._quotas is not None:
-            order.own(np.concatenate((pages, further)), self._salt_of(row))
+            order.own(pages, self._salt_of(row))
         if said:
-            hints = retention and page_hints(retention, len(pages), self._rows.page_size)
-            self._learn(row, context, pages, hints, found)
-            order.hint(pages, hints)
-            order.hint(further, hints and hints.of(columns))
-        self._pool.release(further)
-        if pages.size and not self._has_own:
-            self._states.leave_hinted(row, pages, hints, ends, self.share)
+            hints = retention and page_hints(retention, len(digests), size)
+            self._learn(row, context, digests[:, 0], hints, found)
+            order.hint(pages, hints and hints.of(columns))
+        self._pool.release(pages)
+        if len(digests) and not self._has_own:
+            self._states.leave_hinted(row, digests, hints, of_ranges, self.share)
 
-    def _further_pages(self, row: int, pages: Pages, ends: Sequence[int]) -> tuple[Ints, Pages]:
-        """What the row, and the prefixes of it that have these `ends`, need beside its published `pages`, by column."""
-        if not pages.size:
-            return _NO_COLUMNS, _NO_PAGES
-        digests = self._pool.index.digests_of(pages)
-        return self._tables.needed(row, digests, [end // self._rows.page_size for end in ends])
-
-    def _learn(self, row: int, context: Context, pages: Pages, hints: PageHints | None, found: int) -> None:
-        """The row leaves these pages, of which it has found so many, and says `hints`: the baselines follow."""
+    def _learn(self, row: int, context: Context, words: Words, hints: PageHints | None, found: int) -> None:
+        """The row leaves pages of these digests, of which it has found so many, and says `hints`: baselines follow."""
         if not self._baselines:
             return
         plain, hinted = self._baselines
-        words = self._pool.index.words_of(pages)
         self._judge(plain, row, words[:found])
-        self._forget_given_up(row, context, len(pages))
+        self._forget_given_up(row, context, len(words))
         plain.touch(words)
         hinted.leave(words, hints)
 

@@ -17,22 +17,29 @@ from numpy.typing import NDArray
 from kvcache.arguments import shown, whole
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
 from kvcache.params import HashAlgorithm, usable_hashes
-from kvcache.replica.block_table import BlockTable, FurtherImport, PageCopy, PendingImport
+from kvcache.replica.block_table import BlockTable, ImportPart, PageCopy, PendingImport
 from kvcache.replica.context import Context, hasher_of, salt_and_keys
 from kvcache.replica.copier import ImportProof
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, token_bytes
 from kvcache.replica.pages_below import PagesBelow
 from kvcache.replica.replica import Replica
 from kvcache.replica.reservation import Reservation
-from kvcache.replica.rows import Ints
+from kvcache.replica.rows import Ints, Pages
 
 
 def export_table(
-    replica: Replica, replica_idx: int, row: int, fingerprint: str, *, full_pages: bool, first_page: int = 0
+    replica: Replica,
+    replica_idx: int,
+    row: int,
+    context: Context | None,
+    fingerprint: str,
+    *,
+    full_pages: bool,
+    first_page: int = 0,
 ) -> BlockTable:
     """The block table of what the request had computed by its last `step`, or of its full pages only.
 
-    It begins with the first page where there is one table; of several each is named whole.
+    It begins with `first_page` where there is one table, of full attention; else each table is named whole.
     """
     rows, size = replica.rows, replica.page_size
     request_id = rows.request_ids[row] or ""
@@ -44,18 +51,21 @@ def export_table(
         num_tokens -= num_tokens % size
     replica.leases.tell(row, num_tokens, windows=not full_pages)
     first = min(whole("first_page", first_page, 0, error=InvalidRequestError), num_tokens // size)
-    first = first if replica.tables.count == 1 else 0
-    full = rows.pages(row)[first : max(first, min(int(rows.committed[row]), num_tokens // size))]
+    first = first if replica.tables.is_plain else 0
+    last = min(int(rows.committed[row]), num_tokens // size)
+    digests = replica.published_digests(row, context, first, last)
+    if replica.caching and len(digests) < last - first:
+        raise InvalidRequestError(f"request {request_id!r}: its context has fewer than {num_tokens} tokens")
     return BlockTable(
         request_id=request_id,
         replica_idx=replica_idx,
         num_tokens=num_tokens,
         page_size=size,
         groups=replica.tables.lists(row, num_tokens, first=first, windows=not full_pages),
-        kinds=replica.tables.kinds[1:],
+        kinds=replica.tables.kinds_named,
         fingerprint=fingerprint,
         hash_algorithm=replica.hash_algorithm if replica.caching else "",
-        digests=replica.pool.index.digests_of(full).tobytes() if replica.caching else b"",
+        digests=digests.tobytes() if replica.caching else b"",
         first_page=first,
     )
 
@@ -105,16 +115,16 @@ def _has_types(table: BlockTable) -> bool:
 
 def _check_pages(replica: Replica, context: Context, table: BlockTable) -> None:
     """The table names pages of our groups of layers: of each as many as its tokens take, of a window no more."""
-    kinds = replica.tables.kinds[1:]
-    if len(table.groups) != 1 + len(kinds):
-        raise _mismatch(context, f"has {len(table.groups)} page groups, this manager {1 + len(kinds)}")
-    if table.kinds != kinds:
-        theirs, ours = (", ".join(one) or "no further table" for one in (table.kinds, kinds))
-        raise _mismatch(context, f"has pages of {theirs} beside its first, this manager of {ours}")
-    if table.first_page and kinds:
-        raise _mismatch(context, f"begins with page {table.first_page}, that of {1 + len(kinds)} groups begins with 0")
+    kinds, named = replica.tables.kinds, replica.tables.kinds_named
+    if len(table.groups) != len(kinds):
+        raise _mismatch(context, f"has {len(table.groups)} page groups, this manager {len(kinds)}")
+    if table.kinds != named:
+        theirs = [*["full"] * (len(kinds) - len(table.kinds)), *table.kinds]
+        raise _mismatch(context, f"has pages of {', '.join(theirs)}, this manager of {', '.join(kinds)}")
+    if table.first_page and named:
+        raise _mismatch(context, f"begins with page {table.first_page}, one of {', '.join(kinds)} begins with 0")
     wanted = -(-table.num_tokens // table.page_size) - table.first_page
-    for kind, pages in zip(("full", *kinds), table.groups, strict=True):
+    for kind, pages in zip(kinds, table.groups, strict=True):
         wrong = len(pages) != wanted or not pages or table.first_page < 0
         if wrong and (kind == "full" or len(pages) > wanted):
             first = f" from page {table.first_page} on" if table.first_page else ""
@@ -187,16 +197,16 @@ def begin_import(
     if table.first_page:
         _refuse_hole(replica, row, context, table)
     size, end = replica.page_size, -(-(context.end_idx if partial else table.num_tokens) // replica.page_size)
-    further: list[FurtherImport] = []
-    if replica.tables.count == 1:
+    if replica.tables.is_plain:
         if replica.reserve(row, context, num_steps) is None:
             return None
-        have = min(context.start_idx // size, end)
+        firsts = [min(context.start_idx // size, end)]
     else:
         plan = _plan_tables(replica, row, context, table, num_steps, partial=partial)
         if replica.act(row, context, replica.refuse_renamed(row, context), plan) is None:
             return None
-        have, further = min(plan.ends_found[0], end), replica.tables.imports(row, plan, end)
+        firsts = [min(found, end) for found in replica.tables.by_table(plan.ends_found)]
+    tables = zip(replica.tables.kinds, firsts, replica.rows.table[:, row], strict=True)
     pending = PendingImport(
         request_id=context.request_id,
         owner=replica,
@@ -204,14 +214,10 @@ def begin_import(
         src_page_size=table.page_size,
         replica_idx=replica_idx,
         src_replica_idx=table.replica_idx,
-        num_tokens=0,
-        tokens=(have * size, have * size),
-        src_pages=np.zeros(0, np.int32),
-        dst_pages=replica.rows.pages(row)[have:end].copy(),
+        parts=[ImportPart(at * size, pages[at:end].copy(), at_end=kind != "full") for kind, at, pages in tables],
         hasher=hasher,
-        further=further,
     )
-    pending.take_up(table, np.array(table.pages_from(have * size // table.page_size), np.int32), last=not partial)
+    pending.take_up(table, _named(context, pending, table, last=not partial), last=not partial)
     replica.imports.begin(row, pending)
     return pending
 
@@ -231,16 +237,16 @@ def _plan_tables(
     plan = tables.plan_import(row, context, length, start, digests, found, replica.tier.slots)
     plan = replica.states.planned(row, context, plan, reached)
     if not partial:
-        _check_reach(context, table, [at * size for at in tables.by_table(plan.ends_found)][1:])
+        _check_reach(context, table, tables.kinds, [at * size for at in tables.by_table(plan.ends_found)])
     return plan
 
 
-def _check_reach(context: Context, table: BlockTable, firsts: Sequence[int]) -> None:
-    """Of each further table the pages that are named hold the tokens from the first on that is to be copied."""
+def _check_reach(context: Context, table: BlockTable, kinds: Sequence[str], firsts: Sequence[int]) -> None:
+    """Of each window the pages that are named hold the tokens from the first on that is to be copied."""
     wanted = -(-table.num_tokens // table.page_size)
-    for kind, pages, first in zip(table.kinds, table.groups[1:], firsts, strict=True):
+    for kind, pages, first in zip(kinds, table.groups, firsts, strict=True):
         begins = (wanted - len(pages)) * table.page_size
-        if first < min(begins, table.num_tokens):
+        if kind != "full" and first < min(begins, table.num_tokens):
             raise _mismatch(
                 context, f"names pages of {kind} from token {begins} on, those from token {first} on are needed"
             )
@@ -254,30 +260,33 @@ def extend_import(
     hasher = check_table(replica, context, table, pending.hasher, last=last)
     if table.page_size != pending.src_page_size:
         raise _mismatch(context, f"has pages of {table.page_size} tokens, {pending.src_page_size} before")
-    room = pending.tokens[0] // replica.page_size + len(pending.dst_pages)
+    parts = pending.parts[: replica.tables.count]
+    room = parts[0].first // replica.page_size + len(parts[0].dst_pages)
     if not pending.num_tokens <= table.num_tokens <= room * replica.page_size:
         raise _mismatch(
             context, f"covers {table.num_tokens} tokens, {pending.num_tokens} to {room * replica.page_size} may be"
         )
-    before = pending.tokens
-    now = pending.source_pages(table) if pending.src_replica_idx == table.replica_idx else None
-    same = now is not None
-    for one, pages in zip(pending.further, table.groups[1:], strict=False):
-        if last or not one.at_end:
-            further = one.named(pages, table.num_tokens, table.page_size)
-            same &= np.array_equal(further[: len(one.src_pages)], one.src_pages)
-    if now is None or not same:
-        raise _mismatch(context, "names other pages than before")
+    before = pending.tokens[1]
+    if last:
+        _check_reach(context, table, replica.tables.kinds, [part.first for part in parts])
+    named = _named(context, pending, table, last=last)
     if last and max(table.num_tokens, pending.tokens[0]) < context.start_idx:
         raise _mismatch(
             context, f"covers {table.num_tokens} tokens at last, the request runs on from {context.start_idx}"
         )
-    if last and replica.tables.count > 1:
-        _check_reach(context, table, [one.first for one in pending.further])
+    if last and not replica.tables.is_plain:
         replica.tables.refuse_lost(np.array([row]), np.array([max(table.num_tokens, context.start_idx)]))
     pending.hasher = hasher
-    pending.take_up(table, now, last=last)
-    return pending.copy_from(before[1])
+    pending.take_up(table, named, last=last)
+    return parts[0].copy_from(before, pending.page_size, pending.src_page_size)
+
+
+def _named(context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> list[Pages]:
+    """The other manager's pages to copy by now; refused where they are others than its tables before have named."""
+    named = pending.named(table, last=last) if pending.src_replica_idx == table.replica_idx else None
+    if named is None:
+        raise _mismatch(context, "names other pages than before")
+    return named
 
 
 def own_import(replicas: Sequence[Replica], pending: PendingImport, call: str, *, is_open: bool = False) -> Replica:

@@ -74,10 +74,10 @@ class PagesBelow:
     def mend(self, rows: Iterable[int]) -> None:
         """After an interrupt: these rows are claimed. Nothing is being copied any more."""
 
-    def leave(self, row: int, pages: Pages, states: RequestStates) -> None:
+    def leave(self, row: int, pages: Pages, names: Digests, states: RequestStates) -> None:
         """The row gives up its pages, and has used the published `pages`, in logical order, just now.
 
-        `states`: those after its pages.
+        `names`: the digests of its published columns, of their tokens. `states`: those after its pages.
         """
 
 

@@ -29,7 +29,7 @@ from kvcache.replica.pages_below import PagesBelow, fetch_prefix
 from kvcache.replica.request_states import RequestStates
 from kvcache.replica.reservation import Reservation
 from kvcache.replica.resume import Asked, Found
-from kvcache.replica.rows import BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
+from kvcache.replica.rows import NEVER, BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
 from kvcache.replica.tables import OneTable, RowTables
 from kvcache.types import RequestID
 from kvcache.under_way import UnderWay
@@ -66,11 +66,11 @@ class Replica:
         self._hashers: dict[int, PrefixHasher] = {}  # by row, of the contexts that cannot carry their own
         self._named: dict[int, tuple[str | None, ExtraKeys]] = {}  # by row, salt and keys of the request's pages
         self.counter = PromptCounter(rows)
-        one = len(tables.tables) == 1 and tables.tables[0].group.keeps_all
+        one = tables.kinds == ("full",)
         self.tables = (OneTable if one else RowTables)(tables, pool, rows, self.leases, caching=self.caching)
         # Tokens that a request may have for sure, whatever its tables keep of them.
         self._surely = min(self.max_seq_len, (pool.num_pages - pool.beside) // self.tables.count * self.page_size)
-        self.hints = ReplicaHints(self.pool, rows, self.tables, self.hasher, self.salt, params)
+        self.hints = ReplicaHints(pool, rows, self.tables, self.hasher, self.published_digests, self.salt, params)
         self.tier = PagesBelow()
         self.states = RequestStates()
         self.log: EventLog | None = None  # what is written down for KV events; None: nobody asks
@@ -112,7 +112,7 @@ class Replica:
             self.refuse_long(context, length, start)
         decodes = context.active_length == 1
         if decodes:
-            if have and -(-length // self.page_size) == have + 1 and self.tables.count == 1:  # onto a new page
+            if have and -(-length // self.page_size) == have + 1 and self.tables.is_plain:  # onto a new page
                 if start > self.rows.capacity.item(row):
                     self.refuse_ahead(row, context)
                 if not self.pool.free_count:
@@ -147,11 +147,12 @@ class Replica:
             self.tier.hold(plan.slots)
         if plan.state is not None:  # before pages are taken, for which the state that it goes on from may be evicted
             self.states.reserved(row, plan.state, plan.start)
+        found = plan.found[0].shape[-1] if self.tables.keeps_prefix else plan.committed - self.rows.committed.item(row)
         restored = self.tables.take(row, plan)
         if plan.slots.size:
             self.tier.restore(row, restored, plan.slots)
         self._named[row] = named
-        self.hints.come(row, context, plan.found[0].shape[-1])
+        self.hints.come(row, context, found)
         self.counter.admit(row, context.end_idx)
         return plan.new
 
@@ -335,6 +336,18 @@ class Replica:
             self._hashers[row] = hasher
         return hasher
 
+    def published_digests(self, row: int, context: Context | None, first: int = 0, last: int = NEVER) -> Digests:
+        """Those of the row's published columns from `first` to `last`, of their tokens.
+
+        Where no table keeps all of them they come from the context: none where it has fewer tokens by now.
+        """
+        last = max(first, min(last, self.rows.committed.item(row)))
+        if self.tables.keeps_prefix:
+            return self.pool.index.digests_of(self.rows.pages(row)[first:last])
+        if context is None or not self.caching or context.current_length < last * self.page_size:
+            return self.pool.index.digests_of(_NO_PAGES)
+        return self.hasher(row, context).digests(context.tokens, first, last)
+
     def salt(self, row: int) -> str | None:
         """The salt of the row's pages. Any thread may ask."""
         return self._named.get(row, (None, ()))[0]
@@ -346,12 +359,14 @@ class Replica:
         """
         request_id = self.rows.request_ids[row]
         self.hints.leave(row, context)
+        names = self.published_digests(row, context) if self.tier.keeps else None
         self.imports.leave(row)
         self._hashers.pop(row, None)
         self._named.pop(row, None)
         self.counter.forget(row)
         pages = self.tables.pages(row, self.rows.num_pages.item(row)).copy()
-        self.tier.leave(row, self.tables.pages(row, self.rows.committed.item(row)), self.states)
+        if names is not None:
+            self.tier.leave(row, self.tables.pages(row, self.rows.committed.item(row)), names, self.states)
         if self.leases.of_row:
             self.leases.leave(row, self.tables.pages)
         self.rows.unbind(row)
@@ -517,7 +532,7 @@ class Replica:
         Behind its own columns; and up to which column pages are there, whether or not there is a state after the last.
         """
         found = self.published_run(context, row)
-        if self.tier.keeps and (self.tables.count == 1 or not self.rows.num_pages.item(row)):  # else `step` comes first
+        if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):  # else `step` comes first
             last = (context.current_length - 1) // self.page_size
             if found.end < last or self.states.keeps:
                 below = self._with_below(row, context, max(found.first, start // self.page_size), last)

@@ -16,7 +16,6 @@ from kvcache.replica.context import Context
 from kvcache.replica.leases import PageLease
 from kvcache.replica.reservation import Reservation, StatePlan
 from kvcache.replica.resume import Asked
-from kvcache.replica.rows import Pages
 from kvcache.retention import PageHints
 from kvcache.types import RequestID
 
@@ -141,11 +140,12 @@ class RequestStates:
         """After an interrupt: no state counts as a tenant's idle one, until the pool says which are idle."""
 
     def leave_hinted(
-        self, row: int, pages: Pages, hints: PageHints | None, ends: Sequence[int | None], share: float
+        self, row: int, digests: Digests, hints: PageHints | None, ends: Sequence[int], share: float
     ) -> None:
-        """The row's request is about to be released, and says `hints` of its published `pages`, None for nothing.
+        """The row's request is about to be released, and says `hints` of its published columns, None for nothing.
 
-        `ends`: of ranges that a hint is for, in tokens. `share`: of what is cached, how much follows hints.
+        `digests`: of these columns. `ends`: of ranges that a hint is for, in columns. `share`: of what is cached, how
+        much follows hints.
         """
 
     # ---- after an interrupt

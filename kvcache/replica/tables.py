@@ -20,7 +20,6 @@ from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.layer_groups import LayerGroup, LayerTables, TableGroup
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
-from kvcache.replica.block_table import FurtherImport
 from kvcache.replica.context import Context, chunk_end
 from kvcache.replica.leases import PageLeases
 from kvcache.replica.reservation import Reservation
@@ -41,12 +40,16 @@ class RowTables:
     Where there is one table, of full attention, `OneTable` does the same with less.
     """
 
+    is_plain = False
+
     def __init__(
         self, tables: LayerTables, pool: PagePool, rows: BlockRows, leases: PageLeases, *, caching: bool
     ) -> None:
         self.count = len(tables.tables)
-        self.kinds = tables.kinds
+        self.kinds, self.kinds_named = tables.kinds, tables.kinds_named
         self.groups = tables.groups
+        # Whether the first table has the page of every token: then it bounds what all of them can have.
+        self.keeps_prefix = self.groups[0].group.keeps_all
         # Whether some tables have pages for the chunk that runs alone.
         self.in_chunks = not all(group.keeps_all for group, _ in self.groups)
         self._pool, self._rows, self._leases, self._caching = pool, rows, leases, caching
@@ -62,7 +65,12 @@ class RowTables:
     # ---- what is there
 
     def run(self, first: int, digests: Digests) -> Found:
-        """The longest run of published pages of the first table after `first` ones."""
+        """Where `find` has to look: the longest run of published pages of a table that keeps all, after `first` ones.
+
+        Where none does that is everywhere.
+        """
+        if not self.keeps_prefix:
+            return self.nothing(first)._replace(end=first + len(digests))
         if len(digests) and self._pool.index.may_have(digests):
             pages = self._pool.index.match(digests)
             if pages.size:
@@ -115,19 +123,19 @@ class RowTables:
             found.append(pages[tables, begin:end])
         return FromBelow(end, reach, every, needed & absent, tuple(found), pages.T[(needed & ~absent).T])
 
-    def whole(self, digests: Digests, most: int) -> list[Pages]:
-        """The pages of each table of the longest prefix that all can go on from; `most` pages at most in all together.
+    def whole(self, digests: Digests, most: int) -> tuple[int, list[Pages]]:
+        """The columns of the longest prefix that all can go on from, and each table's pages; `most` pages in all.
 
-        None where that is none.
+        No column where nobody needs a page to go on from there: then there is nothing to give.
         """
         end = len(digests)
         while end := self.find(0, digests[:end]).end:
             found = [pages for of_group in self._seen_pages(0, end, digests[:end]) for pages in of_group]
             surplus = sum(map(len, found)) - most
             if surplus <= 0:
-                return found
+                return (end, found) if any(map(len, found)) else (0, [])
             end -= max(1, min(end, surplus // self.count))
-        return []
+        return 0, []
 
     # ---- reservations
 
@@ -343,14 +351,6 @@ class RowTables:
             named += [tuple(pages) for pages in self._rows.table[tables, row, begin:end].tolist()]
         return tuple(named)
 
-    def imports(self, row: int, plan: Reservation, end: int) -> list[FurtherImport]:
-        """The pages that a planned import copies into each table of the row but the first, before column `end`."""
-        kinds = zip(self.kinds, self.by_table(plan.ends_found), self._rows.table[:, row], strict=True)
-        return [
-            FurtherImport(found * self._page_size, pages[found:end].copy(), at_end=kind != "full")
-            for kind, found, pages in kinds
-        ][1:]
-
     def by_table(self, of_groups: Sequence[int]) -> list[int]:
         """The value of each table, given that of its group."""
         return [one for group, one in zip(self.groups, of_groups, strict=True) for _ in range(group.num_tables)]
@@ -358,13 +358,13 @@ class RowTables:
     def needed(self, row: int, digests: Digests, ends: Sequence[int]) -> tuple[Ints, Pages]:
         """The pages of the row's published columns, of these `digests`, and of what going on from columns `ends` needs.
 
-        Beside those of the first table, and as far as they are there: the column of each, and the pages, none twice.
+        As far as they are there: the column of each, and the pages, none twice.
         """
         wanted = self._rows.table[:, row, : len(digests)] != NO_PAGE
         for group, tables in self.groups:
             for end in ends:
                 wanted[tables, self._seen(group, end * self._page_size) : end] = True
-        pages = np.where(wanted, self._find(slice(None), digests), NO_PAGE)[1:]
+        pages = np.where(wanted, self._find(slice(None), digests), NO_PAGE)
         at = pages.nonzero()
         return at[1], pages[at]
 
@@ -376,9 +376,9 @@ class RowTables:
         return every / first if first else float(self.count)
 
     def pages(self, row: int, end: int) -> Pages:
-        """The row's pages before column `end`: those of the first table, then those of the others by column."""
-        table = self._rows.table
-        every = np.concatenate((table[0, row, :end], table[1:, row, :end].T.ravel()))
+        """The row's pages before column `end`: of a first table that keeps all, then those of the others by column."""
+        mine, kept = self._rows.table[:, row, :end], int(self.keeps_prefix)
+        every = np.concatenate((mine[:kept].ravel(), mine[kept:].T.ravel()))
         return every[every != NO_PAGE]
 
     def refuse_lost(self, rows: Rows, starts: Ints) -> None:
@@ -411,12 +411,6 @@ class RowTables:
                 raise InvariantError(
                     f"request {rows.request_ids[row]!r}: of the layers of kind {group.kind} column {column} has a page "
                     f"or not, and its pages are from {rows.firsts[number, row]} to {rows.ends[number, row]}"
-                )
-            full = with_page & (columns < rows.committed[:, None])
-            for _, row, column in np.argwhere(full & ~self._pool.index.published[rows.table[tables]])[:1]:
-                raise InvariantError(
-                    f"request {rows.request_ids[row]!r}: of the layers of kind {group.kind} column {column} "
-                    f"is not published, and its first {rows.committed[row]} pages are"
                 )
         if (np.diff(rows.ends, axis=0) > 0).any() or (rows.ends[-1] < rows.committed).any():
             raise InvariantError("a row has pages beyond those of its first table, or not all published ones")
@@ -523,6 +517,8 @@ def _before_hole(pages: Pages, end: int) -> int:
 class OneTable(RowTables):
     """One table of full attention: it has all columns up to its end, and nothing is looked at twice."""
 
+    is_plain = True
+
     def _number_pages(self) -> None:
         """All pages are of this table."""
 
@@ -537,9 +533,9 @@ class OneTable(RowTables):
         pages = run.pages[0][: last_end(ends)]
         return Found(run.first, run.first + len(pages), (pages,))
 
-    def whole(self, digests: Digests, most: int) -> list[Pages]:
+    def whole(self, digests: Digests, most: int) -> tuple[int, list[Pages]]:
         pages = self._pool.index.match(digests[: max(0, most)])
-        return [pages] if pages.size else []
+        return len(pages), [pages]
 
     def plan(self, row: int | None, context: Context, length: int, start: int, found: Found) -> Reservation:
         if found.slots.size:
@@ -600,8 +596,8 @@ class OneTable(RowTables):
     def pages(self, row: int, end: int) -> Pages:
         return self._rows.table[0, row, :end]
 
-    def needed(self, row: int, digests: Digests, ends: Sequence[int]) -> tuple[Ints, Pages]:  # noqa: ARG002 - all are of the first table
-        return _NO_ROWS, _NO_PAGES
+    def needed(self, row: int, digests: Digests, ends: Sequence[int]) -> tuple[Ints, Pages]:  # noqa: ARG002 - an end is within the row's pages
+        return np.arange(len(digests)), self._rows.pages(row)[: len(digests)]
 
     def width(self) -> float:
         return 1.0

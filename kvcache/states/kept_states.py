@@ -51,11 +51,14 @@ class KeptStates:
         if not at.size:
             return
         ended, tokens = rows_at(stepped, at), computed[at]
+        pages = rows.table[0, ended, tokens // size - 1]
+        if len(there := pages.nonzero()[0]) < len(pages):  # a window has moved on: nothing was computed just now
+            ended, tokens, pages = ended[there], tokens[there], pages[there]
         of_rows: list[int] = ended.tolist()
         counts: list[int] = tokens.tolist()
         names = [rows.request_ids[row] or "" for row in of_rows]
         stay = [self._stays(name, count) for name, count in zip(names, counts, strict=True)]
-        digests = self._replica.pool.index.digests_of(rows.table[0, ended, tokens // size - 1])
+        digests = self._replica.pool.index.digests_of(pages)
         if not any(stay) and self._pages.keep_passing(names, digests, tokens):
             return
         for place, (name, count) in enumerate(zip(names, counts, strict=True)):

@@ -17,7 +17,7 @@ from kvcache.pool.index import Digests
 from kvcache.pool.quotas import TenantQuotas
 from kvcache.pool.slabs import SlabPool
 from kvcache.replica.batch import Gathered
-from kvcache.replica.block_table import BlockTable, PendingImport
+from kvcache.replica.block_table import BlockTable, ImportPart, PendingImport
 from kvcache.replica.context import Context
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES
@@ -27,7 +27,7 @@ from kvcache.replica.page_moves import ReplicaPageMoves
 from kvcache.replica.request_states import RequestStates
 from kvcache.replica.reservation import Reservation, StatePlan
 from kvcache.replica.resume import Asked
-from kvcache.replica.rows import Ints, Pages, Rows
+from kvcache.replica.rows import Ints, Rows
 from kvcache.retention import PageHints
 from kvcache.states.kept_states import KeptStates
 from kvcache.states.state_hints import StateHints
@@ -230,13 +230,14 @@ class ReplicaStates(RequestStates):
         had = context.start_idx
         digest = self._kept.digest_at(context, had) if had else None
         page = self.pages.begin_import(context.request_id, digest)
-        pending.wholes = ((source, page),)
+        part = ImportPart(0, np.array([page], np.int32), is_state=True, src_pages=np.array([source], np.int32))
+        pending.parts.append(part)
         pending.on_free = functools.partial(self.pages.cancel_import, page)
 
     def refuse_other(self, context: Context, pending: PendingImport, table: BlockTable) -> None:
         own_import([self._replica], pending, "extend_import")
         ((source,),) = table.groups[-1:]
-        ((before, _),) = pending.wholes
+        before = int(pending.parts[-1].src_pages[0])
         if source != before:
             raise BlockTableMismatchError(
                 f"request {context.request_id!r}: the block table names state page {source}, {before} before"
@@ -254,9 +255,9 @@ class ReplicaStates(RequestStates):
         self._hints.clear()
 
     def leave_hinted(
-        self, row: int, pages: Pages, hints: PageHints | None, ends: Sequence[int | None], share: float
+        self, row: int, digests: Digests, hints: PageHints | None, ends: Sequence[int], share: float
     ) -> None:
-        self._hints.leave(row, pages, hints, ends, share)
+        self._hints.leave(row, digests, hints, ends, share)
 
     # ---- after an interrupt
 
@@ -270,7 +271,8 @@ class ReplicaStates(RequestStates):
 
     @property
     def _written(self) -> list[int]:
-        return [page for pending in self._replica.imports.each for _, page in pending.wholes]
+        parts = [part for pending in self._replica.imports.each for part in pending.parts if part.is_state]
+        return [int(part.dst_pages[0]) for part in parts]
 
     def goes_on(self, request_id: str, start: int) -> bool:
         """As the base; no drafted run waits to be booked either."""

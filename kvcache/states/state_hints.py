@@ -23,10 +23,9 @@ from numpy.typing import NDArray
 from kvcache.eviction_order import EvictionOrder
 from kvcache.params import KVCacheParams
 from kvcache.pool.hinted_order import HintedOrder
-from kvcache.pool.index import NO_PAGE
+from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.quotas import QuotaOrder, SlabQuotas, TenantQuotas
 from kvcache.replica.replica import Replica
-from kvcache.replica.rows import Pages
 from kvcache.retention import LEVEL_OF, NEUTRAL, PageHints
 from kvcache.states.state_pages import StatePages
 
@@ -59,18 +58,18 @@ class StateHints:
         if self._quotas is not None:
             self._quotas.clear()
 
-    def leave(self, row: int, pages: Pages, hints: PageHints | None, ends: Sequence[int | None], share: float) -> None:
+    def leave(self, row: int, digests: Digests, hints: PageHints | None, ends: Sequence[int], share: float) -> None:
         """As `RequestStates.leave_hinted`.
 
         Others will come for each range that a hint is for, for the prompt, and for all of what the row has come to.
         """
         order, size, salt = self._pool.idle, self._replica.page_size, self._replica.salt(row)
         order.trust(share)
-        copies = self._pool.index.find(self._replica.pool.index.digests_of(pages))
+        copies = self._pool.index.find(digests)
         columns = np.flatnonzero(copies != NO_PAGE)
         copies = copies[columns]
         prompt = (self._replica.rows.prompt.item(row) - 1) // size
-        columns_before = [end // size for end in ends if end is not None] + [prompt, len(pages)]
+        columns_before = [*ends, prompt, len(digests)]
         said, owned = _said_of(hints, columns, columns_before), self._owned(salt, copies)
         if not np.count_nonzero(touched := said | owned):
             return

@@ -202,7 +202,7 @@ class ReplicaTier(PagesBelow, PageReader):
             self.storing[pages] = False
         self.waiting.clear()
 
-    def leave(self, row: int, pages: Pages, states: RequestStates) -> None:
+    def leave(self, row: int, pages: Pages, names: Digests, states: RequestStates) -> None:
         """What comes back for the row comes for nobody; a copy that runs has its pages to its end.
 
         The use of `pages` counts once the last of them are copied: else these would go last, and the first ones,
@@ -216,12 +216,10 @@ class ReplicaTier(PagesBelow, PageReader):
         if pages.size:
             digests = self.pool.index.digests_of(pages)
             self.waiting.append((NO_SLOTS, digests))
-            if self._every is not None:
-                tables = self.pool.index.tables_of(pages)
-                of_tokens = digests if tables is None else digests[tables == 0]
-                every, ends = self._every(of_tokens), [len(of_tokens)]
+            if self._every is not None and len(names):
+                every, ends = self._every(names), [len(names)]
                 if self.longest_tail:
-                    ends = [*(np.flatnonzero(states.ends(None, of_tokens)) + 1).tolist(), *ends]
+                    ends = [*(np.flatnonzero(states.ends(None, names)) + 1).tolist(), *ends]
                 self.waiting.extend((NO_SLOTS, every[:, :end]) for end in ends)
             self._pass_uses()
 

@@ -33,6 +33,8 @@ STATE_FORMS: dict[str, StateForm] = {
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "short_conv"),
     "minimax": "linear",
 }
+# Models that do not name their layers' kinds, and give all of them one `sliding_window`, if any.
+_ALL_WINDOWS = {"mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2"}
 _NO_ATTENTION = "no layer attends, so there is nothing to keep in pages"
 # Of those that are not served, why.
 _UNSERVED: dict[str, str] = {
@@ -71,20 +73,21 @@ def recurrent_layers_of(config: PretrainedConfig) -> list[int]:
 def groups_of(config: PretrainedConfig) -> tuple[LayerGroup, ...]:
     """The attention layers of a model as groups, numbered as the cache does; none where all see the same tokens."""
     text, layers = text_config_of(config), kv_layers_of(config)
-    kinds = _kinds_of(config) or ()
-    named = [kinds[layer] if kinds else "full_attention" for layer in layers]
-    if "full_attention" not in named or len(set(named)) == 1:
-        return ()  # a cache of windows alone keeps all pages
-    groups = [LayerGroup("full", tuple(place for place, kind in enumerate(named) if kind == "full_attention"))]
-    with_window: tuple[tuple[str, LayerKind, int | None], ...] = (
-        ("sliding_attention", "window", getattr(text, "sliding_window", None)),
+    kinds, window = _kinds_of(config) or (), getattr(text, "sliding_window", None)
+    alike = "sliding_attention" if window and text.model_type in _ALL_WINDOWS else "full_attention"
+    named = [kinds[layer] if kinds else alike for layer in layers]
+    of_kinds: tuple[tuple[str, LayerKind, int | None], ...] = (
+        ("full_attention", "full", 0),
+        ("sliding_attention", "window", window),
         ("chunked_attention", "chunked", getattr(text, "attention_chunk_size", None)),
     )
-    for name, kind, tokens in with_window:
+    groups: list[LayerGroup] = []
+    for name, kind, tokens in of_kinds:
         places = tuple(place for place, other in enumerate(named) if other == name)
-        if places and tokens:
+        if places and tokens is not None:
             groups.append(LayerGroup(kind, places, tokens))
-    return tuple(groups)
+    every_layer = sum(len(group.layers) for group in groups) == len(layers)
+    return tuple(groups) if every_layer and any(not group.keeps_all for group in groups) else ()
 
 
 def latent_elements_of(config: PretrainedConfig) -> int:

@@ -66,3 +66,10 @@ def proven(manager: PagedKVCacheManager, pending: PendingImport) -> ImportProof:
     copier = manager.copier(pending)
     copier.take()
     return copier.prove()
+
+
+def state_pages(pending: PendingImport) -> tuple[int, int]:
+    """The state page that an import copies from, and the one that it copies to."""
+    part = pending.parts[-1]
+    assert part.is_state
+    return int(part.src_pages[0]), int(part.dst_pages[0])

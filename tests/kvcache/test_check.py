@@ -38,7 +38,7 @@ BREAKS: dict[str, tuple[Callable[[PagedKVCacheManager, Replica], Any], str]] = {
     "a holder too many": (lambda m, r: set_entry(r.pool.holders, 1, 9), "page 1 has 9 holders"),
     "a writer too many": (lambda m, r: set_entry(r.pool.writers, 20, 1), "page 20 has 1 writers, but 0"),
     "a writer too few": (
-        lambda m, r: set_entry(r.pool.writers, r.imports.each[0].dst_pages, 0),
+        lambda m, r: set_entry(r.pool.writers, r.imports.each[0].parts[0].dst_pages, 0),
         "has 0 writers, but 1",
     ),
     "writers counted wrongly": (lambda m, r: setattr(r.pool, "_writing", 0), "have 1 writers, but 0 are counted"),

@@ -119,9 +119,13 @@ def test_what_holds_for_one_group_only_is_refused_by_name(name: str, given: dict
         manager_of(layers=2, params={"groups": groups, **given})
 
 
-def test_one_group_of_full_attention_is_needed() -> None:
-    with pytest.raises(InvalidParamsError, match="groups are of window, chunked"):
-        manager_of(layers=2, params={"groups": (LayerGroup("window", (0,), 4), LayerGroup("chunked", (1,), 4))})
+def test_no_group_has_to_be_of_full_attention() -> None:
+    groups = (LayerGroup("window", (0,), 4), LayerGroup("chunked", (1,), 6))
+    assert manager_of(layers=2, params={"groups": groups}).layer_tables.kinds == ("chunked 6", "window 4")
+    assert manager_of(params={"groups": groups[:1]}).layer_tables.kinds == ("window 4",)
+
+
+def test_groups_are_a_tuple_of_groups() -> None:
     for wrong in ((1,), LayerGroup("full", (0,)), "full", None):
         with pytest.raises(InvalidParamsError, match="groups is"):
             manager_of(params={"groups": wrong})

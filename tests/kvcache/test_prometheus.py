@@ -113,7 +113,7 @@ def test_pages_that_something_in_flight_may_write_are_counted_until_it_ends(make
     copier = target.copier(pending)
     target.release(context.request_id)
     target.cancel_import(pending)
-    assert value(scraped(collector), "pagewire_quarantined_pages") == len(pending.dst_pages) == 5
+    assert value(scraped(collector), "pagewire_quarantined_pages") == len(pending.parts[0].dst_pages) == 5
     copier.give_up()
     assert value(scraped(collector), "pagewire_quarantined_pages") == 0
     assert value(scraped(collector), "pagewire_open_imports") == 0

@@ -181,6 +181,7 @@ def _make_model(kind: str, **changes: Any) -> Any:
         "llama": ("LlamaConfig", {}),
         "qwen3": ("Qwen3Config", {}),
         "mistral": ("MistralConfig", {"sliding_window": 24}),
+        "phi3": ("Phi3Config", {"sliding_window": 24, "pad_token_id": 258, "bos_token_id": 256, "eos_token_id": None}),
         "gemma2": ("Gemma2Config", {}),
         # With tied embeddings a random one repeats its last token.
         "gemma3": ("Gemma3TextConfig", {"tie_word_embeddings": False}),

@@ -228,7 +228,7 @@ def test_an_adopted_request_goes_on_where_another_manager_stopped(model: Any, ex
     target.manager.external_claim("r")
     pending = target.manager.import_block_table(context, source.manager.block_table("r"))
     assert pending is not None
-    for there, here in zip(pending.src_pages, pending.dst_pages, strict=True):
+    for there, here in zip(pending.parts[0].src_pages, pending.parts[0].dst_pages, strict=True):
         blocks = [loop.manager.device_tensors[0][0] for loop in (target, source)]
         blocks[0][int(here)] = blocks[1][int(there)]
     target.manager.commit_import(context, pending, proven(target.manager, pending))

@@ -67,7 +67,8 @@ class PageAsks:
         key: of the digests over answers.
         compatibility: what must agree with a source.
         kind: likewise, what we keep of a token.
-        kinds: of further block tables, what each keeps.
+        tables: how many block tables a request has.
+        kinds: what each of them keeps, as a `BlockTable` names it.
     """
 
     def __init__(
@@ -77,9 +78,10 @@ class PageAsks:
         key: bytes,
         compatibility: Mapping[str, str],
         kind: str,
+        tables: int = 1,
         kinds: tuple[str, ...] = (),
     ) -> None:
-        self._client, self._kind, self._kinds = client, kind, kinds
+        self._client, self._kind, self._tables, self._kinds = client, kind, tables, kinds
         self._name, self._key, self._compatibility = name, key, dict(compatibility)
         self._asker = f"{name[:400]}@{secrets.token_hex(8)}"  # another start of this process may ask for the same pages
         self._open: dict[int, _Question] = {}  # by `ask_id`
@@ -153,15 +155,16 @@ class PageAsks:
     def _lent(self, ask: _Question, data: bytes) -> tuple[Source, BlockTable] | tuple[None, None]:
         """What is leased, if it is what was asked for."""
         pages = open_pages(data, ask.place[1], None, self._key)
-        blocks = pages.block_ids[0] if len(pages.block_ids) == 1 + len(self._kinds) else ()
-        if not blocks and not pages.num_tokens:
+        if not any(pages.block_ids) and not pages.num_tokens:
             return None, None
+        count, rest = divmod(pages.num_tokens, ask.query.page_size)
+        most = max(map(len, pages.block_ids), default=0)
+        if rest or len(pages.block_ids) != self._tables or most > count or not (most == count or self._kinds):
+            raise MetadataError(f"lease {pages.lease_id:#018x} is of {pages.num_tokens} tokens in {most} pages")
         width = len(pages.prompt_digest)
-        own = ask.digests[: len(blocks) * width]
-        if not width or len(own) != len(blocks) * width or own[-width:] != pages.prompt_digest:
+        own = ask.digests[: count * width]
+        if not width or len(own) != count * width or own[-width:] != pages.prompt_digest:
             raise MetadataError(f"lease {pages.lease_id:#018x} is of other pages than it was asked for")
-        if pages.num_tokens != len(blocks) * ask.query.page_size:
-            raise MetadataError(f"lease {pages.lease_id:#018x} is of {pages.num_tokens} tokens in {len(blocks)} pages")
         table = BlockTable(
             request_id=ask.key,
             replica_idx=0,

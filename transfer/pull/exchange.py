@@ -132,8 +132,8 @@ class PageExchange:
         self._pulls: dict[tuple[int, str], Any] = {}  # the copiers of those that are open, by replica and key
         self._happened: list[ExchangeEvent] = []  # at the end of a thread
         agreed, options = dict(compatibility or {}), dict[str, Any](replica_options or {})
-        if len(manager.layer_tables.tables) > 1:  # a page is of other layers, and its neighbours of other tokens
-            agreed["layer tables"] = manager.layer_tables.described()
+        tables = manager.layer_tables  # with several a page is of other layers, and its neighbours of other tokens
+        agreed |= {"layer tables": tables.described()} if tables.kinds_named else {}
         agreed |= {"scales": shared} if (shared := scales_kind(manager.layouts)) else {}
         ask = None if keyring is None else keyring.secure_client
         self.cards: list[EngineCard] = []
@@ -141,8 +141,8 @@ class PageExchange:
         self.lending = PageLending(
             manager, self._grant_lent, self.bell.ring, share=lend, key=self._key, seals=self._seals
         )
-        kinds = kv_kind(manager.layouts), manager.layer_tables.kinds[1:]
-        self._asks = PageAsks(HandshakeClient(ask, allowed=allowed), name, self._key, agreed, *kinds)
+        told = kv_kind(manager.layouts), len(tables.tables), tables.kinds_named
+        self._asks = PageAsks(HandshakeClient(ask, allowed=allowed), name, self._key, agreed, *told)
         try:
             for replica, engine_id in enumerate(self._names):
                 ranks = self._ranks(replica, engine_id, agreed)

@@ -189,20 +189,20 @@ class PageLender:
 
     def _sealed(self, query: ContentQuery, source: Source | None, table: BlockTable | None) -> bytes:
         """What is said of the pages of a table, or of none."""
-        found = () if table is None else table.groups[0]
+        pages = 0 if table is None else table.num_tokens // query.page_size - query.first_page
         digests = b"" if table is None else table.digests
-        pages = LeasedPages(
+        leased = LeasedPages(
             engine_id=query.engine_id,
             incarnation="-" if source is None else source.incarnation,
             lease_id=0 if source is None else source.lease.lease_id,
             slot=0 if source is None else source.lease.slot,
             duration_s=LENT_S,
-            num_tokens=len(found) * query.page_size,
+            num_tokens=pages * query.page_size,
             block_ids=((),) if table is None else table.groups,
-            prompt_digest=digests[len(digests) - len(digests) // max(1, len(found)) :],
+            prompt_digest=digests[len(digests) - len(digests) // max(1, pages) :],
             table_seal=b"" if source is None or table is None else self._seals.seal(source.lease.lease_id, table),
         )
-        return sealed_pages(pages, self._key)
+        return sealed_pages(leased, self._key)
 
     def _say(self, ask_id: int, reply: LeaseReply) -> None:
         with self._lock:

@@ -126,10 +126,11 @@ class Books:
         self.touch_state(one.replica, self.names.digest_of[what])
 
     def _places(self, one: Request, nth: int = 0) -> Iterable[tuple[int, tuple[int, ...]]]:
-        """Each page of a request, and what says when it becomes idle: the tail first, the first table's last."""
+        """Each page of a request, and what says when it becomes idle: the tail first, a full first table last."""
+        keeps_all = self.replicas[one.replica].tables[0].holds_all
         for number, row in enumerate(one.rows):
             for column, page in row.items():
-                yield page, (nth, number == 0, -column, -number)
+                yield page, (nth, keeps_all and number == 0, -column, -number)
 
     def _learn_pages(
         self,

@@ -95,7 +95,7 @@ class ImportMoves(Moves):
         """Whether the request has pages to import into."""
         context, manager = one.context, self.manager
         full = table.num_tokens - table.num_tokens % PAGE_SIZE
-        partial = bool(not manager.states and len(one.rows) == 1 and full and self.choose.integer(0, 2) == 0)
+        partial = bool(not manager.states and self.replica(one).is_plain and full and self.choose.integer(0, 2) == 0)
         first = self.cut_short(table, full // 2 - full // 2 % PAGE_SIZE or PAGE_SIZE) if partial else table
         try:
             pending = self.call(
@@ -187,7 +187,7 @@ class ImportMoves(Moves):
         one, kind = mine.one, self.choose.integer(0, 2)
         if kind == 0 and not self.is_leased(one):
             self.begin_again(mine)
-        elif kind == 1 and len(one.rows) == 1 and not one.unsure:
+        elif kind == 1 and self.replica(one).is_plain and not one.unsure:
             one.cached = 0
             one.ready = one.room >= len(one.tokens)
         else:

@@ -34,10 +34,8 @@ ONE_OF = (frozenset({"states apart", "states in slabs"}),)
 _GROUPS = "partial_reuse_min_tokens is given, and groups: it holds for layers of one group only"
 _STATES = "partial_reuse_min_tokens is given: pages of a model with recurrent states are not cached that way"
 _PEERS = "routing.copy_pages is given, and states: pages without the state after them are nothing to go on from"
-_ALONE = "one group of full attention is needed"
 REFUSED: dict[frozenset[str], str] = {
-    frozenset({"windows alone"}): _ALONE,
-    **{frozenset({"partial", one}): _GROUPS for one in ("window", "chunk")},
+    **{frozenset({"partial", one}): _GROUPS for one in ("window", "chunk", "windows alone")},
     **{frozenset({"partial", one}): _STATES for one in ("states apart", "states in slabs")},
     **{frozenset({"peer copies", one}): _PEERS for one in ("states apart", "states in slabs")},
 }
@@ -186,7 +184,19 @@ def layouts(features: Collection[str]) -> list[tuple[int, tuple[LayerGroup, ...]
     window = [LayerGroup("window", (1,), tokens) for tokens in (1, 2, 4, 7, 100)]
     chunk = [LayerGroup("chunked", (1,), tokens) for tokens in (4, 9)]
     if "windows alone" in of:
-        return [(2, (LayerGroup("window", (0,), 4), LayerGroup("chunked", (1,), 6)))]
+        windows = (
+            [(LayerGroup("window", (0,), tokens),) for tokens in (1, 4, 7, 100)]
+            if of != {"windows alone", "chunk"}
+            else []
+        )
+        chunks = (
+            [(LayerGroup("chunked", (0,), tokens),) for tokens in (4, 9)] if of != {"windows alone", "window"} else []
+        )
+        both = [
+            (LayerGroup("window", (0,), 4), LayerGroup("chunked", (1,), 6)),
+            (LayerGroup("chunked", (1,), 9), LayerGroup("window", (0,), 7), LayerGroup("window", (2,), 4)),
+        ]
+        return [(len(one), one) for one in (*windows, *chunks, *both)]
     if of == {"window"}:
         more = [(full, LayerGroup("window", (1,), 4), LayerGroup("window", (2,), 8))]
         more += [(LayerGroup("window", (0, 2), 5), LayerGroup("full", (1,)))]

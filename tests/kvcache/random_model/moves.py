@@ -414,10 +414,12 @@ class Moves:
         self.seen["cut"] += one.context.active_idx < active
 
     def device_run(self, one: Request, committed: int) -> int:
-        """Columns of the first table that the device has without a gap."""
-        end = committed
+        """Columns of a full first table that the device has without a gap; all where there is no such table."""
+        end, last = committed, (len(one.tokens) - 1) // PAGE_SIZE
         replica = self.replica(one)
-        while end < (len(one.tokens) - 1) // PAGE_SIZE and replica.has(content(0, one.tokens, one.named, end)):
+        if not replica.tables[0].holds_all:
+            return max(end, last) if self.caching else 0
+        while end < last and replica.has(content(0, one.tokens, one.named, end)):
             end += 1
         return end if self.caching else 0
 
@@ -431,7 +433,7 @@ class Moves:
             return replica.has(what)
 
         def ends_here(what: Content) -> bool:
-            return not self.manager.states or names.digest_of[what] in replica.kept
+            return not self.manager.states or names.digest_of.get(what) in replica.kept
 
         device = replica.resume(one, committed, there, ends_here)
         if not {"host", "peer copies"} & self.features:
@@ -442,9 +444,9 @@ class Moves:
             return names.digest_of.get(what) in host
 
         def ends_below(what: Content) -> bool:
-            return ends_here(what) or names.digest_of[what] in states
+            return ends_here(what) or names.digest_of.get(what) in states
 
-        if len(replica.tables) == 1:
+        if replica.is_plain:
             low = replica.resume(
                 one, committed, lambda _, what: len(what) // PAGE_SIZE <= run or in_host(what), ends_below
             )
@@ -783,9 +785,8 @@ class Moves:
         replica, said = self.replica(one), one.context.named
         self.past = [*self.past[-7:], (one.tokens[:], one.context.extra_keys)]
         committed = 0 if one.unsure else self.committed(one)
-        salt = next(
-            (self.books.orders.salt_of(d) for d, page in replica.there.items() if page in one.rows[0].values()), ""
-        )
+        mine = {page for row in one.rows for page in row.values()}
+        salt = next((self.books.orders.salt_of(d) for d, page in replica.there.items() if page in mine), said[0])
         if committed:  # of its pages, whatever its context says by now
             one.context.cache_salt = salt
         self.books.orders.say(replica, one, committed)
@@ -874,7 +875,8 @@ class Moves:
         end = replica.resume(asked, 0, lambda _, what: replica.has(what))
         found = self.call("contents.lease", lambda: contents.lease("asker", at, wanted, most))
         if found is None:
-            assert not end or most < 1 << 20, f"{end} pages are there, and none is lent"
+            needs_none = all(table.seen(end * PAGE_SIZE) == end for table in replica.tables)
+            assert needs_none or most < 1 << 20, f"{end} pages are there, and none is lent"
             return False
         ours, table = found
         assert table.num_tokens == end * PAGE_SIZE or (most < 1 << 20 and table.num_tokens < end * PAGE_SIZE)

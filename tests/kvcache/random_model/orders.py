@@ -65,9 +65,10 @@ class Orders:
             return
         tokens, named, digest_of = one.tokens, one.named, self.names.digest_of
         ends = [part.end // PAGE_SIZE for part in (retention.ranges if retention else ()) if part.end is not None]
-        own = [(column, digest_of[content(0, tokens, named, column)]) for column in range(committed)]
+        kept = int(replica.tables[0].holds_all)
+        own = [(column, digest_of[content(0, tokens, named, column)]) for column in range(committed)] if kept else []
         beside: list[tuple[int, Digest]] = []
-        for number, table in enumerate(replica.tables[1:], 1):
+        for number, table in enumerate(replica.tables[kept:], kept):
             wanted = {column for column in one.rows[number] if column < committed}
             for end in ends:
                 wanted |= {*range(table.seen(end * PAGE_SIZE), min(end, committed))}

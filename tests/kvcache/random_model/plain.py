@@ -129,6 +129,11 @@ class Replica:
     slabs: int = 0  # such states that are held
     evicted: int = 0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is one table, which keeps all."""
+        return len(self.tables) == 1 and self.tables[0].holds_all
+
     def holders(self) -> Counter[int]:
         """Rows that have each page."""
         return Counter(page for one in self.requests.values() for row in one.rows for page in row.values())

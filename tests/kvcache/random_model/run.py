@@ -22,7 +22,7 @@ T = TypeVar("T")
 MOVES_A_MANAGER = 200
 # What shows that a feature was met, where it is not a move of its own: of these counts one at least.
 SIGNS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("window", "chunk"), ("slid",)),
+    **dict.fromkeys(("window", "chunk", "windows alone"), ("slid",)),
     **dict.fromkeys(("latents", "shards", "replicas"), ("run",)),
     **dict.fromkeys(("states apart", "states in slabs"), ("state hit",)),
     "host": ("came from the host",),

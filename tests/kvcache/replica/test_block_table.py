@@ -32,9 +32,3 @@ def test_a_table_that_leaves_pages_out_follows_none_of_another_page_size_and_not
     assert not wrong.follows(replace(table(0, 3), page_size=0))
     assert table(0, 2).follows(table(0, 3, page_size=8)), "it leaves nothing out"
     assert replace(table(0, 2), first_page=-1).follows(None)
-
-
-def test_pages_are_counted_from_the_first_that_the_table_names() -> None:
-    assert table(3, 3).pages_from(3) == (13, 14, 15)
-    assert table(3, 3).pages_from(5) == (15,)
-    assert table(3, 3).pages_from(6) == ()

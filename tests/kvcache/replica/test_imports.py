@@ -48,7 +48,7 @@ def receiver(manager: PagedKVCacheManager, tokens: list[int] = PROMPT, name: str
 
 def copy(source: PagedKVCacheManager, target: PagedKVCacheManager, pending: Any) -> None:
     for theirs, ours in zip(source.device_tensors[0], target.device_tensors[0], strict=True):
-        ours[pending.dst_pages.tolist()] = theirs[pending.src_pages.tolist()]
+        ours[pending.parts[0].dst_pages.tolist()] = theirs[pending.parts[0].src_pages.tolist()]
 
 
 def test_a_table_survives_the_wire(make: Any) -> None:
@@ -65,8 +65,8 @@ def test_pages_are_copied_committed_and_run(make: Any, caching: bool) -> None:
     target = make(16, page_size=4, caching=caching)
     context = receiver(target)
     pending = target.import_block_table(context, table, num_steps=3)
-    assert pending.src_pages.tolist() == list(table.groups[0])
-    assert pending.dst_pages.tolist() == target.get_req_blocks("d")[:5]
+    assert pending.parts[0].src_pages.tolist() == list(table.groups[0])
+    assert pending.parts[0].dst_pages.tolist() == target.get_req_blocks("d")[:5]
     for call in (target.fetch, target.step, lambda batch: target.maybe_reserve(batch[0])):
         with pytest.raises(NotReservedError, match="'d'.*import is pending"):
             call([context])
@@ -93,13 +93,13 @@ def test_what_is_cached_here_is_not_copied(make: Any) -> None:
     target.commit_import(first, pending, proven(target, pending))
     second = receiver(target, name="e")
     pending = target.import_block_table(second, table)
-    assert pending.src_pages.tolist() == [table.groups[0][4]]  # only the partial page
+    assert pending.parts[0].src_pages.tolist() == [table.groups[0][4]]  # only the partial page
     target.commit_import(second, pending, proven(target, pending))
     assert second.start_idx == 18
     whole_source, whole = prefilled(make, PROMPT[:16])
     third = receiver(target, PROMPT[:16], name="f")
     nothing = target.import_block_table(third, whole)
-    assert nothing.src_pages.size == 0
+    assert nothing.parts[0].src_pages.size == 0
     target.commit_import(third, nothing)
     assert third.start_idx == 16
     assert whole_source.contains("p")
@@ -133,9 +133,9 @@ def test_a_table_shorter_than_what_is_cached_here_takes_nothing_back(make: Any, 
     if covers % 4:
         part = change(part, groups=(table.groups[0][: -(-covers // 4)],))
     pending = target.import_block_table(second, part)
-    assert pending.src_pages.size == pending.dst_pages.size == 0
+    assert pending.parts[0].src_pages.size == pending.parts[0].dst_pages.size == 0
     here = -(-covers // 4) * 4  # what is here ends with a page
-    assert pending.tokens == pending.copy_from(here).tokens == (here, here)
+    assert pending.tokens == pending.take(last=True)[0].tokens == (here, here)
     target.commit_import(second, pending)
     assert (second.start_idx, second.active_idx) == (16, 19)
     assert target.maybe_reserve(second)
@@ -269,16 +269,16 @@ def test_a_table_of_another_page_size_names_what_is_lacking_in_both_sizes(
     first = receiver(target, tokens)
     pending = target.import_block_table(first, table)
     assert pending.tokens == (0, 70)
-    assert pending.src_pages.tolist() == list(table.groups[0])
-    assert pending.dst_pages.tolist() == target.get_req_blocks("d")[: -(-70 // ours)]
+    assert pending.parts[0].src_pages.tolist() == list(table.groups[0])
+    assert pending.parts[0].dst_pages.tolist() == target.get_req_blocks("d")[: -(-70 // ours)]
     target.commit_import(first, pending, proven(target, pending))
     second = receiver(target, [*tokens[:50], 9, *tokens[51:]], "e")
     _, other = prefilled(make, [*tokens[:50], 9, *tokens[51:]], size=theirs, params={"hash_algorithm": hashes[0]})
     pending = target.import_block_table(second, other)
     start = 50 // ours * ours  # what is cached here ends with one of our pages, which may be in the midst of theirs
     assert pending.tokens == (start, 70)
-    assert pending.src_pages.tolist() == list(other.groups[0][start // theirs :])
-    assert pending.dst_pages.tolist() == target.get_req_blocks("e")[start // ours : -(-70 // ours)]
+    assert pending.parts[0].src_pages.tolist() == list(other.groups[0][start // theirs :])
+    assert pending.parts[0].dst_pages.tolist() == target.get_req_blocks("e")[start // ours : -(-70 // ours)]
     target.commit_import(second, pending, proven(target, pending))
     assert second.start_idx == 70
 
@@ -312,12 +312,12 @@ def test_an_import_that_grows_names_each_page_when_it_is_there(make: Any, theirs
     target.external_claim("d")
     pending = target.import_block_table(context, beginning(table, 16), 2, partial=True)
     assert pending.tokens == (0, 16)
-    assert pending.dst_pages.tolist() == target.get_req_blocks("d")[: -(-70 // ours)]
+    assert pending.parts[0].dst_pages.tolist() == target.get_req_blocks("d")[: -(-70 // ours)]
     assert target.extend_import(context, pending, beginning(table, 16), last=False).tokens == (16, 16)
     dst, src, span = target.extend_import(context, pending, beginning(table, 48), last=False)
     assert span == (16, 48)
     assert src.tolist() == list(table.groups[0][16 // theirs : 48 // theirs])
-    assert dst.tolist() == pending.dst_pages[16 // ours :].tolist()
+    assert dst.tolist() == pending.parts[0].dst_pages[16 // ours :].tolist()
     with pytest.raises(BlockTableMismatchError, match="covers 70 of the request's 70 tokens"):
         target.extend_import(context, pending, table, last=True)
     context.update(7)
@@ -348,8 +348,8 @@ def test_a_run_of_pages_follows_what_is_here_already(make: Any, theirs: int, our
     first = 48 // theirs // 2  # half of what is here the source does not tell of
     pending = target.import_block_table(context, from_page(table, first))
     assert pending.tokens == (48, 70)
-    assert pending.src_pages.tolist() == list(table.groups[0][48 // theirs :])
-    assert pending.dst_pages.tolist() == target.get_req_blocks("d")[48 // ours : -(-70 // ours)]
+    assert pending.parts[0].src_pages.tolist() == list(table.groups[0][48 // theirs :])
+    assert pending.parts[0].dst_pages.tolist() == target.get_req_blocks("d")[48 // ours : -(-70 // ours)]
     target.commit_import(context, pending, proven(target, pending))
     assert context.start_idx == 70
 

@@ -27,11 +27,11 @@ def test_a_table_of_new_pages_goes_on_from_those_before(make: Any, theirs: int, 
     dst, src, span = target.extend_import(context, pending, from_page(beginning(table, 48), 16 // theirs), last=False)
     assert span == (16, 48)
     assert src.tolist() == every[16 // theirs : 48 // theirs]
-    assert dst.tolist() == pending.dst_pages[16 // ours :].tolist()
+    assert dst.tolist() == pending.parts[0].dst_pages[16 // ours :].tolist()
     dst, src, span = target.extend_import(context, pending, from_page(table, 48 // theirs), last=True)
     assert span == (48, 70)
     assert src.tolist() == every[48 // theirs :]
-    assert pending.src_pages.tolist() == every
+    assert pending.parts[0].src_pages.tolist() == every
     if theirs == ours:
         copy(source, target, pending)
     target.commit_import(context, pending, proven(target, pending))
@@ -50,7 +50,7 @@ def test_what_is_here_already_is_neither_named_nor_copied(make: Any) -> None:
     for end, first in ((32, 4), (52, 8)):
         part = from_page(beginning(table, end), first)
         assert target.extend_import(context, pending, part, last=False).tokens == (40, max(40, end))
-    assert pending.src_pages.tolist() == list(table.groups[0][10:13])
+    assert pending.parts[0].src_pages.tolist() == list(table.groups[0][10:13])
     assert target.extend_import(context, pending, from_page(table, 13), last=True).src_pages.tolist() == list(
         table.groups[0][13:]
     )
@@ -60,7 +60,7 @@ def test_a_table_that_leaves_out_what_no_other_named_or_names_it_otherwise_is_re
     _, table = prefilled(make, TOKENS)
     target, context, pending = begun(make, table, 40)
     every = table.groups[0]
-    before = pending.src_pages.tolist()
+    before = pending.parts[0].src_pages.tolist()
     bad = [
         from_page(table, 11),
         change(from_page(table, 9), groups=((every[8], *every[10:]),)),
@@ -76,7 +76,7 @@ def test_a_table_that_leaves_out_what_no_other_named_or_names_it_otherwise_is_re
     other = change(from_page(table, 10), digests=table.digests[: 7 * 32])
     with pytest.raises(BlockTableMismatchError, match="other tokens .*from page 10 on"):
         target.extend_import(context, pending, other, last=True)
-    assert (pending.src_pages.tolist(), pending.tokens) == (before, (0, 40))
+    assert (pending.parts[0].src_pages.tolist(), pending.tokens) == (before, (0, 40))
     assert target.extend_import(context, pending, from_page(table, 9), last=True).src_pages.tolist() == list(every[10:])
 
 

@@ -296,7 +296,7 @@ def test_an_import_is_copied_in_parts_and_proven_once_all_were_taken(make: Any) 
     target.extend_import(context, pending, source.block_table("r"), last=True)
     (part,) = copier.take()
     assert part.tokens == (8, 18)
-    assert part.dst_pages.tolist() == pending.dst_pages[2:].tolist()
+    assert part.dst_pages.tolist() == pending.parts[0].dst_pages[2:].tolist()
     proof = copier.prove()
     with pytest.raises(InvalidRequestError, match="has ended"):
         copier.prove()
@@ -364,7 +364,7 @@ def test_a_cancelled_import_that_is_written_keeps_its_pages_beyond_a_recovery(ma
         target.release("r")
     assert target.num_free_blocks == 6
     other = computed(target, range(100, 124), "other")
-    assert not {*target.get_req_blocks("other")} & {*pending.dst_pages.tolist()}
+    assert not {*target.get_req_blocks("other")} & {*pending.parts[0].dst_pages.tolist()}
     assert other.start_idx == 24
     copier.give_up()
     target.release("other")

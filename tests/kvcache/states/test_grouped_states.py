@@ -18,7 +18,7 @@ from kvcache import (
 )
 from kvcache.errors import NoFreeStatePageError
 from kvcache.state_shape import StateShape
-from tests.kvcache.build import manager_of, proven
+from tests.kvcache.build import manager_of, proven, state_pages
 from tests.kvcache.kv import KVTokens, kv_of
 from tests.kvcache.replica.test_further_tables import gone
 
@@ -132,11 +132,11 @@ def handed(source: PagedKVCacheManager, target: PagedKVCacheManager, table: Bloc
     pending = target.import_block_table(context, table)
     assert pending is not None
     target.check()
-    for dst, src, (first, stop) in pending.copies(pending.tokens[0], last=True)[:-1]:
+    for dst, src, (first, stop) in pending.take(last=True)[:-1]:
         count = -(-stop // SIZE) - first // SIZE if first < stop else 0
         theirs, ours = np.asarray(src)[:count], np.asarray(dst)[:count]
         target.device_tensors[0][0][ours] = source.device_tensors[0][0][theirs]
-    ((there, here),) = pending.wholes
+    there, here = state_pages(pending)
     for mine, theirs in zip(target.states[0].blocks[0], source.states[0].blocks[0], strict=True):
         mine[here] = theirs[there]
     return context, pending
@@ -160,7 +160,7 @@ def test_an_import_takes_what_lacks_in_each_table_and_the_state(copies: int | No
             without_state_at(target, pages)
     context, pending = handed(source, target, table)
     assert pending.tokens == ((0 if here == "nothing" else 40), 40)
-    assert [one.first for one in pending.further] == [{"nothing": 32, "no window": 32}.get(here, 40)]
+    assert [one.first for one in pending.parts[1:-1]] == [{"nothing": 32, "no window": 32}.get(here, 40)]
     assert context.start_idx == (40 if here == "all" else 0)
     target.commit_import(context, pending, proven(target, pending))
     for _ in range(9):

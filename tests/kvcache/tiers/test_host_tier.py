@@ -360,9 +360,9 @@ def test_an_import_leaves_restored_pages_to_the_tier(served: Any) -> None:
     pending = it.manager.import_block_table(taker, table)
     assert pending is not None
     assert pending.tokens[0] == 16
-    assert len(pending.dst_pages) == 2
+    assert len(pending.parts[0].dst_pages) == 2
     theirs, ours = source.manager.device_tensors[0][0], it.manager.device_tensors[0][0]
-    for src, dst in zip(pending.src_pages.tolist(), pending.dst_pages.tolist(), strict=True):
+    for src, dst in zip(pending.parts[0].src_pages.tolist(), pending.parts[0].dst_pages.tolist(), strict=True):
         ours[dst] = theirs[src]
     it.manager.commit_import(taker, pending, proven(it.manager, pending))
     another = it.claim([*tokens, 2])  # finds what the import has published, restored pages too, before the taker runs

@@ -26,7 +26,7 @@ def recounted(replica: Replica) -> list[PageState]:
     for page in (page for pages in replica.tier.coming() for page in pages.tolist()):
         states[page] = PageState.WRITTEN
     for pending in replica.imports.each:
-        for page in pending.dst_pages.tolist():
+        for page in pending.parts[0].dst_pages.tolist():
             states[page] = PageState.QUARANTINED if pending.closed else PageState.WRITTEN
     return states
 
@@ -41,7 +41,7 @@ def owners(replica: Replica) -> dict[int, set[str]]:
         for page in (page for pages in held for page in pages.tolist()):
             found.setdefault(page, set()).add(lease.request_id)
     for pending in replica.imports.each:
-        for page in pending.dst_pages.tolist():
+        for page in pending.parts[0].dst_pages.tolist():
             found.setdefault(page, set()).add(pending.request_id)
     return found
 

@@ -74,9 +74,10 @@ def test_the_groups_follow_the_config(make_model: Callable[..., Any]) -> None:
     assert groups_of(config) == (LayerGroup("full", (1,)), LayerGroup("window", (0, 2, 3), WINDOW))
     config = make_model("llama4", num_hidden_layers=4, layer_types=CHUNKED, attention_chunk_size=24).config
     assert groups_of(config) == (LayerGroup("full", (2,)), LayerGroup("chunked", (0, 1, 3), 24))
-    for kind in ("llama", "mistral"):  # all layers alike
-        assert groups_of(make_model(kind).config) == ()
-        assert not kv_params_of(make_model(kind).config, group_layers=True).groups
+    assert groups_of(make_model("llama").config) == ()
+    for kind in ("mistral", "phi3"):  # all layers alike
+        assert groups_of(make_model(kind).config) == (LayerGroup("window", (0, 1, 2), 24),)
+        assert groups_of(make_model(kind, sliding_window=None).config) == ()
     assert not kv_params_of(config).groups
 
 

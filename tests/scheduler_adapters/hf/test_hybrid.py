@@ -37,7 +37,7 @@ from scheduler_adapters.hf.runner import (
 )
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Output, Request, ServingLoop
-from tests.kvcache.build import proven
+from tests.kvcache.build import proven, state_pages
 from tests.scheduler_adapters.conftest import HYBRIDS
 from tests.scheduler_adapters.serving import assert_nothing_held, new_manager, own_tokens, requests_of, serve, tokens_of
 
@@ -114,10 +114,10 @@ def test_a_request_goes_on_from_pages_and_a_state_page_that_were_copied(
         target.manager.external_claim(name)
         pending = target.manager.import_block_table(context, table)
         assert pending is not None
-        ((there, here),) = pending.wholes
+        there, here = state_pages(pending)
         for shard in range(shards):
             blocks = [loop.manager.device_tensors[0][shard] for loop in (target, source)]
-            blocks[0][pending.dst_pages] = blocks[1][pending.src_pages]
+            blocks[0][pending.parts[0].dst_pages] = blocks[1][pending.parts[0].src_pages]
             of_shard = [states_of(loop).tensors[shard] for loop in (target, source)]
             for mine, theirs in zip(*of_shard, strict=True):
                 mine[here] = theirs[there]
@@ -150,7 +150,7 @@ def test_a_cancelled_import_leaves_a_request_that_computes_its_tokens_itself(
     source, target = hybrid_loop(model), hybrid_loop(model)
     serve(source, requests_of(PROMPTS[:1], 1, hold_pages=True))
     context, pending = imported(target, source, first_token=expected[0][0])
-    states_of(target).tensors[0][3][pending.wholes[0][1]] = 3
+    states_of(target).tensors[0][3][state_pages(pending)[1]] = 3
     with pytest.raises(StatePageError, match="being written"):
         states_of(target).tokens_of("r0")
     target.manager.cancel_import(pending)
@@ -202,7 +202,7 @@ def test_an_import_of_a_state_needs_a_proof_and_its_page_stays_with_the_copier(m
     source, target = hybrid_loop(model), hybrid_loop(model)
     serve(source, requests_of(PROMPTS[:1], 1, hold_pages=True))
     context, pending = imported(target, source)
-    (pages,) = pending.wholes
+    pages = state_pages(pending)
     with pytest.raises(InvalidRequestError, match="'r0': commit_import without a proof"):
         target.manager.commit_import(context, pending)
     copier = target.manager.copier(pending)

@@ -17,6 +17,7 @@ from scheduler_adapters.hf.runner import (
 )
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Request, ServingLoop
+from tests.kvcache.build import state_pages
 from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, serve
 
 pytestmark = pytest.mark.slow
@@ -191,7 +192,7 @@ def test_a_cancelled_import_goes_on_from_what_it_found_or_what_it_saved(model: A
         target.states[0]._found = lambda digest: 0 if target.states[0].hits else found(digest)
     pending = target.import_block_table(context, source.block_table("r"))
     assert pending.tokens[0] > 0
-    ((_, here),) = pending.wholes
+    _, here = state_pages(pending)
     for blocks in target.states[0].blocks[0]:
         blocks[here] = 7
     target.cancel_import(pending)
@@ -216,7 +217,7 @@ def test_the_slab_of_an_import_whose_request_is_gone_is_pages_again_once_nothing
     taken = target._replicas.each[0].pool.taken
     target.release("r")
     target.check()
-    assert (np.flatnonzero(taken).tolist(), target.states[0].num_held) == ([pending.wholes[0][1]], 1)
+    assert (np.flatnonzero(taken).tolist(), target.states[0].num_held) == ([state_pages(pending)[1]], 1)
     target.cancel_import(pending)
     assert not taken.any()
     assert_nothing_held(target)

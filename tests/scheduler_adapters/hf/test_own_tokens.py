@@ -26,7 +26,7 @@ from scheduler_adapters.hf.runner import (
 )
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Request, ServingLoop
-from tests.kvcache.build import proven
+from tests.kvcache.build import proven, state_pages
 from tests.scheduler_adapters.conftest import HYBRIDS
 from tests.scheduler_adapters.hf.conftest import FORMS as KINDS_OF_STATE
 from tests.scheduler_adapters.hf.speculating import Engine, assert_equal
@@ -205,10 +205,10 @@ def test_tokens_equal_behind_an_import(form: str, model: Any, had: bool, end: st
     target.check()
     states = zip(*([*one.states[0].blocks[0]] if one.states else [] for one in (target, source)), strict=True)
     for mine, theirs in states:
-        ((there, here),) = pending.wholes
+        there, here = state_pages(pending)
         mine[here] = theirs[there] if end == "commit" else 7
     if end == "commit":
-        for dst, src, (first, stop) in pending.copies(pending.tokens[0], last=True)[: len(target.layer_tables.tables)]:
+        for dst, src, (first, stop) in pending.take(last=True)[: len(target.layer_tables.tables)]:
             count = -(-stop // PAGE) - first // PAGE if first < stop else 0
             target.device_tensors[0][0][dst[:count]] = source.device_tensors[0][0][src[:count]]
         target.commit_import(context, pending, proven(target, pending))

@@ -13,7 +13,7 @@ from kvcache.replica.context import TextContext
 from scheduler_adapters.hf.runner import HFRunner
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Request, ServingLoop
-from tests.kvcache.build import proven
+from tests.kvcache.build import proven, state_pages
 from tests.kvcache.tiers.stored_objects import StoredObjects
 from tests.scheduler_adapters.hf.states_below import below, found_share, state_bytes, turns_of
 from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, serve, tokens_of
@@ -316,11 +316,13 @@ def test_an_import_that_begins_with_a_state_from_below(model: Any, slabs: bool, 
     pending = target.import_block_table(context, table)
     had = (len(prompt) - 1) // PAGE * PAGE
     assert context.start_idx == had
-    ((there, here),) = pending.wholes
+    there, here = state_pages(pending)
     if end == "commit":
         for mine, theirs in zip(target.states[0].blocks[0], source.states[0].blocks[0], strict=True):
             mine[here] = theirs[there]
-        target.device_tensors[0][0][pending.dst_pages] = source.device_tensors[0][0][pending.src_pages]
+        target.device_tensors[0][0][pending.parts[0].dst_pages] = source.device_tensors[0][0][
+            pending.parts[0].src_pages
+        ]
         target.commit_import(context, pending, proven(target, pending))
     else:
         for blocks in target.states[0].blocks[0]:

@@ -60,7 +60,7 @@ def promised(source: Side, target: Side) -> tuple[TextContext, PendingImport]:
 
 def write(source: Side, target: Side, pending: PendingImport) -> TransferReqData:
     # In opposite orders no two pages are copied as one; from eight runs on NIXL copies beside the caller.
-    pages = pending.src_pages[::-1].tolist(), pending.dst_pages.tolist()
+    pages = pending.parts[0].src_pages[::-1].tolist(), pending.parts[0].dst_pages.tolist()
     return source.engine.initiate_send_transfer(target.engine.metadata, *pages, 0, 0)
 
 
@@ -77,7 +77,7 @@ def nobody_else_gets(target: Side, pending: PendingImport) -> bool:
     assert target.manager.maybe_reserve(other)
     taken = set(target.manager.get_req_blocks(other.request_id))
     target.manager.release(other.request_id)
-    return not taken & set(pending.dst_pages.tolist())
+    return not taken & set(pending.parts[0].dst_pages.tolist())
 
 
 def given_up(source: Side, target: Side) -> tuple[TextContext, PendingImport, TransferReqData]:

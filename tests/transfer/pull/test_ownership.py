@@ -127,7 +127,7 @@ class Reader(Side):
         return self.end(source, key)
 
     def values(self, pending: PendingImport) -> set[float]:
-        pages = pending.dst_pages.tolist()
+        pages = pending.parts[0].dst_pages.tolist()
         return {float(value) for shard in self.manager.device_tensors[0] for value in shard[pages].unique()}
 
 
