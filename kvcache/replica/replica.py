@@ -518,20 +518,22 @@ class Replica:
         """
         reached = 0  # columns whose pages are there, whether or not there is a state after the last of them
         if found is None:
-            found, reached = self.look_up(row, context, start)
+            found = self.published_run(context, row)
+            if self.tier.keeps or self.states.keeps:
+                found, reached = self.look_up(row, context, start, found)
             if found.end * self.page_size > start:
                 start = found.end * self.page_size
-            elif found.num_columns:  # no token fewer to run: `step` finds the duplicates
+            elif found.end > found.first:  # no token fewer to run: `step` finds the duplicates
                 found = self.tables.nothing(found.first)
         plan = self.tables.plan(row, context, length, start, found)
         return self.states.planned(row, context, plan, reached) if self.states.keeps else plan
 
-    def look_up(self, row: int, context: Context, start: int) -> tuple[Found, int]:
+    def look_up(self, row: int, context: Context, start: int, found: Found) -> tuple[Found, int]:
         """What the row's request, which runs from `start` so far, can go on with, on the device or below it.
 
-        Behind its own columns; and up to which column pages are there, whether or not there is a state after the last.
+        `found`: the published run. Behind the row's own columns; and up to which column pages are there, whether or not
+        there is a state after the last.
         """
-        found = self.published_run(context, row)
         if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):  # else `step` comes first
             last = (context.current_length - 1) // self.page_size
             if found.end < last or self.states.keeps:
