@@ -20,7 +20,7 @@ class PagesBelow:
     keeps = False  # whether pages may come back
     generation = 0  # counts what has come and gone
     brought_at_once = 0  # pages, for others than rows
-    fetches = False  # whether some lie below what can be lifted
+    fetches = False  # whether some lie below the host
     asks = False  # whether somebody has to be asked for what lies there
     longest_tail = 0  # pages that may lie there beyond what is found by asking for the whole prompt
     is_bringing = False  # whether pages are on their way that no row has
@@ -34,7 +34,7 @@ class PagesBelow:
         return self.has(digests, asked)
 
     def host_has(self, digests: Digests, asked: Asked) -> Asked:
-        """Which of them can be lifted now."""
+        """Which of them the host has: these can be brought up now."""
         return self.has(digests, asked)
 
     def ask(self, digests: Digests, perhaps: Asked) -> bool:  # noqa: ARG002 - as above
@@ -42,14 +42,14 @@ class PagesBelow:
         return False
 
     def to_host(self, digests: Digests, wanted: Asked, gain: int, *, wait: bool) -> bool:  # noqa: ARG002 - as above
-        """Have the `wanted` pages, all of them below, where they can be lifted; whether some are on their way.
+        """Have the `wanted` pages, all of them below, brought to the host; whether some are on their way.
 
         `gain`: of how many pages the tokens need not be computed then. `wait`: for a while.
         """
         return False
 
     def bring(self, wanted: FromBelow, most: int) -> None:
-        """Have the first `most` of these pages, which can be lifted, on the device, for others than rows.
+        """Have the first `most` of these pages, which the host has, on the device, for others than rows.
 
         They are published once they are there.
         """

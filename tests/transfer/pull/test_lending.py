@@ -479,7 +479,7 @@ def test_a_question_that_comes_again_is_answered_alike_and_leases_once(side: Any
     assert first.query_id == 3
     pages = open_pages(first.pages, "p/0", None)
     assert pages.prompt_digest == wanted.digests[96:128]
-    with pytest.raises(MetadataError, match="is of other pages than it was asked for"):
+    with pytest.raises(MetadataError, match="is of engine 'p/0' and lease"):
         open_pages(first.pages, "p/0", pages.lease_id + 1)
 
 
