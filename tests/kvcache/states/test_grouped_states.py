@@ -18,6 +18,7 @@ from kvcache import (
 )
 from kvcache.errors import NoFreeStatePageError
 from kvcache.state_shape import StateShape
+from tests.kvcache.books import books_of, first_difference
 from tests.kvcache.build import manager_of, proven, state_pages
 from tests.kvcache.kv import KVTokens, kv_of
 from tests.kvcache.replica.test_further_tables import gone
@@ -246,3 +247,20 @@ def test_pages_of_a_window_are_moved_for_a_state_but_not_those_that_others_know(
     manager.check()
     tokens = context.tokens.tolist()
     assert served(manager, tokens, "again")[0] == (len(tokens) - 1) // SIZE * SIZE
+
+
+def test_a_claim_or_a_fork_without_room_for_its_state_changes_nothing() -> None:
+    """All slabs are held: what is cached among the pages stays, and no row is taken."""
+    manager = make(26, None, 0, LARGE)
+    served(manager, PROMPT[:9], "before")
+    context = start(manager, PROMPT[:5])
+    run(manager, context)
+    for number in range(2):
+        manager.external_claim(f"other {number}", 0)
+    child = context.fork("child")
+    before = books_of(manager, [context, child])
+    for call in (lambda: manager.external_claim("no room", 0), lambda: manager.fork(context, child)):
+        with pytest.raises(NoFreeStatePageError):
+            call()
+        assert not (changed := first_difference(before, books_of(manager, [context, child]))), changed
+    manager.check()
