@@ -280,12 +280,6 @@ class KVCacheParams:
         if not isinstance(cast("object", given), tuple | list) or not all(isinstance(one, LayerGroup) for one in given):
             raise InvalidParamsError(f"groups is {shown(given)}: a tuple of LayerGroup is needed")
         object.__setattr__(self, "groups", tuple(given))
-        if not given:
-            return
-        _check(
-            self.partial_reuse_min_tokens == 0,
-            "partial_reuse_min_tokens is given, and groups: it holds for layers of one group only",
-        )
 
     def _check_states(self) -> None:
         """What does not go with recurrent states."""
@@ -302,7 +296,8 @@ class KVCacheParams:
             )
         _check(
             self.partial_reuse_min_tokens == 0,
-            "partial_reuse_min_tokens is given: pages of a model with recurrent states are not cached that way",
+            "partial_reuse_min_tokens is given, and states: a recurrent state is of whole pages, and none lies inside "
+            "one from which a part of it could be gone on from",
         )
         _check(
             not self.routing.copy_pages,

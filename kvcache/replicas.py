@@ -421,9 +421,10 @@ class Replicas:
         """Copy a page of which the request shares a part into the request's own."""
         found = partial.find(row, context)
         if found is not None:
-            page, own, cached = found
+            pages, own, cached = found
             self.each[replica_idx].move_start(row, context, cached)
-            self.placed[replica_idx].copy_page(page, own)
+            for page, target in zip(pages.tolist(), own.tolist(), strict=True):
+                self.placed[replica_idx].copy_page(page, target)
 
     def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
         """Pages for a batch of one token each; False where it takes a closer look at each request."""

@@ -2,6 +2,8 @@
 
 Off by default: on public traces it is worth under one point of hit rate, and it costs what the default index does not:
 a few hundred bytes of Python objects for each published page. Long pages and short prompts are what it is for.
+
+Of several block tables the page is copied in each, where each has it still. A page is known by that of the first table.
 """
 
 from itertools import islice
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvcache.replica.context import Context
 from kvcache.replica.replica import Replica
+from kvcache.replica.rows import Pages
 
 _MOST_SIBLINGS = 64  # pages looked at of those that continue one prefix, the latest first
 
@@ -32,14 +35,15 @@ class PartialReuse:
     def learn(self, row: int, context: Context, first: int, last: int) -> None:
         """The pages `first` to `last` of the row were published."""
         size, index = self._replica.page_size, self._replica.pool.index
-        pages = self._replica.rows.pages(row)[:last]
         for at in range(first, last):
             if _has_key(context, at, size):
                 continue
-            page, prefix = int(pages[at]), self._prefix(row, context, at)
+            page, prefix = int(self._replica.rows.table[0, row, at]), self._prefix(row, context, at)
+            if not page or not prefix:
+                continue
             self._siblings.get(self._prefix_of.pop(page, b""), {}).pop(page, None)
             tokens = np.array(context.tokens[at * size : (at + 1) * size], np.int32)
-            digest = index.digests_of(pages[at : at + 1]).tobytes()
+            digest = index.digests_of(np.array([page])).tobytes()
             self._siblings.setdefault(prefix, {})[page] = (digest, tokens)
             self._prefix_of[page] = prefix
 
@@ -48,37 +52,33 @@ class PartialReuse:
         self._siblings.clear()
         self._prefix_of.clear()
 
-    def find(self, row: int, context: Context) -> tuple[int, int, int] | None:
-        """What the reserved row can copy: the page to copy, its own page, and the tokens that are cached then."""
+    def find(self, row: int, context: Context) -> tuple[Pages, Pages, int] | None:
+        """What the reserved row can copy: of each table the page to copy, and its own; the tokens cached then."""
         size, rows, start = self._replica.page_size, self._replica.rows, context.start_idx
         at = start // size
         if int(rows.committed[row]) != at or _has_key(context, at, size):
             return None
-        own = int(rows.table[0, row, at])
-        # The last token has to run. A page that others share, or find, is not ours to write to.
-        wanted = np.asarray(context.tokens[at * size : min((at + 1) * size, context.current_length - 1)])
-        pool = self._replica.pool
-        if len(wanted) < self._min_tokens or pool.holders[own] != 1 or pool.index.published[own]:
+        own, pool, tables = rows.table[:, row, at].copy(), self._replica.pool, self._replica.tables
+        # The last token has to run, and of a chunk, where windows have no pages for more. A page that others share, or
+        # find, is not ours to write to.
+        last = (context.active_idx if tables.in_chunks else context.current_length) - 1
+        wanted = np.asarray(context.tokens[at * size : min((at + 1) * size, last)])
+        if len(wanted) < self._min_tokens or (pool.holders[own] != 1).any() or pool.index.published[own].any():
             return None
         siblings = self._siblings.get(self._prefix(row, context, at), {})
-        best, length = 0, max(self._min_tokens - 1, start - at * size)
-        for page, (digest, tokens) in islice(reversed(siblings.items()), _MOST_SIBLINGS):
+        best, length = None, max(self._min_tokens - 1, start - at * size)
+        for digest, tokens in islice(reversed(siblings.values()), _MOST_SIBLINGS):
             same = _common(tokens, wanted)
-            if same > length and self._is_published(page, digest):
-                best, length = page, same
-        return (best, own, at * size + length) if best else None
-
-    def _is_published(self, page: int, digest: bytes) -> bool:
-        index = self._replica.pool.index
-        return bool(index.published[page]) and index.digests_of(np.array([page], np.int32)).tobytes() == digest
+            if same > length and (pages := tables.pages_of(np.frombuffer(digest, np.uint64)[None])).all():
+                best, length = pages[:, 0], same
+        return None if best is None else (best, own, at * size + length)
 
     def _prefix(self, row: int, context: Context, at: int) -> bytes:
-        """Names what a page at `at` continues: the digest of the page before, or the salt."""
+        """Names what a page at `at` continues: the digest of the page before, or the salt; empty where unknown."""
         if at:
-            before = self._replica.rows.pages(row)[at - 1 : at]
-            return self._replica.pool.index.digests_of(before).tobytes()
+            return self._replica.published_digests(row, context, at - 1, at).tobytes()
         salt: str | None = getattr(context, "cache_salt", None)
-        return b"" if salt is None else b"=" + salt.encode()
+        return b"-" if salt is None else b"=" + salt.encode()
 
 
 def _common(tokens: NDArray[np.int32], wanted: NDArray[np.integer[Any]]) -> int:

@@ -104,6 +104,10 @@ class RowTables:
         """The digests of the pages of all tables, `[tables, pages, words]`, given those of their tokens."""
         return self._mix(slice(None), digests)
 
+    def pages_of(self, digests: Digests) -> Pages:
+        """The published page of each digest in each table: int32 `[tables, len(digests)]`."""
+        return self._find(slice(None), digests)
+
     def from_below(self, digests: Digests, below: Below, ends: Asked | None = None, first: int = 0) -> FromBelow:
         """The longest prefix of pages with these digests that all tables can go on from with what `below` has of them.
 

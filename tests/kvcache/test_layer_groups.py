@@ -107,18 +107,6 @@ def test_groups_that_cannot_be_are_refused(arguments: Any, said: str) -> None:
         LayerGroup(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        ("partial_reuse_min_tokens", {"partial_reuse_min_tokens": 2}),
-    ],
-)
-def test_what_holds_for_one_group_only_is_refused_by_name(name: str, given: dict[str, Any]) -> None:
-    groups = (LayerGroup("full", (0,)), LayerGroup("window", (1,), 4))
-    with pytest.raises(InvalidParamsError, match=f"^{name} is given, and groups"):
-        manager_of(layers=2, params={"groups": groups, **given})
-
-
 def test_no_group_has_to_be_of_full_attention() -> None:
     groups = (LayerGroup("window", (0,), 4), LayerGroup("chunked", (1,), 6))
     assert manager_of(layers=2, params={"groups": groups}).layer_tables.kinds == ("chunked 6", "window 4")

@@ -31,11 +31,9 @@ NEEDED = {"files": "host", "objects": "host", "peer copies": "replicas"}
 ONE_OF = (frozenset({"states apart", "states in slabs"}),)
 """Features of which a manager has one: no pair."""
 
-_GROUPS = "partial_reuse_min_tokens is given, and groups: it holds for layers of one group only"
-_STATES = "partial_reuse_min_tokens is given: pages of a model with recurrent states are not cached that way"
+_STATES = "partial_reuse_min_tokens is given, and states: a recurrent state is of whole pages"
 _PEERS = "routing.copy_pages is given, and states: pages without the state after them are nothing to go on from"
 REFUSED: dict[frozenset[str], str] = {
-    **{frozenset({"partial", one}): _GROUPS for one in ("window", "chunk", "windows alone")},
     **{frozenset({"partial", one}): _STATES for one in ("states apart", "states in slabs")},
     **{frozenset({"peer copies", one}): _PEERS for one in ("states apart", "states in slabs")},
 }

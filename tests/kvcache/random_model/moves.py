@@ -357,6 +357,10 @@ class Moves:
     def active_after(self, before: tuple[int, int], context: TextContext) -> int:
         """Where a chunk ends whose start has moved."""
         start, (was, active) = context.start_idx, before
+        if (
+            "partial" in self.features and self.manager.params.groups
+        ):  # a part of a page comes behind that, in the chunk
+            start = max(was, start - start % PAGE_SIZE)
         return active if start < active else min(context.end_idx, start + active - was)
 
     def came(self, one: Request, asked: tuple[tuple[int, int], int, int, int], may: tuple[int, int, int, int]) -> None:
@@ -369,7 +373,9 @@ class Moves:
         assert least <= now <= most, f"{one.name}: goes on from {now}, {least} to {most} may be"
         assert now < context.active_idx <= active <= context.end_idx, f"{context} was to run up to {active}"
         found = now // PAGE_SIZE if now > start else committed
-        plan = replica.plan(one, len(one.tokens), now, active, steps, found)
+        # A part of a page comes once the pages are there.
+        planned = now - now % PAGE_SIZE if part and now > start and now % PAGE_SIZE else now
+        plan = replica.plan(one, len(one.tokens), max(start, planned), active, steps, found)
         if self.exact:
             left = replica.surplus(one, plan, committed)
             assert left >= 0, f"{one.name}: has pages, {-left} too many"

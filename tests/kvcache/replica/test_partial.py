@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache import InvalidParamsError, PagedKVCacheManager, TextContext
+from kvcache import InvalidParamsError, LayerGroup, PagedKVCacheManager, StateShape, TextContext
 from kvcache.replica.partial import PartialReuse
+from tests.kvcache.build import manager_of
 from tests.kvcache.test_params import params
 
 PAGE = 4
@@ -60,6 +61,59 @@ def test_a_prompt_that_leaves_a_cached_one_within_a_page_goes_on_from_there(make
     assert served(manager, [*range(10)]) == 9
     assert served(manager, [50, *range(9)]) == 0
     assert manager.metrics.cache_tokens == 17
+
+
+FULL, WINDOW, CHUNKED = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6), LayerGroup("chunked", (1,), 8)
+
+
+def served_in_tables(manager: PagedKVCacheManager, tokens: list[int], chunk: int = 64) -> int:
+    """As `served`, of a model whose KV is the token and the number of the block table, its prompt in chunks."""
+    context, replica = TextContext(tokens, 256), manager._replicas.each[0]
+    found, blocks = -1, manager.device_tensors[0][0]
+    with manager.claim(context):
+        table = replica.rows.table[:, replica.rows.row_of[context.request_id]]
+        while len(context.tokens) == len(tokens):
+            context.set_token_indices(active_idx=min(len(tokens), context.start_idx + chunk))
+            assert manager.maybe_reserve(context)
+            found = context.start_idx if found < 0 else found
+            manager.fetch([context])
+            for number, pages in enumerate(table):
+                for at, token in enumerate(tokens[: context.active_idx]):
+                    page, wanted = int(pages[at // PAGE]), float(token + 1000 * number)
+                    if page and at < context.start_idx:
+                        assert blocks[page, 0, 0, at % PAGE, 0, 0] == wanted, f"table {number}, token {at}"
+                    elif at >= context.start_idx:
+                        blocks[page, :, :, at % PAGE] = wanted
+            context.update(7)
+            manager.step([context])
+    return found
+
+
+@pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, CHUNKED), (LayerGroup("window", (0, 1), 6),)], ids=str)
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_of_several_tables_the_page_is_copied_in_each(groups: tuple[LayerGroup, ...], chunk: int) -> None:
+    manager = manager_of(64, layers=2, params={"partial_reuse_min_tokens": 1, "groups": groups})
+    assert served_in_tables(manager, [*range(21)], chunk) == 0
+    assert served_in_tables(manager, [*range(18), 90, 91, 92], chunk) == 18
+    assert served_in_tables(manager, [*range(10)], 64) == 9
+    manager.check()
+
+
+def test_where_one_table_lost_the_page_nothing_is_copied() -> None:
+    told = {"partial_reuse_min_tokens": 1, "groups": (FULL, WINDOW)}
+    manager = manager_of(64, layers=2, checks=False, params=told)
+    served_in_tables(manager, [*range(21)])
+    index, tokens = manager._replicas.each[0].pool.index, TextContext(range(21), 64)
+    digests = np.frombuffer(manager.contents.digests(tokens).digests, np.uint64).reshape(-1, 4)
+    page = manager._replicas.each[0].tables.pages_of(digests[4:])[1]
+    index.withdraw(page)
+    assert served_in_tables(manager, [*range(18), 90, 91, 92]) == 16
+
+
+def test_no_part_of_a_page_is_reused_behind_a_recurrent_state() -> None:
+    shape = StateShape(1, 2, 1, 1, 1, 2, torch.float32)
+    with pytest.raises(InvalidParamsError, match="states: a recurrent state is of whole pages, and none lies inside"):
+        params(partial_reuse_min_tokens=1, states=shape, enable_prefix_caching=True)
 
 
 def test_an_exact_page_is_shared_and_not_copied(make: Any) -> None:
