@@ -279,16 +279,15 @@ class Replicas:
         self.mark.call = None
         return True
 
-    def step(self, gathered: Gathered) -> None:
-        """Publish what is full of computed tokens. Raises before anything is published."""
-        for states in self.states:
-            if states.pages.drafts.page_of:
-                step_drafted(self.states, gathered, self._step)
-                return
-        self._step(gathered)
+    def step(self, gathered: Gathered, settle: Callable[[], None] | None = None) -> None:
+        """Publish what is full of computed tokens. Raises before anything is published.
 
-    def _step(self, gathered: Gathered, settle: Callable[[], None] | None = None) -> None:
-        """`step`. `settle`: of drafted states, what is done once the tokens are published."""
+        `settle`: of drafted states, what is done once the tokens are published.
+        """
+        for states in self.states:
+            if settle is None and states.pages.drafts.page_of:
+                step_drafted(self.states, gathered, self.step)
+                return
         computed = gathered.starts
         if gathered.slack < -1:  # else none was run past its pages
             for share in gathered.split(len(self.each)):
@@ -301,9 +300,8 @@ class Replicas:
             self._publish(gathered, word)
         if settle is not None:
             settle()
-        for at, states in enumerate(self.states):
-            share = gathered.split(len(self.each))[at]
-            states.stepped(share.rows, computed[share.at])
+        for share in gathered.split(len(self.each)) if self.states else ():
+            self.states[share.replica].stepped(share.rows, computed[share.at])
         self.mark.call = None
 
     def _publish(self, gathered: Gathered, word: tuple[str, object]) -> None:
