@@ -36,6 +36,11 @@ def switch(told: str, *, default: bool = False, **more: object) -> Any:
     return field(default=default, metadata={"action": f"store_{not default}".lower(), "help": told, **more})
 
 
+def choice(told: str, *, default: bool) -> Any:
+    """A field that is an option without a value, and one with `no-` before its name."""
+    return field(default=default, metadata={"action": argparse.BooleanOptionalAction, "help": told})
+
+
 def add_options(parser: argparse.ArgumentParser, options: Any) -> None:
     """Let a parser know the options of a command; what it then finds are the arguments of that dataclass."""
     for one in fields(options):

@@ -4,7 +4,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from scheduler_adapters.arguments import device, endpoint, input_path, number, option, output_file, plain, switch, whole
+from scheduler_adapters.arguments import (
+    choice,
+    device,
+    endpoint,
+    input_path,
+    number,
+    option,
+    output_file,
+    plain,
+    switch,
+    whole,
+)
 
 _TOKENS = whole(1, 1 << 20)
 _PROCESSES = whole(1, 64)
@@ -69,9 +80,10 @@ class ServeOptions:
         "HOSTS", plain, None, "hosts and networks that decode may read from, with commas"
     )
     page_size: int = option("P", _TOKENS, 16, "tokens of a page")
-    group_layers: bool = switch(
+    group_layers: bool = choice(
         "layers that see a window or a chunk have block tables of their own, and give back what no query sees any "
-        "more: alike in all processes"
+        "more: alike in all processes",
+        default=True,
     )
     tp: int = option("N", whole(1, 64), 1, "shards that the heads are split over")
     cache_mb: float = option("MB", number(0, 1 << 24), 64.0, "memory for pages in each process, in 2**20 bytes")

@@ -282,7 +282,6 @@ def test_layers_with_windows_and_chunks_are_served_over_tables_of_their_own(
         str(tmp_path / "model"),
         "--served-model-name",
         "pagewire",
-        "--group-layers",
         "--decodes",
         "2",
     )

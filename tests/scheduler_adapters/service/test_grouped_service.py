@@ -10,6 +10,7 @@ import pytest
 
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from tests.scheduler_adapters.hf.test_groups import MODELS
+from tests.scheduler_adapters.hf.test_windows_alone import MODELS as ALONE
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.service.test_peer_prefixes import outcome, served
 from tests.scheduler_adapters.serving import own_tokens
@@ -26,7 +27,7 @@ PROMPTS = [[*HEAD, *ByteTokenizer().encode(text)] for text in ("one", "another o
     params=[pytest.param(name, marks=() if name in ("gemma3", "llama4") else pytest.mark.ci) for name in MODELS],
 )
 def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
-    kind, changes = MODELS[request.param]
+    kind, changes = (MODELS | {f"{name} alone": one for name, one in ALONE.items()})[request.param]
     return shared_model(kind, num_hidden_layers=4, **changes)
 
 
@@ -69,6 +70,20 @@ def test_tokens_are_the_models_own_and_windows_alone_are_pulled(
     assert service.serve(PROMPTS) == expected
     pulled_again = service.decode.stats().pages_pulled - stats.pages_pulled
     assert pulled_again <= 4 * len(PROMPTS), "all but a page that is not full was here"
+    service.assert_nothing_held()
+
+
+@pytest.mark.parametrize("chunkwise", [False, True])
+@pytest.mark.parametrize("model", ["mistral alone", "llama4 alone"], indirect=True)
+def test_of_windows_or_chunks_alone_decode_pulls_what_the_next_token_sees(
+    start: Callable[..., Service], expected: list[list[int]], chunkwise: bool
+) -> None:
+    service = start({"budget": 24}, {"tp": 2}, chunkwise=chunkwise)
+    assert service.serve(PROMPTS) == expected
+    pulled = service.decode.stats().pages_pulled
+    assert pulled <= 4 * len(PROMPTS), "a window of 20 tokens, or a chunk of 24, touches 4 pages"
+    assert service.serve(PROMPTS) == expected
+    assert service.decode.stats().pages_pulled - pulled <= 2 * len(PROMPTS)
     service.assert_nothing_held()
 
 
