@@ -324,7 +324,8 @@ class Moves:
         committed = replica.committed(one)
         device, low, high = self.ends(one, committed, steps) if looks else (committed, committed, committed)
         run = self.device_run(one, committed)
-        one.shared = (run - committed) * PAGE_SIZE if looks and run > committed else one.shared
+        if looks:  # what an earlier look found may be gone
+            one.shared = (run - committed) * PAGE_SIZE
         there = self.call("maybe_reserve", lambda: self.manager.maybe_reserve(context, steps))
         if not looks and length + steps - 1 <= one.room:
             assert there, f"{one.name}: refused pages that it has"
