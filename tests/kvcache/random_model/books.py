@@ -283,6 +283,8 @@ class Books:
         start = one.cached
         if start % PAGE_SIZE or not start or not replica.caching:
             return
+        if start // PAGE_SIZE - 1 not in one.rows[0]:  # a window has moved on, and the state was set back to its end
+            return
         digest = self.names.digest_of[content(0, one.tokens, one.named, start // PAGE_SIZE - 1)]
         room = len(replica.requests) < ROWS + self.built.copies
         if self.foretold and alone and room and not self.manager.num_leased_blocks and self.plain_states(at):
