@@ -113,7 +113,7 @@ def laid_ways(model: CachedModel, tp: int, asked: MemoryAsked) -> Iterator[LaidW
     )
     yield LaidWay("pagewire", page, own, None, (whole, *states))
     if len(set(every)) == 1:  # pages of one size
-        if len(model.paged) > 1 and not states and any(not one.window for one in model.paged):
+        if not states and any(one.window for one in model.paged):
             yield _with_groups(model, every[0], asked)
         if len(states) == 1:
             yield from _with_slabs(model, every[0], asked, whole)
