@@ -103,6 +103,10 @@ class ImportPart:
         ordered = np.sort(every)
         return None if np.count_nonzero(ordered[1:] == ordered[:-1]) else every
 
+    def take_up(self, pages: Pages, num_tokens: int) -> None:
+        """These pages of the other manager hold what is to be copied before token `num_tokens`."""
+        self.src_pages, self.stop = pages, max(self.first, num_tokens)
+
     def copy_from(self, token: int, page_size: int, src_page_size: int) -> PageCopy:
         """What is to be copied by now from `token` on, which is none before the first."""
         dst = self.dst_pages[token // page_size - self.first // page_size :]
@@ -167,13 +171,12 @@ class PendingImport:
         """The other manager's table covers so many tokens now, and these pages; `last`: it will not cover more."""
         self.num_tokens = table.num_tokens
         for part, pages in zip(self.parts, named, strict=False):
-            part.src_pages = pages
             if last or not part.at_end:
-                part.stop = max(part.first, table.num_tokens)
+                part.take_up(pages, table.num_tokens)
 
     def take(self, *, last: bool) -> list[PageCopy]:
         """What is to be copied by now and was not taken before: of a state nothing before all has run."""
         for part in self.parts:
             if part.is_state and last:
-                part.stop = self.num_tokens
+                part.take_up(part.src_pages, self.num_tokens)
         return [part.take(self.page_size, self.src_page_size) for part in self.parts]
