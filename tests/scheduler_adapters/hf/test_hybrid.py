@@ -20,7 +20,6 @@ from kvcache.errors import (
     StatePageError,
     UnknownRequestError,
 )
-from kvcache.layer_groups import LayerGroup
 from kvcache.manager import PagedKVCacheManager
 from kvcache.params import KVCacheParams
 from kvcache.replica.context import TextContext
@@ -338,7 +337,6 @@ def test_what_does_not_go_with_states_is_refused_with_the_reason(model: Any) -> 
     two: dict[str, Any] = {"data_parallel_degree": 2, "n_devices": 2}
     for wrong, message in (
         ({**caching, "partial_reuse_min_tokens": 2}, "partial_reuse_min_tokens is given"),
-        ({"groups": (LayerGroup("window", (1,), 8),)}, "one group of full attention is needed"),
         ({**caching, **two, "routing": Routing(copy_pages=True)}, "routing.copy_pages is given, and states"),
         ({"state_every_pages": 2}, "state_every_pages 2: .* enable_prefix_caching is off"),
         ({"state_copies": 3}, "state_copies is 3, .* enable_prefix_caching is off"),
