@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 _DEFAULTS = {
     "UCX_DEBUG_SIGNO": "0",  # by default UCX takes SIGHUP for a debugger, also from a program that handles it
     "UCX_KEEPALIVE_INTERVAL": "1s",  # the default of 20 s is how long a message to a dead peer is taken silently
+    # By default TCP gives a connection up after many minutes, and tries again ever more seldom: after a minute without
+    # a link the first READ waited for another one.
+    "UCX_TCP_USER_TIMEOUT": "15s",
+    "UCX_TCP_SYN_CNT": "3",  # 15 s of attempts to connect
     "UCX_LOG_LEVEL": "error",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "NIXL_LOG_LEVEL": "ERROR",  # NIXL's INFO lines go to stdout

@@ -81,6 +81,8 @@ def test_the_settings_are_in_the_environment_while_an_agent_is_made_and_not_afte
         "UCX_SYSV_ERROR_HANDLING": "y",
         "UCX_DEBUG_SIGNO": "0",
         "UCX_KEEPALIVE_INTERVAL": "1s",
+        "UCX_TCP_USER_TIMEOUT": "15s",
+        "UCX_TCP_SYN_CNT": "3",
         "UCX_LOG_LEVEL": "error",
         "UCX_WARN_UNUSED_ENV_VARS": "n",
         "NIXL_LOG_LEVEL": "ERROR",
@@ -90,7 +92,8 @@ def test_the_settings_are_in_the_environment_while_an_agent_is_made_and_not_afte
 def test_a_process_keeps_what_its_environment_says():
     given = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "UCX_KEEPALIVE_INTERVAL": "7s", "NIXL_LOG_LEVEL": "FATAL"}
     report = run(**given)
-    assert report["set"] == given | {"UCX_DEBUG_SIGNO": "0", "UCX_LOG_LEVEL": "error", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+    kept = {"UCX_DEBUG_SIGNO": "0", "UCX_LOG_LEVEL": "error", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+    assert report["set"] == given | kept | {"UCX_TCP_USER_TIMEOUT": "15s", "UCX_TCP_SYN_CNT": "3"}
     assert report["fingerprint"][0] != settings_fingerprint(environ={})
 
 
