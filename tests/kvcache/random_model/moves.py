@@ -799,11 +799,13 @@ class Moves:
         self.books.orders.say(replica, one, committed)
         one.context.cache_salt = said[0]
         digest_of = {page: digest for digest, page in replica.there.items()}
+        # What was found behind a page that has yet to come from below is nobody's to read yet.
+        found = LONGEST if one.unsure else committed
         pages = [
             page
             for row in one.rows
             for column, page in row.items()
-            if column < pages_of(one.cached) or page in digest_of
+            if column < pages_of(one.cached) or (page in digest_of and column < found)
         ]
         self.call("release", lambda: self.manager.release(one.name))
         del self.live[one.name]
