@@ -87,7 +87,7 @@ HANDWRITTEN: tuple[Module, ...] = (
             Mutation("Replicas.step_one", "self._hasher_of(0, row, context)", "replica.hasher(row, context)"),
             Mutation("place_replicas", "slice(first, first + rows)", "slice(0, rows)"),
             Mutation("Replicas._all_tiers", "(self.tiers, self.state_tiers)", "(self.tiers,)"),
-            Mutation("Replicas._fits", "not self.states[replica_idx]", "not self.states[0]"),
+            Mutation("Replicas._fits", "if not has_row or not replica.states.has_room", "if not has_row"),
         ],
     ),
     Module(
@@ -196,7 +196,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.states.state_pages",
         [
-            Mutation("StatePages.generation", "else self.below.generation", "else 0"),
+            Mutation("StatePages.generation", " + self.below.generation", ""),
             Mutation("StatePages.release", "self._passing.pop(request_id, None)", "self._passing.get(request_id)"),
             Mutation("StatePages.cancel_import", "self._copy(copy, page)", "self._reset(page)"),
         ],
@@ -204,7 +204,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.states.state_hints",
         [
-            Mutation("StateHints._said_of", "said[newest[newest >= 0]] = True", "said[:] = True"),
+            Mutation("_said_of", "said[newest[newest >= 0]] = True", "said[:] = True"),
         ],
     ),
     Module(
