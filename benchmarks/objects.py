@@ -80,18 +80,18 @@ def one_round(store: MotoStore, link: SlowLink, page_bytes: int, count: int, nam
     objects = replace(store.bucket("benchmark", f"{name}/"), endpoint=link.url)
     tier = ObjectTier(layout, host, objects, _WAIT_S)
     size = (_PROMPTS - 1) * PROMPT * page_bytes  # the first prompt of each way waits for the plugin's process as well
-    tier.used(prompts[0])
+    tier.ended(prompts[0][None])
     tier.flush()
     began = time.perf_counter()
     for digests in prompts[1:]:
-        tier.used(digests)
+        tier.ended(digests[None])
     tier.flush()
     wrote = time.perf_counter() - began
     expect(tier.written == _PROMPTS * PROMPT, "every page was written")
     tier.close()
     host.pool.forget_idle()
     tier = ObjectTier(layout, host, objects, _WAIT_S)  # as another process, which has written nothing
-    times = [fetch(tier, digests) for digests in prompts][1:]
+    times = [fetch(tier, host, digests) for digests in prompts][1:]
     expect(not tier.refusals, "every page that was read is right")
     tier.close()
     return {
