@@ -109,7 +109,7 @@ class Claims:
         return place, self.read_at(place)
 
     def read_at(self, place: int) -> TextContext | ReadContext | None:
-        """What the context says that the place is bound to, None for nothing. Never raises."""
+        """The context that the place is bound to, as it reads now; None where there is none, or it cannot be read."""
         context = self._contexts.get(place)
         try:
             return None if context is None else read_context(context)

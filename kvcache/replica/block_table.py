@@ -37,7 +37,7 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     fingerprint: str  # names the geometry of the pages on all shards
     hash_algorithm: str = ""  # of `digests`; empty where prefix caching is off
     digests: bytes = b""  # one after another, of all full pages; none where prefix caching is off
-    # What each group keeps (`LayerTables.kinds_named`); of a first one of full attention it is left out.
+    # What each group keeps (`LayerTables.kinds_named`), without a first group of full attention.
     kinds: tuple[str, ...] = ()
     first_page: int = 0  # the logical page of the first id and digest: whoever takes the table up has those before it
     # What each lease of the request says of this table, so that its readers know that it names these pages: whoever
@@ -155,7 +155,7 @@ class PendingImport:
         return pages[0] if len(pages) == 1 else np.concatenate(pages)
 
     def named(self, table: BlockTable, *, last: bool) -> list[Pages] | None:
-        """Of each block table the other manager's pages to copy by now; `last`: the table will not cover more.
+        """The other manager's pages to copy by now, for each block table; `last`: the table will not cover more.
 
         None where these are others than tables before have named.
         """

@@ -242,7 +242,7 @@ def _plan_tables(
 
 
 def _check_reach(context: Context, table: BlockTable, kinds: Sequence[str], firsts: Sequence[int]) -> None:
-    """Of each window the pages that are named hold the tokens from the first on that is to be copied."""
+    """Raise unless the pages named for each window hold all tokens from the first that is to be copied."""
     wanted = -(-table.num_tokens // table.page_size)
     for kind, pages, first in zip(kinds, table.groups, firsts, strict=True):
         begins = (wanted - len(pages)) * table.page_size

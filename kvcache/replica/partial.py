@@ -3,7 +3,7 @@
 Off by default: on public traces it is worth under one point of hit rate, and it costs what the default index does not:
 a few hundred bytes of Python objects for each published page. Long pages and short prompts are what it is for.
 
-Of several block tables the page is copied in each, where each has it still. A page is known by that of the first table.
+With several block tables the page is copied in each, if each still has it. The first table's page stands for all.
 """
 
 from itertools import islice
@@ -53,7 +53,7 @@ class PartialReuse:
         self._prefix_of.clear()
 
     def find(self, row: int, context: Context) -> tuple[Pages, Pages, int] | None:
-        """What the reserved row can copy: of each table the page to copy, and its own; the tokens cached then."""
+        """What the reserved row can copy: the pages to copy and its own, one a table, and the tokens cached then."""
         size, rows, start = self._replica.page_size, self._replica.rows, context.start_idx
         at = start // size
         if int(rows.committed[row]) != at or _has_key(context, at, size):

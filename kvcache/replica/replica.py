@@ -68,8 +68,8 @@ class Replica:
         self.counter = PromptCounter(rows)
         one = tables.kinds == ("full",)
         self.tables = (OneTable if one else RowTables)(tables, pool, rows, self.leases, caching=self.caching)
-        # Tokens that a request may have for sure, whatever its tables keep of them.
-        self._surely = min(self.max_seq_len, (pool.num_pages - pool.beside) // self.tables.count * self.page_size)
+        # A request of so many tokens fits, whatever its tables keep of them: then nothing is counted.
+        self._always_fits = min(self.max_seq_len, (pool.num_pages - pool.beside) // self.tables.count * self.page_size)
         self.hints = ReplicaHints(pool, rows, self.tables, self.hasher, self.published_digests, self.salt, params)
         self.tier = PagesBelow()
         self.states = RequestStates()
@@ -108,7 +108,7 @@ class Replica:
         have = self.rows.num_pages.item(row)
         start = context.start_idx if have else 0
         length = context.current_length + num_steps - 1
-        if length > self._surely:
+        if length > self._always_fits:
             self.refuse_long(context, length, start)
         decodes = context.active_length == 1
         if decodes:
@@ -169,7 +169,7 @@ class Replica:
         Raises where the pool can never hold them: `start` is the token from which the request runs.
         """
         length = context.current_length + num_steps - 1
-        if length > self._surely:
+        if length > self._always_fits:
             self.refuse_long(context, length, start)
         return length
 
@@ -194,11 +194,7 @@ class Replica:
         The last known token is never covered: it has to run, to give the next one. `hasher`: the context's, if known.
         """
         found = self.published_run(context, row, hasher)
-        if self.states.keeps and found.num_columns:
-            hasher = hasher or self.hasher(row, context)
-            digests = hasher.digests(context.tokens, found.first, found.end)
-            found = self.tables.shortened(found, digests, self._ends(row, digests))
-        return found
+        return self._up_to_state(found, row, context, hasher) if self.states.keeps else found
 
     def published_run(self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
         """`find`, whether or not there is a state after one of these pages; with states those of the first table."""
@@ -213,6 +209,15 @@ class Replica:
         found = look(first, hasher.digests(context.tokens, first, last))
         hasher.matches[index] = (index.generation, first, last, found)
         return found
+
+    def _up_to_state(
+        self, found: Found, row: int | None, context: Context, hasher: PrefixHasher | None = None
+    ) -> Found:
+        """The part of the published run that ends with a state from which the request can go on."""
+        if not found.num_columns:
+            return found
+        digests = (hasher or self.hasher(row, context)).digests(context.tokens, found.first, found.end)
+        return self.tables.shortened(found, digests, self._ends(row, digests))
 
     def _ends(self, row: int | None, digests: Digests) -> Asked:
         """After which of these pages, all of the first table's, there is a state that the request can go on from."""
@@ -529,10 +534,10 @@ class Replica:
         return self.states.planned(row, context, plan, reached) if self.states.keeps else plan
 
     def look_up(self, row: int, context: Context, start: int, found: Found) -> tuple[Found, int]:
-        """What the row's request, which runs from `start` so far, can go on with, on the device or below it.
+        """Find the pages on the device and below it with which the row's request, at `start` so far, can go on.
 
-        `found`: the published run. Behind the row's own columns; and up to which column pages are there, whether or not
-        there is a state after the last.
+        `found`: the published run behind the row's own columns. Returns also the column up to which pages are there,
+        whether or not there is a state after the last.
         """
         if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):  # else `step` comes first
             last = (context.current_length - 1) // self.page_size
@@ -540,11 +545,7 @@ class Replica:
                 below = self._with_below(row, context, max(found.first, start // self.page_size), last)
                 if below is not None:
                     return below
-        reached = found.end
-        if self.states.keeps and found.num_columns:
-            digests = self.hasher(row, context).digests(context.tokens, found.first, found.end)
-            found = self.tables.shortened(found, digests, self._ends(row, digests))
-        return found, reached
+        return (self._up_to_state(found, row, context) if self.states.keeps else found), found.end
 
     def _with_below(self, row: int, context: Context, first: int, last: int) -> tuple[Found, int] | None:
         """`look_up` of the pages from `first` to `last`. None: nothing that the request needs is below the device."""

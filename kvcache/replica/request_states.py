@@ -72,7 +72,7 @@ class RequestStates:
         return False
 
     def ends(self, request_id: RequestID | None, digests: Digests) -> Asked:  # noqa: ARG002 - after each for anybody
-        """Of found pages of these digests, one after another, after which the request, or any other, may go on."""
+        """After which of these found pages, one after another, the request may go on, or any other for None."""
         return np.ones(len(digests), np.bool_)
 
     def ends_unclaimed(self, digests: Digests) -> Asked:

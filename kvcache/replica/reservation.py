@@ -7,7 +7,7 @@ from kvcache.replica.resume import NO_SLOTS, Slots
 
 
 class StatePlan(NamedTuple):
-    """What a reservation says of a request's recurrent state.
+    """The part of a reservation that concerns the request's recurrent state.
 
     Attributes:
         digest: `[1, words]`, of the page after which its state is that of a cached one; None: its state is its own.
