@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -62,8 +63,26 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
     "object_tier_timeout_s": functools.partial(number, least=0.01, most=60.0),
     "object_tier_tokens_per_s": optional(functools.partial(number, least=1.0, most=1e12)),
 }
+# Without these a parameter that differs from its default is refused.
+_REFUSED_WITHOUT = {
+    "partial_reuse_min_tokens": _CACHING,
+    _SWAPPING: _CACHING,
+    "file_tier_dir": _SWAPPING,
+    "object_tier_io": _SWAPPING,
+}
+# Without these it changes nothing: one of each tuple is needed.
+_IDLE_WITHOUT = {
+    "host_kvcache_swap_space_gb": [(_SWAPPING,)],
+    "file_tier_max_gb": [("file_tier_dir",)],
+    "file_tier_key": [("file_tier_dir", "object_tier_io")],
+    "file_tier_io": [("file_tier_dir",)],
+    "object_tier_tokens_per_s": [("object_tier_io",)],
+    **dict.fromkeys(("tenant_quota", "tenant_quotas", "kv_events", "eviction_order"), [(_CACHING,)]),
+    "routing.copy_pages": [(_CACHING,), ("data_parallel_degree",)],
+    **dict.fromkeys(("state_copies", "state_every_pages", "share_state_memory"), [("states",)]),
+    "tier_state_share": [("states",), (_SWAPPING,)],
+}
 _DEFAULT_PAGE_SIZE = 128
-_STATE_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +168,7 @@ class KVCacheParams:
     state_every_pages: int = 0
     # Of host memory and of files how much is for recurrent states, 0.0 to 1.0, where layers have some (`kvcache.states`
     # says more); pages have the rest.
-    tier_state_share: float = _STATE_SHARE
+    tier_state_share: float = 0.5
     # Makes the order in which a replica's idle pages are evicted, given the number of its pages; None: least recently
     # used first, biased by retention hints (see `kvcache.eviction_order`).
     eviction_order: Callable[[int], EvictionOrder] | None = None
@@ -218,62 +237,32 @@ class KVCacheParams:
 
     def without_effect(self) -> list[str]:
         """The parameters that are given and change nothing, each with what it would take."""
-        caching, swapping = self.enable_prefix_caching, self.enable_kvcache_swapping_to_host
+        plain = KVCacheParams(self.dtype, self.n_kv_heads, self.head_dim)
+        given = {name for name in _IDLE_WITHOUT if _read(self, name) != _read(plain, name)}
         return [
-            f"{name} changes nothing without {needed}"
-            for name, given, needed in (
-                ("host_kvcache_swap_space_gb", self.host_kvcache_swap_space_gb is not None and not swapping, _SWAPPING),
-                ("file_tier_max_gb", self.file_tier_max_gb is not None and self.file_tier_dir is None, "file_tier_dir"),
-                (
-                    "file_tier_key",
-                    self.file_tier_key and self.file_tier_dir is None and self.object_tier_io is None,
-                    "file_tier_dir or object_tier_io",
-                ),
-                (
-                    "object_tier_tokens_per_s",
-                    self.object_tier_tokens_per_s is not None and self.object_tier_io is None,
-                    "object_tier_io",
-                ),
-                ("file_tier_io", self.file_tier_io is not None and self.file_tier_dir is None, "file_tier_dir"),
-                ("tenant_quota", self.tenant_quota != 1.0 and not caching, _CACHING),
-                ("tenant_quotas", self.tenant_quotas and not caching, _CACHING),
-                ("routing.copy_pages", self.routing.copy_pages and not caching, _CACHING),
-                ("kv_events", self.kv_events is not None and not caching, _CACHING),
-                ("eviction_order", self.eviction_order is not None and not caching, _CACHING),
-                ("routing.copy_pages", self.routing.copy_pages and self.data_parallel_degree == 1, "several replicas"),
-                ("state_copies", self.state_copies is not None and self.states is None, "states"),
-                ("state_every_pages", self.state_every_pages > 0 and self.states is None, "states"),
-                (
-                    "tier_state_share",
-                    self.tier_state_share != _STATE_SHARE and not (swapping and self.states is not None),
-                    f"states and {_SWAPPING}",
-                ),
-                ("share_state_memory", self.share_state_memory is not None and self.states is None, "states"),
-            )
-            if given
+            f"{name} changes nothing without {' or '.join(needed)}"
+            for name in _IDLE_WITHOUT
+            for needed in _IDLE_WITHOUT[name]
+            if name in given and all(_read(self, one) == _read(plain, one) for one in needed)
         ]
 
     def _check_tiers(self) -> None:
-        for name, given, needed in (
-            ("partial_reuse_min_tokens", self.partial_reuse_min_tokens > 0, _CACHING),
-            (_SWAPPING, self.enable_kvcache_swapping_to_host, _CACHING),
-            ("file_tier_dir", self.file_tier_dir is not None, _SWAPPING),
-            ("object_tier_io", self.object_tier_io is not None, _SWAPPING),
-        ):
-            _check(not given or getattr(self, needed), f"{name} needs {needed}")
+        for name, needed in _REFUSED_WITHOUT.items():
+            _check(getattr(self, name) in (None, False, 0) or getattr(self, needed), f"{name} needs {needed}")
         space, most = self.host_kvcache_swap_space_gb, self.file_tier_max_gb
         _check(
             not self.enable_kvcache_swapping_to_host or (space is not None and space > 0),
             f"host_kvcache_swap_space_gb is {space}: swapping to the host needs a size above 0",
         )
-        if self.file_tier_dir is not None:
-            _check(most is not None and most > 0, f"file_tier_max_gb is {most}: files need a size above 0")
-        if self.file_tier_dir is not None or self.object_tier_io is not None:
-            _check(
-                bool(self.file_tier_key),
-                "file_tier_key is not given: without the name of the model and its weights, pages of another model "
-                "would be taken for this one's",
-            )
+        has_files = self.file_tier_dir is not None
+        _check(
+            not has_files or (most is not None and most > 0), f"file_tier_max_gb is {most}: files need a size above 0"
+        )
+        _check(
+            bool(self.file_tier_key) or not (has_files or self.object_tier_io),
+            "file_tier_key is not given: without the name of the model and its weights, pages of another model "
+            "would be taken for this one's",
+        )
 
     def _check_groups(self) -> None:
         given = cast("tuple[object, ...]", self.groups)
@@ -325,6 +314,10 @@ def resolve_page_size(params: KVCacheParams, page_size: int | None) -> int:
         f"page_size is {page_size} in the call and {params.page_size} in the params: give one of them",
     )
     return params.page_size
+
+
+def _read(params: KVCacheParams, name: str) -> Any:
+    return operator.attrgetter(name)(params)
 
 
 def _check(holds: bool, message: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import InvalidParamsError, KVCacheParams, Routing, StateShape
+from kvcache import InvalidParamsError, KVCacheParams, KVEvents, Routing, StateShape
 from kvcache.params import resolve_page_size, usable_hashes
 
 HOST = {"enable_prefix_caching": True, "enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1}
@@ -135,3 +135,28 @@ def test_states_lie_among_the_pages_or_apart_with_two_copies_each_where_none_are
 def test_what_does_not_go_with_states_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParamsError, match=message):
         params(states=STATES, **changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "needed"),
+    [
+        ({"host_kvcache_swap_space_gb": 1.0}, ["enable_kvcache_swapping_to_host"]),
+        ({"file_tier_max_gb": 1.0}, ["file_tier_dir"]),
+        ({"file_tier_key": "m"}, ["file_tier_dir or object_tier_io"]),
+        ({"file_tier_io": print}, ["file_tier_dir"]),
+        ({"object_tier_tokens_per_s": 1e4}, ["object_tier_io"]),
+        ({"tenant_quota": 0.5}, ["enable_prefix_caching"]),
+        ({"tenant_quotas": {"a": 0.5}}, ["enable_prefix_caching"]),
+        ({"kv_events": KVEvents()}, ["enable_prefix_caching"]),
+        ({"eviction_order": print}, ["enable_prefix_caching"]),
+        ({"routing": Routing(copy_pages=True)}, ["enable_prefix_caching", "data_parallel_degree"]),
+        ({"state_copies": 0}, ["states"]),
+        ({"state_every_pages": 1}, ["states"]),
+        ({"share_state_memory": False}, ["states"]),
+        ({"tier_state_share": 0.25}, ["states", "enable_kvcache_swapping_to_host"]),
+        ({**HOST, "file_tier_key": "m", "object_tier_io": print}, []),
+        ({"enable_prefix_caching": True, "tenant_quota": 0.5, "n_kv_heads": 4}, []),
+    ],
+)
+def test_what_changes_nothing_is_named_with_what_it_takes(given: dict[str, Any], needed: list[str]) -> None:
+    assert [sentence.split(" changes nothing without ")[1] for sentence in params(**given).without_effect()] == needed
