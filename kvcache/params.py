@@ -72,15 +72,15 @@ _REFUSED_WITHOUT = {
 }
 # Without these it changes nothing: one of each tuple is needed.
 _IDLE_WITHOUT = {
-    "host_kvcache_swap_space_gb": [(_SWAPPING,)],
-    "file_tier_max_gb": [("file_tier_dir",)],
-    "file_tier_key": [("file_tier_dir", "object_tier_io")],
-    "file_tier_io": [("file_tier_dir",)],
-    "object_tier_tokens_per_s": [("object_tier_io",)],
-    **dict.fromkeys(("tenant_quota", "tenant_quotas", "kv_events", "eviction_order"), [(_CACHING,)]),
-    "routing.copy_pages": [(_CACHING,), ("data_parallel_degree",)],
-    **dict.fromkeys(("state_copies", "state_every_pages", "share_state_memory"), [("states",)]),
-    "tier_state_share": [("states",), (_SWAPPING,)],
+    "host_kvcache_swap_space_gb": ((_SWAPPING,),),
+    "file_tier_max_gb": (("file_tier_dir",),),
+    "file_tier_key": (("file_tier_dir", "object_tier_io"),),
+    "file_tier_io": (("file_tier_dir",),),
+    "object_tier_tokens_per_s": (("object_tier_io",),),
+    **dict.fromkeys(("tenant_quota", "tenant_quotas", "kv_events", "eviction_order"), ((_CACHING,),)),
+    "routing.copy_pages": ((_CACHING,), ("data_parallel_degree",)),
+    **dict.fromkeys(("state_copies", "state_every_pages", "share_state_memory"), (("states",),)),
+    "tier_state_share": (("states",), (_SWAPPING,)),
 }
 _DEFAULT_PAGE_SIZE = 128
 
