@@ -31,6 +31,9 @@ _DEFAULTS = {
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "NIXL_LOG_LEVEL": "ERROR",  # NIXL's INFO lines go to stdout
 }
+# A READ over TCP is answered in messages of at most so many bytes. With 8 KiB, as shipped, the system calls cost a
+# quarter of the rate or more. A message longer than its receiver's buffer is written beyond it, so both sides agree.
+_TCP_SEGMENTS = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
 _HOST_TRANSPORTS = "posix,sysv,cma"
 _SHARED_MEMORY = ("posix", "sysv")
 _THIS_HOST_ONLY = {"posix", "sysv", "cma", "self", "sm", "shm", "mm", "xpmem", "knem", "cuda_ipc", "cuda_copy"}
@@ -49,6 +52,8 @@ def effective_settings(
     """
     environ = os.environ if environ is None else environ
     settings = {key: environ.get(key, value) for key, value in _DEFAULTS.items()}
+    # UCX refuses to send more than it can receive: one of the two that is set is left alone with its own default.
+    settings |= {} if _TCP_SEGMENTS.keys() & environ.keys() else _TCP_SEGMENTS
     transports = environ.get("UCX_TLS", _HOST_TRANSPORTS if memory_type is MemoryType.DRAM else None)
     if transports is not None:
         settings["UCX_TLS"] = transports
@@ -63,12 +68,14 @@ def agreed_settings(
 ) -> dict[str, str]:
     """Returns what two processes must have in common, in one spelling: transports, protocols and NIXL's version.
 
-    Where they differ, the first contact crashes a process or never ends.
+    Where they differ, the first contact crashes a process or never ends. Between hosts the segments of TCP count, too:
+    a READ of longer ones than the reader has room for corrupts its memory.
     """
     environ = os.environ if environ is None else environ
     effective = dict(environ) | effective_settings(memory_type, environ)
     agreed = {"nixl": _nixl_version(), "UCX_TLS": ",".join(sorted(_transports(effective.get("UCX_TLS", "all"))))}
-    for key in ("UCX_PROTO_ENABLE", "UCX_ADDRESS_VERSION"):
+    of_tcp = _TCP_SEGMENTS if reaches_other_hosts(effective) else ()
+    for key in ("UCX_PROTO_ENABLE", "UCX_ADDRESS_VERSION", *of_tcp):
         if key in effective:
             agreed[key] = effective[key].lower()
     for key, value in effective.items():

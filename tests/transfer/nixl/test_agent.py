@@ -83,6 +83,8 @@ def test_the_settings_are_in_the_environment_while_an_agent_is_made_and_not_afte
         "UCX_KEEPALIVE_INTERVAL": "1s",
         "UCX_TCP_USER_TIMEOUT": "15s",
         "UCX_TCP_SYN_CNT": "3",
+        "UCX_TCP_TX_SEG_SIZE": "256k",
+        "UCX_TCP_RX_SEG_SIZE": "256k",
         "UCX_LOG_LEVEL": "error",
         "UCX_WARN_UNUSED_ENV_VARS": "n",
         "NIXL_LOG_LEVEL": "ERROR",
@@ -93,7 +95,8 @@ def test_a_process_keeps_what_its_environment_says():
     given = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "UCX_KEEPALIVE_INTERVAL": "7s", "NIXL_LOG_LEVEL": "FATAL"}
     report = run(**given)
     kept = {"UCX_DEBUG_SIGNO": "0", "UCX_LOG_LEVEL": "error", "UCX_WARN_UNUSED_ENV_VARS": "n"}
-    assert report["set"] == given | kept | {"UCX_TCP_USER_TIMEOUT": "15s", "UCX_TCP_SYN_CNT": "3"}
+    segments = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
+    assert report["set"] == given | kept | segments | {"UCX_TCP_USER_TIMEOUT": "15s", "UCX_TCP_SYN_CNT": "3"}
     assert report["fingerprint"][0] != settings_fingerprint(environ={})
 
 
@@ -127,6 +130,17 @@ def test_the_fingerprint_does_not_depend_on_spelling():
 )
 def test_the_fingerprint_depends_on_what_must_agree(environ: dict[str, str]):
     assert settings_fingerprint(environ=environ) != settings_fingerprint(environ={})
+
+
+@pytest.mark.parametrize("variable", ["UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"])
+def test_segments_of_tcp_are_the_users_where_one_is_set_and_both_sides_agree_in_them(variable: str):
+    tcp = {"UCX_TLS": "tcp,self"}
+    told = tcp | {variable: "32K"}
+    segments = {key: value for key, value in effective_settings(environ=told).items() if "_SEG_SIZE" in key}
+    assert segments == {}, "UCX refuses an agent that sends more than it can receive"
+    assert agreed_settings(environ=told)[variable] == "32k"
+    assert settings_fingerprint(environ=told) != settings_fingerprint(environ=tcp)
+    assert variable not in agreed_settings(environ={variable: "32k"}), "on one host nothing goes over TCP"
 
 
 def test_which_transports_leave_the_host():
