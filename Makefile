@@ -57,7 +57,7 @@ test-ci: $(STAMP) ## run the tests that CI runs beside `make test`: benchmarks i
 	@$(BIN)/python -m pytest $(SHARED) -m 'ci and not long' $(ARGS)
 
 test-hosts: $(STAMP) ## run tests between hosts, which are network namespaces: root makes these (ARGS="-m hosts" for long cuts)
-	@$(BIN)/python -m pytest tests/hosts -m 'hosts and not long' $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/hosts -m 'hosts and not long' $(ARGS)
 
 long: $(STAMP) ## run the tests that take minutes: every signal in every stage of the demo, every message in every phase
 	@$(BIN)/python -m pytest -m 'long and not hosts' --timeout 600 $(ARGS)

@@ -1,11 +1,14 @@
 """Tests on several hosts run where this user may make network namespaces."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scheduler_adapters.hf.runner import load_model
 from tests.hosts.network import why_not
+from tests.hosts.pair import Pair, two_hosts
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -17,3 +20,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_model() -> Any:
     return load_model(None)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with two_hosts(tmp_path_factory.mktemp("pair")) as found:
+        yield found
+
+
+@pytest.fixture
+def own_pair(tmp_path: Path) -> Iterator[Pair]:
+    """One for a test that ends a side of it."""
+    with two_hosts(tmp_path) as found:
+        yield found

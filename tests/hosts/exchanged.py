@@ -1,14 +1,10 @@
-"""A manager and its exchange as a program on a host, told what to do line by line: `python -m tests.hosts.exchanged`.
+"""A manager and its exchange as a program on a host: `python -m tests.hosts.exchanged NAME ADDRESS`."""
 
-Each line of standard input is a JSON array, the name of a command and its arguments. Each answer is a line, too.
-"""
-
-import json
 import os
-import select
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -16,6 +12,8 @@ import numpy as np
 import torch
 
 from kvcache import BlockTable, KVCacheParams, PagedKVCacheManager, TextContext
+from tests.hosts.told import serve
+from transfer.pull.asking import Lent
 from transfer.pull.exchange import PageExchange
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, Offered
@@ -29,7 +27,9 @@ class Exchanged:
     """One side. Pages are of 64 KiB."""
 
     def __init__(self, name: str, address: str) -> None:
-        params = KVCacheParams(torch.float32, n_kv_heads=4, head_dim=64, page_size=PAGE_SIZE)
+        params = KVCacheParams(
+            torch.float32, n_kv_heads=4, head_dim=64, page_size=PAGE_SIZE, enable_prefix_caching=True
+        )
         self.manager = PagedKVCacheManager(
             params, 8, MOST_PAGES * PAGE_SIZE, 2, ["cpu"], available_cache_memory=MOST_PAGES * PAGE_BYTES
         )
@@ -37,6 +37,7 @@ class Exchanged:
             self.manager, name, bind=f"tcp://{address}:0", secret=os.environ["PAGEWIRE_TEST_SECRET"],
             allowed_peers=["10.213.7.0/24"],
         )  # fmt: skip
+        self.lent: dict[str, Any] = {}  # what sources have lent and nobody has pulled, by request
         self.ended: dict[str, str] = {}  # leases that are over, by request, and why
 
     def pages(self, name: str) -> Any:
@@ -44,8 +45,9 @@ class Exchanged:
         found = self.manager.device_tensors[0][0][self.manager.get_req_blocks(name)]
         return found.contiguous().numpy().view(np.uint8).reshape(len(found), -1)
 
-    def offer(self, name: str, pages: int, duration_s: float) -> list[str]:
-        """Compute a prompt of so many pages, and lease them: what its reader is told."""
+    @contextmanager
+    def computed(self, name: str, pages: int) -> Iterator[None]:
+        """The pages of a prompt, for the length of a `with` block those of a request."""
         tokens = [*range(pages * PAGE_SIZE)]
         with self.manager.claim(context := TextContext(tokens, MOST_PAGES * PAGE_SIZE, name)):
             assert self.manager.maybe_reserve(context)
@@ -54,20 +56,48 @@ class Exchanged:
                 pool[page] = torch.from_numpy(contents(column).view(np.float32)).view(pool[page].shape)
             context.update(1)
             self.manager.step([context])
+            yield
+
+    def compute(self, name: str, pages: int) -> list[str]:
+        """Compute a prompt and keep its pages in the cache: the address at which a reader may ask for them."""
+        with self.computed(name, pages):
+            return [self.exchange.address]
+
+    def offer(self, name: str, pages: int, duration_s: float) -> list[str]:
+        """Compute a prompt of so many pages, and lease them: what its reader is told."""
+        with self.computed(name, pages):
             offer = self.exchange.offer(name, duration_s)
             assert offer is not None
             self.until(lambda happened: isinstance(happened.event, Offered))
             return [msgspec.msgpack.encode((offer, self.manager.block_table(name))).hex()]
 
+    def ask(self, name: str, pages: int, address: str, timeout_s: float) -> list[Any]:
+        """Ask the source `p` for the pages of a prompt: seconds, the reason of a failure, and how many it lends."""
+        context = TextContext([*range(pages * PAGE_SIZE), 7], MOST_PAGES * PAGE_SIZE, name)
+        begin = time.perf_counter()
+        self.exchange.ask(0, name, address, "p/0", self.manager.contents.digests(context), timeout_s)
+        lent = self.until(lambda one: isinstance(one.event, Lent) and one.event.key == name).event
+        self.lent[name] = lent
+        return [time.perf_counter() - begin, lent.error, lent.table.num_tokens // PAGE_SIZE if lent.table else 0]
+
+    def take(self, name: str, timeout_s: float) -> list[Any]:
+        """Pull what was lent."""
+        lent = self.lent.pop(name)
+        return self.read(name, lent.source, lent.table, timeout_s)
+
     def pull(self, name: str, offered: str, timeout_s: float) -> list[Any]:
-        """Pull it: seconds, the reason of a failure, and whether each byte is right."""
-        offer, table = msgspec.msgpack.decode(bytes.fromhex(offered), type=tuple[Source, BlockTable])
+        """Pull what was offered."""
+        source, table = msgspec.msgpack.decode(bytes.fromhex(offered), type=tuple[Source, BlockTable])
+        return self.read(name, source, table, timeout_s)
+
+    def read(self, name: str, source: Source, table: BlockTable, timeout_s: float) -> list[Any]:
+        """Pull a table's pages: seconds, the reason of a failure, and whether each byte is right."""
         context = TextContext([*range(table.num_tokens), 7], MOST_PAGES * PAGE_SIZE, name)
         self.manager.external_claim(name)
         pending = self.manager.import_block_table(context, table)
         assert pending is not None
         begin = time.perf_counter()
-        self.exchange.pull(name, offer, pending, timeout_s=timeout_s)
+        self.exchange.pull(name, source, pending, timeout_s=timeout_s)
         happened = self.until(lambda one: isinstance(one.event, PullEvent) and one.event.safe)
         seconds, error = time.perf_counter() - begin, happened.event.error
         right = False
@@ -99,22 +129,6 @@ class Exchanged:
                     return one
             self.exchange.wait(replica=0, timeout_s=_STEP_S)
 
-    def serve(self) -> None:
-        """Do what is said until there is no more."""
-        while True:
-            self.polled()
-            if select.select([sys.stdin], [], [], _STEP_S)[0]:
-                line = sys.stdin.readline()
-                if not line:
-                    return
-                name, *arguments = json.loads(line)
-                say(getattr(self, name)(*arguments))
-
-
-def say(answer: object) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
-
 
 def contents(column: int) -> Any:
     """What a page of this place in its prompt holds."""
@@ -123,7 +137,6 @@ def contents(column: int) -> Any:
 
 if __name__ == "__main__":
     side = Exchanged(sys.argv[1], sys.argv[2])
-    say(["ready"])
-    side.serve()
+    serve(side, side.polled, _STEP_S)
     side.exchange.close()
     side.manager.close()

@@ -2,25 +2,31 @@
 
 A host is a network namespace, and what runs on it has UTS and IPC namespaces of its own besides. The links end in a
 bridge, in one more namespace. A link is cut there, so that a host does not see it: its own end stays up, as behind a
-switch that fails.
+switch that fails. Relayed hosts have a bridge each; a program carries frames between these, delays and loses them.
 """
 
+import array
 import ctypes
+import fcntl
 import itertools
 import json
 import os
 import shutil
+import socket
+import struct
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
 SUBNET = "10.213.7"
 # Of no host: what is sent there is lost, and nobody is told.
 _NOBODY = "02:00:00:00:00:99"
 _CLONE_NEWNET = 0x40000000
+_SIOCETHTOOL, _ETHTOOL_STXCSUM = 0x8946, 0x17
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _numbers = itertools.count()
 
@@ -47,23 +53,64 @@ def why_not() -> str:
 
 
 @contextmanager
-def network(*names: str) -> "Iterator[tuple[Host, ...]]":
-    """Hosts of these names, joined by one bridge. All that runs on them is killed at the end."""
+def network(*names: str, relayed: bool = False) -> "Iterator[tuple[Host, ...]]":
+    """Hosts of these names, joined by one bridge, or by a relay. All that runs on them is killed at the end."""
     wire = f"pw{os.getpid()}-{next(_numbers)}"
     with ExitStack() as made:
         _run("ip", "netns", "add", wire)
         made.callback(_run, "ip", "netns", "del", wire)
-        _run("ip", "-n", wire, "link", "add", "switch", "type", "bridge")
-        _run("ip", "-n", wire, "link", "set", "switch", "up")
-        yield tuple(made.enter_context(Host(wire, name, number)) for number, name in enumerate(names, 1))
+        bridges = {name: f"to-{number}" if relayed else "switch" for number, name in enumerate(names)}
+        for bridge in dict.fromkeys(bridges.values()):
+            _run("ip", "-n", wire, "link", "add", bridge, "type", "bridge")
+            _run("ip", "-n", wire, "link", "set", bridge, "up", "promisc", "on" if relayed else "off")
+        hosts = [made.enter_context(Host(wire, name, at, bridges[name])) for at, name in enumerate(names, 1)]
+        if relayed:
+            relay = made.enter_context(Cable(wire, [*bridges.values()]))
+            for host in hosts:
+                host.plug_in(relay)
+        yield tuple(hosts)
+
+
+class Cable:
+    """The relay between hosts. A call is a command of `tests.hosts.relay`, with its arguments."""
+
+    def __init__(self, wire: str, bridges: Sequence[str]) -> None:
+        command = ["ip", "netns", "exec", wire, sys.executable, "-m", "tests.hosts.relay", *bridges]
+        self._process = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._answer() == ["ready"]
+
+    def __call__(self, *command: object) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the relay has ended"
+        return json.loads(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in filter(None, (self._process.stdin, self._process.stdout)):
+            pipe.close()
 
 
 class Host:
-    """One of them. Its interface is called `net0`; `address` may be moved."""
+    """One of them. Its interface is called `net0`; `address` may be moved. `relay` is None where a bridge joins all."""
 
-    def __init__(self, wire: str, name: str, number: int) -> None:
+    def __init__(self, wire: str, name: str, number: int, bridge: str) -> None:
+        self.relay: Cable | None = None
+        self._bridge = bridge
         self.name, self.address = name, f"{SUBNET}.{number}"
-        self._wire, self._namespace, self._port = wire, f"{wire}{name}", f"to-{name}"
+        self._wire, self._namespace, self._port = wire, f"{wire}{name}", f"of-{name}"
         self._running: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
@@ -73,7 +120,7 @@ class Host:
                 *("ip", "-n", self._wire, "link", "add", self._port, "type", "veth"),
                 *("peer", "name", "net0", "netns", self._namespace),
             )
-            _run("ip", "-n", self._wire, "link", "set", self._port, "master", "switch", "up")
+            _run("ip", "-n", self._wire, "link", "set", self._port, "master", self._bridge, "up")
             for device in ("lo", "net0"):
                 self._ip("link", "set", "dev", device, "up")
             self._ip("address", "add", f"{self.address}/24", "dev", "net0")
@@ -88,6 +135,14 @@ class Host:
 
     def _ip(self, *arguments: str) -> None:
         _run("ip", "-n", self._namespace, *arguments)
+
+    def plug_in(self, relay: Cable) -> None:
+        """Frames go through this relay: each leaves here whole and with its checksum, as no device makes these."""
+        self.relay = relay
+        off = array.array("B", struct.pack("II", _ETHTOOL_STXCSUM, 0))
+        request = struct.pack("16sP", b"net0", off.buffer_info()[0])
+        with self.inside(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as device:
+            fcntl.ioctl(device, _SIOCETHTOOL, request)
 
     def command(self, *command: str) -> list[str]:
         """What runs a command on this host."""
@@ -144,7 +199,7 @@ class Host:
 
     def restore(self) -> None:
         """The link is whole again."""
-        _run("ip", "-n", self._wire, "link", "set", self._port, "master", "switch")
+        _run("ip", "-n", self._wire, "link", "set", self._port, "master", self._bridge)
 
     def deafen(self, other: "Host") -> None:
         """What the other host sends to this one is lost. What this one sends arrives."""
@@ -160,6 +215,12 @@ class Host:
         for namespace, device in ((self._namespace, "net0"), (self._wire, self._port)):
             bucket = ("burst", "256kb", "latency", "20ms")
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *bucket)
+
+    def limit_buffers(self, size: int) -> None:
+        """Let sockets that are opened here from now on keep no more bytes than these unsent or unread."""
+        with self.inside():
+            for name in ("tcp_wmem", "tcp_rmem"):
+                Path("/proc/sys/net/ipv4", name).write_text(f"4096 16384 {size}")
 
     def move(self, number: int) -> None:
         """The host gives up its address and has another one."""
