@@ -26,6 +26,7 @@ class KVCacheMetrics(msgspec.Struct, frozen=True):
     object_store_failures: int = 0  # calls of the object store that failed, or took too long
     h2d_states_copied: int = 0  # recurrent states copied from the host tier
     d2h_states_copied: int = 0  # recurrent states copied to the host tier
+    d2d_states_copied: int = 0  # recurrent states copied from one replica to another
     file_states_written: int = 0  # recurrent states written to the file tier
     file_states_read: int = 0  # recurrent states read from the file tier into the host tier
     file_states_refused: int = 0  # recurrent states of the file tier that were not read, for one of the same reasons

@@ -288,10 +288,6 @@ class KVCacheParams:
             "partial_reuse_min_tokens is given, and states: a recurrent state is of whole pages, and none lies inside "
             "one from which a part of it could be gone on from",
         )
-        _check(
-            not self.routing.copy_pages,
-            "routing.copy_pages is given, and states: pages without the state after them are nothing to go on from",
-        )
 
 
 @functools.cache

@@ -217,6 +217,7 @@ FAMILIES = (
     *(
         Family(f"pagewire_{what}_states_total", "counter", f"Recurrent states {text}.", (), _total(counter))
         for what, text, counter in (
+            ("replica_copied", "copied from one replica to another", "d2d_states_copied"),
             ("host_stored", "copied to the host tier", "d2h_states_copied"),
             ("host_loaded", "copied back from the host tier", "h2d_states_copied"),
             ("file_written", "written to files", "file_states_written"),

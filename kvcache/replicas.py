@@ -128,7 +128,8 @@ class Replicas:
         for states in self.states:
             below += KVCacheMetrics(state_hits=states.pages.hits, state_evictions=states.pages.evictions)
         if self._copies is not None:
-            below += KVCacheMetrics(d2d_blocks_copied=self._copies.copied)
+            copies = self._copies
+            below += KVCacheMetrics(d2d_blocks_copied=copies.pages, d2d_states_copied=copies.states)
         return sum((replica.metrics for replica in self.each), below)
 
     def admission(self, context: Context, num_steps: int = 1) -> Admission:

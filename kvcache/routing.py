@@ -29,7 +29,7 @@ class Routing:
     rule: RoutingRule = "prefix"  # how a request's replica is chosen, as above
     load_weight: float = 0.25  # of `prefix`: what a page that was computed of late counts, against one to compute
     load_decay: float = 0.995  # of `prefix`: what is left of the load with each admitted request
-    copy_pages: bool = False  # pages that a request misses on its replica, and others have, are copied from there
+    copy_pages: bool = False  # pages and states that a request misses on its replica, and others have, are copied
 
     def __post_init__(self) -> None:
         one_of("rule", self.rule, get_args(RoutingRule))

@@ -1,5 +1,7 @@
 """Pages that a request misses on its replica, and other replicas of this process have, are copied from there.
 
+With recurrent states that is up to the last page after which some replica keeps the state, and this is copied, too.
+
 Off by default (`Routing.copy_pages`). A copy takes room that another prompt's pages had, and a router that follows
 prefixes leaves little to copy: it is for what routing alone cannot give, an owner that is busy, a head that all share.
 Rejected: that the other replicas give up what was copied. They have room for more then, but the same page comes and
@@ -18,24 +20,25 @@ from kvcache.replica.resume import Asked, FromBelow
 
 
 class PeerCopies:
-    """Brings published pages of other replicas to one's cache; `copied`: how many so far."""
+    """Brings published pages and states of other replicas to one's cache; `pages`, `states`: how many so far."""
 
     def __init__(self, placed: Sequence[PlacedReplica]) -> None:
         self._placed = placed
-        self.copied = 0
+        self.pages = self.states = 0
 
     def bring(self, replica_idx: int, row: int, context: Context, num_steps: int) -> None:
         """Bring what the row's new request will look up, where other replicas have more of it; nothing is reserved.
 
         Only where the request then fits: one that is refused is to leave everything as it was.
         """
-        mine = self._placed[replica_idx].replica
+        place = self._placed[replica_idx]
+        mine, others = place.replica, [other for other in self._placed if other is not place]
         last = (context.current_length - 1) // mine.page_size
         if not mine.caching or not last:
             return
         digests = mine.hasher(row, context).digests(context.tokens, 0, last)
-        place = self._placed[replica_idx]
-        others = [other for other in self._placed if other is not place]
+        here = mine.states.ends(context.request_id, digests)
+        there = [other.replica.states.ends(None, digests) for other in others]
 
         def found(names: Digests, asked: Asked) -> Asked:
             having = [other.replica.pool.index.find(names[asked]) != NO_PAGE for other in others]
@@ -43,10 +46,45 @@ class PeerCopies:
             there[asked] = np.logical_or.reduce(having)
             return there
 
-        wanted = mine.tables.from_below(digests, found)
-        names = wanted.digests
-        if not len(names) or not _fits(mine, context, num_steps, wanted):
-            return
+        wanted = mine.tables.from_below(digests, found, np.logical_or.reduce([here, *there]))
+        after = digests[max(0, wanted.pages - 1) : wanted.pages]
+        if not here[: wanted.pages][-1:].all():
+            if self._bring_with_state(place, others, context, num_steps, wanted, after):
+                return
+            wanted = mine.tables.from_below(digests, found, here)
+        if wanted.lacking.any() and _fits(mine, context, num_steps, wanted):
+            self._bring_pages(place, others, wanted)
+
+    def _bring_with_state(
+        self,
+        place: PlacedReplica,
+        others: Sequence[PlacedReplica],
+        context: Context,
+        num_steps: int,
+        wanted: FromBelow,
+        after: Digests,
+    ) -> bool:
+        """Bring what is `wanted`, and the state `after` its last page, which some other device has; whether both fit.
+
+        The state comes first: its room may have to be made of pages.
+        """
+        mine = place.replica
+        if not mine.states.has_room or not _fits(mine, context, num_steps, wanted, mine.pool.beside):
+            return False
+        mine.pool.hold(wanted.here)
+        state = next(copy for other in others if (copy := other.replica.states.copy_of(after)) is not None)
+        page = mine.states.take_copy(state, after)
+        mine.pool.release(wanted.here)
+        if not page.size:
+            return False
+        self.states += 1
+        if wanted.lacking.any():
+            self._bring_pages(place, others, wanted)
+        mine.states.drop_hold(page)
+        return True
+
+    def _bring_pages(self, place: PlacedReplica, others: Sequence[PlacedReplica], wanted: FromBelow) -> None:
+        mine, names = place.replica, wanted.digests
         mine.pool.hold(wanted.here)
         brought = mine.pool.allocate(len(names))
         missing = np.ones(len(brought), np.bool_)
@@ -62,12 +100,16 @@ class PeerCopies:
         mine.pool.release(wanted.here)
         for tell in mine.pool.journal.came:
             tell(brought, names)
-        mine.hints.brought(digests[: wanted.pages, 0])
-        self.copied += len(brought)
+        mine.hints.brought(wanted.every[0, : wanted.pages, 0])
+        self.pages += len(brought)
 
 
-def _fits(replica: Replica, context: Context, num_steps: int, wanted: FromBelow) -> bool:
-    """Whether a request without pages could be reserved if what is `wanted` were on the device."""
+def _fits(replica: Replica, context: Context, num_steps: int, wanted: FromBelow, beside: int = 0) -> bool:
+    """Whether a request without pages could be reserved if what is `wanted` were on the device.
+
+    `beside`: pages that are taken until then.
+    """
     start, pool = wanted.pages * replica.page_size, replica.pool
-    needed = replica.tables.least(context, context.current_length + num_steps - 1, start)
-    return needed - len(wanted.here) + pool.would_be_taken(wanted.here) <= pool.free_count
+    needed = replica.tables.least(context, context.current_length + num_steps - 1, start) - len(wanted.here)
+    needed = max(needed, len(wanted.digests) + beside)
+    return needed + pool.would_be_taken(wanted.here) <= pool.free_count

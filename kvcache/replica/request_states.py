@@ -6,18 +6,27 @@ which all of them can go on: a state is of no use where a window is gone, nor a 
 """
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from kvcache.pool.index import Digests
+from kvcache.pool.index import Digests, Pages
 from kvcache.pool.quotas import TenantQuotas
 from kvcache.replica.block_table import BlockTable, PendingImport
 from kvcache.replica.context import Context
 from kvcache.replica.leases import PageLease
 from kvcache.replica.reservation import Reservation, StatePlan
-from kvcache.replica.resume import Asked
+from kvcache.replica.resume import NO_SLOTS, Asked
 from kvcache.retention import PageHints
 from kvcache.types import RequestID
+
+
+class StateCopy(NamedTuple):
+    """A cached state as it lies on a device: the tensor of each shard and kind, and how many tokens it has taken up."""
+
+    parts: Sequence[torch.Tensor]
+    tokens: int
 
 
 class RequestStates:
@@ -81,6 +90,17 @@ class RequestStates:
         The cached state that has to go for that is of no use to it.
         """
         return self.ends(None, digests)
+
+    def copy_of(self, digest: Digests) -> StateCopy | None:  # noqa: ARG002 - as above
+        """The state that the device keeps under this digest, `[1, words]`, for another replica to copy."""
+        return None
+
+    def take_copy(self, copy: StateCopy, digest: Digests) -> Pages:  # noqa: ARG002 - as above
+        """Keep another replica's copy here, too. Its page, held until `drop_hold`; none where no page is left."""
+        return NO_SLOTS
+
+    def drop_hold(self, copies: Pages) -> None:
+        """Nobody holds these copies any more: they were used just now."""
 
     def forget(self) -> None:
         """Give up every cached state that nobody holds."""

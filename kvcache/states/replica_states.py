@@ -13,7 +13,7 @@ from kvcache.arguments import shown
 from kvcache.errors import BlockTableMismatchError, InvariantError, NoFreeStatePageError, StatePageError
 from kvcache.layout import PageLayout
 from kvcache.params import KVCacheParams
-from kvcache.pool.index import Digests
+from kvcache.pool.index import Digests, Pages
 from kvcache.pool.quotas import TenantQuotas
 from kvcache.pool.slabs import SlabPool
 from kvcache.replica.batch import Gathered
@@ -24,7 +24,7 @@ from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.imports import own_import
 from kvcache.replica.leases import PageLease
 from kvcache.replica.page_moves import ReplicaPageMoves
-from kvcache.replica.request_states import RequestStates
+from kvcache.replica.request_states import RequestStates, StateCopy
 from kvcache.replica.reservation import Reservation, StatePlan
 from kvcache.replica.resume import Asked
 from kvcache.replica.rows import Ints, Rows
@@ -143,6 +143,15 @@ class ReplicaStates(RequestStates):
 
     def ends_unclaimed(self, digests: Digests) -> Asked:
         return self.pages.kept_after(digests, but=self.pages.goes_next)
+
+    def copy_of(self, digest: Digests) -> StateCopy | None:
+        return self.pages.copy_of(digest)
+
+    def take_copy(self, copy: StateCopy, digest: Digests) -> Pages:
+        return self.pages.take_copy(copy, digest)
+
+    def drop_hold(self, copies: Pages) -> None:
+        self.pages.drop_hold(copies)
 
     def forget(self) -> None:
         self.pages.forget_copies()

@@ -20,7 +20,8 @@ from kvcache.layout import KindPages
 from kvcache.pool.index import NO_PAGE, Digests, Pages
 from kvcache.pool.pages import PagePool
 from kvcache.replica.leases import PageLease, PageLeases
-from kvcache.replica.resume import last_end
+from kvcache.replica.request_states import StateCopy
+from kvcache.replica.resume import NO_SLOTS, last_end
 from kvcache.state_shape import StateShape
 from kvcache.states.drafted_pages import DraftedPages
 from kvcache.states.state_layout import state_layouts
@@ -212,6 +213,24 @@ class StatePages(StateMemory):
             return False
         self._room.used(copies)
         return True
+
+    def copy_of(self, digest: Digests) -> StateCopy | None:
+        """The copy under this digest, for another replica; None: the device has none."""
+        if (page := int(self._pool.index.find(digest)[0])) == NO_PAGE:
+            return None
+        return StateCopy([blocks[page] for blocks in chain.from_iterable(self.blocks)], int(self._tokens[page]))
+
+    def take_copy(self, copy: StateCopy, digest: Digests) -> Pages:
+        """Keep another replica's copy here, too. Its page, held until `drop_hold`; none where no page is left."""
+        if not self._room.make_room(moving=True):
+            return NO_SLOTS
+        page = self._pool.allocate_one()
+        for ours, theirs in zip(chain.from_iterable(self.blocks), copy.parts, strict=True):
+            ours[page] = theirs
+        self._tokens[page] = copy.tokens
+        self._pool.index.publish(one_page(page), digest)
+        self._keep_below(page, digest)
+        return one_page(page)
 
     def resume(self, request_id: str, digest: Digests, tokens: int) -> None:
         """Copy the state that is kept under `digest`, after `tokens`, into the request's page: it goes on from there.

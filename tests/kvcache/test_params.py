@@ -126,10 +126,6 @@ def test_states_lie_among_the_pages_or_apart_with_two_copies_each_where_none_are
             "state_copies is 3: with share",
         ),
         ({**CACHED, "partial_reuse_min_tokens": 2}, "partial_reuse_min_tokens is given"),
-        (
-            {"routing": Routing(copy_pages=True), "enable_prefix_caching": True},
-            "routing.copy_pages is given, and states",
-        ),
     ],
 )
 def test_what_does_not_go_with_states_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

@@ -148,8 +148,9 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.peer_copies",
         [
-            Mutation("PeerCopies.bring", "self.copied += len(brought)", "self.copied += len(digests)"),
-            Mutation("PeerCopies.bring", "missing &= ~taken", "pass"),
+            Mutation("PeerCopies._bring_pages", "self.pages += len(brought)", "self.pages += wanted.pages"),
+            Mutation("PeerCopies._bring_pages", "missing &= ~taken", "pass"),
+            Mutation("PeerCopies._bring_with_state", "wanted, mine.pool.beside)", "wanted)"),
         ],
     ),
     Module(

@@ -31,6 +31,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/block_table": "replica/imports replica/leases replica/further_imports",
         "replica/copier": "handover replica/imports replica/leases",
         "replica/page_moves": "million_moves states/grouped_states",
+        "replica/peer_copies": "replica/peer_copies states/copied_states replica/lent_tables",
         "replica/pages_below": "replica/pages_below tiers/host_tier tiers/object_tables states/grouped_states_below",
         "replica/request_states": "states/grouped_states states/state_pages states/state_hints",
         "replica/context": "replica/batch",

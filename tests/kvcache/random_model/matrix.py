@@ -32,10 +32,8 @@ ONE_OF = (frozenset({"states apart", "states in slabs"}),)
 """Features of which a manager has one: no pair."""
 
 _STATES = "partial_reuse_min_tokens is given, and states: a recurrent state is of whole pages"
-_PEERS = "routing.copy_pages is given, and states: pages without the state after them are nothing to go on from"
 REFUSED: dict[frozenset[str], str] = {
     **{frozenset({"partial", one}): _STATES for one in ("states apart", "states in slabs")},
-    **{frozenset({"peer copies", one}): _PEERS for one in ("states apart", "states in slabs")},
 }
 """What the product refuses today, with its words. A set that is accepted fails the test: take it out of the list."""
 

@@ -445,6 +445,16 @@ class Moves:
         device = replica.resume(one, committed, there, ends_here)
         if not {"host", "peer copies"} & self.features:
             return device, device, device
+        if "host" not in self.features:  # other replicas have what it lacks, where it fits
+            every = self.books.replicas
+            kept = {digest for other in every for digest in other.kept}
+            most = replica.resume(
+                one,
+                committed,
+                lambda _, what: any(other.has(what) for other in every),
+                lambda what: not self.manager.states or names.digest_of.get(what) in kept,
+            )
+            return device, device, most
         host, states, run = self.books.host, seam.host_states(self.manager), self.device_run(one, committed)
 
         def in_host(what: Content) -> bool:

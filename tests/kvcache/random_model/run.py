@@ -178,6 +178,7 @@ class Model(ImportMoves):
         self.seen["read from objects"] += metrics.object_blocks_read
         self.seen["written to objects"] += metrics.object_blocks_written
         self.seen["copied from a peer"] += metrics.d2d_blocks_copied
+        self.seen["states from a peer"] += metrics.d2d_states_copied
         self.seen["evicted"] += metrics.evictions
         self.seen["state hit"] += metrics.state_hits
         self.seen["states evicted"] += metrics.state_evictions

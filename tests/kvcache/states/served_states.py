@@ -35,6 +35,7 @@ class ServedStates(Served):
         every: int = 0,
         checks: bool = True,
         params: dict[str, Any] | None = None,
+        layers: int = 1,
     ) -> None:
         bare = KVCacheParams(torch.int64, 1, 2)
         page, states = SIZE * bare.bytes_per_token(1), host_states * STATE_BYTES
@@ -55,7 +56,7 @@ class ServedStates(Served):
             made,
             4 * dp,
             256,
-            1,
+            layers,
             ["cpu"] * dp,
             available_cache_memory=memory * dp,
             enable_runtime_checks=checks,

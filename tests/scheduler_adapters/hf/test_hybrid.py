@@ -23,7 +23,6 @@ from kvcache.errors import (
 from kvcache.manager import PagedKVCacheManager
 from kvcache.params import KVCacheParams
 from kvcache.replica.context import TextContext
-from kvcache.routing import Routing
 from kvcache.states.state_layout import page_bytes, state_layouts
 from scheduler_adapters.errors import UnsupportedModelError
 from scheduler_adapters.hf.recurrent import PagedStates, state_shape_of
@@ -334,10 +333,8 @@ def test_what_does_not_go_with_states_is_refused_with_the_reason(model: Any) -> 
         "states": shape,
     }
     caching = {"enable_prefix_caching": True}
-    two: dict[str, Any] = {"data_parallel_degree": 2, "n_devices": 2}
     for wrong, message in (
         ({**caching, "partial_reuse_min_tokens": 2}, "partial_reuse_min_tokens is given"),
-        ({**caching, **two, "routing": Routing(copy_pages=True)}, "routing.copy_pages is given, and states"),
         ({"state_every_pages": 2}, "state_every_pages 2: .* enable_prefix_caching is off"),
         ({"state_copies": 3}, "state_copies is 3, .* enable_prefix_caching is off"),
         ({**caching, "state_copies": 0, "share_state_memory": True}, "state_copies is 0: with share_state_memory"),

@@ -11,6 +11,7 @@ import pytest
 from kvcache.errors import NoFreeStatePageError
 from kvcache.prometheus import ManagerCollector
 from kvcache.replica.context import TextContext
+from kvcache.routing import Routing
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of
 from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import ServingLoop
@@ -122,6 +123,29 @@ def test_what_one_replica_computed_comes_to_the_other_from_the_host_that_they_sh
     assert (metrics.h2d_states_copied, metrics.state_hits) == (1, 1)
     assert metrics.h2d_blocks_copied
     assert [states.hits for states in manager.states] == [0, 1]
+    assert_nothing_held(manager)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_one_replica_computed_is_copied_to_the_other_with_its_state(
+    model: Any, expected: list[list[int]], way: str
+) -> None:
+    manager = two_replicas(model, way, routing=Routing(copy_pages=True))
+    runner = HFRunner(model, manager.states)
+    for replica, hits in ((0, 0), (1, 1), (1, 2)):
+        context = TextContext(PROMPTS[1], 4096, f"{hits} on {replica}")
+        manager.external_claim(context.request_id, replica)
+        run(manager, runner, [context])
+        while context.current_length < len(PROMPTS[1]) + NEW:
+            run(manager, runner, [context])
+        assert context.tokens.tolist() == PROMPTS[1] + expected[1]
+        manager.release(context.request_id)
+        assert manager.metrics.state_hits == hits
+    metrics, pages = manager.metrics, (len(PROMPTS[1]) - 1) // PAGE
+    assert (metrics.d2d_states_copied, metrics.d2d_blocks_copied) == (1, pages)
+    assert metrics.cache_tokens == 2 * pages * PAGE
+    assert [states.hits for states in manager.states] == [0, 2]
+    assert figures(manager)["pagewire_state_hits_total"] == [0, 2]
     assert_nothing_held(manager)
 
 
