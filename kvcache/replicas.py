@@ -25,7 +25,7 @@ from kvcache.pool.over_order import CheckedOrder
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool
 from kvcache.replica.batch import Batch, BatchState, Gathered
-from kvcache.replica.context import Context, hasher_of, read_context, was_refused
+from kvcache.replica.context import Context, hasher_of, read_context
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.leases import PageLease
@@ -177,9 +177,10 @@ class Replicas:
         """`reserve` for each request: bool `[batch]`. Raises before any request is touched.
 
         `bind` is told of a context that has pages now, its replica and row. Where a caller's own context raises when it
-        is moved, those before it have their pages. The call may still be marked as under way on return.
+        is moved, those before it have their pages.
         """
         if gathered.slack >= num_steps - 1 or self._reserve_decoding(gathered, num_steps):
+            self.mark.call = None
             return np.ones(len(gathered.contexts), np.bool_)
         places: list[tuple[int, int]] = list(zip(gathered.replicas.tolist(), gathered.rows.tolist(), strict=True))
         contexts = [read_context(context) for context in gathered.contexts]
@@ -189,16 +190,13 @@ class Replicas:
             replica.refuse_rewrite(row, context)
             replica.refuse_ahead(row, context)
             replica.length_of(context, num_steps, replica.start_of(row, context))
-        self.mark.call = ("reserve_batch", gathered.places)
         reserved = np.zeros(len(contexts), np.bool_)
-        for at, ((replica_idx, row), context) in enumerate(zip(places, contexts, strict=True)):
-            try:
+        with self.mark.changing("reserve_batch", gathered.places) as mark:
+            for at, ((replica_idx, row), context) in enumerate(zip(places, contexts, strict=True)):
+                mark.context = context
                 reserved[at] = self.reserve(replica_idx, row, context, num_steps)
-            except Exception as error:
-                self.mark.fail(error, refused=was_refused(context))
-                raise
-            if reserved[at]:
-                bind(gathered.contexts[at], replica_idx, row)
+                if reserved[at]:
+                    bind(gathered.contexts[at], replica_idx, row)
         return reserved
 
     def fork(self, replica_idx: int, parent: int, row: int, end: int) -> None:

@@ -25,25 +25,39 @@ def check_endpoint(endpoint_base: object) -> None:
         raise InvalidParamsError(f"zmq_endpoint_base is {shown(endpoint_base)}: the beginning of an address is needed")
 
 
-def open_endpoint(endpoint_base: str | None, *, caching: bool) -> "ResetEndpoint | None":
-    """The endpoint; None where none is asked for, or there is nothing to drop."""
-    if endpoint_base is not None and not caching:
+def open_endpoint(endpoint_base: str | None, *, caching: bool) -> "NoEndpoint":
+    """The endpoint; one on which nobody asks where there is to be none, or nothing to drop."""
+    if endpoint_base is None:
+        return NoEndpoint()
+    if not caching:
         _log.warning("zmq_endpoint_base opens nothing without prefix caching")
-    return ResetEndpoint(endpoint_base) if endpoint_base is not None and caching else None
+        return NoEndpoint()
+    return ResetEndpoint(endpoint_base)
 
 
-class ResetEndpoint:
-    """A PULL socket at `<base>-reset_prefix_cache`; any message asks for one reset.
-
-    A thread reads it. The loop looks at a flag.
+class NoEndpoint:
+    """Nobody asks for a reset here.
 
     Attributes:
         is_asked: a reset was asked for since the loop has set this to False.
     """
 
-    def __init__(self, endpoint_base: str) -> None:
-        self.address = f"{endpoint_base}-reset_prefix_cache"
+    def __init__(self) -> None:
         self.is_asked = False
+
+    def close(self) -> None:
+        """End what listens here. Safe twice."""
+
+
+class ResetEndpoint(NoEndpoint):
+    """A PULL socket at `<base>-reset_prefix_cache`; any message asks for one reset.
+
+    A thread reads it. The loop looks at a flag.
+    """
+
+    def __init__(self, endpoint_base: str) -> None:
+        super().__init__()
+        self.address = f"{endpoint_base}-reset_prefix_cache"
         socket = bound_socket(f"zmq_endpoint_base {endpoint_base!r}", zmq.PULL, self.address)
         wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(

@@ -6,11 +6,20 @@ later call sees that the books may be half done, and refuses. `PagedKVCacheManag
 A closed manager has a word of its own, which is never cleared: what gives something back, or only looks, is answered.
 """
 
-from typing import NoReturn
+from typing import NoReturn, Protocol, Self
 
 from kvcache.errors import InterruptedCallError, InvariantError, KVCacheError, ManagerClosedError
 
 _CLOSED: tuple[str, object] = ("close", "is over")
+
+
+class Refusing(Protocol):
+    """What may raise an error of its own while a call changes the books: the context of a request."""
+
+    @property
+    def refused(self) -> bool:
+        """Whether it has, and nothing has changed: neither it nor, so far, the books."""
+        ...
 
 
 class UnderWay:
@@ -18,14 +27,16 @@ class UnderWay:
 
     Attributes:
         call: the call that changes the books, and whose requests or objects it is about; None: the books are right.
+        context: what the call moves, and may refuse that; None: nothing.
         leaving: requests whose `with claim` block ended while the word was set: `recover` releases them.
     """
 
-    __slots__ = ("_rest", "call", "leaving")
+    __slots__ = ("_rest", "call", "context", "leaving")
 
     def __init__(self) -> None:
         self.call: tuple[str, object] | None = None
         self._rest: tuple[str, object] | None = None  # what the word is while no call changes the books
+        self.context: Refusing | None = None
         self.leaving: list[str] = []
 
     @property
@@ -65,18 +76,31 @@ class UnderWay:
         if self.call is not None:
             self.refuse(call)
 
-    def begin(self, call: str, about: object = None) -> None:
-        """Set the word, or refuse."""
-        if self.call is not None:
-            self.refuse(call)
-        self.call = (call, about)
+    def changing(self, call: str, about: object = None, context: Refusing | None = None) -> Self:
+        """In the `with` block of this the call changes the books, and may move `context`.
 
-    def fail(self, error: BaseException, *, refused: bool = False) -> None:
-        """A marked call has raised: one of our own errors says that everything is as it was.
-
-        `refused`: so does another error, which a caller's own context has raised before anything was changed.
+        The word is cleared at the end of the block, and where an error leaves it that says that everything is as it
+        was: one of our own, or one of the context's before anything was changed. Any other leaves it set.
         """
-        if not refused:
-            refused = isinstance(error, KVCacheError) and not isinstance(error, InvariantError | InterruptedCallError)
-        if refused:
-            self.call = None
+        self.context = context
+        self.call = (call, about)
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is None:
+            self.call, self.context = self._rest, None
+        else:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """A call that changes the books, and may move `context`, has raised: see `changing`."""
+        if isinstance(error, KVCacheError):
+            nothing_changed = not isinstance(error, InvariantError | InterruptedCallError)
+        else:
+            nothing_changed = isinstance(error, Exception) and self.context is not None and self.context.refused
+        if nothing_changed:
+            self.call = self._rest
+        self.context = None

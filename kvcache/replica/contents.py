@@ -73,9 +73,8 @@ class PageContents:
             kinds=replica.tables.kinds_named,
         )
         lease = PageLease(replica.leases, name, replica_idx)
-        self._mark.call = ("contents.lease", lease)
-        replica.leases.grant_pages(lease, np.concatenate(tables))
-        self._mark.call = None
+        with self._mark.changing("contents.lease", lease):
+            replica.leases.grant_pages(lease, np.concatenate(tables))
         return lease, table
 
     def bring(self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int) -> bool:
@@ -86,10 +85,8 @@ class PageContents:
         """
         self._mark.check("contents.bring")
         replica, digests = self._wanted(name, replica_idx, wanted)
-        self._mark.call = ("contents.bring", None)
-        coming = _bring(replica, digests[: max(0, most)], wanted.first_page)
-        self._mark.call = None
-        return coming
+        with self._mark.changing("contents.bring"):
+            return _bring(replica, digests[: max(0, most)], wanted.first_page)
 
     def _wanted(self, name: RequestID, replica_idx: int, wanted: PageDigests) -> tuple[Replica, NDArray[np.uint64]]:
         """The replica, and the digests if they are of pages like its own."""

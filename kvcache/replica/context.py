@@ -82,6 +82,8 @@ class TextContext:
         *("max_length", "named", "prefix_hasher", "request_id"),
     )
 
+    refused = False  # it moves as it is told, or raises one of our own errors
+
     def __init__(
         self,
         tokens: Sequence[int] | NDArray[np.integer],
@@ -358,11 +360,6 @@ class ReadContext:
 def read_context(context: Context) -> "TextContext | ReadContext":
     """What a call may read of a context while it changes the books: nothing of this raises."""
     return context if type(context) is TextContext else ReadContext(context)
-
-
-def was_refused(context: TextContext | ReadContext) -> bool:
-    """Whether the caller's own context has raised, and its indices are as they were."""
-    return type(context) is ReadContext and context.refused
 
 
 def _indices_of(context: Context) -> tuple[int, int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvcache.errors import InterruptedCallError, InvalidRequestError, InvariantError, ManagerClosedError
@@ -10,14 +12,14 @@ from kvcache.under_way import UnderWay
 
 def interrupted() -> UnderWay:
     mark = UnderWay()
-    mark.begin("fork", "child")
+    mark.call = ("fork", "child")
     return mark
 
 
 def test_a_call_that_is_under_way_keeps_all_others_out_until_it_ends() -> None:
     mark = interrupted()
     assert (mark.is_interrupted, mark.call) == (True, ("fork", "child"))
-    for refused in (mark.check, mark.begin, mark.check_books, mark.refuse):
+    for refused in (mark.check, mark.check_books, mark.refuse):
         with pytest.raises(
             InterruptedCallError, match=r"^step: fork was interrupted while it changed .* call recover\(\) first$"
         ):
@@ -35,9 +37,12 @@ def test_a_closed_manager_gives_back_and_refuses_all_else() -> None:
     mark.close()
     assert not mark.is_interrupted
     mark.check_books("release")
-    for refused in (mark.check, mark.begin):
-        with pytest.raises(ManagerClosedError, match="^step: the manager is closed: it only gives back what is held"):
-            refused("step")
+    with pytest.raises(ManagerClosedError, match="^step: the manager is closed: it only gives back what is held"):
+        mark.check("step")
+    with mark.changing("release"):
+        pass
+    with pytest.raises(ManagerClosedError, match="^step: the manager is closed"):
+        mark.check("step")
     mark.end()
     with pytest.raises(ManagerClosedError, match="step: the manager is closed"):
         mark.check("step")
@@ -67,11 +72,13 @@ def test_a_close_hides_no_interruption_and_a_recovery_opens_nothing_that_was_clo
         (KeyboardInterrupt(), False, False),
         (ValueError("no"), False, False),
         (ValueError("no"), True, True),  # the caller's own context has raised it
+        (KeyboardInterrupt(), True, False),
     ],
 )
 def test_a_call_that_fails_leaves_the_word_set_unless_nothing_can_have_changed(
     error: BaseException, refused: bool, open_again: bool
 ) -> None:
-    mark = interrupted()
-    mark.fail(error, refused=refused)
+    mark = UnderWay()
+    with pytest.raises(type(error)), mark.changing("fork", "child", SimpleNamespace(refused=refused)):
+        raise error
     assert mark.is_interrupted != open_again
