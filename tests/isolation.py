@@ -6,9 +6,11 @@ import sys
 import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import zmq
 
 QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL", "DYN_LOG": "error"}
 """Tests provoke faults on purpose, and each of them would print lines. Dynamo prints one for each request."""
@@ -87,3 +89,29 @@ def seed_torch(item: pytest.Item) -> None:
     if torch is not None:
         seed = item.config.getoption("randomly_seed", 0)
         torch.manual_seed((int(seed) + zlib.crc32(item.nodeid.encode())) % 2**63)
+
+
+_ROOT = Path(__file__).parents[1]
+_PRODUCT = tuple(f"{_ROOT / package}/" for package in ("kvcache", "transfer", "scheduler_adapters"))
+
+
+def sockets_linger_for_a_time() -> None:
+    """From now on in this process, a socket of the product that lingers without end cannot be bound or connected.
+
+    libzmq ends the session of a dead peer with the linger that the socket has at that moment. One that is set when the
+    socket closes comes too late then: `Context.term` waits for ever for messages that the peer has not taken. It did so
+    in one of 200 fleets whose full server was killed. A test's own socket is given a linger here.
+    """
+    for name in ("bind", "connect"):
+        setattr(zmq.Socket, name, _checked(getattr(zmq.Socket, name)))
+
+
+def _checked(call: Any) -> Any:
+    def checked(socket: Any, address: str) -> Any:
+        if not address.startswith("inproc:") and socket.getsockopt(zmq.LINGER) < 0:
+            caller = sys._getframe(1).f_code.co_filename
+            assert not caller.startswith(_PRODUCT), f"{caller}: a socket at {address} lingers without end"
+            socket.setsockopt(zmq.LINGER, 0)
+        return call(socket, address)
+
+    return checked

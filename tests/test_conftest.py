@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import zmq
+
+import kvcache
+
 TESTS = """
 import signal, subprocess, sys, time
 import pytest
@@ -64,3 +69,16 @@ def test_torch_has_one_thread_also_where_a_folder_imports_it_before_pytest_is_co
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=own, check=True)
     assert done.stdout == "1\n"
+
+
+def test_a_socket_of_the_product_that_lingers_without_end_is_found_and_one_of_a_test_is_given_a_time(
+    tmp_path: Path,
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as ours, context.socket(zmq.DEALER) as theirs:
+        ours.connect(f"ipc://{tmp_path}/s")
+        assert ours.getsockopt(zmq.LINGER) == 0
+        theirs.setsockopt(zmq.LINGER, -1)
+        product = compile("socket.connect(address)", str(Path(kvcache.__file__).parent / "some.py"), "exec")
+        with pytest.raises(AssertionError, match=r"kvcache/some\.py: a socket at ipc:.* lingers without end"):
+            exec(product, {"socket": theirs, "address": f"ipc://{tmp_path}/s"})  # noqa: S102
+        theirs.setsockopt(zmq.LINGER, 0)

@@ -145,6 +145,7 @@ class _ProcessPages:
 
     def _subscribed(self) -> Socket:
         socket: Socket = self._context.socket(zmq.SUB)
+        socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, _MOST_UNREAD)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         keep_alive(socket)

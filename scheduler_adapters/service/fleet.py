@@ -219,6 +219,9 @@ class Fleet:
             self._context: Context = zmq.Context()
             self._made.callback(self._context.destroy, linger=0)
             self._socket = self._context.socket(zmq.ROUTER)
+            # Before any server joins: libzmq ends the session of a dead peer with the linger of that moment. By default
+            # it has none, and `destroy` may then wait for ever for messages that the peer has not taken.
+            self._socket.setsockopt(zmq.LINGER, 0)
             self._made.callback(self._close_all)
             self._configure()
 

@@ -31,6 +31,7 @@ from scheduler_adapters.service.decode import MAX_OPEN, DecodeScheduler
 from scheduler_adapters.service.prefill import PrefillScheduler
 from scheduler_adapters.service.requests import PrefillTimes
 from scheduler_adapters.service.sockets import (
+    LAST_WORDS_MS,
     MAX_UNREAD,
     Context,
     FrontendQueue,
@@ -51,7 +52,6 @@ from transfer.wire.secret import read_secret
 # What comes through a socket ends a wait. Leases, pulls and deadlines have none: they are looked at as often as this.
 _WAIT_MS = 1
 _IDLE_MS = 100  # without a request: signals, and connections that are to be made anew
-_LAST_WORDS_MS = 1000
 # A thread that computes in Python gives the lock up after this long: the transfer thread polls every millisecond.
 _SWITCH_S = 2e-4
 
@@ -374,7 +374,7 @@ def run(config: ServerConfig, draining: tuple[signal.Signals, ...] = (signal.SIG
     except Exception as error:
         expected = isinstance(error, KVCacheError) and not isinstance(error, InvariantError | IllegalMoveError)
         text = str(error) if isinstance(error, KVCacheError) else f"{type(error).__name__}: {error}"
-        frontend.setsockopt(zmq.SNDTIMEO, _LAST_WORDS_MS)
+        frontend.setsockopt(zmq.SNDTIMEO, LAST_WORDS_MS)
         with suppress(zmq.Again):  # nobody reads: the exit status tells the parent as well
             frontend.send(msg.encode(msg.Fatal(name=config.name, error=text)))
         if expected:
@@ -382,5 +382,5 @@ def run(config: ServerConfig, draining: tuple[signal.Signals, ...] = (signal.SIG
         traceback.print_exc()
         return 1
     finally:
-        context.destroy(linger=1000)
+        context.destroy()
     return 0

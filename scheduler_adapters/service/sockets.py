@@ -18,6 +18,8 @@ from transfer.wire.keys import Keyring
 
 MAX_UNREAD = 16_384
 """Messages that wait for a frontend beyond those that its sockets hold (ZMQ: 1,000 at either end)."""
+LAST_WORDS_MS = 1000
+"""How long a process that ends waits for its frontend to take what it has said."""
 _HEARTBEAT_MS = 500
 _SILENT_MS = 2000
 _MAX_QUEUED = 10_000
@@ -59,6 +61,7 @@ def join_frontend(socket: Socket, endpoint: str, name: str, keyring: Keyring | N
     anew is found again. Over ipc no keys are needed: the folder is private. `ServiceError` where the endpoint is none.
     """
     _follow_peers(socket)
+    socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
     socket.setsockopt(zmq.IDENTITY, name.encode())
     if keyring is not None and not endpoint.startswith("ipc:"):
         keyring.secure_client(socket)
