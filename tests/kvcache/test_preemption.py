@@ -321,7 +321,7 @@ class Stubborn(TextContext):
 
     def set_token_indices(self, *_: Any, **__: Any) -> None:
         if self.raises:
-            raise ZeroDivisionError
+            raise ZeroDivisionError("told to stay")
 
 
 @pytest.mark.parametrize("raises", [True, False])
@@ -330,9 +330,11 @@ def test_a_context_that_does_not_go_back_changes_nothing(manager: PagedKVCacheMa
     context = Stubborn(PROMPT, 250, "r")
     context.raises, context._start = raises, 8
     manager.external_claim("r", 0)
+    error: type[Exception] = ZeroDivisionError if raises else InvalidRequestError
+    message = "told to stay" if raises else r"request 'r': set_token_indices\(0\) left start_idx at 8"
     before = manager.num_free_blocks, manager.metrics
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError if raises else InvalidRequestError):
+        with pytest.raises(error, match=message):
             manager.maybe_reserve(context)
         assert (manager.num_free_blocks, manager.metrics) == before
         assert manager.get_req_blocks("r") == []

@@ -259,8 +259,9 @@ def test_a_claim_or_a_fork_without_room_for_its_state_changes_nothing() -> None:
         manager.external_claim(f"other {number}", 0)
     child = context.fork("child")
     before = books_of(manager, [context, child])
-    for call in (lambda: manager.external_claim("no room", 0), lambda: manager.fork(context, child)):
-        with pytest.raises(NoFreeStatePageError):
+    calls = {"no room": lambda: manager.external_claim("no room", 0), "child": lambda: manager.fork(context, child)}
+    for name, call in calls.items():
+        with pytest.raises(NoFreeStatePageError, match=f"request '{name}': all 3 state pages are held"):
             call()
         assert not (changed := first_difference(before, books_of(manager, [context, child]))), changed
     manager.check()

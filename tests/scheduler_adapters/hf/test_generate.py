@@ -90,11 +90,11 @@ def test_an_interrupted_call_holds_nothing_and_the_next_one_works(
         nonlocal calls
         calls += 1
         if calls > after:
-            raise error
+            raise error("in the model")
 
     with monkeypatch.context() as patched:
         patched.setattr(model.get_input_embeddings(), "forward", interrupted_after(model, interrupted))
-        with pytest.raises(error):
+        with pytest.raises(error, match="in the model"):
             generator.generate(PROMPTS, NEW)
     assert model.config._attn_implementation == before
     assert_nothing_held(generator._manager)

@@ -383,7 +383,7 @@ def test_shutting_down_after_a_failed_start_is_fine(monkeypatch: pytest.MonkeyPa
     broken = NixlConnectorWorker(config)
     with monkeypatch.context() as patched:
         patched.setattr("transfer.connector.worker.start_thread", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(ZeroDivisionError, match="division by zero"):
             broken.register_kv_caches(RankCaches(FULL, Side(), 0).tensors)
     broken.shutdown()
     broken.shutdown()

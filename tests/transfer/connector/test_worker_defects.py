@@ -261,16 +261,21 @@ def test_13_nothing_is_loaded_of_a_peer_that_does_not_fit(engine: Any, monkeypat
     good = source.ranks[0].host.worker.get_handshake_metadata()
     opened = open_rank(good)
     wrong = [
-        (msgspec.structs.replace(opened, compatibility={"model": "other"}), HandshakeError),
-        (msgspec.structs.replace(opened, settings={"UCX_TLS": "tcp"}), MetadataError),
-        (msgspec.structs.replace(opened, ranks=2), MetadataError),
+        (
+            msgspec.structs.replace(opened, compatibility={"model": "other"}),
+            HandshakeError,
+            "model: 'other' at the source, 'test'",
+        ),
+        (msgspec.structs.replace(opened, settings={"UCX_TLS": "tcp"}), MetadataError, "UCX_TLS: 'tcp' at the source"),
+        (msgspec.structs.replace(opened, ranks=2), MetadataError, r"engine 'p': ranks \[0\], it has 2"),
         (
             msgspec.structs.replace(opened, layout=msgspec.structs.replace(opened.layout, groups=(Group(8, 4, ()),))),
             MetadataError,
+            "group 0, 'kv': no remote shard holds layer 0, head 0",
         ),
     ]
-    for changed, kind in wrong:
-        with pytest.raises(kind):
+    for changed, kind, message in wrong:
+        with pytest.raises(kind, match=message):
             ours.add_remote_agent(source.scheduler.address, [sealed_rank(changed)])
     with pytest.raises(MetadataError, match="are no rank metadata .*truncated"):
         ours.add_remote_agent(source.scheduler.address, [good[:-1]])
