@@ -470,7 +470,9 @@ class Replicas:
         if not has_row or not replica.states.has_room:
             return plan.new, False
         free = replica.pool.free_count - replica.pool.beside
-        if replica.states.may_lose_pages:  # also of those found
+        # Of those found some may go for its state; and with what is below the device, which is looked up only when it
+        # reserves, it goes on from further on, where windows need other pages.
+        if replica.states.may_lose_pages or (replica.tier.keeps and not replica.tables.is_plain):
             return plan.new, replica.tables.most(context, length) <= free
         return plan.new, replica.tables.fits(None, plan, free)
 

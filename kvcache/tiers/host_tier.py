@@ -356,6 +356,11 @@ class ReplicaTier(PagesBelow, PageReader):
                 self.storing[pages[stay]] = True
                 kept.append((pages[stay], digests[stay]))
         self.waiting = kept
+        # A page may have been published just before the interrupt, or have left the queue and come no further.
+        published = np.flatnonzero(index.published & ~self.storing).astype(np.int32)
+        digests = index.digests_of(published)
+        absent = self.host.pool.index.find(digests) == NO_PAGE
+        self.came(published[absent], digests[absent])
 
     # ---- inside
 

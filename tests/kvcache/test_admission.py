@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvcache import Admission, PagedKVCacheManager, PromptTooLongError, Routing, SequenceTooLongError, TextContext
+from kvcache.layer_groups import LayerGroup
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.routing import RoutingRule
 from kvcache.state_shape import StateShape
@@ -196,3 +197,24 @@ def test_a_claim_that_evicts_the_state_to_go_on_from_is_foreseen(shared: bool, o
     manager.external_claim(waiting.request_id)
     assert manager.maybe_reserve(waiting) == fits
     assert waiting.start_idx == (12 if fits else 0)
+
+
+def test_pages_that_only_a_hit_in_host_memory_makes_necessary_are_foreseen() -> None:
+    """From its beginning a chunk of 4 tokens needs one page of the window; from 28, with what the host has, three."""
+    groups = (LayerGroup("full", (0,)), LayerGroup("window", (1,), 8))
+    manager = manager_of(60, layers=2, host_slots=2000, params={"groups": groups})
+    prompt, fitted = list(range(30)), {True: 0, False: 0}
+    serve(manager, prompt, 0)
+    manager.flush_tiers()
+    serve(manager, range(100, 210), 0)  # evicts the prompt from the device
+    for held in range(60, 120, 2):
+        other, context = running(manager, range(1000, 1000 + held), 0), TextContext(prompt, 64)
+        context.set_token_indices(active_idx=4)
+        told = manager.admission(context).fits
+        manager.external_claim(context.request_id)
+        got = manager.maybe_reserve(context)
+        assert got or not told, f"{held} tokens held, {manager.num_free_blocks} pages free"
+        fitted[told] += 1
+        manager.release(context.request_id)
+        manager.release(other.request_id)
+    assert min(fitted.values()) > 1

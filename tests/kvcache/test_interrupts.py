@@ -18,6 +18,7 @@ from kvcache import (
     TextContext,
 )
 from kvcache.params import HashAlgorithm
+from kvcache.pool.index import NO_PAGE
 from kvcache.replica.hashing import PrefixHasher, next_digests
 from kvcache.state_shape import StateShape
 from tests.kvcache.build import manager_of
@@ -305,3 +306,33 @@ def test_recover_counts_the_idle_states_of_a_tenant_anew() -> None:
     interrupt_within(manager, lambda: manager.maybe_reserve(other))
     assert manager.recover().call == "maybe_reserve"
     manager.check()
+
+
+def test_what_an_interrupted_call_has_published_is_in_host_memory_once_the_books_are_mended() -> None:
+    manager, context = manager_of(checks=False, host_slots=40), TextContext([1, 2] * 8, 60, "r")
+    tiers, (replica,) = manager._replicas.tiers, manager._replicas.each
+    assert tiers is not None
+
+    def serve() -> None:
+        manager.maybe_reserve(context)
+        manager.fetch([context])  # which begins to copy what an earlier step has published
+        context.update(1)
+        manager.step([context])
+
+    at, marked, done = 1, 0, True
+    while done:
+        context = TextContext([at, 2] * 8, 60, "r")
+        manager.external_claim("r")
+        serve()
+        _, _, done = interrupted(serve, at, KeyboardInterrupt)
+        marked += manager._mark.call is not None
+        manager.recover()
+        manager.flush_tiers()
+        published = np.flatnonzero(replica.pool.index.published).astype(np.int32)
+        absent = tiers.host.pool.index.find(replica.pool.index.digests_of(published)) == NO_PAGE
+        assert not absent.any(), f"interrupted at {at}: {published[absent]} are not there"
+        if manager.contains("r"):
+            manager.release("r")
+        manager.reset_prefix_cache()
+        at += 3
+    assert marked > 20

@@ -118,6 +118,8 @@ class Model(ImportMoves):
         assert report.call is None
         for one in before | dict.fromkeys(self.live.values(), ()):
             self.name(one)
+        for mine in self.imports.values():  # who was not told of the copier takes it from here
+            mine.copier = mine.copier or next((one for one in report.copiers if one.pending is mine.pending), None)
         known = [*self.imports.values(), *self.stray]
         copiers = [mine.copier for mine in known if mine.copier is not None]
         end_unknown(manager, report, [one.ours for one in self.leases], [mine.pending for mine in known], copiers)
