@@ -1,0 +1,107 @@
+"""A listener of KV events: what a router does to know which server has the pages of a prompt.
+
+The manager publishes vLLM's messages over ZeroMQ, so this listener works with either. A message has three frames: the
+topic, a sequence number and a batch in msgpack. The listener keeps the set of cached pages and notices a gap in the
+numbers. In real use it runs in another process and only needs the endpoint.
+
+    python examples/kv_events.py
+"""
+
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+
+from kvcache import KVCacheParams, KVEvents, PagedKVCacheManager, TextContext
+
+PAGE_SIZE = 16
+
+
+class Listener:
+    """Follows one replica. `cached` has the hash and the tokens of each page that can be found on the device."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.socket: zmq.Socket[bytes] = zmq.Context[Any].instance().socket(zmq.SUB)
+        self.socket.connect(endpoint)
+        self.socket.subscribe(b"")
+        self.cached: dict[int, list[int]] = {}
+        self.sequence: int | None = None
+
+    def take_one(self) -> list[str]:
+        """Wait for a message and apply it. Returns the kinds of its events."""
+        if not self.socket.poll(10_000):
+            raise SystemExit("no message for 10 seconds: the manager sends at least one a second")
+        _topic, number, payload = self.socket.recv_multipart()
+        sequence = int.from_bytes(number, "big")
+        if self.sequence is not None and sequence != self.sequence + 1:
+            print(f"{sequence - self.sequence - 1} messages are lost: ask the replay endpoint for them")
+        self.sequence = sequence
+        _time, events, *_rank = msgspec.msgpack.decode(payload)
+        for event in events:
+            self.apply(event)
+        return [event["type"] for event in events]
+
+    def apply(self, event: dict[str, Any]) -> None:
+        """Take up one event."""
+        match event["type"]:
+            case "BlockStored" if event["medium"] == "GPU":  # the pages of the pool, wherever it lies
+                size, tokens = event["block_size"], event["token_ids"]
+                for at, name in enumerate(event["block_hashes"]):
+                    self.cached[name] = tokens[at * size : (at + 1) * size]
+            case "BlockRemoved" if event["medium"] == "GPU":
+                for name in event["block_hashes"]:
+                    self.cached.pop(name, None)
+            case "AllBlocksCleared":
+                self.cached.clear()
+            case _:
+                pass  # the pages of lower tiers
+
+    def until(self, pages: int) -> None:
+        """Take messages until so many pages are cached."""
+        while len(self.cached) != pages:
+            if kinds := self.take_one():
+                print(f"{', '.join(sorted(set(kinds)))}: {len(self.cached)} pages are cached")
+
+
+def serve(manager: PagedKVCacheManager, prompt: list[int]) -> None:
+    """Run one prompt. A model would run after `fetch`."""
+    request = TextContext(prompt, max_length=256)
+    with manager.claim(request):
+        manager.maybe_reserve(request)
+        manager.fetch([request])
+        request.update(1)
+        manager.step([request])
+
+
+def main() -> None:
+    """Publish from a pool of eight pages, follow it, and evict."""
+    params = KVCacheParams(
+        torch.float32,
+        2,
+        16,
+        enable_prefix_caching=True,
+        page_size=PAGE_SIZE,
+        kv_events=KVEvents("tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0"),  # 0: any free port
+    )
+    manager = PagedKVCacheManager(
+        params, 4, 128, num_layers=1, devices=["cpu"], available_cache_memory=8 * PAGE_SIZE * params.bytes_per_token(1)
+    )
+    ((endpoint, _replay),) = manager.kv_event_endpoints
+    listener = Listener(endpoint)
+    listener.take_one()  # from now on every message arrives
+
+    serve(manager, list(range(64)))
+    listener.until(4)
+    serve(manager, [*range(32), *range(500, 532)])  # two pages are the same
+    listener.until(6)
+    serve(manager, list(range(900, 996)))  # six pages: two are free, four are evicted
+    listener.until(8)
+    print(f"the first page of the last prompt: {list(range(900, 916)) in listener.cached.values()}")
+    manager.close()
+    listener.until(0)
+    listener.socket.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Prefill and decode in two processes: decode reads the pages of each prompt with NIXL READs and goes on from there.
+
+The prefill process runs the prompts. For each it offers a lease and sends three things through a pipe: where the pages
+can be read (`Source`), which pages (`BlockTable`), and the first new token. The decode process reserves pages, pulls,
+commits the import and decodes. The pipe stands for whatever channel the two sides have.
+
+    python examples/prefill_decode.py
+"""
+
+from multiprocessing.connection import Connection
+
+import torch
+from serving_loop import HEAD_DIM, HEADS, NEW_TOKENS, PAGE_SIZE, Model
+
+from kvcache import BlockTable, KVCacheParams, PagedKVCacheManager, PendingImport, TextContext
+from transfer import ExchangeEvent, LeaseOver, Offered, PageExchange, PullEvent, Source
+
+PROMPTS = {f"request-{number}": [*range(20), 100 + number] for number in range(4)}
+MAX_LENGTH = 64
+
+
+def start(name: str) -> tuple[PagedKVCacheManager, PageExchange]:
+    """Make the pages of one process, and what moves them. The name of an exchange is unique among its peers."""
+    params = KVCacheParams(torch.float32, HEADS, HEAD_DIM, page_size=PAGE_SIZE)
+    manager = PagedKVCacheManager(
+        params, max_batch_size=8, max_seq_len=MAX_LENGTH, num_layers=1, devices=["cpu"], available_cache_memory=1 << 20
+    )
+    return manager, PageExchange(manager, name)
+
+
+def next_events(exchange: PageExchange) -> list[ExchangeEvent]:
+    """Wait for something to happen. `poll` returns each event once, for all requests, so look at every one."""
+    while not (events := exchange.poll()):
+        exchange.wait(replica=0, timeout_s=1.0)
+    return events
+
+
+def prefill(pipe: Connection) -> None:
+    """Run every prompt once and offer its pages. Ends when the decode process has read all of them."""
+    manager, exchange = start("prefill")
+    model, tellable = Model(), dict[str, tuple[Source | None, BlockTable, int]]()
+    for name, prompt in PROMPTS.items():
+        request = TextContext(prompt, MAX_LENGTH, request_id=name)
+        with manager.claim(request):
+            manager.maybe_reserve(request)
+            (inputs,) = manager.fetch([request])
+            first = int(model.run(request, inputs, 0)[-1])
+            request.update(first)
+            manager.step([request])
+            source = exchange.offer(name, duration_s=60.0)
+            tellable[name] = (source, manager.block_table(name), first)
+        # The request is released here. Its pages stay until their lease is over.
+
+    leases_open = len(PROMPTS)
+    while leases_open:
+        for happened in next_events(exchange):
+            match happened.event:
+                case Offered(request_id=name, error=""):
+                    pipe.send((name, *tellable[name]))  # the lease stands: only now may the decode process know of it
+                case Offered(error=error):
+                    raise SystemExit(error)
+                case LeaseOver():
+                    leases_open -= 1
+                case _:
+                    pass
+    exchange.close()
+    manager.check()
+    manager.close()
+
+
+def pull(manager: PagedKVCacheManager, exchange: PageExchange, pipe: Connection) -> list[TextContext]:
+    """Pull the pages of every prompt. Returns the requests, which can run then."""
+    requests, pending = dict[str, TextContext](), dict[str, PendingImport]()
+    for _ in PROMPTS:
+        name, source, table, first = pipe.recv()
+        requests[name] = TextContext([*PROMPTS[name], first], len(PROMPTS[name]) + NEW_TOKENS, request_id=name)
+        manager.external_claim(name)
+        reserved = manager.import_block_table(requests[name], table)
+        if reserved is None:
+            raise SystemExit(f"{name}: too few pages are free")
+        exchange.pull(name, source, reserved, timeout_s=60.0)
+        pending[name] = reserved
+
+    while pending:
+        for happened in next_events(exchange):
+            if isinstance(event := happened.event, PullEvent) and event.safe:
+                if event.error:
+                    raise SystemExit(event.error)
+                # The proof says that the lease still stood when the last byte had arrived.
+                manager.commit_import(requests[event.key], pending.pop(event.key), happened.proof)
+    return list(requests.values())
+
+
+def decode(pipe: Connection) -> dict[str, list[int]]:
+    """Decode every prompt that the prefill process has computed. Returns the tokens by request."""
+    manager, exchange = start("decode")
+    model, requests = Model(), pull(manager, exchange, pipe)
+    running = requests
+    while running:
+        for request in running:
+            manager.maybe_reserve(request)
+        (inputs,) = manager.fetch(running)
+        for row, request in enumerate(running):
+            request.update(int(model.run(request, inputs, row)[-1]))
+        manager.step(running)
+        running = [request for request in running if request.current_length < request.max_length]
+    for request in requests:
+        manager.release(request.request_id)
+    exchange.close()
+    manager.check()
+    manager.close()
+    return {request.request_id: request.tokens.tolist() for request in requests}
+
+
+def main() -> None:
+    """Run both processes and compare every answer with one computed without a cache."""
+    ours, theirs = torch.multiprocessing.Pipe()
+    process = torch.multiprocessing.get_context("spawn").Process(target=prefill, args=(theirs,), daemon=True)
+    process.start()
+    answers = decode(ours)
+    process.join()
+
+    model = Model()
+    for name, tokens in answers.items():
+        expected = list(PROMPTS[name])
+        while len(expected) < len(tokens):
+            expected.append(model.run_without_cache(expected))
+        if tokens != expected:
+            raise SystemExit(f"{name}: {tokens}, without a cache {expected}")
+    print(f"{len(answers)} prompts were computed in one process and decoded in another: all tokens are equal")
+
+
+if __name__ == "__main__":
+    main()

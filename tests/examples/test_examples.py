@@ -1,0 +1,67 @@
+"""Every example runs as its docstring says, prints what it shows, and uses public names alone."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PRINTED = {
+    "serving_loop": r"""8 answers are equal to those computed without a cache
+2 preemptions, 32 of 146 prompt tokens were cached""",
+    "prefill_decode": "4 prompts were computed in one process and decoded in another: all tokens are equal",
+    "beams_and_drafts": r"""(a beam of log probability -\d+\.\d\d ends with \[\d+, \d+, \d+, \d+\]
+){3}16 tokens in 4 runs, equal to those without guesses""",
+    "eviction_order": r"""least recently used first: 0% of the tokens are cached
+most recently used first: 41% of the tokens are cached""",
+    "kv_events": r"""(?s:.*): 4 pages are cached
+(?s:.*): 6 pages are cached
+(?s:.*): 8 pages are cached
+the first page of the last prompt: True
+AllBlocksCleared: 0 pages are cached""",
+    "recurrent_model": r"""turn 1: 0 of 20 prompt tokens were cached, the answer is right
+turn 2: 24 of 37 prompt tokens were cached, the answer is right
+turn 3: 44 of 54 prompt tokens were cached, the answer is right
+6 copies of states are kept""",
+}
+
+
+def test_every_example_is_here_and_in_the_list_for_readers() -> None:
+    files = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert files == set(PRINTED)
+    listed = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \|", (ROOT / "examples/README.md").read_text(), re.MULTILINE)
+    assert set(listed) == files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRINTED)
+def test_an_example_runs_and_prints_what_it_shows(name: str) -> None:
+    docstring = ast.get_docstring(ast.parse((ROOT / f"examples/{name}.py").read_text())) or ""
+    assert docstring.endswith(f"    python examples/{name}.py"), "its docstring ends with the command"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", f"examples/{name}.py"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(PRINTED[name], done.stdout.strip()), done.stdout
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_an_example_imports_the_packages_and_none_of_their_rooms(name: str) -> None:
+    public = {"kvcache", "transfer", "pagewire"}
+    for node in ast.walk(ast.parse((ROOT / f"examples/{name}.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in public:
+            assert node.module in public, node.module
+        elif isinstance(node, ast.Import):
+            assert not any(one.name.startswith((*public,)) and "." in one.name for one in node.names)
