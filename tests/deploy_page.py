@@ -1,4 +1,4 @@
-"""The tables of options in `docs/deploy.md`, made of the code: `python -m tests.deploy_page` writes them.
+"""The tables of options in `docs/guides/operations.md`, made of the code: `python -m tests.deploy_page` writes them.
 
 Sources are read, not imported: what they need (vLLM, say) may not be here.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/deploy.md"
+PAGE = ROOT / "docs/guides/operations.md"
 OPTIONS = {
     "Options": "scheduler_adapters/vllm/options.py",
     "WorkerConfig": "transfer/connector/config.py",

@@ -1,4 +1,4 @@
-"""The table of metrics in `docs/metrics.md`, made of the code: `python -m tests.metrics_page` writes it."""
+"""The table of metrics in `docs/guides/metrics.md`, made of the code: `python -m tests.metrics_page` writes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler_adapters.front import prometheus as front
 from scheduler_adapters.service import prometheus as service
 from transfer import prometheus as transfer
 
-PAGE = Path(__file__).parents[1] / "docs/metrics.md"
+PAGE = Path(__file__).parents[1] / "docs/guides/metrics.md"
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "`ManagerCollector` of `kvcache.prometheus`": cache.FAMILIES,
     "`TransferCollector` of `transfer.prometheus`": (*transfer.FAMILIES, *transfer.OF_EXCHANGE),

@@ -54,7 +54,7 @@ def test_counters_are_shown_as_rates_and_gauges_are_not() -> None:
 
 
 def first_asked() -> set[str]:
-    page = (Path(__file__).parents[1] / "docs/metrics.md").read_text()
+    page = (Path(__file__).parents[1] / "docs/guides/metrics.md").read_text()
     return names_in(page.split("Where to look first")[1].split("\n## ")[0])
 
 

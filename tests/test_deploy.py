@@ -1,4 +1,4 @@
-"""`docs/deploy.md` has every option of the code with its default, every error, and every counter."""
+"""`docs/guides/operations.md` has every option of the code with its default, every error, and every counter."""
 
 from __future__ import annotations
 

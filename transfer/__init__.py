@@ -1,8 +1,8 @@
 """Moves KV cache pages between processes through NIXL.
 
 Imports `kvcache`: its errors, page layouts and block tables, what makes metrics of figures, and nothing else of it.
-Start reading at `docs/transfer.md`, then `pull/exchange.py`, which a hand-over begins with, `pull/lease.py` and
-`pull/pull.py`.
+Start reading at `docs/guides/prefill-decode.md`, then `pull/exchange.py`, which a hand-over begins with,
+`pull/lease.py` and `pull/pull.py`.
 """
 
 from transfer.connector.config import GroupConfig, StatePart, Timing, WorkerConfig

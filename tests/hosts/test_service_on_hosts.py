@@ -19,8 +19,9 @@ def one_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture
 def fleet(one_fleet: Fleet) -> Fleet:
-    """The fleet of these tests, whole: UCX now and then ends a source whose reader's connection fails (docs/deploy.md).
+    """The fleet of these tests, whole.
 
+    UCX now and then ends a source whose reader's connection fails (docs/guides/operations.md).
     That is one test's failure, not that of all after it.
     """
     served = one_fleet.served

@@ -130,7 +130,7 @@ def plain(_: Now) -> Case:
 
 def of_the_document(_: Now) -> Case:
     names: dict[str, Any] = {}
-    (program,) = programs_of((ROOT / "docs/eviction.md").read_text())
+    (program,) = programs_of((ROOT / "docs/guides/eviction.md").read_text())
     exec(program.partition("\n\ndef ")[0], names)  # noqa: S102 - ours
     return Case(names["FoundAgainLast"](PAGES), FoundAgain())
 
@@ -306,6 +306,6 @@ def test_a_wrong_count_is_named(make: Callable[[Now], Case]) -> None:
 
 
 def test_the_documents_program_prints_what_it_says(tmp_path: Path) -> None:
-    document = (ROOT / "docs/eviction.md").read_text()
+    document = (ROOT / "docs/guides/eviction.md").read_text()
     (program,) = programs_of(document)
     assert f"It prints `{printed_by(program, tmp_path)}`" in document

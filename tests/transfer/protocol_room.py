@@ -1,7 +1,7 @@
 """One lease and its pulls, as a machine of states. `protocol_model` explores all interleavings of several of these.
 
 A *room* is one attempt of one request: a source engine P of one or several ranks leases pages to the readers D0 and D1,
-each of which copies them over *links*, one for each pair of ranks. `docs/protocol.md` tells the same in prose.
+each of which copies them over *links*, one for each pair of ranks. `docs/concepts/protocol.md` tells the same in prose.
 
 Where pages are asked for by what they hold (`Shape.by_content`), P has computed them for somebody else: nobody holds
 them, each may be lost at any time and be brought back from below, and what P leases is as many of them as it has when

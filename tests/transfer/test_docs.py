@@ -1,4 +1,4 @@
-"""The programs in docs/transfer.md run as they stand."""
+"""The programs in docs/guides/prefill-decode.md run as they stand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.programs import ROOT, printed_by, programs_of
 
-DOCUMENT = (ROOT / "docs/transfer.md").read_text()
+DOCUMENT = (ROOT / "docs/guides/prefill-decode.md").read_text()
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["many requests, given up in each way", "chunk by chunk"])

@@ -2,5 +2,5 @@
 
 Imports `kvcache.replica`, `transfer.plan`, `transfer.wire`, `transfer.nixl`, the values of `transfer` and the values of
 `kvcache`. Start reading at `exchange.py`, what a process has of all that, then `lease.py` and `pull.py`;
-`docs/protocol.md` has the argument.
+`docs/concepts/protocol.md` has the argument.
 """

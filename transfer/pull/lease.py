@@ -3,7 +3,8 @@
 A lease stands while its random id stands in its *lease word*, eight bytes that every peer may READ. A reader copies the
 pages first and READs the word afterwards. If the id is still there, nothing had given the pages away when the last byte
 was copied, because a lease is ended in one order only: the word is cleared, then the pages lose their holder. So
-whatever is written to the pages later is written after the word was cleared. `docs/protocol.md` has the whole argument.
+whatever is written to the pages later is written after the word was cleared. `docs/concepts/protocol.md` has the
+whole argument.
 
 The idea of a generation word that is read after the data is that of a seqlock (Lameter 2005; Boehm, MSPC 2012).
 """

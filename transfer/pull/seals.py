@@ -4,7 +4,7 @@ A block table may travel from a source to a reader by a way that is not ours, th
 changes a page id on the way would have the reader copy another request's page, and the fence would not notice, because
 nobody has given that page away. So a source seals each table that it makes under a lease, with a key that it tells
 readers in its handshake alone. A reader compares the seal before it reads any page that the table names.
-`docs/protocol.md` has the whole rule.
+`docs/concepts/protocol.md` has the whole rule.
 """
 
 from __future__ import annotations

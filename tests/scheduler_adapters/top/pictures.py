@@ -1,4 +1,4 @@
-"""The pictures in `docs/top.md`: `python -m tests.scheduler_adapters.top.pictures FOLDER [CHROMIUM]`.
+"""The pictures in `docs/guides/top.md`: `python -m tests.scheduler_adapters.top.pictures FOLDER [CHROMIUM]`.
 
 Processes of the service under faults, and a pool of four million pages, drawn as `pagewire top` draws them and exported
 by Textual. Where the path of a Chromium is given, that browser opens, without a screen, the address that `pagewire demo

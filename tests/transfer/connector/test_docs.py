@@ -1,4 +1,4 @@
-"""The programs in docs/nixl_connector.md run as they stand, and are as short as a first look may be."""
+"""The programs in docs/migration/nixl-connector.md run as they stand, and are as short as a first look may be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import transfer
 from tests.programs import ROOT, printed_by, programs_of
 from transfer.connector.config import LAYOUTS
 
-DOCUMENT = (ROOT / "docs/nixl_connector.md").read_text()
+DOCUMENT = (ROOT / "docs/migration/nixl-connector.md").read_text()
 NAMES = ["a hand-over", "two groups"]
 PROGRAMS = dict(zip(NAMES, programs_of(DOCUMENT), strict=True))
 

@@ -1,4 +1,4 @@
-"""What `docs/protocol.md` says of NIXL, seen to be so: what its words prove, and what stops a copy.
+"""What `docs/concepts/protocol.md` says of NIXL, seen to be so: what its words prove, and what stops a copy.
 
 These are not wishes. Where one fails after an update of NIXL, the protocol can perhaps be made cheaper, or has to be
 made stricter: read the chapter on the transport before changing the test.

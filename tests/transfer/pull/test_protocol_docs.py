@@ -1,4 +1,4 @@
-"""`docs/protocol.md` names tests and figures: they are there, and they are these."""
+"""`docs/concepts/protocol.md` names tests and figures: they are there, and they are these."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.transfer.protocol_rules import ASSUMPTIONS, CASTS, RULES
 from tests.transfer.pull.test_protocol_model import HARM, HOLE, ROBBED, STALE_PAGE, WAITS, WITHOUT_CAUSE
 
 ROOT = Path(__file__).parents[3]
-DOCS = (ROOT / "docs" / "protocol.md").read_text()
+DOCS = (ROOT / "docs" / "concepts" / "protocol.md").read_text()
 HARMS = {
     STALE_PAGE: "stale page",
     HOLE: "a hole",
