@@ -154,7 +154,7 @@ def circle(graph: Mapping[str, AbstractSet[str]]) -> list[str]:
             over.add(node)
         return []
 
-    return next(filter(None, (walk(node, []) for node in graph)), [])
+    return next((way for node in graph if (way := walk(node, []))), list[str]())
 
 
 def test_the_table_of_rooms_has_every_room_and_no_circle() -> None:
@@ -224,8 +224,10 @@ def test_no_name_of_a_type_stands_for_two_things() -> None:
     where: dict[str, dict[str, str]] = {}
     for module in files():
         for node in tree(module).body:
-            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-            if isinstance(target, ast.Name) and re.match("[A-Z][a-z]", target.id) and isinstance(node.value, ast.expr):
+            if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) or node.value is None:
+                continue
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name) and re.match("[A-Z][a-z]", target.id):
                 where.setdefault(target.id, {}).setdefault(spelled(node.value), module)
     assert {name: found for name, found in where.items() if len(found) > 1} == {}
 

@@ -41,7 +41,7 @@ def test_prompts_are_answered_by_three_hosts(fleet: Fleet, tiny_model: Any) -> N
     assert fleet.served.until_nothing_is_held()["d"]["pages_pulled"] >= before + 6 * 18
 
 
-CUTS = {
+CUTS: dict[str, tuple[Callable[[Fleet], object], Callable[[Fleet], object]]] = {
     "both": (lambda fleet: fleet.decode.cut(), lambda fleet: fleet.decode.restore()),
     "to decode": (
         lambda fleet: [fleet.decode.deafen(other) for other in (fleet.front, fleet.prefill)],

@@ -152,7 +152,7 @@ def hinted_and_owned(now: Now) -> Case:
 
 def with_quotas(case: Case) -> Case:
     quotas, model = TenantQuotas(PAGES, QUOTA, QUOTAS), case.model
-    model.order_of_tenants = lambda: [*quotas._ids]
+    model.order_of_tenants = lambda: [*quotas._ids]  # pyright: ignore[reportPrivateUsage]
     model.has_quotas = True
     order = QuotaOrder(case.order, quotas)
     return Case(order, model, order.trust, quotas.clear)
@@ -185,7 +185,7 @@ class Moves:
         self.append(self.away())
 
     def append(self, pages: list[int]) -> None:
-        self.order.append(np.array(pages, self.rng.choice([np.int32, np.intp])))
+        self.order.append(ids(pages) if self.rng.random() < 0.5 else np.array(pages, np.intp))
         for page in pages:
             self.model.append(page)
 

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import numpy as np
 
 from kvcache import TextContext
@@ -54,7 +55,7 @@ def small(folder: Path) -> None:
         tp=1, device="cpu", chaos=7, verify=True, lease_s=3.0, watch="tcp://127.0.0.1:0",
     )  # fmt: skip
     roles: tuple[msg.Role, ...] = ("prefill", "decode")
-    with Fleet([ServerConfig(**{**_fields(config), "role": role}) for role in roles]) as fleet:
+    with Fleet([msgspec.structs.replace(config, role=role) for role in roles]) as fleet:
         over = threading.Event()
         talking = threading.Thread(target=talk, args=(fleet, over))
         talking.start()
@@ -64,10 +65,6 @@ def small(folder: Path) -> None:
         finally:
             over.set()
             talking.join()
-
-
-def _fields(config: ServerConfig) -> dict[str, object]:
-    return {name: getattr(config, name) for name in config.__struct_fields__}
 
 
 def talk(fleet: Fleet, over: threading.Event) -> None:
