@@ -116,7 +116,8 @@ test-gpu: $(CUDA)/.installed $(STAMP) ## on a CUDA device: tests marked gpu, and
 kills: $(STAMP) ## kill, stop and restart processes of a service in every phase, 240 times (ARGS="--seed 1")
 	@$(BIN)/python -m tests.scheduler_adapters.kills --runs 240 $(ARGS)
 
-fuzz: $(STAMP) ## a million bad messages to each: the metadata and its handshake, and the schedulers' sockets
+fuzz: $(STAMP) ## a million bad messages to the metadata's handshake and to the sockets, 200,000 random moves of managers
+	@$(BIN)/python -m tests.kvcache.million_moves --moves 200000
 	@$(BIN)/python -m tests.transfer.fuzz $(ARGS)
 	@$(BIN)/python -m tests.scheduler_adapters.fuzz_sockets --messages 1000000 $(ARGS)
 

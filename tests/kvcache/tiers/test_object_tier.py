@@ -416,14 +416,17 @@ def test_a_reset_drops_what_is_being_read(served: Make, store: StoredObjects) ->
     it = served()
     it.serve(PROMPT)
     it.manager.close()
-    again = served()
+    again = served(params={"object_tier_timeout_s": 60.0})
     settled(again)
     tier = objects_of(again)
     context = again.claim(PROMPT)
-    again.manager.prefetch(context)
-    tier._jobs[0].done.result()
     store.may.clear()
-    assert again.manager.prefetch(context)
+    assert again.manager.prefetch(context)  # an answer that came at once would have been taken up by this call
+    asked = tier._jobs[0]
+    store.may.set()
+    asked.done.result()
+    store.may.clear()
+    assert again.manager.prefetch(context)  # takes the answer up, and reads
     assert tier.held_slots[0].size == 8
     again.manager.reset_prefix_cache()
     again.manager.check()
