@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measured import ROOT, measured
+from benchmarks.measured import PACKAGES, ROOT, measured
 
 Row = dict[str, Any]
 
@@ -91,7 +91,7 @@ def header(command: str, statistics: str = MINIMA_AND_MEDIANS, clock: str = "") 
         statistics: which columns are minima, and which medians.
         clock: `wall` or `cpu`, where the figures were not made by this process's clock.
     """
-    changed = _git("status", "--porcelain", "--", "kvcache", "transfer", "scheduler_adapters", "benchmarks/*.py")
+    changed = _git("status", "--porcelain", "--", *PACKAGES, "benchmarks/*.py")
     return {
         "command": command,
         "commit": _git("rev-parse", "--short=12", "HEAD"),

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("kvcache", "transfer", "scheduler_adapters")
+PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 _FRAME = {"__init__", "__main__", "frame", "measured", "plots", "readme", "results", "figures"}
 """Files of the folder itself that start, write, draw and read: no figure depends on them."""
 

@@ -102,7 +102,7 @@ class Served:
 
     def start(self, name: str, *arguments: str) -> None:
         """Start `pagewire serve` with these arguments."""
-        command = (sys.executable, "-m", "scheduler_adapters.cli", "serve", *arguments, "--address-file", self._address)
+        command = (sys.executable, "-m", "pagewire", "serve", *arguments, "--address-file", self._address)
         self._processes[name] = subprocess.Popen(command, stdout=self._log, stderr=self._log)  # noqa: S603
 
     def end(self, name: str, how: signal.Signals) -> None:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from benchmarks.frame import Row, progress
 from benchmarks.pulls.plots import draw as draw_pulls
 from benchmarks.results import RESULTS, load
-from scheduler_adapters import plots
-from scheduler_adapters.replay.plots import draw_capacities, draw_replicas
+from pagewire import plots
+from pagewire.replay.plots import draw_capacities, draw_replicas
 
 Figures = Mapping[str, Sequence[Row]]
 """Rows by the name of the benchmark."""

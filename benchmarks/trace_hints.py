@@ -11,8 +11,8 @@ import sys
 from benchmarks.frame import Row, options, pin, progress, report
 from benchmarks.pools import expect
 from benchmarks.trace_replay import COUNTED, FOLDER, TRACES
-from scheduler_adapters.replay.plots import CAPACITIES, sweep_capacities
-from scheduler_adapters.replay.replay import load_trace
+from pagewire.replay.plots import CAPACITIES, sweep_capacities
+from pagewire.replay.replay import load_trace
 
 
 def measure(name: str, capacities: tuple[int, ...]) -> list[Row]:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.frame import Row, options, pin, progress, report
-from scheduler_adapters.replay.replay import load_trace, replay
+from pagewire.replay.replay import load_trace, replay
 
 FOLDER = Path(os.environ.get("PAGEWIRE_TRACES", Path(__file__).resolve().parents[2] / "shared" / "data" / "mooncake"))
 COUNTED = "hits are counted; us_per_request_p50: median of all requests of a replay"

@@ -9,8 +9,8 @@ import sys
 
 from benchmarks.frame import Row, options, pin, progress, report
 from benchmarks.trace_replay import COUNTED, FOLDER, TRACES
-from scheduler_adapters.replay.plots import REPLICAS, sweep_replicas
-from scheduler_adapters.replay.replay import load_trace
+from pagewire.replay.plots import REPLICAS, sweep_replicas
+from pagewire.replay.replay import load_trace
 
 CAPACITY = 10_000
 

@@ -31,8 +31,8 @@ from kvcache import PagedKVCacheManager, TextContext
 from kvcache.watch import endpoint
 from kvcache.watch.endpoint import ManagerWatch
 from kvcache.watch.follower import Followed, WatchClient
-from scheduler_adapters.top.app import TopApp
-from scheduler_adapters.top.sources import LiveSource
+from pagewire.top.app import TopApp
+from pagewire.top.sources import LiveSource
 
 PAGE, PROMPT, LONGEST = 16, 512, 32_768
 UPDATES = 2.0

@@ -68,7 +68,7 @@ def constant(name: str) -> ast.expr:
 def _constants() -> dict[str, ast.expr]:
     """The values of all assignments in modules. Parsing every module takes a second: it is done once."""
     found: dict[str, ast.expr] = {}
-    for package in ("kvcache", "transfer", "scheduler_adapters"):
+    for package in ("kvcache", "transfer", "scheduler_adapters", "pagewire"):
         for path in sorted((ROOT / package).rglob("*.py")):
             for node in ast.parse(source(str(path.relative_to(ROOT)))).body:
                 if isinstance(node, ast.Assign):

@@ -92,7 +92,7 @@ def seed_torch(item: pytest.Item) -> None:
 
 
 _ROOT = Path(__file__).parents[1]
-_PRODUCT = tuple(f"{_ROOT / package}/" for package in ("kvcache", "transfer", "scheduler_adapters"))
+_PRODUCT = tuple(f"{_ROOT / package}/" for package in ("kvcache", "transfer", "scheduler_adapters", "pagewire"))
 
 
 def sockets_linger_for_a_time() -> None:

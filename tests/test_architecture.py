@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("kvcache", "transfer", "scheduler_adapters")
+PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 MAX_FILE, MAX_FUNCTION = 700, 60  # lines
 
 # Files beside a package's rooms that the rooms may import: its values. The other files beside them are its top.
@@ -26,7 +26,8 @@ VALUES = {
         *("under_way", "version", "watched"),
     },
     "transfer": {"errors", "memory", "spans", "stats"},
-    "scheduler_adapters": {"arguments", "base", "errors", "interrupts", "loop", "plots", "tables", "viewer"},
+    "scheduler_adapters": {"base", "errors", "interrupts", "loop"},
+    "pagewire": {"arguments", "plots", "tables", "viewer"},
 }
 _MANAGER = {"kvcache values", "kvcache.replica", "kvcache"}
 # Each room, and the rooms that it may import.
@@ -63,30 +64,38 @@ ROOMS: dict[str, set[str]] = {
         *("transfer values", "transfer.wire", "transfer.nixl", "transfer.pull", "transfer"),
         *("scheduler_adapters values", "scheduler_adapters.hf"),
     },
-    "scheduler_adapters.demo": {
-        *("kvcache values", "kvcache"),
-        *("scheduler_adapters values", "scheduler_adapters.hf", "scheduler_adapters.service"),
-    },
     "scheduler_adapters.front": {
         *("kvcache values", "kvcache.events", "kvcache.replica", "transfer values", "transfer.wire"),
         *("scheduler_adapters values", "scheduler_adapters.hf", "scheduler_adapters.service"),
-    },
-    "scheduler_adapters.replay": {"kvcache values", "kvcache", "kvcache.watch", "scheduler_adapters values"},
-    "scheduler_adapters.plan": {
-        *("kvcache values", "kvcache.states", "kvcache", "transfer.plan"),
-        *("scheduler_adapters values", "scheduler_adapters.hf", "scheduler_adapters.replay"),
-    },
-    "scheduler_adapters.top": {
-        *("kvcache values", "kvcache.watch", "transfer.wire", "scheduler_adapters values"),
     },
     "scheduler_adapters.sglang": {
         *("kvcache values", "kvcache.pool", "kvcache.replica", "kvcache.watch"),
         *("transfer values", "transfer.wire", "transfer.pull", "transfer.connector", "scheduler_adapters.service"),
     },
     "scheduler_adapters.vllm": {"transfer values", "transfer.wire", "transfer.connector"},
-    "scheduler_adapters": {
-        *("kvcache values", "scheduler_adapters values", "scheduler_adapters.demo", "scheduler_adapters.front"),
-        *("scheduler_adapters.plan", "scheduler_adapters.replay", "scheduler_adapters.top"),
+    "scheduler_adapters": set(),
+    "pagewire values": {"scheduler_adapters values"},
+    "pagewire.demo": {
+        *("kvcache values", "kvcache"),
+        *("scheduler_adapters values", "scheduler_adapters.hf", "scheduler_adapters.service", "pagewire values"),
+    },
+    "pagewire.serve": {
+        *("kvcache values", "transfer values", "transfer.wire", "scheduler_adapters values", "scheduler_adapters.hf"),
+        *("scheduler_adapters.service", "scheduler_adapters.front", "pagewire values"),
+    },
+    "pagewire.replay": {
+        *("kvcache values", "kvcache", "kvcache.watch", "scheduler_adapters values", "pagewire values"),
+    },
+    "pagewire.plan": {
+        *("kvcache values", "kvcache.states", "kvcache", "transfer.plan"),
+        *("scheduler_adapters values", "scheduler_adapters.hf", "pagewire values", "pagewire.replay"),
+    },
+    "pagewire.top": {
+        *("kvcache values", "kvcache.watch", "transfer.wire", "scheduler_adapters values", "pagewire values"),
+    },
+    "pagewire": {
+        *("kvcache values", "scheduler_adapters values", "pagewire values", "pagewire.demo", "pagewire.plan"),
+        *("pagewire.replay", "pagewire.serve", "pagewire.top"),
     },
 }
 # What `transfer` may know of `kvcache`: the contract between the packages.
@@ -263,7 +272,7 @@ def test_each_folder_says_what_it_imports_and_where_to_start() -> None:
 
 def paths_in(document: str) -> set[str]:
     """Files and folders that a document names with their way from the root."""
-    found = re.findall(r"`((?:kvcache|transfer|scheduler_adapters|tests|benchmarks|docs)/[\w/.]*)`", document)
+    found = re.findall(r"`((?:kvcache|transfer|scheduler_adapters|pagewire|tests|benchmarks|docs)/[\w/.]*)`", document)
     return set(found)
 
 

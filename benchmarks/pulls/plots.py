@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.frame import Row
 from benchmarks.pulls.rates import LIMIT, SPUN, THREADED
-from scheduler_adapters import plots
+from pagewire import plots
 
 KIB = 1 << 10
 _VLLM = ("vLLM", "vLLM, huge pages", "vLLM, UCX as ours")

@@ -34,7 +34,7 @@ class OnHosts(Served):
         self.front = front
 
     def start_on(self, host: Host, name: str, *arguments: str) -> None:
-        command = [sys.executable, "-m", "scheduler_adapters.cli", "serve", *arguments, "--host", host.address, *KEYS]
+        command = [sys.executable, "-m", "pagewire", "serve", *arguments, "--host", host.address, *KEYS]
         if (before := self._logs.pop(name, None)) is not None:
             before.close()
         self._logs[name] = (self.folder / f"{name}.log").open("ab")

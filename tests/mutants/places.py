@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.mutants.mutation import ROOT
 
-PACKAGES = ("kvcache", "transfer", "scheduler_adapters")
+PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 
 # Without the package and "test_": a file, and the test files through which it is tested.
 _DOORS: dict[str, dict[str, str]] = {
@@ -84,29 +84,32 @@ _DOORS: dict[str, dict[str, str]] = {
         "watch": "pull/exchange",
     },
     "scheduler_adapters": {
-        "arguments": "cli",
-        "demo/options": "cli demo/demo",
-        "front/app": "front/observe front/command",
-        "front/options": "front/command",
+        "front/app": "front/observe",
         "front/prometheus": "front/observe",
         "hf/recurrent": "hf/state_models hf/hybrid",
+        "service/places": "service/service",
+        "service/prefill": "service/offers service/service service/faults",
+        "service/program": "service/fleet",
+        "service/server": "service/service service/fleet",
+        "sglang/pulls": "sglang/rooms sglang/leases",
+    },
+    "pagewire": {
+        "arguments": "cli",
+        "demo/options": "cli demo/demo",
         "plan/options": "plan/command",
         "plan/plan": "plan/command plan/memory",
         "plan/tables": "plan/command",
         "plan/ways": "plan/memory plan/blocks",
         "replay/command": "replay/replay cli",
         "replay/options": "replay/replay cli",
-        "service/places": "service/service",
-        "service/prefill": "service/offers service/service service/faults",
-        "service/program": "service/fleet",
-        "service/server": "service/service service/fleet",
-        "sglang/pulls": "sglang/rooms sglang/leases",
+        "serve/listening": "cli",
+        "serve/options": "serve/command",
         "top/options": "top/command",
         "top/pagemap": "top/app",
         "top/panels": "top/app",
         "top/sources": "top/app top/command",
         "top/view": "top/app",
-        "viewer": "front/command top/command",
+        "viewer": "serve/command top/command",
     },
 }
 # Where else what is wrong in a package shows: its doors.
@@ -114,6 +117,7 @@ _ELSEWHERE = {
     "kvcache": ("manager", "handover", "million_moves", "misuse", "check"),
     "transfer": ("pull/ownership", "pull/exchange", "pull/replica", "connector/worker_pairs"),
     "scheduler_adapters": (),
+    "pagewire": ("cli",),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tests.mutants.sites import functions
 from tests.mutants.tree import Run, Tree
 
-PACKAGES = ("kvcache", "transfer", "scheduler_adapters")
+PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 NOT_CALLED = "no test calls it"
 _REACH_LIMIT_S = 1200.0
 _COLD_S = 60.0  # a process of its own loads everything anew

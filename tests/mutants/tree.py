@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tests.mutants.mutation import ROOT
 
-PARTS = ("kvcache", "transfer", "scheduler_adapters", "tests", "docs", "hatch_build.py", "pyproject.toml")
+PARTS = ("kvcache", "transfer", "scheduler_adapters", "pagewire", "tests", "docs", "hatch_build.py", "pyproject.toml")
 NO_CACHES = shutil.ignore_patterns("__pycache__", ".pytest_cache", ".hypothesis")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
@@ -54,7 +54,8 @@ class Tree:
     def check_imports(self) -> None:
         """Raise `RuntimeError` unless a program that runs here imports the packages of the copy."""
         code = (
-            "import kvcache, transfer, scheduler_adapters as s; print(kvcache.__file__, transfer.__file__, s.__file__)"
+            "import kvcache as k, transfer as t, scheduler_adapters as s, pagewire as p\n"
+            "print(k.__file__, t.__file__, s.__file__, p.__file__)"
         )
         done = subprocess.run(
             [sys.executable, "-c", code],

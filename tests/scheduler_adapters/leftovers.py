@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.orphans import die_with_parent
 
 MARK = "PAGEWIRE_TEST_RUN"
-COMMAND = (sys.executable, "-m", "scheduler_adapters.cli")
+COMMAND = (sys.executable, "-m", "pagewire")
 STAGES = {"start": "starting ", "serving": "serving ", "checking": "checking "}
 """The line of the demo's output with which a stage begins."""
 

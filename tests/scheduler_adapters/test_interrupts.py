@@ -18,7 +18,7 @@ import pytest
 from scheduler_adapters import interrupts
 from scheduler_adapters.service.fleet import PREFIX
 from scheduler_adapters.service.program import PARENT_GONE
-from tests.scheduler_adapters.demo.test_demo import Demo, assert_gone_soon
+from tests.pagewire.demo.test_demo import Demo, assert_gone_soon
 from tests.scheduler_adapters.leftovers import STAGES, Run, wait_for_work
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,7 +1,7 @@
 """`pagewire plan` beside vLLM's own layers, groups and pool, for five public models: every figure that both have.
 
 The models are made without memory, so that what is compared is what vLLM's own code says of each layer. The same
-figures stand written out in `tests/scheduler_adapters/plan/test_blocks.py`, which runs where there is no vLLM.
+figures stand written out in `tests/pagewire/plan/test_blocks.py`, which runs where there is no vLLM.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from scheduler_adapters.plan.layers import read_model
-from scheduler_adapters.plan.memory import choice
-from scheduler_adapters.plan.ways import MemoryAsked
-from tests.scheduler_adapters.plan.test_blocks import CONFIGS, LENGTHS, MEMORY, PUBLIC, STEP, WHOLE
+from pagewire.plan.layers import read_model
+from pagewire.plan.memory import choice
+from pagewire.plan.ways import MemoryAsked
+from tests.pagewire.plan.test_blocks import CONFIGS, LENGTHS, MEMORY, PUBLIC, STEP, WHOLE
 from tests.vllm_engine.pool import Answer, Question
 
 # On vLLM's CPU backend windows have blocks of 32 tokens at least, and latents of 16.

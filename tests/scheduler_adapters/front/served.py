@@ -30,7 +30,7 @@ class Served:
         self._logs: dict[str, IO[bytes]] = {}
 
     def start(self, name: str, *arguments: str) -> None:
-        command = [sys.executable, "-m", "scheduler_adapters.cli", "serve", *arguments]
+        command = [sys.executable, "-m", "pagewire", "serve", *arguments]
         self._logs[name] = (self.folder / f"{name}.log").open("ab")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self.processes[name] = ForkedProgram(command, self._logs[name], environment)

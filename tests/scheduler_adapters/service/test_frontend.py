@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import zmq
 
-from scheduler_adapters.demo.demo import settled_stats
+from pagewire.demo.demo import settled_stats
 from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import zmq
 
-from scheduler_adapters import cli
+from pagewire import cli
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.sockets import bind_router
 from transfer.errors import HandshakeError

@@ -1,0 +1,204 @@
+"""The command `pagewire`."""
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import sys
+from typing import NoReturn
+
+from pagewire.arguments import add_options
+from pagewire.demo.options import DemoOptions
+from pagewire.plan.options import PlanOptions
+from pagewire.replay.options import ReplayOptions
+from pagewire.serve.listening import listen
+from pagewire.serve.options import ServeOptions
+from pagewire.top.options import TopOptions
+from scheduler_adapters import interrupts
+
+# Nothing heavy is imported here: torch takes a second, in which an interrupt would show a traceback.
+
+_DISTRIBUTION = "pagewire"
+_Options = DemoOptions | PlanOptions | ReplayOptions | ServeOptions | TopOptions
+_BAD = 2  # exit status: something does not work, as argparse has it
+_LONGEST = 1000  # characters of a message
+# Each command: its options, what it does in a line, and what else its help says.
+_COMMANDS: dict[str, tuple[type[_Options], str, str]] = {
+    "demo": (
+        DemoOptions,
+        "serve prompts across a prefill and a decode process",
+        (
+            "Serve prompts across a prefill and a decode process that pulls pages by NIXL READs. "
+            "Exit status: 0 if every output equals the model's own greedy output (rounding ties are counted beside) "
+            "and no page is left held; 1 if not; 2 if something does not work."
+        ),
+    ),
+    "serve": (
+        ServeOptions,
+        "serve a model by prefill and decode processes behind HTTP, as OpenAI has it",
+        (
+            "Serve a model by prefill and decode processes, on this host or on several, behind OpenAI's completions "
+            "and chat completions. SIGTERM drains: nothing new is taken, what is on its way ends. Exit status: 0 if "
+            "no page was left held; 2 if something does not work."
+        ),
+    ),
+    "replay": (
+        ReplayOptions,
+        "drive the manager with a request trace",
+        (
+            "Drive the real manager with a trace in the Mooncake format, one page to a block, one request after "
+            "another; beside it the reference LRU and the optimum that knows the future."
+        ),
+    ),
+    "plan": (
+        PlanOptions,
+        "say what memory a model's keys and values need, on how many devices",
+        (
+            "From a model's config.json: what its layers keep of a token, pages, the longest request, requests at a "
+            "time, for every choice of tensor and data parallelism, what prefill and decode move between them, and on "
+            "a trace what less and more memory hits, beside the optimum."
+        ),
+    ),
+    "top": (
+        TopOptions,
+        "show every page of running processes: whose it is, and why it went",
+        (
+            "Show what every page of watched processes is doing, in the terminal or a browser: a map of the pages, "
+            "requests by phase, leases and pulls, the prefix tree, evictions and rates; or play a recording of that."
+        ),
+    ),
+}
+
+
+# The extra that brings a package, by the name that is imported. Any other package comes with pagewire itself.
+_EXTRAS = {
+    "rich": "serve",
+    "transformers": "serve",
+    "matplotlib": "bench",
+    "opentelemetry": "observe",
+    "prometheus_client": "fleet",
+    "starlette": "fleet",
+    "uvicorn": "fleet",
+    "dynamo": "fleet",
+    "blake3": "blake3",
+    "textual": "top",
+    "textual_serve": "top",
+    "aiohttp": "top",
+}
+
+
+class _Version(argparse.Action):
+    """Prints the version and ends. The distribution is looked up only when somebody asks."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib import metadata  # noqa: PLC0415
+
+        try:
+            found = metadata.version(_DISTRIBUTION)
+        except metadata.PackageNotFoundError:
+            found = "unknown"
+        print(_DISTRIBUTION, found)  # noqa: T201  (the command line's own output)
+        parser.exit()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, where argparse would print the usage too."""
+        _complain(self.prog, f"error: {message}")
+        sys.exit(_BAD)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = _Parser(prog="pagewire", description="A paged KV cache manager with disaggregated transfer built in.")
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="print the version and end"
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (options, does, description) in _COMMANDS.items():
+        add_options(commands.add_parser(name, help=does, description=description), options)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; its exit status. Errors are one line on standard error."""
+    command = "pagewire"
+    try:
+        with interrupts.raised():
+            options = vars(build_parser().parse_args(argv))
+            name = options.pop("command")
+            command = f"pagewire {name}"
+            return _run(command, _COMMANDS[name][0](**options))
+    except interrupts.Interrupted as interrupted:
+        _complain(command, str(interrupted))
+        return interrupted.status
+    except ImportError as error:
+        _complain(command, f"error: {_missing(error)}")
+        return _BAD
+    except BrokenPipeError:  # who reads our output has gone
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed at exit
+        return 128 + signal.SIGPIPE
+
+
+def _run(command: str, options: _Options) -> int:
+    with contextlib.ExitStack() as made:
+        listening: socket.socket | None = None
+        if isinstance(options, ServeOptions) and options.what in ("all", "front"):
+            try:
+                listening = made.enter_context(listen(options.http_host, options.http_port))
+            except OSError as error:
+                _complain(command, f"error: {error}")
+                return _BAD
+        return _run_heavy(command, options, listening)
+
+
+def _run_heavy(command: str, options: _Options, listening: socket.socket | None) -> int:
+    """Import what the command needs, which takes seconds, and run it."""
+    from kvcache.errors import KVCacheError  # noqa: PLC0415  (torch, see above)
+
+    try:
+        if isinstance(options, ReplayOptions):
+            from pagewire.replay.command import run_replay  # noqa: PLC0415  (as above)
+
+            return run_replay(options)
+        if isinstance(options, PlanOptions):
+            from pagewire.plan.command import run_plan  # noqa: PLC0415  (as above)
+
+            return run_plan(options)
+        if isinstance(options, TopOptions):
+            from pagewire.top.command import run_top  # noqa: PLC0415  (as above)
+
+            return run_top(options)
+        if isinstance(options, ServeOptions):
+            from pagewire.serve.command import run_serve  # noqa: PLC0415  (as above)
+
+            return run_serve(options, listening)
+        from pagewire.demo.demo import run_demo  # noqa: PLC0415  (as above)
+
+        return run_demo(options)
+    except KVCacheError as error:
+        _complain(command, f"error: {error}")
+        return _BAD
+    except MemoryError as error:
+        _complain(command, f"error: the memory does not suffice: {error}")
+        return _BAD
+
+
+def _missing(error: ImportError) -> str:
+    """What to install for a package that is missing, or that cannot be imported."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "kvcache", "transfer", "scheduler_adapters"):
+        raise error  # a bug of ours
+    extra = _EXTRAS.get(package)
+    needed = f"{_DISTRIBUTION}[{extra}]" if extra else _DISTRIBUTION
+    return f"this needs the package {package!r} (pip install '{needed}'): {error}"
+
+
+def _complain(command: str, text: str) -> None:
+    line = " ".join(text.splitlines())
+    if len(line) > _LONGEST:  # argparse repeats whatever it was given
+        line = f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
+    with contextlib.suppress(OSError):  # a terminal that has hung up takes no more
+        print(f"{command}: {line}", file=sys.stderr)  # noqa: T201  (the command line's own output)

@@ -1,0 +1,107 @@
+"""What has to move from prefill to decode, and how fast, for a first token in time. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from kvcache.layout import shard_layout
+from kvcache.sizing import page_bytes
+from pagewire.plan.layers import AlikeLayers, CachedModel
+from pagewire.plan.ways import params_of
+from transfer.plan.plan import plan
+from transfer.plan.shapes import dense
+from transfer.plan.source_ranks import sources
+
+_PAGES = 8  # whose runs are counted; scattered, so that no two are one run
+
+
+class LinkLoad(msgspec.Struct, frozen=True):
+    """What a request of some length asks of the link between prefill and decode, over all ranks together.
+
+    Attributes:
+        length: tokens.
+        bytes: that are read. A rank that holds a copy of another's heads reads them, too.
+        runs: READs of NIXL that these are, no two pages being neighbours.
+        compute_s: seconds of prefill.
+        after_gbps: GB/s that the pull needs where it starts when prefill has ended; None: prefill alone takes too long.
+        after_runs_s: runs per second likewise.
+        chunks_gbps: GB/s where each chunk is pulled while the next one is computed.
+        chunks_runs_s: runs per second likewise.
+    """
+
+    length: int
+    bytes: int
+    runs: int
+    compute_s: float
+    after_gbps: float | None
+    after_runs_s: float | None
+    chunks_gbps: float | None
+    chunks_runs_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Seconds to the first token, tokens that a prefill replica computes in a second, and tokens of a chunk."""
+
+    first_token_s: float
+    prefill_speed: float
+    chunk: int
+
+
+def pulls(
+    model: CachedModel, tps: tuple[int, int], page_size: int, lengths: Sequence[int], target: Target
+) -> Iterator[LinkLoad]:
+    """A request of each length, from a prefill replica of `tps[0]` ranks to a decode replica of `tps[1]`."""
+    shapes = Counter[tuple[int, int, bool]]()  # layers of one shape lie in one page, whatever they look back to
+    for one in model.paged:
+        shapes[one.heads, one.width, one.kind == "latent"] += one.layers
+    runs = sum(
+        _runs_of_pages(model, AlikeLayers("latent" if latent else "full", layers, heads, width), tps, page_size)
+        for (heads, width, latent), layers in shapes.items()
+    )
+    of_page = sum(page_bytes(params_of(model, one, tps[1], page_size), one.layers, page_size) for one in model.paged)
+    states = model.state_bytes(tps[1]) * tps[1]
+    for length in lengths:
+        pages = -(-length // page_size)
+        size, count = pages * of_page + states, -(-pages * runs // _PAGES)
+        left = target.first_token_s - length / target.prefill_speed
+        part = min(1.0, target.chunk / length)
+        # Chunk by chunk: what has not been pulled when a chunk ends is due by the same time. That is most pressing
+        # after the first chunk, when all is still to come, or after the last.
+        ahead = target.first_token_s - part * length / target.prefill_speed
+        after = None if left <= 0 else 1 / left
+        chunks = None if left <= 0 else max(1 / ahead, part / left)
+        yield LinkLoad(
+            length=length,
+            bytes=size,
+            runs=count,
+            compute_s=length / target.prefill_speed,
+            after_gbps=_rate(size / 1e9, after),
+            after_runs_s=_rate(count, after),
+            chunks_gbps=_rate(size / 1e9, chunks),
+            chunks_runs_s=_rate(count, chunks),
+        )
+
+
+def _rate(amount: float, per_s: float | None) -> float | None:
+    return None if per_s is None else amount * per_s
+
+
+def _runs_of_pages(model: CachedModel, one: AlikeLayers, tps: tuple[int, int], page_size: int) -> int:
+    """Runs that bring some pages of layers that are alike to all ranks of decode, as `transfer.plan` has it."""
+    prefill, decode = (
+        [dense(shard_layout(params_of(model, one, tp, page_size), one.layers, page_size, rank), 2 * _PAGES + 1)
+         for rank in range(tp)]
+        for tp in tps
+    )  # fmt: skip
+    pages = np.arange(1, 2 * _PAGES, 2)
+    return sum(
+        len(plan(part, prefill[source]).runs(0, pages, pages, (0, _PAGES * page_size)))
+        for rank, layout in enumerate(decode)
+        for source, part in sources(layout, prefill, rank)
+    )

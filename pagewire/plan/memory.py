@@ -1,0 +1,125 @@
+"""How many pages, tokens and requests the memory of a rank holds, under each way to lay them. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from pagewire.plan.layers import CachedModel
+from pagewire.plan.ways import LaidWay, MemoryAsked, Way, laid_ways, params_of
+from scheduler_adapters.errors import PlanError
+
+_LONGEST = 1 << 40  # tokens: where the search for the longest request ends
+
+
+class RoomPart(msgspec.Struct, frozen=True):
+    """What of a request lies in block tables that are alike, or is its state: `ways.LaidPart`, in figures.
+
+    Attributes:
+        kind: of the layers, and their window; "all" for several kinds in one table.
+        layers: how many.
+        tables: block tables; 0 for a state.
+        request_bytes: of a request of each length on each rank.
+    """
+
+    kind: str
+    layers: int
+    tables: int
+    request_bytes: dict[int, int]
+
+
+class Room(msgspec.Struct, frozen=True):
+    """What the memory of a host holds, laid one way.
+
+    Attributes:
+        way: how it is laid (`ways.py`).
+        page_bytes: of one page on each rank; None where there is no common page.
+        pages: of each replica, if all memory is theirs. The null page is one more of ours, and one of vLLM's.
+        longest: tokens of the longest request that a replica holds; None: any, as every layer looks back only so far.
+        request_bytes: that a request of each length takes on each rank.
+        requests: of each length that all replicas hold at a time.
+        lost_bytes: of `request_bytes` those beyond what the layers need.
+        parts: what a request takes, table by table.
+    """
+
+    way: Way
+    page_bytes: int | None
+    pages: int | None
+    longest: int | None
+    request_bytes: dict[int, int]
+    requests: dict[int, int]
+    lost_bytes: dict[int, int]
+    parts: tuple[RoomPart, ...]
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """A host's devices as `dp` replicas of `tp` ranks.
+
+    Attributes:
+        tp: ranks of a replica.
+        dp: replicas.
+        heads: key/value heads that a rank holds, of each kind of layer that has pages.
+        copies: ranks that hold the same heads (the most of all kinds): memory that buys nothing.
+        token_bytes: of a token on each rank, all layers.
+        state_bytes: of a request's recurrent states on each rank.
+        rooms: what the memory holds, each way.
+    """
+
+    tp: int
+    dp: int
+    heads: tuple[int, ...]
+    copies: int
+    token_bytes: int
+    state_bytes: int
+    rooms: tuple[Room, ...]
+
+
+def choices(model: CachedModel, devices: int, asked: MemoryAsked) -> Iterator[Choice]:
+    """Every way to divide the devices of a host that the model's heads allow, the widest first."""
+    for tp in (tp for tp in range(devices, 0, -1) if devices % tp == 0):
+        try:
+            yield choice(model, tp, devices // tp, asked)
+        except PlanError:
+            continue  # its heads can neither be split nor shared evenly
+
+
+def choice(model: CachedModel, tp: int, dp: int, asked: MemoryAsked) -> Choice:
+    """What the memory holds with `dp` replicas of `tp` ranks. Raises `PlanError` as `params_of`."""
+    every, state = list(laid_ways(model, tp, asked)), model.state_bytes(tp)
+    page = every[0].page or 0
+    if asked.memory < page + state:
+        needed = f"one page of {asked.page_size} tokens takes {page + state:,} on a rank"
+        raise PlanError(f"memory is {asked.memory:,} bytes: {needed}")
+    held = tuple(params_of(model, one, tp, asked.page_size).n_kv_heads_per_device for one in model.paged)
+    copies = max(count * tp // one.heads for count, one in zip(held, model.paged, strict=True))
+    rooms = tuple(_room(laid, every[-1], asked, dp) for laid in every)
+    return Choice(tp, dp, held, copies, page // asked.page_size, state, rooms)
+
+
+def _room(laid: LaidWay, least: LaidWay, asked: MemoryAsked, dp: int) -> Room:
+    lengths = asked.lengths
+    return Room(
+        way=laid.way,
+        page_bytes=laid.page,
+        pages=None if laid.page is None else asked.memory // laid.page,
+        longest=_longest(laid.memory, laid.of_request),
+        request_bytes={length: laid.of_request(length) for length in lengths},
+        requests={length: laid.requests(length) * dp for length in lengths},
+        lost_bytes={length: laid.of_request(length) - least.of_request(length) for length in lengths},
+        parts=tuple(
+            RoomPart(part.kind, part.layers, part.tables, {length: part.of_length(length) for length in lengths})
+            for part in laid.parts
+        ),
+    )
+
+
+def _longest(memory: int, of_request: Callable[[int], int]) -> int | None:
+    """The most tokens of one request that fit, None for any number; what it takes never falls as it grows."""
+    low, high = 0, _LONGEST
+    if of_request(high) <= memory:
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if of_request(middle) <= memory else (low, middle - 1)
+    return low

@@ -1,0 +1,54 @@
+"""The options of `pagewire plan`."""
+
+import argparse
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Literal
+
+from pagewire.arguments import input_path, num_bytes, number, option, output_file, whole
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
+_MOST_TOKENS = 1 << 30
+_MOST_LENGTHS = 8
+_MOST_BYTES = 1 << 60
+_MOST_DEVICES = 1024
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    """The type of `--lengths`: whole numbers with commas between."""
+    parts = text.split(",")
+    if len(parts) > _MOST_LENGTHS:
+        raise argparse.ArgumentTypeError(f"{len(parts)} lengths: {_MOST_LENGTHS} are the most")
+    return tuple(sorted({whole(1, _MOST_TOKENS)(part) for part in parts}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What the command line says, each value within its range."""
+
+    model: Path = option("DIR", input_path, MISSING, "a folder with the config.json of a model", required=True)
+    memory: int = option(
+        "BYTES", num_bytes(1, _MOST_BYTES), MISSING, "of each device, for pages: 40GiB, 40e9, ...", required=True
+    )
+    devices: int = option("N", whole(1, _MOST_DEVICES), 8, "devices of a host: every TP x DP of them is shown")
+    tp: int | None = option("N", whole(1, _MOST_DEVICES), None, "devices of a replica (default: all of them)")
+    prefill_tp: int | None = option(
+        "N", whole(1, _MOST_DEVICES), None, "devices of a prefill replica that pages are pulled from (default: as --tp)"
+    )
+    page_size: int = option("TOKENS", whole(1, 4096), 16, "tokens of a page")
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = option(
+        None, str, "auto", "of keys and values; auto: as the config says", choices=_DTYPES
+    )
+    lengths: tuple[int, ...] = option("TOKENS,...", _lengths, (8192, 65_536), "lengths of requests")
+    step_tokens: int = option(
+        "TOKENS", whole(1, _MOST_TOKENS), 8192, "tokens of a step: a chunk of prefill; vLLM keeps them beside windows"
+    )
+    first_token: float = option("SECONDS", number(0, 86_400), 2.0, "from the prompt to decode's first step, at most")
+    prefill_speed: float = option(
+        "TOKENS", number(0, 1_000_000_000), 10_000.0, "tokens that a prefill replica computes in a second"
+    )
+    host_memory: int = option("BYTES", num_bytes(0, _MOST_BYTES), 0, "of a host's tier below its devices")
+    trace: Path | None = option("FILE", input_path, None, "JSON lines with hash_ids: what less and more memory hits")
+    block_tokens: int = option("TOKENS", whole(1, 1 << 20), 512, "tokens of a block of the trace")
+    json: Path | None = option("FILE", output_file, None, "write the figures there too")
+    plot: Path | None = option("FILE", output_file, None, "draw hits against memory there (PNG); needs --trace")

@@ -1,0 +1,83 @@
+"""All that `pagewire plan` works out of a model and some memory: its figures, which are its JSON, too."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagewire.plan.layers import CachedModel
+from pagewire.plan.link import LinkLoad, Target, pulls
+from pagewire.plan.memory import Choice, choice, choices
+from pagewire.plan.options import PlanOptions
+from pagewire.plan.trace import TracePlan
+from pagewire.plan.ways import MemoryAsked
+from scheduler_adapters.errors import PlanError
+
+
+class KindOfLayer(msgspec.Struct, frozen=True):
+    """What layers that are alike keep: of a token and of a request, in the whole model."""
+
+    kind: str
+    layers: int
+    heads: int
+    key_elements: int  # of a token and head; of a token where a latent stands for keys and values
+    value_elements: int  # of a token and head; 0 with a latent
+    window: int
+    token_bytes: int
+    request_bytes: int
+
+
+class MemoryPlan(msgspec.Struct, frozen=True):
+    """All that `pagewire plan` says. Bytes of tokens and pages are those of a rank, where not said otherwise."""
+
+    model: str
+    max_len: int | None
+    kv_dtype: str
+    memory: int
+    page_size: int
+    kinds: list[KindOfLayer]
+    choices: list[Choice]
+    chosen: Choice
+    prefill_tp: int
+    pulls: list[LinkLoad]
+    made_gbps: float  # that a prefill replica makes when it never rests; what is slower than this, computing beats
+    trace: TracePlan | None = None
+
+
+def plan_memory(options: PlanOptions, model: CachedModel) -> MemoryPlan:
+    """What the memory holds, and what a hand-over moves. Raises `PlanError` for a `--tp` that does not fit."""
+    tp = options.tp or options.devices
+    if options.devices % tp:
+        raise PlanError(f"--tp is {tp}: {options.devices} devices cannot be divided into replicas of as many")
+    asked = MemoryAsked(options.memory, options.page_size, options.step_tokens, options.lengths)
+    every = list(choices(model, options.devices, asked))
+    if options.tp is None and every:
+        tp = every[0].tp  # the widest that the heads allow
+    prefill_tp = options.prefill_tp or tp
+    chosen = choice(model, tp, options.devices // tp, asked)
+    target = Target(options.first_token, options.prefill_speed, options.step_tokens)
+    kinds = [
+        KindOfLayer(
+            kind=one.kind,
+            layers=one.layers,
+            heads=one.heads,
+            key_elements=one.width - one.values,
+            value_elements=one.values,
+            window=one.window,
+            token_bytes=one.layers * one.heads * one.width * model.dtype.itemsize,
+            request_bytes=one.state_bytes(1),
+        )
+        for one in model.each
+    ]
+    return MemoryPlan(
+        model=model.name,
+        max_len=model.max_len,
+        kv_dtype=str(model.dtype).removeprefix("torch."),
+        memory=options.memory,
+        page_size=options.page_size,
+        kinds=kinds,
+        choices=every,
+        chosen=chosen,
+        prefill_tp=prefill_tp,
+        pulls=list(pulls(model, (prefill_tp, tp), options.page_size, options.lengths, target)),
+        made_gbps=sum(kind.token_bytes for kind in kinds) * options.prefill_speed / 1e9,
+    )

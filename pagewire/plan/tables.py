@@ -1,0 +1,189 @@
+"""What `pagewire plan` prints: a table for each question, and what more memory is worth in a sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from pagewire.plan.options import PlanOptions
+from pagewire.plan.plan import KindOfLayer, MemoryPlan
+from pagewire.plan.trace import TracePlan, TracePoint
+
+
+class PrintedTable(NamedTuple):
+    """What `print_table` prints."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    words: int = 1  # columns, the first ones, that are no figures
+
+
+def table_of_kinds(found: MemoryPlan) -> PrintedTable:
+    """What the layers keep of a token, in the whole model."""
+    limit = "" if found.max_len is None else f", made for {found.max_len:,} tokens"
+    rows = [
+        (
+            kind.kind,
+            f"{kind.layers:,}",
+            _heads(kind) if kind.heads else "",
+            f"{kind.window:,}" if kind.window else "",
+            _size(kind.token_bytes) if kind.token_bytes else "",
+            _size(kind.request_bytes) if kind.request_bytes else "",
+        )
+        for kind in found.kinds
+    ]
+    total = sum(kind.token_bytes for kind in found.kinds)
+    rows.append(("all", f"{sum(kind.layers for kind in found.kinds):,}", "", "", _size(total), ""))
+    title = f"{found.model}: keys and values in {found.kv_dtype}{limit}"
+    return PrintedTable(title, ("layers", "count", "heads", "window", "a token", "a request"), rows)
+
+
+def table_of_choices(found: MemoryPlan) -> PrintedTable:
+    """The ways to divide a host's devices, and what a rank of each holds."""
+    lengths = list(found.chosen.rooms[0].requests)
+    rows = [
+        (
+            f"{one.tp} x {one.dp}",
+            "/".join(map(str, dict.fromkeys(one.heads))),
+            str(one.copies),
+            _size(one.token_bytes),
+            _size(one.rooms[0].page_bytes or 0),
+            f"{one.rooms[0].pages:,}",
+            _tokens(one.rooms[0].longest),
+            *(f"{one.rooms[0].requests[length]:,}" for length in lengths),
+        )
+        for one in found.choices
+    ]
+    columns = ("TP x DP", "heads", "copies", "a token", "a page", "pages", "longest", *map(_of_length, lengths))
+    return PrintedTable(
+        f"{_size(found.memory)} of each device, pages of {found.page_size} tokens; of a rank", columns, rows
+    )
+
+
+def table_of_rooms(found: MemoryPlan) -> PrintedTable:
+    """What the memory holds in the chosen way, laid as ours, as vLLM's, and at least."""
+    rows = [
+        (
+            room.way,
+            _size(room.page_bytes) if room.page_bytes else "",
+            f"{room.pages:,}" if room.pages else "",
+            _tokens(room.longest),
+            *(f"{_size(room.request_bytes[length])}, {count:,}" for length, count in room.requests.items()),
+        )
+        for room in found.chosen.rooms
+    ]
+    columns = (
+        "laid by",
+        "a page",
+        "pages",
+        "longest",
+        *(f"{_of_length(at)}, each" for at in found.chosen.rooms[0].requests),
+    )
+    return PrintedTable(f"TP {found.chosen.tp} x DP {found.chosen.dp}: how it can be laid", columns, rows)
+
+
+def table_of_parts(found: MemoryPlan) -> PrintedTable:
+    """Of each way what a request takes, table by table, and how much of that no layer needs."""
+    lengths = list(found.chosen.rooms[0].requests)
+    rows: list[tuple[str, ...]] = []
+    for room in found.chosen.rooms[:-1]:
+        way = room.way
+        for part in room.parts:
+            sizes = (_size(part.request_bytes[length]) for length in lengths)
+            rows.append((way, part.kind, f"{part.layers:,}", f"{part.tables or ''}", *sizes))
+            way = ""
+        lost = (
+            f"{_size(room.lost_bytes[length])}, {100 * room.lost_bytes[length] / room.request_bytes[length]:.1f} %"
+            for length in lengths
+        )
+        rows.append(("", "lost", "", "", *lost))
+    return PrintedTable(
+        "What a request takes", ("laid by", "of", "layers", "tables", *map(_of_length, lengths)), rows, 2
+    )
+
+
+def table_of_pulls(found: MemoryPlan, options: PlanOptions) -> PrintedTable:
+    """What moves between prefill and decode, and how fast it has to."""
+    rows = [
+        (
+            f"{pull.length:,}",
+            _size(pull.bytes),
+            f"{pull.runs:,}",
+            f"{pull.compute_s:.2f} s",
+            *map(_figure, (pull.after_gbps, pull.after_runs_s, pull.chunks_gbps, pull.chunks_runs_s)),
+        )
+        for pull in found.pulls
+    ]
+    columns = ("tokens", "to move", "runs", "prefill", "GB/s after", "runs/s", "GB/s by chunks", "runs/s")
+    title = (
+        f"From prefill TP {found.prefill_tp} to decode TP {found.chosen.tp}, first token in {options.first_token:g} s"
+    )
+    return PrintedTable(title, columns, rows, words=0)
+
+
+def table_of_trace(trace: TracePlan) -> PrintedTable:
+    """What the trace hits with what there is, with less and with more."""
+    rows = [
+        (
+            "now" if point is trace.now else "",
+            str(point.hosts),
+            _size(point.memory),
+            _size(point.tier) if point.tier else "",
+            f"{point.blocks:,}" + (f" + {point.tier_blocks:,}" if point.tier_blocks else ""),
+            f"{point.hit_pct:.2f}",
+            f"{point.optimum_pct:.2f}",
+            "" if point is trace.now else f"{point.points:+.2f}",
+            "" if point is trace.now else f"{point.saved_s:+,.0f} s",
+        )
+        for point in sorted([trace.now, *trace.others], key=_order)
+    ]
+    columns = ("", "hosts", "a device", "a tier", "blocks", "hits %", "optimum %", "points", "prefill saved")
+    title = (
+        f"{trace.requests:,} requests, blocks of {trace.block_tokens} tokens; without a cache they take "
+        f"{trace.prefill_s:,.0f} s of prefill"
+    )
+    return PrintedTable(title, columns, rows)
+
+
+def _order(point: TracePoint) -> tuple[int, int, int]:
+    return point.hosts, point.tier, point.memory
+
+
+def worth(trace: TracePlan) -> Iterator[str]:
+    """A sentence for each kind of further memory: what it gives."""
+    for point in sorted(trace.others, key=_order):
+        more = (point.bytes - trace.now.bytes) / 1e9
+        where = "of more hosts" if point.hosts > 1 else "of a tier" if point.tier > trace.now.tier else "of devices"
+        if more > 0:
+            yield (
+                f"{more:,.0f} GB more {where} give {point.points:.2f} points and save {point.saved_s:,.0f} "
+                "prefill seconds."
+            )
+
+
+def _heads(kind: KindOfLayer) -> str:
+    """Heads and their dimension; both dimensions where a key has another one than a value."""
+    keys, values = kind.key_elements, kind.value_elements
+    return f"{kind.heads} x ({keys} + {values})" if values and values != keys else f"{kind.heads} x {keys}"
+
+
+def _size(count: float) -> str:
+    """Bytes with their unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:,.0f} TiB" if count >= 100 else f"{count:.3g} TiB"
+
+
+def _tokens(count: int | None) -> str:
+    return "any" if count is None else f"{count:,}"
+
+
+def _of_length(length: int) -> str:
+    return f"at {length:,}"
+
+
+def _figure(value: float | None) -> str:
+    return "too late" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.2f}"

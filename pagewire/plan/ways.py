@@ -1,0 +1,181 @@
+"""The ways to lay what a model keeps, by the sizing of the managers that lay it so.
+
+`pagewire`: one table of all layers with keys and values, whose windows keep theirs to the end of the request, and
+recurrent states in memory of their own, as many as there are requests. `groups`: with `params.groups`. `share_memory`:
+states in slabs of the pages, as managers have them unless told otherwise. `vllm`: see `blocks.py`. `least`: what the
+layers need, were every kind given pages of its own and a window only those that it still looks at; what no manager can
+be below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+from kvcache import InvalidParamsError, KVCacheParams, LayerGroup
+from kvcache.layer_groups import layer_tables
+from kvcache.layout import shard_layouts
+from kvcache.sizing import page_bytes
+from kvcache.states.state_room import most_states, pages_of_slab
+from pagewire.plan.blocks import VllmBlocks, vllm_blocks
+from pagewire.plan.layers import AlikeLayers, CachedModel
+from scheduler_adapters.errors import PlanError
+
+Way = Literal["pagewire", "groups", "share_memory", "vllm", "least"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAsked:
+    """What is asked of each choice: bytes of a device, tokens of a page and of a step, and lengths of requests."""
+
+    memory: int
+    page_size: int
+    step_tokens: int
+    lengths: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class LaidPart:
+    """What of a request lies in block tables that are alike, or is its state.
+
+    Attributes:
+        kind: of the layers, and their window; "all" for several kinds in one table.
+        layers: how many.
+        tables: block tables of a request; 0 for a state.
+        of_length: of tokens of a request the bytes on each rank.
+    """
+
+    kind: str
+    layers: int
+    tables: int
+    of_length: Callable[[int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class LaidWay:
+    """One way to lay a model on a rank.
+
+    Attributes:
+        way: its name.
+        page: bytes of a page; None where there is no common page.
+        memory: bytes that requests share; what is left of a page counts for none, as they take whole pages.
+        most: requests of a replica, however short they are; None: any number.
+        parts: of a request.
+    """
+
+    way: Way
+    page: int | None
+    memory: int
+    most: int | None
+    parts: tuple[LaidPart, ...]
+
+    def of_request(self, length: int) -> int:
+        """Bytes of a request of so many tokens."""
+        return sum(part.of_length(length) for part in self.parts)
+
+    def requests(self, length: int) -> int:
+        """How many of this length a replica holds at a time."""
+        fit = self.memory // self.of_request(length)
+        return fit if self.most is None else min(fit, self.most)
+
+
+def params_of(model: CachedModel, one: AlikeLayers, tp: int, page_size: int) -> KVCacheParams:
+    """The parameters of a manager of these layers. `PlanError`: ranks that can neither split nor share the heads."""
+    latent = one.kind == "latent"
+    try:
+        return KVCacheParams(
+            dtype=model.dtype,
+            n_kv_heads=one.heads,
+            head_dim=one.width if latent else one.width // 2,
+            is_mla=latent,
+            page_size=page_size,
+            n_devices=tp,
+        )
+    except InvalidParamsError as error:
+        raise PlanError(f"tensor parallelism {tp}: {error}") from error
+
+
+def laid_ways(model: CachedModel, tp: int, asked: MemoryAsked) -> Iterator[LaidWay]:
+    """Each way to lay the model on `tp` ranks, the first with one table. Raises `PlanError` as `params_of`."""
+    size, every = asked.page_size, [params_of(model, one, tp, asked.page_size) for one in model.paged]
+    layers = [one.layers for one in model.paged]
+    of_kinds = [page_bytes(params, count, size) // tp for params, count in zip(every, layers, strict=True)]
+    states = tuple(
+        LaidPart(one.kind, one.layers, 0, partial(_any_length, one.state_bytes(tp))) for one in model.each if one.state
+    )
+    page = sum(of_kinds)
+    own = asked.memory - model.state_bytes(tp)  # page 0 of states is nobody's
+    kinds = dict.fromkeys(_name(one) for one in model.paged)
+    whole = LaidPart(
+        kinds.popitem()[0] if len(kinds) == 1 else "all", sum(layers), 1, partial(_pages, size, page, None)
+    )
+    yield LaidWay("pagewire", page, own, None, (whole, *states))
+    if len(set(every)) == 1:  # pages of one size
+        if not states and any(one.window for one in model.paged):
+            yield _with_groups(model, every[0], asked)
+        if len(states) == 1:
+            yield from _with_slabs(model, every[0], asked, whole)
+    of_token = [of_one // size for of_one in of_kinds]
+    if not states and (blocks := vllm_blocks(model.paged, of_token, size, asked.step_tokens)):
+        yield _of_vllm(blocks, asked, whole)
+    least = [
+        LaidPart(_name(one), one.layers, 1, partial(_pages, size, of_one, group))
+        for one, of_one, group in zip(model.paged, of_kinds, _groups(model.paged), strict=True)
+    ]
+    yield LaidWay("least", None, asked.memory, None, (*least, *states))
+
+
+def _with_groups(model: CachedModel, params: KVCacheParams, asked: MemoryAsked) -> LaidWay:
+    """A manager with `params.groups`."""
+    groups, size = _groups(model.paged), asked.page_size
+    tables = layer_tables(groups, sum(one.layers for one in model.paged))
+    page = page_bytes(params, tables.layers_per_page, size) // params.n_devices
+    parts: list[LaidPart] = []
+    for one, group in zip(model.paged, groups, strict=True):
+        count = sum(table.group is group for table in tables.tables)
+        parts.append(LaidPart(_name(one), one.layers, count, partial(_pages, size, count * page, group)))
+    return LaidWay("groups", page, asked.memory, None, (*parts,))
+
+
+def _with_slabs(model: CachedModel, params: KVCacheParams, asked: MemoryAsked, whole: LaidPart) -> Iterator[LaidWay]:
+    """A manager of states with `share_memory`, if it has room for a slab."""
+    tp, size, layers = params.n_devices, asked.page_size, sum(one.layers for one in model.paged)
+    page = page_bytes(params, layers, size) // tp
+    (recurrent,) = [one for one in model.each if one.state]
+    slab = pages_of_slab(recurrent.state_layouts(tp), shard_layouts(params, layers, size))
+    if (most := most_states(asked.memory // page, slab)) > 0:
+        state = LaidPart(recurrent.kind, recurrent.layers, 0, partial(_any_length, slab * page))
+        yield LaidWay("share_memory", page, asked.memory, most, (whole, state))
+
+
+def _of_vllm(blocks: VllmBlocks, asked: MemoryAsked, whole: LaidPart) -> LaidWay:
+    parts = [LaidPart(_name(of.one), of.one.layers, of.tables, partial(blocks.table_bytes, of)) for of in blocks.each]
+    if len(parts) == 1:  # of whatever kinds there are
+        parts = [replace(parts[0], kind=whole.kind, layers=whole.layers)]
+    return LaidWay("vllm", blocks.block_bytes, asked.memory, None, (*parts,))
+
+
+def _groups(paged: Sequence[AlikeLayers]) -> tuple[LayerGroup, ...]:
+    """Layers that are alike as a group each, numbered one after another."""
+    found: list[LayerGroup] = []
+    first = 0
+    for one in paged:
+        layers = tuple(range(first, first := first + one.layers))
+        kind = "chunked" if one.kind == "chunked" else "window" if one.window else "full"
+        found.append(LayerGroup(kind, layers, one.window))
+    return (*found,)
+
+
+def _name(one: AlikeLayers) -> str:
+    return f"{one.kind} {one.window:,}" if one.window else one.kind
+
+
+def _pages(size: int, page: int, group: LayerGroup | None, length: int) -> int:
+    """Bytes of the pages of `size` tokens that hold `length` tokens, or of these what a group keeps."""
+    return page * (-(-length // size) if group is None else group.most_pages(length, size))
+
+
+def _any_length(count: int, _: int) -> int:
+    return count

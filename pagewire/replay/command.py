@@ -1,0 +1,98 @@
+"""`pagewire replay`: a progress bar, a table, and figures as JSON and plots where asked to."""
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from kvcache.manager import PagedKVCacheManager
+from kvcache.watch.endpoint import ManagerWatch
+from kvcache.watched import Beside
+from pagewire import plots
+from pagewire.arguments import write_json
+from pagewire.replay.options import ReplayOptions
+from pagewire.replay.plots import write_plots
+from pagewire.replay.replay import ReplayResult, load_trace, optimum_of_each, replay
+from pagewire.replay.trace_hints import hints_for
+from pagewire.tables import print_table
+from pagewire.viewer import viewer
+
+
+def run_replay(options: ReplayOptions) -> int:
+    """Replay a trace and report; the exit status. A `KVCacheError` says in a sentence what does not work."""
+    hints_for([], options.hints)  # no such kind is said before minutes of reading
+    if options.plots is not None:
+        plots.pyplot()  # no matplotlib likewise
+    trace, console = load_trace(options.trace), Console(stderr=True)
+    show = None if options.top is None else _Show(options, trace)
+    with Progress(console=console, transient=True, disable=not console.is_terminal or show is not None) as bar:
+        task = bar.add_task("replaying", total=len(trace))
+        result = replay(
+            trace,
+            options.capacity,
+            options.replicas,
+            (lambda done: bar.advance(task, done)) if show is None else show.progress,
+            hints=options.hints,
+            routing=options.routing,
+            host_blocks=options.host_blocks,
+            peers=options.peers,
+            block_bytes=options.block_bytes,
+            shown=nullcontext if show is None else show.shown,
+        )
+    _print(options, result)
+    write_json(options.json, result)
+    if options.plots is not None:
+        for path in write_plots(options.trace.stem, trace, options.capacity, options.plots, console.print):
+            console.print(f"drew {path}")
+    return 0
+
+
+class _Show:
+    """Shows a replay at the speed that was asked for, beside the optimum, as long as somebody looks."""
+
+    def __init__(self, options: ReplayOptions, trace: Sequence[Sequence[int]]) -> None:
+        self._options = options
+        self._best = np.cumsum(optimum_of_each(trace, options.capacity))
+        self._blocks = np.cumsum([len(blocks) for blocks in trace])
+        self._done = 0
+        self._due = 0.0
+        self._is_open: Callable[[], bool] = bool
+
+    @contextmanager
+    def shown(self, manager: PagedKVCacheManager) -> Generator[None]:
+        """Watch the manager."""
+        with (
+            closing(ManagerWatch(manager, name="replay", beside=self._beside, clear_names=True)) as watch,
+            viewer([watch.address], self._options.top or "") as self._is_open,
+        ):
+            self._due = time.monotonic()
+            yield
+
+    def progress(self, done: int) -> None:
+        """Another request has run: wait for the next one's turn, where somebody looks."""
+        self._done += done
+        self._due += done / self._options.speed
+        if self._is_open():
+            time.sleep(max(0.0, self._due - time.monotonic()))
+
+    def _beside(self) -> Beside:
+        if not self._done:
+            return Beside()
+        return Beside(figures={"optimum_hit_rate": float(self._best[self._done - 1] / self._blocks[self._done - 1])})
+
+
+def _print(options: ReplayOptions, result: ReplayResult) -> None:
+    below = f" and {options.host_blocks:,} on the host" if options.host_blocks else ""
+    title = (
+        f"{options.trace.name}, {options.capacity:,} blocks{below}, {options.replicas} replica(s), "
+        f"routing {options.routing}{' with peers' if options.peers else ''}, hints {options.hints}"
+    )
+    rows: list[tuple[str, str]] = []
+    for name, value in msgspec.structs.asdict(result).items():
+        text = "" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+        rows.append((name.replace("_", " "), text))
+    print_table(title, ("", ""), rows)

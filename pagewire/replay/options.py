@@ -1,0 +1,51 @@
+"""The options of `pagewire replay`."""
+
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Literal
+
+from pagewire.arguments import (
+    input_path,
+    num_bytes,
+    number,
+    option,
+    output_file,
+    output_folder,
+    switch,
+    whole,
+)
+from pagewire.viewer import top_option
+
+_MOST_BLOCKS = 1 << 26  # the manager's books of that many take gigabytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """What the command line says, each value within its range, but for the kind of hints."""
+
+    trace: Path = option("TRACE", input_path, MISSING, "JSON lines with hash_ids", name="trace")
+    capacity: int = option("BLOCKS", whole(1, _MOST_BLOCKS), 10_000, "blocks of all replicas together")
+    replicas: int = option("N", whole(1, 1024), 1, "replicas that share the capacity")
+    hints: str = option(
+        "KIND",
+        str,
+        "none",
+        "session_continues of each request, from the trace's future: none, true, inverted, or wrong=SHARE",
+    )
+    routing: Literal["prefix", "least-loaded", "round-robin"] = option(
+        None, str, "prefix", "how a replica is claimed", choices=("prefix", "least-loaded", "round-robin")
+    )
+    peers: bool = switch("replicas have their pages from each other")
+    block_bytes: int | None = option(
+        "BYTES", num_bytes(1, 1 << 40), None, "of a block, to say what peers move: 64MiB are 512 tokens of Llama 3.1 8B"
+    )
+    host_blocks: int = option("BLOCKS", whole(0, _MOST_BLOCKS), 0, "blocks of a host tier below the replicas")
+    top: str | None = top_option("show every page meanwhile, and the optimum beside")
+    speed: float = option("N", number(0, 1_000_000), 100.0, "requests a second, with --top")
+    plots: Path | None = option(
+        "DIR",
+        output_folder,
+        None,
+        "also sweep capacities, hints, replicas and rules, and draw hits and load balance there (minutes)",
+    )
+    json: Path | None = option("FILE", output_file, None, "write the figures there too")

@@ -1,0 +1,146 @@
+"""Sweeps of a trace over capacities and replicas, and their pictures."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcache.routing import RoutingRule
+from pagewire import plots
+from pagewire.replay.replay import WINDOW, ReplayResult, replay
+from pagewire.replay.trace_hints import Blocks
+from scheduler_adapters.errors import ReplayError
+
+Row = dict[str, Any]
+
+CAPACITIES = (1000, 2000, 5000, 10_000, 20_000, 30_000)
+HOST = "+host"  # behind a kind of hints: with a host tier of `HOST_TIMES` the pool's blocks
+HOST_TIMES = 3
+HINTS = ("none", "true", "wrong=0.2", "inverted", "none+host")
+REPLICAS = (1, 2, 4, 8, 16)
+RULES: tuple[RoutingRule, ...] = ("prefix", "least-loaded", "round-robin")
+PEERS = "prefix, peers"  # the rule by which replicas have pages from each other
+_LABELS = {
+    "none": "no hints (plain LRU)",
+    "true": "hints, all right",
+    "wrong=0.2": "hints, 20 % wrong",
+    "inverted": "hints, all inverted",
+    "none+host": f"no hints, host tier of {HOST_TIMES} times the blocks",
+}
+
+
+def sweep_capacities(
+    trace: Sequence[Blocks],
+    capacities: Iterable[int] = CAPACITIES,
+    kinds: Iterable[str] = HINTS,
+    note: Callable[[Row], None] = lambda _: None,
+) -> list[Row]:
+    """A row for each capacity, in blocks, and kind of hints: hits beside the reference LRU and the optimum, in %.
+
+    Reference and optimum are those of the capacity, also where a host tier lies below it. Capacities below the longest
+    request are left out.
+    """
+    longest, rows = max(map(len, trace)), list[Row]()
+    for capacity in (capacity for capacity in capacities if capacity >= longest):
+        for kind in kinds:
+            below = HOST_TIMES * capacity if kind.endswith(HOST) else 0
+            result = replay(trace, capacity, hints=kind.removesuffix(HOST), host_blocks=below)
+            rows.append({"blocks": capacity, "hints": kind, **_percent(result)})
+            note(rows[-1])
+    return rows
+
+
+def sweep_replicas(
+    trace: Sequence[Blocks],
+    capacity: int,
+    counts: Iterable[int] = REPLICAS,
+    rules: Iterable[RoutingRule] = RULES,
+    note: Callable[[Row], None] = lambda _: None,
+) -> list[Row]:
+    """A row for each number of replicas that share `capacity` blocks, and rule: hits in %, and window loads.
+
+    Of several replicas the last row is that of peers, who claim by prefix; `peer_hits` are the blocks that they moved.
+    Numbers of replicas that leave each less than the longest request are left out.
+    """
+    longest, rows = max(map(len, trace)), list[Row]()
+    for count in (count for count in counts if capacity // count >= longest):
+        named: list[tuple[str, RoutingRule]] = [(rule, rule) for rule in rules]
+        if count > 1:
+            named.append((PEERS, "prefix"))
+        for name, rule in named:
+            result = replay(trace, capacity, count, routing=rule, peers=name == PEERS)
+            row = {"blocks": capacity, "replicas": count, "routing": name, **_percent(result)}
+            row |= {"peer_hits": result.peer_hits, "peer_hits_per_request": round(result.peer_hits / len(trace), 2)}
+            row["of_one_pool_pct"] = round(100 * result.hits / max(1, result.reference_lru_hits), 2)
+            row |= {"window_load_mean": result.window_load_mean, "window_load_max": result.window_load_max}
+            rows.append(row)
+            note(row)
+    return rows
+
+
+def _percent(result: ReplayResult) -> Row:
+    refs = result.block_refs
+    return {
+        "hits": result.hits,
+        "hit_pct": round(100 * result.hits / refs, 2),
+        "lru_pct": round(100 * result.reference_lru_hits / refs, 2),
+        "optimum_pct": round(100 * result.optimum_hits / refs, 2),
+        "us_per_request_p50": round(result.us_per_request_p50, 1),
+    }
+
+
+def draw_capacities(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Hits against capacity, for each kind of hints, and the optimum. Raises as `write_plots`."""
+    figure, ((axes,),) = plots.figure(1)
+    first = [row for row in rows if row["hints"] == rows[0]["hints"]]
+    lines = [plots.Curve("optimum", [(row["blocks"], row["optimum_pct"]) for row in first], "limit")]
+    for kind in dict.fromkeys(row["hints"] for row in rows):
+        points = [(row["blocks"], row["hit_pct"]) for row in rows if row["hints"] == kind]
+        lines.append(plots.Curve(_LABELS.get(kind, f"hints {kind}"), points))
+    plots.draw_lines(axes, lines, title=title, along="blocks of the pool", up="blocks hit, %", logs="x")
+    plots.save(figure, path)
+
+
+def draw_replicas(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Hits and balance of load against the number of replicas, for each rule. Raises as `write_plots`."""
+    figure, ((hits, loads),) = plots.figure(2)
+    counts, along = [row["replicas"] for row in rows], "replicas that share the pool"
+    found = [plots.Curve("one pool", [(at, rows[0]["lru_pct"]) for at in (min(counts), max(counts))], "limit")]
+    balance: list[plots.Curve] = []
+    for rule in dict.fromkeys(row["routing"] for row in rows):
+        line = [row for row in rows if row["routing"] == rule]
+        found.append(plots.Curve(rule, [(row["replicas"], row["hit_pct"]) for row in line]))
+        split = [row for row in line if row["window_load_mean"] is not None]
+        balance.append(plots.Curve(rule, [(row["replicas"], row["window_load_mean"]) for row in split]))
+        worst = [(row["replicas"], row["window_load_max"]) for row in split]
+        balance.append(plots.Curve(f"{rule}, worst window", worst, "worst"))
+    plots.draw_lines(hits, found, title=title, along=along, up="blocks hit, %", logs="x")
+    hits.set_ylim(0, None)
+    windows = f"Busiest replica's load, mean of windows of {WINDOW} requests (1 = even)"
+    plots.draw_lines(loads, balance, title=windows, along=along, up="times an even share", logs="x")
+    plots.save(figure, path)
+
+
+def write_plots(
+    name: str,
+    trace: Sequence[Blocks],
+    capacity: int,
+    folder: Path,
+    note: Callable[[Row], None],
+    capacities: Iterable[int] = CAPACITIES,
+    counts: Iterable[int] = REPLICAS,
+) -> list[Path]:
+    """Sweep the trace and draw both pictures into `folder`; returns the files.
+
+    `MissingExtraError`: there is no matplotlib. `ReplayError`: the folder cannot be written to.
+    """
+    plots.pyplot()  # before the minutes that the sweeps take
+    paths = [folder / f"{name}_capacity.png", folder / f"{name}_replicas.png"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if rows := sweep_capacities(trace, capacities, note=note):
+            draw_capacities(rows, f"{name}: hits against capacity", paths[0])
+        if rows := sweep_replicas(trace, capacity, counts, note=note):
+            draw_replicas(rows, f"{name}: {capacity:,} blocks in all", paths[1])
+    except OSError as error:
+        raise ReplayError(f"--plots {folder}: {error.strerror}") from error
+    return [path for path in paths if path.exists()]

@@ -1,0 +1,305 @@
+"""Drives the manager with a request trace, beside the reference LRU and the offline optimum.
+
+A trace is in the Mooncake format: one JSON object a line, whose `hash_ids` name the blocks of a prompt; equal ids mean
+an equal prefix up to and including that block. Requests come one after another. A block is a page; one token more
+follows the prompt, so that its last block is full of computed tokens and can be published. Hints, where asked for, are
+made from the trace's own future (see `trace_hints`); the reference and the optimum are those of one pool without hints.
+
+A model with recurrent layers is replayed with the manager's own states, which lie among the pages and are kept after
+some of them alone. A state may be smaller than a block, so a block is as many pages then as it has in a server. The
+reference and the optimum know no states: they are those of a model that has pages alone.
+"""
+
+import heapq
+import statistics
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvcache import KVCacheParams, PagedKVCacheManager, PoolTooSmallError, Retention, Routing, TextContext
+from kvcache.routing import RoutingRule
+from kvcache.state_shape import StateShape
+from pagewire.replay.trace_hints import Blocks, hints_for
+from scheduler_adapters.errors import ReplayError
+
+PAGE_SIZE = 2  # a page is (block id, 0): two tokens, as a page of one would publish the token that follows, too
+WINDOW = 500  # requests over which the load of the replicas is compared
+_STATE_UNIT = 16  # bytes of a page where there are states, which lie in whole ones of so many
+_NEVER = 1 << 60
+_LONGEST_LINE = 64 << 20  # bytes; a file without line ends must not fill the memory
+
+
+class ReplayResult(msgspec.Struct, frozen=True):
+    """What a replay found."""
+
+    requests: int
+    block_refs: int
+    hits: int
+    hit_rate: float
+    evictions: int
+    reference_lru_hits: int  # of a plain LRU in one pool of the capacity
+    optimum_hits: int  # of the best that such a pool can
+    # Share of what the optimum hits beyond the reference LRU: 0.0 for a manager that hits as often as the reference,
+    # below 0.0 where it hits less, None where the two leave no gap.
+    gap_closed: float | None
+    us_per_request_p50: float
+    # Blocks that the busiest replica computes, of an even share, 1.0 or more: mean over the windows of `WINDOW`
+    # requests, and the worst. None for one replica, or where there are no computed blocks.
+    window_load_mean: float | None = None
+    window_load_max: float | None = None
+    restored: int = 0  # blocks among the hits that were copied back from the host tier
+    peer_hits: int = 0  # blocks among the hits that other replicas had
+    moved_bytes_per_request: float | None = None  # from replica to replica; None where the size of a block is not known
+
+
+class BlockPages(NamedTuple):
+    """What a block of the trace is.
+
+    Attributes:
+        block_pages: pages.
+        state_pages: that a request's recurrent state takes; 0: there is none.
+    """
+
+    block_pages: int = 1
+    state_pages: int = 0
+
+
+WHOLE = BlockPages()  # each block a page, and no states
+
+
+class _TraceLine(msgspec.Struct):
+    hash_ids: list[int]
+
+
+def load_trace(path: Path) -> list[list[int]]:
+    """The blocks of each request; `ReplayError` names the file, the line, and what is wrong with it."""
+    decoder, found = msgspec.json.Decoder(_TraceLine), list[list[int]]()
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), 1):
+                if len(line) > _LONGEST_LINE:
+                    raise ReplayError(f"{path}, line {number}: longer than {_LONGEST_LINE:,} bytes")
+                blocks = decoder.decode(line).hash_ids
+                if not blocks or min(blocks) < 0 or max(blocks) >= 1 << 31:
+                    raise ReplayError(
+                        f"{path}, line {number}: hash_ids must be integers from 0 to 2**31 - 1, at least one"
+                    )
+                found.append(blocks)
+    except OSError as error:
+        raise ReplayError(f"{path}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ReplayError(f"{path}, line {len(found) + 1}: {error}") from error
+    if not found:
+        raise ReplayError(f"{path}: no requests")
+    return found
+
+
+def replay(
+    trace: Sequence[Blocks],
+    capacity: int,
+    replicas: int = 1,
+    progress: Callable[[int], None] = lambda _: None,
+    *,
+    hints: str = "none",
+    routing: RoutingRule = "prefix",
+    host_blocks: int = 0,
+    peers: bool = False,
+    block_bytes: int | None = None,
+    divided: BlockPages = WHOLE,
+    shown: Callable[[PagedKVCacheManager], AbstractContextManager[object]] = nullcontext,
+) -> ReplayResult:
+    """Drive a manager of `capacity` blocks, split evenly over `replicas`, with the blocks of each request.
+
+    `progress` is called for each request, within `shown` of the manager; `hints` are as `trace_hints.hints_for` takes
+    them, `host_blocks` those of a host tier below. `peers`: replicas have their pages from each other; `block_bytes`:
+    of a block of the trace, of the model in question. `divided`: what a block is; evictions and `restored` are of
+    pages. Raises `ReplayError` where a request does not fit into one replica, or two states into the host tier, where
+    one replica is to have peers, or there are no such hints.
+    """
+    if peers and replicas == 1:
+        raise ReplayError("--peers: one replica has none, give --replicas 2 or more")
+    manager = _manager(trace, capacity, replicas, Routing(rule=routing, copy_pages=peers), host_blocks, divided)
+    with shown(manager):
+        computed, times = _serve_all(manager, trace, hints_for(trace, hints), divided.block_pages, progress)
+    manager.check()
+    if manager.num_held_blocks:
+        raise ReplayError(f"{manager.num_held_blocks} pages are held after the replay")
+    refs = sum(map(len, trace))
+    moved = manager.metrics.d2d_blocks_copied
+    hits, lru, optimum = refs - int(computed.sum()), reference_lru_hits(trace, capacity), optimum_hits(trace, capacity)
+    return ReplayResult(
+        requests=len(trace),
+        block_refs=refs,
+        hits=hits,
+        hit_rate=hits / refs,
+        evictions=manager.metrics.evictions,
+        reference_lru_hits=lru,
+        optimum_hits=optimum,
+        gap_closed=(hits - lru) / (optimum - lru) if optimum > lru else None,
+        us_per_request_p50=statistics.median(times) * 1e6,
+        **_window_loads(computed),
+        restored=manager.metrics.h2d_blocks_copied,
+        peer_hits=moved,
+        moved_bytes_per_request=None if block_bytes is None else moved * block_bytes / len(trace),
+    )
+
+
+def _serve_all(
+    manager: PagedKVCacheManager,
+    trace: Sequence[Blocks],
+    hints: Sequence[Retention | None],
+    block_pages: int,
+    progress: Callable[[int], None],
+) -> tuple[NDArray[np.int64], list[float]]:
+    """The blocks that each replica computed for each request, `[requests, replicas]`, and seconds of each request."""
+    computed, times = np.zeros((len(trace), manager.num_replicas), np.int64), list[float]()
+    for number, (blocks, hint) in enumerate(zip(trace, hints, strict=True)):
+        tokens = np.zeros(len(blocks) * block_pages * PAGE_SIZE + 1, np.int32)
+        tokens[:-1:PAGE_SIZE] = np.repeat(blocks, block_pages)
+        tokens[1::PAGE_SIZE] = np.tile(np.arange(block_pages), len(blocks))
+        context = TextContext(tokens, len(tokens) + 1, str(number), retention=hint)
+        start = time.perf_counter()
+        replica, found = _serve(manager, context)
+        times.append(time.perf_counter() - start)
+        computed[number, replica] = len(blocks) - found // block_pages
+        progress(1)
+    return computed, times
+
+
+def _serve(manager: PagedKVCacheManager, context: TextContext) -> tuple[int, int]:
+    """Run one request to its first token; returns its replica, and the pages that were hit."""
+    length, hits = context.end_idx, -1
+    with manager.claim(context) as replica:
+        while context.end_idx == length:  # in chunks, which end where a state is kept
+            if not manager.maybe_reserve(context):
+                raise ReplayError(f"request {context.request_id}: no pages, though nobody else runs")
+            hits = context.start_idx // PAGE_SIZE if hits < 0 else hits
+            manager.fetch([context])
+            for states in manager.states[replica : replica + 1]:
+                pages = states.pages_at([context.request_id], [context.start_idx])
+                states.advance(pages, [context.active_idx])
+            context.update(0)
+            manager.step([context])
+        manager.flush_tiers()  # as a server has, by the time that another request has run
+    return replica, hits
+
+
+def _manager(
+    trace: Sequence[Blocks], capacity: int, replicas: int, routing: Routing, host_blocks: int, divided: BlockPages
+) -> PagedKVCacheManager:
+    """One that each request of the trace fits into; else `ReplayError`."""
+    share, longest, (block_pages, state_pages) = capacity // replicas, max(map(len, trace)), divided
+    if needed_pages(longest, divided) > share * block_pages:
+        beside = f" with its state, as large as {state_pages / block_pages:.1f} blocks," if state_pages else ""
+        raise ReplayError(
+            f"a request of {longest} blocks{beside} does not fit: {capacity} blocks, {replicas} replicas, {share} each"
+        )
+    states, page = None, PAGE_SIZE
+    if state_pages:
+        states, page = _state_of(state_pages), _STATE_UNIT
+    params = KVCacheParams(
+        dtype=torch.uint8,
+        n_kv_heads=1,
+        head_dim=page // PAGE_SIZE,
+        states=states,
+        enable_prefix_caching=True,
+        page_size=PAGE_SIZE,
+        is_mla=True,
+        n_devices=replicas,
+        data_parallel_degree=replicas,
+        routing=routing,
+        enable_kvcache_swapping_to_host=host_blocks > 0,
+        host_kvcache_swap_space_gb=host_blocks * block_pages * page / 2**30 if host_blocks else None,
+    )
+    # One page more than the capacity: the one that the token after the prompt lies on.
+    memory = (share * block_pages + 1) * page * replicas
+    most = longest * block_pages * PAGE_SIZE + 1
+    try:
+        return PagedKVCacheManager(params, replicas, most, 1, ["cpu"] * replicas, available_cache_memory=memory)
+    except PoolTooSmallError as error:  # the pool has room: so it is the host tier
+        raise ReplayError(f"{host_blocks} blocks of a host tier: {error}") from error
+
+
+def needed_pages(longest: int, divided: BlockPages) -> int:
+    """Pages of a replica that requests of so many blocks fit into, one at a time."""
+    return max(longest * divided.block_pages + divided.state_pages, 2 * divided.state_pages)
+
+
+def _state_of(pages: int) -> StateShape:
+    """A state of so many pages."""
+    return StateShape(1, 1, pages * _STATE_UNIT, 1, 1, 1, torch.uint8, torch.uint8, "linear")
+
+
+def _window_loads(computed: NDArray[np.int64]) -> dict[str, float | None]:
+    """The loads of a result, of the blocks computed at each replica for each request: `[requests, replicas]`."""
+    count, replicas = computed.shape
+    windows = max(1, count // WINDOW)  # the last requests, fewer than a window, say nothing
+    sums = np.add.reduceat(computed[: windows * WINDOW], np.arange(0, windows * WINDOW, WINDOW), axis=0)
+    loads = [float(each.max() * replicas / each.sum()) for each in sums if each.any()]
+    if replicas == 1 or not loads:
+        return {"window_load_mean": None, "window_load_max": None}
+    return {"window_load_mean": statistics.mean(loads), "window_load_max": max(loads)}
+
+
+def reference_lru_hits(trace: Iterable[Blocks], capacity: int) -> int:
+    """Hits of a plain LRU that frees a request's blocks tail first: an ordered dictionary, nothing shared with ours."""
+    idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+    hits = 0
+    for blocks in trace:
+        hits += _found(blocks, idle)
+        for block in blocks:
+            idle.pop(block, None)
+        while len(idle) + len(blocks) > capacity:
+            idle.popitem(last=False)
+        idle.update((block, None) for block in reversed(blocks))
+    return hits
+
+
+def optimum_hits(trace: Sequence[Blocks], capacity: int) -> int:
+    """Hits of the cache that knows the future: it evicts what is used farthest from now, the deepest of a prompt first.
+
+    That never breaks a prefix, so it is the optimum among caches that hit whole prefixes, too.
+    """
+    return sum(optimum_of_each(trace, capacity))
+
+
+def optimum_of_each(trace: Sequence[Blocks], capacity: int) -> list[int]:
+    """`optimum_hits`, of each request."""
+    following = _next_uses(trace)
+    resident: dict[int, tuple[int, int]] = {}  # block → its entry in the heap
+    heap: list[tuple[int, int, int]] = []  # next use and depth, both negated, and the block; stale entries stay behind
+    hits: list[int] = []
+    for blocks, uses in zip(trace, following, strict=True):
+        hits.append(_found(blocks, resident))
+        for block in blocks:
+            resident.pop(block, None)
+        while len(resident) + len(blocks) > capacity:
+            use, depth, block = heapq.heappop(heap)
+            if resident.get(block) == (use, depth):
+                del resident[block]
+        for depth, (block, use) in enumerate(zip(blocks, uses, strict=True)):
+            resident[block] = (-use, -depth)
+            heapq.heappush(heap, (-use, -depth, block))
+    return hits
+
+
+def _found(blocks: Blocks, kept: Container[int]) -> int:
+    return next((at for at, block in enumerate(blocks) if block not in kept), len(blocks))
+
+
+def _next_uses(trace: Sequence[Blocks]) -> list[list[int]]:
+    """Of each block of each request the number of the next request that uses it."""
+    coming: dict[int, int] = {}
+    found: list[list[int]] = []
+    for number in range(len(trace) - 1, -1, -1):
+        found.append([coming.get(block, _NEVER) for block in trace[number]])
+        coming.update((block, number) for block in trace[number])
+    return found[::-1]

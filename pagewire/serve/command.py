@@ -1,0 +1,225 @@
+"""`pagewire serve`: the front and its processes, or one of them, until a signal tells it to drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket as sockets
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from pagewire.arguments import small_file
+from pagewire.serve.options import ServeOptions
+from scheduler_adapters.errors import AdapterError, MissingExtraError, ServiceError
+from scheduler_adapters.front.frontend import Frontend, log
+from scheduler_adapters.front.openai import ServedModel
+from scheduler_adapters.front.placement import InTurns, Selected
+from scheduler_adapters.hf.runner import load_tokenizer, vocab_size_of
+from scheduler_adapters.service.fleet import Fleet, RunFolder
+from scheduler_adapters.service.messages import Role
+from scheduler_adapters.service.server import ServerConfig, keys_of, run
+from scheduler_adapters.service.sockets import Context, bind_router
+from transfer.errors import HandshakeError
+from transfer.wire.allowed_peers import AllowedPeers
+
+try:
+    import uvicorn
+
+    from scheduler_adapters.front.app import make_app
+except ImportError as error:
+    raise MissingExtraError(f"HTTP needs the extra 'fleet' (pip install 'pagewire[fleet]'): {error}") from error
+
+
+_READY_S = 1.0  # between two `Ready` of a process
+_RESTART_S = 5.0  # between two starts of a process that dies
+_WATCH_S = 0.25
+_START_S = 300.0  # for processes to load the model
+_ADDRESS_S = 120.0  # for the front to leave its address
+
+
+class _Addresses(msgspec.Struct):
+    """Where the front listens, as its file says."""
+
+    http: str
+    front: str
+    watch: tuple[str, ...] = ()  # of the processes, for `pagewire top`
+
+
+def run_serve(options: ServeOptions, listening: sockets.socket | None) -> int:
+    """Serve until told to drain; 0 where nothing was left held. A `KVCacheError` says what does not work.
+
+    `listening` is the socket of HTTP; None for a process that has none.
+    """
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
+    _check_keys(options)
+    if options.trace and not find_spec("opentelemetry"):
+        raise MissingExtraError("--trace needs the extra 'observe' (pip install 'pagewire[observe]')")
+    if options.what != "front" and not find_spec("transformers"):  # said here, and not by each process after seconds
+        raise MissingExtraError("a model needs transformers, of the extra 'serve' (pip install 'pagewire[serve]')")
+    if options.what in ("prefill", "decode"):
+        return run(_server_config(options, options.what), (signal.SIGTERM, signal.SIGINT))
+    if listening is None:
+        raise ServiceError(f"serve {options.what}: a listening socket is needed for HTTP")
+    with ExitStack() as made:
+        asyncio.run(_serve(options, listening, made))
+    return 0
+
+
+def _check_keys(options: ServeOptions) -> None:
+    """Without keys nothing but this host is spoken to."""
+    for endpoint in (f"tcp://{options.host}:0", (options.front or "").replace(":*", ":0")):
+        try:
+            if endpoint and not (options.secret or options.keyring):
+                AllowedPeers().check(endpoint)
+        except HandshakeError as error:
+            raise ServiceError(f"{endpoint} is beyond this host: that takes --secret or --keyring") from error
+
+
+def _server_config(options: ServeOptions, role: Role) -> ServerConfig:
+    """The settings of a process of this role."""
+    return ServerConfig(
+        model=None if options.model is None else str(options.model),
+        seed=options.seed,
+        page_size=options.page_size,
+        group_layers=options.group_layers,
+        cache_bytes=int(options.cache_mb * (1 << 20)),
+        max_seq_len=options.max_tokens,
+        max_requests=options.max_requests,
+        token_budget=options.token_budget,
+        tp=options.tp,
+        device=options.device,
+        lease_s=options.lease_s,
+        name=options.name or f"{role}-{sockets.gethostname()}-{os.getpid()}",
+        role=role,
+        frontend=options.front or _front_in(options.address_file),
+        listen=f"tcp://{options.host}:*",
+        handshake=f"tcp://{options.host}:0",
+        keyring=str(options.keyring or ""),
+        secret=options.secret or "",
+        allowed_peers=tuple(filter(None, (options.allowed_peers or "").split(","))),
+        ready_s=_READY_S,
+        metrics=options.metrics or "",
+        trace=options.trace,
+        watch=f"tcp://{options.host}:0" if options.watch else "",
+        kv_events=options.host if options.placement == "dynamo" else "",
+    )
+
+
+def _front_in(path: Path | None) -> str:
+    """The endpoint that a front has left in a file; waits for the file."""
+    if path is None:
+        raise ServiceError("whom does this process join? --front or --address-file says it")
+    deadline = time.monotonic() + _ADDRESS_S
+    while time.monotonic() < deadline:
+        with suppress(OSError, msgspec.DecodeError):
+            return msgspec.json.decode(small_file(path), type=_Addresses).front
+        time.sleep(_WATCH_S)
+    raise ServiceError(f"--address-file {str(path)!r}: no front has left its address there in {_ADDRESS_S:.0f} s")
+
+
+async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitStack) -> None:
+    name = options.served_model_name or (options.model.resolve().name if options.model else "pagewire")
+    vocab_size = vocab_size_of(options.model)
+    served = ServedModel(name, load_tokenizer(options.model, vocab_size), vocab_size)
+    folder = made.enter_context(closing(RunFolder()))
+    context: Context = zmq.Context.instance()  # pyright: ignore[reportUnknownVariableType] -- untyped there
+    endpoint = options.front or (f"tcp://{options.host}:*" if options.what == "front" else f"ipc://{folder.path}/front")
+    keyring = keys_of(str(options.keyring or ""), options.secret or "")
+    router = bind_router(context, endpoint, None if endpoint.startswith("ipc:") else keyring)
+    made.callback(router.close)
+    endpoint = router.address
+    placements: dict[str, type[InTurns | Selected]] = {"in-turns": InTurns, "dynamo": Selected}
+    placement = placements.get(options.placement)
+    frontend = Frontend(router, placement and placement(), keyring)
+    server = _Server(uvicorn.Config(make_app(frontend, served), log_level="warning", lifespan="off"))
+    configs = [] if options.what == "front" else _children(options, endpoint)
+    with Fleet(configs) as fleet:
+        hearing = asyncio.create_task(frontend.run())
+        hearing.add_done_callback(lambda _: setattr(server, "should_exit", True))
+        tasks = [hearing]
+        try:
+            names = [config.name for config in configs]
+            await _until_there(names, fleet, frontend)
+            tasks.append(asyncio.create_task(_watch(fleet)))
+            http = f"http://{options.http_host}:{listening.getsockname()[1]}"
+            watch = tuple(filter(None, (member.ready.watch for member in frontend.members.values())))
+            _leave_addresses(options.address_file, _Addresses(http, endpoint, watch))
+            if watch:
+                log.warning("see every page: pagewire top %s", " ".join(watch))
+            log.warning("%s serves at %s; processes join at %s", name, http, endpoint)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
+            await server.serve(sockets=[listening])
+            if hearing.done():
+                hearing.result()  # raises what has ended it
+            # Nobody is served any more, and nothing is on its way.
+            decodes = [config.name for config in configs if config.role == "decode"]
+            await frontend.drain(decodes)
+            await frontend.drain([name for name in names if name not in decodes])
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+
+def _children(options: ServeOptions, endpoint: str) -> list[ServerConfig]:
+    """What the processes of this host are told. Where nobody joins from elsewhere, they listen in a private folder."""
+    counts: dict[Role, int] = {"prefill": options.prefills, "decode": options.decodes}
+    options = replace(options, front=endpoint)
+    configs = [
+        _server_config(replace(options, name=f"{role}-{number + 1}"), role)
+        for role, count in counts.items()
+        for number in range(count)
+    ]
+    return [msgspec.structs.replace(one, listen="") for one in configs] if endpoint.startswith("ipc:") else configs
+
+
+def _leave_addresses(path: Path | None, addresses: _Addresses) -> None:
+    if path is not None:
+        try:
+            draft = path.with_name(f"{path.name}.{os.getpid()}")
+            draft.write_bytes(msgspec.json.encode(addresses) + b"\n")
+            draft.replace(path)  # nobody reads half of it
+        except OSError as error:
+            raise AdapterError(f"--address-file {str(path)!r} cannot be written: {error.strerror}") from error
+
+
+async def _until_there(names: list[str], fleet: Fleet, frontend: Frontend) -> None:
+    deadline = time.monotonic() + _START_S
+    while missing := [name for name in names if name not in frontend.members]:
+        for name in missing:
+            if fleet.has_ended(name):
+                raise ServiceError(f"the {name} process died {fleet.how_ended(name)}")
+        if time.monotonic() > deadline:
+            raise ServiceError(f"not ready after {_START_S:.0f} s: {', '.join(missing)}")
+        await asyncio.sleep(_WATCH_S)
+
+
+async def _watch(fleet: Fleet) -> None:
+    """Start a process anew that has died; one that has drained stays away."""
+    again = dict.fromkeys(fleet.running, 0.0)
+    while True:
+        for name in again:
+            if fleet.status(name) and time.monotonic() > again[name]:
+                again[name] = time.monotonic() + _RESTART_S
+                log.warning("%s died %s; it is started anew", name, fleet.how_ended(name))
+                fleet.restart(name)
+        await asyncio.sleep(_WATCH_S)
+
+
+class _Server(uvicorn.Server):
+    """Ends as it is told: nothing new is taken, what is on its way is answered."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Signals are for the whole process, and outlast HTTP."""
+        yield

@@ -1,0 +1,359 @@
+"""`TopApp`: draws a `TopView` by Textual, and turns keys and the mouse into changes of it."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from typing import ClassVar
+
+import numpy as np
+from rich.segment import Segment
+from rich.style import Style
+from textual import events
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.strip import Strip
+from textual.widget import Widget
+from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
+
+from kvcache.errors import WatchError
+from kvcache.watched import PageState, states_of
+from pagewire.top import panels
+from pagewire.top.pagemap import COLOURS, GLYPHS, Colours, Span, colours
+from pagewire.top.sources import LiveSource, PlayedSource
+from pagewire.top.view import Filter, TopView, nobody_answers
+
+_TICK_S = 0.1
+_WAITING = "waiting for a first look ..."
+_STEP_S = 5.0  # of a recording, to and fro
+
+
+class _Area:
+    """The lines of one pool on the screen: a title, then the places of its map."""
+
+    def __init__(self, key: str, top: int, lines: int, span: Span, *, wide: bool) -> None:
+        self.key, self.top, self.lines, self.span, self.wide = key, top, lines, span, wide
+        self.title = ""
+        self.colours: Colours = np.zeros((0, 3), np.uint8)
+        self.glyphs: list[str] = []
+
+    def place_at(self, x: int, y: int, width: int) -> int | None:
+        """The place below the pointer."""
+        line = y - self.top - 1
+        if not 0 <= line < self.lines - 1:
+            return None
+        # Of the two places above each other in a half-block the upper one.
+        place = line * (width // 2) + x // 2 if self.wide else line * 2 * width + x
+        return place if place < self.span.places else None
+
+
+class PageMap(Widget):
+    """The pages of all pools, or of one. A place is a page with a glyph, or half a character that sums up several."""
+
+    DEFAULT_CSS = "PageMap { height: 1fr; }"
+
+    def __init__(self, view: TopView) -> None:
+        super().__init__()
+        self._view = view
+        self._areas: list[_Area] = []
+
+    def redraw(self) -> None:
+        """Take the state up."""
+        shown, width, height = self._view.shown(), self.size.width, self.size.height
+        if not shown or width < 4 or height < 2:
+            self._areas = []
+            self.refresh()
+            return
+        each = max(2, height // len(shown))
+        areas: list[_Area] = []
+        for at, (key, process, pool, cells) in enumerate(shown[: height // 2]):
+            lines = height - at * each if at == len(shown) - 1 else each
+            wide = self._view.span(pool, 1).pages <= (width // 2) * (lines - 1)
+            places = (width // 2 if wide else 2 * width) * (lines - 1)
+            area = _Area(key, at * each, lines, self._view.span(pool, places), wide=wide)
+            area.colours = colours(cells, area.span, self._view.lit(process, pool.name))
+            first, per = area.span.first, area.span.per_place
+            if wide:
+                found = states_of(cells[first : first + area.span.pages]).tolist()
+                area.glyphs = [GLYPHS[PageState(state)] for state in found]
+            gone = f"  GONE for {self._view.now - process.heard_at:.0f} s" if self._view.is_gone(process) else ""
+            scale = "a page each" if per == 1 else f"{per:,} pages each"
+            area.title = (
+                f"{process.name}/{pool.name}  {pool.num_pages:,} pages, shown {first:,}–{first + area.span.pages - 1:,}"
+                f", {scale}{gone}"
+            )
+            areas.append(area)
+        self._areas = areas
+        self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        """One line of the screen."""
+        width = self.size.width
+        area = next((one for one in self._areas if one.top <= y < one.top + one.lines), None)
+        if area is None:
+            waiting = self._waiting(width) if not self._areas else []
+            return Strip([Segment((waiting[y] if y < len(waiting) else "")[:width].ljust(width))], width)
+        if y == area.top:
+            style = Style(bold=True, reverse="GONE" in area.title)
+            return Strip([Segment(area.title[:width].ljust(width), style)], width)
+        line = y - area.top - 1
+        make = _wide_line if area.wide else _half_line
+        return Strip(make(area, line, width)).adjust_cell_length(width)
+
+    def _waiting(self, width: int) -> list[str]:
+        """The lines in place of a map."""
+        unanswered = self._view.unanswered()
+        return textwrap.wrap(nobody_answers(unanswered), max(1, width)) if unanswered else [_WAITING]
+
+    def on_click(self, event: events.Click) -> None:
+        """Say what is below the pointer; a second click on it zooms in there."""
+        for area in self._areas:
+            place = area.place_at(event.x, event.y, self.size.width)
+            if place is not None:
+                self._look_at(area, place, closer=event.chain > 1)
+
+    def on_mouse_scroll_up(self, _: events.MouseScrollUp) -> None:
+        """Closer."""
+        self._view.zoom_by(1)
+        self.redraw()
+
+    def on_mouse_scroll_down(self, _: events.MouseScrollDown) -> None:
+        """Farther."""
+        self._view.zoom_by(-1)
+        self.redraw()
+
+    def _look_at(self, area: _Area, place: int, *, closer: bool) -> None:
+        view, span = self._view, area.span
+        found = next((one for one in view.pools() if one[0] == area.key), None)
+        if found is None:
+            return
+        _, process, pool, _ = found
+        first = span.first + place * span.per_place
+        count = min(span.per_place, span.first + span.pages - first)
+        if closer:
+            view.pool, view.centre = area.key, (first - 1 + count / 2) / pool.num_pages
+            view.zoom_by(1)
+            self.redraw()
+        self.screen.query_one("#told", Static).update(view.told(process, pool, first, count))
+
+
+def _wide_line(area: _Area, line: int, width: int) -> list[Segment]:
+    first = line * (width // 2)
+    places = range(first, min(first + width // 2, area.span.places))
+    return [Segment(area.glyphs[at], Style(color=_hex(area.colours[at].tolist()))) for at in places]
+
+
+def _half_line(area: _Area, line: int, width: int) -> list[Segment]:
+    first = 2 * line * width
+    upper = area.colours[first : first + width].tolist()
+    lower = area.colours[first + width : first + 2 * width].tolist()
+    pairs = [*zip(upper, lower, strict=False), *((colour, None) for colour in upper[len(lower) :])]
+    return [
+        Segment("▀", Style(color=_hex(above), bgcolor=None if below is None else _hex(below))) for above, below in pairs
+    ]
+
+
+def _hex(colour: list[int]) -> str:
+    """The name of a colour, of which there are few enough that their styles are made once."""
+    red, green, blue = (value & 0xF8 for value in colour)
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+class TopApp(App[None]):
+    """`pagewire top`."""
+
+    TITLE = "pagewire top"
+    AUTO_FOCUS = None
+    CSS = """
+    #legend, #told, #phases { height: 1; }
+    #told { color: $text-muted; }
+    #filter { display: none; }
+    #filter.open { display: block; }
+    TabbedContent { height: 14; }
+    DataTable { height: 1fr; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit"),
+        Binding("space", "pause", "pause"),
+        Binding("plus,equals_sign", "zoom(1)", "closer", key_display="+"),
+        Binding("minus", "zoom(-1)", "farther", key_display="-"),
+        Binding("p", "pool(1)", "pool"),
+        Binding("left,h", "pan(-0.5)", "pan", key_display="←→", priority=True),
+        Binding("right,l", "pan(0.5)", "pan", show=False, priority=True),
+        Binding("slash,f", "filter", "filter", key_display="/"),
+        Binding("escape", "clear", "clear", show=False),
+        Binding("c", "check", "recount"),
+        Binding("left_square_bracket", "seek(-1)", "back", key_display="["),
+        Binding("right_square_bracket", "seek(1)", "on", key_display="]"),
+        *(Binding(str(at + 1), f"panel('{name}')", name, show=False) for at, name in enumerate(panels.HEADINGS)),
+    ]
+
+    def __init__(self, source: LiveSource | PlayedSource) -> None:
+        super().__init__()
+        self.source = source
+        self.view = TopView(list(source.addresses))
+        self.map = PageMap(self.view)
+        self._phases = Static("", id="phases")
+        self._panels = TabbedContent(id="panels")
+        self._tables = {name: DataTable[str](cursor_type="row", zebra_stripes=True) for name in panels.HEADINGS}
+        self._asked = Input(placeholder="request, tenant=…, replica=…, process=…", id="filter")
+        self.updates = 0  # looks that were drawn
+
+    def compose(self) -> ComposeResult:
+        """The screen from top to bottom."""
+        yield Static(_legend(), id="legend")
+        yield self.map
+        yield Static("", id="told")
+        yield self._phases
+        with self._panels:
+            for at, (name, table) in enumerate(self._tables.items()):
+                with TabPane(f"{at + 1} {name}", id=name):
+                    yield table
+        yield self._asked
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Begin to look."""
+        for name, (_, headings) in panels.HEADINGS.items():
+            self._tables[name].add_columns(*headings)
+        self._tables["requests"].focus()
+        self.set_interval(_TICK_S, self.tick)
+
+    def on_resize(self) -> None:
+        """The map has another size from now on."""
+        self.call_after_refresh(self.map.redraw)
+
+    def tick(self) -> None:
+        """Take up what has come."""
+        heard = self.source.poll(self.view.followed)
+        if self.view.paused and isinstance(self.source, LiveSource):
+            return  # a recording goes on, the screen does not
+        played = isinstance(self.source, PlayedSource)
+        now = self.source.now if isinstance(self.source, PlayedSource) else time.time()
+        was_gone = [self.view.is_gone(one) for one in self.view.processes.values()]
+        self.view.take(heard, now)
+        if heard or played or any(was_gone) or any(map(self.view.is_gone, self.view.processes.values())):
+            self.redraw()
+
+    def redraw(self) -> None:
+        """Draw the state as it is."""
+        self.updates += 1
+        self.map.redraw()
+        self._phases.update(self._status())
+        self._fill(self._panels.active)
+
+    def _status(self) -> str:
+        view, parts = self.view, [panels.phases(self.view)]
+        if view.paused:
+            parts.append("PAUSED")
+        if isinstance(self.source, PlayedSource):
+            parts.append(f"playing {self.source.position:.1f} of {self.source.length:.1f} s, {self.source.speed:g}x")
+        if (unanswered := view.unanswered()) and view.pools():
+            parts.append(f"nobody answers at {', '.join(unanswered)}")
+        shown = [f"{name}={getattr(view.filter, name)}" for name in Filter.__slots__ if getattr(view.filter, name)]
+        parts += [f"filter {' '.join(shown)}"] if shown else []
+        return "   ".join(parts).replace("[", r"\[")
+
+    def _fill(self, name: str) -> None:
+        """The rows of a panel; the cursor stays where it is."""
+        if name not in panels.HEADINGS:
+            return
+        table = self._tables[name]
+        at = table.cursor_row
+        table.clear()
+        for row in panels.HEADINGS[name][0](self.view):
+            table.add_row(*(text.replace("[", r"\[") for text in row))
+        table.move_cursor(row=at)
+
+    # ---- keys
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
+        """The keys that pan are the filter's own while it is typed."""
+        del parameters
+        return action != "pan" or not self._asked.has_focus
+
+    def action_pause(self) -> None:
+        """Stop, or go on."""
+        self.view.paused = not self.view.paused
+        if isinstance(self.source, PlayedSource):
+            self.source.paused = self.view.paused
+        self.redraw()
+
+    def action_zoom(self, step: int) -> None:
+        """Closer or farther."""
+        self.view.zoom_by(step)
+        self.map.redraw()
+
+    def action_pool(self, step: int) -> None:
+        """The next pool."""
+        self.view.next_pool(step)
+        self.map.redraw()
+
+    def action_pan(self, share: float) -> None:
+        """Along the pool."""
+        self.view.pan(share)
+        self.map.redraw()
+
+    def action_seek(self, steps: int) -> None:
+        """To and fro in a recording."""
+        if isinstance(self.source, PlayedSource):
+            self.source.seek(self.source.position + steps * _STEP_S)
+            self.view.forget()
+            self.tick()
+
+    def action_check(self) -> None:
+        """Have the processes recount, and show what they find."""
+        if isinstance(self.source, LiveSource):
+            self.source.check()
+            self.action_panel("processes")
+
+    def action_panel(self, name: str) -> None:
+        """Another panel."""
+        self._panels.active = name
+        self._tables[name].focus()
+        self._fill(name)
+
+    def action_filter(self) -> None:
+        """Ask for a filter."""
+        self._asked.add_class("open")
+        self._asked.focus()
+
+    def action_clear(self) -> None:
+        """No filter, all pools, no zoom."""
+        self.view.filter, self.view.pool, self.view.zoom = Filter(), "", 0
+        self._close_filter()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """A filter was typed."""
+        try:
+            self.view.filter = Filter.parse(event.value)
+        except WatchError as error:
+            self.notify(str(error), severity="error")
+            return
+        self._close_filter()
+
+    def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
+        """Enter on a request, a lease or a pull: its pages alone."""
+        name = self._panels.active
+        if name in ("requests", "transfers"):
+            request = self._tables[name].get_row(event.row_key)[name == "transfers"]
+            self.view.filter = Filter(request=str(request).replace(r"\[", "["))
+            self.redraw()
+
+    def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
+        """A panel was chosen by the mouse."""
+        self._fill(event.pane.id or "")
+
+    def on_unmount(self) -> None:
+        """The sockets and the recording are closed."""
+        self.source.close()
+
+    def _close_filter(self) -> None:
+        self._asked.remove_class("open")
+        self._tables[self._panels.active].focus()
+        self.redraw()
+
+
+def _legend() -> str:
+    parts = [f"[{_hex(list(COLOURS[state]))}]{GLYPHS[state]}[/] {state.name.lower()}" for state in PageState]
+    return "  ".join(parts) + "   darker: goes first"

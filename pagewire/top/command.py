@@ -1,0 +1,158 @@
+"""`pagewire top`: in this terminal, or in a browser."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import shlex
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvcache.errors import WatchError
+from pagewire.arguments import small_file
+from pagewire.top.options import TopOptions
+from pagewire.top.printed import print_looks
+from pagewire.top.sources import LiveSource, PlayedSource
+from pagewire.viewer import PROGRAM
+from scheduler_adapters.errors import MissingExtraError, ServiceError
+from transfer.wire.keys import load_keyring
+from transfer.wire.secret import read_secret
+
+try:
+    from aiohttp import web
+    from textual_serve.server import Server
+
+    from pagewire.top.app import TopApp
+    from pagewire.top.terminal import has_terminal, run_for_browser, run_in_terminal
+except ImportError as error:
+    raise MissingExtraError(f"top needs the extra 'top' (pip install 'pagewire[top]'): {error}") from error
+
+
+COOKIE = "pagewire_top"
+# Textual's page asks another host for a font, and shows nothing before that has answered: in a closed network, never.
+_ONLY_OURS = "default-src 'self' 'unsafe-inline' data:; connect-src 'self' ws: wss:"
+
+
+class _WatchAddresses(msgspec.Struct):
+    """Of the file that `pagewire serve` leaves what is read here."""
+
+    watch: tuple[str, ...] = ()
+
+
+def run_top(options: TopOptions) -> int:
+    """Show the processes until somebody quits, or print one look where there is no terminal; the exit status.
+
+    A `KVCacheError` says in a sentence what does not work.
+    """
+    if options.web:
+        serve_web(options)
+        return 0
+    source = source_of(options)
+    try:
+        if "TEXTUAL_DRIVER" in os.environ:
+            return run_for_browser(TopApp(source))
+        if has_terminal():
+            return run_in_terminal(TopApp(source))
+        return print_looks(source, until_interrupted=options.record is not None)
+    finally:
+        source.close()
+
+
+def source_of(options: TopOptions) -> LiveSource | PlayedSource:
+    """Where the looks come from. `WatchError`: nothing is named, or too much."""
+    addresses = addresses_of(options)
+    if options.play is not None:
+        if addresses or options.record is not None:
+            raise WatchError("--play shows a recording: no address, and no --record beside it")
+        return PlayedSource(options.play, options.speed)
+    if not addresses:
+        raise WatchError("what is to be watched? An ADDRESS, --address-file or --play says it")
+    secret = None if options.secret is None else read_secret(options.secret)
+    keyring = load_keyring(options.keyring) if options.keyring is not None else secret and secret.keyring
+    return LiveSource(addresses, options.updates, options.record, keyring and keyring.secure_client)
+
+
+def addresses_of(options: TopOptions) -> Sequence[str]:
+    """Those that were named, then those of the address file."""
+    named = list(options.addresses)
+    if options.address_file is not None:
+        try:
+            named += msgspec.json.decode(small_file(options.address_file), type=_WatchAddresses).watch
+        except (OSError, msgspec.DecodeError) as error:
+            raise WatchError(f"--address-file {str(options.address_file)!r}: {error}") from error
+    return list(dict.fromkeys(named))
+
+
+# ---- in a browser
+
+
+class TokenServer(Server):
+    """Textual's own server, for who brings the token: by the address that is printed, then by a cookie."""
+
+    def __init__(self, command: str, host: str, port: int, token: str) -> None:
+        shown = f"[{host}]" if ":" in host else host
+        url = f"http://{shown}:{port}"
+        super().__init__(command, host, port, "pagewire top", url)  # pyright: ignore[reportUnknownMemberType]
+        self._token = token
+
+    @property
+    def address(self) -> str:
+        """The address for a browser, with its token."""
+        return f"{self.public_url}/?token={self._token}"
+
+    async def make_app(self) -> web.Application:
+        """The application of `aiohttp`, which answers nobody without the token."""
+        app = await self._make_app()
+        app.middlewares.append(self._middleware)
+        return app
+
+    @web.middleware
+    async def _middleware(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        brought = request.query.get("token", "")
+        if not any(_same(one, self._token) for one in (brought, request.cookies.get(COOKIE, ""))):
+            raise web.HTTPForbidden(text="pagewire top: the address with its token is needed\n")
+        response = await handler(request)
+        if not response.prepared:
+            response.headers["Content-Security-Policy"] = _ONLY_OURS
+            if brought:
+                response.set_cookie(COOKIE, self._token, httponly=True, samesite="Strict")
+        return response
+
+    async def on_startup(self, app: Any) -> None:
+        """Say where."""
+        del app
+        self.console.print(f"pagewire top: {self.address}", highlight=False, soft_wrap=True)
+
+    def run(self, listening: socket.socket) -> None:
+        """Serve until interrupted."""
+        web.run_app(self.make_app(), sock=listening, print=None, handle_signals=True)
+
+
+def _same(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(), other.encode())
+
+
+def serve_web(options: TopOptions) -> None:
+    """Serve browsers, each with a `pagewire top` of its own, until interrupted."""
+    if options.play is None:
+        source_of(options).close()  # what cannot work is said here, not in each browser
+    try:
+        listening = socket.create_server((options.web_host, options.web_port))
+    except OSError as error:
+        raise ServiceError(f"--web cannot listen at {options.web_host}:{options.web_port}: {error.strerror}") from error
+    port: int = listening.getsockname()[1]
+    TokenServer(web_command(options), options.web_host, port, options.token or secrets.token_urlsafe(16)).run(listening)
+
+
+def web_command(options: TopOptions) -> str:
+    """What is run for a browser: the same, in a terminal of the server's."""
+    named = {"updates": options.updates, "speed": options.speed, "play": options.play, "record": options.record}
+    named |= {"secret": options.secret, "keyring": options.keyring, "address-file": options.address_file}
+    told = [f"--{name}={value}" for name, value in named.items() if value is not None]
+    return shlex.join([*PROGRAM, *options.addresses, *told])

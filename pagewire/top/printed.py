@@ -1,0 +1,73 @@
+"""`pagewire top` where there is no terminal: one look at each process, printed as text."""
+
+from __future__ import annotations
+
+import select
+import sys
+import time
+
+from kvcache.errors import WatchError
+from pagewire.top import panels
+from pagewire.top.sources import LiveSource, PlayedSource
+from pagewire.top.view import ANSWER_S, TopView, nobody_answers
+
+_TICK_MS = 50
+_PANELS = ("processes", "requests", "transfers", "tree", "evictions")  # rates need several looks
+
+
+def print_looks(source: LiveSource | PlayedSource, *, until_interrupted: bool) -> int:
+    """Print what the processes say, or the last look of a recording; 0.
+
+    Args:
+        source: where the looks come from.
+        until_interrupted: afterwards go on asking, as every look is recorded, until a signal ends the program, or the
+            reader of standard output goes away.
+
+    Raises:
+        WatchError: an address has not answered within a few seconds, or its answer is no look. What the others say has
+            been printed.
+    """
+    view = TopView(list(source.addresses))
+    if isinstance(source, PlayedSource):
+        source.seek(source.length)
+        view.take(source.poll(view.followed), source.now)
+    else:
+        _wait_for_all(source, view)
+    print(text_of(view), end="", flush=True)  # noqa: T201  (the command line's own output)
+    if silent := [address for address, process in view.processes.items() if not process.heard_at]:
+        raise WatchError(f"{nobody_answers(silent)} ({ANSWER_S:g} s have passed)")
+    for address, process in view.processes.items():
+        if process.error:
+            raise WatchError(f"{address} answers what is no look: {process.error}")
+    if until_interrupted and isinstance(source, LiveSource):
+        _go_on(source, view)
+    return 0
+
+
+def text_of(view: TopView) -> str:
+    """The panels as columns of text, as wide as they must be."""
+    parts: list[str] = []
+    for name in _PANELS:
+        rows_of, headings = panels.HEADINGS[name]
+        if rows := rows_of(view):
+            table = [headings, *rows]
+            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+            lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+            parts.append("\n".join([name, *(f"  {line}" for line in lines), ""]))
+    return "\n".join(parts)
+
+
+def _wait_for_all(source: LiveSource, view: TopView) -> None:
+    deadline = time.monotonic() + ANSWER_S
+    while not all(process.heard_at for process in view.processes.values()) and time.monotonic() < deadline:
+        view.take(source.poll(view.followed))
+        time.sleep(_TICK_MS / 1000)
+
+
+def _go_on(source: LiveSource, view: TopView) -> None:
+    read = select.poll()
+    if sys.__stdout__ is not None:
+        read.register(sys.__stdout__.fileno(), 0)
+    while not any(event & (select.POLLERR | select.POLLHUP) for _, event in read.poll(_TICK_MS)):
+        view.take(source.poll(view.followed))
+    raise BrokenPipeError

@@ -1,0 +1,99 @@
+"""Shows `pagewire top` in this terminal. The program ends with its terminal and with its signals, whatever hangs.
+
+Textual reads and writes in threads of its own. A terminal that is gone makes them fail or spin, and one that takes no
+output blocks the main thread in the middle of an update, where an exception of a signal cannot end it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import termios
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from pagewire.top.app import TopApp
+from scheduler_adapters import interrupts
+
+_LAST_S = 0.5  # from a signal until the process ends, however far Textual has come with its own end
+_LAST_WRITE_S = 0.05
+# Leave the alternate screen, show the cursor, report no mouse, focus or pasted text, and take plain keys again.
+_RESTORE = b"\x1b[<u\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?2004l\x1b[?1004l\x1b[?7h\x1b[?1049l\x1b[?25h"
+
+
+def has_terminal() -> bool:
+    """Whether standard input, output and error are all terminals: `top` reads keys from one and draws on another."""
+    return all(map(os.isatty, range(3)))
+
+
+def run_in_terminal(app: TopApp) -> int:
+    """Draw until somebody quits; the exit status. Raises `Interrupted` for a signal, with the terminal as it was."""
+    return _run(app, (0, 2), 128 + signal.SIGHUP)
+
+
+def run_for_browser(app: TopApp) -> int:
+    """Draw for the browser's server, which is at the other end of standard input; the exit status."""
+    return _run(app, (0,), 0)
+
+
+def _run(app: TopApp, descriptors: Sequence[int], hung_up: int) -> int:
+    """Run the app. The process ends with status `hung_up` when a descriptor hangs up.
+
+    A signal ends the app, and half a second later the process, if it is still there.
+    Nothing is lost by that: a recording has each look as it comes.
+    """
+    attributes = termios.tcgetattr(0) if os.isatty(0) else None
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    threading.Thread(target=_end, args=(tuple(descriptors), hung_up, told, attributes), daemon=True).start()
+    before: dict[int, Any] = {
+        number: handler for number in interrupts.SIGNALS if callable(handler := signal.getsignal(number))
+    }
+    came: list[int] = []
+
+    def obey(number: int, frame: FrameType | None) -> None:
+        with suppress(BlockingIOError):
+            os.write(tell, bytes([number]))
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # the app has not begun, or has ended
+            before[number](number, frame)
+            return
+        came.append(number)
+        loop.call_soon_threadsafe(app.exit)  # an exception from here would leave the terminal as Textual has it
+
+    for number in before:
+        signal.signal(number, obey)
+    try:
+        app.run()
+    finally:
+        # The pipe stays open, and so the thread goes on: it also ends a program that hangs after this.
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        raise interrupts.Interrupted(came[0])
+    return app.return_code or 0
+
+
+def _end(descriptors: Sequence[int], hung_up: int, told: int, attributes: list[Any] | None) -> None:
+    """Wait for a hangup or a signal, and end the process."""
+    waited = select.poll()
+    for descriptor in descriptors:
+        waited.register(descriptor, 0)  # hangups and errors are always reported
+    waited.register(told, select.POLLIN)
+    if told not in dict(waited.poll()):
+        os._exit(hung_up)
+    (number,) = os.read(told, 1)
+    time.sleep(_LAST_S)  # mostly the process has ended by then, and this thread with it
+    if attributes is not None:
+        threading.Thread(target=os.write, args=(2, _RESTORE), daemon=True).start()
+        time.sleep(_LAST_WRITE_S)  # where the terminal takes no output, the write never returns
+        with suppress(termios.error):
+            termios.tcsetattr(0, termios.TCSANOW, attributes)
+    os._exit(128 + number)

@@ -1,0 +1,216 @@
+"""`TopView`: what is shown, apart from how: processes, the filter, the pool that is looked at, zoom, and rates."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import WatchError
+from kvcache.watch.follower import Followed
+from kvcache.watched import Cells, Look, PageState, PoolLook, ages_of, owners_of, request_digest, states_of
+from pagewire.top.pagemap import Span, span_of
+from pagewire.top.sources import Heard
+
+_SILENT_S = 3.0  # then a process counts as gone
+ANSWER_S = 5.0  # then nobody answers at an address that was never heard
+_KEPT = 240  # looks, for rates
+_MOST_ZOOM = 24
+
+
+@dataclass(slots=True)
+class WatchedProcess:
+    """One process, as of its last look."""
+
+    address: str
+    followed: Followed = field(default_factory=Followed)
+    heard_at: float = 0.0  # 0: never
+    error: str = ""
+    # time, and the totals then
+    totals: deque[tuple[float, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    @property
+    def name(self) -> str:
+        """Its own, or the address before it has said it."""
+        return self.followed.look.name if self.followed.look else self.address
+
+    def take(self, heard: Heard) -> None:
+        """Take a look up. One that does not follow is dropped: the next question is for the whole."""
+        self.heard_at = heard.at
+        try:
+            look = self.followed.apply(heard.frames)
+        except WatchError as error:
+            self.error, self.followed = str(error), Followed()
+            return
+        self.error = ""
+        if self.totals and self.totals[-1][1].get("prompt_tokens", 0) > look.figures.get("prompt_tokens", 0):
+            self.totals.clear()  # it was started anew
+        if not self.totals or look.at > self.totals[-1][0]:
+            self.totals.append((look.at, look.figures))
+
+    def rates(self, name: str) -> list[float]:
+        """Of each look but the first, what a total has grown by a second."""
+        pairs = zip(self.totals, list(self.totals)[1:], strict=False)
+        return [
+            max(0.0, now.get(name, 0) - was.get(name, 0)) / max(1e-3, at - then) for (then, was), (at, now) in pairs
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which requests, tenants, replicas and processes are shown; each a part of the name, empty for all."""
+
+    request: str = ""
+    tenant: str = ""
+    replica: str = ""
+    process: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Filter:
+        """`tenant=a replica=0 process=decode chat-1`: what has no name is a request. `WatchError`: an unknown name."""
+        found: dict[str, str] = {}
+        for word in text.split():
+            name, equals, value = word.partition("=")
+            if equals and name not in cls.__slots__:
+                raise WatchError(f"{name!r} is no filter: {', '.join(cls.__slots__)} are")
+            found[name if equals else "request"] = value if equals else word
+        return cls(**found)
+
+    def has_owner(self, request_id: str, tenant: str) -> bool:
+        """Whether a request is shown."""
+        is_asked = self.request in request_id
+        if not is_asked and request_id.startswith("#"):  # ids are not shown, and somebody knows this one
+            is_asked = request_id == request_digest(self.request)
+        return is_asked and self.tenant in tenant
+
+    def has_pool(self, process: str, pool: str) -> bool:
+        """Whether a pool is shown."""
+        return self.process in process and self.replica in ("", pool)
+
+
+def nobody_answers(addresses: list[str]) -> str:
+    """What to say when nobody answers at addresses, and what to check."""
+    return (
+        f"nobody answers at {', '.join(addresses)}. Check that the process runs and is watched (`pagewire serve "
+        "--watch` logs the addresses), and that the keys are the fleet's (--secret or --keyring)"
+    )
+
+
+class TopView:
+    """The state behind the drawing. `clock` gives the time of recordings where one is played."""
+
+    def __init__(self, addresses: list[str]) -> None:
+        self.processes = {address: WatchedProcess(address) for address in addresses}
+        self.filter = Filter()
+        self.paused = False
+        self.pool = ""  # the one that is looked at, as `address/pool`; empty: all
+        self.zoom = 0
+        self.centre = 0.5  # a share of the pool
+        self.began = time.monotonic()
+        self.now = 0.0
+
+    @property
+    def followed(self) -> dict[str, Followed]:
+        """The followed state of each address."""
+        return {address: process.followed for address, process in self.processes.items()}
+
+    def take(self, heard: list[Heard], now: float | None = None) -> None:
+        """Take looks up."""
+        for one in heard:
+            self.processes.setdefault(one.address, WatchedProcess(one.address)).take(one)
+        self.now = time.time() if now is None else now
+
+    def forget(self) -> None:
+        """Begin anew, as a recording is wound back."""
+        self.processes = {address: WatchedProcess(address) for address in self.processes}
+
+    def is_gone(self, process: WatchedProcess) -> bool:
+        """Whether it has not been heard for a while."""
+        return self.now - process.heard_at > _SILENT_S
+
+    def unanswered(self) -> list[str]:
+        """The addresses that have not answered once, a few seconds after the beginning."""
+        if time.monotonic() - self.began < ANSWER_S:
+            return []
+        return [address for address, process in self.processes.items() if not process.heard_at]
+
+    # ---- pools
+
+    def pools(self) -> list[tuple[str, WatchedProcess, PoolLook, Cells]]:
+        """What maps are drawn of: each pool that the filter leaves, under its key."""
+        return [
+            (f"{process.address}/{pool.name}", process, pool, process.followed.cells[pool.name])
+            for process in self.processes.values()
+            if process.followed.look is not None
+            for pool in process.followed.look.pools
+            if self.filter.has_pool(process.name, pool.name)
+        ]
+
+    def shown(self) -> list[tuple[str, WatchedProcess, PoolLook, Cells]]:
+        """The pools on the screen: that which is looked at, or all."""
+        every = self.pools()
+        return [one for one in every if one[0] == self.pool] or every
+
+    def next_pool(self, step: int = 1) -> None:
+        """Look at the next pool; after the last one at all of them."""
+        keys = ["", *(key for key, *_ in self.pools())]
+        at = keys.index(self.pool) if self.pool in keys else 0
+        self.pool, self.zoom, self.centre = keys[(at + step) % len(keys)], 0, 0.5
+
+    def zoom_by(self, step: int) -> None:
+        """Closer, or farther. Of several pools the first is looked at from then on."""
+        if step > 0 and not self.pool and (pools := self.pools()):
+            self.pool = pools[0][0]
+        self.zoom = min(_MOST_ZOOM, max(0, self.zoom + step))
+
+    def pan(self, share: float) -> None:
+        """Move by a share of what is shown."""
+        half = 0.5 / 2**self.zoom
+        self.centre = min(1 - half, max(half, self.centre + share / 2**self.zoom))
+
+    def span(self, pool: PoolLook, places: int) -> Span:
+        """What a map of so many places shows of a pool."""
+        return span_of(pool.num_pages, places, self.zoom, self.centre)
+
+    def lit(self, process: WatchedProcess, pool: str) -> NDArray[np.bool_] | None:
+        """By owner number whether its pages are lit; None: there is no filter by request or tenant."""
+        look = process.followed.look
+        if look is None or not (self.filter.request or self.filter.tenant):
+            return None
+        owners = look.owners
+        lit = np.zeros(max(map(int, owners_of(process.followed.cells[pool]).max(keepdims=True))) + 1, np.bool_)
+        columns = zip(owners.numbers, owners.request_ids, owners.tenants, owners.pools, strict=True)
+        for number, request_id, tenant, where in columns:
+            if where == pool and 0 < number < len(lit) and self.filter.has_owner(request_id, tenant):
+                lit[number] = True
+        return lit
+
+    def told(self, process: WatchedProcess, pool: PoolLook, first: int, count: int) -> str:
+        """What pages are: their states, whose they are, and how old idle ones are."""
+        cells = process.followed.cells[pool.name][first : first + count]
+        states = np.bincount(states_of(cells), minlength=len(PageState))
+        parts = [f"{states[state]:,} {state.name.lower()}" for state in PageState if states[state]]
+        idle = ages_of(cells[states_of(cells) == PageState.IDLE])
+        if idle.size:
+            parts.append(f"eviction order {idle.min() + 1}–{idle.max() + 1} of 8")
+        if names := self._names(process.followed.look, pool.name, cells):
+            parts.append("of " + ", ".join(names))
+        pages = f"page {first}" if count == 1 else f"pages {first:,}–{first + len(cells) - 1:,}"
+        return f"{process.name}/{pool.name} {pages}: " + ", ".join(parts)
+
+    def _names(self, look: Look | None, pool: str, cells: Cells) -> list[str]:
+        """Who has the most of these pages, five at most."""
+        if look is None:
+            return []
+        owners = look.owners
+        of_number = {
+            number: name
+            for number, name, where in zip(owners.numbers, owners.request_ids, owners.pools, strict=True)
+            if where == pool and number
+        }
+        numbers, counts = np.unique(owners_of(cells), return_counts=True)
+        order = np.argsort(-counts, kind="stable")
+        return [of_number[number] for number in numbers[order].tolist() if number in of_number][:5]

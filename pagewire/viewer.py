@@ -1,0 +1,40 @@
+"""`pagewire top` beside a command that shows its own pages: in this terminal, or in a browser."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pagewire.arguments import option
+
+PROGRAM = (sys.executable, "-m", "pagewire", "top")
+_END_S = 5.0
+
+
+def top_option(told: str) -> Any:
+    """The option `--top`, or `--top web`."""
+    told += ", in this terminal or in a browser"
+    return option(None, str, None, told, nargs="?", const="here", choices=("here", "web"))
+
+
+@contextmanager
+def viewer(addresses: Sequence[str], where: str, more: Sequence[str] = ()) -> Generator[Callable[[], bool]]:
+    """Shows these addresses, and waits at the end of the `with` block until who looks quits.
+
+    Yields a function that tells whether somebody still looks.
+    """
+    told = [*addresses, *more, *(["--web"] if where == "web" else [])]
+    program = subprocess.Popen([*PROGRAM, *told])  # noqa: S603  (our own)
+    try:
+        yield lambda: program.poll() is None
+        program.wait()
+    finally:
+        program.terminate()
+        try:
+            program.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            program.wait()

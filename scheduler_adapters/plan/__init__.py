@@ -1,5 +1,0 @@
-"""`pagewire plan`: what the KV cache of a model takes, and what more memory gives; arithmetic, and a trace replayed.
-
-Imports `kvcache`, `kvcache.states`, `transfer.plan`, `scheduler_adapters.hf`, `scheduler_adapters.replay`, the values
-of `kvcache` and the values of `scheduler_adapters`, and `transformers` where it is used. Start reading at `layers.py`.
-"""

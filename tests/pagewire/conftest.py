@@ -1,0 +1,5 @@
+"""The models of `tests/scheduler_adapters`, for commands that run one."""
+
+from tests.scheduler_adapters.conftest import _models_stay, make_model, model_dirs, shared_model, tiny_model
+
+__all__ = ["_models_stay", "make_model", "model_dirs", "shared_model", "tiny_model"]

@@ -1,0 +1,87 @@
+"""`pagewire plan` from its command line: tables, JSON, and what does not work in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pagewire.cli import main
+from pagewire.plan.plan import KindOfLayer
+from pagewire.plan.tables import _heads
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def test_tables_and_json_say_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
+    line = ["plan", "--model", str(CONFIGS / "gemma-3-27b"), "--memory", "40GiB", "--json", str(tmp_path / "plan.json")]
+    assert main(line) == 0
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["chosen"] == found["choices"][0]
+    assert found["chosen"]["rooms"][0]["pages"] == 42_281
+    assert "42,281" in printed
+    assert [kind["token_bytes"] for kind in found["kinds"]] == [425_984, 81_920]
+    assert "416 KiB" in printed
+    assert printed.count(" 16 x 128 ") == 2, "heads, and the dimension of one"
+    assert found["made_gbps"] == pytest.approx(5.07904)
+    assert "5.08 GB/s" in printed
+    assert "too late" in printed
+    (groups,) = [one for one in found["chosen"]["rooms"] if one["way"] == "groups"]
+    assert [part["tables"] for part in groups["parts"]] == [11, 2]
+    rows = printed[printed.index("What a request takes") :].splitlines()
+    assert [row.split() for row in rows if row.split()[:1] in (["groups"], ["full"])][:2] == [
+        ["groups", "window", "1,024", "52", "11", *["55.9", "MiB"] * 2],
+        ["full", "10", "2", "80", "MiB", "640", "MiB"],
+    ]
+    (lost,) = [row for row in rows if "3.05" in row]
+    assert lost.split() == ["lost", "3.05", "MiB,", "2.2", "%", "3.05", "MiB,", "0.4", "%"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "told"), [(128, 128, "8 x 128"), (192, 128, "8 x (192 + 128)"), (576, 0, "8 x 576")]
+)
+def test_heads_are_shown_with_the_dimension_of_a_key(keys: int, values: int, told: str) -> None:
+    assert _heads(KindOfLayer("full", 1, 8, keys, values, 0, 0, 0)) == told
+
+
+@pytest.mark.parametrize("model", ["llama-3-70b", "gemma-3-27b", "kimi-linear-48b-a3b"])
+def test_a_pipe_gets_every_figure(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["plan", "--model", str(CONFIGS / model), "--memory", "400TB", "--lengths", "1,1000000"]) == 0
+    narrow = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["plan", "--model", str(CONFIGS / model), "--memory", "400TB", "--lengths", "1,1000000"]) == 0
+    assert narrow == capsys.readouterr().out
+    assert "…" not in narrow
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--tp", "3"], "--tp is 3: 8 devices cannot be divided"),
+        (["--devices", "6"], ""),
+        (["--devices", "6", "--tp", "6"], "tensor parallelism 6: n_kv_heads is 16"),
+        (["--prefill-tp", "5"], "tensor parallelism 5: n_kv_heads is 16"),
+        (["--memory", "2MB"], ""),
+        (["--memory", "1kB"], "is no number of bytes"),
+        (["--memory", "1KB"], "one page of 16 tokens takes 1,015,808 on a rank"),
+        (["--lengths", "5,x"], "'x' is no whole number"),
+        (["--lengths", "1,2,3,4,5,6,7,8,9"], "9 lengths: 8 are the most"),
+        (["--json", "/"], "is a folder"),
+    ],
+)
+def test_what_does_not_work_is_one_line(more: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", "--model", str(CONFIGS / "gemma-3-27b"), "--memory", "40GiB", *more]
+    try:
+        status = main(line)
+    except SystemExit as error:
+        status = int(str(error.code))
+    printed = capsys.readouterr().err
+    assert status == (2 if told else 0), printed
+    assert told in printed
+    assert printed.count("\n") == bool(told)

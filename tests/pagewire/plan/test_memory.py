@@ -1,0 +1,237 @@
+"""Pages, requests and ranks: five public models by the numbers, and small ones beside a real manager."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcache import KVCacheParams, LayerGroup, PagedKVCacheManager, TextContext
+from kvcache.errors import NoFreeRowError, NoFreeStatePageError, PoolTooSmallError, PromptTooLongError
+from kvcache.sizing import max_supported_sequence_length
+from kvcache.state_shape import StateShape
+from pagewire.plan.layers import AlikeLayers, CachedModel, read_model
+from pagewire.plan.memory import Choice, Room, choice, choices
+from pagewire.plan.ways import MemoryAsked
+from scheduler_adapters.errors import PlanError
+
+CONFIGS = Path(__file__).parent / "configs"
+MEMORY = 40 << 30
+
+
+def room(found: Choice, way: str) -> Room:
+    return next(one for one in found.rooms if one.way == way)
+
+
+def asked(
+    memory: int = MEMORY, page_size: int = 16, step: int = 8192, lengths: tuple[int, ...] = (8192, 65_536)
+) -> MemoryAsked:
+    return MemoryAsked(memory, page_size, step, lengths)
+
+
+def small(*each: AlikeLayers) -> CachedModel:
+    return CachedModel("small", None, torch.bfloat16, each)
+
+
+# Of one rank of eight: heads, copies, bytes of a page, and pages in 40 GiB.
+PUBLIC = {
+    "llama-3-70b": ((1,), 1, 655_360, 65_536),
+    "qwen3-235b-a22b": ((1,), 2, 770_048, 55_775),
+    "deepseek-v3": ((1,), 8, 1_124_352, 38_199),
+    "gemma-3-27b": ((2, 2), 1, 1_015_808, 42_281),
+    "gpt-oss-120b": ((1, 1), 1, 147_456, 291_271),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_models_on_eight_devices(name: str) -> None:
+    model = read_model(CONFIGS / name)
+    found = choice(model, 8, 1, asked())
+    ours = room(found, "pagewire")
+    assert (found.heads, found.copies, ours.page_bytes, ours.pages) == PUBLIC[name]
+    assert ours.longest == PUBLIC[name][3] * 16
+    assert ours.requests == {8192: PUBLIC[name][3] // 512, 65_536: PUBLIC[name][3] // 4096}
+    assert [(one.tp, one.dp) for one in choices(model, 8, asked())] == [(8, 1), (4, 2), (2, 4), (1, 8)]
+
+
+@pytest.mark.parametrize(("heads", "kind", "tp"), [(4, "full", 1), (4, "full", 2), (4, "full", 8), (1, "latent", 2)])
+def test_a_rank_holds_what_a_real_manager_gives_it(heads: int, kind: str, tp: int) -> None:
+    layers = AlikeLayers("latent" if kind == "latent" else "full", 3, heads=heads, width=32)
+    memory = 10_000
+    ours = room(choice(small(layers), tp, 1, asked(memory, 4, lengths=(9,))), "pagewire")
+    params = KVCacheParams(
+        torch.bfloat16, heads, 32 if kind == "latent" else 16, is_mla=kind == "latent", page_size=4, n_devices=tp
+    )
+    assert ours.longest == max_supported_sequence_length(params, 3, memory * tp)
+    manager = PagedKVCacheManager(params, 40, 64, 3, ["cpu"] * tp, available_cache_memory=memory * tp)
+    assert manager.num_free_blocks == ours.pages
+    assert all(tensor.nbytes <= memory + (ours.page_bytes or 0) for tensor in manager.device_tensors[0])  # null page
+    running = 0
+    while running < 40:
+        context = TextContext(range(9), 64)
+        manager.external_claim(context.request_id)
+        if not manager.maybe_reserve(context):
+            break
+        running += 1
+    assert running == ours.requests[9]
+
+
+def running(manager: PagedKVCacheManager, length: int, most: int = 60) -> int:
+    """Requests of so many tokens that a manager has pages for, each of which ran token by token up to its last one."""
+    for count in range(most):
+        context = TextContext(range(length), 4096)
+        try:
+            manager.external_claim(context.request_id)
+        except (NoFreeStatePageError, NoFreeRowError):
+            return count
+        while context.start_idx < length:
+            context.set_token_indices(active_idx=context.start_idx + 1)
+            if not manager.maybe_reserve(context):
+                return count
+            context.update(1)
+            manager.step([context])
+    return most
+
+
+WINDOWS = AlikeLayers("window", 29, heads=2, width=32, window=6)
+MANY = AlikeLayers("full", 10, heads=2, width=32)
+FULL = AlikeLayers("full", 2, heads=2, width=32)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_groups_hold_what_a_real_manager_of_them_holds(tp: int) -> None:
+    model, memory = small(WINDOWS, MANY), 1_000_000 // tp
+    ours = room(choice(model, tp, 3, asked(memory, 4, lengths=(9, 29, 400))), "groups")
+    params = KVCacheParams(
+        torch.bfloat16,
+        2,
+        16,
+        page_size=4,
+        n_devices=tp,
+        groups=(LayerGroup("window", tuple(range(29)), 6), LayerGroup("full", tuple(range(29, 39)))),
+    )
+    assert ours.longest == max_supported_sequence_length(params, 39, memory * tp)
+    for length in (9, 29):  # after which windows begin at the end of a page, and have the most of them
+        manager = PagedKVCacheManager(params, 60, 4096, 39, ["cpu"] * tp, available_cache_memory=memory * tp)
+        assert (manager.num_free_blocks, manager.layer_tables.layers_per_page) == (ours.pages, 10)
+        assert running(manager, length) == ours.requests[length] // 3
+    page = 10 * 2 * 32 * 2 * 4 // tp
+    parts = [(part.kind, part.layers, part.tables, part.request_bytes[29] // page) for part in ours.parts]
+    assert parts == [("window 6", 29, 3, 9), ("full", 10, 1, 8)]
+    assert ours.lost_bytes == dict.fromkeys((9, 29, 400), 3 * page // 10), "one place of thirty in each of three pages"
+
+
+def test_only_what_has_windows_and_pages_of_one_size_has_groups() -> None:
+    wide, state = AlikeLayers("full", 2, heads=4, width=32), AlikeLayers("conv", 3, state=CONVOLVED)
+    longer = AlikeLayers("window", 29, heads=2, width=32, window=60)
+    for model in (small(WINDOWS, longer), small(WINDOWS)):
+        assert "groups" in {one.way for one in choice(model, 1, 1, asked()).rooms}
+    for model in (small(FULL), small(WINDOWS, wide), small(WINDOWS, FULL, state)):
+        assert "groups" not in {one.way for one in choice(model, 1, 1, asked()).rooms}
+    (part,) = room(choice(small(FULL, wide), 1, 1, asked()), "vllm").parts
+    assert (part.kind, part.layers, part.tables) == ("full", 4, 1)
+
+
+CONVOLVED = StateShape(3, 40, 1, 1, 1, 3, torch.bfloat16, form="short_conv")
+DELTA = StateShape(2, 4, 6, 2, 8, 4, torch.bfloat16, form="gated_delta")
+LARGE = StateShape(10, 4, 6, 2, 8, 4, torch.bfloat16, form="gated_delta")  # 11 pages, so that 40 have two slabs
+
+
+@pytest.mark.parametrize("way", ["pagewire", "share_memory"])
+@pytest.mark.parametrize("kind", ["full", "latent"])
+@pytest.mark.parametrize(("shape", "tp"), [(CONVOLVED, 1), (CONVOLVED, 2), (DELTA, 1), (DELTA, 2), (LARGE, 1)])
+def test_states_take_what_a_real_manager_of_them_gives_them(shape: StateShape, tp: int, kind: str, way: str) -> None:
+    attention = FULL if kind == "full" else AlikeLayers("latent", 2, heads=1, width=64)
+    model, memory = small(attention, AlikeLayers("state", shape.layers, state=shape)), 41_000
+    ours = room(choice(model, tp, 2, asked(memory, 4, lengths=(1, 9, 30))), way)
+    heads, dim = (2, 16) if kind == "full" else (1, 64)
+    params = KVCacheParams(
+        torch.bfloat16,
+        heads,
+        dim,
+        is_mla=kind == "latent",
+        page_size=4,
+        n_devices=tp,
+        states=shape,
+        share_state_memory=way == "share_memory",
+    )
+
+    def made(rows: int, longest: int = 4096) -> PagedKVCacheManager:
+        return PagedKVCacheManager(params, rows, longest, 2, ["cpu"] * tp, available_cache_memory=memory * tp)
+
+    for length in (1, 9, 30):
+        count = ours.requests[length] // 2
+        assert running(made(count), length) == count
+        try:
+            assert running(made(count + 1), length) <= count
+        except (PoolTooSmallError, PromptTooLongError):  # that many states leave nothing, or too little
+            assert way == "pagewire"
+    manager, context = made(1), TextContext(range(ours.longest or 0), 4096)
+    manager.external_claim(context.request_id)
+    assert manager.maybe_reserve(context)
+    manager.release(context.request_id)
+    manager.external_claim("longer")
+    with pytest.raises(PromptTooLongError, match="request 'longer': .* pages, the pool has"):
+        manager.maybe_reserve(TextContext(range((ours.longest or 0) + 1), 4096, "longer"))
+    (part, state), page = ours.parts, ours.page_bytes or 1
+    assert (part.kind, part.tables, state.kind, state.tables) == (kind, 1, "state", 0)
+    assert ours.request_bytes[9] == 3 * page + state.request_bytes[9] == sum(one.request_bytes[9] for one in ours.parts)
+    own = model.state_bytes(tp)
+    assert ours.lost_bytes[9] == state.request_bytes[9] - own
+    assert state.request_bytes[9] == (manager.slab_pages * page if way == "share_memory" else own)
+
+
+def test_states_that_memory_is_too_small_for_are_left_out() -> None:
+    model = small(FULL, AlikeLayers("state", 2, state=DELTA))
+    two_slabs = 2 * (-(-model.state_bytes(1) // 1024)) * 1024
+    for memory, there in ((two_slabs - 1024, True), (two_slabs - 1025, False)):  # of the first page 0 is nobody's
+        ways = {one.way for one in choice(model, 1, 1, asked(memory, 4)).rooms}
+        assert ways == {"pagewire", "least", *(["share_memory"] if there else [])}, (
+            "vLLM's blocks of states are not said"
+        )
+    with pytest.raises(PlanError, match="one page of 4 tokens takes 3,232 on a rank"):
+        choice(model, 1, 1, asked(3231, 4))
+    twice = small(FULL, AlikeLayers("state", 2, state=DELTA), AlikeLayers("conv", 3, state=CONVOLVED))
+    assert {one.way for one in choice(twice, 1, 1, asked()).rooms} == {"pagewire", "least"}
+
+
+# On one rank in 40 GiB, of 8,192 tokens and of 65,536: requests, and what of their bytes is lost, in percent.
+LAID = {
+    ("gemma-3-27b", "groups"): ((37, 2.2), (7, 0.4)),
+    ("gpt-oss-120b", "groups"): ((139, 0.0), (17, 0.0)),
+    ("llama-4-scout", "groups"): ((26, 0.0), (9, 0.0)),
+    ("qwen3-next-80b", "pagewire"): ((153, 0.0), (25, 0.0)),
+    ("qwen3-next-80b", "share_memory"): ((154, 0.1), (25, 0.0)),
+    ("nemotron-h-8b", "share_memory"): ((181, 0.0), (36, 0.0)),
+    ("bamba-9b", "share_memory"): ((191, 0.1), (46, 0.0)),
+    ("kimi-linear-48b-a3b", "share_memory"): ((392, 0.1), (75, 0.0)),
+}
+
+
+@pytest.mark.parametrize(("name", "way"), LAID)
+def test_public_models_of_several_kinds_of_layers(name: str, way: str) -> None:
+    found = room(choice(read_model(CONFIGS / name), 1, 1, asked()), way)
+    lost = [round(100 * found.lost_bytes[length] / size, 1) for length, size in found.request_bytes.items()]
+    assert (*zip(found.requests.values(), lost, strict=True),) == LAID[name, way]
+
+
+def test_the_least_is_the_windows_pages_alone() -> None:
+    window = AlikeLayers("window", 2, heads=2, width=32, window=6)
+    least = room(choice(small(window), 1, 1, asked(100_000, 4, lengths=(4, 8, 9, 1000))), "least")
+    page = 2 * 2 * 32 * 2 * 4
+    # Six tokens, of which the newest is not cached yet, reach over three pages of four at most.
+    assert least.request_bytes == {4: page, 8: 2 * page, 9: 3 * page, 1000: 3 * page}
+    assert least.longest is None
+
+
+def test_what_does_not_fit_is_said_or_left_out() -> None:
+    model = small(AlikeLayers("full", 1, heads=6, width=32))
+    with pytest.raises(PlanError, match="tensor parallelism 4: n_kv_heads is 6: 4 shards"):
+        choice(model, 4, 1, asked())
+    assert [(one.tp, one.dp) for one in choices(model, 12, asked())] == [(12, 1), (6, 2), (3, 4), (2, 6), (1, 12)]
+    with pytest.raises(PlanError, match="memory is 100 bytes: one page of 16 tokens takes 6,144 on a rank"):
+        choice(model, 1, 1, asked(100))
+
+
+def test_fp8_takes_half() -> None:
+    found = choice(read_model(CONFIGS / "llama-3-70b", "fp8"), 8, 1, asked())
+    assert room(found, "pagewire").page_bytes == PUBLIC["llama-3-70b"][2] // 2

@@ -1,0 +1,154 @@
+"""Each command without each package that it may need: one line that says what to install, or it needs none of it."""
+
+import importlib.abc
+import io
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from importlib.machinery import ModuleSpec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kvcache.watch.endpoint import ManagerWatch
+from pagewire.cli import _EXTRAS
+from pagewire.top.sources import LiveSource
+from pagewire.top.view import TopView
+from tests import forked
+from tests.pagewire.top.test_app import busy_manager
+
+pytestmark = pytest.mark.slow
+
+OURS = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
+NEEDED = ("msgspec", "nixl", "numpy", "torch", "zmq")  # without an extra
+CONFIG = Path(__file__).parent / "plan/configs/gpt-oss-120b"
+# What each command cannot do without, beside what comes with pagewire itself.
+NEEDS = {
+    "demo": {"rich", "transformers"},
+    "plan": {"rich", "transformers"},
+    "plan --plot": {"rich", "transformers", "matplotlib"},
+    "replay": {"rich"},
+    "replay --plots": {"rich", "matplotlib"},
+    "serve": {"transformers", "prometheus_client", "starlette", "uvicorn"},
+    "serve --placement": {"transformers", "prometheus_client", "starlette", "uvicorn", "dynamo"},
+    "serve --trace": {"transformers", "prometheus_client", "starlette", "uvicorn", "opentelemetry"},
+    "serve prefill": {"transformers", "prometheus_client", "starlette", "uvicorn"},
+    "top": {"rich", "textual", "textual_serve", "aiohttp"},
+}
+
+
+class Hidden(importlib.abc.MetaPathFinder):
+    """Finds nothing below a package, as if it were not installed."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        del path, target
+        if name.partition(".")[0] == self._package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return None
+
+
+def run_without(conn: Connection, package: str, line: list[str]) -> None:
+    """Run a command line up to where it would start processes; sends its status, None there, and what it printed."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in (package, *OURS):
+            del sys.modules[name]
+    sys.meta_path.insert(0, Hidden(package))
+    import subprocess
+
+    class Reached(Exception):  # noqa: N818  (no error: it needs nothing that is missing)
+        pass
+
+    def reached(*_: object, **__: object) -> None:
+        raise Reached
+
+    subprocess.Popen = reached  # type: ignore[assignment,misc]
+    from pagewire import cli
+
+    printed, status = io.StringIO(), None
+    with redirect_stderr(printed), redirect_stdout(io.StringIO()):
+        try:
+            status = cli.main(line)
+        except Reached:
+            pass
+        except SystemExit as error:
+            status = error.code
+        except BaseException as error:  # noqa: BLE001  (that is what the test is about)
+            conn.send(("traceback", repr(error)))
+            return
+    conn.send((status, printed.getvalue()))
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    folder = tmp_path_factory.mktemp("files")
+    trace, looks = folder / "trace", folder / "looks"
+    trace.write_text("".join(json.dumps({"hash_ids": [1, 2, at]}) + "\n" for at in (3, 4)))
+    watch = ManagerWatch(busy_manager())
+    source = LiveSource([watch.address], 20.0, looks)
+    view = TopView([watch.address])
+    while not view.pools():
+        view.take(source.poll(view.followed))
+    source.close()
+    watch.close()
+    plan = ["plan", "--model", str(CONFIG), "--memory", "10GiB"]
+    serve = ["serve", "--http-port", "0"]
+    return {
+        "demo": ["demo", "--requests", "1"],
+        "plan": plan,
+        "plan --plot": [*plan, "--trace", str(trace), "--plot", str(folder / "plot.png")],
+        "replay": ["replay", str(trace)],
+        "replay --plots": ["replay", str(trace), "--plots", str(folder)],
+        "serve": serve,
+        "serve --placement": [*serve, "--placement", "dynamo"],
+        "serve --trace": [*serve, "--trace"],
+        "serve prefill": ["serve", "prefill", "--front", "tcp://127.0.0.1:1"],
+        "top": ["top", "--play", str(looks)],
+    }
+
+
+def told_without(package: str, line: list[str]) -> Any:
+    process, conn = forked.start(run_without, package, line)
+    try:
+        assert conn.poll(60)
+        return conn.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize(
+    ("command", "package"), [(name, one) for name, needs in NEEDS.items() for one in sorted(needs)]
+)
+def test_a_command_without_what_it_needs_names_the_extra(
+    command: str, package: str, lines: dict[str, list[str]]
+) -> None:
+    status, printed = told_without(package, lines[command])
+    assert (status, printed.count("\n")) == (2, 1), printed
+    assert printed.startswith(f"pagewire {command.partition(' ')[0]}: error: ")
+    assert "pip install 'pagewire[" in printed
+    assert package in printed
+
+
+@pytest.mark.parametrize("command", ["replay", "plan", "top"])
+@pytest.mark.parametrize("package", NEEDED)
+def test_a_damaged_installation_is_one_line(command: str, package: str, lines: dict[str, list[str]]) -> None:
+    status, printed = told_without(package, lines[command])
+    if package == "nixl" and status == 0:
+        return  # these move nothing
+    assert (status, printed.count("\n")) == (2, 1), printed
+    assert package in printed
+    assert "pip install" in printed
+
+
+@pytest.mark.parametrize("command", ["replay", "top"])
+def test_a_command_does_without_what_it_does_not_need(command: str, lines: dict[str, list[str]]) -> None:
+    for package in sorted(set(_EXTRAS) - NEEDS[command] - {"blake3"}):
+        status, printed = told_without(package, lines[command])
+        assert (status, printed) == (0, ""), (package, printed)
