@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import orphans
-from tests.isolation import QUIET, seed_torch, sockets_linger_for_a_time, surroundings_stay
+from tests.isolation import QUIET, seed_torch, sockets_are_checked, surroundings_stay
 from tests.orphans import adopt, children, end_children
 
 # Each needs an environment of its own, and collects nothing elsewhere.
@@ -48,7 +48,7 @@ def pytest_configure() -> None:
             signal.signal(number, lambda *_: None)
     adopt()
     if not _among_engines():
-        sockets_linger_for_a_time()
+        sockets_are_checked()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

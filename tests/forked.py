@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import pytest
 
-from tests.isolation import QUIET, sockets_linger_for_a_time
+from tests.isolation import QUIET, sockets_are_checked
 from tests.orphans import die_with_parent
 
 _PRELOAD = [
@@ -70,7 +70,7 @@ def _serve(
     serve: Callable[..., Any], conn: Connection, arguments: tuple[object, ...], settings: dict[str, str]
 ) -> None:
     gc.freeze()  # what was imported before lives as long as the process: no collection looks through it
-    sockets_linger_for_a_time()
+    sockets_are_checked()
     die_with_parent()  # that is the forkserver, which ends with the process that started it
     for key in [key for key in os.environ if key.startswith(("UCX_", "NIXL_"))]:
         del os.environ[key]
@@ -139,7 +139,7 @@ def fleets() -> Generator[None]:
 
 def _become(given: tuple[Connection, ...], server: str, arguments: list[str], environment: dict[str, str]) -> None:
     gc.freeze()  # as above
-    sockets_linger_for_a_time()
+    sockets_are_checked()
     os.setsid()
     for number, one in enumerate(given):
         os.dup2(one.fileno(), number)

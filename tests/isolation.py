@@ -95,12 +95,15 @@ _ROOT = Path(__file__).parents[1]
 _PRODUCT = tuple(f"{_ROOT / package}/" for package in ("kvcache", "transfer", "scheduler_adapters", "pagewire"))
 
 
-def sockets_linger_for_a_time() -> None:
-    """From now on in this process, a socket of the product that lingers without end cannot be bound or connected.
+def sockets_are_checked() -> None:
+    """From now on in this process, each socket of the product has what keeps it from waiting for ever.
 
-    libzmq ends the session of a dead peer with the linger that the socket has at that moment. One that is set when the
-    socket closes comes too late then: `Context.term` waits for ever for messages that the peer has not taken. It did so
-    in one of 200 fleets whose full server was killed. A test's own socket is given a linger here.
+    A linger, before it is bound or connected: libzmq ends the session of a dead peer with the linger that the socket
+    has at that moment. One that is set when the socket closes comes too late then: `Context.term` waits for ever for
+    messages that the peer has not taken. It did so in one of 200 fleets whose full server was killed. A test's own
+    socket is given a linger here.
+
+    Over TCP `kvcache.sockets.keep_alive`, too: else a follower does not notice that its host is gone.
     """
     for name in ("bind", "connect"):
         setattr(zmq.Socket, name, _checked(getattr(zmq.Socket, name)))
@@ -108,10 +111,15 @@ def sockets_linger_for_a_time() -> None:
 
 def _checked(call: Any) -> Any:
     def checked(socket: Any, address: str) -> Any:
-        if not address.startswith("inproc:") and socket.getsockopt(zmq.LINGER) < 0:
-            caller = sys._getframe(1).f_code.co_filename
-            assert not caller.startswith(_PRODUCT), f"{caller}: a socket at {address} lingers without end"
+        caller = sys._getframe(1).f_code.co_filename
+        ours, endless = caller.startswith(_PRODUCT), socket.getsockopt(zmq.LINGER) < 0
+        if ours and not address.startswith("inproc:"):
+            assert not endless, f"{caller}: a socket at {address} lingers without end"
+        elif endless:
             socket.setsockopt(zmq.LINGER, 0)
+        if ours and address.startswith("tcp:"):
+            alive = socket.getsockopt(zmq.TCP_KEEPALIVE) == 1 and socket.getsockopt(zmq.TCP_MAXRT) > 0
+            assert alive, f"{caller}: a socket at {address} does not notice that its peer's host is gone"
         return call(socket, address)
 
     return checked

@@ -16,7 +16,7 @@ import pytest
 
 from kvcache import InvalidParamsError, PagedKVCacheManager, Retention, TextContext
 from kvcache.errors import InvariantError, WatchError
-from kvcache.watch import endpoint
+from kvcache.watch import book, endpoint
 from kvcache.watch.endpoint import ManagerWatch
 from kvcache.watch.follower import Followed, WatchClient
 from kvcache.watch.names import tenant_name
@@ -31,6 +31,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each question is a look: the tests ask faster than anybody who looks."""
     monkeypatch.setattr(endpoint, "_LEAST_S", 0.0)
     monkeypatch.setattr(endpoint, "_SHARE", 1e6)
+    monkeypatch.setattr(book, "_TREE_SHARE", 1e6)
     monkeypatch.setattr(endpoint, "_LOOP_SHARE", 1e6)
 
 
