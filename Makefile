@@ -22,7 +22,7 @@ CUDA := .venvs/vllm-gpu
 CUDA_PIP := $(CUDA)/bin/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ci test-hosts long pairs test-sglang test-vllm test-engines test-gpu kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet placement first-token clean
+.PHONY: help demo docs test test-ci test-hosts long pairs test-sglang test-vllm test-engines test-gpu kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet placement first-token clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -148,7 +148,7 @@ bench-pull: $(STAMP) ## measure pulls beside process_vm_readv, memcpy, NIXL and 
 bench-peers: $(STAMP) ## measure MAX, vLLM and NIXL in turn with ours, each in an environment of its own
 	@$(BIN)/python -m benchmarks.peers $(ARGS)
 
-figures: $(STAMP) ## make every committed result and the README's tables again, in order (ARGS="--list", "--quick", "--only pull")
+figures: $(STAMP) ## make every committed result and the tables of the pages again, in order (ARGS="--list", "--quick", "--only pull")
 	@$(BIN)/python -m benchmarks.figures $(ARGS)
 
 fleet: $(STAMP) ## 1,000 requests of a trace on four processes, with cancellations, and a kill on each side
@@ -159,6 +159,10 @@ placement: $(STAMP) ## what a fleet finds cached of a trace, by who places promp
 
 first-token: $(STAMP) ## what disaggregation adds to the time to the first and second token, part by part
 	@$(BIN)/python -m benchmarks.first_token $(ARGS)
+
+docs: $(STAMP) ## build the site of docs/ into build/site, strict (ARGS=serve shows it at http://127.0.0.1:8000)
+	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(PIP) $(CONSTRAINTS) --editable '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --strict)
 
 clean: ## remove the environment and every cache
 	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info $(CHAINED).abi3.so

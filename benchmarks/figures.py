@@ -1,7 +1,7 @@
-"""Makes every committed result again, one after another, and the tables of the README: `make figures`.
+"""Makes every committed result again, one after another, and the tables of the pages: `make figures`.
 
 `python -m benchmarks.figures [--quick] [--only GROUP,GROUP] [--list]`. Times are those of two quiet cores. `--quick`
-tries every program with fewer sizes and repeats, writes to `benchmarks/out`, and leaves the README as it is. A result
+tries every program with fewer sizes and repeats, writes to `benchmarks/out`, and leaves the pages as they are. A result
 is made from a tree with changes counts as old. `--list` also says what has changed since each result was made. Exit
 status 1 if a program failed: the results of the others are there all the same.
 """
@@ -170,7 +170,8 @@ def main() -> int:
     folder = OUT if chosen.quick else results.RESULTS
     passed = [run(step, folder, quick=chosen.quick) for step in steps]
     if not chosen.quick:
-        readme.README.write_text(readme.rendered(readme.README.read_text()))
+        for page in readme.PAGES:
+            page.write_text(readme.rendered(page.read_text()))
     failed = [" ".join(step.made) for step, good in zip(steps, passed, strict=True) if not good]
     if failed:
         progress(f"failed: {', '.join(failed)}")

@@ -1,10 +1,13 @@
-"""The tables of the README, made from the committed results: `python -m benchmarks.readme` writes them anew.
+"""Writes the tables of `docs/results.md` and of the README from the committed results: `python -m benchmarks.readme`.
 
-A table stands between two comments that name it. Above it is which statistic its figures are, below it where each was
-made: machine, commit, day and command, from the headers of the results, and a mark that says what of the code has
-changed since. A row whose figures are missing is left out. The tables must be what the results say; the marks may be
-older than the code, so that a change of code needs no change of the README.
+A table stands between two comments that name it. Above it is which statistic its figures are. Below it is where each
+was made: machine, commit, day and command, from the headers of the results, and a mark that says what of the code has
+changed since. The README has six figures and no provenance: its table leads to the page of results. A row whose figures
+are missing is left out. The tables must be what the results say. The marks may be older than the code, so that a change
+of code needs no change of a page.
 """
+
+# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from benchmarks.measured import ROOT
 from benchmarks.peers.peers import PEERS
 from benchmarks.results import UNKNOWN, changed_since, load
 
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 _MARK = re.compile(r"; the code (?:of [^;)]+ )?has changed since")
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
@@ -404,7 +407,91 @@ def lines_table(lines: Sequence[Line]) -> list[str]:
     return [*table(made), "", origin(list(dict.fromkeys(sources)))]
 
 
+# ---- six figures
+
+
+class Figure(NamedTuple):
+    """A row of the README's table.
+
+    Attributes:
+        what: is measured.
+        ours: the figure, of the result.
+        peers: figures of others by their name; the best one is shown.
+        unit: of both.
+    """
+
+    what: str
+    ours: Callable[[], float]
+    peers: Callable[[], dict[str, float]]
+    unit: str
+
+
+def _question(question: str) -> Row:
+    return one(load("peers")["rows"], question=question)
+
+
+def _beside(what: str, question: str, unit: str) -> Figure:
+    """A row of the table of managers: the best other one beside ours."""
+
+    def peers() -> dict[str, float]:
+        best = {name: _best(_question(question), each) for name, each in COLUMNS.items() if name not in PARTS}
+        return {PEERS[name].title: value for name, value in best.items() if value is not None}
+
+    return Figure(what, lambda: _question(question)["ours_min"], peers, unit)
+
+
+def _pulled_blocks(question: str | None = None) -> float:
+    """Milliseconds of a pull of 2,048 blocks in 64 layers: ours, or the better one of vLLM's connector."""
+    result = load("pull")
+    if question is not None:
+        return figure(result, question)
+    shape: dict[str, object] = {"page_bytes": 256 << 10, "pages": 2048, "order": "a tensor a layer"}
+    return min(one(result["rows"], program=name, **shape)["us"] for name in ("vLLM", "vLLM, huge pages")) / 1e3
+
+
+def _first_token(connector: str) -> float:
+    return one(load("vllm_serve")["rows"], connector=connector, tokens=500)["first p50"]
+
+
+FIGURES = (
+    _beside("decode step, 1,024 running requests", "decode step, 1,024 requests, Batch", "µs"),
+    _beside("decode step, 1 running request", "decode step, 1 request, plain calls", "µs"),
+    _beside(
+        "reserve and publish a cold prompt of 32,768 tokens",
+        "reserve 32,768 tokens, cold, reserved and published, sha256, pages of 16",
+        "µs",
+    ),
+    _beside("memory for the books of a page", "memory per page, 1M pages, all published, B", "bytes"),
+    Figure(
+        "pull 2,048 blocks of 64 layers between processes",
+        lambda: _pulled_blocks("2,048 pages × 64 regions: the whole pull"),
+        lambda: {"vLLM's connector": _pulled_blocks()},
+        "ms",
+    ),
+    Figure(
+        "first token of 500 under `vllm serve`, prefill and decode apart",
+        lambda: _first_token("ours"),
+        lambda: {"vLLM's connector": _first_token("theirs")},
+        "ms",
+    ),
+)
+
+
+def six_figures() -> list[str]:
+    """Each figure of ours, and the best one of others."""
+    made = [["what", "pagewire", "the best other one"]]
+    for each in FIGURES:
+        try:
+            ours, peers = each.ours(), each.peers()
+        except (Missing, KeyError):
+            continue
+        name = min(peers, key=peers.__getitem__)
+        made.append([each.what, some(ours, unit=each.unit), f"{some(peers[name], unit=each.unit)}, {name}"])
+    return [*table(made)]
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
+    "six": six_figures,
     "manager": manager_table,
     "engines": engines_table,
     "processes": lambda: lines_table(PROCESSES),
@@ -436,7 +523,7 @@ def origin(names: Sequence[str]) -> str:
         ]
         command = f" by `{result['command']}`" if "command" in result else ""
         place = ", ".join(filter(None, parts))
-        where.setdefault(place, []).append(f"[{name}](benchmarks/results/{name}.json){command}")
+        where.setdefault(place, []).append(f"[{name}](../benchmarks/results/{name}.json){command}")
         changed.setdefault(place, set()).update(changed_since(result))
     each = (f"{', '.join(made)} ({place}{mark(changed[place])})" for place, made in where.items())
     return "Made: " + "; ".join(each) + "."
@@ -449,7 +536,7 @@ def mark(changed: Collection[str]) -> str:
 
 
 def without_marks(text: str) -> str:
-    """The README without what it says of the age of its figures."""
+    """A page without what it says of the age of its figures."""
     return _MARK.sub("", text)
 
 
@@ -459,7 +546,7 @@ def _made_anew(found: re.Match[str]) -> str:
 
 
 def rendered(text: str) -> str:
-    """The README with its tables made anew."""
+    """A page with its tables made anew."""
     return _BLOCK.sub(_made_anew, text)
 
 
@@ -468,11 +555,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     chosen = parser.parse_args()
-    text = README.read_text()
-    made = rendered(text)
-    if not chosen.check:
-        README.write_text(made)
-    return 1 if chosen.check and without_marks(made) != without_marks(text) else 0
+    differs = False
+    for page in PAGES:
+        text = page.read_text()
+        made = rendered(text)
+        differs |= without_marks(made) != without_marks(text)
+        if not chosen.check:
+            page.write_text(made)
+    return int(chosen.check and differs)
 
 
 if __name__ == "__main__":

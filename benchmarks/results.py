@@ -2,9 +2,11 @@
 
 `python -m benchmarks.results` reports both. A result that does not say how it was made is an error of the tests. One
 that is older than what it measures is none: it stands in this report and in that of `make figures ARGS=--list`, and the
-README says so below its table. It is old if the code of a package or of a benchmark that its header names is not what
-it was (`benchmarks.measured`), or if it was made from a tree with changes that no commit has.
+page of results says so below its table. It is old if the code of a package or of a benchmark that its header names is
+not what it was (`benchmarks.measured`), or if it was made from a tree with changes that no commit has.
 """
+
+# pyright: reportUnknownArgumentType=false
 
 from __future__ import annotations
 

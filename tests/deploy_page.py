@@ -1,4 +1,4 @@
-"""The tables of options in `docs/guides/operations.md`, made of the code: `python -m tests.deploy_page` writes them.
+"""The tables of options, which the site adds to `docs/reference/options.md`: `python -m tests.deploy_page` prints it.
 
 Sources are read, not imported: what they need (vLLM, say) may not be here.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/guides/operations.md"
+PAGE = ROOT / "docs/reference/options.md"
 OPTIONS = {
     "Options": "scheduler_adapters/vllm/options.py",
     "WorkerConfig": "transfer/connector/config.py",
@@ -151,15 +152,11 @@ def table(name: str) -> str:
 def with_tables(page: str) -> str:
     """The page with each table as the code has it now."""
     for name in OPTIONS:
-        page, count = re.subn(
-            rf"(<!-- options: {name} -->\n).*?(<!-- end of options -->)",
-            lambda found, name=name: f"{found[1]}{table(name)}\n{found[2]}",
-            page,
-            flags=re.DOTALL,
-        )
-        assert count == 1, f"{PAGE.name} has {count} places for the options of {name}"
+        place = f"<!-- options: {name} -->"
+        assert page.count(place) == 1, f"{PAGE.name} has {page.count(place)} places for the options of {name}"
+        page = page.replace(place, table(name))
     return page
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    sys.stdout.write(with_tables(PAGE.read_text()))

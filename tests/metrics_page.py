@@ -1,8 +1,8 @@
-"""The table of metrics in `docs/guides/metrics.md`, made of the code: `python -m tests.metrics_page` writes it."""
+"""The table of metrics, which the site adds to `docs/guides/metrics.md`: `python -m tests.metrics_page` prints it."""
 
 from __future__ import annotations
 
-import re
+import sys
 from pathlib import Path
 
 from kvcache import prometheus as cache
@@ -12,6 +12,7 @@ from scheduler_adapters.service import prometheus as service
 from transfer import prometheus as transfer
 
 PAGE = Path(__file__).parents[1] / "docs/guides/metrics.md"
+PLACE = "<!-- metrics -->"
 FAMILIES: dict[str, tuple[Family, ...]] = {
     "`ManagerCollector` of `kvcache.prometheus`": cache.FAMILIES,
     "`TransferCollector` of `transfer.prometheus`": (*transfer.FAMILIES, *transfer.OF_EXCHANGE),
@@ -34,15 +35,9 @@ def table() -> str:
 
 def with_table(page: str) -> str:
     """The page with the table as the code has it now."""
-    page, count = re.subn(
-        r"(<!-- metrics -->\n).*?(<!-- end of metrics -->)",
-        lambda found: f"{found[1]}{table()}\n{found[2]}",
-        page,
-        flags=re.DOTALL,
-    )
-    assert count == 1
-    return page
+    assert page.count(PLACE) == 1
+    return page.replace(PLACE, table())
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text()))
+    sys.stdout.write(with_table(PAGE.read_text()))

@@ -1,7 +1,10 @@
+# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +12,7 @@ from benchmarks import figures, pull, readme, results
 from benchmarks.frame import HEADER, header
 from benchmarks.measured import ROOT, changed, code_of, digest
 
+RESULTS = ROOT / "docs" / "results.md"
 NAMES = sorted(path.stem for path in results.RESULTS.glob("*.json"))
 
 
@@ -40,7 +44,11 @@ def test_comments_and_docstrings_make_no_result_old(tmp_path: Path) -> None:
 def test_a_header_with_a_part_missing_is_noticed() -> None:
     found = header("a command")
     assert found["measures"].keys() >= {"kvcache", "benchmarks/pulls", f"benchmarks/{Path(pull.__file__).name}"}
-    whole = {**found, "uncommitted": [], "measures": {"benchmarks/pools.py": digest(ROOT / "benchmarks/pools.py")}}
+    whole: dict[str, Any] = {
+        **found,
+        "uncommitted": [],
+        "measures": {"benchmarks/pools.py": digest(ROOT / "benchmarks/pools.py")},
+    }
     assert tuple(whole) == HEADER
     assert results.faults(whole) == []
     for key in HEADER:
@@ -57,10 +65,10 @@ def test_a_header_with_a_part_missing_is_noticed() -> None:
     assert results.changed_since({**whole, "measures": other}) == ["kvcache"]
 
 
-def test_a_result_older_than_the_code_is_marked_in_the_readme_and_makes_no_test_fail(
+def test_a_result_older_than_the_code_is_marked_on_the_page_and_makes_no_test_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    text = readme.README.read_text()
+    text = RESULTS.read_text()
 
     def marked(measures: dict[str, str]) -> str:
         monkeypatch.setattr(
@@ -75,15 +83,22 @@ def test_a_result_older_than_the_code_is_marked_in_the_readme_and_makes_no_test_
     assert readme.without_marks(old) == new == readme.without_marks(text)
 
 
-def test_the_readmes_tables_are_what_the_results_say() -> None:
-    text = readme.README.read_text()
+def test_the_tables_of_the_pages_are_what_the_results_say() -> None:
+    text = "".join(page.read_text() for page in readme.PAGES)
     made = readme.without_marks(readme.rendered(text))
     assert made == readme.without_marks(text), "python -m benchmarks.readme writes them anew"
-    assert set(re.findall(r"<!-- figures: (\w+) -->", text)) == set(readme.TABLES)
+    assert sorted(re.findall(r"<!-- figures: (\w+) -->", text)) == sorted(readme.TABLES)
+
+
+def test_the_readme_has_six_figures_each_beside_another_program() -> None:
+    rows = readme.six_figures()[2:]
+    assert len(rows) == 6
+    for row in rows:
+        assert re.fullmatch(r"\| [^|]+ \| [\d,.]+ (?:µs|ms|bytes) \| [\d,.]+ (?:µs|ms|bytes), [^|]+ \|", row), row
 
 
 def test_every_table_says_minimum_or_median_machine_and_commit() -> None:
-    for make in readme.TABLES.values():
+    for make in (made for name, made in readme.TABLES.items() if name != "six"):
         text = "\n".join(make())
         assert re.search(r"[Mm]inim|median", text)
         assert "commit " in text
@@ -91,8 +106,8 @@ def test_every_table_says_minimum_or_median_machine_and_commit() -> None:
         assert "python -m benchmarks" in text
 
 
-def test_a_changed_result_changes_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = readme.README.read_text()
+def test_a_changed_result_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = RESULTS.read_text()
     found = results.load("recommend")
     given = {**found, "rows": [{**row, "us_min": 12_345.0} for row in found["rows"]]}
     monkeypatch.setattr(readme, "load", lambda name: given if name == "recommend" else results.load(name))
