@@ -286,10 +286,9 @@ def ids(pages: list[int]) -> np.ndarray:
     return np.array(pages, np.int32)
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("make", ORDERS)
-def test_random_moves_go_as_the_model_says(make: Callable[[Now], Case], seed: int) -> None:
-    moves = Moves(seed, make)
+def test_random_moves_go_as_the_model_says(make: Callable[[Now], Case]) -> None:
+    moves = Moves(0, make)
     for _ in range(1000):
         moves.move()
         moves.compare()

@@ -297,12 +297,15 @@ def test_in_one_memory_a_tenants_copies_count_as_many_pages_as_they_take(slab_pa
     assert [found(manager, prompt(name)) for name in (*range(3), *range(201, more + 1))] == [2] * (3 + more - 200)
 
 
+HALF = 72  # prompts in each half of the rounds
+
+
 def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retention | None) -> list[int]:
     """A few prompts that come again and again, between those that never do; the tokens found in each half."""
     halves = []
     for half in range(2):
         hits = 0
-        for number in range(120):
+        for number in range(HALF):
             hits += serve(manager, prompt(number % 6), last)
             for once in range(2):
                 serve(manager, prompt(10_000 * (half + 1) + 2 * number + once), first)
@@ -316,7 +319,7 @@ def test_the_share_grows_while_hints_are_right(*, slabs: bool) -> None:
     manager = shared(60) if slabs else made(24, 10)
     assert rounds(manager, None, None) == [0, 0]
     manager = shared(60) if slabs else made(24, 10)
-    assert rounds(manager, FIRST, LAST)[1] > 0.9 * 120 * 8
+    assert rounds(manager, FIRST, LAST)[1] > 0.9 * HALF * 8
     assert manager.hint_share == 0.95
 
 

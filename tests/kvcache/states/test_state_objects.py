@@ -468,7 +468,7 @@ def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_
     for it in both:
         for tier in tiers_of(it):
             tier._clock = lambda: now
-    for move in range(200):
+    for move in range(120):
         now += 11.0  # what was absent is asked for again
         for it in both:
             it.manager.flush_tiers()
@@ -498,7 +498,7 @@ def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_
         if rng.random() < 0.02:
             it.manager.reset_prefix_cache()
             seen["reset"] += 1
-    least = {"as expected": 50, "within an object": 30, "with states of objects": 20, "with pages of objects": 20}
+    least = {"as expected": 30, "within an object": 20, "with states of objects": 12, "with pages of objects": 12}
     least |= {"with states of files": 1, "refused": 1, "reset": 1}
     assert {event: seen[event] for event, count in least.items() if seen[event] < count} == {}
     assert all(it.compared > 20 and it.kv.compared > 300 for it in both)

@@ -48,8 +48,9 @@ def assert_gone_soon(pids: list[int]) -> None:
 
 
 def test_two_processes_serve_a_prompt_and_end_in_order(tiny_model: object) -> None:
+    """Forked ones: `test_demo.py` starts interpreters of their own, as a user does."""
     tokens: list[int] = []
-    with Fleet(CONFIGS) as fleet:
+    with forked.fleets(), Fleet(CONFIGS) as fleet:
         pids = list(fleet.pids.values())
         assert len({os.getpid(), *pids}) == 3
         fleet.send("decode", msg.Submit(request_id="r", prompt=PROMPT, max_new_tokens=8))

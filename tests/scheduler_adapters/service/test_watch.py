@@ -34,7 +34,7 @@ def service(model: Any, tmp_path: Path) -> Iterator[Service]:
 
 
 @pytest.mark.slow
-def test_a_thousand_states_of_a_service_are_what_the_books_say(
+def test_random_states_of_a_service_are_what_the_books_say(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint, "_LEAST_S", 0.0)
@@ -51,7 +51,7 @@ def test_a_thousand_states_of_a_service_are_what_the_books_say(
         clients = {name: stack.enter_context(closing(WatchClient(one.address))) for name, one in watches.items()}
         followed = {name: Followed() for name in watches}
         submitted = 0
-        while states < 1000:
+        while states < 500:
             if rng.random() < 0.3 and len(service.decode._requests) < 6:
                 name = rng.choice(list(service.decodes))
                 service.submit_one(f"r{submitted}", rng.choice(PROMPTS), 6, service.decodes[name])
@@ -74,7 +74,7 @@ def test_a_thousand_states_of_a_service_are_what_the_books_say(
                 told["pull"] += len(look.pulls)
                 states += 1
         service.until(lambda: len(service.ended) == submitted, "the last token")
-    assert all(seen[state] > 30 for state in PageState if state != PageState.QUARANTINED), seen
+    assert all(seen[state] > 15 for state in PageState if state != PageState.QUARANTINED), seen
     assert {"lease", "pull", "held", "decoding", "pulling", "leasing"} <= set(+told), told
 
 
