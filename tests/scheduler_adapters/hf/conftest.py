@@ -18,8 +18,12 @@ FORMS = {
     "kimi_linear": "gated delta nets beside latents",
 }
 EACH_MODEL_AT_HOME = {"test_every_request_gets_the_models_own_tokens", "test_tokens_are_the_models_own"}
-ONE_FORM_AT_HOME = {"test_a_host_tier_finds_what_a_device_with_room_for_all_does"}
-"""What is compared are shares of three managers; that each form comes back from below, the tests beside it show."""
+ONE_FORM_AT_HOME = {
+    "test_a_host_tier_finds_what_a_device_with_room_for_all_does",
+    "test_another_machine_goes_on_from_a_store",
+}
+"""Each form comes back from the host and from files in the tests beside these. The first compares shares of three
+managers, and a store holds the bytes that files hold."""
 _RECURRENT = {
     *("test_hybrid", "test_kept_states", "test_states_below", "test_one_budget"),
     *("test_state_replicas", "test_speculation"),
