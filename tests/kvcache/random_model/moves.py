@@ -855,6 +855,8 @@ class Moves:
             if lease.one and lease.one.cached and self.live.get(lease.one.name) is lease.one
         ]
         may = [lease for lease in may if lease.one in self.running]
+        if self.manager.states:  # where more was found, its state is behind what it has computed until it runs
+            may = [lease for lease in may if lease.one and lease.one.context.start_idx == lease.one.cached]
         if not may:
             return False
         lease = self.choose.pick(may)
