@@ -1,4 +1,49 @@
-"""The command `pagewire`, and the tools that it starts.
+"""The whole project under one name: `from pagewire import KVCacheParams, PagedKVCacheManager, PageExchange`.
 
-Imports `kvcache`, `transfer` and `scheduler_adapters`. Start reading at `cli.py`.
+A name is imported from its package when it is first used: `import pagewire` takes milliseconds, and needs neither torch
+nor NIXL. `__all__` has the public names of the three packages below.
+
+Imports `kvcache`, `transfer` and `scheduler_adapters`. Start reading at `cli.py`, the command line.
 """
+
+import sys
+from importlib import import_module
+from typing import Any
+
+from pagewire.distribution import ShadowedPackageError as ShadowedPackageError
+from pagewire.distribution import check_packages
+
+# Type checkers read `__init__.pyi` instead. A test compares the two.
+_ADAPTERS = {
+    "AdapterError": "scheduler_adapters.errors",
+    "MissingExtraError": "scheduler_adapters.errors",
+    "ModelRunner": "scheduler_adapters.loop",
+    "Output": "scheduler_adapters.loop",
+    "PagedGenerator": "scheduler_adapters.hf.generate",
+    "Pages": "scheduler_adapters.base",
+    "PulledPages": "scheduler_adapters.base",
+    "Request": "scheduler_adapters.loop",
+    "ServingLoop": "scheduler_adapters.loop",
+}
+
+check_packages()
+
+
+def __getattr__(name: str) -> Any:
+    """A public name of one of the packages, which is then kept here. `AttributeError`: there is none of that name."""
+    if name == "__all__":
+        public = {*import_module("kvcache").__all__, *import_module("transfer").__all__, *_ADAPTERS}
+        return sorted({*public, "ShadowedPackageError"})
+    if name.startswith("_") and name != "__version__":
+        raise AttributeError(f"module 'pagewire' has no attribute {name!r}")
+    for home in (_ADAPTERS.get(name, "kvcache"), "transfer"):
+        module = import_module(home)
+        if name in _ADAPTERS or name in module.__all__:
+            found = getattr(module, name)
+            setattr(sys.modules[__name__], name, found)
+            return found
+    raise AttributeError(f"module 'pagewire' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -133,7 +133,9 @@ class Agent:
             try:
                 api: Any = importlib.import_module("nixl._api")
             except ImportError as error:
-                raise AgentError(f"making NIXL agent {name!r}: nixl cannot be imported: {error}") from error
+                raise AgentError(
+                    f"making NIXL agent {name!r}: nixl cannot be imported (pip install 'pagewire[transfer]'): {error}"
+                ) from error
             config = api.nixl_agent_config(
                 enable_prog_thread=False,  # NIXL's own thread spins: it takes a whole core for each agent
                 enable_listen_thread=False,  # it would answer anyone; metadata travels in messages of our own

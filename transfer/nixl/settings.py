@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from transfer.errors import AgentError
 from transfer.memory import MemoryType
 
 if TYPE_CHECKING:
@@ -101,4 +102,7 @@ def _transports(value: str) -> set[str]:
 
 @cache
 def _nixl_version() -> str:
-    return importlib.metadata.version("nixl")
+    try:
+        return importlib.metadata.version("nixl")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise AgentError("a transfer needs NIXL, which is not installed: pip install 'pagewire[transfer]'") from error
