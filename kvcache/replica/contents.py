@@ -6,12 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import BlockTableMismatchError
+from kvcache.pool.index import Digests
 from kvcache.replica.block_table import BlockTable, PageDigests
 from kvcache.replica.context import Context, check_context, hasher_of
 from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.leases import PageLease
 from kvcache.replica.pages_below import fetch_prefix
 from kvcache.replica.replica import Replica
+from kvcache.replica.resume import FromBelow
 from kvcache.types import RequestID
 from kvcache.under_way import UnderWay
 
@@ -28,36 +30,42 @@ class PageContents:
         """Of all full pages that a request may have from elsewhere, or of those from a logical page on.
 
         Its last known token is not among them.
-        None where nothing is cached here, as what is pulled could not be found again. With windows or chunks always
-        all: of a window other pages are needed, the longer a prefix is. Raises `InvalidRequestError` for what is no
-        request context.
+        None where nothing is cached here, as what is pulled could not be found again. With windows, chunks or states
+        always all: other pages of a window, or another state, are needed, the longer a prefix is. Raises
+        `InvalidRequestError` for what is no request context.
         """
         check_context(context, "digests")
         one = self._replicas[0]
         last = (context.current_length - 1) // one.page_size if one.caching else 0
-        first_page = first_page if one.tables.is_plain else 0
+        first_page = first_page if one.lends_any_part else 0
         hasher = hasher_of(context, one.hash_algorithm, one.page_size)
         digests = hasher.digests(context.tokens, min(first_page, last), last).tobytes()
         return PageDigests(one.page_size, one.hash_algorithm, digests, first_page)
 
     def cached(self, replica_idx: int, wanted: PageDigests) -> int:
-        """How many tokens of wanted pages, of `digests`, a replica's devices have, from the first on."""
+        """How many tokens of wanted pages, of `digests`, a request could go on from, from the first on.
+
+        Pages count where a replica's devices have them, a recurrent state where its host memory has it, too.
+        """
         replica = self._replicas[replica_idx]
         digests = np.frombuffer(wanted.digests, np.uint64).reshape(-1, DIGEST_BYTES[replica.hash_algorithm] // 8)
-        return replica.tables.find(0, digests).end * replica.page_size if len(digests) else 0
+        ends = replica.states.ends(None, digests) if replica.states.keeps else None
+        return replica.tables.find(0, digests, ends).end * replica.page_size if len(digests) else 0
 
     def lease(
         self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int
     ) -> tuple[PageLease, BlockTable] | None:
         """Hold the longest run of wanted pages, from their first on, that a replica's devices have, until `end_lease`.
 
-        `most` pages at most; None where that is none. Of several block tables the longest run that all can go on from,
-        and of each what that takes. `name`: of who asks, for who looks at leases. Raises
-        `BlockTableMismatchError` where the pages here cannot be compared with these.
+        `most` pages at most, those of a slab with a state among them; None where that is none. Of several block tables
+        the longest run that all can go on from, and of each what that takes. With recurrent states the run ends after a
+        page after which the device keeps the state, which is held, too. `name`: of who asks, for who looks at leases.
+        Raises `BlockTableMismatchError` where the pages here cannot be compared with these.
         """
         self._mark.check("contents.lease")
         replica, digests = self._wanted(name, replica_idx, wanted)
-        length, tables = replica.tables.whole(digests, most)
+        ends = replica.states.copies(digests) if replica.states.keeps else None
+        length, tables = replica.tables.whole(digests, most - replica.pool.beside, ends)
         if not length:
             return None
         table = BlockTable(
@@ -75,6 +83,7 @@ class PageContents:
         lease = PageLease(replica.leases, name, replica_idx)
         with self._mark.changing("contents.lease", lease):
             replica.leases.grant_pages(lease, np.concatenate(tables))
+            table = replica.states.lend(lease, table, digests[length - 1 : length])
         return lease, table
 
     def bring(self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int) -> bool:
@@ -91,10 +100,11 @@ class PageContents:
     def _wanted(self, name: RequestID, replica_idx: int, wanted: PageDigests) -> tuple[Replica, NDArray[np.uint64]]:
         """The replica, and the digests if they are of pages like its own."""
         replica = self._replicas[replica_idx]
-        if not replica.tables.is_plain and wanted.first_page:
+        if wanted.first_page and not replica.lends_any_part:
+            kept = "recurrent states (params.states)" if replica.tables.is_plain else "(params.groups)"
             raise BlockTableMismatchError(
                 f"request {name!r}: asks for pages from page {wanted.first_page} on, and of "
-                f"{', '.join(replica.tables.kinds)} (params.groups) a lease is of a whole prefix"
+                f"{', '.join(replica.tables.kinds)} {kept} a lease is of a whole prefix"
             )
         width = DIGEST_BYTES[replica.hash_algorithm]
         ours, theirs = (replica.page_size, replica.hash_algorithm), (wanted.page_size, wanted.hash_algorithm)
@@ -122,4 +132,19 @@ def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
     count = max(0, min(len(wanted.digests), room, tier.brought_at_once))
     if count:
         tier.bring(wanted, count)
+    elif states.keeps and not coming and not wanted.lacking.any():
+        coming = _bring_state(replica, wanted, digests)
     return coming or count > 0 or tier.generation != before
+
+
+def _bring_state(replica: Replica, wanted: FromBelow, digests: Digests) -> bool:
+    """Have the state after the last of the wanted pages, all of which are there, on the device; is it on its way?"""
+    pool, states, end = replica.pool, replica.states, wanted.pages
+    if states.is_bringing:
+        return True
+    if not end or pool.free_count // 2 - pool.would_be_taken(wanted.here) < pool.beside:
+        return False
+    pool.hold(wanted.here)  # what makes room for the state is not what is needed beside it
+    coming = states.bring_copy(digests[end - 1 : end], end * replica.page_size)
+    pool.release(wanted.here)
+    return coming

@@ -79,6 +79,11 @@ class Replica:
     def metrics(self) -> KVCacheMetrics:
         return KVCacheMetrics(self.counter.ran, self.counter.found, evictions=self.pool.evictions)
 
+    @property
+    def lends_any_part(self) -> bool:
+        """Whether pages from any page of a prompt on are of use to whoever has those before it."""
+        return self.tables.is_plain and not self.states.keeps
+
     def keep(self, states: RequestStates) -> None:
         """Requests have these states beside their pages."""
         self.states = states

@@ -91,6 +91,22 @@ class RequestStates:
         """
         return self.ends(None, digests)
 
+    def copies(self, digests: Digests) -> Asked:
+        """After which of these pages the device keeps the state."""
+        return np.ones(len(digests), np.bool_)
+
+    @property
+    def is_bringing(self) -> bool:
+        """Whether a state is on its way to the device that is for no request here."""
+        return False
+
+    def bring_copy(self, digest: Digests, tokens: int) -> bool:  # noqa: ARG002 - as above
+        """Have the state under this digest, after `tokens`, kept on the device if the host has it.
+
+        Whether it is on its way.
+        """
+        return False
+
     def copy_of(self, digest: Digests) -> StateCopy | None:  # noqa: ARG002 - as above
         """The state that the device keeps under this digest, `[1, words]`, for another replica to copy."""
         return None
@@ -130,6 +146,10 @@ class RequestStates:
 
     def lease(self, row: int, lease: PageLease) -> None:
         """The lease holds the state of the row's request too: once a table has named it, the request cannot run on."""
+
+    def lend(self, lease: PageLease, table: BlockTable, digest: Digests) -> BlockTable:  # noqa: ARG002 - as above
+        """The lease holds the state that the device keeps under this digest. The table, with it as a further group."""
+        return table
 
     def end_lease(self, lease: PageLease) -> None:
         """Nobody reads under the lease any more. Safe twice."""

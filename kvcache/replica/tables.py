@@ -127,17 +127,18 @@ class RowTables:
             found.append(pages[tables, begin:end])
         return FromBelow(end, reach, every, needed & absent, tuple(found), pages.T[(needed & ~absent).T])
 
-    def whole(self, digests: Digests, most: int) -> tuple[int, list[Pages]]:
+    def whole(self, digests: Digests, most: int, ends: Asked | None = None) -> tuple[int, list[Pages]]:
         """The columns of the longest prefix that all can go on from, and each table's pages; `most` pages in all.
 
-        No column where nobody needs a page to go on from there: then there is nothing to give.
+        No column where nobody needs a page, nor a state, to go on from there: then there is nothing to give. `ends`: as
+        `resume` has it.
         """
         end = len(digests)
-        while end := self.find(0, digests[:end]).end:
+        while end := self.find(0, digests[:end], ends).end:
             found = [pages for of_group in self._seen_pages(0, end, digests[:end]) for pages in of_group]
             surplus = sum(map(len, found)) - most
             if surplus <= 0:
-                return (end, found) if any(map(len, found)) else (0, [])
+                return (end, found) if ends is not None or any(map(len, found)) else (0, [])
             end -= max(1, min(end, surplus // self.count))
         return 0, []
 
@@ -537,8 +538,8 @@ class OneTable(RowTables):
         pages = run.pages[0][: last_end(ends)]
         return Found(run.first, run.first + len(pages), (pages,))
 
-    def whole(self, digests: Digests, most: int) -> tuple[int, list[Pages]]:
-        pages = self._pool.index.match(digests[: max(0, most)])
+    def whole(self, digests: Digests, most: int, ends: Asked | None = None) -> tuple[int, list[Pages]]:
+        (pages,) = self.find(0, digests[: max(0, most)], ends).pages
         return len(pages), [pages]
 
     def plan(self, row: int | None, context: Context, length: int, start: int, found: Found) -> Reservation:

@@ -13,7 +13,7 @@ from kvcache.arguments import shown
 from kvcache.errors import BlockTableMismatchError, InvariantError, NoFreeStatePageError, StatePageError
 from kvcache.layout import PageLayout
 from kvcache.params import KVCacheParams
-from kvcache.pool.index import Digests, Pages
+from kvcache.pool.index import NO_PAGE, Digests, Pages
 from kvcache.pool.quotas import TenantQuotas
 from kvcache.pool.slabs import SlabPool
 from kvcache.replica.batch import Gathered
@@ -144,6 +144,16 @@ class ReplicaStates(RequestStates):
     def ends_unclaimed(self, digests: Digests) -> Asked:
         return self.pages.kept_after(digests, but=self.pages.goes_next)
 
+    def copies(self, digests: Digests) -> Asked:
+        return self.pages.index.find(digests) != NO_PAGE
+
+    @property
+    def is_bringing(self) -> bool:
+        return self.pages.below.is_bringing
+
+    def bring_copy(self, digest: Digests, tokens: int) -> bool:
+        return self.pages.bring_copy(digest, tokens)
+
     def copy_of(self, digest: Digests) -> StateCopy | None:
         return self.pages.copy_of(digest)
 
@@ -196,6 +206,9 @@ class ReplicaStates(RequestStates):
     def lease(self, row: int, lease: PageLease) -> None:
         self.pages.lease(self._name(row), lease)
 
+    def lend(self, lease: PageLease, table: BlockTable, digest: Digests) -> BlockTable:
+        return _with_state(table, self.pages.lend(digest, lease))
+
     def end_lease(self, lease: PageLease) -> None:
         self.pages.end_lease(lease)
 
@@ -216,7 +229,7 @@ class ReplicaStates(RequestStates):
             self.pages.tell(request_id)
         if self._moves is not None:
             self._moves.told(self._replica.rows.row_of[request_id])
-        return msgspec.structs.replace(table, groups=(*table.groups, (self.pages.page_of(request_id),)))
+        return _with_state(table, self.pages.page_of(request_id))
 
     def of_tokens(self, context: Context, table: BlockTable) -> BlockTable:
         """As the base: the last group has one page, behind those of all block tables."""
@@ -254,6 +267,8 @@ class ReplicaStates(RequestStates):
 
     def commit_import(self, request_id: str, tokens: int) -> None:
         self.pages.commit_import(request_id, tokens)
+        if self.keeps:  # it may be all that the request is for
+            self._kept.computed(np.array([self._replica.rows.row_of[request_id]]), np.array([tokens]))
 
     # ---- hints and quotas
 
@@ -291,6 +306,10 @@ class ReplicaStates(RequestStates):
     def check(self) -> None:
         self._kept.check()
         self.pages.check(self._replica.rows.row_of, self._written)
+
+
+def _with_state(table: BlockTable, page: int) -> BlockTable:
+    return msgspec.structs.replace(table, groups=(*table.groups, (page,)))
 
 
 def step_drafted(each: Sequence[ReplicaStates], gathered: Gathered, step: Step) -> None:

@@ -50,6 +50,14 @@ class StatesBelow:
         """Bring the state of this digest into a held page. False: there is none."""
         return False
 
+    @property
+    def is_bringing(self) -> bool:
+        """Whether a copy is on its way to the device that no request waits for."""
+        return False
+
+    def bring_copy(self, page: int, digest: Digests) -> None:
+        """Bring the state of this digest, which the host has, into a held page, where it is found once it is there."""
+
     def coming(self) -> list[NDArray[np.int32]]:
         """Pages that states are on their way to."""
         return []

@@ -232,6 +232,19 @@ class StatePages(StateMemory):
         self._keep_below(page, digest)
         return one_page(page)
 
+    def bring_copy(self, digest: Digests, tokens: int) -> bool:
+        """Keep the state that the host has under this digest, after `tokens`, on the device, too.
+
+        Whether it is on its way. False where the device has it, the host has not, or no page is left.
+        """
+        absent = self._pool.index.find(digest)[0] == NO_PAGE
+        if not absent or not self.below.in_host(digest)[0] or not self._room.make_room(moving=False):
+            return False
+        page = self._pool.allocate_one()
+        self._tokens[page] = tokens
+        self.below.bring_copy(page, digest)
+        return True
+
     def resume(self, request_id: str, digest: Digests, tokens: int) -> None:
         """Copy the state that is kept under `digest`, after `tokens`, into the request's page: it goes on from there.
 
@@ -332,6 +345,12 @@ class StatePages(StateMemory):
         """Hold the request's page until `end_lease`, also when the request is released meanwhile."""
         page = self._leased[lease] = self.page_of(request_id)
         self._pool.hold(one_page(page))
+
+    def lend(self, digest: Digests, lease: PageLease) -> int:
+        """Hold the copy under this digest, which there is, until `end_lease`; its page."""
+        page = self._leased[lease] = self._found(digest)
+        self._pool.hold(one_page(page))
+        return page
 
     def end_lease(self, lease: PageLease) -> None:
         """Nobody reads under the lease any more. Safe twice."""

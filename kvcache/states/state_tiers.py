@@ -137,6 +137,15 @@ class StateTier(ReplicaTier):
         self.poll()
         return True
 
+    def bring_copy(self, page: int, digest: Digests) -> None:
+        """Bring the state of this digest, which the host has, into a held page, where it is found once it is there."""
+        slots = self.host.pool.index.find(digest)
+        self.host.pool.hold(slots)
+        load = HostLoad(slots, np.array([page], np.int32), digests=digest)
+        self._begin(load)
+        self._left.append(load)
+        self.poll()
+
     def _end(self, load: HostLoad) -> None:
         self._let_go(int(load.pages[0]))
         self.host.pool.release(load.slots)

@@ -116,6 +116,7 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
     params = kv_params_of(
         model.config,
         page_size=config.page_size,
+        enable_prefix_caching=True,  # of models with recurrent layers, too
         n_devices=config.tp * config.dp,
         data_parallel_degree=config.dp,
         group_layers=config.group_layers,

@@ -69,6 +69,7 @@ class PageAsks:
         kind: likewise, what we keep of a token.
         tables: how many block tables a request has.
         kinds: what each of them keeps, as a `BlockTable` names it.
+        beside: further groups of a block table, each of one page, the state of a request.
     """
 
     def __init__(
@@ -80,8 +81,9 @@ class PageAsks:
         kind: str,
         tables: int = 1,
         kinds: tuple[str, ...] = (),
+        beside: int = 0,
     ) -> None:
-        self._client, self._kind, self._tables, self._kinds = client, kind, tables, kinds
+        self._client, self._kind, self._tables, self._kinds, self._beside = client, kind, tables, kinds, beside
         self._name, self._key, self._compatibility = name, key, dict(compatibility)
         self._asker = f"{name[:400]}@{secrets.token_hex(8)}"  # another start of this process may ask for the same pages
         self._open: dict[int, _Question] = {}  # by `ask_id`
@@ -158,9 +160,14 @@ class PageAsks:
         if not any(pages.block_ids) and not pages.num_tokens:
             return None, None
         count, rest = divmod(pages.num_tokens, ask.query.page_size)
-        most = max(map(len, pages.block_ids), default=0)
-        if rest or len(pages.block_ids) != self._tables or most > count or not (most == count or self._kinds):
-            raise MetadataError(f"lease {pages.lease_id:#018x} is of {pages.num_tokens} tokens in {most} pages")
+        groups, beside = pages.block_ids[: self._tables], pages.block_ids[self._tables :]
+        most = max(map(len, groups), default=0)
+        others = len(groups) != self._tables or [*map(len, beside)] != [1] * self._beside
+        if rest or others or most > count or not (most == count or self._kinds):
+            raise MetadataError(
+                f"lease {pages.lease_id:#018x} is of {pages.num_tokens} tokens in {most} pages of {len(groups)} tables "
+                f"and {len(beside)} states, ours are {self._tables} and {self._beside}"
+            )
         width = len(pages.prompt_digest)
         own = ask.digests[: count * width]
         if not width or len(own) != count * width or own[-width:] != pages.prompt_digest:

@@ -141,7 +141,7 @@ class PageExchange:
         self.lending = PageLending(
             manager, self._grant_lent, self.bell.ring, share=lend, key=self._key, seals=self._seals
         )
-        told = kv_kind(manager.layouts), len(tables.tables), tables.kinds_named
+        told = kv_kind(manager.layouts), len(tables.tables), tables.kinds_named, len(manager.further_groups[0])
         self._asks = PageAsks(HandshakeClient(ask, allowed=allowed), name, self._key, agreed, *told)
         try:
             for replica, engine_id in enumerate(self._names):

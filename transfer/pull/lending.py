@@ -10,11 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcache.errors import BlockTableMismatchError, KVCacheError
 from kvcache.layout import kv_kind
 from kvcache.replica.block_table import BlockTable, PageDigests
+from transfer.pull.lease_slots import LENT_SLOTS
 from transfer.pull.replica import LeaseOver, Offered
 from transfer.wire.messages import ContentQuery, LeasedPages, LeaseReply, sealed_pages
 
@@ -40,22 +42,29 @@ _GRANTING = LeaseReply(query_id=0, waits_for="the lease to stand on all its rank
 
 
 class _LentPages(NamedTuple):
-    """Pages under a lease: for which question, which pages, and what it is answered once the lease stands."""
+    """Pages under a lease: for which question, which pages, and what it is answered once the lease stands.
+
+    Attributes:
+        pages: of the tokens; a state that is lent with them counts below 0.
+        size: pages that all this takes.
+    """
 
     ask_id: int
     asker: str
     pages: frozenset[int]
+    size: int
     answer: bytes
 
 
 class PageLender:
     """Leases pages of one replica to whoever asks for them by digest. `answer` is for any thread, all else the loop's.
 
-    Its own requests come first. At most a `share` of its pages is lent at a time, and beyond that readers get fewer.
-    Leases of these pages have lease words of their own, and a reader gets each page under one lease at a time.
+    Its own requests come first. At most a `share` of its pages, and of the pages for recurrent states, is lent at a
+    time, and beyond that readers get fewer. Leases of these pages have lease words of their own, and a reader gets each
+    page under one lease at a time.
 
     Attributes:
-        pages_lent: pages leased so far, each time that they were.
+        pages_lent: pages leased so far, states among them, each time that they were.
     """
 
     def __init__(
@@ -75,8 +84,12 @@ class PageLender:
         self._grant = grant
         self._ring = ring
         self._most = int(share * (manager.total_num_pages // manager.num_replicas))
+        # Each lease takes one page of what is kept beside tokens.
+        self._most_leases = min(
+            (int(share * group.num_pages) for group in manager.further_groups[replica]), default=LENT_SLOTS
+        )
         self._key, self._seals = key, seals
-        self._kind = kv_kind(manager.layouts)
+        self._kind, self._tables = kv_kind(manager.layouts), len(manager.layer_tables.tables)
         self._lent: dict[int, _LentPages] = {}  # by lease
         self._lent_to: dict[str, set[int]] = {}  # by reader, the pages that it has under leases
         self._granting: set[int] = set()  # those of them that do not stand yet
@@ -156,19 +169,21 @@ class PageLender:
     def _lend(self, query: ContentQuery, until: float, now: float) -> None:
         if query.kind != self._kind:
             raise BlockTableMismatchError(f"request {query.reader!r}: keeps {query.kind!a}, and we {self._kind!r}")
-        most = self._most - sum(len(lent.pages) for lent in self._lent.values())
+        most = self._most - sum(lent.size for lent in self._lent.values())
+        most = most if len(self._lent) < self._most_leases else 0
         wanted = PageDigests(query.page_size, query.hash_algorithm, query.digests, query.first_page)
-        place, found = (query.reader, self._replica), None
-        # A state is of one place in a prompt: its pages alone do not continue it.
-        if not any(self._manager.further_groups):
-            if now < until and self._manager.contents.bring(*place, wanted, most):
-                self._loading.append((query, until))
-                self._say(query.ask_id, _LOADING)
-                return
-            found = self._manager.contents.lease(*place, wanted, most)
-        asker, pages = _asker(query), frozenset[int]()
+        place = query.reader, self._replica
+        if now < until and self._manager.contents.bring(*place, wanted, most):
+            self._loading.append((query, until))
+            self._say(query.ask_id, _LOADING)
+            return
+        found = self._manager.contents.lease(*place, wanted, most)
+        asker, pages, size = _asker(query), frozenset[int](), 0
         if found is not None:
-            pages = frozenset(page for group in found[1].groups for page in group)
+            groups: tuple[tuple[int, ...], ...] = found[1].groups
+            of_tokens, beside = groups[: self._tables], groups[self._tables :]
+            pages = frozenset((*chain(*of_tokens), *(-page for page in chain(*beside))))
+            size = sum(map(len, of_tokens)) + self._manager.slab_pages
             if not pages.isdisjoint(self._lent_to.get(asker, ())):
                 self._manager.end_lease(found[0])
                 if now < until:
@@ -181,7 +196,7 @@ class PageLender:
             self._say(query.ask_id, LeaseReply(query_id=0, pages=self._sealed(query, None, None)))
             return
         answer = self._sealed(query, source, found[1])
-        self._lent[source.lease.lease_id] = _LentPages(query.ask_id, asker, pages, answer)
+        self._lent[source.lease.lease_id] = _LentPages(query.ask_id, asker, pages, size, answer)
         self._lent_to.setdefault(asker, set()).update(pages)
         self._granting.add(source.lease.lease_id)
         self.pages_lent += len(pages)

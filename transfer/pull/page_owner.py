@@ -56,6 +56,11 @@ class PageOwner(Protocol):
         ...
 
     @property
+    def slab_pages(self) -> int:
+        """Pages of those of tokens that a request's state takes; 0: none."""
+        ...
+
+    @property
     def layouts(self) -> Sequence[PageLayout]:
         """Of a page on each shard of a replica."""
         ...

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from kvcache import (
@@ -21,15 +22,23 @@ from kvcache import (
     Retention,
     TextContext,
 )
+from kvcache.replica.context import Context
 from tests.kvcache.kv import Keys, Named, Run, kv_of
 from tests.kvcache.random_model import seam
 from tests.kvcache.random_model.books import Books
 from tests.kvcache.random_model.matrix import LONGEST, PAGE_SIZE, ROWS, Chooser, World, build, drawn
-from tests.kvcache.random_model.plain import Content, Names, Replica, Request, content, pages_of
+from tests.kvcache.random_model.plain import Content, Digest, Names, Replica, Request, content, pages_of
 
 T = TypeVar("T")
-WEIGHTS = {"claim": 6, "reserve": 8, "ask": 3, "run": 12, "run_batch": 4, "fork": 3, "rename": 2, "stale": 2}
-WEIGHTS |= {
+WEIGHTS = {
+    "claim": 6,
+    "reserve": 8,
+    "ask": 3,
+    "run": 12,
+    "run_batch": 4,
+    "fork": 3,
+    "rename": 2,
+    "stale": 2,
     "release": 5,
     "preempt": 3,
     "lease": 3,
@@ -40,9 +49,19 @@ WEIGHTS |= {
     "speculate": 4,
     "hint": 4,
 }
-OF_FEATURE = {"run_batch": "batches", "fork": "forks", "rename": "renames", "stale": "stale", "preempt": "preemption"}
-OF_FEATURE |= {"lease": "leases", "tell": "leases", "lend": "lends", "reset": "resets", "speculate": "drafts"}
-OF_FEATURE |= {"hint": "hints"}
+OF_FEATURE = {
+    "run_batch": "batches",
+    "fork": "forks",
+    "rename": "renames",
+    "stale": "stale",
+    "preempt": "preemption",
+    "lease": "leases",
+    "tell": "leases",
+    "lend": "lends",
+    "reset": "resets",
+    "speculate": "drafts",
+    "hint": "hints",
+}
 TENANTS = (None, "other", "third")
 
 
@@ -71,19 +90,21 @@ class OwnContext:
         return getattr(self.inner, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if hasattr(type(self.inner), name):
-            setattr(self.inner, name, value)
+        inner: TextContext = self.__dict__["inner"]
+        if hasattr(type(inner), name):
+            setattr(inner, name, value)
         else:
             self.__dict__[name] = value
 
 
 @dataclass(eq=False)
 class Lease:
-    """A lease, and what its readers were told: pages, and the bytes of the tokens in them."""
+    """A lease, and what its readers were told: pages, and the bytes of the tokens in them; a state, and after what."""
 
     ours: PageLease
     one: Request | None  # whose pages; None: of whoever has them
-    told: list[tuple[list[int], int, torch.Tensor]] = field(default_factory=list)
+    told: list[tuple[list[int], int, torch.Tensor]] = field(default_factory=list[tuple[list[int], int, torch.Tensor]])
+    state: tuple[int, Digest] | None = None
 
 
 class Moves:
@@ -539,7 +560,7 @@ class Moves:
             one.tokens.append(token)
         one.context.update(token)
 
-    def compute(self, batch: Sequence[TextContext], requests: Sequence[Request], *, decodes: bool = False) -> None:
+    def compute(self, batch: Sequence[Context], requests: Sequence[Request], *, decodes: bool = False) -> None:
         """What a model does: reads the KV of every cached token, which must be right, and writes that of the others."""
         inputs = self.call("fetch", lambda: self.manager.fetch(batch))
         runs = [self.run_of(one, decodes=decodes) for one in requests]
@@ -554,11 +575,11 @@ class Moves:
                 continue
             names = [run.request_id for run in mine]
             pages = states.pages_at(names, [run.start for run in mine])
-            for page, run in zip(pages.tolist(), mine, strict=True):
+            for page, run in zip(pages.numpy().astype(np.int64).tolist(), mine, strict=True):
                 wanted = int(kv_of(run.tokens, run.named, "state")[run.start - 1]) if run.start else 0
                 self.same_state(at, page, wanted, run)
             written = states.drafts.written(names, pages)
-            for page, run in zip(written.tolist(), mine, strict=True):
+            for page, run in zip(written.numpy().astype(np.int64).tolist(), mine, strict=True):
                 for shard in states.blocks:
                     for tensor in shard:
                         tensor[page] = int(kv_of(run.tokens, run.named, "state")[run.active - 1])
@@ -893,16 +914,27 @@ class Moves:
         asked = Request(
             context, at, 0, context.tokens.tolist(), [{} for _ in replica.tables], [0] * len(replica.tables)
         )
-        end = replica.resume(asked, 0, lambda _, what: replica.has(what))
+        names, states = self.books.names, bool(self.manager.states)
+        end = replica.resume(
+            asked,
+            0,
+            lambda _, what: replica.has(what),
+            lambda what: not states or names.digest_of.get(what) in replica.kept,
+        )
         found = self.call("contents.lease", lambda: contents.lease("asker", at, wanted, most))
         if found is None:
-            needs_none = all(table.seen(end * PAGE_SIZE) == end for table in replica.tables)
+            needs_none = not end or (not states and all(table.seen(end * PAGE_SIZE) == end for table in replica.tables))
             assert needs_none or most < 1 << 20, f"{end} pages are there, and none is lent"
             return False
         ours, table = found
         assert table.num_tokens == end * PAGE_SIZE or (most < 1 << 20 and table.num_tokens < end * PAGE_SIZE)
         end, lease = table.num_tokens // PAGE_SIZE, Lease(ours, None)
-        for number, (of, pages) in enumerate(zip(replica.tables, table.groups, strict=True)):
+        if states:
+            after = names.digest_of[content(0, asked.tokens, asked.named, end - 1)]
+            assert table.groups[-1] == (replica.kept[after],), "another state is lent"
+            self.books.touch_state(at, after)
+            lease.state = replica.kept[after], after
+        for number, (of, pages) in enumerate(zip(replica.tables, table.groups, strict=not states)):
             columns = range(of.seen(table.num_tokens), end)
             whats = [content(number, asked.tokens, asked.named, column) for column in columns]
             assert [*pages] == [replica.page_of(what) for what in whats], "other pages are lent"
@@ -920,7 +952,7 @@ class Moves:
         lease = self.choose.pick(self.leases)
         self.same_bytes(lease)
         at = lease.ours.replica_idx
-        parts = next((parts for ours, parts in seam.leased(self.manager, at) if ours is lease.ours), [])
+        parts = next((parts for ours, parts in seam.leased(self.manager, at) if ours is lease.ours), list[list[int]]())
         self.seen["outlived"] += lease.one is None or self.live.get(lease.one.name) is not lease.one
         self.call("end_lease", lambda: self.manager.end_lease(lease.ours))
         assert lease.ours.is_over
@@ -941,6 +973,8 @@ class Moves:
         for pages, tokens, before in lease.told:
             assert torch.equal(self.bytes_of(lease, pages, tokens), before), f"{lease.ours}: pages were rewritten"
             assert {*pages} <= held, f"{lease.ours}: pages are free that readers know"
+        if lease.state is not None:
+            self.books.same_state(lease.ours.replica_idx, *lease.state)
 
     def reset(self) -> bool:
         for one in self.live.values():

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from multiprocessing.connection import Connection
+from typing import Any
 
-from kvcache import TextContext
+import msgspec
+
+from kvcache import KVCacheParams, TextContext
 from scheduler_adapters.hf import runner
 from scheduler_adapters.loop import Request
 from scheduler_adapters.service.server import ServerConfig, build_loop
@@ -24,17 +27,24 @@ CONFIG = ServerConfig(
 )
 
 
-def serve(pipe: Connection, name: str = "p", bind: str = "tcp://127.0.0.1:0", host: int = 0) -> None:
+def serve(
+    pipe: Connection, name: str = "p", bind: str = "tcp://127.0.0.1:0", host: int = 0, model: str | None = None
+) -> None:
     """Lends what it has until it is killed.
 
     `run` has a prompt computed, `reset` forgets all that nobody holds, `tail` all but a prompt's pages from one on.
-    `host`: bytes of a host tier, which servers are not configured to have.
+    `host`: bytes of a host tier, which servers are not configured to have. `model`: its directory, None for the small
+    Llama.
     """
     if host:
         tier = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": host / 2**30}
         params_of = runner.kv_params_of
-        runner.kv_params_of = lambda *args, **options: dataclasses.replace(params_of(*args, **options), **tier)
-    loop, compatibility = build_loop(CONFIG)
+
+        def with_tier(config: Any, **options: Any) -> KVCacheParams:
+            return dataclasses.replace(params_of(config, **options), **tier)
+
+        runner.kv_params_of = with_tier
+    loop, compatibility = build_loop(msgspec.structs.replace(CONFIG, model=model))
     exchange = PageExchange(loop.manager, name, bind=bind, compatibility=compatibility, lend=1.0)
     pipe.send(exchange.address)
     while True:
@@ -50,9 +60,10 @@ def serve(pipe: Connection, name: str = "p", bind: str = "tcp://127.0.0.1:0", ho
             case ("tail", prompt, page):
                 contents = loop.manager.contents
                 wanted = contents.digests(TextContext([*prompt, 0], len(prompt) + 1, "tail"), page)
-                held, _ = contents.lease("tail", 0, wanted, 64)
+                found = contents.lease("tail", 0, wanted, 64)
+                assert found is not None
                 loop.manager.reset_prefix_cache()
-                loop.manager.end_lease(held)
+                loop.manager.end_lease(found[0])
             case ("reset",):
                 loop.manager.reset_prefix_cache()
             case _:

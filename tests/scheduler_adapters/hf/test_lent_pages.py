@@ -1,4 +1,7 @@
-"""A prefix that another process has computed is pulled from there: real processes, NIXL, and the small Llama."""
+"""A prefix that another process has computed is pulled from there: real processes, NIXL, the small Llama, and Bamba.
+
+Bamba has recurrent layers: a state comes with the pages, in memory that both share.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,9 @@ QUICK = {"handshake_timeout_s": 1.0, "heartbeat_s": 0.2, "dead_after_s": 1.0}
 class LentReader:
     """A serving loop that asks the source for each prompt before it computes what is missing."""
 
-    def __init__(self, tp: int = 1) -> None:
+    def __init__(self, model: str | None, tp: int = 1) -> None:
         self.loop: ServingLoop[Any]
-        self.loop, compatibility = build_loop(msgspec.structs.replace(CONFIG, tp=tp))
+        self.loop, compatibility = build_loop(msgspec.structs.replace(CONFIG, model=model, tp=tp))
         self.manager = self.loop.manager
         self.exchange = PageExchange(self.manager, "d", compatibility=compatibility, replica_options=QUICK)
 
@@ -77,22 +80,32 @@ class LentReader:
         return None
 
 
+@pytest.fixture(scope="module", params=["llama", "bamba"])
+def folder(request: pytest.FixtureRequest, shared_model: Any, tmp_path_factory: pytest.TempPathFactory) -> str | None:
+    """Where the model lies; None for the small Llama."""
+    if request.param == "llama":
+        return None
+    path = tmp_path_factory.mktemp("bamba")
+    shared_model("bamba").save_pretrained(path)
+    return str(path)
+
+
 @pytest.fixture(scope="module")
-def expected() -> list[int]:
-    return own_tokens(load_model(None, CONFIG.seed), PROMPT, NEW)
+def expected(folder: str | None) -> list[int]:
+    return own_tokens(load_model(folder, CONFIG.seed), PROMPT, NEW)
 
 
 @pytest.fixture
-def source() -> Iterator[tuple[BaseProcess, Connection, str]]:
-    process, pipe = forked.start(serve)
+def source(folder: str | None) -> Iterator[tuple[BaseProcess, Connection, str]]:
+    process, pipe = forked.start(serve, "p", "tcp://127.0.0.1:0", 0, folder)
     yield process, pipe, pipe.recv()
     process.kill()
     process.join()
 
 
 @pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])
-def reader(request: pytest.FixtureRequest) -> Iterator[LentReader]:
-    made = LentReader(request.param)
+def reader(request: pytest.FixtureRequest, folder: str | None) -> Iterator[LentReader]:
+    made = LentReader(folder, request.param)
     yield made
     assert made.manager.num_held_blocks == 0
     made.manager.check()
