@@ -29,13 +29,15 @@ class PeerCopies:
     def bring(self, replica_idx: int, row: int, context: Context, num_steps: int) -> None:
         """Bring what the row's new request will look up, where other replicas have more of it; nothing is reserved.
 
-        Only where the request then fits: one that is refused is to leave everything as it was.
+        Only where the request then fits: one that is refused is to leave everything as it was. Raises as `reserve`
+        where no pool would do, even if the pages that are found would let it run from further on.
         """
         place = self._placed[replica_idx]
         mine, others = place.replica, [other for other in self._placed if other is not place]
         last = (context.current_length - 1) // mine.page_size
         if not mine.caching or not last:
             return
+        mine.length_of(context, num_steps, 0)
         digests = mine.hasher(row, context).digests(context.tokens, 0, last)
         here = mine.states.ends(context.request_id, digests)
         there = [other.replica.states.ends(None, digests) for other in others]

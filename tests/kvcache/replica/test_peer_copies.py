@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvcache import PagedKVCacheManager, PromptTooLongError, Routing, TextContext
+from kvcache.layer_groups import LayerGroup
 from tests.kvcache.build import manager_of
 
 COPYING = {"routing": Routing(copy_pages=True)}
@@ -134,6 +135,28 @@ def test_where_the_request_does_not_fit_nothing_is_changed() -> None:
     manager.external_claim(endless.request_id, 0)
     with pytest.raises(PromptTooLongError, match="40 tokens need 10 pages, the pool has 8 of 4 tokens"):
         manager.maybe_reserve(endless)
+
+
+def test_a_prompt_that_no_pool_holds_is_refused_before_anything_is_copied() -> None:
+    """From what a peer has of it the prompt would fit, as its window has left the pages before."""
+    groups = (LayerGroup("full", (0,)), LayerGroup("window", (1,), 8))
+    manager = of(20, params={"groups": groups})
+    computed = TextContext([*range(36)], 64)
+    with manager.claim(computed, 1):
+        assert manager.maybe_reserve(computed)
+        manager.fetch([computed])
+        computed.update(0)
+        manager.step([computed])
+    longer = TextContext([*range(42)], 64)
+    manager.external_claim(longer.request_id, 0)
+    before = manager.metrics
+    for call in (lambda: manager.maybe_reserve(longer), lambda: manager.reserve_batch([longer])):
+        with pytest.raises(PromptTooLongError, match="42 tokens need 22 pages, the pool has 20 of 4 tokens"):
+            call()
+    assert manager.metrics == before
+    longer.set_token_indices(active_idx=8)
+    assert manager.maybe_reserve(longer)
+    assert manager.metrics.d2d_blocks_copied - before.d2d_blocks_copied == 11
 
 
 def test_pages_behind_a_gap_are_kept_and_the_gap_is_filled() -> None:
