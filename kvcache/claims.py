@@ -106,15 +106,11 @@ class Claims:
     def leaving(self, request_id: RequestID) -> tuple[int, TextContext | ReadContext | None]:
         """The place of a request that is about to be released, and what its hints are read from."""
         place = self._place(request_id, "release")
-        return place, self.read_at(place)
-
-    def read_at(self, place: int) -> TextContext | ReadContext | None:
-        """The context that the place is bound to, as it reads now; None where there is none, or it cannot be read."""
         context = self._contexts.get(place)
         try:
-            return None if context is None else read_context(context)
+            return place, None if context is None else read_context(context)
         except Exception:  # noqa: BLE001 - the caller's code: a release cannot be refused for what a context does
-            return None
+            return place, None
 
     def release(self, request_id: RequestID, place: int, context: TextContext | ReadContext | None) -> None:
         """Give back the request's row and pages: of what `leaving` has said."""

@@ -343,7 +343,8 @@ class PagedKVCacheManager(PoolFigures):
         """
         self._mark.check("block_table")
         replica, _, row = place = self._claims.locate(request_id, "block_table")
-        context = self._claims.read_at(self._claims.places[request_id])
+        bound = self._claims.context_at(self._claims.places[request_id])
+        context = None if bound is None else read_context(bound)
         table = imports.export_table(*place, context, self.fingerprint, full_pages=full_pages, first_page=first_page)
         return replica.leases.sealed(row, replica.states.name(table, full_pages=full_pages))
 

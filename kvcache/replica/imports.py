@@ -49,13 +49,13 @@ def export_table(
         raise InvalidRequestError(f"request {request_id!r}: no tokens computed yet; block_table comes after step")
     if full_pages:
         num_tokens -= num_tokens % size
-    replica.leases.tell(row, num_tokens, windows=not full_pages)
     first = min(whole("first_page", first_page, 0, error=InvalidRequestError), num_tokens // size)
     first = first if replica.tables.is_plain else 0
     last = min(int(rows.committed[row]), num_tokens // size)
     digests = replica.published_digests(row, context, first, last)
     if replica.caching and len(digests) < last - first:
         raise InvalidRequestError(f"request {request_id!r}: its context has fewer than {num_tokens} tokens")
+    replica.leases.tell(row, num_tokens, windows=not full_pages)
     return BlockTable(
         request_id=request_id,
         replica_idx=replica_idx,

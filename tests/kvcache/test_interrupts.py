@@ -159,7 +159,9 @@ class Refusing(OwnContext):
         self.left -= 1
 
 
-@pytest.mark.parametrize("call", ["maybe_reserve", "reserve_batch", "fetch", "step", "fork", "release", "prefetch"])
+@pytest.mark.parametrize(
+    "call", ["maybe_reserve", "reserve_batch", "fetch", "step", "fork", "block_table", "release", "prefetch"]
+)
 def test_a_context_that_raises_leaves_everything_as_it_was_and_nobody_has_to_recover(call: str) -> None:
     raised = 0
     for at in range(60):
@@ -171,12 +173,12 @@ def test_a_context_that_raises_leaves_everything_as_it_was_and_nobody_has_to_rec
             manager.step([first])
         context = Refusing(TextContext([1] * 14, 60, "r"))
         manager.external_claim("r")
-        if call in ("fetch", "step", "fork"):
+        if call in ("fetch", "step", "fork", "block_table"):
             manager.maybe_reserve(context)  # type: ignore[arg-type]
-        if call in ("step", "fork"):
+        if call in ("step", "fork", "block_table"):
             manager.fetch([context])  # type: ignore[list-item]
             context.update(3)
-        if call == "fork":
+        if call in ("fork", "block_table"):
             manager.step([context])  # type: ignore[list-item]
         context.left = at
         try:
@@ -200,8 +202,8 @@ def do(manager: PagedKVCacheManager, call: str, context: Any) -> None:
         child = Refusing(TextContext(context.inner.tokens, 60, "child"))
         child.left, context.left = context.left, -1
         manager.fork(context, child)  # type: ignore[arg-type]
-    elif call == "release":
-        manager.release("r")
+    elif call in ("release", "block_table"):
+        getattr(manager, call)("r")
     elif call in ("maybe_reserve", "prefetch"):
         getattr(manager, call)(context)
     else:
