@@ -288,9 +288,17 @@ def test_documents_that_map_the_code_name_what_is_there(name: str) -> None:
     code = " ".join(re.findall(r"`([^`\n]+)`", (ROOT / "docs" / name).read_text()))
     named = {word for word in re.findall(r"[A-Za-z_]\w*", code) if "_" in word.strip("_") or word.lower() != word}
     known = {word for path in files().values() for word in re.findall(r"[A-Za-z_]\w*", path.read_text())}
-    outside = {path.stem for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")}
+    outside = {path.stem for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")}
     assert sorted(named - known - outside - set(files())) == []
-    ours = {path.name for path in (*files().values(), *(ROOT / "tests").rglob("*.py"), *ROOT.glob("benchmarks/*.py"))}
+    ours = {
+        path.name
+        for path in (
+            *files().values(),
+            *(ROOT / "tests").rglob("*.py"),
+            *ROOT.glob("benchmarks/*.py"),
+            *ROOT.glob("examples/*.py"),
+        )
+    }
     assert sorted(set(re.findall(r"\w+\.py", code)) - ours) == []
 
 
