@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import textwrap
 import time
+from functools import lru_cache
+from itertools import groupby, zip_longest
 from typing import ClassVar
 
 import numpy as np
@@ -140,23 +142,27 @@ class PageMap(Widget):
 def _wide_line(area: _Area, line: int, width: int) -> list[Segment]:
     first = line * (width // 2)
     places = range(first, min(first + width // 2, area.span.places))
-    return [Segment(area.glyphs[at], Style(color=_hex(area.colours[at].tolist()))) for at in places]
+    return [Segment(area.glyphs[at], _style(_rounded(area.colours[at]))) for at in places]
 
 
 def _half_line(area: _Area, line: int, width: int) -> list[Segment]:
+    """Neighbours that look the same are one segment: Textual's work grows with the segments of a line."""
     first = 2 * line * width
-    upper = area.colours[first : first + width].tolist()
-    lower = area.colours[first + width : first + 2 * width].tolist()
-    pairs = [*zip(upper, lower, strict=False), *((colour, None) for colour in upper[len(lower) :])]
-    return [
-        Segment("▀", Style(color=_hex(above), bgcolor=None if below is None else _hex(below))) for above, below in pairs
-    ]
+    upper = [_rounded(colour) for colour in area.colours[first : first + width]]
+    lower = [_rounded(colour) for colour in area.colours[first + width : first + 2 * width]]
+    pairs = zip_longest(upper, lower)
+    return [Segment("▀" * len([*same]), _style(*pair)) for pair, same in groupby(pairs)]
 
 
-def _hex(colour: list[int]) -> str:
-    """The name of a colour, of which there are few enough that their styles are made once."""
-    red, green, blue = (value & 0xF8 for value in colour)
-    return f"#{red:02x}{green:02x}{blue:02x}"
+def _rounded(colour: Colours) -> str:
+    """The name of a colour, rounded so that there are few of them."""
+    return "#" + (colour & 0xF8).tobytes().hex()
+
+
+@lru_cache(1 << 12)
+def _style(colour: str, below: str | None = None) -> Style:
+    """The style of a colour, over another one; a new one costs more than the rest of its segment."""
+    return Style(color=colour, bgcolor=below)
 
 
 class TopApp(App[None]):
@@ -355,5 +361,8 @@ class TopApp(App[None]):
 
 
 def _legend() -> str:
-    parts = [f"[{_hex(list(COLOURS[state]))}]{GLYPHS[state]}[/] {state.name.lower()}" for state in PageState]
+    parts = [
+        f"[{_rounded(np.array(COLOURS[state], np.uint8))}]{GLYPHS[state]}[/] {state.name.lower()}"
+        for state in PageState
+    ]
     return "  ".join(parts) + "   darker: goes first"
