@@ -7,7 +7,7 @@ import numpy as np
 
 from kvcache.arguments import check_request_id, integer, shown
 from kvcache.errors import AlreadyClaimedError, InvalidRequestError, InvariantError, UnknownRequestError
-from kvcache.replica.batch import UNKNOWN, Batch, Gathered
+from kvcache.replica.batch import Batch, Gathered
 from kvcache.replica.context import Context, ReadContext, TextContext, check_context, read_context
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Ints, as_rows
@@ -228,9 +228,7 @@ class Claims:
                 raise InvalidRequestError(
                     f"request {context.request_id!r}: {call} of a batch made before its release; make a new one"
                 )
-        batch.unbound = unbound
-        batch.slack = batch.due = UNKNOWN  # a request may have been claimed anew, with other pages
-        batch.checked_at = self._releases  # last: what interrupts this has it compared again
+        batch.found_right(self._releases, unbound=unbound)
 
 
 def _key(context: object) -> object:

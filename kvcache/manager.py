@@ -387,18 +387,15 @@ class PagedKVCacheManager(PoolFigures):
         num_steps = arguments.steps(num_steps)
         replica, replica_idx, row = self._claims.own(context, "import_block_table")
         self._look_for_reset()
-        of_tokens = replica.states.of_tokens(context, table)
         read = read_context(context)
         with self._mark.changing("import_block_table", read.request_id, read):
             if replica.imports.is_given_up(row) and row not in replica.leases.of_row:
-                imports.check_table(replica, read, of_tokens, last=not partial)
+                imports.check_table(replica, read, table, last=not partial)
                 self._claims.unclaim(read.request_id)
                 row = self._claims.claim(read.request_id, replica_idx)
-            pending = imports.begin_import(replica, replica_idx, row, read, of_tokens, num_steps, partial=partial)
+            pending = imports.begin_import(replica, replica_idx, row, read, table, num_steps, partial=partial)
             if pending is not None:
                 self._claims.bind(context, replica_idx, row)
-                pending.told.append(table)
-                replica.states.begin_import(read, pending, table)
         return pending
 
     def extend_import(self, context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> PageCopy:
@@ -408,13 +405,9 @@ class PagedKVCacheManager(PoolFigures):
         """
         self._mark.check("extend_import")
         replica, _, row = self._claims.own(context, "extend_import")
-        of_tokens = replica.states.of_tokens(context, table)
-        replica.states.refuse_other(context, pending, table)
         read = read_context(context)
         with self._mark.changing("extend_import", read.request_id):
-            copy = imports.extend_import(replica, row, read, pending, of_tokens, last=last)
-            pending.told.append(table)
-        return copy
+            return imports.extend_import(replica, row, read, pending, table, last=last)
 
     def copier(self, pending: PendingImport) -> ImportCopier:
         """The right to copy into an open import's pages, and to prove that it was done: handed out once."""

@@ -167,6 +167,12 @@ class Batch(Gathered, Sequence[Context]):
         self.checked_at = -1  # how many releases there had been when the claims were last compared
         super().__init__(tuple(contexts), replicas, rows, places)
 
+    def found_right(self, releases: int, *, unbound: bool) -> None:
+        """Its requests have the rows that it says, after so many `releases`; whether some hold no pages yet."""
+        self.unbound = unbound
+        self.slack = self.due = UNKNOWN  # a request may have been claimed anew, with other pages
+        self.checked_at = releases  # last: what interrupts this has it compared again
+
     @overload
     def __getitem__(self, index: int) -> Context: ...
     @overload

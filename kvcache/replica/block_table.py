@@ -87,6 +87,9 @@ class ImportPart:
 
         None where no table named these, or it names another page than before, or one twice.
         """
+        if self.is_state:
+            new = np.array(pages, np.int32)
+            return new if not len(self.src_pages) or np.array_equal(new, self.src_pages) else None
         if self.first >= num_tokens:
             return self.src_pages
         begin, first, known = -(-num_tokens // page_size) - len(pages), self.first // page_size, self.src_pages
@@ -160,7 +163,7 @@ class PendingImport:
         None where these are others than tables before have named.
         """
         found: list[Pages] = []
-        for part, pages in zip(self.parts, table.groups, strict=False):
+        for part, pages in zip(self.parts, table.groups, strict=True):
             now = part.named(pages, table.num_tokens, table.page_size) if last or not part.at_end else part.src_pages
             if now is None:
                 return None
@@ -170,13 +173,14 @@ class PendingImport:
     def take_up(self, table: BlockTable, named: list[Pages], *, last: bool) -> None:
         """The other manager's table covers so many tokens now, and these pages; `last`: it will not cover more."""
         self.num_tokens = table.num_tokens
-        for part, pages in zip(self.parts, named, strict=False):
+        self.told.append(table)
+        for part, pages in zip(self.parts, named, strict=True):
             if last or not part.at_end:
-                part.take_up(pages, table.num_tokens)
+                part.take_up(pages, 0 if part.is_state else table.num_tokens)
 
     def take(self, *, last: bool) -> list[PageCopy]:
         """What is to be copied by now and was not taken before: of a state nothing before all has run."""
         for part in self.parts:
             if part.is_state and last:
-                part.take_up(part.src_pages, self.num_tokens)
+                part.stop = self.num_tokens
         return [part.take(self.page_size, self.src_page_size) for part in self.parts]

@@ -116,20 +116,25 @@ def _has_types(table: BlockTable) -> bool:
 def _check_pages(replica: Replica, context: Context, table: BlockTable) -> None:
     """The table names pages of our groups of layers: of each as many as its tokens take, of a window no more."""
     kinds, named = replica.tables.kinds, replica.tables.kinds_named
-    if len(table.groups) != len(kinds):
-        raise _mismatch(context, f"has {len(table.groups)} page groups, this manager {len(kinds)}")
+    beside = table.groups[len(kinds) :]
+    if len(table.groups) != len(kinds) + replica.states.groups or any(len(pages) != 1 for pages in beside):
+        ours = f"{len(kinds) + 1}, the last of one state page" if replica.states.groups else str(len(kinds))
+        raise _mismatch(context, f"has {len(table.groups)} page groups, this manager {ours}")
+    for (page,) in beside:
+        if not 0 < page < 1 << 31:
+            raise _mismatch(context, f"names state page {page}")
     if table.kinds != named:
         theirs = [*["full"] * (len(kinds) - len(table.kinds)), *table.kinds]
         raise _mismatch(context, f"has pages of {', '.join(theirs)}, this manager of {', '.join(kinds)}")
     if table.first_page and named:
         raise _mismatch(context, f"begins with page {table.first_page}, one of {', '.join(kinds)} begins with 0")
     wanted = -(-table.num_tokens // table.page_size) - table.first_page
-    for kind, pages in zip(kinds, table.groups, strict=True):
+    for kind, pages in zip(kinds, table.groups, strict=False):
         wrong = len(pages) != wanted or not pages or table.first_page < 0
         if wrong and (kind == "full" or len(pages) > wanted):
             first = f" from page {table.first_page} on" if table.first_page else ""
             raise _mismatch(context, f"names {len(pages)} pages, its {table.num_tokens} tokens take {wanted}{first}")
-    groups = [pages for pages in table.groups if pages]
+    groups = [pages for pages in table.groups[: len(kinds)] if pages]
     out = any(min(pages) <= 0 or max(pages) >= 1 << 31 for pages in groups)
     every = [*chain.from_iterable(groups)]
     bad = next(page for page in every if not 0 < page < 1 << 31) if out else None
@@ -217,6 +222,7 @@ def begin_import(
         parts=[ImportPart(at * size, pages[at:end].copy(), at_end=kind != "full") for kind, at, pages in tables],
         hasher=hasher,
     )
+    replica.states.begin_import(context, pending)
     pending.take_up(table, _named(context, pending, table, last=not partial), last=not partial)
     replica.imports.begin(row, pending)
     return pending
@@ -244,7 +250,7 @@ def _plan_tables(
 def _check_reach(context: Context, table: BlockTable, kinds: Sequence[str], firsts: Sequence[int]) -> None:
     """Raise unless the pages named for each window hold all tokens from the first that is to be copied."""
     wanted = -(-table.num_tokens // table.page_size)
-    for kind, pages, first in zip(kinds, table.groups, firsts, strict=True):
+    for kind, pages, first in zip(kinds, table.groups[: len(kinds)], firsts, strict=True):
         begins = (wanted - len(pages)) * table.page_size
         if kind != "full" and first < min(begins, table.num_tokens):
             raise _mismatch(

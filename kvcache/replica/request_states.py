@@ -36,6 +36,7 @@ class RequestStates:
     """
 
     keeps = False  # whether states are cached, so that a request goes on only from a page after which there is one
+    groups = 0  # of a block table, behind those of the pages of tokens: each of one page
 
     # ---- claims
 
@@ -158,15 +159,8 @@ class RequestStates:
         """The table of a request's pages, with its state as a further group."""
         return table
 
-    def of_tokens(self, context: Context, table: BlockTable) -> BlockTable:  # noqa: ARG002 - all of it is
-        """The table of another manager without its state. Raises `BlockTableMismatchError` where it has none."""
-        return table
-
-    def begin_import(self, context: Context, pending: PendingImport, table: BlockTable) -> None:
-        """The import takes the state that the table names, too."""
-
-    def refuse_other(self, context: Context, pending: PendingImport, table: BlockTable) -> None:
-        """Raise `BlockTableMismatchError` where the table names another state than the one before."""
+    def begin_import(self, context: Context, pending: PendingImport) -> None:
+        """The import takes the state, too, that the last group of a block table names."""
 
     def commit_import(self, request_id: RequestID, tokens: int) -> None:
         """The request's state has arrived: it is that after `tokens` tokens."""

@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
-from kvcache.arguments import shown
-from kvcache.errors import BlockTableMismatchError, InvariantError, NoFreeStatePageError, StatePageError
+from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError
 from kvcache.layout import PageLayout
 from kvcache.params import KVCacheParams
 from kvcache.pool.index import NO_PAGE, Digests, Pages
@@ -21,7 +20,6 @@ from kvcache.replica.block_table import BlockTable, ImportPart, PendingImport
 from kvcache.replica.context import Context
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES
-from kvcache.replica.imports import own_import
 from kvcache.replica.leases import PageLease
 from kvcache.replica.page_moves import ReplicaPageMoves
 from kvcache.replica.request_states import RequestStates, StateCopy
@@ -71,6 +69,8 @@ class ReplicaStates(RequestStates):
 
     Raises `InvalidParamsError` for shards that cannot share the heads, `PoolTooSmallError` where there is no room.
     """
+
+    groups = 1
 
     def __init__(
         self, placed: PlacedReplica, params: KVCacheParams, requests: int, devices: Sequence[torch.device]
@@ -231,39 +231,12 @@ class ReplicaStates(RequestStates):
             self._moves.told(self._replica.rows.row_of[request_id])
         return _with_state(table, self.pages.page_of(request_id))
 
-    def of_tokens(self, context: Context, table: BlockTable) -> BlockTable:
-        """As the base: the last group has one page, behind those of all block tables."""
-        count = self._replica.tables.count
-        if not isinstance(table, BlockTable):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
-            raise BlockTableMismatchError(f"request {context.request_id!r}: {shown(table)} is no block table")
-        if len(table.groups) != count + 1 or len(table.groups[-1]) != 1:
-            raise BlockTableMismatchError(
-                f"request {context.request_id!r}: the block table has {len(table.groups)} page groups, this manager "
-                f"{count + 1}, the last of one state page"
-            )
-        (source,) = table.groups[-1]
-        if not 0 < source < 1 << 31:
-            raise BlockTableMismatchError(f"request {context.request_id!r}: the block table names state page {source}")
-        return msgspec.structs.replace(table, groups=table.groups[:-1])
-
-    def begin_import(self, context: Context, pending: PendingImport, table: BlockTable) -> None:
-        """As the base: last, once all tokens ran."""
-        ((source,),) = table.groups[-1:]
+    def begin_import(self, context: Context, pending: PendingImport) -> None:
         had = context.start_idx
         digest = self._kept.digest_at(context, had) if had else None
         page = self.pages.begin_import(context.request_id, digest)
-        part = ImportPart(0, np.array([page], np.int32), is_state=True, src_pages=np.array([source], np.int32))
-        pending.parts.append(part)
+        pending.parts.append(ImportPart(0, np.array([page], np.int32), is_state=True))
         pending.on_free = functools.partial(self.pages.cancel_import, page)
-
-    def refuse_other(self, context: Context, pending: PendingImport, table: BlockTable) -> None:
-        own_import([self._replica], pending, "extend_import")
-        ((source,),) = table.groups[-1:]
-        before = int(pending.parts[-1].src_pages[0])
-        if source != before:
-            raise BlockTableMismatchError(
-                f"request {context.request_id!r}: the block table names state page {source}, {before} before"
-            )
 
     def commit_import(self, request_id: str, tokens: int) -> None:
         self.pages.commit_import(request_id, tokens)
