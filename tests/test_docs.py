@@ -12,7 +12,7 @@ import pytest
 from tests.programs import ROOT, printed_by
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-MOST_WORDS = {"README.md": 1300, "docs": 31_500}
+MOST_WORDS = {"README.md": 1300, "docs": 28_500}
 _PROGRAM = re.compile(
     r"^```python\n(.*?)^```\n\nIt prints(?: `([^`]+)`|\n\n((?:    [^\n]*\n)+))", re.MULTILINE | re.DOTALL
 )
@@ -59,7 +59,7 @@ def words(*pages: Path) -> int:
 
 def test_the_pages_are_as_short_as_they_may_be() -> None:
     assert words(PAGES[0]) <= MOST_WORDS["README.md"]
-    assert words(*PAGES) <= MOST_WORDS["docs"]
+    assert words(*PAGES[1:]) <= MOST_WORDS["docs"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

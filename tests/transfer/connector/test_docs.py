@@ -16,8 +16,8 @@ DOCUMENT = (ROOT / "docs/migration/nixl-connector.md").read_text()
 @pytest.mark.parametrize("code", programs_of(DOCUMENT), ids=["a hand-over", "two groups"])
 def test_a_program_is_short_and_uses_public_names_alone(code: str) -> None:
     assert len(code.splitlines()) <= 40
-    (names,) = re.findall(r"^from transfer import (.*)", code, re.MULTILINE)
-    assert code.count("transfer import") == 1
+    (names,) = re.findall(r"^from pagewire import (.*)", code, re.MULTILINE)
+    assert code.count("pagewire import") == 1
     assert set(names.split(", ")) <= set(transfer.__all__)
 
 
