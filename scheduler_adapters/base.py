@@ -1,6 +1,6 @@
 """The protocols that a scheduler sees: pages of its own, and pages to fill from elsewhere.
 
-What a scheduler does, and what does it here:
+Each task of a scheduler, and the method that performs it here:
 
     match     `Pages.get_or_recommend_replica`, `Pages.maybe_reserve`     cached pages of a prefix
     reserve   `Pages.external_claim`, `Pages.maybe_reserve`               a row, then pages
@@ -9,16 +9,17 @@ What a scheduler does, and what does it here:
     release   `Pages.release`                                             the end of a request
     abort     `Pages.release`, at any time; with an import pending also `PulledPages.cancel_import`, at any time
     offer     `PageExchange.offer`                                        a lease over what a request computes
-    accept    `PageExchange.open_pull`, `PageExchange.read`               of what a peer offered
-    poll      `PageExchange.poll`                                         what has become of both
+    accept    `PageExchange.open_pull`, `PageExchange.read`               a read of the pages that a peer offered
+    poll      `PageExchange.poll`                                         the outcome of both
 
-`ServingLoop` needs `Pages`, `PrefillScheduler` and `DecodeScheduler` need `PulledPages`; the managers are both. Both
-ends of a transfer are an `PageExchange` (`transfer.pull.exchange`). An engine that owns its pages (SGLang) has
-no use for `Pages`: there an adapter follows the engine's own interface. What every adapter must do, whatever it is
-built of, is in `tests/scheduler_adapters/contract.py`.
+`ServingLoop` needs `Pages`; `PrefillScheduler` and `DecodeScheduler` need `PulledPages`. A manager implements both.
+Each end of a transfer is a `PageExchange` (`transfer.pull.exchange`). An engine that owns its pages (SGLang) has
+no use for `Pages`: its adapter follows the engine's own interface. `tests/scheduler_adapters/contract.py` states the
+rules that every adapter must keep, however it is built.
 
-One thread, the scheduler's, calls all of these. Every error is a `KVCacheError` and leaves everything as it was. What
-each call takes, gives and raises is said at `PagedKVCacheManager`; here stands what a scheduler may rely on.
+One thread, the scheduler's, makes all of these calls. Every error is a `KVCacheError` and leaves the state unchanged.
+`PagedKVCacheManager` documents the arguments, results and errors of each call. The docstrings here say only what a
+scheduler may rely on.
 """
 
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ class Pages(Protocol):
 
     @property
     def metrics(self) -> KVCacheMetrics:
-        """What was done so far: a snapshot."""
+        """A snapshot of the counters."""
         ...
 
     def get_or_recommend_replica(self, context: Context) -> int:
@@ -91,7 +92,7 @@ class Pages(Protocol):
         ...
 
     def fetch(self, batch: Sequence[Context], num_steps: int = 1) -> list[RaggedKVCacheInputs]:
-        """What the model reads: views that are good until the next `maybe_reserve`, `step` or `release` of anybody."""
+        """The model's inputs: views, valid until the next `maybe_reserve`, `step` or `release` of any request."""
         ...
 
     def step(self, batch: Sequence[Context]) -> None:
@@ -133,13 +134,13 @@ class PulledPages(Pages, Protocol):
         ...
 
     def extend_import(self, context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> PageCopy:
-        """What to read beyond what was named before, now that a `partial` import's source has computed more."""
+        """The pages to read in addition to those named before: the source of a `partial` import has computed more."""
         ...
 
     def commit_import(self, context: Context, pending: PendingImport, proof: ImportProof | None = None) -> None:
-        """Every page was read, and under its lease, as the `proof` of the pull's last event says.
+        """Commit an import: every page was read under its lease, as the `proof` of the pull's last event shows.
 
-        Of a request that was released meanwhile `cancel_import` is what remains.
+        If the request has been released in the meantime, call `cancel_import` instead.
         """
 
     def cancel_import(self, pending: PendingImport) -> None:

@@ -27,15 +27,15 @@ from kvcache.replica.context import Context, TextContext
 from kvcache.types import Admission, RaggedKVCacheInputs
 from scheduler_adapters.base import Pages
 
-_LONGEST_FETCH_S = 5.0  # that a request waits for pages of its own
+_LONGEST_FETCH_S = 5.0  # the longest that a request waits for its own pages
 
 FinishReason = Literal["eos", "length", "error"]
-# What else its pages can do is for those who built the loop to know: `DecodeScheduler` fills them from elsewhere.
+# The owner of the loop may know a richer type of pages: `DecodeScheduler` also fills them from elsewhere.
 PagesT_co = TypeVar("PagesT_co", bound=Pages, covariant=True)
 
 
 class ModelRunner(Protocol):
-    """What the loop needs of a model."""
+    """The interface of a model that the loop calls."""
 
     eos_token_ids: frozenset[int]
 
@@ -51,18 +51,18 @@ class Request:
     request_id: str  # unique among the requests that the loop knows
     prompt: Sequence[int]  # tokens, at least one
     max_new_tokens: int  # most tokens to generate, at least one
-    hold_pages: bool = False  # at its end it keeps its pages until `free` is called: somebody else still reads them
+    hold_pages: bool = False  # keep its pages at its end until `free` is called, because another process reads them
     cache_salt: str | None = None  # requests with different salts never share a page
-    ignore_eos: bool = False  # it goes on after a token that ends others
+    ignore_eos: bool = False  # continue after an end-of-sequence token
 
 
 class Output(NamedTuple):
     """One token of one request, or its end, or both."""
 
     request_id: str
-    token: int | None  # None where the request failed
+    token: int | None  # None if the request failed
     finished: FinishReason | None  # why it ended; None while it goes on
-    error: str = ""  # what failed, where `finished` is "error"
+    error: str = ""  # the failure, if `finished` is "error"
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +72,7 @@ class _Entry:
     request: Request
     context: TextContext
     replica: int = 0
-    fetching_since: float | None = None  # when pages of it were first found to be on their way
+    fetching_since: float | None = None  # when its pages were first found to be on their way
 
 
 class ServingLoop(Generic[PagesT_co]):
@@ -97,10 +97,10 @@ class ServingLoop(Generic[PagesT_co]):
             getattr(manager, "admission", None) if shares else None
         )
         self.preemptions = 0  # requests that had to give way
-        self.fetching = False  # whether the first that waits does so for pages of its own, from files or objects
-        # Told of a request that runs now, its replica, and how many of its tokens were cached.
+        self.fetching = False  # whether the first waiting request waits for its own pages, from files or objects
+        # Called when a request starts to run, with its id, its replica and its number of cached tokens.
         self.on_admit: Callable[[str, int, int], None] | None = None
-        # By id, those that come first before those that follow. A step looks at the first that waits, and at no other.
+        # By id, in the order of their turn. A step looks at the first waiting request only.
         self._waiting: OrderedDict[str, _Entry] = OrderedDict()
         self._running: dict[str, _Entry] = {}
         self._held: set[str] = set()
@@ -181,7 +181,7 @@ class ServingLoop(Generic[PagesT_co]):
         return self._waiting.pop(request_id, None) is not None
 
     def step(self) -> list[Output]:
-        """Run the model once, where anything can run. What came of it, in the order of age."""
+        """Run the model once if any request can run. Returns the outputs, oldest request first."""
         outputs = self._reserve_running()
         outputs += self._admit()
         running = list(self._running.values())

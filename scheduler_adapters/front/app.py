@@ -175,7 +175,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _submit(asked: ClientRequest, most: int, traceparent: str) -> msg.Submit:
-    """What the service is asked for. A header that is too long to be one is none, as W3C has it."""
+    """The message that asks the service for tokens. An overlong trace header is ignored, as W3C specifies."""
     prefill: Any = asked.transfer.get(_PREFILL, "")
     if not isinstance(prefill, str) or len(prefill) > _LONGEST_NAME:
         raise OpenAIError(f"{_PREFILL} is {str(prefill)[:100]!r}: the name of a process", param="kv_transfer_params")
@@ -192,7 +192,7 @@ def _submit(asked: ClientRequest, most: int, traceparent: str) -> msg.Submit:
 
 
 def _sources(transfer: Json) -> msg.KVSources:
-    """Who may have pages of the prompt. Whether a host may be asked is for who asks to say (`allowed_peers`)."""
+    """The processes that may have pages of the prompt. The process that asks them checks `allowed_peers` itself."""
     try:
         sources = msgspec.convert(transfer.get(_SOURCES, ()), msg.KVSources)
     except msgspec.ValidationError as error:
@@ -212,7 +212,7 @@ async def _whole(all_news: AsyncGenerator[msg.Tokens], answer: Answer) -> Json:
 
 
 async def _parts(all_news: AsyncGenerator[msg.Tokens], answer: Answer, *, include_usage: bool) -> AsyncGenerator[bytes]:
-    """The events of a stream. Whoever stops reading them closes this, and with it the request."""
+    """The events of a stream. Closing this generator ends the request: a client that stops reading closes it."""
     try:
         async with aclosing(all_news) as news:
             async for one in news:
@@ -229,7 +229,7 @@ def _event(content: Json) -> bytes:
 
 
 async def _unless_gone(request: Request, work: Awaitable[Json]) -> Json | None:
-    """What the work gives; None, and the work is cancelled, where the client hangs up before."""
+    """The result of `work`. If the client hangs up first, `work` is cancelled and the result is None."""
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,9 +1,9 @@
 """`Frontend`: which processes there are, which decode process a request goes to, and what becomes of it.
 
-Processes come to us: each connects, says `Ready` again and again, and is told in return who else is there. One is gone
-when nothing can be sent to it any more, when its `Pulse` says so, or when another one comes under its name. What it had
-then goes to another decode process, with the tokens that the client has had: greedy decoding continues them as it would
-have.
+Each process connects to the front, repeats `Ready`, and is told in return which other processes are there. A process
+counts as gone when nothing can be sent to it any more, when its `Pulse` says so, or when another one takes its name.
+Its requests then go to another decode process, with the tokens that the client already has: greedy decoding continues
+from them as the lost process would have.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ class _Attempt:
 
 @dataclass(slots=True, eq=False)
 class FrontCounts:
-    """What became of requests.
+    """Counts of requests by outcome.
 
     Attributes:
-        open: requests on their way.
-        ended: those that have ended, by how.
+        open: requests that have not ended yet.
+        ended: requests that have ended, by outcome.
         lost: attempts that ended with their decode process, or that it refused.
-        unsent: requests whose client closed its connection before it had sent all of them.
-        cached_tokens: of prompts that have ended well, tokens that prefill had cached.
-        computed_tokens: the others of these.
-        new_tokens: that clients were sent.
+        unsent: requests whose client closed the connection before it had sent the whole request.
+        cached_tokens: prompt tokens that prefill had cached, of requests that ended well.
+        computed_tokens: the other prompt tokens of these requests.
+        new_tokens: tokens sent to clients.
         first_token: seconds until each request's first token.
     """
 
@@ -267,7 +267,7 @@ class Frontend:
                 return attempt
 
     async def _choose(self, refused: set[str], wanted: str) -> str:
-        """Of the decode processes that have not refused this request the wanted one, or that with the fewest of us."""
+        """The wanted decode process, or the one with the fewest requests; those in `refused` are left out."""
         deadline = time.monotonic() + _WAIT_S
         while True:
             there = self._serving("decode")
@@ -283,7 +283,7 @@ class Frontend:
                 raise RefusedError(f"no decode process was there for {_WAIT_S:.0f} s") from None
 
     def _forget(self, attempt: _Attempt) -> None:
-        """Nobody waits for this any more: where it goes on, it is aborted."""
+        """Forget an attempt whose result is no longer wanted, and abort it if it still runs."""
         if self._attempts.pop(attempt.serial, None) is not None:
             self._send(attempt.name, msg.Abort(request_id=attempt.request_id, serial=attempt.serial))
         if attempt.name in self.members:

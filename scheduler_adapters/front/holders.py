@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from scheduler_adapters.service.sockets import Context, Socket
 
 MOST_PAGES = 1 << 22
-"""That are kept of a process: 32 MiB. What comes beyond that is not known of."""
+"""The most pages kept for one process (32 MiB). Pages beyond this limit are ignored."""
 _MOST_NAMED = 3
-_MOST_UNREAD = 10_000  # batches; who has missed some is told everything anew
+_MOST_UNREAD = 10_000  # batches; a reader that misses some receives the whole state again
 _decoder = msgspec.msgpack.Decoder(EventBatch)
 
 
@@ -132,7 +132,7 @@ class _ProcessPages:
         self._socket.close(0)
 
     def _take(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:
-        """Of layers in several groups the first one's pages stand for all: those of a window go while others stay."""
+        """Apply one event. The first layer group stands for all: a window's pages leave while the others stay."""
         if not isinstance(event, AllBlocksCleared) and event.group_idx:
             return
         match event:
@@ -154,7 +154,7 @@ class _ProcessPages:
 
 
 class PageHolders:
-    """What the processes of a fleet that publish KV events have. For one thread."""
+    """The cached pages of those processes of a fleet that publish KV events. For use by one thread."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -175,9 +175,10 @@ class PageHolders:
         self._poll()
 
     def sources(self, prompt: Sequence[int], salt: str | None, prefill: str) -> msg.KVSources:
-        """Who has more of a prompt than the prefill process that is to compute it, those with most of it first.
+        """The processes that have more of a prompt than the prefill process that is to compute it, most first.
 
-        Where that process is not named it may have nothing. Nobody where not every process is followed.
+        If `prefill` is empty, that process counts as having nothing. Returns no source unless every process is
+        followed.
         """
         if not self._are_all:
             return ()
@@ -204,6 +205,6 @@ class PageHolders:
 
 
 def _hashes(prompt: Sequence[int], salt: str | None, algorithm: HashAlgorithm, page_size: int) -> Hashes:
-    """Of the full pages of a prompt without its last token."""
+    """Hashes of the full pages of a prompt without its last token."""
     hasher = PrefixHasher(algorithm, page_size, salt)
     return hashes_of(hasher.digests(np.array(prompt, np.int32), 0, (len(prompt) - 1) // page_size))

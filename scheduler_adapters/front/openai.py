@@ -1,7 +1,7 @@
 """OpenAI's completions and chat completions: from the body of a request to a prompt, from tokens to answers.
 
-Pure translation, without sockets. What the service does not do (sampling, several choices, log probabilities) is
-refused by name, where it is asked for; values that change nothing are taken.
+Pure translation, without sockets. A request for something that the service does not do (sampling, several choices, log
+probabilities) is refused, and the error names the parameter. Values that change nothing are accepted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RequestKind = Literal["completion", "chat"]
 
 _DEFAULT_TOKENS = 16  # of a completion; a chat takes what there is room for
 _UNFINISHED = "\ufffd"  # what a tokenizer makes of bytes that are no whole character yet
-# What changes nothing, of parameters that the service does not have. None always does.
+# Values that change nothing, for parameters that the service does not support. None is always accepted.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -135,10 +135,10 @@ class ClientRequest:
 
 
 def read_request(kind: RequestKind, data: bytes, served: ServedModel) -> ClientRequest:
-    """What the body of a request asks for.
+    """Parse the body of a request.
 
     Raises:
-        OpenAIError: it is no JSON, names another model, or asks for what cannot be.
+        OpenAIError: the body is not JSON, names another model, or asks for something that the service cannot do.
     """
     try:
         whole = msgspec.json.decode(data, type=dict[str, Any])
@@ -210,7 +210,7 @@ def _param(error: str) -> str | None:
 
 
 def _prompt_tokens(prompt: Any, served: ServedModel) -> list[int]:
-    """Of one text or one list of token ids, or a list of one of these."""
+    """The tokens of a prompt: one text, one list of token ids, or a list that holds one of these."""
     try:
         found: list[str | int | list[int]] | str = msgspec.convert(prompt, list[str | int | list[int]] | str)
         whole = found[0] if len(found) == 1 and not isinstance(found[0], int) else found

@@ -29,20 +29,20 @@ class InTurns:
         return names[next(self._turns) % len(names)] if names else ""
 
     async def prefilled(self, request_id: str) -> None:
-        """Nothing is booked."""
+        """A no-op: this placement makes no reservations."""
 
     async def over(self, request_id: str) -> None:
-        """Nothing is booked."""
+        """A no-op: this placement makes no reservations."""
 
     async def follow(self, members: Sequence[Ready]) -> None:
         """They are told with each request."""
 
 
 class Selected:
-    """By `dynamo.llm.SelectionService`, in this process: cached prefixes by KV events, load by its reservations.
+    """Placement by `dynamo.llm.SelectionService` in this process: prefixes from KV events, load from reservations.
 
-    A reservation lasts from the choice until the prompt's pages have left the process that has computed them, or until
-    that process is gone. What the service refuses costs no request: where it names no process, decode chooses one.
+    A reservation lasts from the choice until the prompt's pages have left the process that computed them, or until
+    that process is gone. A refusal by the service fails no request: if it names no process, decode chooses one.
 
     Raises:
         MissingExtraError: the extra 'fleet' is not installed.
@@ -91,7 +91,7 @@ class Selected:
                 await self._service.prefill_complete(request_id)
 
     async def over(self, request_id: str) -> None:
-        """Nothing of it is there any more. Safe twice."""
+        """Free the request's reservation. Calling it twice is safe."""
         if request_id in self._reserved:
             self._reserved.discard(request_id)
             with suppress(self._refusal):

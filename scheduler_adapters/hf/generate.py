@@ -30,14 +30,14 @@ _CHANGES_GREEDY: tuple[tuple[tuple[object, ...], tuple[str, ...]], ...] = (
 class PagedGenerator:
     """Generates for batches of prompts over the pages of a manager, with continuous batching and chunked prefill.
 
-    What comes out is what the model's own `generate(do_sample=False)` gives for each prompt alone, rounding aside.
-    Pages of one call are found by the next, where the manager caches prefixes. Between calls the model is as it was:
-    its own `generate` works. The manager (`hf.manager_for` makes what a model needs) may have other users. A step runs
-    `token_budget` tokens at most, but at least one for each request that decodes.
+    The output equals that of the model's own `generate(do_sample=False)` for each prompt alone, rounding aside.
+    If the manager caches prefixes, a call finds the pages of earlier calls. Between calls the model is unchanged:
+    its own `generate` works. The manager may have other users; `hf.manager_for` makes one that fits a model. A step
+    runs at most `token_budget` tokens, but at least one for each request that decodes.
 
-    Raises `InvalidParamsError` where the manager's pages are of other layers, heads or element types, and
-    `UnsupportedModelError` (ValueErrors) where the model cannot run over pages, or its generation settings change
-    greedy tokens in a way that is not computed here.
+    Raises `InvalidParamsError` if the manager's pages are for other layers, heads or element types. Raises
+    `UnsupportedModelError` if the model cannot run over pages, or if its generation settings change greedy tokens in a
+    way that is not computed here. Both are ValueErrors.
     """
 
     def __init__(self, model: PreTrainedModel, manager: PagedKVCacheManager, token_budget: int = 512) -> None:

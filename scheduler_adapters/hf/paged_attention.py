@@ -23,9 +23,9 @@ from scheduler_adapters.hf.quantized import dequantized, quantized
 
 NULL_PAGE = 0
 Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Of latents, `[requests, 1, keys, elements]`, keys and values, each `[requests, heads, keys, elements]`."""
+"""Expands latents `[requests, 1, keys, elements]` into keys and values, each `[requests, heads, keys, elements]`."""
 
-# Arguments with which some models change the scores. Ignoring one would give wrong tokens without a word.
+# Arguments by which some models change the scores. Ignoring one would silently give wrong tokens.
 _UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias")
 
 
@@ -42,10 +42,10 @@ class _EqualCounts:
 class PagedBatch:
     """Where the tokens of one forward pass lie in the pages: made once per pass, read by every layer.
 
-    `inputs` are of one replica, one entry per shard, as `PagedKVCacheManager.fetch` gives them, on the model's device.
-    The shards' tables are equal; each shard holds its own range of heads. Of each request `starts` has the tokens that
-    are cached, `counts` the new ones. `layers`: of each of the model's layers that attend its block table, and its
-    place in the pages of that.
+    `inputs` belong to one replica, one entry per shard, as `PagedKVCacheManager.fetch` returns them, on the model's
+    device. The shards' tables are equal; each shard holds its own range of heads. `starts` has the number of cached
+    tokens of each request, `counts` the number of its new tokens. `layers` maps each attending layer of the model to
+    its block table and its place in the pages of that table.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PagedBatch:
     def write(self, layer: int, *sides: torch.Tensor) -> None:
         """Put the new keys and values, each `[tokens, kv_heads, head_dim]`, into the pages of the model's `layer`.
 
-        Of a layer that keeps latents one for both, of one head.
+        A layer that keeps latents takes one tensor, of one head, for both.
         """
         table, place = self.place_of(layer)
         self._check_shape(place, sides)

@@ -20,6 +20,6 @@ def quantized(states: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor) ->
 
 
 def dequantized(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What was quantised, `[..., elements]`, as elements of `dtype`."""
+    """Quantised values `[..., elements]`, multiplied by their scales, as elements of `dtype`."""
     groups = values.float().reshape(*values.shape[:-1], scales.shape[-1], -1)
     return (groups * scales.float()[..., None]).flatten(-2).to(dtype)

@@ -1,7 +1,7 @@
-"""What hybrid models of `transformers` (attention and recurrent layers) keep, and a cache object over state pages.
+"""State shapes of hybrid `transformers` models (attention and recurrent layers), and a cache object over state pages.
 
-A hybrid's recurrent layers take their state from the cache object of the model call. `PagedStates` is one: it reads the
-states of a batch from its pages, hands them to the layers, and writes them back when the whole pass is done.
+A hybrid's recurrent layers take their state from the cache object of the model call. `PagedStates` is such an object:
+it reads the states of a batch from its pages, hands them to the layers, and writes them back at the end of the pass.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STATE_FORMS: dict[str, StateForm] = {
 # Models that do not name their layers' kinds, and give all of them one `sliding_window`, if any.
 _ALL_WINDOWS = {"mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2"}
 _NO_ATTENTION = "no layer attends, so there is nothing to keep in pages"
-# Of those that are not served, why.
+# Model types that are not served, each with the reason.
 _UNSERVED: dict[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"), _NO_ATTENTION),
     "recurrent_gemma": "its recurrent layers keep their state in themselves, not in the cache that they are given",
@@ -164,11 +164,11 @@ def _kinds_of(config: PretrainedConfig) -> Sequence[str] | None:
 
 
 class PagedStates:
-    """The cache object of forward passes of requests that run equally many tokens. Nothing is stored before `store`.
+    """The cache object of a forward pass in which all requests run equally many tokens. Only `store` writes pages.
 
-    The mixers change what they are given in place, or hand over a new one: both are kept here. A pass that fails has
-    changed no page, and can run again. `places`: of the model's layer the place among the recurrent layers; `pages`:
-    int64 `[requests]`, the state page of each row; `written`: where the new states go, if not there.
+    A mixer changes its state in place or hands over a new one; this object keeps either. A pass that fails has changed
+    no page and can run again. `places` maps a layer of the model to its place among the recurrent layers. `pages` is
+    int64 `[requests]`, the state page of each row. `written` has the pages for the new states, if they differ.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class PagedStates:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention layers ask for: latents go to their pages; keys and values the paged attention keeps."""
+        """Called by attention layers. Latents are written to their pages; paged attention stores keys and values."""
         if self._batch is not None:
             self._batch.attending = layer_idx
         if self._latents is not None:

@@ -50,7 +50,7 @@ _TIE = 1e-3
 
 
 class Tokenizer(Protocol):
-    """What the demo and the front need of a tokenizer."""
+    """The part of a tokenizer that the demo and the front use."""
 
     def encode(self, text: str) -> list[int]:
         """Tokens of `text`."""
@@ -84,7 +84,7 @@ class HFRunner:
         self.vocab_size = int(embeddings.weight.shape[0])
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache_argument = cache_argument_of(model)
-        # Of each layer its table and its place there, by the number of tables.
+        # The table of each layer and the layer's place in it, by the number of tables.
         layers = kv_layers_of(model.config)
         self._layers: dict[int, dict[int, tuple[int, int]]] = {}
         for groups in ((), groups_of(model.config)):
@@ -117,10 +117,10 @@ class HFRunner:
     def verify(
         self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs], drafted: Sequence[int]
     ) -> list[list[int]]:
-        """As `run`, for requests whose last `drafted` active tokens, one number each, are guesses.
+        """Like `run`, for requests whose last active tokens are guesses; `drafted` has their number for each request.
 
-        Of each the greedy tokens before and after every guess, `drafted + 1`: the first guesses that are equal to them
-        are right, and the one after these is the next token.
+        Returns `drafted + 1` greedy tokens for each request: one in place of each guess and one after the last. The
+        leading guesses that equal them are right, and the greedy token after those is the next token.
         """
         found: list[int] = self.logits(batch, inputs, drafted).argmax(-1).cpu().numpy().tolist()
         ends = np.cumsum([count + 1 for count in drafted]).tolist()
@@ -236,11 +236,11 @@ def cache_argument_of(model: PreTrainedModel) -> str:
 
 
 def load_model(path: str | Path | None, seed: int = 0, device: str = "cpu") -> PreTrainedModel:
-    """The model of a directory as `save_pretrained` writes it, in float32; the small Llama of `seed` for None.
+    """Load the model that `save_pretrained` wrote to a directory, in float32; for None, make the small Llama of `seed`.
 
-    Nothing is downloaded. What greedy decoding depends on besides the logits (a repetition penalty and the like) is
-    dropped from the generation settings; the end-of-sequence tokens stay. Raises `MissingExtraError`, or
-    `ModelLoadError` for no such directory or device, no model in it, weights that are missing or of another shape.
+    The function downloads nothing. It drops the generation settings that change greedy decoding (a repetition penalty
+    and the like) and keeps the end-of-sequence tokens. Raises `MissingExtraError`. Raises `ModelLoadError` if the
+    directory or the device does not exist, the directory has no model, or weights are missing or of another shape.
     """
     transformers = _transformers()
     model: Any = tiny_llama(seed) if path is None else _load_directory(Path(path))
@@ -393,7 +393,7 @@ def _attention(model: Any, name: str) -> Generator[Any]:
 
 @torch.inference_mode()
 def reference_tokens(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """What the model's own `generate(do_sample=False)` appends to `prompt`, its end token included."""
+    """The tokens that the model's own `generate(do_sample=False)` appends to `prompt`, with its end token."""
     ids = torch.tensor([list(prompt)], device=model.device)
     with own_attention(model) as own:
         # Without a mask of ours generate guesses one from the pad token, which may be a real token of the prompt.

@@ -1,9 +1,9 @@
-"""`DecodeScheduler`: takes requests in, has them prefilled elsewhere, pulls their pages, and generates the rest.
+"""`DecodeScheduler`: accepts requests, has them prefilled elsewhere, pulls their pages, and generates the rest.
 
-Who holds what: a request holds pages here from `import_block_table` on. Nobody else can find them before
-`commit_import`, and nobody else gets them before the pull's last event: until then a READ may still write there. So a
-pull outlives the attempt that it is of: where that fails its import is cancelled at once, and the manager takes the
-pages back when nothing of the pull is in flight.
+Ownership: a request holds its pages from `import_block_table` on. No other request can find them before
+`commit_import`, and none gets them before the pull's last event: until then a READ may still write there. A pull may
+therefore outlive its attempt. If the attempt fails, its import is cancelled at once, and the manager takes the pages
+back when no transfer of the pull is in flight.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class DecodeScheduler:
         self.connections = [self._connect(endpoint) for endpoint in prefills]
         self._max_open = max_open
         self._requests: dict[str, DecodeRequest] = {}
-        self._unasked: dict[str, DecodeRequest] = {}  # those that no prefill process has been asked for yet
-        # Of each replica the requests that wait for its pages, in the order of their offers, each with its attempt.
+        self._unasked: dict[str, DecodeRequest] = {}  # requests not yet sent to any prefill process
+        # The requests that wait for pages of each replica, each with its attempt, in the order of their offers.
         self._arrived: list[deque[tuple[DecodeRequest, int]]] = [deque() for _ in range(self._manager.num_replicas)]
         # Counted over all requests: a request whose id comes again is told from the earlier one.
         self._attempts = itertools.count(1)
@@ -128,15 +128,15 @@ class DecodeScheduler:
 
     @property
     def sockets(self) -> list[Awaited]:
-        """What to wait for while `poll` finds nothing to do."""
+        """The sockets to wait on while `poll` finds nothing to do."""
         return [*(socket for prefill in self.connections for socket in prefill.sockets), self._exchange.bell]
 
     # ---- what the frontend says
 
     def submit(self, message: msg.Submit) -> None:
-        """Have a prompt prefilled; what comes again is dropped.
+        """Have a prompt prefilled. A repeated submission is dropped.
 
-        What can never fit, or is one too many, fails at once, and alone.
+        A request that can never fit, or that exceeds the limit of open requests, fails at once. Others are unaffected.
         """
         if message.serial and not self._submitted.add(message.serial):
             self.counts["late"] += 1
@@ -159,9 +159,9 @@ class DecodeScheduler:
         self._requests[name] = self._unasked[name] = request
 
     def abort(self, request_id: str, serial: int = 0) -> None:
-        """Forget a request, wherever it is; the frontend hears `cancelled`. Nothing happens where it is over.
+        """Forget a request in any phase; the frontend receives `cancelled`. A no-op if the request is over.
 
-        With the `serial` of a submission that one is meant, even if it is yet to come.
+        A `serial` selects one submission, even if it has not arrived yet.
         """
         if serial and self._submitted.add(serial):  # its submission comes too late now
             self.frontend.send(msg.Tokens(request_id=request_id, finished="cancelled", serial=serial))
@@ -177,7 +177,7 @@ class DecodeScheduler:
         self._exchange.lending.stop()
 
     def follow(self, prefills: Sequence[str]) -> None:
-        """The endpoints of the prefill processes are these now. Nobody is left whose process is still there."""
+        """Connect to the prefill processes at these endpoints. A connection stays while its process is still there."""
         self.connections = renewed(self.connections, prefills, self._connect)
 
     # ---- a round
@@ -371,9 +371,9 @@ class DecodeScheduler:
         request.move("decoding", self._clock() + self._times.decode_s)
 
     def _on_event(self, happened: ExchangeEvent) -> None:
-        """What became of a pull is news to the attempt that it is of, and to no other."""
+        """Pass the outcome of a pull to the attempt that started it, and to no other."""
         if not isinstance(happened.event, PullEvent):
-            return  # what is lent to who asked for it is nobody's request
+            return  # pages lent to another process belong to no request here
         key, error = happened.event.key, happened.event.error
         request = self._requests.get(key.rpartition("#")[0])
         if request is None or request.key != key or request.phase not in ("offered", "pulling"):

@@ -179,10 +179,10 @@ class Fleet:
         return f"({how}){self._last_words(name)}"
 
     def receive(self, timeout_s: float) -> list[msg.AnyMessage]:
-        """What the servers have sent, waiting up to `timeout_s` for the first of it.
+        """Receive messages from the servers; wait up to `timeout_s` seconds for the first one.
 
         Raises:
-            ServiceError: a server has ended, or says why it is about to.
+            ServiceError: a server has ended, or reports why it is about to end.
         """
         messages = self._received(timeout_s)
         if any(map(self.has_ended, self.running)):

@@ -1,4 +1,4 @@
-"""What the processes of a disaggregated service say to each other: msgspec structs, msgpack on ZMQ, no pickle.
+"""The messages between the processes of a disaggregated service: msgspec structs, msgpack on ZMQ, no pickle.
 
 frontend ──Submit, Abort──► decode ──Hello──────────────────► prefill
 frontend ◄─────Tokens────── decode ◄────────Welcome, Leaving── prefill
@@ -7,8 +7,8 @@ frontend ◄─────Tokens────── decode ◄──────
 frontend ──Ask, Drain, Stop, Members──► both
 frontend ◄──Ready, Stats, Left, Fatal── both
 
-Between decode and prefill each message is about one attempt: (request id, attempt). Every number and length has its
-limit in the type, so that what was decoded may be used. `Rejected` answers what could not be decoded.
+Between decode and prefill each message belongs to one attempt: (request id, attempt). The types limit every number
+and length, so a decoded message is safe to use. `Rejected` answers a message that could not be decoded.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class OfAttempt(Message, frozen=True, kw_only=True):
 
 
 class KVSource(msgspec.Struct, frozen=True):
-    """Who may have pages of a prompt, and is asked for them."""
+    """A process that may have pages of a prompt, and is asked for them."""
 
     address: Name  # of its `PageExchange`
     engines: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=64)]  # its replicas, the likeliest first
-    tokens: Annotated[int, Meta(ge=0, le=_MAX_PROMPT)] = 0  # of the prompt, that it has at least; 0: nobody knows
+    tokens: Annotated[int, Meta(ge=0, le=_MAX_PROMPT)] = 0  # the least number of prompt tokens it has; 0: unknown
 
 
 KVSources = Annotated[tuple[KVSource, ...], Meta(max_length=8)]

@@ -1,12 +1,12 @@
-"""`PeerPrefixes`: what other processes have cached of a waiting prompt is pulled from there, and the rest is computed.
+"""`PeerPrefixes`: pulls the pages of a waiting prompt that other processes have cached; the rest is computed.
 
-Who may have it is named with the request, and may have forgotten it, be busy, or be gone: then the prompt is computed
-as if nobody had been named, after a question, or after the time that a question or a pull is given. What was pulled is
-cached here like anything else: the request finds it when it is admitted, in its turn.
+The request names the processes that may have pages. Such a process may have evicted them, be busy, or be gone. The
+prompt is then computed as if no process had been named, after the answer or after the time limit of a question or a
+pull. Pulled pages are cached like any others: the request finds them when it is admitted, in its turn.
 
-Sources are asked one after another, each for what is missing by then, and each stretch of pages is published before the
-next is asked for: so there never is a hole, a stretch that fails leaves those before it, and nobody lends a page that
-another has lent already. Rejected: to ask all at once, as each would hold what one of them is read for.
+Sources are asked one after another, each for the pages still missing. Each stretch of pages is published before the
+next one is requested. So there is never a gap, a stretch that fails leaves the earlier ones intact, and no two sources
+lend the same page. Rejected: asking all sources at once, because each would hold pages that only one is read for.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ class _Fetch:
 
 
 class PeerPrefixes:
-    """The prompts that are asked for. Belongs to the thread of the loop; no call waits.
+    """The prompts whose pages are requested from peers. For the loop's thread; no call waits.
 
     Args:
-        manager: whose pages are filled. What it does not cache is not asked for.
-        exchange: of these pages.
-        clock: seconds, monotonic.
+        manager: the manager whose pages are filled. Pages that it does not cache are not requested.
+        exchange: the exchange of these pages.
+        clock: a monotonic clock, in seconds.
 
     Attributes:
-        counts: prompts for which a source was named, by what came of it.
+        counts: prompts for which a source was named, by outcome.
         pages_pulled: pages that were filled.
-        estimate: what pulls and prompts took.
+        estimate: the measured times of pulls and prompts.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class PeerPrefixes:
         return self._go_on(fetch, "failed") if event.safe else self._end(fetch, "failed")
 
     def drop(self, key: str) -> None:
-        """Nobody wants this prompt any more. Safe for one that is not open."""
+        """Give up a prompt that is no longer wanted. A no-op if the prompt is not open."""
         fetch = self._open.pop(key, None)
         if fetch is not None and fetch.pending is not None:
             self._exchange.cancel_pull(fetch.replica, key, _DROPPED)
@@ -180,7 +180,7 @@ class PeerPrefixes:
                 self.estimate.pull.add(tokens, now - fetch.since)
         self._manager.release(context.request_id)
         fetch.stretches, fetch.since = fetch.stretches + 1, now
-        # Whoever had nothing before it may have what follows; who has lent it has no more.
+        # A source that had nothing before this stretch may have the pages after it. The lender of it has no more.
         fetch.to_ask = len(fetch.engines)
         return self._go_on(fetch, "pulled")
 

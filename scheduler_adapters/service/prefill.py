@@ -1,9 +1,9 @@
 """`PrefillScheduler`: computes prompts for decode processes, and keeps the pages under leases until they are read.
 
-Who holds what: a request holds its pages while it runs; from then on its lease holds them, until it is over on every
-shard (`LeaseOver`). So a request is released as soon as its prompt has ended, or is given up; nothing frees a page
-while its lease word stands. The loop never takes the pages of a running prompt away: it has pages for all of its tokens
-when it is admitted, and asks for no more.
+Ownership: a request holds its pages while it runs. After that its lease holds them, until the lease is over on every
+shard (`LeaseOver`). So a request is released as soon as its prompt has ended or is given up, and no page is freed
+while its lease word stands. The loop never preempts a running prompt: a prompt gets pages for all of its tokens when
+it is admitted, and needs no more.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from transfer.pull.lease_slots import LEASE_SLOTS
 from transfer.pull.replica import LeaseOver, Offered
 
 _EXPIRE_S = 0.01
-# A lease that is asked for stands a fraction of a millisecond later, mostly while the model still runs. Where it does
-# not, waiting costs less than the next step of the loop, at whose end the reader would be told otherwise.
+# A lease usually stands a fraction of a millisecond after the request for it, while the model still runs. If it does
+# not, waiting for it costs less than telling the reader only at the end of the loop's next step.
 _OFFERED_S = 5e-3
 
 
@@ -109,7 +109,7 @@ class PrefillScheduler:
 
     @property
     def sockets(self) -> list[Awaited]:
-        """What to wait for while `poll` finds nothing to do."""
+        """The sockets to wait on while `poll` finds nothing to do."""
         return [self._socket, self._exchange.bell]
 
     def poll(self) -> bool:
@@ -315,7 +315,7 @@ class PrefillScheduler:
                 self._offer(request)
 
     def _table(self, request: PrefillRequest) -> BlockTable | None:
-        """What the reader may read by now; None where that is nothing new."""
+        """The block table of the pages that the reader may read now; None if it has no new ones."""
         if request.table is not None:
             return request.table
         try:

@@ -50,7 +50,7 @@ class PromptHistory:
         return known * CHUNK
 
     def add(self, chunks: Sequence[int]) -> None:
-        """It is asked for these. What was asked for longest ago is forgotten, the end of a prompt before its head."""
+        """Record that it was asked for `chunks`. Forgets the oldest chunks, the end of a prompt before its head."""
         for chunk in reversed(chunks):
             self._chunks[chunk] = None
             self._chunks.move_to_end(chunk)
@@ -63,11 +63,11 @@ class PromptHistory:
 
 
 class OwnPages(NamedTuple):
-    """What the process that asks has cached of a prompt: the answers of a conversation are nowhere else.
+    """The pages of a prompt that the asking process has cached: no other has the answers of a conversation.
 
     Attributes:
-        source: where it is asked for these pages, and how many tokens they hold.
-        page_size: of them.
+        source: the address where it is asked for these pages, and the number of tokens that they hold.
+        page_size: the page size of these pages, in tokens.
     """
 
     source: msg.KVSource
@@ -87,18 +87,18 @@ def own_pages(manager: PulledPages, exchange: PageExchange, context: TextContext
 
 
 class PrefillConnection:
-    """The connection to one prefill process. One that is lost is never taken up again: a new one is made.
+    """The connection to one prefill process. A lost connection is never reused: a new one is made.
 
-    What was asked for on a lost connection is over, on both sides. So nothing that waits in a socket for a dead process
+    Requests made on a lost connection are over, on both sides. So no message that waits in a socket for a dead process
     is delivered to its successor.
 
     Attributes:
-        welcome: what the process says of itself; None while it is not there.
-        lost: reasons of losses since the owner looked.
-        load: prompt tokens that it has to compute for us and that have not come.
-        history: what it may have cached.
-        malformed: messages that could not be decoded.
-        leaving: the process takes nothing new.
+        welcome: the process's description of itself; None while it is not there.
+        lost: reasons of losses since the owner last looked.
+        load: prompt tokens that it still has to compute for us.
+        history: the chunks of prompts that it may have cached.
+        malformed: the number of messages that could not be decoded.
+        leaving: the process accepts no new requests.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class PrefillConnection:
 
     @property
     def name(self) -> str:
-        """Of the process, or of the endpoint where it has not said."""
+        """The name of the process, or its endpoint until it has sent its name."""
         return self.endpoint if self.welcome is None else self.welcome.name
 
     @property
@@ -154,11 +154,11 @@ class PrefillConnection:
         return True
 
     def cancel(self, request_id: str, attempt: int, reason: str) -> None:
-        """Nobody waits for this any more, and nothing of it is read."""
+        """Tell the process that this attempt is no longer wanted, and that none of its pages are being read."""
         self.send(msg.Cancel(request_id=request_id, attempt=attempt, reason=msg.clipped(reason)))
 
     def poll(self) -> Iterator[msg.ToDecode]:
-        """What the process has said; losses are in `lost`."""
+        """The messages that have arrived from the process. Losses are recorded in `lost`."""
         if self._socket is None:
             if self._clock() >= self._again_at:
                 self._open()
@@ -192,7 +192,7 @@ class PrefillConnection:
         self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
 
     def close(self) -> None:
-        """Close the sockets. Safe twice."""
+        """Close the sockets. Calling it twice is safe."""
         socket, monitor, pulse = self._socket, self._monitor, self._pulse
         self._socket = self._monitor = self._pulse = None
         if socket is not None:
@@ -226,7 +226,7 @@ class PrefillConnection:
 def renewed(
     connections: Sequence[PrefillConnection], endpoints: Sequence[str], connect: Callable[[str], PrefillConnection]
 ) -> list[PrefillConnection]:
-    """The connections where the processes listen at these endpoints now. One whose process is still there stays."""
+    """The connections after the endpoints have changed. A connection whose process is still there stays."""
     kept = [one for one in connections if one.endpoint in endpoints or one.welcome is not None]
     for one in connections:
         if one not in kept:
@@ -242,11 +242,11 @@ def route(
     wanted: str = "",
     own: OwnPages | None = None,
 ) -> tuple[PrefillConnection, int] | None:
-    """Have a prompt computed by the process that will have done so first, which is guessed by load and history.
+    """Send a prompt to the process that is expected to finish it first, judged by load and history.
 
-    Between equals the one with less in its cache; one that is to be avoided only where there is no other. The one that
-    is wanted comes before all that guessing. Whom it was asked of, and the tokens booked there as its load; None where
-    nobody took it.
+    A tie goes to the process with less in its cache. A process in `avoid` is chosen only if there is no other. The
+    process named `wanted` takes precedence over load and history. Returns the chosen connection and the tokens booked
+    there as its load, or None if no process accepted the prompt.
     """
     there = [one for one in connections if one.takes_requests]
     if not there:
@@ -268,10 +268,10 @@ def route(
 def _sources(
     missing: Mapping[PrefillConnection, int], chosen: PrefillConnection, length: int, own: OwnPages | None
 ) -> tuple[msg.KVSource, ...]:
-    """Who has more of a prompt than the chosen process was asked for before, if anybody, those with most of it first.
+    """The sources that may have more of a prompt than the chosen process was asked for before, most tokens first.
 
-    That is the process that was asked for most of it, which may have the pages, and whoever asks, who knows.
-    `missing`: of each process that is there the tokens of the prompt, of so many, that it was not asked for.
+    Two are possible: the process that was asked for most of the prompt, and the asking process, which knows its pages.
+    `missing`: for each connected process, the number of the prompt's `length` tokens that it was not asked for.
     """
     lacking: list[tuple[int, msg.KVSource]] = []
     best = min(missing, key=missing.__getitem__)

@@ -1,12 +1,12 @@
-"""Whether tokens of a prompt are pulled from who has them or computed here: by what either took so far. Pure.
+"""Decides from measured times whether tokens of a prompt are pulled from a peer or computed here. Pure.
 
-What either takes grows with the tokens, and by no straight line: computing pays for its steps first, and for attention
-later. So times are kept by length, a few for each power of two, and what lies between two lengths that were measured is
-interpolated. That is what a length usually takes. How quick a way is now is one factor for all lengths, that of the
-latest measurements, so that a link that has become slow at one length is known to be slow at each.
+Both times grow with the number of tokens, but not linearly: steps dominate short computations, attention dominates
+long ones. So times are kept by length, a few for each power of two, and times between two measured lengths are
+interpolated. This gives the usual time of a length. The current speed of each way is one factor for all lengths, taken
+from the latest measurements: a link that has become slow at one length counts as slow at all.
 
-What a pull takes has the question in it, and whatever source and link are busy with; what computing takes has the batch
-in it that a prompt shares.
+The time of a pull includes the question, and any delay at a busy source or link. The time of a computation includes the
+batch that the prompt shares.
 """
 
 from __future__ import annotations

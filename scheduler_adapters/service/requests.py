@@ -1,6 +1,6 @@
 """A request as each side of the service keeps it: every legal move is in a table, every phase has a deadline.
 
-What the sides say to each other is about one attempt at a request, (request id, attempt).
+Every message between the sides belongs to one attempt at a request, (request id, attempt).
 
 With prefill, where an attempt is a request of its own:
 
@@ -26,8 +26,8 @@ With decode, where a request takes up the next attempt when one fails:
     pulling     pages are reserved here, READs are on their way
     decoding    in the loop
 
-From each phase that is not `over` a failure or a cancellation leads to the end. Deadlines are on a monotonic clock of
-this process; what the other side is told is a duration. The first reason of a failure is the one that is kept.
+A failure or a cancellation leads from any phase to `over`. Deadlines are on a monotonic clock of this process; messages
+to the other side carry durations. The first reason of a failure is kept.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ DECODE_MOVES: dict[str, frozenset[str]] = {
 }
 
 _PARTS = {"waiting": "queue", "asked": "lease", "offered": "room", "pulling": "read"}
-"""Of a hand-over (`transfer.spans.PARTS`), by the phase that it is."""
+"""The part of a hand-over (`transfer.spans.PARTS`) for each phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,21 +136,21 @@ class Recent(Generic[_Name]):
 
 
 def prompt_of(tokens: Sequence[int] | NDArray[np.int32], cache_salt: str | None) -> Prompt:
-    """What the KV of a request of the service depends on."""
+    """Everything that the KV of a request of the service depends on."""
     return Prompt(np.array(tokens, np.int32), "" if cache_salt is None else f"={cache_salt}")
 
 
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
-    """What both sides keep of a request.
+    """The state of a request that both sides keep.
 
     Attributes:
-        request_id: as the client calls it.
-        attempt: a number of decode's, higher for each attempt at any request.
-        phase: where it stands.
-        deadline: of this phase.
-        reason: the first reason of its failure; empty where there is none.
-        span: of its hand-over, where hand-overs are traced.
+        request_id: the client's id of it.
+        attempt: a number that decode increases for each attempt at any request.
+        phase: its current phase.
+        deadline: the deadline of this phase.
+        reason: the first reason of its failure; empty if it has not failed.
+        span: the span of its hand-over, if hand-overs are traced.
     """
 
     moves: ClassVar[Mapping[str, frozenset[str]]]
@@ -227,7 +227,7 @@ class PrefillRequest(TrackedRequest):
     final: bool = False
 
     def digest_of(self, num_tokens: int) -> bytes:
-        """Of the first tokens of its prompt."""
+        """The digest of the first `num_tokens` tokens of its prompt."""
         known = self.digest and num_tokens == len(self.prompt.token_ids)
         return self.digest if known else self.prompt.digest(num_tokens)
 
@@ -353,7 +353,7 @@ class DecodeRequest(TrackedRequest):
             self.span.begin("commit", times.over_at)
 
     def news(self, tokens: tuple[int, ...], finished: msg.Finished | None = None) -> msg.Tokens:
-        """What the frontend is told: tokens that follow the ones before, and whether they are the last."""
+        """The message to the frontend: the tokens after those already sent, and whether they are the last."""
         return msg.Tokens(
             request_id=self.request_id,
             tokens=tokens,

@@ -1,6 +1,6 @@
-"""What a prefill or decode process does (`scheduler_adapters.service.program` starts it).
+"""The main program of a prefill or decode process (`scheduler_adapters.service.program` starts it).
 
-Its settings come as one line of JSON on standard input. The pipe stays open: its end means that the parent is gone.
+Its settings arrive as one line of JSON on standard input. The pipe stays open: its end means that the parent is gone.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from transfer.pull.exchange import PageExchange
 from transfer.wire.keys import Keyring, load_keyring
 from transfer.wire.secret import read_secret
 
-# What comes through a socket ends a wait. Leases, pulls and deadlines have none: they are looked at as often as this.
+# A message on a socket ends a wait. Leases, pulls and deadlines have no socket: they are checked this often.
 _WAIT_MS = 1
-_IDLE_MS = 100  # without a request: signals, and connections that are to be made anew
-# A thread that computes in Python gives the lock up after this long: the transfer thread polls every millisecond.
+_IDLE_MS = 100  # without a request: the interval for signals and for reconnecting
+# A thread that computes in Python releases the GIL after this long: the transfer thread polls every millisecond.
 _SWITCH_S = 2e-4
 
 
@@ -89,11 +89,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     keyring: str = ""  # file of this process's keys (`transfer.wire.keys`); empty for plain sockets
     trace: bool = False  # a span of OpenTelemetry for each hand-over, where the process has a tracer provider
     metrics: str = ""  # host:port at which Prometheus reads this process's metrics, port 0 a free one; empty: none
-    watch: str = ""  # where who watches the process asks (`kvcache.watch`); empty for nowhere
-    # Of the fleet (`transfer.wire.secret`), in place of a keyring: all sockets have keys that are derived from it.
-    # Sources on other hosts are read from only with one of them.
+    watch: str = ""  # the endpoint where the process is watched (`kvcache.watch`); empty for none
+    # The fleet's secret (`transfer.wire.secret`), in place of a keyring: the keys of all sockets are derived from it.
+    # Reading from sources on other hosts requires a secret or a keyring.
     secret: str = ""
-    allowed_peers: tuple[str, ...] = ()  # hosts and networks that may be read from, beside this host
+    allowed_peers: tuple[str, ...] = ()  # hosts and networks that may be read from, in addition to this host
 
 
 def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], dict[str, str]]:
@@ -268,7 +268,7 @@ class Herald:
         self._due = 0.0
 
     def say(self, frontend: FrontendQueue, *, draining: bool) -> None:
-        """Say it where it is due. What the frontend has not read yet is not said once more."""
+        """Send the state if it is due. The same state is not sent again while the frontend has yet to read it."""
         if draining != self._ready.draining:
             self._ready, self._due = msgspec.structs.replace(self._ready, draining=draining), 0.0
         if (now := time.monotonic()) >= self._due and not frontend.is_behind:

@@ -33,7 +33,7 @@ AnySocket = TypeVar("AnySocket", bound=Socket)
 
 
 class Awaited(Protocol):
-    """What can be waited for: a socket, or whatever has a file descriptor."""
+    """Anything that can be waited on: a socket, or another object with a file descriptor."""
 
     def fileno(self) -> int:
         """The descriptor that is polled for reading."""

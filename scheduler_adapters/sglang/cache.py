@@ -3,10 +3,10 @@
 Importing this module imports SGLang, which finds it by itself where pagewire is installed beside it (`plugin.register`
 is an entry point of its plugin group).
 
-Who owns what: SGLang keeps its rows, its free pages and its scheduler. Of ours are the pages that hold a published
-prefix: page states, digests, index and order of eviction (`kvcache.pool.pages.PagePool`, `kvcache.replica.hashing`).
-To our pool a page that SGLang has free, or that one of its requests still fills, is a page with one holder: SGLang.
-Where `checkpoint` publishes it, that hold passes to the locks on it, and `evict` gives it back:
+Ownership: SGLang keeps its rows, its free pages and its scheduler. We own the pages that hold a published prefix:
+page states, digests, index and eviction order (`kvcache.pool.pages.PagePool`, `kvcache.replica.hashing`). Our pool
+sees SGLang as the one holder of a page that is free in SGLang or that one of its requests still fills. `checkpoint`
+publishes such a page and passes that hold to the locks on it; `evict` gives the page back to SGLang:
 
     of SGLang ──checkpoint──► published, locked ──unlock──► published, idle ──evict──► of SGLang
                                      ▲                             │
@@ -307,7 +307,7 @@ class PagewireCache(BasePrefixCache):
     ) -> tuple[_HashedIds, Digests]:
         """Digests of the whole pages of `ids`, an `array('q')`, up to `limit` and to the first token that is no int32.
 
-        Of one request they are computed once, as long as its tokens stay: an aborted one is given others.
+        They are computed once for a request while its tokens stay the same. An aborted request gets other tokens.
         """
         tokens = np.frombuffer(ids, np.int64)[:limit] if len(ids) else np.zeros(0, np.int64)
         kept = None if req is None else self._hashed.get(req)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 STATES: Any = KVPoll
-"""Of a room: numbers, which SGLang's annotations take for members of their class."""
+"""The states of a room. They are plain numbers, but SGLang annotates them as members of their class."""
 
 
 class PagewireKVManager(CommonKVManager):

@@ -1,4 +1,4 @@
-"""What our workers are told of an SGLang engine, out of its scheduler. What is not supported is refused at start."""
+"""Derives our workers' configuration from an SGLang scheduler. Unsupported features are refused at start."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the cache holds, in SGLang's own stream of KV events: `--kv-events-config`.
+"""Reports the contents of the cache in SGLang's own stream of KV events: `--kv-events-config`.
 
-SGLang's recorder keeps the events until its scheduler publishes them. What it calls a hash is a block's identifier and
-no more: ours is the first word of the page's digest, which salt and extra key are part of.
+SGLang's recorder keeps the events until its scheduler publishes them. SGLang uses a block's hash only as an identifier.
+We pass the first word of the page's digest, which covers salt and extra key.
 """
 
 from __future__ import annotations

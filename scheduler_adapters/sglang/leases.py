@@ -130,7 +130,7 @@ class RoomLeases:
         return sum(known.opened for known in self._rooms.values())
 
     def open(self, room: int) -> None:
-        """A request has come. Whatever decode said of its room before holds for it."""
+        """Open the room of a new request. Earlier messages from decode about this room apply to it."""
         known = self._rooms.setdefault(room, _LeasedRoom())
         known.opened = True
         self._failed.pop(room, None)

@@ -41,10 +41,10 @@ def _build(context: TreeCacheBuildContext) -> BasePrefixCache:
 
 
 def _register_transfer() -> None:
-    """SGLang lets a plugin add the name. What stands behind a name it looks up in an enum, by value.
+    """Register the transfer backend: SGLang lets a plugin add the name, but looks the backend up in an enum, by value.
 
-    An enum asks its `_missing_` for values that it has not: there the name becomes a member, and what it needs is
-    hooked, in those processes alone that were started with it.
+    An enum calls its `_missing_` for values that it does not have. That hook makes the name a member and installs what
+    the backend needs, but only in processes that were started with this backend.
     """
     from sglang.srt.arg_groups.choices import (  # noqa: PLC0415
         DISAGG_TRANSFER_BACKEND_CHOICES,

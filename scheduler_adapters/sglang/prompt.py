@@ -1,4 +1,4 @@
-"""What the KV of an SGLang request depends on, as far as both servers call it the same."""
+"""Everything that the KV of an SGLang request depends on and that has the same name on both servers."""
 
 from typing import TYPE_CHECKING
 

@@ -91,7 +91,7 @@ class RankFollower:
         self._socket.send(_encode(RankOutput(rank=self._rank, token=self._token, output=_encode(output))))
 
     def steps(self) -> Iterator[ConnectorMetadata]:
-        """What rank 0 wants done."""
+        """The steps that rank 0 has sent."""
         decoder = msgspec.msgpack.Decoder(RankStep)
         while True:
             try:

@@ -70,7 +70,7 @@ class RankOutput(msgspec.Struct, frozen=True, tag="output"):
 
 
 class RankStep(msgspec.Struct, frozen=True, tag="step"):
-    """What rank 0 of prefill tells the others."""
+    """A step's leases and loads, from rank 0 of prefill to the other ranks."""
 
     metadata: bytes
 
@@ -144,7 +144,7 @@ class RoomServer:
         self.malformed = 0
 
     def received(self) -> Iterator[tuple[bytes, ToServer]]:
-        """What has come, and from which rank of decode or of our own."""
+        """The messages that have arrived, each with the rank that sent it, of decode or of this engine."""
         for frames in received(self._socket):
             try:
                 yield frames[0], _to_server.decode(frames[-1])
@@ -204,7 +204,7 @@ class RoomClient:
                     continue  # its room runs into its deadline
 
     def lost(self) -> Iterator[str]:
-        """The endpoints that have gone away. What was asked there is answered by nobody; a new process may be there."""
+        """The endpoints that have gone away. Questions sent there stay unanswered; a new process may be there now."""
         for address, connection in list(self._connections.items()):
             if connection.monitor.poll(0) or connection.pulse.is_over:
                 del self._connections[address]

@@ -1,4 +1,4 @@
-"""What the operator says, in environment variables: SGLang passes no options of a transfer backend through."""
+"""Settings from environment variables: SGLang passes no options through to a transfer backend."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _TIMING = Timing()
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Each is the variable of this name in capitals, with `PAGEWIRE_` before it.
+    """Each setting is the environment variable `PAGEWIRE_` plus its name in capitals.
 
     Attributes:
-        secret: as `WorkerConfig` has it: "file:PATH", "env:NAME" or the secret itself; plain sockets where empty.
-        allowed_peers: addresses, networks and host names of prefill, with commas; the own host is among them.
-        lease_s: seconds that prefill keeps pages without a word of decode.
+        secret: as in `WorkerConfig`: "file:PATH", "env:NAME" or the secret itself; plain sockets if empty.
+        allowed_peers: addresses, networks and host names of prefill, separated by commas; this host is always allowed.
+        lease_s: seconds that prefill keeps pages without a message from decode.
         load_s: seconds until a read fails by itself.
-        watch: where `pagewire top` may ask for the pages of our cache, as `ManagerWatch` has it; empty: nowhere.
+        watch: the endpoint where `pagewire top` may watch our cache, as in `ManagerWatch`; empty for none.
     """
 
     secret: str = ""

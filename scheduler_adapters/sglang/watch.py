@@ -108,7 +108,7 @@ class CachePool:
         )
 
     def prefixes(self) -> Iterable[NDArray[np.int32]]:
-        """Of each request with a row those of its pages that are cached."""
+        """The cached pages of each request that has a row."""
         return [pages[: req.kv.cache_protected_len // self._cache.page_size] for req, _, pages in self._rows()]
 
     def _rows(self) -> list[Row]:

@@ -1,8 +1,8 @@
-"""What vLLM's attention backends keep in a page, and where in a head of it keys and values lie.
+"""Contents of a page for each of vLLM's attention backends, and where keys and values lie in a head of it.
 
-vLLM's tensors do not say it: the backend for CPUs takes what is [tokens, content] of a head for all keys, then all
-values, and has the keys column by column. So a backend is known by its class, and refused where it is not; and what is
-written here of those that are known `proof.py` tries on the tensors themselves.
+vLLM's tensors do not show this: the CPU backend uses the [tokens, content] of a head for all keys, then all values, and
+stores the keys column by column. So backends are recognised by class, and an unknown one is refused. `proof.py` tests
+the layout stated here on the tensors themselves.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _LATENTS = {
 }
 _CPU = "cpu_attn.CPUAttentionBackend"
 _KEYS_IN_COLUMNS = {"vec", "vec16"}
-"""Sets of instructions for which the CPU backend keeps keys as columns and values as rows. Those for AMX, say, have
-tiles of both, which only they know."""
+"""Instruction sets for which the CPU backend keeps keys as columns and values as rows. Others, AMX for example, keep
+both in tiles whose layout only the backend knows."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What the pages of some layers keep.
+    """The contents of the pages of some layers.
 
     Attributes:
-        text: names it: both sides of a transfer must say the same.
+        text: a name for the contents; it must be equal on both sides of a transfer.
         whole_pages: only the backend knows what lies where in a head of a page.
         columns: a head of a page has all keys, a column for each token, and then all values, a row for each.
         states: shape and dtype of each state that a page of bytes holds, in their order.
@@ -115,7 +115,7 @@ def layers_of(where: str, vllm_config: VllmConfig, names: Sequence[str]) -> dict
 
 
 def contents_of(where: str, vllm_config: VllmConfig, names: Sequence[str], spec: Any, page_size: int) -> Contents:
-    """What the pages of some layers keep, which must be the same of all."""
+    """The contents of the pages of some layers, which must be the same for all of these layers."""
     layers = layers_of(where, vllm_config, names).values()
     contents = {_contents(where, vllm_config, layer.get_attn_backend(), spec, page_size) for layer in layers}
     if len(contents) != 1:

@@ -1,7 +1,7 @@
-"""What our workers are told of a vLLM engine: its ranks, out of vLLM's own configs, and what we are asked for beside.
+"""Derives our workers' configuration of a vLLM engine: its ranks from vLLM's own configs, plus our own options.
 
-Whatever is not understood here is refused when the engine starts, with its name: a cache that is moved in a wrong shape
-would be found by nobody.
+Anything not understood here is refused by name when the engine starts: a cache that was moved in a wrong shape would go
+unnoticed.
 """
 
 from __future__ import annotations

@@ -6,12 +6,13 @@ vLLM finds it by its module; nothing else of ours imports vLLM:
       "kv_connector_module_path": "scheduler_adapters.vllm"}'
 
 for prefill, and with `kv_consumer` for decode. Requests and proxies are those of vLLM's own NIXL connector,
-and so are `VLLM_NIXL_SIDE_CHANNEL_HOST` and `_PORT`; `scheduler_adapters.vllm.config.Options` has the rest. Of the keys
-of its `kv_transfer_params` ours have those that say whom to ask.
+and so are `VLLM_NIXL_SIDE_CHANNEL_HOST` and `_PORT`; `scheduler_adapters.vllm.config.Options` has the rest. Our
+`kv_transfer_params` use only the keys of that connector that say which engine to ask.
 
-Who owns what: vLLM keeps its blocks and its scheduler. A lease of ours stands over the blocks of a request that was
-prefilled; vLLM keeps them until every rank says that it has ended. The two sides may differ in block size, layout in
-memory, tensor and pipeline parallelism: the plan takes any. Models with recurrent states need equal tensor parallelism.
+Ownership: vLLM keeps its blocks and its scheduler. One of our leases covers the blocks of a prefilled request; vLLM
+keeps the blocks until every rank reports that the lease has ended. The two sides may differ in block size, memory
+layout, tensor and pipeline parallelism: the plan handles any. Models with recurrent states need equal tensor
+parallelism.
 """
 
 from __future__ import annotations
@@ -98,15 +99,15 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No: nothing is done layer by layer. Asked before any process of the engine starts, where graphs are full."""
+        """No: nothing is done layer by layer. vLLM asks if graphs are full, before any process of the engine starts."""
         check_options(extra_config)
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Heads before tokens, so that a rank's share of heads is one run; of a latent any.
+        """Heads before tokens, so that a rank's share of heads is one run. Latents may have any layout.
 
-        Asked in the scheduler's process, before memory is measured and graphs are captured.
+        vLLM calls this in the scheduler's process, before memory is measured and graphs are captured.
         """
         if vllm_config.kv_transfer_config is not None:
             read_options(vllm_config, listens=True)
@@ -176,7 +177,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduling.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """What the workers have said."""
+        """Take over the workers' output."""
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, WorkersMetadata):
             self._scheduling.update(metadata.outputs)
@@ -206,7 +207,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         self._working.set_copy(copy_operation)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        """What the scheduler's side is to tell of this rank."""
+        """The metadata of this rank that the scheduler's side serves to readers."""
         return self._working.handshake_metadata()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ARG002
@@ -240,7 +241,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(*self._working.results())
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What the scheduler's side is to know."""
+        """This rank's output for the scheduler's side; None if there is none."""
         output = self._working.take_output()
         return WorkersMetadata([(self._working.running.config.rank, output)]) if output else None
 

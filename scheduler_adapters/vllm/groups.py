@@ -1,7 +1,7 @@
-"""Page groups out of vLLM's cache specs: how the tensors lie, which layers they are of, and what a page keeps.
+"""Page groups from vLLM's cache specs: the layout of the tensors, their layers, and the contents of a page.
 
-Its tensors are always [blocks, heads, tokens, content]; how they lie in memory their strides say. What lies in the
-content is a matter of the backend's kernels: see `backends.py`.
+The tensors are always [blocks, heads, tokens, content]; their strides give the layout in memory. The backend's kernels
+decide what lies in the content: see `backends.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the two roles of our connector tell each other each step. vLLM pickles it from process to process."""
+"""The messages that the two roles of our connector exchange in each step. vLLM pickles them between processes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from transfer.connector.metadata import ConnectorMetadata, WorkerOutput
 class StepMetadata(KVConnectorMetadata):
     """One step's work, from the scheduler to every worker.
 
-    A worker sees leases and loads end that vLLM does not ask about (of requests that still run, or never came to wait):
-    it reports the end of what is named here, and of nothing else. vLLM ends the engine where it is told of a request
+    A worker also sees leases and loads end that vLLM does not wait for (of requests that still run, or that never
+    waited). It reports the end of those named here and of no others: vLLM stops the engine if it hears of a request
     that it does not wait for.
 
     Attributes:
         step: leases and loads.
-        parked: requests that vLLM has parked until a load of theirs is over.
+        parked: requests that vLLM has parked until their load is over.
         finished: requests whose blocks vLLM keeps until their lease is over.
-        refused: of the parked, those that cannot be loaded: they fail without any load.
+        refused: parked requests that cannot be loaded: they fail without any load.
     """
 
     step: ConnectorMetadata = field(default_factory=ConnectorMetadata)
@@ -36,7 +36,7 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkersMetadata(KVConnectorWorkerMetadata):
-    """What the workers have to say after a step: each rank's output, in the order they came."""
+    """The workers' report after a step: each rank's output, in order of arrival."""
 
     outputs: list[tuple[int, WorkerOutput]]
 
@@ -49,7 +49,7 @@ class WorkersMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class RankHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """What the engine's handshake server tells of one rank, and what must agree with a reader, as the rank knows it."""
+    """One rank's metadata for the engine's handshake server, and the settings that must agree with a reader's."""
 
     data: bytes
     fingerprint: dict[str, str]

@@ -66,7 +66,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def secured_by(self) -> str:
-        """What the keys of the side channel come from, for a log."""
+        """The origin of the side channel's keys, for a log."""
         return "of a secret" if self.secret else "of a keyring" if self.keyring else "none"
 
 

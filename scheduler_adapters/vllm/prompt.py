@@ -1,7 +1,7 @@
-"""What the KV of a vLLM request depends on: what vLLM's own block hashes are made of, by position instead of by block.
+"""Everything that the KV of a vLLM request depends on: the inputs of vLLM's block hashes, by position, not by block.
 
-An adapter goes in by its name alone, since its file may lie elsewhere on the other side. What an image or an embedding
-is goes in by vLLM's identifier of it, which is a hash of its content and of the model's name.
+An adapter is represented by its name alone, since its file may lie elsewhere on the other side. An image or embedding
+is represented by vLLM's identifier, which is a hash of its content and of the model's name.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def prove(config: WorkerConfig, layers: Mapping[str, Any], caches: Mapping[str, 
 
 @dataclass(frozen=True)
 class _Proof:
-    """Of one layer."""
+    """The proof of one layer."""
 
     where: str
     layer: Any
@@ -102,7 +102,7 @@ class _Proof:
             yield f"values that grow are found in another order: {[int(code) for code in codes[:8]]}"
 
     def _whole(self, pages: Sequence[int]) -> Iterator[str]:
-        """Each page of which some of what would be read is not its own. What lies where, only the backend knows."""
+        """Each page whose read would include bytes that are not its own. Only the backend knows what lies where."""
         for page in pages:
             found: list[torch.Tensor] = []
             for value in (1, 2):

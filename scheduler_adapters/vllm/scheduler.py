@@ -46,11 +46,11 @@ _NULL = 0  # vLLM's block that holds nothing: it stands for blocks that a window
 
 
 class SchedulerSide:
-    """Of one engine. For the thread of vLLM's scheduler.
+    """The scheduler's side of one engine. For the thread of vLLM's scheduler.
 
     Attributes:
-        manager: vLLM's, bound once it has one: it says which blocks are to be copied to host buffers, and is told of
-            those that nobody may find.
+        manager: vLLM's own, bound once it exists. It names the blocks to copy to host buffers, and is told which blocks
+            no request may find.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -143,7 +143,7 @@ class SchedulerSide:
             span.begin("room")
 
     def _end_span(self, request_id: str, error: str = "") -> None:
-        """The request's blocks are loaded, or never will be. Nothing happens where it has no span."""
+        """End the request's span: its blocks are loaded, or never will be. A no-op if it has no span."""
         if (span := self._spans.pop(request_id, None)) is not None:
             span.end(error)
 

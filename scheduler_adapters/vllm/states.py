@@ -60,7 +60,7 @@ def state_parts(where: str, spec: MambaSpec, ranks: int, layer: Any) -> tuple[St
 
 
 def described(spec: MambaSpec) -> str:
-    """What both sides of a transfer must have alike beside the parts, the same on any number of ranks."""
+    """Properties, besides the parts, that must be equal on both sides of a transfer, whatever the number of ranks."""
     if not is_cut(spec):
         return "states " + " and ".join("x".join(map(str, shape)) for shape in spec.shapes)
     columns = spec.shapes[0][1 if is_conv_state_dim_first() else 0]
@@ -71,12 +71,12 @@ def described(spec: MambaSpec) -> str:
 def _projections(
     where: str, spec: MambaSpec, ranks: int, channels: int, layer: Any
 ) -> tuple[tuple[str, int, int], ...]:
-    """Name, units in the whole model, and channels of a unit, of what a convolution's `channels` on a rank are."""
+    """The parts of a convolution's `channels` on a rank: name, units in the whole model, and channels of a unit."""
     if spec.mamba_type.name in {"MAMBA1", "SHORT_CONV"}:
         return (("x", channels * ranks, 1),)
     heads, *sizes = spec.shapes[1]
     values, unit = heads * sizes[0], sizes[1]
-    # Of B and C, or of queries and keys: as many groups of each.
+    # B and C have equally many groups, and so do queries and keys.
     groups, left = divmod(channels - values, 2 * unit)
     if left or groups < 1:
         raise InvalidEngineError(

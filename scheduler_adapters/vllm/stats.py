@@ -32,7 +32,8 @@ _LISTS = {
     "pull_bytes": ("Bytes of a rank's pull.", PULL_BUCKETS["num_bytes"]),
     "pull_runs": ("Descriptors of a rank's pull.", PULL_BUCKETS["num_runs"]),
 }
-# What boards for vLLM's own NIXL connector show, by names and buckets of vLLM's: each is one of ours once more.
+# The metrics of vLLM's own NIXL connector, under vLLM's names and buckets, for existing dashboards. Each repeats one of
+# our metrics.
 _POSTS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 _RUNS = (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10_000, 20_000, 50_000)
 _NIXL_COUNTS = {
@@ -49,10 +50,10 @@ _NIXL_LISTS = {
 
 @dataclass
 class PullStats(KVConnectorStats):
-    """What has happened on one rank or on several in an interval: counts, and a figure of each pull."""
+    """Events of one or several ranks in an interval: counts, and figures of each pull."""
 
     def __post_init__(self) -> None:
-        """What is not given has not happened."""
+        """Set missing counts to zero and missing lists to empty."""
         given = self.data
         self.reset()
         self.data |= given

@@ -1,4 +1,4 @@
-"""Which vLLM this connector is for. Asked before anything of vLLM is imported that other versions may not have."""
+"""The versions of vLLM that this connector supports. Checked before importing any part that other versions may lack."""
 
 from __future__ import annotations
 

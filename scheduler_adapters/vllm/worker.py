@@ -28,7 +28,7 @@ logger = logging.getLogger("pagewire.vllm")
 
 
 class WorkerSide:
-    """Of one rank. For the thread that runs its model."""
+    """The worker's side of one rank. For the thread that runs its model."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._vllm_config = vllm_config
@@ -91,7 +91,7 @@ class WorkerSide:
         return self._worker
 
     def handshake_metadata(self) -> RankHandshakeMetadata:
-        """What the scheduler's side is to tell of this rank."""
+        """The metadata of this rank that the scheduler's side serves to readers."""
         return RankHandshakeMetadata(self.running.get_handshake_metadata(), self.running.config.fingerprint())
 
     def start(self, metadata: StepMetadata) -> None:
