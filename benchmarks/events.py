@@ -142,6 +142,7 @@ def stores(kind: type[Prefills | Decodes], pages: int, repeats: int) -> Row:
 def subscriber(kind: str, endpoints: tuple[str, str], ready: Event, over: Event, missed: Synchronized[int]) -> None:
     """A subscriber of the kind, until the loop is over."""
     context = zmq.Context()
+    context.linger = 0  # on every socket: the end does not wait for messages that a dead peer has not taken
     sub = context.socket(zmq.SUB)
     if kind in ("slow", "stopped"):  # as little as possible waits on this side
         sub.setsockopt(zmq.RCVHWM, 1)
@@ -166,7 +167,6 @@ def flood(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, over: Event) -
     """Ask for replays as fast as possible, and read none."""
     dealers = [context.socket(zmq.DEALER) for _ in range(8)]
     for dealer in dealers:
-        dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(endpoint)
     while not over.is_set():
         for dealer in dealers:

@@ -91,6 +91,7 @@ def prefill_process(kind: str, at: str, pipe: Connection) -> None:
     """Serves until told to stop; answers each other message with the times since the last."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     context: Any = zmq.Context()
+    context.linger = 0  # on every socket: the end does not wait for messages that a dead peer has not taken
     loop, exchange = make(kind, "p", at)
     scheduler = PrefillScheduler("p", loop, exchange, bind_router(context, f"ipc://{at}/p"))
     pipe.send("ready")
@@ -109,6 +110,7 @@ def decode_process(kind: str, at: str, name: str, pipe: Connection) -> None:
     """Serves the prompts that come, one at a time; answers with the time of the first step."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     context: Any = zmq.Context()
+    context.linger = 0  # on every socket: the end does not wait for messages that a dead peer has not taken
     loop, exchange = make(kind, name, at)
     client, frontend = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     client.bind(f"inproc://{name}")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,23 @@ def test_an_address_that_cannot_be_bound_is_named(make: Any) -> None:
         make(4, zmq_endpoint_base="ipc:///no/such/folder/x")
 
 
+def listens() -> bool:
+    return any(thread.name == "pagewire-reset" for thread in threading.enumerate())
+
+
 def test_closing_twice_is_fine_and_frees_the_address(make: Any, tmp_path: Path) -> None:
+    base = f"ipc://{tmp_path}/pw"
+    manager = make(4, zmq_endpoint_base=base)
+    assert listens()
     for _ in range(2):
-        manager = make(4, zmq_endpoint_base=f"ipc://{tmp_path}/pw")
         manager.close()
-        manager.close()
+        assert not listens()
+    make(4, zmq_endpoint_base=base).close()
 
 
-def test_without_caching_no_socket_is_opened(make: Any) -> None:
-    make(4, caching=False, zmq_endpoint_base="ipc:///no/such/folder/x")
+def test_without_caching_no_socket_is_opened_and_the_log_says_so(
+    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(4, caching=False, zmq_endpoint_base=f"ipc://{tmp_path}/pw")
+    assert "zmq_endpoint_base opens nothing without prefix caching" in caplog.messages
+    assert [*tmp_path.iterdir()] == []

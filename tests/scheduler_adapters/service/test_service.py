@@ -65,6 +65,7 @@ TOPOLOGIES = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunkwise", [False, True])
 @pytest.mark.parametrize(("prefill", "decode"), TOPOLOGIES)
 def test_sides_that_differ_give_the_same_tokens(
