@@ -9,7 +9,7 @@ the model has not confirmed: the request runs it with the others, keeps it if it
 import torch
 from serving_loop import HEAD_DIM, HEADS, PAGE_SIZE, Model
 
-from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+from pagewire import KVCacheParams, PagedKVCacheManager, TextContext
 
 MAX_LENGTH, NEW_TOKENS, BEAMS, GUESSES = 64, 16, 3, 4
 PROMPT = list(range(14))

@@ -9,7 +9,7 @@ finds nothing: each prompt is evicted just before its turn. The order below keep
 import numpy as np
 import torch
 
-from kvcache import EvictionOrder, KVCacheParams, LruOrder, PagedKVCacheManager, TextContext
+from pagewire import EvictionOrder, KVCacheParams, LruOrder, PagedKVCacheManager, TextContext
 
 
 class MostRecentFirst(EvictionOrder):

@@ -13,7 +13,7 @@ import msgspec
 import torch
 import zmq
 
-from kvcache import KVCacheParams, KVEvents, PagedKVCacheManager, TextContext
+from pagewire import KVCacheParams, KVEvents, PagedKVCacheManager, TextContext
 
 PAGE_SIZE = 16
 

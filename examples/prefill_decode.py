@@ -12,8 +12,19 @@ from multiprocessing.connection import Connection
 import torch
 from serving_loop import HEAD_DIM, HEADS, NEW_TOKENS, PAGE_SIZE, Model
 
-from kvcache import BlockTable, KVCacheParams, PagedKVCacheManager, PendingImport, TextContext
-from transfer import ExchangeEvent, LeaseOver, Offered, PageExchange, PullEvent, Source
+from pagewire import (
+    BlockTable,
+    ExchangeEvent,
+    KVCacheParams,
+    LeaseOver,
+    Offered,
+    PagedKVCacheManager,
+    PageExchange,
+    PendingImport,
+    PullEvent,
+    Source,
+    TextContext,
+)
 
 PROMPTS = {f"request-{number}": [*range(20), 100 + number] for number in range(4)}
 MAX_LENGTH = 64

@@ -9,7 +9,7 @@ keeps copies of states at the ends of pages, and finds a prefix as far as its pa
 import torch
 from serving_loop import HEAD_DIM, HEADS, PAGE_SIZE, VOCABULARY, Model
 
-from kvcache import KVCacheParams, PagedKVCacheManager, RaggedKVCacheInputs, StatePages, StateShape, TextContext
+from pagewire import KVCacheParams, PagedKVCacheManager, RaggedKVCacheInputs, StatePages, StateShape, TextContext
 
 NEW_TOKENS, DECAY = 8, 0.9
 KIND = ("ssm",)  # the state's matrices; a layer that convolves keeps its last inputs, too

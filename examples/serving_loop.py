@@ -13,7 +13,7 @@ from collections import deque
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcache import KVCacheParams, PagedKVCacheManager, RaggedKVCacheInputs, TextContext
+from pagewire import KVCacheParams, PagedKVCacheManager, RaggedKVCacheInputs, TextContext
 
 VOCABULARY, HEADS, HEAD_DIM, PAGE_SIZE, NEW_TOKENS = 512, 2, 16, 4, 12
 

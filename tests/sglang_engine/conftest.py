@@ -13,7 +13,7 @@ collect_ignore_glob = [] if stand_ins.install() else ["test_*.py"]
 
 PAGE_SIZE = int(os.environ.get("PAGEWIRE_SGLANG_PAGE_SIZE", "16"))
 if PAGE_SIZE != 16:  # these have sizes of their own, or need one alone
-    collect_ignore = ["test_pools.py", "test_transfer_layouts.py", "test_transfer_deaths.py"]
+    collect_ignore = ["test_pools.py", "test_transfer_layouts.py", "test_transfer_deaths.py", "test_kernels.py"]
 
 
 @pytest.fixture(scope="session")

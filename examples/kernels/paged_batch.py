@@ -1,0 +1,166 @@
+"""What an attention kernel gets of a manager: requests whose keys and values lie in pages, and their new tokens.
+
+The kernels beside this file attend over such a batch. It holds what a serving loop has when attention runs: the inputs
+that `fetch` returned, and queries, keys and values of the new tokens, which the model has just computed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from pagewire import KVCacheParams, PagedKVCacheManager, RaggedKVCacheInputs, TextContext
+
+PAGE_ORDERS = ("head,layer,side,token,dim", "layer,side,head,token,dim", "layer,side,token,head,dim")
+LAYERS = 3
+# Tokens that each request has in the cache, and those that run now: two that decode, a chunk and a whole prompt.
+REQUESTS = ((36, 1), (0, 1), (20, 29), (0, 33))
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """One step of a batch. The new tokens of all requests are packed, request after request."""
+
+    manager: PagedKVCacheManager
+    inputs: RaggedKVCacheInputs  # as `fetch` returned them
+    counts: list[int]  # new tokens of each request
+    query: torch.Tensor  # [tokens, heads, head_dim]
+    key: torch.Tensor  # [layers, tokens, kv_heads, head_dim], of the new tokens
+    value: torch.Tensor
+    known: list[tuple[torch.Tensor, torch.Tensor]]  # all keys and values of each request, [layers, tokens, ...]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.inputs.blocks.shape[3]
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pages of a layer's keys and values: views `[pages, page_size, kv_heads, head_dim]`."""
+        return self.inputs.blocks[:, 0, layer], self.inputs.blocks[:, 1, layer]
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """Tokens of each request that were in the cache before: int32 `[requests]`."""
+        return self.inputs.cache_lengths
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each request with the new ones: int32 `[requests]`."""
+        return self.starts + torch.tensor(self.counts, dtype=torch.int32)
+
+    @property
+    def first_rows(self) -> torch.Tensor:
+        """Where the new tokens of each request begin in the packed row, and the end: int32 `[requests + 1]`."""
+        return torch.tensor([0, *self.counts]).cumsum(0).to(torch.int32)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """Where each new token goes: int64 `[tokens]`, see `slots_of`."""
+        return torch.cat([self.slots_of(row, int(start)) for row, start in enumerate(self.starts)])
+
+    def slots_of(self, row: int, first: int = 0) -> torch.Tensor:
+        """Where the tokens of a request lie from `first` on: int64 `[tokens]`, `page * page_size` plus its place."""
+        at = torch.arange(first, int(self.lengths[row]))
+        pages = self.inputs.lookup_table[row].long()[at // self.page_size]
+        return pages * self.page_size + at % self.page_size
+
+    def flat(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """A layer's keys and values without pages: views `[slots, kv_heads, head_dim]`, and the slots of a page.
+
+        The token at place t of page p is in slot `p * stride + t`, where `stride` is the third value. Between the
+        slots of two pages lie those of other layers and sides, which no index names.
+        """
+        keys, values = self.layer(layer)
+        page, token, head, element = keys.stride()
+        stride = page // token
+        shape = ((keys.shape[0] - 1) * stride + self.page_size, *keys.shape[2:])
+        views = [states.as_strided(shape, (token, head, element), states.storage_offset()) for states in (keys, values)]
+        return views[0], views[1], stride
+
+    def write(self, layer: int) -> None:
+        """Put the new keys and values into the pages, without a kernel."""
+        keys, values = self.layer(layer)
+        page, place = self.slots // self.page_size, self.slots % self.page_size
+        keys[page, place] = self.key[layer]
+        values[page, place] = self.value[layer]
+
+    def expected(self, layer: int) -> torch.Tensor:
+        """Causal attention of the new tokens without pages: `[tokens, heads, head_dim]`."""
+        outputs: list[torch.Tensor] = []
+        for row, (keys, values) in enumerate(self.known):
+            query = self.query[self.first_rows[row] : self.first_rows[row + 1]]
+            end = keys.shape[1]
+            mask = torch.arange(end) <= torch.arange(end - len(query), end)[:, None]
+            query, key, value = (one.transpose(0, 1)[None].float() for one in (query, keys[layer], values[layer]))
+            found = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+            outputs.append(found[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+
+def make_batch(
+    page_order: str,
+    dtype: torch.dtype = torch.float32,
+    page_size: int = 16,
+    heads: int = 8,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+) -> PagedBatch:
+    """A batch of four requests with random states. Whatever is not theirs in the pool is large: a wrong read shows."""
+    params = KVCacheParams(dtype, kv_heads, head_dim, page_size=page_size, page_order=page_order)  # pyright: ignore[reportArgumentType] - one of PAGE_ORDERS
+    memory = 24 * page_size * params.bytes_per_token(LAYERS)
+    manager = PagedKVCacheManager(params, 8, 24 * page_size, LAYERS, ["cpu"], available_cache_memory=memory)
+    random = torch.Generator().manual_seed(0)
+    manager.device_tensors[0][0].fill_(1e3)
+
+    # A request that comes and goes between the others, so that their pages are no neighbours.
+    passing = TextContext(range(3 * page_size), 4 * page_size, request_id="passing")
+    manager.external_claim("passing")
+    manager.maybe_reserve(passing)
+
+    requests: list[TextContext] = []
+    known: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for number, (start, count) in enumerate(REQUESTS):
+        request = TextContext(range(start + count), 24 * page_size, request_id=f"request-{number}")
+        manager.external_claim(request.request_id)
+        manager.maybe_reserve(request)
+        if number == 0:
+            manager.release("passing")
+        key, value = (
+            torch.randn(LAYERS, start + count, kv_heads, head_dim, generator=random).to(dtype) for _ in range(2)
+        )
+        known.append((key, value))
+        if start:  # an earlier chunk
+            request.set_token_indices(active_idx=start)
+            (inputs,) = manager.fetch([request])
+            at = torch.arange(start)
+            pages = inputs.lookup_table[0].long()[at // page_size]
+            for layer in range(LAYERS):
+                inputs.blocks[pages, 0, layer, at % page_size] = key[layer, :start]
+                inputs.blocks[pages, 1, layer, at % page_size] = value[layer, :start]
+            request.update(0)
+            manager.step([request])
+        requests.append(request)
+
+    (inputs,) = manager.fetch(requests)
+    counts = [count for _, count in REQUESTS]
+    new_keys, new_values = (
+        torch.cat([states[side][:, -count:] for states, count in zip(known, counts, strict=True)], 1) for side in (0, 1)
+    )
+    query = torch.randn(sum(counts), heads, head_dim, generator=random).to(dtype)
+    return PagedBatch(manager, inputs, counts, query, new_keys, new_values, known)
+
+
+def print_errors(
+    attend: Callable[[PagedBatch, int], torch.Tensor],
+    page_size: int = 16,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+    page_orders: Sequence[str] = PAGE_ORDERS,
+) -> None:
+    """Run a kernel over each page order. `attend` writes the new tokens of a layer and returns the output."""
+    for dtype in dtypes:
+        for page_order in page_orders:
+            batch = make_batch(page_order, dtype, page_size)
+            error = max(float((attend(batch, at) - batch.expected(at)).abs().max()) for at in range(LAYERS))
+            print(f"{page_order:26} {dtype!s:14} largest error {error:.1e}")
+            batch.manager.close()

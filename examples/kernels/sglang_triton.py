@@ -1,0 +1,85 @@
+"""SGLang's Triton attention over our pages: decoding, and prompts in chunks.
+
+SGLang's kernels know no pages: they index a flat buffer by token. `PagedBatch.flat` is that view, of every page order.
+Runs in Triton's interpreter where there is no GPU.
+
+    TRITON_INTERPRET=1 python examples/kernels/sglang_triton.py
+"""
+
+# pyright: basic, reportMissingImports=false
+
+import torch
+from paged_batch import PagedBatch, print_errors
+from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
+from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
+
+KV_SPLITS = 2  # parts of a context that decoding attends to at once
+
+
+def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
+    """Write the new tokens of a layer, then attend. Returns `[tokens, heads, head_dim]`."""
+    batch.write(layer)
+    keys, values, stride = batch.flat(layer)
+    output = torch.empty_like(batch.query)
+    ends, indices = kv_indices(batch, stride)
+    extend_attention_fwd_unified(
+        batch.query,
+        output,
+        keys,
+        values,
+        k_scale=1.0,
+        v_scale=1.0,
+        qo_indptr=batch.first_rows,
+        kv_indptr=ends,
+        kv_indices=indices,
+        prefix_lens=batch.starts,
+        max_len_extend=int(batch.inputs.max_lengths[0, 0]),
+    )
+    # The kernel for decoding takes one token a request. It runs for those that decode, over the same indices.
+    rows = [row for row, count in enumerate(batch.counts) if count == 1]
+    at = batch.first_rows[rows].long()
+    decoded = decode(batch, keys, values, rows, stride)
+    if not torch.allclose(decoded.float(), output[at].float(), atol=2e-2):
+        raise SystemExit("the kernel for decoding differs from the one for prompts")
+    output[at] = decoded
+    return output
+
+
+def decode(batch: PagedBatch, keys: torch.Tensor, values: torch.Tensor, rows: list[int], stride: int) -> torch.Tensor:
+    """One token of each request of `rows`: `[rows, heads, head_dim]`."""
+    query = batch.query[batch.first_rows[rows].long()]
+    count, heads, head_dim = query.shape
+    ends, indices = kv_indices(batch, stride, rows)
+    output = torch.empty_like(query)
+    decode_attention_fwd(
+        query,
+        keys,
+        values,
+        output,
+        ends,
+        indices,
+        attn_logits=torch.empty(count, heads, KV_SPLITS, head_dim),
+        attn_lse=torch.empty(count, heads, KV_SPLITS),
+        num_kv_splits=torch.full((count,), KV_SPLITS, dtype=torch.int32),
+        max_kv_splits=KV_SPLITS,
+        sm_scale=head_dim**-0.5,
+        k_scale=1.0,
+        v_scale=1.0,
+    )
+    return output
+
+
+def kv_indices(batch: PagedBatch, stride: int, rows: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots of every token of the requests, one after another, and where those of each request end."""
+    found: list[torch.Tensor] = []
+    for row in range(len(batch.counts)) if rows is None else rows:
+        at = torch.arange(int(batch.lengths[row]))
+        pages = batch.inputs.lookup_table[row].long()[at // batch.page_size]
+        found.append(pages * stride + at % batch.page_size)
+    ends = torch.tensor([0, *map(len, found)]).cumsum(0).to(torch.int32)
+    return ends, torch.cat(found)
+
+
+if __name__ == "__main__":
+    # In its interpreter, Triton 3.9 multiplies matrices of bfloat16 as if their bits were integers.
+    print_errors(attend, dtypes=(torch.float32, torch.float16))

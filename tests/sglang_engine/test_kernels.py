@@ -1,0 +1,10 @@
+"""SGLang's Triton kernels over our pages, in Triton's interpreter, beside our own attention."""
+
+from __future__ import annotations
+
+from tests.kernel_errors import assert_within_tolerance, measured
+
+
+def test_decoding_and_prompts_in_chunks_compute_what_our_attention_does_in_every_page_order(page_size: int) -> None:
+    errors = measured("sglang_triton", page_size, dtypes="float32,float16", TRITON_INTERPRET="1")
+    assert_within_tolerance(errors, orders=3)

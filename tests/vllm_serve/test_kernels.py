@@ -1,0 +1,27 @@
+"""The attention of vLLM's wheel for CPUs over our pages, beside our own attention."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.kernel_errors import ROOT, assert_within_tolerance, measured
+
+
+def test_its_attention_computes_what_ours_does_where_heads_come_before_tokens() -> None:
+    errors = measured("vllm_cpu", page_size=32, dtypes="float32,bfloat16")
+    assert_within_tolerance(errors, orders=2)
+
+
+def test_the_order_in_which_tokens_come_first_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels do not look, and compute something else."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples/kernels"))
+    import paged_batch
+    import vllm_cpu
+
+    batch = paged_batch.make_batch("layer,side,token,head,dim", page_size=32)
+    with pytest.raises(SystemExit, match="the tokens of a head lie 128 elements apart, 64 are needed"):
+        vllm_cpu.attend(batch, 0)
+    for name in ("paged_batch", "vllm_cpu"):
+        del sys.modules[name]
