@@ -182,5 +182,5 @@ class PendingImport:
         """What is to be copied by now and was not taken before: of a state nothing before all has run."""
         for part in self.parts:
             if part.is_state and last:
-                part.stop = self.num_tokens
+                part.take_up(part.src_pages, self.num_tokens)
         return [part.take(self.page_size, self.src_page_size) for part in self.parts]
