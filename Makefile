@@ -22,7 +22,7 @@ CUDA := .venvs/vllm-gpu
 CUDA_PIP := $(CUDA)/bin/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-ci test-hosts long pairs test-sglang test-vllm test-engines test-gpu kills fuzz model mutants check lint types bench bench-pull bench-peers figures fleet placement first-token clean
+.PHONY: help demo docs test test-ci test-hosts long pairs test-sglang test-vllm test-engines test-gpu kills fuzz model mutants check lint types bench bench-pull bench-peers bench-rivals figures fleet placement first-token clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -147,6 +147,9 @@ bench-pull: $(STAMP) ## measure pulls beside process_vm_readv, memcpy, NIXL and 
 
 bench-peers: $(STAMP) ## measure MAX, vLLM and NIXL in turn with ours, each in an environment of its own
 	@$(BIN)/python -m benchmarks.peers $(ARGS)
+
+bench-rivals: $(STAMP) ## measure fetches between processes beside kvcr and Mooncake, and sources that die (ARGS="--quick --link 1gbit")
+	@$(BIN)/python -m benchmarks.rivals $(ARGS)
 
 figures: $(STAMP) ## make every committed result and the tables of the pages again, in order (ARGS="--list", "--quick", "--only pull")
 	@$(BIN)/python -m benchmarks.figures $(ARGS)

@@ -1,0 +1,256 @@
+"""Our source: a process with a manager and an exchange of its own, which computes prompts and lends their pages.
+
+`python -m benchmarks.rivals.lender SETTING`, with a `Setting` as JSON. Each line of its standard input is a JSON array,
+a method of `Lender` and its arguments; each answer is a line of its standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import torch
+
+from benchmarks.pools import LONGEST, Prompts, compute, expect, reserve, running
+from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+from transfer import LeaseOver, PageExchange, Source
+
+PAGE_SIZE = 16
+NAME = "lender"
+_LAYER_BYTES = 16 << 10  # of a page: two sides, 4 heads, 16 tokens, 64 elements of two bytes
+_ROWS = 1024
+_EVICTING = 32  # pages of the prompts that evict others
+_POLL_S = 1e-3
+_SUBNETS = ("10.213.7.0/24",)  # that the hosts of `tests.hosts.network` have
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """What both sides agree on.
+
+    Attributes:
+        page_bytes: of a page; a multiple of 16 KiB.
+        pool_bytes: of the source's pool. The reader's is half of it, so that no prompt is still there when its turn
+            comes again.
+        scattered: pages that are handed out one after another lie anywhere in both pools.
+        address: of the source.
+        reader: address of the reader.
+        secret: for the sockets over which the two speak, where they are on two hosts; else empty.
+    """
+
+    page_bytes: int = 64 << 10
+    pool_bytes: int = 512 << 20
+    scattered: bool = True
+    address: str = "127.0.0.1"
+    reader: str = "127.0.0.1"
+    secret: str = ""
+
+    @property
+    def pages(self) -> int:
+        """Of the source's pool."""
+        return self.pool_bytes // self.page_bytes
+
+
+def quiet() -> None:
+    """Pools are small here: the warning that a longest request would not fit says nothing new."""
+    logging.getLogger("pagewire").setLevel(logging.ERROR)
+
+
+def tokens_of(number: int, pages: int) -> np.ndarray:
+    """The tokens of a prompt that fills so many pages, and one more. Prompts have no page in common."""
+    tokens = np.arange(pages * PAGE_SIZE + 1, dtype=np.int32)
+    tokens[0] = number
+    return tokens
+
+
+def stamp_of(number: int, column: int) -> int:
+    """What each element of a page holds, as 16 bits: pages next to each other hold different values."""
+    return (number * 7919 + column * 31) % 32_749
+
+
+def manager_of(setting: Setting, pages: int) -> PagedKVCacheManager:
+    """A manager with so many pages."""
+    layers, rest = divmod(setting.page_bytes, _LAYER_BYTES)
+    expect(layers > 0 and not rest, f"pages are of multiples of {_LAYER_BYTES} bytes, not {setting.page_bytes}")
+    params = KVCacheParams(torch.bfloat16, n_kv_heads=4, head_dim=64, page_size=PAGE_SIZE, enable_prefix_caching=True)
+    memory = pages * setting.page_bytes
+    return PagedKVCacheManager(params, _ROWS, LONGEST, layers, ["cpu"], available_cache_memory=memory)
+
+
+def exchange_of(setting: Setting, manager: PagedKVCacheManager, name: str, address: str) -> PageExchange:
+    """Its exchange, which lends all that it has."""
+    bind = f"tcp://{address}:0"
+    return PageExchange(manager, name, bind=bind, secret=setting.secret, allowed_peers=_SUBNETS, lend=1.0)
+
+
+def use_up(manager: PagedKVCacheManager, prompts: Prompts, *, scattered: bool) -> None:
+    """Fill the pool with prompts of one page, which go in this order, or in any, when pages are needed."""
+    rng = np.random.default_rng(1)
+    for first in range(0, manager.total_num_pages, _ROWS):
+        count = min(_ROWS, manager.total_num_pages - first)
+        contexts = running(manager, prompts, [PAGE_SIZE] * count)
+        for at in rng.permutation(count) if scattered else range(count):
+            manager.release(contexts[at].request_id)
+
+
+class Lender:
+    """The source."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._prompts = Prompts()
+        self.manager = manager_of(setting, setting.pages)
+        self.exchange = exchange_of(setting, self.manager, NAME, setting.address)
+        self._others = 1 << 20  # numbers of prompts that nobody asks for
+        self.reasons: list[str] = []  # why leases have ended
+
+    def place(self) -> tuple[str, str]:
+        """Where to ask, and for which engine."""
+        return self.exchange.address, self.exchange.engine_id(0)
+
+    def lay_out(self, count: int, pages: int) -> None:
+        """Compute prompts 0 to `count`, which are idle and findable then. Nothing else is."""
+        self.manager.reset_prefix_cache()
+        use_up(self.manager, self._prompts, scattered=self._setting.scattered)
+        for number in range(count):
+            self._compute(number, pages)
+
+    def _compute(self, number: int, pages: int) -> None:
+        context = TextContext(tokens_of(number, pages)[:-1], LONGEST)
+        pool = self.manager.device_tensors[0][0]
+        with self.manager.claim(context):
+            reserve(self.manager, context)
+            for column, page in enumerate(self.manager.get_req_blocks(context.request_id)):
+                pool[page].view(torch.int16).fill_(stamp_of(number, column))
+            compute(self.manager, context)
+
+    def evict(self) -> int:
+        """Forget every prompt and compute others in all pages that can be had: how many those are."""
+        self.manager.reset_prefix_cache()
+        free = self.manager.total_num_pages - self.manager.num_held_blocks
+        for _ in range(free // _EVICTING):
+            self._others += 1
+            self._compute(self._others, _EVICTING)
+        return free // _EVICTING * _EVICTING
+
+    def revoke(self, source: str) -> None:
+        """End a lease that its reader has been told of."""
+        self.exchange.revoke(msgspec.msgpack.decode(bytes.fromhex(source), type=Source), "revoked")
+
+    def held(self) -> int:
+        """Pages that are held, with all books in order."""
+        self.manager.check()
+        return self.manager.num_held_blocks
+
+    def listen(self) -> int:
+        """A bare socket at this port sends as many bytes as it is asked for."""
+        server = socket.create_server((self._setting.address, 0))
+        threading.Thread(target=_send_bytes, args=(server,), daemon=True).start()
+        return server.getsockname()[1]
+
+    def serve(self) -> None:
+        """Do what is said until standard input ends; lend in between, as soon as somebody asks."""
+        _say("ready")
+        while True:
+            for happened in self.exchange.poll():
+                if isinstance(happened.event, LeaseOver):
+                    self.reasons.append(happened.event.reason)
+            ready = select.select([sys.stdin, self.exchange.bell], [], [], _POLL_S)[0]
+            if sys.stdin in ready:
+                line = sys.stdin.readline()
+                if not line:
+                    return
+                name, *arguments = json.loads(line)
+                _say(getattr(self, name)(*arguments))
+
+
+def _say(answer: object) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def _send_bytes(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    data = bytes(1 << 20)
+    with connection:
+        while asked := connection.recv(8):
+            left = int.from_bytes(asked, "big")
+            while left:
+                left -= connection.send(data[: min(left, len(data))])
+
+
+class LenderProcess:
+    """Starts the source; a context manager that ends it. A call is a method of `Lender`, with its arguments.
+
+    Args:
+        setting: of both sides.
+        prefix: a command that runs another one, on another host say.
+    """
+
+    def __init__(self, setting: Setting, prefix: Sequence[str] = ()) -> None:
+        command = [*prefix, sys.executable, "-m", "benchmarks.rivals.lender", msgspec.json.encode(setting).decode()]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603 - ours
+        expect(self.answer() == "ready", "the source starts")
+
+    def say(self, *command: object) -> None:
+        """Tell it what to do."""
+        if self._process.stdin is None:
+            raise RuntimeError("the source was started with a pipe to it")
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        """What it has answered."""
+        line = b"" if self._process.stdout is None else self._process.stdout.readline()
+        expect(bool(line), "the source lives")
+        return json.loads(line)
+
+    def __call__(self, *command: object) -> Any:
+        """Tell it, and wait for the answer."""
+        self.say(*command)
+        return self.answer()
+
+    def cpu_ns(self) -> int:
+        """Its processor time so far, all threads."""
+        return time.clock_gettime_ns(~self._process.pid << 3 | 2)  # the kernel's name for the clock of a process
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()  # its end is what the process waits for
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def main() -> None:
+    """Serve."""
+    quiet()
+    torch.set_num_threads(1)
+    lender = Lender(msgspec.json.decode(sys.argv[1], type=Setting))
+    lender.serve()
+    lender.exchange.close()
+    lender.manager.close()
+
+
+if __name__ == "__main__":
+    main()
