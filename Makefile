@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile hatch_build.py $(CHAINED).c
 	@echo "setting up $(VENV) (once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(if $(HAS_TORCH),--system-site-packages) $(VENV)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) $(CONSTRAINTS) '$(TORCH)'
-	@$(PIP) $(CONSTRAINTS) --editable '.[serve,bench,observe,fleet,top,dev]'
+	@$(PIP) $(CONSTRAINTS) --editable '.[all,dev]'
 	@test -e $(CHAINED).abi3.so || echo 'no C compiler or Python.h: hashlib computes sha256 (docs/guides/operations.md, hash_algorithm)'
 	@touch $@
 

@@ -10,6 +10,8 @@ from typing import NoReturn
 
 from pagewire.arguments import add_options
 from pagewire.demo.options import DemoOptions
+from pagewire.doctor.options import DoctorOptions
+from pagewire.extras import DISTRIBUTION, NotInstalledError, missing_line, needs_of, require
 from pagewire.plan.options import PlanOptions
 from pagewire.replay.options import ReplayOptions
 from pagewire.serve.listening import listen
@@ -19,12 +21,11 @@ from scheduler_adapters import interrupts
 
 # Nothing heavy is imported here: torch takes a second, in which an interrupt would show a traceback.
 
-_DISTRIBUTION = "pagewire"
-_Options = DemoOptions | PlanOptions | ReplayOptions | ServeOptions | TopOptions
+Options = DemoOptions | DoctorOptions | PlanOptions | ReplayOptions | ServeOptions | TopOptions
 _BAD = 2  # exit status: something does not work, as argparse has it
 _LONGEST = 1000  # characters of a message
 # Each command: its options, what it does in a line, and what else its help says.
-_COMMANDS: dict[str, tuple[type[_Options], str, str]] = {
+_COMMANDS: dict[str, tuple[type[Options], str, str]] = {
     "demo": (
         DemoOptions,
         "serve prompts across a prefill and a decode process",
@@ -60,6 +61,14 @@ _COMMANDS: dict[str, tuple[type[_Options], str, str]] = {
             "a trace what less and more memory hits, beside the optimum."
         ),
     ),
+    "doctor": (
+        DoctorOptions,
+        "say what is installed here, what would be refused, and why",
+        (
+            "Report versions, extras, NIXL with its plugins and settings, huge pages, GPUs and the speed of page "
+            "hashes, then what would be refused here, why, and what to do."
+        ),
+    ),
     "top": (
         TopOptions,
         "show every page of running processes: whose it is, and why it went",
@@ -71,23 +80,6 @@ _COMMANDS: dict[str, tuple[type[_Options], str, str]] = {
 }
 
 
-# The extra that brings a package, by the name that is imported. Any other package comes with pagewire itself.
-_EXTRAS = {
-    "rich": "serve",
-    "transformers": "serve",
-    "matplotlib": "bench",
-    "opentelemetry": "observe",
-    "prometheus_client": "fleet",
-    "starlette": "fleet",
-    "uvicorn": "fleet",
-    "dynamo": "fleet",
-    "blake3": "blake3",
-    "textual": "top",
-    "textual_serve": "top",
-    "aiohttp": "top",
-}
-
-
 class _Version(argparse.Action):
     """Prints the version and ends. The distribution is looked up only when somebody asks."""
 
@@ -95,10 +87,10 @@ class _Version(argparse.Action):
         from importlib import metadata  # noqa: PLC0415
 
         try:
-            found = metadata.version(_DISTRIBUTION)
+            found = metadata.version(DISTRIBUTION)
         except metadata.PackageNotFoundError:
             found = "unknown"
-        print(_DISTRIBUTION, found)  # noqa: T201  (the command line's own output)
+        print(DISTRIBUTION, found)  # noqa: T201  (the command line's own output)
         parser.exit()
 
 
@@ -129,12 +121,15 @@ def main(argv: list[str] | None = None) -> int:
             options = vars(build_parser().parse_args(argv))
             name = options.pop("command")
             command = f"pagewire {name}"
-            return _run(command, _COMMANDS[name][0](**options))
+            chosen = _COMMANDS[name][0](**options)
+            require(needs_of(name, chosen))
+            return _run(command, chosen)
     except interrupts.Interrupted as interrupted:
         _complain(command, str(interrupted))
         return interrupted.status
     except ImportError as error:
-        _complain(command, f"error: {_missing(error)}")
+        told = str(error) if isinstance(error, NotInstalledError) else missing_line(error)
+        _complain(command, f"error: {told}")
         return _BAD
     except BrokenPipeError:  # who reads our output has gone
         with contextlib.suppress(OSError, ValueError):
@@ -142,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
-def _run(command: str, options: _Options) -> int:
+def _run(command: str, options: Options) -> int:
     with contextlib.ExitStack() as made:
         listening: socket.socket | None = None
         if isinstance(options, ServeOptions) and options.what in ("all", "front"):
@@ -154,7 +149,7 @@ def _run(command: str, options: _Options) -> int:
         return _run_heavy(command, options, listening)
 
 
-def _run_heavy(command: str, options: _Options, listening: socket.socket | None) -> int:
+def _run_heavy(command: str, options: Options, listening: socket.socket | None) -> int:
     """Import what the command needs, which takes seconds, and run it."""
     from kvcache.errors import KVCacheError  # noqa: PLC0415  (torch, see above)
 
@@ -167,6 +162,10 @@ def _run_heavy(command: str, options: _Options, listening: socket.socket | None)
             from pagewire.plan.command import run_plan  # noqa: PLC0415  (as above)
 
             return run_plan(options)
+        if isinstance(options, DoctorOptions):
+            from pagewire.doctor.command import run_doctor  # noqa: PLC0415  (as above)
+
+            return run_doctor(options)
         if isinstance(options, TopOptions):
             from pagewire.top.command import run_top  # noqa: PLC0415  (as above)
 
@@ -184,16 +183,6 @@ def _run_heavy(command: str, options: _Options, listening: socket.socket | None)
     except MemoryError as error:
         _complain(command, f"error: the memory does not suffice: {error}")
         return _BAD
-
-
-def _missing(error: ImportError) -> str:
-    """What to install for a package that is missing, or that cannot be imported."""
-    package = (error.name or "").partition(".")[0]
-    if package in ("", "kvcache", "transfer", "scheduler_adapters"):
-        raise error  # a bug of ours
-    extra = _EXTRAS.get(package)
-    needed = f"{_DISTRIBUTION}[{extra}]" if extra else _DISTRIBUTION
-    return f"this needs the package {package!r} (pip install '{needed}'): {error}"
 
 
 def _complain(command: str, text: str) -> None:

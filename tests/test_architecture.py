@@ -27,7 +27,7 @@ VALUES = {
     },
     "transfer": {"errors", "memory", "spans", "stats"},
     "scheduler_adapters": {"base", "errors", "interrupts", "loop"},
-    "pagewire": {"arguments", "plots", "tables", "viewer"},
+    "pagewire": {"arguments", "extras", "plots", "tables", "viewer"},
 }
 _MANAGER = {"kvcache values", "kvcache.replica", "kvcache"}
 # Each room, and the rooms that it may import.
@@ -90,12 +90,15 @@ ROOMS: dict[str, set[str]] = {
         *("kvcache values", "kvcache.states", "kvcache", "transfer.plan"),
         *("scheduler_adapters values", "scheduler_adapters.hf", "pagewire values", "pagewire.replay"),
     },
+    "pagewire.doctor": {
+        *("kvcache values", "kvcache.replica", "transfer values", "transfer.nixl", "pagewire values"),
+    },
     "pagewire.top": {
         *("kvcache values", "kvcache.watch", "transfer.wire", "scheduler_adapters values", "pagewire values"),
     },
     "pagewire": {
-        *("kvcache values", "scheduler_adapters values", "pagewire values", "pagewire.demo", "pagewire.plan"),
-        *("pagewire.replay", "pagewire.serve", "pagewire.top"),
+        *("kvcache values", "scheduler_adapters values", "pagewire values", "pagewire.demo", "pagewire.doctor"),
+        *("pagewire.plan", "pagewire.replay", "pagewire.serve", "pagewire.top"),
     },
 }
 # What `transfer` may know of `kvcache`: the contract between the packages.

@@ -123,7 +123,7 @@ def _load(file: Path) -> Any:
     try:
         import transformers  # noqa: PLC0415 - takes seconds, and is of an extra
     except ImportError as error:
-        raise MissingExtraError(f"a config is read by transformers: pip install 'pagewire[serve]' ({error})") from error
+        raise MissingExtraError(f"a config is read by transformers: pip install 'pagewire[plan]' ({error})") from error
     try:
         with warnings.catch_warnings():  # of what only a running model needs
             warnings.simplefilter("ignore")

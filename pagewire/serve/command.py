@@ -11,15 +11,16 @@ import time
 from collections.abc import Generator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
+import uvicorn
 import zmq
 
 from pagewire.arguments import small_file
 from pagewire.serve.options import ServeOptions
-from scheduler_adapters.errors import AdapterError, MissingExtraError, ServiceError
+from scheduler_adapters.errors import AdapterError, ServiceError
+from scheduler_adapters.front.app import make_app
 from scheduler_adapters.front.frontend import Frontend, log
 from scheduler_adapters.front.openai import ServedModel
 from scheduler_adapters.front.placement import InTurns, Selected
@@ -30,14 +31,6 @@ from scheduler_adapters.service.server import ServerConfig, keys_of, run
 from scheduler_adapters.service.sockets import Context, bind_router
 from transfer.errors import HandshakeError
 from transfer.wire.allowed_peers import AllowedPeers
-
-try:
-    import uvicorn
-
-    from scheduler_adapters.front.app import make_app
-except ImportError as error:
-    raise MissingExtraError(f"HTTP needs the extra 'fleet' (pip install 'pagewire[fleet]'): {error}") from error
-
 
 _READY_S = 1.0  # between two `Ready` of a process
 _RESTART_S = 5.0  # between two starts of a process that dies
@@ -61,10 +54,6 @@ def run_serve(options: ServeOptions, listening: sockets.socket | None) -> int:
     """
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     _check_keys(options)
-    if options.trace and not find_spec("opentelemetry"):
-        raise MissingExtraError("--trace needs the extra 'observe' (pip install 'pagewire[observe]')")
-    if options.what != "front" and not find_spec("transformers"):  # said here, and not by each process after seconds
-        raise MissingExtraError("a model needs transformers, of the extra 'serve' (pip install 'pagewire[serve]')")
     if options.what in ("prefill", "decode"):
         return run(_server_config(options, options.what), (signal.SIGTERM, signal.SIGINT))
     if listening is None:

@@ -11,26 +11,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
+from aiohttp import web
+from textual_serve.server import Server
 
 from kvcache.errors import WatchError
 from pagewire.arguments import small_file
+from pagewire.top.app import TopApp
 from pagewire.top.options import TopOptions
 from pagewire.top.printed import print_looks
 from pagewire.top.sources import LiveSource, PlayedSource
+from pagewire.top.terminal import has_terminal, run_for_browser, run_in_terminal
 from pagewire.viewer import PROGRAM
-from scheduler_adapters.errors import MissingExtraError, ServiceError
+from scheduler_adapters.errors import ServiceError
 from transfer.wire.keys import load_keyring
 from transfer.wire.secret import read_secret
-
-try:
-    from aiohttp import web
-    from textual_serve.server import Server
-
-    from pagewire.top.app import TopApp
-    from pagewire.top.terminal import has_terminal, run_for_browser, run_in_terminal
-except ImportError as error:
-    raise MissingExtraError(f"top needs the extra 'top' (pip install 'pagewire[top]'): {error}") from error
-
 
 COOKIE = "pagewire_top"
 # Textual's page asks another host for a font, and shows nothing before that has answered: in a closed network, never.

@@ -96,6 +96,10 @@ _DOORS: dict[str, dict[str, str]] = {
     "pagewire": {
         "arguments": "cli",
         "demo/options": "cli demo/demo",
+        "doctor/command": "doctor/findings",
+        "doctor/nixl_probe": "doctor/findings",
+        "doctor/options": "doctor/findings",
+        "extras": "missing_packages",
         "plan/options": "plan/command",
         "plan/plan": "plan/command plan/memory",
         "plan/tables": "plan/command",

@@ -3,7 +3,9 @@
 import importlib.abc
 import io
 import json
+import re
 import sys
+import tomllib
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.machinery import ModuleSpec
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvcache.watch.endpoint import ManagerWatch
-from pagewire.cli import _EXTRAS
+from pagewire.extras import EXTRAS
 from pagewire.top.sources import LiveSource
 from pagewire.top.view import TopView
 from tests import forked
@@ -24,19 +26,19 @@ from tests.pagewire.top.test_app import busy_manager
 pytestmark = pytest.mark.slow
 
 OURS = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
-NEEDED = ("msgspec", "nixl", "numpy", "torch", "zmq")  # without an extra
+NEEDED = ("msgspec", "numpy", "torch", "zmq")  # without an extra
 CONFIG = Path(__file__).parent / "plan/configs/gpt-oss-120b"
 # What each command cannot do without, beside what comes with pagewire itself.
 NEEDS = {
-    "demo": {"rich", "transformers"},
+    "demo": {"nixl", "rich", "transformers"},
     "plan": {"rich", "transformers"},
     "plan --plot": {"rich", "transformers", "matplotlib"},
     "replay": {"rich"},
     "replay --plots": {"rich", "matplotlib"},
-    "serve": {"transformers", "prometheus_client", "starlette", "uvicorn"},
-    "serve --placement": {"transformers", "prometheus_client", "starlette", "uvicorn", "dynamo"},
-    "serve --trace": {"transformers", "prometheus_client", "starlette", "uvicorn", "opentelemetry"},
-    "serve prefill": {"transformers", "prometheus_client", "starlette", "uvicorn"},
+    "serve": {"nixl", "transformers", "prometheus_client", "starlette", "uvicorn"},
+    "serve --placement": {"nixl", "transformers", "prometheus_client", "starlette", "uvicorn", "dynamo"},
+    "serve --trace": {"nixl", "transformers", "prometheus_client", "starlette", "uvicorn", "opentelemetry"},
+    "serve prefill": {"nixl", "transformers", "prometheus_client", "starlette", "uvicorn"},
     "top": {"rich", "textual", "textual_serve", "aiohttp"},
 }
 
@@ -132,7 +134,8 @@ def test_a_command_without_what_it_needs_names_the_extra(
     status, printed = told_without(package, lines[command])
     assert (status, printed.count("\n")) == (2, 1), printed
     assert printed.startswith(f"pagewire {command.partition(' ')[0]}: error: ")
-    assert "pip install 'pagewire[" in printed
+    extras = re.findall(r"pip install 'pagewire\[(\w+)\]'", printed)
+    assert [package in EXTRAS[extra] for extra in extras] == [True], printed
     assert package in printed
 
 
@@ -140,8 +143,6 @@ def test_a_command_without_what_it_needs_names_the_extra(
 @pytest.mark.parametrize("package", NEEDED)
 def test_a_damaged_installation_is_one_line(command: str, package: str, lines: dict[str, list[str]]) -> None:
     status, printed = told_without(package, lines[command])
-    if package == "nixl" and status == 0:
-        return  # these move nothing
     assert (status, printed.count("\n")) == (2, 1), printed
     assert package in printed
     assert "pip install" in printed
@@ -149,6 +150,33 @@ def test_a_damaged_installation_is_one_line(command: str, package: str, lines: d
 
 @pytest.mark.parametrize("command", ["replay", "top"])
 def test_a_command_does_without_what_it_does_not_need(command: str, lines: dict[str, list[str]]) -> None:
-    for package in sorted(set(_EXTRAS) - NEEDS[command] - {"blake3"}):
+    for package in sorted({one for brought in EXTRAS.values() for one in brought} - NEEDS[command]):
         status, printed = told_without(package, lines[command])
         assert (status, printed) == (0, ""), (package, printed)
+
+
+DISTRIBUTIONS = {
+    "aiohttp": "textual-serve",
+    "dynamo": "ai-dynamo-runtime",
+    "opentelemetry": "opentelemetry-api",
+    "prometheus_client": "prometheus-client",
+    "textual_serve": "textual-serve",
+}
+ALSO = {("top", "rich"): "textual"}
+
+
+def test_each_extra_brings_what_it_is_said_to_bring() -> None:
+    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+    def brought(extra: str) -> set[str]:
+        names: set[str] = set()
+        for one in declared["optional-dependencies"][extra]:
+            inner = re.fullmatch(r"pagewire\[([\w,]+)\]", one)
+            names |= set().union(*map(brought, inner[1].split(","))) if inner else {re.split("[<>=]", one)[0]}
+        return names
+
+    assert "nixl" not in {re.split("[<>=]", one)[0] for one in declared["dependencies"]}
+    for extra, packages in EXTRAS.items():
+        needed = {ALSO.get((extra, one), DISTRIBUTIONS.get(one, one)) for one in packages}
+        assert needed <= brought(extra), extra
+        assert needed <= brought("all"), extra

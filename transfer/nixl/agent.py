@@ -181,6 +181,12 @@ class Agent:
         return self._owner == os.getpid()
 
     @property
+    def plugins(self) -> list[str]:
+        """The plugins that this NIXL has, by name; not all of them load on every host."""
+        with nixl_errors(f"agent {self.name!r}: its plugins"):
+            return sorted(self._agent.get_plugin_list())
+
+    @property
     def metadata(self) -> bytes:
         """What another NIXL agent loads to reach this one, as of now."""
         with nixl_errors(f"agent {self.name!r}: its metadata"):

@@ -1,0 +1,13 @@
+"""The options of `pagewire doctor`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagewire.arguments import option, output_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorOptions:
+    """What the command line says, each value within its range."""
+
+    json: Path | None = option("FILE", output_file, None, "write the report there, too")

@@ -1,0 +1,88 @@
+"""Which extra of the distribution brings what a command needs, and the line that names it where it is missing.
+
+Imports nothing heavy: a command is told before torch is imported.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import NamedTuple
+
+DISTRIBUTION = "pagewire"
+_SERVED = ("transformers", "nixl")
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "transfer": ("nixl",),
+    "vllm": ("nixl",),
+    "sglang": ("nixl",),
+    "serve": ("rich", *_SERVED, "prometheus_client", "starlette", "uvicorn"),
+    "fleet": ("dynamo",),
+    "plan": ("rich", "transformers"),
+    "replay": ("rich",),
+    "top": ("rich", "textual", "textual_serve", "aiohttp"),
+    "bench": ("rich", "matplotlib"),
+    "observe": ("prometheus_client", "opentelemetry"),
+    "blake3": ("blake3",),
+}
+"""Each extra, and the packages that it brings, as they are imported."""
+
+
+class NotInstalledError(ImportError):
+    """What a command needs is not installed; the message is one line with the command of pip."""
+
+
+class Need(NamedTuple):
+    """What is needed, and by which extra it comes."""
+
+    who: str
+    extra: str
+    packages: tuple[str, ...]
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be found; it is not imported."""
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def require(needs: list[Need]) -> None:
+    """Raise `NotInstalledError` for the first need that is not met."""
+    for who, extra, packages in needs:
+        missing = [one for one in packages if not installed(one)]
+        if missing:
+            names = ", ".join(map(repr, missing))
+            raise NotInstalledError(
+                f"{who} needs {names}, not installed here: pip install '{DISTRIBUTION}[{extra}]'", name=missing[0]
+            )
+
+
+def needs_of(command: str, options: object) -> list[Need]:
+    """What a command needs with these options."""
+    extra, packages = {
+        "demo": ("serve", ("rich", *_SERVED)),
+        "serve": ("serve", EXTRAS["serve"][1:]),
+    }.get(command, (command, EXTRAS.get(command, ())))
+    needs = [Need(command, extra, packages)]
+    by_option = (
+        ("trace", True, "observe", ("opentelemetry",)),
+        ("placement", "dynamo", "fleet", ("dynamo",)),
+        ("plot", None, "bench", ("matplotlib",)),
+        ("plots", None, "bench", ("matplotlib",)),
+        ("top", None, "top", EXTRAS["top"]),
+    )
+    for name, value, one, those in by_option:
+        given = getattr(options, name, None)
+        if given is not None and (value is None or given == value):
+            needs.append(Need(f"--{name}", one, those))
+    return needs
+
+
+def missing_line(error: ImportError) -> str:
+    """What to install for a package that cannot be imported. Raises the error anew where the package is our own."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "kvcache", "transfer", "scheduler_adapters", "pagewire"):
+        raise error  # a bug of ours
+    extra = next((extra for extra, brought in EXTRAS.items() if package in brought), "")
+    needed = f"'{DISTRIBUTION}[{extra}]'" if extra else DISTRIBUTION
+    return f"this needs the package {package!r} (pip install {needed}): {error}"
