@@ -426,13 +426,27 @@ def _numeric(host: str) -> str:
     return socket.inet_ntoa(found[20:24])
 
 
+def _remove_left(path: Path) -> None:
+    """Remove the socket that a killed process has left at this path. `OSError`: somebody listens there, or it is none.
+
+    libzmq removes whatever it finds, and takes over the address of a process that is alive.
+    """
+    if not path.exists():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asked:
+        found = asked.connect_ex(str(path))  # 0, or EAGAIN where many wait to be accepted
+    if found != errno.ECONNREFUSED or not path.is_socket():
+        raise OSError(errno.EADDRINUSE, "Address already in use")
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+
+
 def _listening(family: socket.AddressFamily, at: str | tuple[str, int]) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         if isinstance(at, str):
             if not at.startswith("\0"):
-                with contextlib.suppress(FileNotFoundError):
-                    Path(at).unlink()  # one that a killed process has left, as libzmq does
+                _remove_left(Path(at))
         else:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:

@@ -320,6 +320,37 @@ def test_it_listens_where_zmq_would(tmp_path: Path) -> None:
             bound_socket("echo", zmq.ROUTER, address)
 
 
+@pytest.mark.parametrize("taken", ["by a manager", "by ZMQ", "by many who wait", "by a file"])
+def test_an_address_of_ipc_is_taken_from_nobody_who_lives(tmp_path: Path, taken: str) -> None:
+    base, path = f"ipc://{tmp_path}/e", tmp_path / "e-reset_prefix_cache"
+    with contextlib.ExitStack() as stack:
+        if taken == "by a manager":
+            stack.enter_context(closing(ResetEndpoint(base)))
+        elif taken == "by ZMQ":
+            stack.enter_context(zmq.Context.instance().socket(zmq.PULL)).bind(f"ipc://{path}")
+        elif taken == "by a file":
+            path.write_text("kept")
+        else:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(str(path))
+            listener.listen(0)
+            for _ in range(2):
+                stack.enter_context(
+                    socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+                ).connect_ex(str(path))
+        with pytest.raises(InvalidParamsError, match=r"zmq_endpoint_base .*/e.* cannot bind .*Address already in use"):
+            ResetEndpoint(base)
+        assert path.exists()
+
+
+def test_a_socket_that_a_killed_process_has_left_is_replaced(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "e-reset_prefix_cache"))
+        left.listen()
+    with closing(ResetEndpoint(f"ipc://{tmp_path}/e")):
+        assert (tmp_path / "e-reset_prefix_cache").is_socket()
+
+
 def test_nobody_else_gets_to_the_socket_behind_it() -> None:
     with closing(bound_socket("echo", zmq.ROUTER, ANY)) as bound:
         name = gate_of(bound).inner.removeprefix("ipc://@")
