@@ -1,6 +1,6 @@
-"""What callers hand in, checked before anything is touched: an error names the argument, the value and what is needed.
+"""Checks of callers' arguments, before any state changes. An error names the argument, its value and what is allowed.
 
-numpy's integers are integers here, a bool is none, and nothing is rounded.
+numpy's integers count as integers, a bool does not, and no value is rounded.
 """
 
 import math

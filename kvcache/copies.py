@@ -109,14 +109,14 @@ class CopyMark:
 class PageMover:
     """Copies between the pages of a shard, `[pages, ...]`, and slots of the host tier, uint8 `[slots, page_bytes]`.
 
-    On the CPU it copies on the thread that calls, at the rate of memcpy. A thread beside the loop was rejected: it
-    releases the GIL while it copies, but each time that it takes the GIL back, the loop may wait for a scheduler's
-    tick: steps of 0.2 ms had 4.3 ms in one of a hundred (two cores, decode steps of 64 and 1,024 requests). And it
-    takes no work away where the model runs on these cores too. A GPU copies from and to pinned slots on a stream of its
-    own, in order with `stream` (None: the current one): the calls return marks then, else they are over (`at_once`).
+    On the CPU the calling thread copies, at the rate of memcpy. A second thread was rejected: it releases the GIL while
+    it copies, but each time it takes the GIL back, the loop may wait for a scheduler tick. One of a hundred steps of
+    0.2 ms then took 4.3 ms (two cores, decode steps of 64 and 1,024 requests). Nor does a thread save work if the model
+    runs on the same cores. A GPU copies between pages and pinned slots on its own stream, in order with `stream` (None:
+    the current one), and the calls return marks. Without a GPU the copies are done when the call returns (`at_once`).
 
-    Of a page so many bytes are copied as a slot has: the pages may lie further apart, and the slots be parts of larger
-    ones, with something else between them.
+    The size of a slot is the number of bytes copied for each page. Pages may lie further apart, and slots may be parts
+    of larger ones, with other data between them.
     """
 
     def __init__(self, blocks: torch.Tensor, host: torch.Tensor, stream: Any) -> None:
@@ -140,7 +140,7 @@ class PageMover:
         if self._side is None:
             copy_pages(source, taken, target, given)
             return []
-        # What was launched before may still write the pages that are stored, or read what is overwritten.
+        # Kernels launched earlier may still write the pages to be copied, or read those to be overwritten.
         self._side.wait_stream(self._main())
         with torch.cuda.stream(self._side):
             copy_pages(source, taken, target, given)

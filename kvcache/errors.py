@@ -6,7 +6,7 @@ Each error also subclasses the built-in that code written for the documented API
 
 
 class KVCacheError(Exception):
-    """Base of every error that pagewire raises on purpose. Nothing is half done when one is raised."""
+    """Base of every error that pagewire raises on purpose. No change is half done when one is raised."""
 
     def __str__(self) -> str:
         # KeyError would print the repr of its argument; these messages are sentences.
@@ -78,4 +78,4 @@ class InvariantError(KVCacheError, RuntimeError):
 
 
 class WatchError(KVCacheError, ValueError):
-    """What came from a watched process is no look at it, or an address that cannot be watched."""
+    """A watched process sent something that is not a look, or its address cannot be watched."""

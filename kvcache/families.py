@@ -24,12 +24,12 @@ class Family(NamedTuple):
     """One family.
 
     Attributes:
-        name: as in a scrape: counters end in `_total`, units are seconds and bytes, shares are 0 to 1.
+        name: its name in a scrape: counters end in `_total`, units are seconds and bytes, shares are 0 to 1.
         kind: its type.
         text: its help, a sentence.
         labels: names of its own labels.
-        read: its samples, given what is observed. Whoever scrapes calls it, in another thread than the one that counts:
-            it reads figures, and what that thread may change it copies in one step (`list(d.values())`) first.
+        read: returns its samples, given the observed object. The scraping thread calls it, not the thread that counts.
+            So it only reads, and first copies in one step (`list(d.values())`) anything that the other may change.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Family(NamedTuple):
 class FamilyCollector(Collector):
     """Reads families at each scrape. Register it with a `CollectorRegistry`, which takes one collector of a class.
 
-    Nothing is counted for it, and nobody waits for it: a scrape reads, in its own thread, what is counted anyway. Each
-    figure is right by itself; two of one scrape may be a step apart, as the loop goes on meanwhile. A family that
-    cannot be read is left out of this scrape, logged the first time, and counted: nothing is raised into the host.
+    Scraping costs the loop nothing: a scrape reads existing counters in its own thread. Each figure is right by itself;
+    two figures of one scrape may be a step apart, as the loop goes on meanwhile. A family that cannot be read is left
+    out of this scrape, logged the first time, and counted: no error is raised into the host.
 
     Attributes:
-        families: what it reads, and how many of these it could not.
+        families: the families that it reads, and a count of those that it could not read.
     """
 
     def __init__(

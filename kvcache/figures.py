@@ -16,12 +16,12 @@ class PoolFigures:
 
     @property
     def states(self) -> tuple[StatePages, ...]:
-        """Of each replica the states of its recurrent layers, with `hits` and `evictions` of copies; none without."""
+        """The states of each replica's recurrent layers, with `hits` and `evictions` of copies; empty without any."""
         return tuple(states.pages for states in self._replicas.states)
 
     @property
     def further_groups(self) -> list[tuple[StatePages, ...]]:
-        """Of each replica the pools of pages that a request has beside those of its tokens: one of states, or none."""
+        """The further page pools of each replica, besides the one for tokens: one for states, or none."""
         return [(pages,) for pages in self.states] or [()] * self.num_replicas
 
     @property
@@ -77,5 +77,5 @@ class PoolFigures:
 
     @property
     def hint_share(self) -> float:
-        """Of the idle pages, how many follow retention hints now, 0.0 to 1.0, mean over the replicas."""
+        """The share of idle pages that follow retention hints now, 0.0 to 1.0, mean over the replicas."""
         return sum(replica.hints.share for replica in self._replicas.each) / self.num_replicas

@@ -1,13 +1,13 @@
 """`Gate`: stands between strangers and a bound ZMQ socket, and passes on only messages of few frames.
 
-libzmq bounds a frame, and how many whole messages wait. Nothing bounds the frames of one message: it keeps all of them
-until the last one is there, so that a peer which never ends its message fills the memory of the process, and one which
-ends it keeps whoever reads the message busy for seconds. So the address is this thread's, and libzmq listens at an
-abstract Unix socket which only this process may connect to. Each connection from outside has one there. What a peer
-sends is followed frame by frame (ZMTP 3 without encryption: CURVE lets no stranger in), nothing is kept of it, and a
-peer that exceeds a limit is dropped. What goes to a peer is passed on as it is.
+libzmq limits the size of a frame and the number of whole messages that wait, but not the number of frames in a message.
+It keeps all frames until the last one arrives. A peer that never ends its message can fill the process's memory, and
+one that does end it keeps the reader busy for seconds. So this thread owns the address, and libzmq listens at an
+abstract Unix socket that only this process may connect to. Each outside connection has its own connection there. The
+gate follows a peer's traffic frame by frame (ZMTP 3 without encryption: CURVE lets no stranger in), keeps none of it,
+and drops a peer that exceeds a limit. It passes traffic to a peer on unchanged.
 
-A gate takes so many frames a second from a peer, and from all of them together. The rest waits at the peer.
+A gate limits the frames per second of each peer and of all peers together. Further frames wait at the peer.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ _log = logging.getLogger("pagewire")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one peer may send, and how many may be there."""
+    """Limits on the traffic of one peer and on the number of peers."""
 
     message_bytes: int
     frames: int = 8  # of a message
@@ -181,7 +181,7 @@ class _Connection:
         self.is_ending = False  # the ZMQ socket has closed: the peer gets what is left
 
     def interest(self) -> tuple[int, int]:
-        """What the connections are to be polled for: 0, nothing."""
+        """The events that each connection is to be polled for; 0 for none."""
         reads, writes = selectors.EVENT_READ, selectors.EVENT_WRITE
         client = (reads if not (self.up or self.is_held) else 0) | (writes if self.down else 0)
         inner = (reads if not (self.down or self.is_ending) else 0) | (writes if self.up else 0)
@@ -251,7 +251,7 @@ class Gate:
         self._thread.start()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Listen no more, and end. What the ZMQ socket has sent goes to its peers for so long. Safe twice."""
+        """Stop listening, and end. Messages already sent are delivered for up to `linger_s` seconds. Safe twice."""
         if self._listener.fileno() < 0:
             return
         if self._thread.is_alive():  # else this is a fork, and would end the gate of its parent

@@ -26,9 +26,9 @@ MOST_LOST = 0.05  # of a request's pages, in layers that are not there
 class LayerGroup:
     """Layers of one kind, by their numbers among the layers of the cache, from 0.
 
-    Each query of a `full` layer sees every token before it, of a `window` layer the last `window` tokens, itself
-    included, and of a `chunked` one those from the last multiple of `window` on. What no later query sees is given
-    back while the request runs.
+    A query of a `full` layer sees every token before it. A query of a `window` layer sees the last `window` tokens,
+    itself included. A query of a `chunked` layer sees the tokens from the last multiple of `window` on. Pages that no
+    later query sees are freed while the request runs.
     """
 
     kind: LayerKind
@@ -102,7 +102,7 @@ class LayerTables(NamedTuple):
 
     @property
     def places(self) -> dict[int, tuple[int, int]]:
-        """Of each layer its table, and its place in a page of that."""
+        """The table of each layer, and the layer's place in a page of that table."""
         return {
             layer: (number, place)
             for number, table in enumerate(self.tables)
@@ -111,7 +111,7 @@ class LayerTables(NamedTuple):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What each table keeps: "full", or a kind and its tokens, "window 1024"."""
+        """The kind of each table: "full", or a kind and its tokens, "window 1024"."""
         groups = (table.group for table in self.tables)
         return tuple(one.kind if one.kind == "full" else f"{one.kind} {one.window}" for one in groups)
 
@@ -121,7 +121,7 @@ class LayerTables(NamedTuple):
         return self.kinds[1:] if self.tables[0].group.keeps_all else self.kinds
 
     def described(self) -> str:
-        """What each table keeps, and of which layers; two managers that say the same can exchange pages."""
+        """The kind and the layers of each table. Two managers with equal descriptions can exchange pages."""
         tables = zip(self.kinds, self.tables, strict=True)
         return ", ".join(f"{kind} of layers {' '.join(map(str, table.layers))}" for kind, table in tables)
 

@@ -135,14 +135,14 @@ def replica_fingerprint(layouts: list[PageLayout], groups: str = "") -> str:
 
 
 def kv_kind(layouts: Sequence[PageLayout]) -> str:
-    """What the shards of a replica keep of a token, however its heads are split and its pages lie."""
+    """The contents that a replica's shards keep for a token, independent of the split of heads and the page layout."""
     one, heads = layouts[0], max(layout.first_head + layout.num_heads for layout in layouts)
     kind = f"{one.dtype}, {one.num_layers} layers of {one.sides} x {heads} heads of {one.head_dim}"
     return kind + (f", {scales_kind(layouts)}" if one.scales is not None else "")
 
 
 def scales_kind(layouts: Sequence[PageLayout]) -> str:
-    """What shares a scale; nothing where values have none."""
+    """The values that share a scale; empty if values have no scales."""
     layout = layouts[-1]
     scales = layout.scales
     if scales is None:

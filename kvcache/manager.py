@@ -35,9 +35,9 @@ class PagedKVCacheManager(PoolFigures):
     The life of a request: `external_claim`, then for each step `maybe_reserve`, `fetch`, the model, `context.update`,
     `step`; at the end `release` (`with claim` is both ends). Not thread-safe: one serving loop owns it.
 
-    Every error is a `KVCacheError` and leaves everything as it was. What comes from elsewhere in the middle of a call
+    Every error is a `KVCacheError` and leaves the state unchanged. An exception from elsewhere in the middle of a call
     (Ctrl-C, no memory) may leave the books half done: then every call raises `InterruptedCallError` until `recover` has
-    mended them. An error of a caller's own context leaves everything as it was. Beside those that a call names:
+    mended them. An error from a caller's own context leaves the state unchanged. Besides the errors that a call names:
 
     - `UnknownRequestError` (a KeyError): a request is not claimed.
     - `InvalidRequestError` (a ValueError): an argument that does not fit; `num_steps` below 1; a request named twice;
@@ -283,9 +283,9 @@ class PagedKVCacheManager(PoolFigures):
         return self._claims.batch(contexts)
 
     def fetch(self, batch: Sequence[Context], num_steps: int = 1) -> list[RaggedKVCacheInputs]:
-        """What the model reads to run the batch: one entry per device, replica by replica. Allocates nothing.
+        """The model's inputs for the batch: one entry per device, replica by replica. Allocates nothing.
 
-        Each replica sees its own requests, in batch order. Raises `NotReservedError` where one has too few pages.
+        Each replica sees its own requests, in batch order. Raises `NotReservedError` if a request has too few pages.
         """
         if self._mark.call is not None:
             self._mark.refuse("fetch")
@@ -365,7 +365,7 @@ class PagedKVCacheManager(PoolFigures):
         return lease
 
     def end_lease(self, lease: PageLease) -> None:
-        """Nobody reads under it any more, as readers were told: pages that nobody else holds are free. Safe twice."""
+        """End a lease under which no reader reads any more. Frees pages without another holder. Safe twice."""
         self._mark.check_books("end_lease")
         granted = granted_by(lease, [replica.leases for replica in self._replicas.each])
         with self._mark.changing("end_lease", lease):
@@ -399,9 +399,9 @@ class PagedKVCacheManager(PoolFigures):
         return pending
 
     def extend_import(self, context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> PageCopy:
-        """What to copy beyond what was named before, now that the source's table covers more tokens.
+        """The pages to copy in addition to those named before, now that the source's table covers more tokens.
 
-        Raises as `import_block_table`, also for pages other than before, or an import that is closed.
+        Raises as `import_block_table` does, and also if the earlier pages differ or the import is closed.
         """
         self._mark.check("extend_import")
         replica, _, row = self._claims.own(context, "extend_import")
@@ -454,7 +454,7 @@ class PagedKVCacheManager(PoolFigures):
 
     @property
     def metrics(self) -> KVCacheMetrics:
-        """What was done since the manager was made or `reset_metrics`, over all replicas."""
+        """The counters since the manager was made or since `reset_metrics`, over all replicas."""
         return self._replicas.metrics - self._metrics_before
 
     def reset_metrics(self) -> None:

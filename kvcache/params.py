@@ -92,13 +92,13 @@ class KVCacheParams:
     `n_devices` is `data_parallel_degree × tp`; devices are listed replica by replica. Heads are split over the `tp`
     shards of a replica; where there are fewer heads than shards, each head is held by several shards.
 
-    Files of `file_tier_dir` are found again after a restart, and shared by any number of processes of one user. Files
-    and folders are that user's alone, whatever the umask: a folder with wider rights is tightened, another user's or a
-    link in its place is refused. Who may write there is trusted: checksums guard against accidents alone.
+    Files of `file_tier_dir` are found again after a restart, and shared by any number of processes of one user. Only
+    that user may access the files and folders, whatever the umask: a folder with wider rights is tightened; a link, or
+    another user's folder, is refused. Anyone who may write there is trusted: checksums guard only against accidents.
 
-    What policy needs prefix caching, the host tier or several replicas changes nothing without them; the manager logs
-    a warning that names what was given in vain. Raises `InvalidParamsError` (a ValueError) on the first value that
-    cannot work, with the limit it broke.
+    Options that need prefix caching, the host tier or several replicas have no effect without them; the manager logs a
+    warning that names the unused options. Raises `InvalidParamsError` (a ValueError) on the first value that cannot
+    work, with the limit it broke.
     """
 
     dtype: torch.dtype  # of keys and values
@@ -113,9 +113,9 @@ class KVCacheParams:
     page_size: int | None = None  # tokens per page; None leaves the choice to the manager's argument of the same name
     n_devices: int = 1  # of all replicas together
     is_mla: bool = False  # one latent side in place of keys and values
-    data_parallel_degree: int = 1  # replicas, each with a pool and an index of its own
-    # Of the prefix chain, the same wherever pages are exchanged. blake3, an extra, is as strong as sha256 and quicker
-    # on some processors without SHA instructions; collisions in xxh3_128 can be crafted.
+    data_parallel_degree: int = 1  # replicas, each with its own pool and index
+    # The hash of the prefix chain; it must be the same wherever pages are exchanged. blake3, an extra, is as strong as
+    # sha256 and quicker on some processors without SHA instructions; collisions in xxh3_128 can be crafted.
     hash_algorithm: HashAlgorithm = "sha256"
     # A prompt that shares at least this many tokens of a cached page, but not all, copies the page (see
     # `kvcache.replica.partial`); 0 means never.
@@ -125,7 +125,7 @@ class KVCacheParams:
     # The largest share of a replica's idle pages that may follow retention hints, 0.0 to 1.0; the rest is least
     # recently used first (see `kvcache.pool.hinted_order`). 0.0: hints are ignored.
     max_hint_share: float = 0.95
-    # Of a replica's pages, how many the idle pages of one `cache_salt` may take before they go first, 0.0 to 1.0.
+    # The share of a replica's pages that one `cache_salt` may keep idle before its own are evicted first, 0.0 to 1.0.
     tenant_quota: float = 1.0
     # `tenant_quota` of particular salts.
     tenant_quotas: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
@@ -155,9 +155,9 @@ class KVCacheParams:
     groups: tuple[LayerGroup, ...] = ()
     # Values of 8 bits whose scales stand in the page beside them: shared, copied, evicted and handed over with it.
     kvcache_quant_config: KVCacheQuantizationConfig | None = None
-    # Of recurrent layers what they keep of each request, beside the layers that keep keys and values; None: there are
-    # no such layers. Each claimed request has a state page then, and with prefix caching copies of states are kept:
-    # a prefix is found as far as its pages are cached, and the state after the last of them is (`kvcache.states`).
+    # The state that recurrent layers keep of each request, in addition to layers with keys and values; None: no such
+    # layers. Each claimed request then has a state page, and with prefix caching copies of states are kept: a cached
+    # prefix ends after a page whose state is cached too (`kvcache.states`).
     states: StateShape | None = None
     # Whether states lie among the pages of tokens, each in as many neighbouring pages as hold it, and copies of them
     # and pages are evicted by their last use. Else a part of each replica's memory is for states alone: its requests'
@@ -166,8 +166,8 @@ class KVCacheParams:
     state_copies: int | None = None  # of each replica in memory of their own; None: two for each of its requests
     # Pages of tokens between two copies of a prompt's state, whatever its prompts have in common; 0: none for that.
     state_every_pages: int = 0
-    # Of host memory and of files how much is for recurrent states, 0.0 to 1.0, where layers have some (`kvcache.states`
-    # says more); pages have the rest.
+    # The share of host memory and of files for recurrent states, 0.0 to 1.0, if the model has any (see
+    # `kvcache.states`); pages have the rest.
     tier_state_share: float = 0.5
     # Makes the order in which a replica's idle pages are evicted, given the number of its pages; None: least recently
     # used first, biased by retention hints (see `kvcache.eviction_order`).

@@ -17,7 +17,7 @@ _REPLICA = ("replica",)
 
 
 def _each(read: Callable[[Replica], float]) -> Callable[[Replicas], Iterator[Sample]]:
-    """Of each replica a figure."""
+    """One figure for each replica."""
     return lambda all_of: (((number,), read(replica)) for number, replica in enumerate(all_of.each))
 
 
@@ -54,7 +54,7 @@ def _states(all_of: Replicas) -> Iterator[Sample]:
 
 
 def _of_states(read: Callable[[StatePages], float]) -> Callable[[Replicas], Iterator[Sample]]:
-    """Of each replica with recurrent states a figure."""
+    """One figure for each replica with recurrent states."""
     return lambda all_of: (((number,), read(states.pages)) for number, states in enumerate(all_of.states))
 
 
@@ -63,7 +63,7 @@ def _quarantined(replica: Replica) -> int:
 
 
 def _host(read: Callable[[ReplicaTier], float]) -> Callable[[Replicas], Iterator[Sample]]:
-    """Of each replica's side of the host tier a figure; 0 where there is none."""
+    """One figure for each replica's side of the host tier; 0 without a host tier."""
 
     def samples(all_of: Replicas) -> Iterator[Sample]:
         for number in range(len(all_of.each)):

@@ -21,16 +21,16 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
 
 @dataclass(frozen=True, slots=True)
 class KVCacheQuantizationConfig:
-    """Scales of quantised keys and values: what of a page shares one, for each layer and side.
+    """Scales of quantised keys and values: which values of a page share one, for each layer and side.
 
-    The values are of `KVCacheParams.dtype`, 8 bits. What writes and reads them is the model: a value is the stored one
+    The values have the 8-bit type `KVCacheParams.dtype`. The model writes and reads them: a value is the stored one
     times its scale. Raises `InvalidParamsError` (a ValueError).
     """
 
     scale_dtype: torch.dtype = torch.float32  # of the scales, a floating-point type
     quantization_granularity: int = 128  # elements of `head_dim` that share a scale; a divisor of it
-    # What of a page shares one; "page" has one for all heads of the model, the same on each shard. Scales of whole
-    # pages cannot be converted to another page size.
+    # The values of a page that share a scale; "page": one scale for all heads of the model, the same on each shard.
+    # Scales of whole pages cannot be converted to another page size.
     scale_of: ScaleOf = "token and head"
 
     def __post_init__(self) -> None:

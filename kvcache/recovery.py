@@ -43,7 +43,7 @@ class Recovered:
     imports: tuple[PendingImport, ...]
     """All imports whose pages somebody may write."""
     copiers: tuple[ImportCopier, ...]
-    """Of these imports the copiers that were handed out and have not ended."""
+    """The copiers of these imports that were handed out and have not ended."""
 
 
 def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:

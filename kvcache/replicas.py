@@ -205,7 +205,7 @@ class Replicas:
             self.placed[replica_idx].copy_page(source, target)
 
     def fetch(self, gathered: Gathered, num_steps: int) -> list[RaggedKVCacheInputs]:
-        """What the model reads, shard by shard and replica by replica. Raises before anything is counted."""
+        """The model's inputs, shard by shard and replica by replica. Raises before anything is counted."""
         states = [gathered.part(share) for share in gathered.split(len(self.each))]
         if gathered.slack < num_steps - 1:
             for replica, state in zip(self.each, states, strict=True):
@@ -306,9 +306,9 @@ class Replicas:
     def _publish(self, gathered: Gathered, word: tuple[str, object]) -> None:
         """Publish what may be full of computed tokens; the call is marked by `word` as under way on return."""
         computed = gathered.starts
-        # No page was full before the last token: of a batch those alone are asked whose page that token has filled.
+        # No page was full before the last token, so only those requests are asked whose page that token has filled.
         looked = None if gathered.due else gathered.turning()
-        # Of all replicas first: digests are refused where a request's salt or keys changed, and nothing is half done.
+        # Hash on all replicas before publishing: a request whose salt or keys changed is refused before any change.
         full = [
             (share, pages)
             for share in (gathered.split(len(self.each)) if looked is None else looked)
@@ -384,7 +384,7 @@ class Replicas:
 
     @property
     def event_endpoints(self) -> list[tuple[str, str | None]]:
-        """Of each replica where its KV events are bound, and their replays."""
+        """The address of each replica's KV events, and of their replays."""
         return [] if self._events is None else self._events.endpoints
 
     def flush(self) -> None:
@@ -463,15 +463,15 @@ class Replicas:
         return gathered.digests(rows_at(share.at, at), firsts, lasts, self._hasher_of, self._log)
 
     def _fits(self, replica_idx: int, context: Context, length: int, found: Found) -> tuple[int, bool]:
-        """Pages that a new request would lack beside those `found`, and whether it could have them, and a row, now."""
+        """Pages that a new request would need in addition to those `found`, and whether they and a row are free now."""
         replica = self.each[replica_idx]
         plan = replica.tables.plan(None, context, length, found.end * replica.page_size, found)
         has_row = len(replica.rows.row_of) < len(replica.rows.request_ids)
         if not has_row or not replica.states.has_room:
             return plan.new, False
         free = replica.pool.free_count - replica.pool.beside
-        # Of those found some may go for its state; and with what is below the device, which is looked up only when it
-        # reserves, it goes on from further on, where windows need other pages.
+        # Its state may evict some found pages. Also, lower tiers are looked up only when it reserves: with their pages
+        # it continues from a later token, where windows need other pages.
         if replica.states.may_lose_pages or (replica.tier.keeps and not replica.tables.is_plain):
             return plan.new, replica.tables.most(context, length) <= free
         return plan.new, replica.tables.fits(None, plan, free)
@@ -482,7 +482,7 @@ class Replicas:
 
 
 def _spec_of(group: LayerGroup, params: KVCacheParams) -> CacheSpec:
-    """What the layers of a group keep, as vLLM calls it."""
+    """The kind of a group's layers, in vLLM's terms."""
     if group.kind == "full":
         return CacheSpec("mla_attention" if params.is_mla else "full_attention")
     if group.kind == "window":

@@ -36,10 +36,10 @@ def open_endpoint(endpoint_base: str | None, *, caching: bool) -> "NoEndpoint":
 
 
 class NoEndpoint:
-    """Nobody asks for a reset here.
+    """No endpoint: resets cannot be requested.
 
     Attributes:
-        is_asked: a reset was asked for since the loop has set this to False.
+        is_asked: whether a reset was requested since the loop last set this to False.
     """
 
     def __init__(self) -> None:

@@ -47,10 +47,10 @@ class Router:
         self._last = replicas - 1
 
     def recommend(self, missing: Sequence[int], claimed: Sequence[int], fits: Sequence[bool]) -> int:
-        """The replica of least cost of those where the request fits, of all where it fits on none.
+        """The replica of least cost among those where the request fits, or among all if it fits on none.
 
-        Of each replica are given: pages of the request that are `missing` there, `claimed` requests, whether it `fits`
-        now. Among equals it is the one with the fewest claimed requests, then the lowest index.
+        Each argument has one entry per replica: pages of the request that are `missing` there, `claimed` requests, and
+        whether the request `fits` now. Ties go to the fewest claimed requests, then to the lowest index.
         """
         weight = self.routing.load_weight
         costs = [miss + weight * load for miss, load in zip(missing, self._loads, strict=True)]

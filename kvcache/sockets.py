@@ -12,12 +12,12 @@ from kvcache.errors import InvalidParamsError
 from kvcache.gate import Gate, Limits
 
 _MAX_QUESTION_BYTES = 1 << 10
-"""Of a message to such a socket, on which nobody says much: those of CURVE's greeting are the longest."""
+"""The most bytes of a message to such a socket. Messages are short: those of CURVE's greeting are the longest."""
 _UNREAD_QUESTIONS = 100
 QUESTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES)
-"""Of a socket on which peers ask a few times a second."""
+"""Limits of a socket on which peers ask a few times a second."""
 SUBSCRIPTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES, peers=256, subscription_bytes=1 << 14)
-"""Of a PUB socket. libzmq keeps a node of 40 bytes for each byte of a topic: so a peer takes 640 KiB at most."""
+"""Limits of a PUB socket. libzmq keeps a node of 40 bytes for each byte of a topic: a peer takes at most 640 KiB."""
 
 
 class BoundSocket(zmq.Socket[bytes]):

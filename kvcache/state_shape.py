@@ -10,7 +10,7 @@ from kvcache.errors import InvalidParamsError
 CONV_KINDS = ("conv.x", "conv.B", "conv.C")
 SSM_KIND = "ssm"
 StateForm = Literal["mamba2", "gated_delta", "mamba1", "short_conv", "linear"]
-# What the mixers of each form convolve, in their order.
+# The inputs that the mixers of each form convolve, in order.
 _CONVOLVED: dict[StateForm, tuple[str, ...]] = {
     "mamba2": CONV_KINDS,
     "gated_delta": ("conv.B", "conv.C", "conv.x"),

@@ -12,7 +12,7 @@ from kvcache.arguments import flag, integer, number, shown, whole
 from kvcache.errors import InvalidRequestError
 
 RequestID = str
-"""What names a request: any string, unique among the claimed requests of one manager."""
+"""The name of a request: any string, unique among the claimed requests of one manager."""
 
 
 class RaggedKVCacheInputs(NamedTuple):
@@ -139,7 +139,7 @@ class ObjectIO(Protocol):
         """Write whole objects, each from offset 0 on: nobody sees one before it is whole."""
 
     def read(self, ranges: Sequence[ObjectRange]) -> list[bool]:
-        """Of each range whether it was read: False where there is no such object. What is cut short leaves a rest."""
+        """Whether each range was read: False if there is no such object. A truncated object leaves a rest unfilled."""
         ...
 
     def close(self) -> None: ...  # noqa: D102

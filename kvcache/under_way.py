@@ -1,9 +1,9 @@
 """`UnderWay`: the one word that says which call of a manager is changing its books.
 
-A call sets the word before its first change and clears it after its last. What interrupts it in between (Ctrl-C, a
-signal handler that raises, no memory, no stack) leaves the word set, whatever its handlers did or did not do: so every
-later call sees that the books may be half done, and refuses. `PagedKVCacheManager.recover` mends them, then clears it.
-A closed manager has a word of its own, which is never cleared: what gives something back, or only looks, is answered.
+A call sets the word before its first change and clears it after its last. An interruption in between (Ctrl-C, a signal
+handler that raises, no memory, no stack) leaves the word set, whatever the call's handlers did. Every later call then
+sees that the books may be half done, and refuses. `PagedKVCacheManager.recover` mends the books and clears the word.
+A closed manager has its own word, which is never cleared. Calls that give something back, or only read, still work.
 """
 
 from typing import NoReturn, Protocol, Self
@@ -14,7 +14,7 @@ _CLOSED: tuple[str, object] = ("close", "is over")
 
 
 class Refusing(Protocol):
-    """What may raise an error of its own while a call changes the books: the context of a request."""
+    """An object that may raise its own error while a call changes the books: the context of a request."""
 
     @property
     def refused(self) -> bool:

@@ -39,7 +39,7 @@ def states_of(cells: Cells) -> NDArray[np.uint8]:
 
 
 def ages_of(cells: Cells) -> NDArray[np.uint8]:
-    """Of idle pages the eighth of the eviction order: 0 goes first, 7 was released last."""
+    """The eighth of the eviction order of each idle page: 0 goes first, 7 was released last."""
     return (cells >> AGE_SHIFT & 7).astype(np.uint8)
 
 
@@ -49,12 +49,12 @@ def owners_of(cells: Cells) -> Cells:
 
 
 def request_digest(request_id: str) -> str:
-    """What stands for a request where its id is not shown: in every process the same, so that it can be followed."""
+    """A substitute for a hidden request id. It is the same in every process, so that a request can be followed."""
     return "#" + hashlib.blake2b(request_id.encode("utf-8", "surrogatepass"), digest_size=5).hexdigest()
 
 
 class AskLook(msgspec.Struct, frozen=True, kw_only=True):
-    """A watcher's question; one look is the answer. Nothing is looked at while nobody asks."""
+    """A watcher's question; one look is the answer. Without questions no look is made."""
 
     known: Count = 0  # the number of the last look that came; 0: none, the answer is whole
     incarnation: Label = ""  # of the watch that it came from
@@ -62,7 +62,7 @@ class AskLook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchRefusal(msgspec.Struct, frozen=True, kw_only=True):
-    """What comes in place of a look: there are too many watchers."""
+    """The answer in place of a look: there are too many watchers."""
 
     refused: Label  # why
 
@@ -164,7 +164,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Beside(NamedTuple):
-    """What others than the manager know: phases by request id, leases, pulls, totals."""
+    """Figures from outside the manager: phases by request id, leases, pulls, totals."""
 
     phases: dict[str, str] = {}  # noqa: RUF012  (defaults that nobody changes)
     leases: tuple[LeaseRow, ...] = ()

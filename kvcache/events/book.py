@@ -263,7 +263,7 @@ class EventBook:
         self._told += [Told(source, event) for event in self._stored(source, ids)]
 
     def _stored(self, source: int, ids: Ids) -> Iterator[BlockStored]:
-        """What tells of pages: one event a run in which each continues the one before, where it is not very long."""
+        """Events for stored pages: one for each run of consecutive pages of a prompt; very long runs are split."""
         size, most = self._page_size, max(1, _TOKENS_AN_EVENT // self._page_size)
         for start in range(0, len(ids), most):
             some = ids[start : start + most]

@@ -1,6 +1,6 @@
-"""What the serving loop writes down of its caches: references to what it has anyway, some tuples a call.
+"""The serving loop's record of changes to its caches: a few tuples a call, which refer to data that it has anyway.
 
-Nothing is looked up, encoded or copied page by page here. `EventBook` makes events of the entries, in another thread.
+The loop looks up, encodes and copies no single pages here. `EventBook` turns the entries into events in another thread.
 """
 
 from collections import deque
@@ -14,15 +14,15 @@ from kvcache.pool.index import Digests, PrefixIndex
 from kvcache.pool.journal import Indices, PageReader
 
 HOST, FILES = -1, -2
-"""Sources that all ranks share. Of several block tables each is a source: of replicas and of these the number of one,
-times that of the tables, plus a page's table.
+"""Sources that all ranks share. With several block tables each table is a source: the number of the replica, or one of
+these, times the number of tables, plus the number of the page's table.
 """
 MOST_ENTRIES = 1 << 14
-"""Above so many the loop is called to help."""
+"""With more entries than this the loop has to help."""
 
 
 class Hashed(Protocol):
-    """What has hashed the pages of a request: a `PrefixHasher`. Digests of pages are only ever added."""
+    """The hasher of a request's pages: a `PrefixHasher`. It only ever adds digests of pages."""
 
     known: bytearray
     width: int
@@ -33,10 +33,10 @@ class Hashed(Protocol):
 Ints = NDArray[np.int64]
 PageTokens = NDArray[np.int32] | Sequence[bytes]
 Described = tuple[Sequence[Hashed], Ints, Ints, PageTokens]
-"""Of each request the pages from a first to a last one, hashed by now, and the int32 bytes of their tokens.
+"""For each request: its hasher, its first and last newly hashed page, and the int32 bytes of the pages' tokens.
 
-The other thread may read it at once. A plain tuple: an object with names takes the loop longer than all else that it
-writes down.
+The other thread may read it at once. It is a plain tuple, because making an object with named fields takes the loop
+longer than everything else that it records.
 """
 Change = tuple[int | Indices, bool, Digests | int]
 """A source's number, whether its pages came (True) or went, and their digests; for one page that went, the last word.

@@ -107,9 +107,10 @@ class _Stream:
         return bool(self._unsent)
 
     def answer(self, book: EventBook) -> bool:
-        """Begin to answer one question for a replay: what was sent from a number on; False: that is no more, so all.
+        """Begin to answer one request for a replay of the batches from a number on.
 
-        What the answer says is made now, `reply` sends it.
+        Returns False if those are no longer kept: the answer is then the whole state. The answer is made now; `reply`
+        sends it.
         """
         if self.replay is None:
             return True
@@ -163,10 +164,10 @@ class _Stream:
             self.replay.close(linger=200)
 
     def _state(self, book: EventBook, first: int) -> Iterable[tuple[int, bytes]]:
-        """All that is there, under numbers from `first` on, none above the last that was sent.
+        """All cached pages, in batches numbered from `first` on, none above the last number that was sent.
 
-        What was sent since the question comes to the subscriber as well, and changes nothing in the end: of each page
-        the last that is told of it is true.
+        The subscriber also receives the batches sent since its question. They do no harm: the last event about a page
+        is the one that holds.
         """
         parts = list(batched(chain([AllBlocksCleared()], book.state(self.rank))))
         count = min(len(parts), max(1, self.sequence - first))
@@ -179,7 +180,7 @@ class _Stream:
 
 
 class _Worker:
-    """What the thread runs; it knows nothing of the manager, which may be forgotten without being closed."""
+    """The thread's program. It holds no reference to the manager, which may be dropped without being closed."""
 
     def __init__(self, options: KVEvents, log: EventLog, book: EventBook, ranks: int) -> None:
         self.streams: list[_Stream] = []
@@ -304,7 +305,7 @@ class _Worker:
             return []
 
     def _begin_anew(self) -> None:
-        """Of what is there by now nothing is told until it comes again."""
+        """Start with an empty book. Pages cached until now are reported only when they are stored again."""
         self._book, self._behind = self._book.begun_anew(), True
 
     def _send(self, stream: _Stream, told: Sequence[Told], *, anew: bool) -> None:
@@ -326,7 +327,7 @@ class _Worker:
         ready = dict(self._poller.poll(0 if self._is_answering() else timeout_ms))
         started = time.monotonic()
         if any([stream.joins in ready and stream.take_joins() for stream in self.streams]):  # noqa: C419 - of each
-            # Who is new, or back, may have no way to ask: of prefill processes vLLM's router asks nothing.
+            # A new or returning subscriber may be unable to ask: vLLM's router asks prefill processes for no replay.
             self._owe(started + _JOIN_S)
         asked = self._answer(ready)
         if self._reply() or asked:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Hashes = NDArray[np.uint64]
 """Pages by the low 64 bits of their digests, read as big-endian integers."""
 BlockKeys = tuple[str | tuple[str, int], ...]
-"""What else than tokens a block depends on: names of adapters and salts, and `(identifier, offset)` of images."""
+"""Everything besides tokens that a block depends on: names of adapters, salts, and `(identifier, offset)` of images."""
 
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
@@ -46,7 +46,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class CacheSpec(NamedTuple):
-    """What the layers of a group of blocks keep, as vLLM calls it."""
+    """The kind of the layers of a group of blocks, in vLLM's terms."""
 
     kind: str
     window: int | None = None  # tokens, of a sliding window
@@ -62,14 +62,14 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Nothing is there, in no medium."""
+    """No block is left in any medium."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What happened on one rank between two looks at it, in order. `ts`: seconds since 1970."""
+    """The events of one rank between two looks at it, in order. `ts`: seconds since 1970."""
 
     ts: float
     events: Sequence[KVEvent]
@@ -94,7 +94,7 @@ def adapter_of(keys: Sequence[tuple[int, bytes]]) -> str | None:
 
 
 def keys_of_block(salt: str | None, keys: Sequence[tuple[int, bytes]], block: int, block_size: int) -> BlockKeys | None:
-    """What stands for a block in `extra_keys`: the adapter, images that begin in it; of the first block the salt."""
+    """A block's `extra_keys`: the adapter, the images that begin in the block and, for the first block, the salt."""
     adapter = adapter_of(keys)
     found: list[str | tuple[str, int]] = [] if adapter is None else [adapter]
     for position, key in sorted(keys):

@@ -1,4 +1,4 @@
-"""What plain LRU, or full trust in hints, would have hit, counted beside the real cache; and what hints earn by it."""
+"""Baselines: hits that plain LRU, or full trust in hints, would have had; and the share that hints earn by them."""
 
 from collections import OrderedDict
 
@@ -136,7 +136,7 @@ class HintedBaseline:
         return np.flatnonzero(words & self.mask == 0)
 
     def _take(self, words: list[int]) -> Pages:
-        """Take these pages out of the order, or make them, in place of what goes first. Of too many the head."""
+        """Take these pages out of the order, or make them by evicting the first. Drops the end of too many words."""
         del words[self._room :]
         if len(set(words)) < len(words):  # pages that their first words do not tell apart: made to mislead us
             words = []
@@ -192,7 +192,10 @@ class HintShare:
         self.value = min(most, _FIRST_SHARE)
 
     def learn(self, gained: int, promised: int, looked: int) -> None:
-        """Of `looked` pages so many more were hit than by plain LRU, or would have been at the largest share."""
+        """Adjust the share after a lookup of `looked` pages.
+
+        `gained`: hits above those of plain LRU; `promised`: the same for hints at their largest share.
+        """
         learned = promised if self._promise > 0 and self._credit > 0 else gained
         most = self._num_pages / _STEP
         self._promise = min(most, max(-most, self._promise + promised - max(gained, 0)))

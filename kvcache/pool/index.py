@@ -20,7 +20,7 @@ NO_PAGE = 0  # the null page is never published
 _FEW = 16  # chains that are followed one by one
 _SIGNED = np.dtype(np.int64)
 INDEX = np.dtype(np.intp)
-"""Of what numpy follows as an index; another kind takes it about twice as long."""
+"""The integer type that numpy uses for indexing; others take it about twice as long."""
 
 
 class PrefixIndex:
@@ -143,7 +143,7 @@ class PrefixIndex:
             self.tables[pages] = tables
 
     def mend(self) -> None:
-        """Link anew what is published, whatever the links say; of two pages of one digest one stays. Nobody is told."""
+        """Rebuild the links from the published pages; keep one of two pages with equal digests. Notifies no reader."""
         pages = np.flatnonzero(self.published)
         _, once = np.unique(self._records[pages], return_index=True)
         pages = pages[np.sort(once)].astype(np.int32)
@@ -155,7 +155,7 @@ class PrefixIndex:
         self._link(pages, self._buckets(self.digests_of(pages)))
 
     def clear(self) -> None:
-        """Nothing is published any more. Nobody is told."""
+        """Unpublish every page. Notifies no reader."""
         self.published[:] = False
         self._links[:] = NO_PAGE
         self.generation += 1

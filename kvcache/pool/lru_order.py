@@ -14,11 +14,11 @@ _LAST = 1 << 62
 
 
 class OrderLog:
-    """What up to `most_orders` orders write their entries to: a page is in one of those at a time."""
+    """The storage for the entries of up to `most_orders` orders. A page is in one order at a time."""
 
     def __init__(self, num_pages: int, most_orders: int = 1) -> None:
-        # Twice the pool, so that where no chunk is spare two neighbours of some order fit into one; and two for the
-        # oldest and the newest chunk of each order.
+        # Twice the pool: if no chunk is spare, two neighbours of some order then fit into one. Two more chunks for each
+        # order hold its oldest and its newest entries.
         chunks = 2 * -(-num_pages // CHUNK) + 2 * most_orders
         self.entries = np.zeros((chunks, CHUNK), np.int32)
         self.stamp = np.full(num_pages + 1, -1, np.int32)
@@ -27,7 +27,7 @@ class OrderLog:
         self.orders: list[LruOrder] = []
 
     def clear(self) -> None:
-        """No page is in any order."""
+        """Remove every page from its order."""
         self.stamp[:] = _NOWHERE
         self.live[:] = 0
         self.spare[:] = range(len(self.live))

@@ -77,7 +77,8 @@ class TenantQuotas:
     def pop_surplus(self, most: int, *, slabs: bool = False) -> Pages:
         """Take out pages above their tenants' quotas, each tenant's oldest first, `most` at most.
 
-        Of a tenant whose oldest is a slab none. `slabs`: these, and of a tenant whose oldest is a page none.
+        A tenant whose oldest entry is a slab gives no pages. `slabs`: take slabs instead, and none from a tenant whose
+        oldest entry is a page.
         """
         taken: list[Pages] = []
         for owner in sorted(self._over):
@@ -90,7 +91,7 @@ class TenantQuotas:
         return np.concatenate(taken) if taken else np.zeros(0, np.int32)
 
     def _pop_each(self, owner: int, most: int, *, slabs: bool) -> list[Pages]:
-        """Of a tenant with both, up to the first of the other kind."""
+        """Take entries of a tenant with both pages and slabs, up to the first of the other kind."""
         order, taken = self._orders[owner], list[Pages]()
         while len(taken) < most and self._surplus(owner) > 0 and self._is_slab[order.first()] == slabs:
             taken.append(order.pop(1))

@@ -42,7 +42,7 @@ class CachedSlabs(Protocol):
 
 
 class PageMoves(Protocol):
-    """Who knows where page ids are written down."""
+    """The owner of all records of page ids, which can move held pages."""
 
     def staying(self) -> NDArray[np.bool_]:
         """The held pages that cannot be moved, `[num_pages + 1]`."""
@@ -77,8 +77,8 @@ class SlabPool(PagePool):
         # How much later they were used, by what was said of them when they were let go; None: by age alone.
         self._later: Indices | None = None
         self._last_evicted = 0  # the last use of the page that was evicted last
-        # Of each slab no more than when its youngest page was used, and of these the last slab first: what makes a
-        # slab younger does not look for it, so the oldest is looked at before it is taken.
+        # A lower bound on the last use of each slab's youngest page; `_ages_back` has the last slab first. Uses do not
+        # update it, so the oldest slab is checked before it is taken.
         self._ages = np.zeros(num_pages // slab_pages + 1, np.int64)
         self._ages_back = self._ages[self.num_slabs : 0 : -1]
         # The fresh pages lie in a part of this that moves up as slabs are taken from below, and down as they come back:
@@ -189,7 +189,7 @@ class SlabPool(PagePool):
                 raise InvariantError(f"slab {slab} was used at {self._age_of(slab)}, and is taken to be younger")
 
     def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """As the base. Whoever takes slabs has said in `taken` which are: nobody else holds their pages."""
+        """As the base. `taken` already marks the slabs in use; the pages of those have no other holder."""
         holders[np.flatnonzero(np.repeat(self.taken, self.slab_pages))] += 1
         super().mend(holders, writers)
 

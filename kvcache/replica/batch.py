@@ -35,7 +35,7 @@ _STEPS_KEPT = 256  # updates that a batch holds before it hands them to the cont
 
 
 class Gathered:
-    """What one call needs of its requests, as arrays `[len]`, in batch order."""
+    """The data that one call needs of its requests, as arrays `[len]`, in batch order."""
 
     __slots__ = (
         *("_shares", "actives", "contexts", "due", "ends", "places", "replicas", "rows", "slack", "starts"),
@@ -70,7 +70,7 @@ class Gathered:
         return self.unbound or bool((self.actives - self.starts > 1).any())
 
     def split(self, count: int) -> list[Share]:
-        """What each of `count` replicas has of the batch."""
+        """The share of each of `count` replicas in the batch."""
         if not self._shares:
             if count == 1:
                 self._shares = [Share(0, slice(0, len(self.rows)), self.places)]
@@ -101,9 +101,9 @@ class Gathered:
     def digests(
         self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: EventLog | None = None
     ) -> NDArray[np.uint64]:
-        """Of each context at `places` the digests of its pages `firsts` to `lasts`, one after another.
+        """The digests of pages `firsts` to `lasts` of each context at `places`, one after another.
 
-        `log` is told whose they are, and of what tokens.
+        `log` is told the request of each digest, and its tokens.
         """
         at, pages = places.tolist(), list(zip(firsts.tolist(), lasts.tolist(), strict=True))
         hashers = self.hashers(at, hasher_of)
@@ -134,7 +134,7 @@ class Gathered:
     def digest_pages(
         self, at: list[int], hashers: list[PrefixHasher], firsts: list[int], tokens: NDArray[np.int32]
     ) -> NDArray[np.uint64]:
-        """Of each context at the places `at` the digest of its page `firsts`, of `tokens`, `[len(at), page_size]`."""
+        """The digest of page `firsts` of each context at the places `at`; `tokens` is `[len(at), page_size]`."""
 
         def from_the_context(nth: int) -> bytes:
             return hashers[nth].digests(self.tokens(at[nth]), firsts[nth], firsts[nth] + 1).tobytes()
@@ -329,7 +329,7 @@ class Batch(Gathered, Sequence[Context]):
     def _begin_log(self) -> None:
         """All contexts have caught up: the next token comes behind those of before."""
         self._count = self._page_size  # first: a context that looks meanwhile has nothing to catch up with
-        # Of each context the tokens that it knew, and of the log the row of the next one.
+        # The number of tokens that each context knew, and the row of the log for the next one.
         self._began: tuple[list[int], int] = (self.ends.tolist(), self._page_size)
 
     def _refuse_longest(self) -> None:

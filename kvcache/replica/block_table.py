@@ -1,8 +1,8 @@
-"""What two managers tell each other of a request's pages: `BlockTable`, and what is copied by it into ours.
+"""`BlockTable`, by which one manager tells another of a request's pages, and the types of an import made from it.
 
-The maker of a table says where the KV of a request lies. The manager that takes it up makes a `PendingImport` of it,
-and whoever copies is handed a `PageCopy` for each group of layers. Where layers keep different tokens (`params.groups`)
-each block table is a group: of layers with a window the pages that the next token sees, and no others, are copied.
+A table states where the KV of a request lies. The manager that accepts a table makes a `PendingImport` of it, and the
+copier receives a `PageCopy` for each group of layers. If layers keep different tokens (`params.groups`), each block
+table is a group. For layers with a window, only the pages that the next token sees are copied.
 """
 
 from collections.abc import Callable
@@ -31,17 +31,17 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     replica_idx: int  # the maker's replica that holds the pages
     num_tokens: int  # tokens whose KV the pages hold; the last page may be partly filled
     page_size: int  # tokens of a page
-    # Per group of layers the page ids in logical order, up to that of the last token. Of a window the first of them may
-    # be left out, and all of them while the prompt still runs: it gives back what no query sees any more.
+    # The page ids of each group of layers in logical order, up to the page of the last token. A window's first pages
+    # may be missing, and all of them while the prompt still runs: pages that no query sees any more are given back.
     groups: tuple[tuple[int, ...], ...]
     fingerprint: str  # names the geometry of the pages on all shards
     hash_algorithm: str = ""  # of `digests`; empty where prefix caching is off
     digests: bytes = b""  # one after another, of all full pages; none where prefix caching is off
-    # What each group keeps (`LayerTables.kinds_named`), without a first group of full attention.
+    # The kind of each group (`LayerTables.kinds_named`), without a first group of full attention.
     kinds: tuple[str, ...] = ()
-    first_page: int = 0  # the logical page of the first id and digest: whoever takes the table up has those before it
-    # What each lease of the request says of this table, so that its readers know that it names these pages: whoever
-    # grants the lease makes it (`manager.lease`), and a reader compares it (`transfer.pull.seals`). Empty without any.
+    first_page: int = 0  # the logical page of the first id and digest: the importer already has the pages before it
+    # A seal from each lease of the request, by which its readers know that the lease names these pages. The grantor of
+    # the lease makes it (`manager.lease`), and a reader compares it (`transfer.pull.seals`). Empty without a lease.
     seals: tuple[bytes, ...] = ()
 
     def follows(self, before: "BlockTable | None") -> bool:
@@ -133,8 +133,8 @@ class PendingImport:
     replica_idx: int  # ours
     src_replica_idx: int  # the other manager's
     parts: list[ImportPart]  # of each block table, then of the recurrent state
-    num_tokens: int = 0  # that the table covers; more once it is extended
-    # Of the request's tokens, in the page size and algorithm of the table; None where that has no digests.
+    num_tokens: int = 0  # the tokens that the table covers; it grows when the import is extended
+    # The hasher of the request's tokens, in the table's page size and algorithm; None if the table has no digests.
     hasher: PrefixHasher | None = None
     closed: bool = False  # committed or cancelled
     on_free: Callable[[], None] | None = None  # called when a cancelled import has given its pages back

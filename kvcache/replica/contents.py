@@ -19,7 +19,7 @@ from kvcache.under_way import UnderWay
 
 
 class PageContents:
-    """What the pages of a manager's replicas hold. The manager has it as `contents`."""
+    """The contents of the pages of a manager's replicas, as `manager.contents`."""
 
     def __init__(self, replicas: Sequence[Replica], fingerprint: str, mark: UnderWay) -> None:
         self._mark = mark
@@ -27,12 +27,11 @@ class PageContents:
         self._fingerprint = fingerprint
 
     def digests(self, context: Context, first_page: int = 0) -> PageDigests:
-        """Of all full pages that a request may have from elsewhere, or of those from a logical page on.
+        """The digests of all full pages that a request may get from elsewhere, or of those from a logical page on.
 
-        Its last known token is not among them.
-        None where nothing is cached here, as what is pulled could not be found again. With windows, chunks or states
-        always all: other pages of a window, or another state, are needed, the longer a prefix is. Raises
-        `InvalidRequestError` for what is no request context.
+        They never cover its last known token. The result is empty if prefix caching is off: pulled pages could not be
+        found again. With windows, chunks or states the result always has all pages: a longer prefix needs other pages
+        of a window, or another state. Raises `InvalidRequestError` if `context` is no request context.
         """
         check_context(context, "digests")
         one = self._replicas[0]
@@ -57,10 +56,11 @@ class PageContents:
     ) -> tuple[PageLease, BlockTable] | None:
         """Hold the longest run of wanted pages, from their first on, that a replica's devices have, until `end_lease`.
 
-        `most` pages at most, those of a slab with a state among them; None where that is none. Of several block tables
-        the longest run that all can go on from, and of each what that takes. With recurrent states the run ends after a
-        page after which the device keeps the state, which is held, too. `name`: of who asks, for who looks at leases.
-        Raises `BlockTableMismatchError` where the pages here cannot be compared with these.
+        The lease holds at most `most` pages, including those of a slab with a state. Returns None if there are none.
+        With several block tables it is the longest run that all tables can continue from, with the pages that each
+        needs for it. With recurrent states the run ends after a page whose state the device keeps; that state is held
+        too. `name` identifies the asker in lists of leases. Raises `BlockTableMismatchError` if the pages here cannot
+        be compared with these.
         """
         self._mark.check("contents.lease")
         replica, digests = self._wanted(name, replica_idx, wanted)

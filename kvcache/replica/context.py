@@ -18,17 +18,18 @@ _NEW_CAPACITY = 64
 
 
 class Context(Protocol):
-    """What the manager reads and writes of a request: `TextContext` says what each means. Any such object serves.
+    """The interface of a request that the manager reads and writes. `TextContext` documents each member.
 
-    An object may have any of these optional attributes too: `cache_salt` (str), `extra_keys` (`ExtraKeys`), `retention`
-    (`Retention`), and `prefix_hasher`, None at first, where the manager keeps the page hashes of a request that waits
-    or is preempted. Salt and keys may change until the request is given pages, and are fixed from then on until its
-    release: `maybe_reserve`, `step` and imports refuse a context whose salt or keys are others than its pages were
-    reserved with. Known tokens never change: a context that drops some from its end (a rejected draft, say) must have
+    An object may also have these optional attributes: `cache_salt` (str), `extra_keys` (`ExtraKeys`), `retention`
+    (`Retention`), and `prefix_hasher`, None at first, in which the manager keeps the page hashes of a request that
+    waits or is preempted. Salt and keys may change until the request gets pages, and are then fixed until its release:
+    `maybe_reserve`, `step` and imports refuse a context whose salt or keys differ from those its pages were reserved
+    with. Known tokens never change. A context that drops tokens from its end (a rejected draft, say) must have
     `prefix_hasher` and set it to None then, or its later pages would be found by the digests of the dropped tokens.
 
-    The manager knows what a request has computed, and moves `start_idx` there by `set_token_indices` when it gets its
-    first pages: forward to the end of a prefix hit, or back, where the request had pages before and gave them up.
+    The manager knows how much of a request is computed. When the request gets its first pages, the manager moves
+    `start_idx` there by `set_token_indices`: forward to the end of a prefix hit, or back if the request gave up pages
+    that it had before.
     """
 
     @property
@@ -367,9 +368,9 @@ def _indices_of(context: Context) -> tuple[int, int, int]:
 
 
 class Leader(Protocol):
-    """What moves many contexts at once, and lets each catch up when somebody looks at it: a `Batch`.
+    """Moves many contexts at once and lets each catch up when it is read: a `Batch`.
 
-    `end`: tokens that the context at this place knows by now.
+    `end`: the number of tokens that the context at this place knows now.
     """
 
     def catch_up(self, place: int, end: int) -> None: ...
@@ -400,7 +401,7 @@ HasherOfRow = Callable[[int, Context], PrefixHasher]
 
 
 def salt_and_keys(context: Context) -> tuple[str | None, ExtraKeys]:
-    """What the pages of the context depend on besides its tokens. Raises `InvalidRequestError` for what cannot be."""
+    """The salt and extra keys that the context's pages depend on. Raises `InvalidRequestError` if they are invalid."""
     if isinstance(context, TextContext):
         return context.named
     name, keys = context.request_id, getattr(context, "extra_keys", None)

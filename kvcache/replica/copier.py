@@ -1,8 +1,8 @@
-"""Who may write to the pages of an import (`ImportCopier`), that it was done (`ImportProof`), and the open imports.
+"""The right to write an import's pages (`ImportCopier`), the proof of the copy (`ImportProof`), and the open imports.
 
-`commit_import` takes pages for what another manager says that they are. Whether they are is known to whoever copied
-them, and to nobody else: a READ may have failed, or its source may have given the pages away meanwhile. So the copier
-of an import is handed out once, and what it proves counts once.
+`commit_import` accepts the contents of pages on another manager's word. Only the copier knows whether the copy is good:
+a READ may have failed, or the source may have given the pages away in the meantime. So the copier of an import is
+handed out once, and its proof counts once.
 """
 
 from collections.abc import Callable
@@ -28,11 +28,11 @@ class ImportProof:
 
 
 class ImportCopier:
-    """Copies the pages of one import: `take`, copy, and so on; at last `prove` or `give_up`.
+    """Copies the pages of one import: `take` and copy repeatedly, then `prove` or `give_up`.
 
-    Until one of these the pages are the copier's: `cancel_import` gives none of them to anybody else. Whoever has it
-    vouches for the bytes: an exchange, which reads under a lease (`transfer.pull.exchange`), proves what
-    passed its fence, a program that copies tensors in its own process proves what it has copied.
+    Until `prove` or `give_up` the copier owns the pages: `cancel_import` gives none of them to another request. The
+    owner of the copier vouches for the bytes. An exchange, which reads under a lease (`transfer.pull.exchange`), proves
+    reads that passed its fence; a program that copies tensors in its own process proves its own copies.
 
     Made by `PagedKVCacheManager.copier`.
     """
@@ -110,7 +110,7 @@ class ImportBook:
             raise InvalidRequestError(f"request {pending.request_id!r}: the copier of its import was handed out before")
 
     def make_copier(self, pending: PendingImport) -> ImportCopier:
-        """Who writes to the pages of an open import."""
+        """The one copier that may write to the pages of an open import."""
 
         def ended() -> None:
             interrupted = self._mark.is_interrupted

@@ -37,7 +37,7 @@ class PlacedReplica:
         self._mirrored = [table for device, table in per_device.items() if device.type != "cpu"]
 
     def inputs(self, state: BatchState, num_steps: int) -> list[RaggedKVCacheInputs]:
-        """What the model reads for this batch, one entry per shard."""
+        """The model's inputs for this batch, one entry per shard."""
         rows = self.replica.rows
         if self._stream is None and not self._mirrored:  # nothing to order or to upload
             return build_inputs(self._pools, self._tables, state, self.replica.page_size, num_steps)

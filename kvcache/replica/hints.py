@@ -56,7 +56,7 @@ class ReplicaHints(PageReader):
         self._states = RequestStates()
         # By row, pages that plain LRU would have found, and hints at their largest share; and those looked for.
         self._expected: dict[int, tuple[int, int, int]] = {}
-        # What plain LRU, and hints at their largest share, would hold; from the first hint on.
+        # The pages that plain LRU, and hints at their largest share, would hold; counted from the first hint on.
         self._baselines: tuple[LruBaseline, HintedBaseline] | tuple[()] = ()
         self._share = HintShare(pool.num_pages, params.max_hint_share)
         self._quotas: TenantQuotas | None = None
@@ -83,7 +83,7 @@ class ReplicaHints(PageReader):
 
     @property
     def share(self) -> float:
-        """Of the idle pages, how many follow the hints: 0.0 before there was one."""
+        """The share of idle pages that follow the hints; 0.0 before the first hint."""
         return self._share.value if self._baselines else 0.0
 
     def come(self, row: int, context: Context, found: int) -> None:
@@ -179,7 +179,7 @@ class ReplicaHints(PageReader):
         hinted.leave(words, hints)
 
     def _judge(self, plain: LruBaseline, row: int, found: Words) -> None:
-        """What the row has `found`, beside what others would have."""
+        """Compare the pages that the row has `found` with those that the baselines would have found."""
         expected = self._expected.pop(row, None)
         if expected is None:
             return
@@ -190,7 +190,7 @@ class ReplicaHints(PageReader):
         self._pool.idle.trust(self._share.value)
 
     def _forget_given_up(self, row: int, context: Context, computed: int) -> None:
-        """Of a prompt that is given up before all of it was computed the baselines have pages that the pool has not."""
+        """Forget pages of a prompt that was given up half computed: the baselines have them, but the pool does not."""
         last = (int(self._rows.prompt[row]) - 1) // self._rows.page_size
         if computed < last:
             self._forget(self._hasher_of(row, context).digests(context.tokens, computed, last)[:, 0])

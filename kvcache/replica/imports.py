@@ -1,9 +1,9 @@
-"""Pages from elsewhere: export a request's block table, reserve against one, and take up what was copied.
+"""Pages from elsewhere: export a request's block table, reserve pages for one, and publish the copied pages.
 
 Until `commit_import` the pages are in no index and no batch: bytes that never arrived are never read.
 
-Of several tables (`params.groups`) each has what it finds here itself, from the first token on or of its last window,
-and the rest is copied: a prefix whose window was evicted takes the window's pages alone.
+With several tables (`params.groups`) each keeps the pages that it finds in the local cache, from the first token on or
+for its last window. The rest is copied: a prefix whose window was evicted needs only the window's pages.
 """
 
 from collections.abc import Sequence

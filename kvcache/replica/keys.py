@@ -1,4 +1,4 @@
-"""What the KV of a request depends on besides its tokens: a salt, and keys at positions."""
+"""Inputs of a request's KV other than its tokens: a salt, and keys at positions."""
 
 from collections.abc import Sequence
 from typing import cast

@@ -65,14 +65,14 @@ class PagesBelow:
         """Bring held `slots` into `pages`, which the row alone holds. They may be read after `arrive`."""
 
     def arrive(self, rows: Rows) -> None:
-        """Whatever reads the pages of `rows` from now on reads what was restored."""
+        """Make later reads of the pages of `rows` see the restored data."""
 
     def coming(self, row: int | None = None) -> list[Pages]:  # noqa: ARG002 - as above
         """Pages that are on their way back: those that the row waits for, or all."""
         return []
 
     def mend(self, rows: Iterable[int]) -> None:
-        """After an interrupt: these rows are claimed. Nothing is being copied any more."""
+        """Rebuild the books after an interrupt, given the claimed rows. No copy is in flight any more."""
 
     def leave(self, row: int, pages: Pages, names: Digests, states: RequestStates) -> None:
         """The row gives up its pages, and has used the published `pages`, in logical order, just now.
@@ -84,12 +84,12 @@ class PagesBelow:
 def fetch_prefix(
     tables: RowTables, tier: PagesBelow, states: RequestStates, digests: Digests, first: int = 0, *, wait: bool
 ) -> bool:
-    """Have what the longest prefix of pages of these digests needs brought to the host; whether some is on its way.
+    """Bring the pages that the longest prefix of these digests needs to the host; whether some are on their way.
 
-    Whoever asks has the `first` pages. With recurrent states that prefix ends after a page after which there is one,
-    anywhere, which is brought as well. `wait`: for a while for what is being read, and for no answer.
+    The caller already has the `first` pages. With recurrent states the prefix ends after a page with a cached state, in
+    any tier, and that state is brought as well. `wait`: wait a while for reads that are running, but not for answers.
 
-    Where somebody has to be asked for what lies below, the questions are those of the longest prefix that there may be.
+    If a tier has to be asked for its contents, it is asked for the longest prefix that may exist.
     """
     if len(digests) <= first or not (tier.fetches or states.keeps):
         return False

@@ -48,12 +48,12 @@ class PartialReuse:
             self._prefix_of[page] = prefix
 
     def clear(self) -> None:
-        """Nothing is known of any page."""
+        """Forget all pages."""
         self._siblings.clear()
         self._prefix_of.clear()
 
     def find(self, row: int, context: Context) -> tuple[Pages, Pages, int] | None:
-        """What the reserved row can copy: the pages to copy and its own, one a table, and the tokens cached then."""
+        """Pages that the reserved row can copy: sources and its own, one per table, and the tokens cached then."""
         size, rows, start = self._replica.page_size, self._replica.rows, context.start_idx
         at = start // size
         if int(rows.committed[row]) != at or _has_key(context, at, size):

@@ -303,7 +303,7 @@ class Replica:
     def publish(self, rows: Rows, computed: Ints, full: Filled | None) -> None:
         """Publish each row's full pages of computed tokens; content published before is shared instead."""
         state = self.rows
-        # Of leased rows: what they had computed when their tables were last looked at.
+        # The computed tokens of leased rows when their tables were last read.
         told = state.cached.copy() if self.leases.of_row else None
         self.counter.computed(rows, computed)
         if full is None:
@@ -432,7 +432,7 @@ class Replica:
         return ended
 
     def mend_pool(self) -> None:
-        """Who holds and writes which page follows from the rest."""
+        """Rebuild the holders and writers of each page from the other books."""
         self.pool.mend(*self.counted())
         self.hints.mend()
 

@@ -117,10 +117,10 @@ class RequestStates:
         return NO_SLOTS
 
     def drop_hold(self, copies: Pages) -> None:
-        """Nobody holds these copies any more: they were used just now."""
+        """Release these copies, which have no other holder; they count as just used."""
 
     def forget(self) -> None:
-        """Give up every cached state that nobody holds."""
+        """Give up every cached state without a holder."""
 
     # ---- reservations
 
@@ -153,7 +153,7 @@ class RequestStates:
         return table
 
     def end_lease(self, lease: PageLease) -> None:
-        """Nobody reads under the lease any more. Safe twice."""
+        """End a lease under which no reader reads any more. Safe twice."""
 
     def name(self, table: BlockTable, *, full_pages: bool) -> BlockTable:  # noqa: ARG002 - there is none to name
         """The table of a request's pages, with its state as a further group."""

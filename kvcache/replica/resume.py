@@ -1,7 +1,7 @@
 """`resume`: the last end of a prefix from which every block table of a request can go on.
 
-Who asks differs in where pages are looked for (the device, the host and what lies below it, other replicas, a peer) and
-in nothing else: that is in `there`.
+Callers differ only in where they look for pages (the device, the host and the tiers below it, other replicas, a peer).
+They pass the pages that are there as `there`.
 """
 
 from collections.abc import Callable, Sequence

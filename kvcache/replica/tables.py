@@ -109,9 +109,10 @@ class RowTables:
         return self._find(slice(None), digests)
 
     def from_below(self, digests: Digests, below: Below, ends: Asked | None = None, first: int = 0) -> FromBelow:
-        """The longest prefix of pages with these digests that all tables can go on from with what `below` has of them.
+        """The longest prefix of pages with these digests that all tables can go on from, given the pages `below`.
 
-        Whoever asks has the `first` ones. What a window has let fall is not asked for. `ends`: as `resume` has it.
+        The caller already has the `first` pages. Pages that a window has dropped are not requested. `ends`: see
+        `resume`.
         """
         every = self.every(digests)
         pages = self._find_each(every)
@@ -205,7 +206,7 @@ class RowTables:
                 leaves[tables, :now] = True
                 own = mine.T[tables, at - pages.shape[1] : at]
                 come = pages[:, : own.shape[1]]
-                # What comes from below comes into the row's own page, where it has one; and it may have what is found.
+                # A page from below is restored into the row's own page if it has one. A found page may be its own too.
                 leaves[tables, at - pages.shape[1] : at] |= (come != NO_PAGE) & (come != own)
                 new -= int(np.count_nonzero((come == NO_PAGE) & (own != NO_PAGE)))
             leaves &= mine.T != NO_PAGE

@@ -27,7 +27,7 @@ from kvcache.errors import InvariantError, StatePageError
 
 
 class DraftedPages:
-    """Of a request the page that its next run writes; `tokens`: of each page how many its state has taken up."""
+    """The page that a request's next run writes; `tokens`: the number of tokens in each page's state."""
 
     def __init__(self, tokens: NDArray[np.int64]) -> None:
         self.page_of: dict[str, int] = {}

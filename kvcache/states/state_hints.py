@@ -88,7 +88,7 @@ class StateHints:
 
 
 def _said_of(hints: PageHints | None, columns: NDArray[np.intp], ends: Sequence[int]) -> NDArray[np.bool_]:
-    """Of which copies, after the pages of these columns, `hints` say something; `ends`: columns others come up to."""
+    """Whether `hints` apply to each copy after the pages of `columns`; `ends`: columns that others come up to."""
     if hints is None:
         return np.zeros(len(columns), np.bool_)
     said = LEVEL_OF[hints.codes[columns]] < NEUTRAL

@@ -76,7 +76,7 @@ class StateViews:
         blocks: Sequence[Sequence[torch.Tensor]],
         matrix: tuple[int, ...],
     ) -> None:
-        # Of each kind what every shard holds: `[pages + 1, layers, channels or heads, ...]`.
+        # The tensors of each kind, one per shard: `[pages + 1, layers, channels or heads, ...]`.
         self.each: dict[str, list[tuple[PageLayout, torch.Tensor]]] = {}
         for kinds, tensors in zip(layouts, blocks, strict=True):
             for (kind, layout), of_kind in zip(kinds.items(), tensors, strict=True):

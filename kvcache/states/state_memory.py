@@ -87,7 +87,7 @@ class StateMemory:
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` can give: those of copies count. Of slabs: whether it can give one."""
+        """Pages that `allocate` can give, including those of copies. With slabs: 1 if it can give one, else 0."""
         return self._room.num_free
 
     @property

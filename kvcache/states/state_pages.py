@@ -66,17 +66,17 @@ class PassingCopies(dict[str, Digests]):
 class StatePages(StateMemory):
     """The state pages of one process: memory, which page a request has, and how far the state in it has come.
 
-    Who holds a page, and who may write to it, is known to a `PagePool` as for any other page: its request, and its
-    leases, hold it; a transfer writes to it. What is a state's alone is here: it cannot go back, and once leased it is
-    not run on from the tokens that were told of it. What a request may do when is for the manager to check
+    A `PagePool` tracks holders and writers as for any other page: the request and its leases hold the page; a transfer
+    writes to it. This class adds the rules for states alone: a state cannot go back, and a leased state does not
+    advance past the tokens that its reader was told of. The manager checks which calls a request may make
     (`ReplicaStates`).
 
-    There are `num_pages`, one for each request that may hold a state at a time and the rest for copies, on a device for
-    each shard. Copies are found by digests of `digest_words` words. Raises `InvalidParamsError` for shards that cannot
-    share the heads, `PoolTooSmallError` where a device is too small.
+    There are `num_pages` pages on each shard's device: one for each request that may hold a state at a time, and the
+    rest for copies. Copies are found by digests of `digest_words` words. Raises `InvalidParamsError` if the shards
+    cannot share the heads, and `PoolTooSmallError` if a device is too small.
 
-    With `slabs` the pages are these slabs of the memory of token pages, and `num_pages` without effect: a slab is taken
-    for a state, and given back when nobody holds the state and it is no copy. What is not taken, pages hold.
+    With `slabs` the pages are these slabs in the memory of token pages, and `num_pages` has no effect. A slab is taken
+    for a state, and given back when the state has no holder and is not a copy. Token pages use the other slabs.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class StatePages(StateMemory):
     # ---- copies that others go on from
 
     def kept_after(self, digests: Digests, *, but: int = NO_PAGE) -> NDArray[np.bool_]:
-        """Of pages of these digests, after which there is a copy of the state, on the device or in host memory.
+        """For each of these digests, whether a copy of the state after its page is on the device or in host memory.
 
         `but`: a page whose copy does not count.
         """
@@ -157,7 +157,7 @@ class StatePages(StateMemory):
         return self._pool.index.generation + self.below.generation
 
     def longest(self, digests: Digests) -> int:
-        """Of pages of these digests, one after another, how many have a copy of the state after the last of them."""
+        """The length, in pages, of the longest prefix of these pages after which there is a copy of the state."""
         return last_end(self.kept_after(digests))
 
     def there(self, digests: Digests) -> NDArray[np.bool_]:
@@ -353,7 +353,7 @@ class StatePages(StateMemory):
         return page
 
     def end_lease(self, lease: PageLease) -> None:
-        """Nobody reads under the lease any more. Safe twice."""
+        """End a lease under which no reader reads any more. Safe twice."""
         page = self._leased.pop(lease, None)
         if page is not None:
             self._let_go(page)
@@ -413,9 +413,9 @@ class StatePages(StateMemory):
         return self._room.kinds(shard)
 
     def mend(self, request_ids: Iterable[str], leases: PageLeases, written: Sequence[int]) -> None:
-        """After an interrupt: these requests are claimed, these leases open, and transfers write these pages.
+        """Rebuild the holders after an interrupt, from the claimed requests, open leases and pages in transfer.
 
-        Who holds which page follows. Copies stay where they are right.
+        Copies that are intact stay.
         """
         claimed = {*request_ids}
         for of_requests in (self._page_of, self.drafts.page_of, self._passing):

@@ -48,8 +48,8 @@ class StateRoom:
     def __init__(
         self, layouts: StateLayouts, num_pages: int, devices: Sequence[torch.device | str], digest_words: int
     ) -> None:
-        self.layouts = layouts  # of each shard the page of each kind
-        # Of each shard and kind `[pages + 1, ...]`; page 0 is nobody's.
+        self.layouts = layouts  # the page layout of each kind, per shard
+        # The blocks of each shard and kind, `[pages + 1, ...]`; page 0 is never used.
         self.blocks = [
             [allocate_blocks(layout, num_pages + 1, torch.device(device)) for layout in kinds.values()]
             for kinds, device in zip(layouts, devices, strict=True)
@@ -91,10 +91,10 @@ class StateRoom:
         return self.pool.free_count > 0
 
     def give_back(self) -> None:
-        """What nobody holds, and is no copy, is free for whatever shares the memory."""
+        """Free the memory of pages without a holder that are no copies, for other users of that memory."""
 
     def used(self, copies: NDArray[np.int32] | int) -> None:
-        """Somebody has let go of these copies just now."""
+        """Record that these copies were just released."""
 
     def kinds(self, shard: int) -> list[KindPages]:
         """Where the states of each kind lie on a shard."""

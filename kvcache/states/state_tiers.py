@@ -1,12 +1,12 @@
-"""Recurrent states below the device: copies that stay are kept in host memory, files and objects, as pages are.
+"""Recurrent states below the device: kept copies also go to host memory, files and objects, as pages do.
 
-A state lies below under the digest of the last page of its tokens. It is large, and is asked for one at a time: so it
-comes from the host right into the state page of the request that goes on from it, when this is reserved. Of a request
-nobody waits for a copy beside the device: what the device is told to do from then on begins after it.
+A lower tier stores a state under the digest of the last page of its tokens. A state is large, and a request needs only
+one. So it is copied from the host directly into the request's state page when that is reserved. The loop does not wait
+for this copy: the device starts later work after it.
 
-The memory of the host tier is divided beforehand: a state takes as much as hundreds of pages, so slots of one size for
-both would waste it, and pages that are being written to files cannot be moved to make room for one. Files are divided
-alike. What of a store is asked for is what the newest state needs: from the last page on backwards, some at a time.
+The memory of the host tier is divided beforehand. A state is as large as hundreds of pages, so slots of one size would
+waste memory, and pages that are being written to files cannot be moved to make room. Files are divided in the same way.
+A store is asked for the newest state: from the last page backwards, a few pages at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -152,7 +152,7 @@ class StateTier(ReplicaTier):
 
 
 class Divided(NamedTuple):
-    """What of the tiers' memory is for pages, in the params, and what for states."""
+    """The division of the tiers' memory: the params for pages, and the part for states."""
 
     pages: KVCacheParams
     slots: int

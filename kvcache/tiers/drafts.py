@@ -1,8 +1,8 @@
-"""Files of the folders that are ours, for their owner alone and never through a link; and drafts of them.
+"""Files in our own folders, accessible to their owner alone and never opened through a link; and drafts of them.
 
-A draft is a file that is being written, and that nobody reads before it is whole. Who writes one holds a lock on it.
-The kernel takes the lock back when the process ends in whatever way, so a draft whose lock is free is what a killed
-process has left.
+A draft is a file that is being written; no process reads it before it is whole. Its writer holds a lock on it. The
+kernel releases the lock when the process ends, however it ends, so a draft without a lock is left from a killed
+process.
 """
 
 import contextlib

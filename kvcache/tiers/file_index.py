@@ -108,7 +108,7 @@ class FileIndex:
         self._give_back(entries)
 
     def clear(self) -> None:
-        """No file is known. Nobody is told."""
+        """Forget all files. Notifies no reader."""
         capacity = len(self._free)
         self.pages.clear()
         self._free[:] = np.arange(capacity, 0, -1, dtype=np.int32)

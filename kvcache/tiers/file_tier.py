@@ -103,7 +103,7 @@ class FileTier:
         return found
 
     def ask(self, _digests: Digests, _perhaps: Asked, /) -> bool:
-        """Nobody has to be asked."""
+        """A no-op: the index of files is local."""
         return False
 
     def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:  # noqa: ARG002 - it always pays

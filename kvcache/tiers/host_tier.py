@@ -50,7 +50,7 @@ class HostTier:
         self.pool.release(slots)
 
     def parts(self, slots: Slots) -> list[list[NDArray[np.uint8]]]:
-        """Of each slot the bytes of every shard, as arrays over the tier's own memory."""
+        """The bytes of every shard of each slot, as arrays over the tier's own memory."""
         return [[rows[slot] for rows in self._rows] for slot in slots.tolist()]
 
 
@@ -99,10 +99,10 @@ class LowerTier(Protocol):
 
 
 class ReplicaTier(PagesBelow, PageReader):
-    """One replica's side of the host tier: what is to be copied there, and what is on its way back.
+    """One replica's side of the host tier: the pages to be copied there, and those on their way back.
 
-    What a replica calls, `PagesBelow` says. Of the pool's journal it reads which pages are to be copied, and when that
-    can wait no longer.
+    `PagesBelow` documents the methods that a replica calls. The tier reads from the pool's journal which pages to copy,
+    and when a copy can wait no longer.
     """
 
     keeps = True
@@ -203,10 +203,10 @@ class ReplicaTier(PagesBelow, PageReader):
         self.waiting.clear()
 
     def leave(self, row: int, pages: Pages, names: Digests, states: RequestStates) -> None:
-        """What comes back for the row comes for nobody; a copy that runs has its pages to its end.
+        """The row no longer needs the pages being restored for it; a running copy keeps its pages until its end.
 
-        The use of `pages` counts once the last of them are copied: else these would go last, and the first ones,
-        without which they are worth nothing, before them.
+        The use of `pages` counts once the last of them are copied. Otherwise these would be evicted last, after the
+        first pages, without which they are worthless.
         """
         for load in self._loads.pop(row, ()):
             if load.marks is None:

@@ -1,19 +1,20 @@
 """The object tier: pages of the host tier in an object store, found by their digests. Outlives the machine.
 
-The loop's thread keeps all books. Two threads of the tier's own talk to the store, one to ask and read, one to write,
-and nothing here waits for them: pages that have not come are computed. A store that fails, or does not answer in time,
-is left alone for a while.
+The loop's thread keeps all books. The tier has two threads that talk to the store, one to ask and read, one to write.
+The loop never waits for them: pages that have not arrived are computed. A store that fails, or does not answer in time,
+is not used for a while.
 
-A prompt's pages are written when its request is released, those of an object together. Objects are neither listed nor
-deleted: the bucket's own rules end them, and one that is gone is a miss.
+A prompt's pages are written when its request is released, all pages of an object together. Objects are neither listed
+nor deleted: the bucket's own rules expire them, and a missing object is a miss.
 
-Each block table has objects of its own: of the same pages of a prompt, named by the digest of the last one as this
-table's pages are named. Those of all tables that begin at one page are written before those of the next, as far as the
-host has them whole: of a window also what the request let fall. Looked for are the objects that the longest prefix
-needs: all of full layers, and of a window those that lie over what is seen behind its end.
+Each block table has its own objects. They cover the same pages of a prompt, and the digest of the last page names each
+object as it names this table's pages. The objects of all tables that begin at one page are written before those of the
+next page, as far as the host has them whole; those of a window include pages that the request has dropped. A lookup
+asks for the objects that the longest prefix needs: all objects of full layers, and those of a window that cover the
+tokens seen at its end.
 
-What there is of a prompt is asked in two rounds, so that windows are asked for where the full layers' objects end. A
-third asks for all of them where these are not there.
+A lookup takes two rounds, so that windows are asked for where the full layers' objects end. A third round asks for all
+windows if those are missing.
 """
 
 import logging
@@ -232,7 +233,7 @@ class ObjectTier:
                 wait([job.done], max(0.0, deadline - self._clock()))
 
     def reset(self) -> None:
-        """Find no object of before again. Who starts later finds none either, once the store could be told."""
+        """Forget all earlier objects. Processes that start later ignore them too, once the store has been told."""
         self._era += 1
         self._epoch = secrets.token_hex(8)
         self._untold = True
@@ -293,7 +294,7 @@ class ObjectTier:
         return _Job(done, lambda: take(done.result()), names, slots, self._era)
 
     def _tried(self, work: Callable[[], _T]) -> _T:
-        """In a thread. What waits in line is not tried any more once the store has failed."""
+        """Runs in a thread of the tier. Once the store has failed, work that waits in line is skipped."""
         if self._clock() < self._paused_until:
             raise _LeftAloneError
         try:
@@ -380,7 +381,7 @@ class ObjectTier:
     def _over(self, pages: Asked) -> Asked:
         """The objects over these pages, `[tables, objects]`.
 
-        Of a prompt that is larger than the host tier what comes later would push out what came before: it is left out.
+        The end of a prompt that is larger than the host tier is left out: it would evict the prompt's own first pages.
         """
         if self._apart:
             return pages
@@ -423,7 +424,7 @@ class ObjectTier:
             self._begin(work, take, [piece.name for piece in batch], slots)
 
     def _read(self, epoch: str, pieces: list[ObjectPiece], pages: list[list[Part]]) -> list[list[FileRefusal | None]]:
-        """In the thread of reads. Of each piece and page what is wrong with it; None: its slot has it."""
+        """Runs in the read thread. Returns the fault of each page of each piece; None if its slot has the page."""
         io, width, began = self._read_io, self._layout.record_bytes, self._clock()
         sizes = [len(piece.digests) * width for piece in pieces]
         starts = np.cumsum([0, *sizes]).tolist()

@@ -92,7 +92,7 @@ class FileFormat:
 
     @property
     def name_bytes(self) -> int:
-        """Of what a row names its page by: its digest, and of several block tables the number of its own."""
+        """The size in bytes of a page's name in its row: its digest, and its table's number if there are several."""
         return self.digest_bytes + (8 if self.tables > 1 else 0)
 
     @property
@@ -100,7 +100,7 @@ class FileFormat:
         return self.name_bytes + _SUM_BYTES
 
     def names(self, digests: Digests, tables: NDArray[np.intp] | None) -> Digests:
-        """What names pages of these digests and block tables, None where there is one: uint64 `[pages, words]`."""
+        """The names of pages of these digests and block tables (None: only one table): uint64 `[pages, words]`."""
         return digests if tables is None else np.column_stack((digests, tables.astype(np.uint64)))
 
     def digests_and_tables(self, names: Digests) -> tuple[Digests, NDArray[np.intp] | None]:
@@ -149,11 +149,11 @@ class FileFormat:
 def write_pages(
     folder: Path, draft: str, layout: FileFormat, names: Digests, pages: Sequence[Sequence[Part]], io: PageIO
 ) -> tuple[str, int]:
-    """Write a file of pages under a name of its content's own; its name and size. Nobody sees it before it is whole.
+    """Write a file of pages under a name derived from its content; returns its name and size.
 
-    `draft` is its name until then. Not synced: what survives is a killed process, and after a failure of the machine
-    the checksums tell. Raises `OSError`, and leaves nothing behind then: `FileNotFoundError` where the folder is gone,
-    or the draft (see `open_draft`).
+    No reader sees the file before it is whole: until then its name is `draft`. The file is not synced: it survives a
+    killed process, and checksums show damage after a failure of the machine. Raises `OSError` and then leaves no file
+    behind; it is a `FileNotFoundError` if the folder or the draft is gone (see `open_draft`).
     """
     rows = b"".join(layout.row(name.tobytes(), parts) for name, parts in zip(names, pages, strict=True))
     name = xxhash.xxh3_128_hexdigest(layout.namespace + rows) + ".pages"
@@ -210,9 +210,9 @@ def _judge(layout: FileFormat, status: os.stat_result, count: int, end: bytes) -
 def read_pages(
     path: Path, layout: FileFormat, first: int, names: Digests, pages: Sequence[Sequence[Part]], io: PageIO
 ) -> list[FileRefusal | None]:
-    """Fill `pages` with those of a file from `first` on, which are to have these names; what is wrong with each.
+    """Fill `pages` with a file's pages from `first` on, which must have these names; returns the fault of each.
 
-    What those that are not right are filled with means nothing. Never raises.
+    The content of a page with a fault is undefined. Never raises.
     """
     try:
         with opened(path) as file:

@@ -31,7 +31,7 @@ _log = logging.getLogger("pagewire")
 
 
 class Scan(NamedTuple):
-    """What changed in the folder: names, sizes and digests of files that are new, the least recently used first."""
+    """The changes in the folder: names, sizes and digests of new files, least recently used first, and names gone."""
 
     found: list[tuple[str, int, NDArray[np.uint64]]]
     gone: list[str]
@@ -46,15 +46,15 @@ def namespace_of(*fields: str) -> bytes:
 class PageFolder:
     """Files of one namespace, in the folder of the current epoch.
 
-    `root/<namespace>/current` names that folder. A reset starts a new epoch, as a file of before must not be found
-    again, here or after a restart. Who shares the folder and has not been reset goes on alone in the old one, which is
-    removed under it: it misses, and finds nothing wrong.
+    `root/<namespace>/current` names that folder. A reset starts a new epoch, because earlier files must not be found
+    again, here or after a restart. A process that shares the folder and was not reset stays in the old one, which is
+    deleted under it: that process only misses, and reads no wrong page.
 
-    Every folder is its owner's alone (0700). One that is there with wider rights is tightened; one that is a link, or
-    somebody else's, is refused. A root that holds other things than tiers is left as it is, and refused where others
-    may rename what is in it. A folder that is deleted is made again when something is to be written.
+    Only its owner may access a folder (0700). An existing folder with wider rights is tightened; a link, or another
+    user's folder, is refused. A root that holds other things than tiers keeps its rights, and is refused if other users
+    may rename its contents. A deleted folder is made again at the next write.
 
-    Raises `InvalidParamsError` where nothing can be written there, or others could.
+    Raises `InvalidParamsError` if nothing can be written there, or if other users could write there.
     """
 
     def __init__(self, root: Path, namespace: bytes) -> None:

@@ -36,7 +36,7 @@ class ObjectFormat:
 
     @property
     def record_bytes(self) -> int:
-        """Of a page and its row."""
+        """The size of a page and its row, in bytes."""
         return self.page.page_bytes + self.page.row_bytes
 
     @property
@@ -44,7 +44,7 @@ class ObjectFormat:
         return self.count * self.record_bytes
 
     def bounds(self, pages: int) -> list[tuple[int, int]]:
-        """Of each object of a run of so many pages the first of its pages, and the page after the last."""
+        """For each object of a run of `pages` pages, its first page and the page after its last."""
         ends = [*range(self.count, pages + 1, self.count)]
         if self.tails and pages % self.count:
             ends.append(pages)
@@ -92,7 +92,7 @@ class ObjectFormat:
     def _records(
         self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]
     ) -> list[tuple[bytes, Sequence[Part], Part, Part]]:
-        """Of each page its digest, its parts in memory, and where the page and its row lie in `records`."""
+        """For each page its digest, its parts in memory, and the parts of `records` that hold the page and its row."""
         rows = records.reshape(-1, self.record_bytes)
         cut = self.page.page_bytes
         return [

@@ -7,7 +7,7 @@ _WEIGHT = 0.25  # of the newest figure in a running mean
 
 
 class ReadRates:
-    """What reading has cost of late, and whether it pays. Figures come from the thread of reads."""
+    """The recent cost of reading, and whether reading pays. The read thread supplies the figures."""
 
     def __init__(self, compute_page_s: float | None) -> None:
         self._compute_page_s = compute_page_s

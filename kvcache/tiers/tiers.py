@@ -1,4 +1,4 @@
-"""What lies below the device pools, as a whole: when copies are made, and what the tiers count."""
+"""All tiers below the device pools: when copies are made, and the tiers' counters."""
 
 import time
 from collections.abc import Sequence
@@ -128,9 +128,9 @@ class Tiers:
             lower.settle()
 
     def mend(self) -> None:
-        """After an interrupt, and after `stop`, and once the replicas' sides are mended: who holds which slot follows.
+        """Rebuild the holders of slots after an interrupt, after `stop`, and once the replicas' sides are mended.
 
-        What was being read or written is given up. Files are looked for anew, and objects asked for.
+        Reads and writes that were running are given up. Files are searched and objects asked for again.
         """
         for lower in self.lower:
             lower.mend()

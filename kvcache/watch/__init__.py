@@ -1,6 +1,6 @@
-"""What every page is doing, told to who asks: nothing is looked at, and nothing written down, while nobody does.
+"""The state of every page, reported to watchers on request. Without watchers nothing is read or recorded.
 
 Imports `kvcache`, `kvcache.pool`, `kvcache.replica` and the values of `kvcache`. Start reading at `cells.py` and
-`pools.py`, what is read of a pool, `book.py`, what a look is made of, and `endpoint.py`, the thread that answers.
-`follower.py` asks.
+`pools.py`, which read a pool; `book.py` makes looks of it, and the thread of `endpoint.py` answers. `follower.py` is
+the watcher's side.
 """

@@ -104,7 +104,7 @@ class WatchBook:
         return any(one.pool is not one.watched.pool for one in self._pools)
 
     def forget(self) -> None:
-        """Nobody looks any more: nothing is written down from now on."""
+        """Stop recording: there are no watchers any more."""
         for pool in self._pools:
             pool.log.end()
 
@@ -119,7 +119,7 @@ class WatchBook:
             pool.take(self._evictions)
 
     def look(self, known: int) -> tuple[Look, Frames]:
-        """What has changed since a look that somebody knows; 0: all."""
+        """The changes since the look numbered `known`; 0: the whole state."""
         beside = self._beside()
         owners = self._owners(beside)
         beside = self._names.beside(beside)

@@ -46,13 +46,13 @@ class OwnerNumbers:
 
 
 def leased(replica: Replica) -> list[Holding]:
-    """What the leases of released requests hold."""
+    """The pages that leases of released requests hold."""
     found = ((lease, np.concatenate(pages)) for lease, pages in replica.leases.held() if pages)
     return [Holding(lease, lease.request_id, pages) for lease, pages in found]
 
 
 def quarantined(replica: Replica) -> list[Holding]:
-    """What something in flight may still write for an import that was given up."""
+    """The pages that transfers in flight may still write, for imports that were given up."""
     given_up = (pending for pending in list(replica.imports.each) if pending.closed)
     return [Holding(pending, pending.request_id, pending.written) for pending in given_up]
 

@@ -1,8 +1,8 @@
-"""`Watch`: answers who watches some pools, in a thread of its own. `ManagerWatch`: those of a manager.
+"""`Watch`: answers watchers of some pools in its own thread. `ManagerWatch`: the same for a manager's pools.
 
-A look is made when somebody asks for it, by this thread and not by the loop: a copy of the arrays of 4 million pages
-takes milliseconds, which no step can spare, while reading beside the loop needs nothing of it (`cells.py` says why that
-is safe). What only the loop can do, a recount, waits for it to call `attend`.
+A look is made on request, by this thread and not by the loop. A copy of the arrays of 4 million pages takes
+milliseconds, which no step can spare; reading in another thread costs the loop nothing (`cells.py` says why that is
+safe). A recount must run in the loop's thread, so it waits until the loop calls `attend`.
 """
 
 import logging
@@ -30,17 +30,17 @@ from kvcache.watch.pools import WatchedPool, pools_of
 from kvcache.watched import AskLook, Beside, CheckReport, WatchRefusal
 
 _WAKE_MS = 200  # between two looks at whether the watch is closed, or its manager is gone
-_SHARE = 0.25  # of the time, for looks, however many ask how often: they wait
-# Of the loop's time, for what a look does with the interpreter: where the rest of the process never rests, looks are so
-# far apart, up to a limit; where it mostly waits for its model, they are in nobody's way.
+_SHARE = 0.25  # the most of this thread's time for looks; further questions wait
+# The share of the loop's time that looks may cost by holding the interpreter. Looks are spaced accordingly, up to a
+# limit, if the rest of the process is always busy. If it mostly waits for its model, looks disturb nothing.
 _LOOP_SHARE = 0.01
 _LEAST_S, _MOST_S = 0.05, 2.0
 _FAILED_S = 1.0  # from a look that failed to the next one
-_FORGET_S = 10.0  # nobody has asked for so long: nothing is written down or kept any more
-_CHECK_SHARE = 0.1  # of the loop's time, for recounts
-_MOST_WAITING = 64  # answers that wait for one who does not take them; further ones are dropped
-_MOST_WATCHERS = 64  # who have asked in the last `_FORGET_S`; who asks beside them is refused
-_TURN_S = 0.1  # processor time for the answers of one look; who is left has the next one
+_FORGET_S = 10.0  # without a question for this long, recording stops and the state is dropped
+_CHECK_SHARE = 0.1  # the share of the loop's time for recounts
+_MOST_WAITING = 64  # answers that wait for a slow watcher; further ones are dropped
+_MOST_WATCHERS = 64  # watchers that have asked in the last `_FORGET_S`; any others are refused
+_TURN_S = 0.1  # processor time for the answers of one look; the remaining watchers get the next one
 _QUESTIONS = 256  # taken up at once
 _REFUSAL = msgspec.msgpack.encode(
     WatchRefusal(
@@ -61,7 +61,7 @@ class _Watcher:
 
 
 class _WatchThread:
-    """What the thread runs; an owner of pools that is forgotten without being closed ends it."""
+    """The thread's program. It ends when the owner of the pools is dropped, even without being closed."""
 
     def __init__(self, socket: BoundSocket, owner: object, make_book: Callable[[Any], WatchBook]) -> None:
         self.closing = threading.Event()

@@ -1,4 +1,4 @@
-"""What the loop writes down of a pool while somebody watches, and what follows: evictions, and the prefix tree."""
+"""The loop's record of a pool while it is watched, and what is derived from it: evictions, and the prefix tree."""
 
 import time
 from collections import Counter, deque
@@ -26,9 +26,9 @@ REASONS = ("LRU", "hint", "quota", "reset")  # by their numbers in the journal
 
 
 class PoolEntry(NamedTuple):
-    """Something that happened to pages, whose content `words` name: `more` is why they went, or what they follow.
+    """An event of some pages. `words` name their content; `more` is why they went, or which pages they follow.
 
-    Of pages that were found there are no words: nobody asks.
+    Entries of found pages have no words, as no reader needs them.
     """
 
     what: str
@@ -98,7 +98,7 @@ class EvictionBook:
         self._last: deque[_Evicted] = deque(maxlen=_SHOWN)
         self._latest: dict[tuple[str, str], _Evicted] = {}  # by pool and reason
         self._count = 0  # evictions, which are numbered
-        # Of the last pages that were evicted, and not published since: words, ascending, and numbers of evictions.
+        # The last evicted pages that were not published since: their words, ascending, and numbers of evictions.
         self._words = _NO_WORDS
         self._numbers: NDArray[np.int64] = np.zeros(0, np.int64)
         self._by_number: dict[int, _Evicted] = {}
@@ -130,10 +130,10 @@ class EvictionBook:
         return one.number
 
     def _count_again(self, words: Words, numbers: NDArray[np.int64]) -> None:
-        """Of each word in turn: evicted by the eviction of that number, or published.
+        """Process words in order of time: each was evicted by the eviction of its number, or was published.
 
-        Behind those that are known, and sorted by word without a change of order, each stands behind what happened to
-        the same content before it.
+        The words follow the known ones, and a stable sort by word puts each behind the previous event of the same
+        content.
         """
         words, numbers = np.concatenate((self._words, words)), np.concatenate((self._numbers, numbers))
         order = np.argsort(words, kind="stable")
@@ -213,7 +213,7 @@ class PrefixTree:
         if pages:
             self._plant(np.concatenate(pages), np.concatenate(parents), _each(born, pages))
         if found:
-            # What was found before it was published for the last time was something else.
+            # Pages found before they were last published had other content.
             hits, at = np.concatenate(found), _each(found_at, found)
             np.add.at(self._hits, hits[at >= self._born[hits]], np.uint32(1))
 
