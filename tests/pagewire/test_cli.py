@@ -144,7 +144,7 @@ def test_arguments_that_are_each_in_range_are_one_line_or_are_taken(
     for _ in range(25):
         for command, parser in commands().items():
             line = [command, *needed(command, trace)]
-            for action in rng.sample(parser._actions, 3):
+            for action in rng.sample(parser._actions, min(3, len(parser._actions))):
                 if action.nargs != 0 and action.option_strings:
                     value = rng.choice([*NUMBERS, "3", "7", "1000", "50000", str(tmp_path / "prompts")])
                     line.append(f"{action.option_strings[-1]}={value}")
