@@ -1,7 +1,7 @@
-"""What a command can be told: the fields of a dataclass, each with its type, its default and its help.
+"""Options of a command: the fields of a dataclass, each with its type, its default and its help.
 
-The types refuse what is out of range before anything is started or allocated. So whoever gets the options of a command
-need not look at them again.
+The types refuse values out of range before anything is started or allocated. So the code of a command need not check
+its options again.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def num_bytes(least: int, most: int) -> Callable[[str], int]:
 
 
 def input_path(text: str) -> Path:
-    """The type of a file or folder that is read: it is there. Whoever reads it, first of all, says what is wrong."""
+    """The type of an input file or folder, which must exist. The command that reads it reports any other fault."""
     path = _path(text)
     if not path.exists():
         raise argparse.ArgumentTypeError(f"file or folder {_shown(text)} does not exist")

@@ -1,6 +1,6 @@
-"""Which extra of the distribution brings what a command needs, and the line that names it where it is missing.
+"""The extras of the distribution that commands need, and the line that names a missing one.
 
-Imports nothing heavy: a command is told before torch is imported.
+Imports no heavy packages: the line is printed before torch is imported.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def needs_of(command: str, options: object) -> list[Need]:
 
 
 def missing_line(error: ImportError) -> str:
-    """What to install for a package that cannot be imported. Raises the error anew where the package is our own."""
+    """The line that says what to install for a package that cannot be imported. Raises `error` if it is our own."""
     package = (error.name or "").partition(".")[0]
     if package in ("", "kvcache", "transfer", "scheduler_adapters", "pagewire"):
         raise error  # a bug of ours

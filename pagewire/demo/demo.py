@@ -201,7 +201,7 @@ def _requests(options: DemoOptions, model: PreTrainedModel, texts: Sequence[str]
 def _server_configs(
     options: DemoOptions, sides: Sequence[_Side], model: PreTrainedModel, served: Sequence[Served]
 ) -> list[ServerConfig]:
-    """What the processes are told, checked: every prompt fits the model and the caches."""
+    """The validated configurations of the processes: every prompt fits the model and the caches."""
     longest = max(served, key=lambda one: len(one.prompt))
     needed = len(longest.prompt) + options.max_new_tokens
     asked = f"{longest.request_id} has {len(longest.prompt):,} tokens and may get {options.max_new_tokens} more"

@@ -15,7 +15,7 @@ _SEED = whole(0, (1 << 32) - 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What the command line says, each value within its range."""
+    """Options of the command line, each validated."""
 
     model: Path | None = option(
         "DIR", input_path, None, "a directory saved by transformers; without it, a small random Llama"

@@ -1,4 +1,4 @@
-"""What the demo shows: progress while it works, and a table at the end. Plain lines where there is no terminal."""
+"""Output of the demo: progress while it works, and a table at the end. Without a terminal it prints plain lines."""
 
 import sys
 from collections.abc import Callable, Generator

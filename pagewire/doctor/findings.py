@@ -1,4 +1,4 @@
-"""What `pagewire doctor` finds out, each topic by one function, and what follows from it: `refusals`."""
+"""The checks of `pagewire doctor`, one function for each topic, and the conclusions from them: `refusals`."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Refusal(msgspec.Struct, frozen=True):
     """Something that does not work on this host.
 
     Attributes:
-        what: would be refused.
-        why: it would be.
-        fix: what to do.
+        what: the feature that would be refused.
+        why: the reason.
+        fix: the remedy.
     """
 
     what: str
@@ -55,19 +55,19 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class Findings(msgspec.Struct, frozen=True):
-    """What was found.
+    """The findings on this host.
 
     Attributes:
-        versions: of each distribution that is installed.
-        missing: extra → the packages that it would bring and that are not here; an extra that is whole has none.
-        nixl_plugins: of NIXL; none where it cannot be used.
-        nixl_error: why it cannot be used; "" where it can.
+        versions: the version of each installed distribution.
+        missing: for each extra its packages that are not installed; empty for a complete extra.
+        nixl_plugins: the plugins of NIXL; empty if it cannot be used.
+        nixl_error: why NIXL cannot be used; "" if it can.
         nixl_settings: environment variables of UCX and NIXL that agents for host memory run with.
-        huge_pages: the kernel's setting for transparent huge pages; "" where there is none.
-        ptrace_scope: the kernel's limit on reading other processes' memory; "" where there is none.
+        huge_pages: the kernel's setting for transparent huge pages; "" if it has none.
+        ptrace_scope: the kernel's limit on reading other processes' memory; "" if it has none.
         gpus: CUDA devices that torch sees.
-        page_hash_us: microseconds that a hash takes for a page of 16 tokens.
-        sha256_by: what computes sha256.
+        page_hash_us: the time of each hash for a page of 16 tokens, in microseconds.
+        sha256_by: the library that computes sha256.
     """
 
     versions: dict[str, str]
@@ -126,7 +126,7 @@ def nixl_plugins(
 
 
 def refusals(found: Findings) -> list[Refusal]:
-    """What would be refused on a host where this was found."""
+    """The features that would be refused on a host with these findings."""
     refused: list[Refusal] = []
     if found.nixl_error:
         fix = "pip install 'pagewire[transfer]'" if found.missing["transfer"] else "see the message of NIXL or UCX"

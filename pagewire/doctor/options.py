@@ -8,6 +8,6 @@ from pagewire.arguments import option, output_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorOptions:
-    """What the command line says, each value within its range."""
+    """Options of the command line, each validated."""
 
     json: Path | None = option("FILE", output_file, None, "write the report there, too")

@@ -1,4 +1,4 @@
-"""What the layers of a model keep, read from its `config.json` by what `transformers` knows of it."""
+"""The caches of a model's layers, read from its `config.json` with the help of `transformers`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scheduler_adapters.errors import MissingExtraError, PlanError
 
 CacheKind = Literal["full", "window", "chunked", "latent", "state", "conv"]
 
-# What of a layer keeps something of each token, and what a state of each request, by transformers' name of the layer.
+# The caches of a layer, by transformers' name of the layer. Some keep data of each token, others a state per request.
 _KEEPS: dict[str, tuple[CacheKind, ...]] = {
     "full_attention": ("full",),
     "sliding_attention": ("window",),
@@ -97,10 +97,10 @@ class CachedModel:
 
 
 def read_model(folder: Path, kv_dtype: str = "auto") -> CachedModel:
-    """What the model of this folder keeps.
+    """The cache contents of the model in this folder.
 
-    Raises `PlanError`, which names the file, the field, and what may be there; `MissingExtraError` without
-    transformers.
+    Raises `PlanError`, which names the file, the field and the allowed values, and `MissingExtraError` if transformers
+    is not installed.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -138,7 +138,7 @@ def _load(file: Path) -> Any:
 
 
 def _each_layer(file: Path, config: Any) -> Iterator[AlikeLayers]:
-    """What each layer keeps; a layer that keeps two things is told twice."""
+    """The cache of each layer; a layer with two caches occurs twice."""
     from transformers import cache_utils  # noqa: PLC0415 - as above
 
     text, library = config.get_text_config(), cast("Any", cache_utils)
@@ -216,7 +216,7 @@ def _field(file: Path, config: Any, name: str, default: int | None = None) -> in
 
 
 def _kv_dtype(file: Path, config: Any) -> torch.dtype:
-    """Of keys and values: what the checkpoint's quantisation says of them, else the model's own."""
+    """The dtype of keys and values: that of the checkpoint's quantisation if it names one, else the model's own."""
     text = config.get_text_config()
     found: Any = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None) or {}
     told = cast("dict[str, Any]", found if isinstance(found, dict) else found.to_dict())

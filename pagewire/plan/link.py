@@ -1,4 +1,4 @@
-"""What has to move from prefill to decode, and how fast, for a first token in time. Pure arithmetic."""
+"""The bytes to move from prefill to decode, and the speed needed for a first token in time. Pure arithmetic."""
 
 from __future__ import annotations
 

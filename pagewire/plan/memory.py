@@ -14,13 +14,13 @@ _LONGEST = 1 << 40  # tokens: where the search for the longest request ends
 
 
 class RoomPart(msgspec.Struct, frozen=True):
-    """What of a request lies in block tables that are alike, or is its state: `ways.LaidPart`, in figures.
+    """The part of a request in block tables of one kind, or its state: `ways.LaidPart`, in figures.
 
     Attributes:
-        kind: of the layers, and their window; "all" for several kinds in one table.
-        layers: how many.
+        kind: the kind of the layers, and their window; "all" for several kinds in one table.
+        layers: the number of layers.
         tables: block tables; 0 for a state.
-        request_bytes: of a request of each length on each rank.
+        request_bytes: bytes of a request of each length on each rank.
     """
 
     kind: str
@@ -30,17 +30,18 @@ class RoomPart(msgspec.Struct, frozen=True):
 
 
 class Room(msgspec.Struct, frozen=True):
-    """What the memory of a host holds, laid one way.
+    """The capacity of a host's memory under one layout.
 
     Attributes:
-        way: how it is laid (`ways.py`).
-        page_bytes: of one page on each rank; None where there is no common page.
-        pages: of each replica, if all memory is theirs. The null page is one more of ours, and one of vLLM's.
-        longest: tokens of the longest request that a replica holds; None: any, as every layer looks back only so far.
-        request_bytes: that a request of each length takes on each rank.
-        requests: of each length that all replicas hold at a time.
-        lost_bytes: of `request_bytes` those beyond what the layers need.
-        parts: what a request takes, table by table.
+        way: the layout (`ways.py`).
+        page_bytes: bytes of one page on each rank; None if there is no common page size.
+        pages: pages of each replica if they get all memory. We add the null page to these; vLLM's is among them.
+        longest: tokens of the longest request that a replica holds; None: unlimited, as no layer looks back without
+            limit.
+        request_bytes: bytes that a request of each length takes on each rank.
+        requests: the number of requests of each length that all replicas hold at a time.
+        lost_bytes: the part of `request_bytes` that the layers do not need.
+        parts: the memory of a request, table by table.
     """
 
     way: Way
@@ -85,7 +86,7 @@ def choices(model: CachedModel, devices: int, asked: MemoryAsked) -> Iterator[Ch
 
 
 def choice(model: CachedModel, tp: int, dp: int, asked: MemoryAsked) -> Choice:
-    """What the memory holds with `dp` replicas of `tp` ranks. Raises `PlanError` as `params_of`."""
+    """The capacity of the memory with `dp` replicas of `tp` ranks. Raises `PlanError` as `params_of` does."""
     every, state = list(laid_ways(model, tp, asked)), model.state_bytes(tp)
     page = every[0].page or 0
     if asked.memory < page + state:

@@ -24,7 +24,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What the command line says, each value within its range."""
+    """Options of the command line, each validated."""
 
     model: Path = option("DIR", input_path, MISSING, "a folder with the config.json of a model", required=True)
     memory: int = option(

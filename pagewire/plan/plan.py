@@ -14,7 +14,7 @@ from scheduler_adapters.errors import PlanError
 
 
 class KindOfLayer(msgspec.Struct, frozen=True):
-    """What layers that are alike keep: of a token and of a request, in the whole model."""
+    """The cache of layers of one kind in the whole model: bytes per token and per request."""
 
     kind: str
     layers: int
@@ -44,7 +44,7 @@ class MemoryPlan(msgspec.Struct, frozen=True):
 
 
 def plan_memory(options: PlanOptions, model: CachedModel) -> MemoryPlan:
-    """What the memory holds, and what a hand-over moves. Raises `PlanError` for a `--tp` that does not fit."""
+    """The capacity of the memory, and the bytes of a hand-over. Raises `PlanError` for a `--tp` that does not fit."""
     tp = options.tp or options.devices
     if options.devices % tp:
         raise PlanError(f"--tp is {tp}: {options.devices} devices cannot be divided into replicas of as many")

@@ -1,4 +1,4 @@
-"""What `pagewire plan` prints: a table for each question, and what more memory is worth in a sentence each."""
+"""The output of `pagewire plan`: a table for each question, and a sentence on the worth of each kind of memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PrintedTable(NamedTuple):
 
 
 def table_of_kinds(found: MemoryPlan) -> PrintedTable:
-    """What the layers keep of a token, in the whole model."""
+    """The cache of each kind of layer per token, in the whole model."""
     limit = "" if found.max_len is None else f", made for {found.max_len:,} tokens"
     rows = [
         (
@@ -62,7 +62,7 @@ def table_of_choices(found: MemoryPlan) -> PrintedTable:
 
 
 def table_of_rooms(found: MemoryPlan) -> PrintedTable:
-    """What the memory holds in the chosen way, laid as ours, as vLLM's, and at least."""
+    """The capacity of the memory with the chosen ranks: in our layouts, in vLLM's, and in the least possible memory."""
     rows = [
         (
             room.way,
@@ -84,7 +84,7 @@ def table_of_rooms(found: MemoryPlan) -> PrintedTable:
 
 
 def table_of_parts(found: MemoryPlan) -> PrintedTable:
-    """Of each way what a request takes, table by table, and how much of that no layer needs."""
+    """The memory of a request under each layout, table by table, and the part that no layer needs."""
     lengths = list(found.chosen.rooms[0].requests)
     rows: list[tuple[str, ...]] = []
     for room in found.chosen.rooms[:-1]:
@@ -104,7 +104,7 @@ def table_of_parts(found: MemoryPlan) -> PrintedTable:
 
 
 def table_of_pulls(found: MemoryPlan, options: PlanOptions) -> PrintedTable:
-    """What moves between prefill and decode, and how fast it has to."""
+    """The bytes that move from prefill to decode, and the speed that they need."""
     rows = [
         (
             f"{pull.length:,}",
@@ -123,7 +123,7 @@ def table_of_pulls(found: MemoryPlan, options: PlanOptions) -> PrintedTable:
 
 
 def table_of_trace(trace: TracePlan) -> PrintedTable:
-    """What the trace hits with what there is, with less and with more."""
+    """The hits of the trace with the present memory, with less and with more."""
     rows = [
         (
             "now" if point is trace.now else "",

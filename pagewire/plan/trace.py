@@ -1,4 +1,4 @@
-"""What more memory gives on a trace: `pagewire replay` with the pages that each choice holds, beside the optimum."""
+"""The gain from more memory on a trace: `pagewire replay` with the pages of each choice, compared with the optimum."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TracePoint(msgspec.Struct, frozen=True):
 
 
 class TracePlan(msgspec.Struct, frozen=True):
-    """What there is, and what each change of it gives."""
+    """The hits with the present memory, and with each change of it."""
 
     requests: int
     block_tokens: int
@@ -76,7 +76,7 @@ class TraceQuestion:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block of the trace, on all ranks of a replica."""
+        """The bytes of a block of the trace, on all ranks of a replica."""
         return self.choice.token_bytes * self.choice.tp * self.block_tokens
 
     @property

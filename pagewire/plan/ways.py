@@ -1,10 +1,9 @@
-"""The ways to lay what a model keeps, by the sizing of the managers that lay it so.
+"""The layouts of a model's cache, computed by the sizing of the managers that use them.
 
-`pagewire`: one table of all layers with keys and values, whose windows keep theirs to the end of the request, and
-recurrent states in memory of their own, as many as there are requests. `groups`: with `params.groups`. `share_memory`:
-states in slabs of the pages, as managers have them unless told otherwise. `vllm`: see `blocks.py`. `least`: what the
-layers need, were every kind given pages of its own and a window only those that it still looks at; what no manager can
-be below.
+`pagewire`: one table for all layers with keys and values, in which windows keep their pages to the end of the request;
+recurrent states have their own memory, one for each request. `groups`: the same with `params.groups`. `share_memory`:
+states in slabs of the pages, the default of managers. `vllm`: see `blocks.py`. `least`: the memory that the layers need
+if each kind has its own pages and a window has only the pages that it still sees; no manager can need less.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Way = Literal["pagewire", "groups", "share_memory", "vllm", "least"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryAsked:
-    """What is asked of each choice: bytes of a device, tokens of a page and of a step, and lengths of requests."""
+    """The parameters of each choice: bytes of a device, tokens of a page and of a step, and lengths of requests."""
 
     memory: int
     page_size: int
@@ -38,13 +37,13 @@ class MemoryAsked:
 
 @dataclass(frozen=True, slots=True)
 class LaidPart:
-    """What of a request lies in block tables that are alike, or is its state.
+    """The part of a request in block tables of one kind, or its state.
 
     Attributes:
-        kind: of the layers, and their window; "all" for several kinds in one table.
-        layers: how many.
+        kind: the kind of the layers, and their window; "all" for several kinds in one table.
+        layers: the number of layers.
         tables: block tables of a request; 0 for a state.
-        of_length: of tokens of a request the bytes on each rank.
+        of_length: returns the bytes on each rank for a request's number of tokens.
     """
 
     kind: str
@@ -55,14 +54,14 @@ class LaidPart:
 
 @dataclass(frozen=True, slots=True)
 class LaidWay:
-    """One way to lay a model on a rank.
+    """One layout of a model's cache on a rank.
 
     Attributes:
         way: its name.
-        page: bytes of a page; None where there is no common page.
-        memory: bytes that requests share; what is left of a page counts for none, as they take whole pages.
-        most: requests of a replica, however short they are; None: any number.
-        parts: of a request.
+        page: bytes of a page; None if there is no common page size.
+        memory: bytes that requests share, without the rest of a last page, as requests take whole pages.
+        most: the most requests of a replica, however short they are; None: any number.
+        parts: the parts of a request.
     """
 
     way: Way

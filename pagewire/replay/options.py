@@ -21,7 +21,7 @@ _MOST_BLOCKS = 1 << 26  # the manager's books of that many take gigabytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
-    """What the command line says, each value within its range, but for the kind of hints."""
+    """Options of the command line, each validated except the kind of hints."""
 
     trace: Path = option("TRACE", input_path, MISSING, "JSON lines with hash_ids", name="trace")
     capacity: int = option("BLOCKS", whole(1, _MOST_BLOCKS), 10_000, "blocks of all replicas together")

@@ -56,10 +56,10 @@ def sweep_replicas(
     rules: Iterable[RoutingRule] = RULES,
     note: Callable[[Row], None] = lambda _: None,
 ) -> list[Row]:
-    """A row for each number of replicas that share `capacity` blocks, and rule: hits in %, and window loads.
+    """A row for each rule and each number of replicas that share `capacity` blocks: hits in %, and window loads.
 
-    Of several replicas the last row is that of peers, who claim by prefix; `peer_hits` are the blocks that they moved.
-    Numbers of replicas that leave each less than the longest request are left out.
+    For several replicas the last row is that of peers, which claim by prefix; `peer_hits` counts the blocks they moved.
+    Numbers of replicas for which a replica's share is smaller than the longest request are left out.
     """
     longest, rows = max(map(len, trace)), list[Row]()
     for count in (count for count in counts if capacity // count >= longest):

@@ -296,7 +296,7 @@ def _found(blocks: Blocks, kept: Container[int]) -> int:
 
 
 def _next_uses(trace: Sequence[Blocks]) -> list[list[int]]:
-    """Of each block of each request the number of the next request that uses it."""
+    """The number of the next request that uses each block, for each request."""
     coming: dict[int, int] = {}
     found: list[list[int]] = []
     for number in range(len(trace) - 1, -1, -1):

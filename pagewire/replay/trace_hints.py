@@ -11,10 +11,10 @@ Blocks = Sequence[int]
 
 
 def continues(trace: Sequence[Blocks]) -> list[bool]:
-    """Of each request: whether a later one begins with at least half of its blocks.
+    """For each request, whether a later one begins with at least half of its blocks.
 
-    Half, as the end of a prompt is often rewritten: its last block fills up further, the question after a document is
-    another one. Two requests that share a system prompt alone are not one session.
+    The limit is a half because the end of a prompt often changes: its last block fills up, or another question follows
+    the document. Two requests that share only a system prompt are not one session.
     """
     seen = set[int]()
     found: list[bool] = []

@@ -150,7 +150,7 @@ async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitSta
             await server.serve(sockets=[listening])
             if hearing.done():
                 hearing.result()  # raises what has ended it
-            # Nobody is served any more, and nothing is on its way.
+            # No client is served any more, and no request is open.
             decodes = [config.name for config in configs if config.role == "decode"]
             await frontend.drain(decodes)
             await frontend.drain([name for name in names if name not in decodes])
@@ -161,7 +161,7 @@ async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitSta
 
 
 def _children(options: ServeOptions, endpoint: str) -> list[ServerConfig]:
-    """What the processes of this host are told. Where nobody joins from elsewhere, they listen in a private folder."""
+    """The configurations of this host's processes. If no other host joins, they listen in a private folder."""
     counts: dict[Role, int] = {"prefill": options.prefills, "decode": options.decodes}
     options = replace(options, front=endpoint)
     configs = [

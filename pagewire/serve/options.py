@@ -24,7 +24,7 @@ What = Literal["all", "front", "prefill", "decode"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What the command line says, each value within its range."""
+    """Options of the command line, each validated."""
 
     what: What = option(
         None,

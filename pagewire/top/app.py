@@ -44,7 +44,7 @@ class _Area:
         line = y - self.top - 1
         if not 0 <= line < self.lines - 1:
             return None
-        # Of the two places above each other in a half-block the upper one.
+        # A half-block shows two places, one above the other: take the upper one.
         place = line * (width // 2) + x // 2 if self.wide else line * 2 * width + x
         return place if place < self.span.places else None
 

@@ -32,7 +32,7 @@ _ONLY_OURS = "default-src 'self' 'unsafe-inline' data:; connect-src 'self' ws: w
 
 
 class _WatchAddresses(msgspec.Struct):
-    """Of the file that `pagewire serve` leaves what is read here."""
+    """The fields read here from the file that `pagewire serve` writes."""
 
     watch: tuple[str, ...] = ()
 

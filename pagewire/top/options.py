@@ -8,7 +8,7 @@ from pagewire.arguments import endpoint, input_path, number, option, output_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopOptions:
-    """What the command line says, each value within its range."""
+    """Options of the command line, each validated."""
 
     addresses: tuple[str, ...] = option(
         "ADDRESS",

@@ -57,7 +57,7 @@ def span_of(num_pages: int, places: int, zoom: int = 0, centre: float = 0.5) -> 
 
 
 def _packed() -> NDArray[np.uint64]:
-    """Of each value of a cell's low bits its colour, 20 bits each; then those that a filter leaves out."""
+    """The colour for each value of a cell's low bits, 20 bits each; then the colours for cells that a filter hides."""
     table = np.zeros((2, _LOW, 3))
     for state, colour in COLOURS.items():
         for age in range(8):

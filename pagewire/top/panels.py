@@ -1,4 +1,4 @@
-"""What the tables show: rows of text made of looks, apart from how they are drawn."""
+"""Contents of the tables: rows of text made from looks. Drawing them is elsewhere."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def evictions(view: TopView) -> TableRows:
 
 
 def rates(view: TopView) -> TableRows:
-    """Of each process: hits, tokens, what is pulled, evictions and the queue, now and over the last looks."""
+    """Rows for each process: hits, tokens, pulled bytes, evictions and the queue, now and over the last looks."""
     found: TableRows = []
     for process, look in _looks(view):
         ran, cached = process.rates("input_tokens"), process.rates("cache_tokens")
@@ -150,7 +150,7 @@ def processes(view: TopView) -> TableRows:
 
 
 def recount(look: Look) -> str:
-    """What the last `check` has found."""
+    """The result of the last `check`."""
     check = look.check
     if check is None:
         return "not asked for"
@@ -179,4 +179,4 @@ HEADINGS: dict[str, tuple[Callable[[TopView], TableRows], tuple[str, ...]]] = {
     "rates": (rates, ("process", "rate", "now", "in all", "last looks")),
     "processes": (processes, ("process", "state", "pool", "pages", "by state", "last recount")),
 }
-"""Of each panel what makes its rows, and their headings."""
+"""The function that makes the rows of each panel, and the headings of these."""

@@ -16,16 +16,16 @@ _PANELS = ("processes", "requests", "transfers", "tree", "evictions")  # rates n
 
 
 def print_looks(source: LiveSource | PlayedSource, *, until_interrupted: bool) -> int:
-    """Print what the processes say, or the last look of a recording; 0.
+    """Print the looks of the processes, or the last look of a recording. Returns 0.
 
     Args:
         source: where the looks come from.
-        until_interrupted: afterwards go on asking, as every look is recorded, until a signal ends the program, or the
-            reader of standard output goes away.
+        until_interrupted: keep asking afterwards, because every look is recorded. A signal ends the program, and so
+            does closing standard output.
 
     Raises:
-        WatchError: an address has not answered within a few seconds, or its answer is no look. What the others say has
-            been printed.
+        WatchError: an address has not answered within a few seconds, or its answer is no look. The looks of the others
+            have been printed.
     """
     view = TopView(list(source.addresses))
     if isinstance(source, PlayedSource):

@@ -114,7 +114,7 @@ class PlayedSource:
         self._next = 0
 
     def close(self) -> None:
-        """Nothing is open."""
+        """A no-op: no connection is open."""
 
 
 def _begun(path: Path) -> IO[bytes]:

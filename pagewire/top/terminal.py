@@ -45,8 +45,8 @@ def run_for_browser(app: TopApp) -> int:
 def _run(app: TopApp, descriptors: Sequence[int], hung_up: int) -> int:
     """Run the app. The process ends with status `hung_up` when a descriptor hangs up.
 
-    A signal ends the app, and half a second later the process, if it is still there.
-    Nothing is lost by that: a recording has each look as it comes.
+    A signal ends the app, and half a second later the process, if it is still there. This loses no data: a recording
+    stores each look as it arrives.
     """
     attributes = termios.tcgetattr(0) if os.isatty(0) else None
     told, tell = os.pipe()

@@ -52,7 +52,7 @@ class WatchedProcess:
             self.totals.append((look.at, look.figures))
 
     def rates(self, name: str) -> list[float]:
-        """Of each look but the first, what a total has grown by a second."""
+        """The growth per second of a total, for each look but the first."""
         pairs = zip(self.totals, list(self.totals)[1:], strict=False)
         return [
             max(0.0, now.get(name, 0) - was.get(name, 0)) / max(1e-3, at - then) for (then, was), (at, now) in pairs
@@ -92,7 +92,7 @@ class Filter:
 
 
 def nobody_answers(addresses: list[str]) -> str:
-    """What to say when nobody answers at addresses, and what to check."""
+    """The message for addresses where no process answers, with the things to check."""
     return (
         f"nobody answers at {', '.join(addresses)}. Check that the process runs and is watched (`pagewire serve "
         "--watch` logs the addresses), and that the keys are the fleet's (--secret or --keyring)"
@@ -140,7 +140,7 @@ class TopView:
     # ---- pools
 
     def pools(self) -> list[tuple[str, WatchedProcess, PoolLook, Cells]]:
-        """What maps are drawn of: each pool that the filter leaves, under its key."""
+        """The pools to draw maps of: each pool that passes the filter, under its key."""
         return [
             (f"{process.address}/{pool.name}", process, pool, process.followed.cells[pool.name])
             for process in self.processes.values()
@@ -161,7 +161,7 @@ class TopView:
         self.pool, self.zoom, self.centre = keys[(at + step) % len(keys)], 0, 0.5
 
     def zoom_by(self, step: int) -> None:
-        """Closer, or farther. Of several pools the first is looked at from then on."""
+        """Zoom in or out. Zooming in on several pools selects the first of them."""
         if step > 0 and not self.pool and (pools := self.pools()):
             self.pool = pools[0][0]
         self.zoom = min(_MOST_ZOOM, max(0, self.zoom + step))
@@ -189,7 +189,7 @@ class TopView:
         return lit
 
     def told(self, process: WatchedProcess, pool: PoolLook, first: int, count: int) -> str:
-        """What pages are: their states, whose they are, and how old idle ones are."""
+        """Describe pages: their states, their owners, and the age of idle ones."""
         cells = process.followed.cells[pool.name][first : first + count]
         states = np.bincount(states_of(cells), minlength=len(PageState))
         parts = [f"{states[state]:,} {state.name.lower()}" for state in PageState if states[state]]
@@ -202,7 +202,7 @@ class TopView:
         return f"{process.name}/{pool.name} {pages}: " + ", ".join(parts)
 
     def _names(self, look: Look | None, pool: str, cells: Cells) -> list[str]:
-        """Who has the most of these pages, five at most."""
+        """The owners with the most of these pages, five at most."""
         if look is None:
             return []
         owners = look.owners
