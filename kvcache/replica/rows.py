@@ -138,10 +138,11 @@ class BlockRows:
         """
         taken = np.zeros(len(self.request_ids), np.bool_)
         taken[list(row_of.values())] = True
-        self.row_of = row_of
-        self.request_ids[:] = [None] * len(taken)
+        names: list[RequestID | None] = [None] * len(taken)
         for request_id, row in row_of.items():
-            self.request_ids[row] = request_id
+            names[row] = request_id
+        # At once: this may be interrupted, too, and whose rows these are is what the next one goes by.
+        self.row_of, self.request_ids[:] = row_of, names
         self.free[:] = np.flatnonzero(~taken).tolist()  # ascending: a heap
         for counts in (self.cached, self.counted):
             counts[~taken] = 0

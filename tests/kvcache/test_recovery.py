@@ -12,6 +12,7 @@ from kvcache.claims import Claims
 from kvcache.replica.copier import ImportBook
 from kvcache.replicas import Replicas
 from tests.kvcache.build import manager_of, proven
+from tests.kvcache.random_model.interrupts import interrupted
 
 
 class Ctrl(BaseException):
@@ -131,3 +132,26 @@ def test_a_recovery_of_right_books_changes_nothing_and_says_what_there_is() -> N
     copier.give_up()
     assert it.manager.recover().imports == ()
     it.manager.close()
+
+
+def test_a_recovery_that_is_interrupted_anywhere_and_made_again_loses_no_request_and_no_page_that_readers_know() -> (
+    None
+):
+    it = Two()
+    manager = it.manager
+    lease, table = manager.lease("b"), manager.block_table("b")
+    before = {name: manager.get_req_blocks(name) for name in ("a", "b", "r")}
+    done, at = True, 0
+    while done:
+        at += 3
+        manager._mark.call = ("prefetch", None)  # it was interrupted
+        _, _, done = interrupted(manager.recover, at, KeyboardInterrupt)
+        report = manager.recover()
+        assert (report.claimed, report.leases) == (("a", "b", "r"), (lease,)), f"interrupted at {at}"
+        assert {name: manager.get_req_blocks(name) for name in before} == before, f"interrupted at {at}"
+        manager.check()
+    assert at > 1000
+    for name in before:
+        manager.release(name)
+    held = [page for pages in manager._replicas.each[0].leases._held[lease] for page in pages.tolist()]
+    assert held == [*table.groups[0]]
