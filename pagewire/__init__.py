@@ -8,6 +8,7 @@ Imports `kvcache`, `transfer` and `scheduler_adapters`. Start reading at `cli.py
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from pagewire.distribution import ShadowedPackageError as ShadowedPackageError
@@ -36,6 +37,8 @@ def __getattr__(name: str) -> Any:
         return sorted({*public, "ShadowedPackageError"})
     if name.startswith("_") and name != "__version__":
         raise AttributeError(f"module 'pagewire' has no attribute {name!r}")
+    if find_spec(f"pagewire.{name}") is not None:  # `from pagewire import cli` asks here before it imports the module
+        raise AttributeError(f"module 'pagewire' has no attribute {name!r} yet")
     for home in (_ADAPTERS.get(name, "kvcache"), "transfer"):
         module = import_module(home)
         if name in _ADAPTERS or name in module.__all__:

@@ -10,7 +10,6 @@ import pytest
 import kvcache
 import pagewire
 import transfer
-from tests.pagewire.test_missing_packages import Hidden
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,10 +58,17 @@ def test_importing_it_loads_neither_torch_nor_nixl() -> None:
 def test_without_nixl_everything_is_imported_and_a_transfer_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [one for one in sys.modules if one.partition(".")[0] == "nixl"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Hidden("nixl"), *sys.meta_path])
+    monkeypatch.setitem(sys.modules, "nixl", None)  # as if it were not installed
     assert pagewire.PageExchange is transfer.PageExchange
     agents = import_module("transfer.nixl.agent")
     with pytest.raises(
         pagewire.AgentError, match=r"'a': nixl cannot be imported \(pip install 'pagewire\[transfer\]'\)"
     ):
         agents.Agent("a")
+
+
+def test_a_module_of_it_is_imported_by_name_without_the_packages_below() -> None:
+    """`from pagewire import cli` asks the package for an attribute first."""
+    code = "import sys; from pagewire import cli; print({'torch', 'zmq', 'kvcache'} & {*sys.modules}, cli.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set() pagewire.cli\n"

@@ -1,17 +1,13 @@
 """Each command without each package that it may need: one line that says what to install, or it needs none of it."""
 
-import importlib.abc
 import io
 import json
 import re
 import sys
 import tomllib
-from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from importlib.machinery import ModuleSpec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -43,25 +39,12 @@ NEEDS = {
 }
 
 
-class Hidden(importlib.abc.MetaPathFinder):
-    """Finds nothing below a package, as if it were not installed."""
-
-    def __init__(self, package: str) -> None:
-        self._package = package
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        del path, target
-        if name.partition(".")[0] == self._package:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return None
-
-
 def run_without(conn: Connection, package: str, line: list[str]) -> None:
     """Run a command line up to where it would start processes; sends its status, None there, and what it printed."""
     for name in list(sys.modules):
         if name.partition(".")[0] in (package, *OURS):
             del sys.modules[name]
-    sys.meta_path.insert(0, Hidden(package))
+    sys.modules[package] = None  # type: ignore[assignment]  # as if it were not installed
     import subprocess
 
     class Reached(Exception):  # noqa: N818  (no error: it needs nothing that is missing)

@@ -220,5 +220,5 @@ def test_a_folder_without_a_config_and_no_transformers(tmp_path: Path, monkeypat
     with pytest.raises(PlanError, match=r"there is no config\.json"):
         read_model(tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(MissingExtraError, match="pip install 'pagewire\\[serve\\]'"):
+    with pytest.raises(MissingExtraError, match="pip install 'pagewire\\[plan\\]'"):
         read_model(written(tmp_path, LLAMA))
