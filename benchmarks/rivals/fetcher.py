@@ -55,8 +55,11 @@ class Fetch:
 
     def pull(self) -> None:
         """Begin to pull what was lent."""
-        if self.lent.source is None or self.lent.table is None:
-            raise RuntimeError(f"prompt {self._number}: the source lends none of {self._pages} pages {self.lent.error}")
+        pages = 0 if self.lent.table is None else len(self.lent.table.groups[0])
+        if self.lent.source is None or self.lent.table is None or pages < self._pages:
+            raise RuntimeError(
+                f"prompt {self._number}: the source lends {pages} of {self._pages} pages {self.lent.error}"
+            )
         self._manager.external_claim(self.key)
         pending = self._manager.import_block_table(self.context, self.lent.table)
         if pending is None:

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.pools import LONGEST, Prompts, compute, expect, reserve, running
 from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
-from transfer import LeaseOver, PageExchange, Source
+from transfer import PageExchange, Source
 
 PAGE_SIZE = 16
 NAME = "lender"
@@ -31,6 +31,7 @@ _LAYER_BYTES = 16 << 10  # of a page: two sides, 4 heads, 16 tokens, 64 elements
 _ROWS = 1024
 _EVICTING = 32  # pages of the prompts that evict others
 _POLL_S = 1e-3
+_LONGEST_S = 30.0
 _SUBNETS = ("10.213.7.0/24",)  # that the hosts of `tests.hosts.network` have
 
 
@@ -111,7 +112,6 @@ class Lender:
         self.manager = manager_of(setting, setting.pages)
         self.exchange = exchange_of(setting, self.manager, NAME, setting.address)
         self._others = 1 << 20  # numbers of prompts that nobody asks for
-        self.reasons: list[str] = []  # why leases have ended
 
     def place(self) -> tuple[str, str]:
         """Where to ask, and for which engine."""
@@ -119,6 +119,11 @@ class Lender:
 
     def lay_out(self, count: int, pages: int) -> None:
         """Compute prompts 0 to `count`, which are idle and findable then. Nothing else is."""
+        deadline = time.monotonic() + _LONGEST_S
+        while self.manager.num_leased_blocks:  # the last reader's word that it is through is on its way
+            self.exchange.poll()
+            time.sleep(_POLL_S)
+            expect(time.monotonic() < deadline, "leases that were read are over")
         self.manager.reset_prefix_cache()
         use_up(self.manager, self._prompts, scattered=self._setting.scattered)
         for number in range(count):
@@ -161,9 +166,7 @@ class Lender:
         """Do what is said until standard input ends; lend in between, as soon as somebody asks."""
         _say("ready")
         while True:
-            for happened in self.exchange.poll():
-                if isinstance(happened.event, LeaseOver):
-                    self.reasons.append(happened.event.reason)
+            self.exchange.poll()
             ready = select.select([sys.stdin, self.exchange.bell], [], [], _POLL_S)[0]
             if sys.stdin in ready:
                 line = sys.stdin.readline()

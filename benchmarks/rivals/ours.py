@@ -28,6 +28,7 @@ ASKED, PULLED, SOCKET = "ours, ask to published", "ours, of it the pull", "bare 
 PLAIN = {SPUN: "ours, plain pull", THREADED: "ours, plain pull by the thread"}
 _LEAST, _MOST = 9, 2000
 _MOST_PROMPTS = 512
+_SPARE = 32  # pages of the pool, so that no prompt evicts another as it is computed
 
 
 def row_of(program: str, blocks: int, page_bytes: int, times: Sequence[float], cpu_s: float | None) -> Row:
@@ -47,7 +48,8 @@ def fetches(
     setting: Setting, reader: Fetcher, lender: LenderProcess, blocks: int, budget_s: float, bare: BareSocket | None
 ) -> Iterator[Row]:
     """Fetches of prompts that are not cached here, each as long as others; in turn with a bare socket."""
-    count = min(setting.pages // blocks, _MOST_PROMPTS)
+    count = min((setting.pages - _SPARE) // blocks, _MOST_PROMPTS)
+    expect(count > 1, f"a pool of {setting.pages} pages has room for two prompts of {blocks}")
     lender("lay_out", count, blocks)
     reader.forget()
     _, first = reader.fetch(0, blocks)
@@ -55,6 +57,7 @@ def fetches(
     runs = first.num_runs()
     first.release()
     times, through, cpu_ns = list[FetchTimes](), list[float](), 0
+    read_before, _ = reader.exchange.totals()
     settle()
     end = time.monotonic() + budget_s
     while len(times) < _LEAST or (time.monotonic() < end and len(times) < _MOST):
@@ -68,6 +71,8 @@ def fetches(
         times.append(took)
         if bare is not None:
             through.append(bare.receive(blocks * setting.page_bytes))
+    read = reader.exchange.totals()[0] - read_before
+    expect(read == len(times) * blocks * setting.page_bytes, f"every page is read, and not {read} bytes in all")
     order = {"access": "random" if setting.scattered else "contiguous", "runs": runs}
     digests = round(statistics.median(one.digests for one in times), 1)
     size = setting.page_bytes
