@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transfer.wire.messages import Answer
 
 # Until a source is asked again whether it has looked by now; doubled each time.
-_PAUSE_S, _MAX_PAUSE_S = 1e-3, 0.05
+_PAUSE_S, _MAX_PAUSE_S = 1e-4, 0.05
 
 
 class Lent(NamedTuple):

@@ -67,7 +67,7 @@ def test_not_yet_is_asked_again_after_pauses_that_double_and_never_past_the_time
     while not found and rig.now < begin + 10:
         if rig.client.open:
             rig.client.answer(waits_for="the first page")
-        rig.now += 0.25e-3
+        rig.now += 0.05e-3
         asked = len(rig.client.asked)
         found = rig.polled()
         if len(rig.client.asked) > asked:
@@ -75,8 +75,8 @@ def test_not_yet_is_asked_again_after_pauses_that_double_and_never_past_the_time
     assert found == [(3, "r", "engine 'p/0' at tcp://10.0.0.1:9: waited in vain for the first page")]
     assert rig.now - begin == pytest.approx(1.0, abs=1e-3)
     pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
-    expected = [min(1e-3 * 2**at, 0.05) for at in range(len(pauses))]
-    assert pauses == pytest.approx(expected, abs=0.3e-3)
+    expected = [min(1e-4 * 2**at, 0.05) for at in range(len(pauses))]
+    assert pauses == pytest.approx(expected, abs=0.06e-3)
     assert len(pauses) > 20
     lefts = [left for _, left in rig.client.asked]
     assert lefts == pytest.approx([1.0 - at for at in times], abs=1e-6)
