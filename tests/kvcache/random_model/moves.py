@@ -346,7 +346,7 @@ class Moves:
         device, low, high = self.ends(one, committed, steps) if looks else (committed, committed, committed)
         run = self.device_run(one, committed)
         if looks:  # what an earlier look found may be gone
-            one.shared = (run - committed) * PAGE_SIZE
+            one.shared = run * PAGE_SIZE
         there = self.call("maybe_reserve", lambda: self.manager.maybe_reserve(context, steps))
         if not looks and length + steps - 1 <= one.room:
             assert there, f"{one.name}: refused pages that it has"
