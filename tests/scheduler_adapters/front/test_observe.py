@@ -22,7 +22,7 @@ from scheduler_adapters.hf.tiny import VOCAB_SIZE, ByteTokenizer
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.server import DrainSignal, serve
 from scheduler_adapters.service.sockets import bind_router, join_frontend
-from tests.metrics_page import PAGE
+from tests.metrics_page import table
 from tests.scheduler_adapters.service.test_fleet import CONFIGS
 from tests.scrape import faults, parsed, value
 from tests.spans import exported, parts_of
@@ -134,7 +134,7 @@ def test_a_hundred_requests_of_a_client_are_in_its_traces_and_in_the_metrics(tmp
         answers, text, processes = asyncio.run(run())
         check_spans(spans(), answers)
     assert list(faults(text)) == []
-    documented = set(re.findall(r"^\| `(pagewire_front_\w+)` \|", PAGE.read_text(), re.MULTILINE))
+    documented = set(re.findall(r"^\| `(pagewire_front_\w+)` \|", table(), re.MULTILINE))
     assert set(re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE)) == {*documented, FAILED}
     front, prompts = parsed(text), sum(len(prompt_of(number)) for number in range(COUNT))
     assert value(front, "pagewire_front_ended_requests_total", how="length") == COUNT
