@@ -1,8 +1,8 @@
-"""`EvictionOrder`: which idle page of a pool goes next. A pool has one order, and asks nothing else.
+"""`EvictionOrder`: the order in which a pool's idle pages are evicted. A pool has one order, and asks only that.
 
-    LruOrder      least recently used first; what a pool has where nobody says more
+    LruOrder      least recently used first; the default
     HintedOrder   another order, biased by the retention hints of requests
-    QuotaOrder    another order, before whose pages those go that tenants have above their quotas
+    QuotaOrder    another order, in which pages above their tenants' quotas go first
 
 `KVCacheParams.eviction_order` takes one of your own. `tests/kvcache/test_eviction_order.py` holds all of them to one
 contract: run it on yours.
@@ -26,16 +26,17 @@ BY_TURN, BY_HINT, BY_QUOTA = 0, 1, 2
 
 
 class EvictionOrder(Protocol):
-    """The idle pages of one pool, 1 to its `num_pages`, in the order in which they go.
+    """The idle pages of one pool, numbered 1 to its `num_pages`, in the order in which they are evicted.
 
     The pool calls `append` when a page becomes idle, `remove` when an idle page is used again, and `pop` when it needs
-    pages. An order frees nothing and holds nothing: it names pages. Calls come from one thread, but for `positions`.
-    An order of your own has `count` and the abstract methods. The others answer for an order to which nothing was said.
-    It is not believed: a `pop` that gives a page that is not idle ends the call with an error (`CheckedOrder`).
+    pages. An order only names pages; it neither frees nor holds them. All calls come from one thread, except
+    `positions`. Your own order needs `count` and the abstract methods. The other methods have defaults, for an order
+    that ignores hints and tenants. Its results are checked: if `pop` returns a page that is not idle, the call fails
+    with an error (`CheckedOrder`).
 
     Attributes:
         count: the pages in the order. Read at each allocation.
-        by_age: whether pages go strictly by when they became idle, whatever is said of them.
+        by_age: whether pages go strictly by the time when they became idle, whatever hints say.
     """
 
     count: int = 0
@@ -45,80 +46,80 @@ class EvictionOrder(Protocol):
 
     @abstractmethod
     def append(self, pages: Pages | Indices) -> None:
-        """`pages`, none of them in the order, are idle now; of these the first ones are worth the least."""
+        """Add `pages`, none of which is in the order: they are idle now. The first of them are worth the least."""
 
     @abstractmethod
     def remove(self, pages: Pages | Indices) -> None:
-        """`pages`, all of them in the order, are used again. They leave it, and may come back by `append`."""
+        """Remove `pages`, all of which are in the order: they are used again. `append` may add them again later."""
 
     @abstractmethod
     def pop(self, count: int) -> Pages:
-        """Take the `count` pages out that go next, the first of them first: what is in them is lost.
+        """Take out the next `count` pages, at most `self.count`, in their order. Their contents are lost.
 
-        At most `self.count`. As often `pop(1)` gives the same pages.
+        Calling `pop(1)` that many times gives the same pages.
         """
 
     @abstractmethod
     def pages(self) -> Pages:
-        """All pages in the order, about as they go; the next one first, unless the order has a `first` of its own."""
+        """All pages, roughly in eviction order. The next one comes first, unless the order overrides `first`."""
 
     @abstractmethod
     def mend(self, pages: Indices) -> None:
-        """Just `pages` are in the order, whatever was in it: an interrupted call may have left it half changed.
+        """Make the order contain exactly `pages`: an interrupted call may have left it half changed.
 
-        Those that were in it keep their order as far as it is known, before the others.
+        Pages that were in it keep their order as far as it is known, and come before the others.
         """
 
     # ---- what an order need not say
 
     def first(self) -> int:
-        """The page that `pop` gives first, where there is one; it stays."""
+        """The page that `pop` would return first, if any. It stays in the order."""
         return int(self.pages()[0])
 
     def pop_one(self) -> int:
-        """`pop(1)`, where there is a page."""
+        """`pop(1)` for an order that is not empty."""
         return int(self.pop(1)[0])
 
     def pop_explained(self, count: int) -> tuple[Pages, Reasons | None]:
-        """`pop`, and of each page why it went (`BY_HINT`, say); None: the turn of all of them had come."""
+        """`pop`, with the reason for each page (such as `BY_HINT`); None: all of them went in their normal turn."""
         return self.pop(count), None
 
     def forget(self, pages: Pages) -> None:
-        """`pages`, not in the order, lost their content otherwise than by `pop`: what is known of it is over."""
+        """Drop all knowledge about `pages`, which are not in the order: they lost their content without a `pop`."""
 
     def moved(self, sources: Pages, targets: Pages) -> None:
-        """The content of `sources` is in `targets` by now; none of these is in the order. What is known goes along."""
+        """Move the knowledge about `sources` to `targets`, to which their content has moved. None is in the order."""
 
     def renew(self, pages: Pages) -> None:
-        """`pages`, in the order, are about to leave it for others that stand for the same thing in their place."""
+        """Announce that `pages`, which are in the order, will be replaced by others that stand for the same content."""
 
     def hint(self, pages: Pages, hints: PageHints | None) -> None:
-        """A request that used `pages`, not in the order, leaves them and says `hints` of them; None: nothing."""
+        """A request that used `pages`, which are not in the order, leaves them with these `hints`; None: no hint."""
 
     def own(self, pages: Pages, salt: str | None) -> None:
-        """`pages`, not in the order, are this tenant's; None: nobody's."""
+        """Assign `pages`, which are not in the order, to this tenant; None: to no tenant."""
 
     def trust(self, share: float) -> None:
-        """So much of the idle pages may follow hints from now on, 0.0 to 1.0."""
+        """Let this share of the idle pages follow hints from now on, 0.0 to 1.0."""
 
     # ---- what is compared with pages of another order
 
     def due(self) -> int:
-        """The page that goes next however young it is; 0: none."""
+        """The page that must go next, however young it is; 0: none."""
         return 0
 
     def leads(self, pages: Pages | Indices) -> NDArray[np.float64]:
-        """By how many pools' pages each of `pages` lives longer than its age says; below 0 where it goes earlier."""
+        """By how many pools' pages each of `pages` outlives its age; below 0 if it goes earlier."""
         return np.zeros(len(pages))
 
     def first_lead(self) -> float:
-        """`leads` of the page that goes next, as it stands now."""
+        """`leads` of the page that goes next."""
         return 0.0
 
     def positions(self, pages: Indices) -> Indices:
-        """A number for each of `pages`, about the larger the later it goes; for those not in the order any number.
+        """A number for each of `pages`, roughly larger the later it goes; any number for a page not in the order.
 
-        Another thread than the one that changes the order may ask.
+        It may be called from another thread than the one that changes the order.
         """
         mine = self.pages()
         places = np.zeros(1 + max(int(mine.max(initial=0)), int(pages.max(initial=0))), np.int64)
@@ -126,7 +127,7 @@ class EvictionOrder(Protocol):
         return places[pages]
 
     def check(self) -> None:
-        """Raise `InvariantError` where the books do not agree."""
+        """Raise `InvariantError` if the books do not agree."""
         pages = self.pages()
         if len(np.unique(pages)) != len(pages) or len(pages) != self.count:
             raise InvariantError(f"idle order: {len(np.unique(pages))} pages in {len(pages)}, {self.count} counted")

@@ -1,4 +1,4 @@
-"""`PagedKVCacheManager`: what a serving loop drives."""
+"""`PagedKVCacheManager`: the cache manager that a serving loop calls."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -40,11 +40,11 @@ class PagedKVCacheManager(PoolFigures):
     mended them. An error from a caller's own context leaves the state unchanged. Besides the errors that a call names:
 
     - `UnknownRequestError` (a KeyError): a request is not claimed.
-    - `InvalidRequestError` (a ValueError): an argument that does not fit; `num_steps` below 1; a request named twice;
-      another context than a request's pages were reserved for, or one whose salt or keys have changed since.
+    - `InvalidRequestError` (a ValueError): an invalid argument; `num_steps` below 1; a request named twice; a context
+      other than the one that the request's pages were reserved for, or one whose salt or keys have changed since.
     - `NotReservedError` (a RuntimeError): an import of a request's pages is pending.
-    - `PromptTooLongError`, `SequenceTooLongError` (RuntimeErrors), of calls that count pages: the whole pool is too
-      small for a request, or it is longer than `max_seq_len`.
+    - `PromptTooLongError`, `SequenceTooLongError` (RuntimeErrors), from calls that count pages: the whole pool is too
+      small for a request, or the request is longer than `max_seq_len`.
 
     Args:
         params: shape and placement of the cache.
@@ -52,16 +52,17 @@ class PagedKVCacheManager(PoolFigures):
         max_seq_len: most tokens of a request.
         num_layers: layers that contribute KV.
         devices: torch devices or their names, `params.n_devices` of them, replica by replica.
-        session: orders device work: a CUDA stream, or an object with one as `stream`; None means the current one.
+        session: orders device work: a CUDA stream, or an object with one as `stream`; None means the current stream.
         available_cache_memory: bytes for pages over all devices.
         zmq_endpoint_base: opens a socket at `<base>-reset_prefix_cache`: a message there drops the prefix cache before
-            the next lookup or `fetch`. Without prefix caching there is none to drop, and no socket (a warning says so).
-        page_size: tokens of a page; `params.page_size`, where given, wins over the default.
+            the next lookup or `fetch`. Without prefix caching no socket is opened, and a warning is logged.
+        page_size: tokens of a page; `params.page_size`, if given, takes precedence over the default.
         enable_runtime_checks: run `check` before and after every call that changes something (slow).
 
     Raises:
         InvalidParamsError: (a ValueError) an argument that cannot work.
-        PoolTooSmallError: (a RuntimeError) the budget does not hold a page, or a device or the host not its share.
+        PoolTooSmallError: (a RuntimeError) the budget is too small for one page, or a device or the host is too small
+            for its share.
     """
 
     estimated_memory_size = staticmethod(sizing.estimated_memory_size)
@@ -117,8 +118,8 @@ class PagedKVCacheManager(PoolFigures):
     def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
         """Bind a row of a replica to the request; takes no pages. With one replica `replica_idx` may be left out.
 
-        Raises `AlreadyClaimedError`, or `NoFreeRowError` where every row of the replica is claimed (ValueErrors); of
-        these `NoFreeStatePageError` where the request's recurrent state has no room.
+        Raises `AlreadyClaimedError`, or `NoFreeRowError` if every row of the replica is claimed (both ValueErrors). Its
+        subclass `NoFreeStatePageError` means that the request's recurrent state has no room.
         """
         mark = self._mark
         if mark.call is not None:
@@ -130,9 +131,9 @@ class PagedKVCacheManager(PoolFigures):
 
     @contextmanager
     def claim(self, context: Context, replica_idx: int | None = None) -> Generator[int]:
-        """Claim for the length of a `with` block, then release; gives the replica, the recommended one if not named.
+        """Claim for the length of a `with` block, then release; yields the replica, the recommended one if not named.
 
-        Where a call was interrupted in the block, `recover` releases the request: the block's own error goes on.
+        If a call was interrupted in the block, `recover` releases the request, and the block's own error propagates.
         """
         check_context(context, "claim")
         if replica_idx is None:
@@ -167,7 +168,7 @@ class PagedKVCacheManager(PoolFigures):
         return self.get_replica(context) if known else self.admission(context).replica_idx
 
     def admission(self, context: Context, num_steps: int = 1) -> Admission:
-        """Where a request that is not claimed yet is best claimed, and whether it could have a row and pages now."""
+        """The best replica for a request that is not claimed yet, and whether a row and pages are free for it now."""
         self._mark.check("admission")
         num_steps = arguments.steps(num_steps)
         check_context(context, "admission")
@@ -175,10 +176,10 @@ class PagedKVCacheManager(PoolFigures):
         return self._replicas.admission(context, num_steps)
 
     def prefetch(self, context: Context) -> bool:
-        """Begin to bring the request's pages from files to the host tier; whether some are on their way.
+        """Begin to load the request's pages from files into the host tier; returns whether some are on their way.
 
-        Worth a call while a request waits: `maybe_reserve` takes what has come by then, waits a tenth of a second at
-        most, once, for what has not, and takes what comes later when it is called for a later chunk.
+        Call it while a request waits. `maybe_reserve` uses the pages that have arrived, waits up to 100 ms, once, for
+        the others, and uses pages that arrive later when it is called for a later chunk.
         """
         self._mark.check("prefetch")
         check_context(context, "prefetch")
@@ -190,7 +191,7 @@ class PagedKVCacheManager(PoolFigures):
     def release(self, request_id: RequestID) -> None:
         """Give back the request's row and pages. With prefix caching its full pages stay findable while there is room.
 
-        Pages under a lease stay as they are, for nobody else, until the lease has ended.
+        Pages under a lease stay unchanged and are not reused until the lease has ended.
         """
         mark = self._mark
         if mark.call is not None:  # a third of the cost of asking
@@ -203,14 +204,15 @@ class PagedKVCacheManager(PoolFigures):
     # ---- a step of the serving loop
 
     def maybe_reserve(self, data: Context, num_steps: int = 1) -> bool:
-        """Give the request pages for all its known tokens and `num_steps` steps; cached ones where they match.
+        """Give the request pages for all its known tokens and `num_steps` steps, cached pages if their tokens match.
 
         The context's `start_idx` moves to the end of a prefix hit. A request without pages has computed nothing: it
-        starts at its hit, or at 0, whatever its context says, so that a preempted request is claimed again with the
-        same context. False: too few pages, nothing changed; the same call may work once others have released theirs.
+        starts at its hit, or at 0, whatever its context says. A preempted request can therefore be claimed again with
+        the same context. Returns False, with nothing changed, if too few pages are free; the same call may succeed once
+        other requests have released theirs.
 
-        Raises `InvalidRequestError`, as `reserve_batch` and `fetch` do, where a request with pages has its `start_idx`
-        beyond what it can have computed, or would compute anew what a lease promises to readers.
+        Raises `InvalidRequestError`, as `reserve_batch` and `fetch` do, if a request with pages has its `start_idx`
+        beyond the tokens that it can have computed, or would compute tokens again that a lease promises to readers.
         """
         mark = self._mark
         if mark.call is not None:
@@ -244,7 +246,7 @@ class PagedKVCacheManager(PoolFigures):
         return reserved
 
     def reserve_batch(self, batch: Sequence[Context], num_steps: int = 1) -> NDArray[np.bool_]:
-        """`maybe_reserve` for each: bool `[len(batch)]`. A refused one takes nothing; raises before any is touched."""
+        """`maybe_reserve` for each: bool `[len(batch)]`. A refused request takes no page. Raises before any change."""
         self._mark.check("reserve_batch")
         num_steps = arguments.steps(num_steps)
         gathered = self._claims.gather(batch, "reserve_batch")
@@ -253,11 +255,11 @@ class PagedKVCacheManager(PoolFigures):
         return self._replicas.reserve_batch(gathered, num_steps, self._claims.bind)
 
     def fork(self, parent: Context, child: Context, num_steps: int = 1) -> bool:
-        """Claim `child` on the parent's replica with all that the parent had computed by its last `step`.
+        """Claim `child` on the parent's replica with everything that the parent had computed by its last `step`.
 
-        Full pages are shared, the partly filled last page is copied. `child` is not claimed yet, has the parent's salt
-        and keys, and knows its computed tokens and more (`TextContext.fork` makes one). False: too few pages, nothing
-        changed. Raises as `external_claim`, too.
+        Full pages are shared; a partly filled last page is copied. `child` must not be claimed yet, must have the
+        parent's salt and keys, and must know more tokens than the parent has computed (`TextContext.fork` makes one).
+        Returns False, with nothing changed, if too few pages are free. Also raises as `external_claim` does.
         """
         self._mark.check("fork")
         num_steps = arguments.steps(num_steps)
@@ -297,8 +299,8 @@ class PagedKVCacheManager(PoolFigures):
     def step(self, batch: Sequence[Context]) -> None:
         """Publish every page that is full of computed tokens. Call it after `context.update`.
 
-        A request's page ids may change: content that was published before is shared, and the duplicate freed. Raises
-        `NotReservedError` where a request computed more tokens than it has pages for.
+        A request's page ids may change: if equal content was published before, that page is shared and the duplicate
+        freed. Raises `NotReservedError` if a request computed more tokens than it has pages for.
         """
         if self._mark.call is not None:
             self._mark.refuse("step")
@@ -308,10 +310,11 @@ class PagedKVCacheManager(PoolFigures):
     def increment_cache_lengths(
         self, kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any
     ) -> Sequence[RaggedKVCacheInputs]:
-        """The inputs of the next of several steps: what ran is cached now. A list is changed in place and returned.
+        """The inputs of the next of several steps, in which the last step's tokens count as cached.
 
-        `prev_model_inputs.input_row_offsets` are offsets `[batch + 1]` of the ragged batch (a list: its first is used);
-        with several replicas `prev_model_inputs.data_parallel_splits` `[replicas + 1]` says which requests are whose.
+        A list is changed in place and returned. `prev_model_inputs.input_row_offsets` are the offsets `[batch + 1]` of
+        the ragged batch (of a list, the first is used). With several replicas `prev_model_inputs.data_parallel_splits`
+        `[replicas + 1]` assigns the requests to replicas.
         """
         return inputs.increment_cache_lengths(kv_cache_inputs, prev_model_inputs, replicas=self.num_replicas)
 
@@ -326,7 +329,7 @@ class PagedKVCacheManager(PoolFigures):
     ) -> list[inputs.RaggedKVCacheInputSymbols]:
         """The shapes of `fetch`'s entries as meta tensors with named dynamic dimensions, for `torch.export`.
 
-        `devices` and `num_layers`, where given, stand in for the manager's own. Raises `InvalidParamsError`.
+        `devices` and `num_layers`, if given, replace the manager's own. Raises `InvalidParamsError`.
         """
         if devices is not None:
             sizing.check_devices(self.params, devices)
@@ -337,9 +340,10 @@ class PagedKVCacheManager(PoolFigures):
     # ---- pages for and from another manager
 
     def block_table(self, request_id: RequestID, *, full_pages: bool = False, first_page: int = 0) -> BlockTable:
-        """The pages of what the request had computed by its last `step`. Good while it is claimed, or a lease is open.
+        """The pages that the request had computed by its last `step`. Valid while it is claimed, or a lease is open.
 
-        `full_pages` leaves out a last page that still fills while a prompt runs, `first_page` (one table) those before.
+        `full_pages` leaves out a last page that is not full yet. `first_page` (with one table) leaves out the pages
+        before it.
         """
         self._mark.check("block_table")
         replica, _, row = place = self._claims.locate(request_id, "block_table")
@@ -349,11 +353,11 @@ class PagedKVCacheManager(PoolFigures):
         return replica.leases.sealed(row, replica.states.name(table, full_pages=full_pages))
 
     def lease(self, request_id: RequestID, *, seal: Callable[[BlockTable], bytes] | None = None) -> PageLease:
-        """Hold what a claimed request computes, until `end_lease`; also what it will compute while it stays claimed.
+        """Hold the pages of a claimed request until `end_lease`, including those that it computes after this call.
 
-        While the request is claimed this changes nothing. When it is released, for whatever reason, its row is free,
-        but its pages stay as they are for as long as one of its leases is open. They stay findable by their prefix.
-        `seal` says something of each `block_table` that is made of the request from now on: its `seals`.
+        The lease has no effect while the request is claimed. When the request is released, for whatever reason, its row
+        is free, but its pages stay unchanged while one of its leases is open. They stay findable by their prefix.
+        `seal` makes the `seals` of each `block_table` that is made of the request from now on.
         """
         self._mark.check("lease")
         replica, replica_idx, row = self._claims.locate(request_id, "lease")
@@ -374,13 +378,15 @@ class PagedKVCacheManager(PoolFigures):
     def import_block_table(
         self, context: Context, table: BlockTable, num_steps: int = 1, *, partial: bool = False
     ) -> PendingImport | None:
-        """Reserve the claimed request's pages and say which to copy from the maker of `table`. None: too few pages.
+        """Reserve the claimed request's pages and say which to copy from the maker of `table`. None: too few are free.
 
         Pages cached here are shared; `copier` gives the right to copy the others. The request can run after
-        `commit_import`. After `cancel_import` it computes its tokens itself in the pages it has, or is released. While
-        it is not leased, and nothing of it has run, it may also import again: its pages are given back first, and None
-        leaves it without any. The table, of any page size and split, covers fewer tokens than the context knows, as the
-        last one runs here; with `partial` the first full pages only: `extend_import` follows. Raises
+        `commit_import`. After `cancel_import` it computes its tokens itself in the pages it has, or is released. If it
+        is not leased and has not run, it may also import again: its pages are given back first, and a result of None
+        leaves it without pages.
+
+        The table may have any page size and split. It must cover fewer tokens than the context knows, because the last
+        token runs here. With `partial` it covers only the first full pages, and `extend_import` follows. Raises
         `BlockTableMismatchError` (a ValueError).
         """
         self._mark.check("import_block_table")
@@ -410,7 +416,7 @@ class PagedKVCacheManager(PoolFigures):
             return imports.extend_import(replica, row, read, pending, table, last=last)
 
     def copier(self, pending: PendingImport) -> ImportCopier:
-        """The right to copy into an open import's pages, and to prove that it was done: handed out once."""
+        """The right to copy into an open import's pages, and to prove the copy. It is handed out once."""
         self._mark.check("copier")
         books = imports.own_import(self._replicas.each, pending, "copier", is_open=True).imports
         books.refuse_taken(pending)
@@ -418,10 +424,11 @@ class PagedKVCacheManager(PoolFigures):
             return books.make_copier(pending)
 
     def commit_import(self, context: Context, pending: PendingImport, proof: ImportProof | None = None) -> None:
-        """Every page has been copied, as `proof` says: the tokens count as cached, the full pages are published.
+        """Commit an import whose pages have all been copied: the tokens count as cached, full pages are published.
 
-        `proof` is what the import's copier gave: with the event of a pull that passed, where an endpoint reads; None
-        where nothing was to be copied (`pending.needs_copy`). It is of this import, and of all that its table covers.
+        `proof` comes from the import's copier; if an endpoint reads the pages, it comes with the event of a pull that
+        passed. It must belong to this import and cover its whole table. Pass None if no page was to be copied
+        (`pending.needs_copy`).
         """
         self._mark.check("commit_import")
         replica, _, row = self._claims.own(context, "commit_import")
@@ -431,10 +438,10 @@ class PagedKVCacheManager(PoolFigures):
             replica.states.commit_import(read.request_id, pending.num_tokens)
 
     def cancel_import(self, pending: PendingImport) -> None:
-        """The import is given up. Safe twice.
+        """Give up an import. Calling it twice is safe.
 
-        Its pages are handed out to nobody, and its request cannot run, while its copier may still write to them. Where
-        they are written by somebody who has not taken the copier, this call says that nothing writes any more.
+        While its copier may still write, its pages are not handed out and its request cannot run. If the pages were
+        written without taking the copier, this call promises that no write is in flight any more.
         """
         self._mark.check_books("cancel_import")
         replica = imports.own_import(self._replicas.each, pending, "cancel_import")
@@ -446,7 +453,7 @@ class PagedKVCacheManager(PoolFigures):
     # ---- what is where
 
     def get_req_blocks(self, request_id: RequestID) -> list[int]:
-        """The request's page ids in logical order, shared ones included: of several block tables those of the first."""
+        """The request's page ids in logical order, including shared pages; of several block tables, the first one's."""
         self._mark.check_books("get_req_blocks")
         replica, _, row = self._claims.locate(request_id, "get_req_blocks")
         pages = replica.rows.pages(row)
@@ -462,7 +469,7 @@ class PagedKVCacheManager(PoolFigures):
         self._metrics_before = self._replicas.metrics
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached page that nobody holds, on all tiers. Pages in use stay findable."""
+        """Forget every cached page without a holder, on all tiers. Pages in use stay findable."""
         self._mark.check("reset_prefix_cache")
         with self._mark.changing("reset_prefix_cache"):
             self._replicas.forget_idle()
@@ -474,7 +481,7 @@ class PagedKVCacheManager(PoolFigures):
                 self._replicas.forget_idle()
 
     def flush_tiers(self) -> None:
-        """Copy all published pages to host and files, and wait: for who stops or measures, as steps copy anyway."""
+        """Copy all published pages to host and files, and wait. For shutdown and measurements: steps copy anyway."""
         self._mark.check("flush_tiers")
         with self._mark.changing("flush_tiers"):
             self._replicas.flush()
@@ -486,26 +493,26 @@ class PagedKVCacheManager(PoolFigures):
         self._claims.check()
 
     def recover(self) -> Recovered:
-        """Mend the books after a call was interrupted while it changed them; without that, look at what there is.
+        """Mend the books after a call was interrupted while it changed them. Otherwise it only checks them.
 
-        Waits until nothing is being copied, then works all books out from rows, leases and imports, and recounts them.
-        Requests whose pages may not hold what they should are released, as are those that the interrupted call claimed,
-        forked, imported or released, and those whose `with claim` block ended meanwhile: claim them anew, from their
-        first token. The others go on; call again for them what was interrupted. Safe to call again where it is
-        interrupted itself.
+        Waits until no copy is in flight, then rebuilds all books from rows, leases and imports, and recounts them.
+        It releases requests whose pages may have wrong contents, requests that the interrupted call claimed, forked,
+        imported or released, and requests whose `with claim` block has ended in the meantime. Claim these again and run
+        them from their first token. The other requests go on; repeat the interrupted call for them. If `recover` is
+        interrupted itself, call it again.
 
-        Raises `InvariantError` (a RuntimeError) where the books are still not right: nothing but `close` works then.
+        Raises `InvariantError` (a RuntimeError) if the books are still wrong: only `close` works then.
         """
         return recover(self._replicas, self._claims, self._mark)
 
     def close(self) -> None:
-        """Close the sockets, and the file tier once all that is published is written. Safe twice.
+        """Close the sockets, and the file tier once all published pages are written. Calling it twice is safe.
 
-        What is held can still be given back (`release`, `end_lease`, `cancel_import`, a copier's `give_up`), and what
-        there is can be looked at (`check`, `contains`, `get_replica`, `get_req_blocks`, `metrics` and other figures).
+        Held pages can still be given back (`release`, `end_lease`, `cancel_import`, a copier's `give_up`), and the
+        state can still be read (`check`, `contains`, `get_replica`, `get_req_blocks`, `metrics` and other figures).
         Every other call raises `ManagerClosedError` (a RuntimeError).
 
-        Also where a call was interrupted and the books were not mended: then nothing more is written.
+        It also works after an interrupted call whose books were not mended; then it writes no more pages.
         """
         mark = self._mark
         right = not mark.is_interrupted

@@ -1,4 +1,4 @@
-"""Small values that cross the manager's border."""
+"""Small values that callers of the manager pass in or receive."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, cast
@@ -16,7 +16,7 @@ RequestID = str
 
 
 class RaggedKVCacheInputs(NamedTuple):
-    """What a model's attention reads on one device, as `PagedKVCacheManager.fetch` hands it out.
+    """The inputs of a model's attention on one device, as `PagedKVCacheManager.fetch` returns them.
 
     Valid until the manager's next `maybe_reserve`, `step` or `release`: the tensors are views of its tables.
 
@@ -24,13 +24,13 @@ class RaggedKVCacheInputs(NamedTuple):
         blocks: the whole pool of this device, `[pages + 1, sides, layers, page_size, heads, head_dim]`, strided
             (page 0 is the null page).
         cache_lengths: int32 `[batch]`, tokens of each request whose KV is in the cache.
-        lookup_table: int32 `[batch, columns]`, page ids in logical order; unused entries name the null page, 0. Where
-            groups of layers have several tables (`PagedKVCacheManager.layer_tables`) `[tables, batch, columns]`, and
-            what fell out of a window is the null page's, too.
-        max_lengths: int32 `[num_steps, 2]` on the host: of each step the longest active run and the longest context.
-        kv_scales: of quantised values, in the same pages (`KVCacheParams.kvcache_quant_config`), else None:
-            `[pages + 1, sides, layers, page_size, heads, head_dim / quantization_granularity]`, strided, with one token
-            and one head where a scale is of all of a page.
+        lookup_table: int32 `[batch, columns]`, page ids in logical order; unused entries name the null page, 0. If
+            groups of layers have several tables (`PagedKVCacheManager.layer_tables`), it is `[tables, batch, columns]`,
+            and entries that have left a window also name the null page.
+        max_lengths: int32 `[num_steps, 2]` on the host: the longest active run and the longest context of each step.
+        kv_scales: the scales of quantised values, in the same pages (`KVCacheParams.kvcache_quant_config`), else None:
+            `[pages + 1, sides, layers, page_size, heads, head_dim / quantization_granularity]`, strided. If a scale
+            covers a whole page, there is one token and one head.
     """
 
     blocks: torch.Tensor
@@ -41,7 +41,7 @@ class RaggedKVCacheInputs(NamedTuple):
 
 
 class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A `Retention` of some of a request's tokens: its system prompt, its tool definitions. Raises as that one."""
+    """A `Retention` for some of a request's tokens: its system prompt, its tool definitions. Raises as `Retention`."""
 
     start: int  # the first of these tokens
     end: int | None = None  # the token after the last one; None: all tokens from `start` on
@@ -59,10 +59,10 @@ class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a client knows about the future of a request's pages. A hint biases the order of eviction, never locks.
+    """A client's knowledge about the future of a request's pages. A hint biases the eviction order, but locks no page.
 
-    It is read when the request is admitted and when it is released: the latter counts for its pages. A wrong hint costs
-    little (see `kvcache.retention`), a true `session_continues` can be worth twice the pool. Raises
+    It is read when the request is admitted and when it is released; the second reading counts for its pages. A wrong
+    hint costs little (see `kvcache.retention`); a true `session_continues` can be worth twice the pool. Raises
     `InvalidRequestError` (a ValueError) for a value out of range.
     """
 
@@ -87,7 +87,7 @@ def _check_hint(hint: Retention | RangeRetention) -> None:
 
 
 class Admission(NamedTuple):
-    """Where a request that is not claimed yet is best claimed, and what would come of it."""
+    """The best replica for a request that is not claimed yet, and the expected outcome of a claim there."""
 
     replica_idx: int
     cached_pages: int  # of the request, published there
@@ -104,9 +104,9 @@ Part = NDArray[np.uint8]
 
 
 class PageIO(Protocol):
-    """Moves bytes between an open file, from `offset` on, and parts of memory, one after another.
+    """Moves bytes between an open file, from `offset` on, and consecutive parts of memory.
 
-    All of them, or it raises `OSError`.
+    It moves all bytes or raises `OSError`.
     """
 
     def write(self, file: int, parts: Sequence[Part], offset: int) -> None: ...  # noqa: D102 - as the class says
@@ -125,8 +125,8 @@ class ObjectRange(NamedTuple):
 class ObjectIO(Protocol):
     """Moves bytes between objects of a store and `memory`, for one thread.
 
-    No call takes much longer than the seconds that the maker was given. A store that fails, or is too slow, is an
-    `OSError`, also at the next call, and nothing that it sends later comes to `memory`.
+    No call takes much longer than the time limit given to its maker. If the store fails or is too slow, a call raises
+    `OSError`, as may the next one, and no late data is written to `memory`.
     """
 
     @property
@@ -136,7 +136,7 @@ class ObjectIO(Protocol):
         ...
 
     def write(self, objects: Sequence[ObjectRange]) -> None:
-        """Write whole objects, each from offset 0 on: nobody sees one before it is whole."""
+        """Write whole objects, each from offset 0 on. No reader sees an object before it is whole."""
 
     def read(self, ranges: Sequence[ObjectRange]) -> list[bool]:
         """Whether each range was read: False if there is no such object. A truncated object leaves a rest unfilled."""

@@ -35,11 +35,11 @@ from kvcache.types import RaggedKVCacheInputs, RequestID
 
 
 class Pages(Protocol):
-    """Pages of one process, as the loop that computes them sees them.
+    """Pages of one process, as seen by the loop that computes them.
 
-    A request is claimed from `external_claim` to `release`. In each step of it: `maybe_reserve`, `fetch`, the model,
-    `context.update`, `step`. Between two steps it may be released, in whatever state: that is also how it is aborted or
-    preempted. A preempted request is claimed again with the same context, and runs from what is cached of it by then.
+    A request is claimed from `external_claim` to `release`. Each of its steps is `maybe_reserve`, `fetch`, the model,
+    `context.update`, `step`. It may be released between two steps, in any state; this also aborts or preempts it. A
+    preempted request is claimed again with the same context, and runs from the end of its cached prefix.
     """
 
     @property
@@ -54,7 +54,7 @@ class Pages(Protocol):
 
     @property
     def layer_tables(self) -> LayerTables:
-        """Its block tables: with several, some have pages only for what of a prompt `maybe_reserve` is to let run."""
+        """Its block tables. With several, some have pages only for the part of a prompt that may run next."""
         ...
 
     @property
@@ -64,7 +64,7 @@ class Pages(Protocol):
 
     @property
     def num_held_blocks(self) -> int:
-        """Pages of all replicas that somebody holds or a transfer writes; idle cached ones not counted."""
+        """Pages of all replicas that have a holder or that a transfer writes, without idle cached ones."""
         ...
 
     @property
@@ -73,22 +73,22 @@ class Pages(Protocol):
         ...
 
     def get_or_recommend_replica(self, context: Context) -> int:
-        """Where the request is claimed, or best claimed: advice that is good until any call."""
+        """The replica where the request is claimed, or best claimed. The advice is valid until the next call."""
         ...
 
     def get_replica(self, context: Context) -> int:
-        """Where a claimed request is."""
+        """The replica of a claimed request."""
         ...
 
     def prefetch(self, context: Context) -> bool:
-        """Bring what is cached of a waiting request nearer; whether some of it is on its way. Nothing to give back."""
+        """Load cached pages of a waiting request; returns whether some are on their way. Needs no release."""
         ...
 
     def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
-        """Take a row, and no page, until `release`. `NoFreeRowError`: all are claimed, the request waits."""
+        """Take a row, but no page, until `release`. Raises `NoFreeRowError` if all are claimed: the request waits."""
 
     def maybe_reserve(self, data: Context, num_steps: int = 1) -> bool:
-        """Pages before each `fetch`, until `release`. False: nothing was taken, try again after another's release."""
+        """Take pages before each `fetch`, until `release`. False: none was taken; try again after another's release."""
         ...
 
     def fetch(self, batch: Sequence[Context], num_steps: int = 1) -> list[RaggedKVCacheInputs]:
@@ -96,32 +96,32 @@ class Pages(Protocol):
         ...
 
     def step(self, batch: Sequence[Context]) -> None:
-        """Publish what is computed by now, after the model ran and `context.update`. Page ids may change."""
+        """Publish the pages computed so far, after the model and `context.update`. Page ids may change."""
 
     def block_table(self, request_id: RequestID, *, full_pages: bool = False, first_page: int = 0) -> BlockTable:
-        """The pages of what a claimed request computed by its last `step`: for a peer to read under a lease.
+        """The pages that a claimed request had computed by its last `step`, for a peer to read under a lease.
 
-        Those before `first_page` may be left out: the peer was told of them.
+        Pages before `first_page` may be left out: the peer already knows them.
         """
         ...
 
     def release(self, request_id: RequestID) -> None:
-        """Give row and pages back, at any time between two steps; leased and imported pages stay with lease, import."""
+        """Give back row and pages, at any time between steps. Leased or imported pages stay with lease or import."""
 
     def check(self) -> None:
         """Recount everything. `InvariantError` names the first discrepancy: a bug of ours."""
 
 
 class PulledPages(Pages, Protocol):
-    """Pages that may also be filled from another process: claim, import, read, commit; then as any other request.
+    """Pages that may also be filled from another process: claim, import, read, commit; then run like any request.
 
-    What is imported never covers the request's last known token: decode runs that one itself, and gets its first logits
-    from it. So the context must know one token more than the table covers, the one that prefill has sampled, say.
+    An import never covers the request's last known token: decode runs that token itself to get its first logits. So the
+    context must know at least one more token than the table covers, for example the one that prefill has sampled.
     """
 
     @property
     def contents(self) -> PageContents:
-        """Pages by what they hold: what a prompt needs, and what is cached of it."""
+        """Pages by content: the pages that a prompt needs, and those cached of it."""
         ...
 
     def import_block_table(
@@ -129,7 +129,7 @@ class PulledPages(Pages, Protocol):
     ) -> PendingImport | None:
         """Reserve pages, and say which to read; None: too few are free. `commit_import` or `cancel_import` must follow.
 
-        Until then nobody finds these pages and nobody else gets them, also where the request is released meanwhile.
+        Until then no other request can find or get these pages, even if the request is released in the meantime.
         """
         ...
 
@@ -144,4 +144,4 @@ class PulledPages(Pages, Protocol):
         """
 
     def cancel_import(self, pending: PendingImport) -> None:
-        """Give an import up, at any time. While a pull may still write to its pages nobody gets them. Safe twice."""
+        """Give up an import, at any time. No request gets its pages while a pull may still write them. Safe twice."""
