@@ -1,6 +1,6 @@
-"""What can go wrong between engines. Each error also is the built-in that code for the documented API catches.
+"""Errors of transfers between engines. Each is also the built-in error that code for the documented API catches.
 
-An error of a call means that the call did nothing, and that the engine and its other peers work on.
+If a call raises an error, it did nothing, and the engine and its other peers keep working.
 """
 
 from __future__ import annotations

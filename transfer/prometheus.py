@@ -17,12 +17,12 @@ _REPLICA = ("replica",)
 
 
 def _each(read: Callable[[ReplicaTransfer], float]) -> Callable[[Transfers], Iterator[Sample]]:
-    """Of each replica a figure."""
+    """One figure for each replica."""
     return lambda owner: (((number,), read(thread.replica)) for number, thread in enumerate(owner.threads))
 
 
 def _by(label: Sequence[str], read: Callable[[ReplicaTransfer, str], float]) -> Callable[[Transfers], Iterator[Sample]]:
-    """Of each replica a figure for each value of a label."""
+    """One figure for each replica and each value of a label."""
 
     def samples(owner: Transfers) -> Iterator[Sample]:
         for number, thread in enumerate(owner.threads):

@@ -24,10 +24,10 @@ PARTS = {
     "fence": "all data is here, and the lease words are read",
     "commit": "it passed; until the loop has taken the pages up",
 }
-"""What a hand-over does, in this order. What one did not come to, as it failed or had nothing to read, took it 0 s."""
+"""The parts of a hand-over, in order. A part that was not reached (a failure, or no page to read) counts as 0 s."""
 
 NAME = "kv_handover"
-"""Of the spans."""
+"""The name of the spans."""
 
 
 class HandoverSpan:
@@ -60,7 +60,7 @@ class HandoverSpan:
         self._begun.append((part, max(at, self._begun[-1][1]) if self._begun else at))
 
     def end(self, error: str = "", **attributes: str | int) -> None:
-        """The hand-over is over, or has failed. Nothing happens where none has begun since the last end."""
+        """End the hand-over, which is over or has failed. A no-op if none has begun since the last end."""
         begun, self._begun = self._begun, []
         if not begun:
             return

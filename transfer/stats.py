@@ -1,4 +1,4 @@
-"""What was moved, how long it took, and what went wrong: counters, and the figures of the last pulls."""
+"""Statistics of transfers: counters of data, time and failures, and the figures of the last pulls."""
 
 from __future__ import annotations
 

@@ -11,11 +11,11 @@ from transfer.pull.thread import TransferThread
 
 
 class Transfers(Protocol):
-    """What has leases and pulls: a `PageExchange`, or a `NixlConnectorWorker`."""
+    """An owner of leases and pulls: a `PageExchange`, or a `NixlConnectorWorker`."""
 
     @property
     def threads(self) -> Sequence[TransferThread]:
-        """Of each replica."""
+        """The transfer thread of each replica."""
         ...
 
 

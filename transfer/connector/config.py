@@ -57,7 +57,7 @@ _AXES = {"page", "layer", "side", "head", "token", "dim"}
 
 
 def share(units: int, ranks: int, rank: int) -> range:
-    """What rank `rank` of `ranks` holds of `units` heads or groups of channels: an even cut, or one, replicated."""
+    """The units (heads or groups of channels) that rank `rank` of `ranks` holds: an even share, or one, replicated."""
     if ranks >= units:
         first = rank * units // ranks
         return range(first, first + 1)
@@ -214,7 +214,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rank(self) -> int:
-        """Of `ranks`: pipeline stage by pipeline stage."""
+        """The number of this rank among `ranks`: pipeline stage by pipeline stage."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
@@ -223,9 +223,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.tp_size * self.pp_size
 
     def fingerprint(self) -> dict[str, str]:
-        """What must agree with a peer, by name: a peer is told every name that does not, with both values.
+        """The settings that must agree with a peer, by name.
 
-        Layouts, page sizes and parallelism are not among it: the plan takes any. But where pages are moved as a whole.
+        A refused peer is told each that differs, with both values.
+
+        Layouts, page sizes and parallelism are not included, because the plan takes any, unless pages are moved whole.
         """
         groups = {f"group {number}": _described(group) for number, group in enumerate(self.groups)}
         return {"model": self.model, "protocol": str(PROTOCOL)} | groups | self.compatibility

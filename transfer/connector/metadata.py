@@ -77,17 +77,17 @@ class ConnectorMetadata(msgspec.Struct, kw_only=True):
 
 
 class WorkerOutput(msgspec.Struct, kw_only=True):
-    """What has happened on one rank since it was asked the last time. Each request is named once.
+    """The events of one rank since it was last asked. Each request is named once.
 
     Attributes:
         offered: requests whose lease stands; with a reason, those whose lease was not granted.
-        sent: requests whose lease has ended, and how: "read", or why otherwise. Their pages may go.
-        received: requests whose load is over, well or not: nothing of it is in flight any more.
-        failed: requests whose load failed, and why; among `received` now or later.
-        block_ids_with_errors: blocks of failed loads, of every group: what they hold must not be used.
-        times: of loads that ended well, where they are timed, when the last fence was posted and when it had passed.
-        unwritten: of loads that ended well, by group, the token before which nothing of the group's blocks was written,
-            where these begin before it; among `received` at the same time.
+        sent: requests whose lease has ended, with "read" or the reason. Their pages may be freed.
+        received: requests whose load has ended, successfully or not: none of its transfers is in flight any more.
+        failed: requests whose load failed, with the reason; among `received` now or later.
+        block_ids_with_errors: blocks of failed loads, of every group: their contents must not be used.
+        times: for loads that succeeded, if loads are timed: when the last fence was posted and when it had passed.
+        unwritten: for loads that succeeded, by group: the token before which the group's blocks were not written, if
+            they begin before it; among `received` at the same time.
     """
 
     offered: dict[str, str] = {}

@@ -12,11 +12,11 @@ from transfer.wire.prompt import Prompt
 
 
 class Held(NamedTuple):
-    """What the pages of a request are, once they are computed.
+    """The pages of a request, once they are computed.
 
     Attributes:
-        prompt: whose KV they hold.
-        num_tokens: how many of its tokens', from the first on.
+        prompt: the prompt whose KV they hold.
+        num_tokens: the number of its tokens, from the first on, that they hold.
         block_ids: for each group its blocks; the last one holds the last token, or the state after it.
     """
 

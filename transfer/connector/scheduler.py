@@ -164,18 +164,18 @@ class NixlConnectorScheduler:
         *,
         first_blocks: Sequence[int] = (),
     ) -> dict[str, Any]:
-        """Returns `kv_transfer_params` for the reader of a request that has a lease, and says what this holds.
+        """Returns `kv_transfer_params` for the reader of a request that has a lease, and records the lease's pages.
 
-        They are a pointer: whoever asks for the lease with them is told of its pages, once it stands on every rank.
-        Of a sliding window the blocks are left out that no reader's first block reaches.
+        The parameters are a pointer: a reader that asks for the lease with them is told of its pages, once the lease
+        stands on every rank. Blocks of a sliding window that no reader's first block reaches are left out.
 
         Args:
             request_id: the request.
-            prompt: its tokens, and what else its KV depends on.
-            block_ids: for each group its blocks, none of which it has given back: a reader may read all of each. More
-                than the tokens fill are left out. Of a state the last one.
-            num_tokens: tokens whose pages are written, or will be by the end of the step that is under way.
-            first_blocks: for each group, which block of the request the first of them is; 0 for all where empty.
+            prompt: its tokens, and anything else that its KV depends on.
+            block_ids: for each group its blocks, none of which it has given back: a reader may read all of each. Blocks
+                beyond those that the tokens fill are left out. For a state only the last one is used.
+            num_tokens: tokens whose pages are written, or will be by the end of the current step.
+            first_blocks: for each group, the index in the request of its first block; 0 for all if empty.
 
         Raises:
             InvalidLeaseError: it has no lease, or that has ended on a rank.
@@ -268,22 +268,22 @@ class NixlConnectorScheduler:
         *,
         first_blocks: Sequence[int] = (),
     ) -> None:
-        """Has every rank read the pages of a request. Where nothing is missing, the source is told, and that is all.
+        """Has every rank read the pages of a request. If no page is missing, it only notifies the source.
 
-        A request whose source is held (`hold`) is among the received afterwards even if nothing was missing.
+        A request whose source is held (`hold`) is among the received afterwards even if no page was missing.
 
         Args:
             request_id: the request.
-            wanted: of `read`.
-            block_ids: for each group our blocks to read into, for all that is to come. Of a state the last one.
-            num_tokens: of the request.
-            num_computed_tokens: tokens that are here.
-            first_blocks: for each group, which block of the request the first of them is; where empty, the one that
-                holds the first token that is missing.
+            wanted: the result of `read`.
+            block_ids: for each group our blocks to read into, for all pages to come. For a state only the last one.
+            num_tokens: the tokens of the request.
+            num_computed_tokens: tokens that are already here.
+            first_blocks: for each group, the index in the request of its first block; if empty, the block that holds
+                the first missing token.
 
         Raises:
             InvalidTransferError: the request has a load that is not over, or blocks of another number of groups.
-            TransferParamsError: the source's pages are of no use.
+            TransferParamsError: the source's pages cannot be used.
         """
         missing = min(wanted.num_tokens, num_tokens) > num_computed_tokens
         groups, load = self.config.groups, self._loads.get(request_id)

@@ -134,13 +134,13 @@ class NixlConnectorWorker:
         return self._host
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocks) -> None:
-        """Sets how pages are copied between the device and host buffers. Of no effect where there are none."""
+        """Sets the function that copies pages between the device and host buffers. A no-op without host buffers."""
         self._copy = copy_operation
         if self._host is not None:
             self._host.copy = copy_operation
 
     def get_handshake_metadata(self) -> bytes:
-        """What the engine's handshake server tells of this rank.
+        """Returns this rank's metadata for the engine's handshake server.
 
         Raises:
             EngineClosedError: no caches are registered, or the worker was shut down.
@@ -150,14 +150,14 @@ class NixlConnectorWorker:
         return self._rank.metadata
 
     def add_remote_agent(self, address: str, ranks: Sequence[bytes]) -> str:
-        """Loads an engine whose metadata came by another way than the handshake. Returns its id.
+        """Loads an engine whose metadata arrived by another way than the handshake. Returns its id.
 
         Args:
-            address: ZMQ endpoint where it answers signs of life, as requests will name it.
-            ranks: what `get_handshake_metadata` returned on each of its ranks.
+            address: ZMQ endpoint where the engine answers liveness checks, as requests will name it.
+            ranks: the result of `get_handshake_metadata` on each of its ranks.
 
         Raises:
-            TransferError: it does not fit, with both values. Nothing of it stays loaded.
+            TransferError: the engine does not fit ours; the error has both values. No part of it stays loaded.
         """
         return self._running().add_engine(address, ranks)
 
@@ -252,15 +252,15 @@ class NixlConnectorWorker:
         return not self._book.ungranted
 
     def _output(self) -> WorkerOutput:
-        """What has happened since it was taken, up to now."""
+        """The events since the output was last taken, up to now."""
         self._drain()
         return self._book.output
 
     def take_output(self) -> WorkerOutput:
-        """Returns all that has happened since it was last taken, for the scheduler's side.
+        """Returns all events since the output was last taken, for the scheduler's side.
 
-        What it was told to lease stands by then: that takes a fraction of a millisecond, mostly while the model runs.
-        Without a next step, which an idle engine does not make, the scheduler would not learn of it any more.
+        Waits until the requested leases stand: that takes a fraction of a millisecond, mostly while the model runs. An
+        idle engine makes no next step, so the scheduler would otherwise never learn of them.
 
         Raises:
             EngineClosedError: the transfer thread has died.

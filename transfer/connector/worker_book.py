@@ -1,4 +1,4 @@
-"""What one worker leases and loads, by request: which pages a load reads, what became of it, and what is to be told."""
+"""The leases and loads of one worker, by request: the pages of each load, its outcome, and events to report."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class OpenLoad:
 
     request_id: str
     key: str  # its name among the pulls; no two loads have one
-    pages: list[list[int]]  # of each group those that it writes to
-    # Of each group the first token that its blocks are for and that is not here, and the one from which it asks on.
+    pages: list[list[int]]  # the pages of each group that it writes to
+    # For each group the first token of its blocks that is not here, and the token from which it asks on.
     begins: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     blocks: set[int] = field(default_factory=set[int])  # of all groups
     closed: bool = False  # its pages were asked for; before, there are no blocks yet

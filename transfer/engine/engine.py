@@ -165,17 +165,18 @@ class KVTransferEngine:
     def connect(self, remote: KVTransferEngineMetadata) -> None:
         """Connects to an engine, with all its replicas. The number of replicas and of pages may differ from ours.
 
-        Where `remote`, its `metadata`, comes from is the caller's responsibility: all around NIXL's own part of it is
-        checked. Who takes it from a network gives `encode` and `decode_metadata` a key, or uses `NixlConnectorWorker`.
+        The caller is responsible for the origin of `remote`, the engine's `metadata`: only the parts around NIXL's own
+        bytes are checked. If it comes from a network, give `encode` and `decode_metadata` a key, or use
+        `NixlConnectorWorker`.
 
-        A name that is connected stays so until `disconnect`, even when its engine has died and a new incarnation calls:
-        only the caller knows what is to become of the transfers with the old one.
+        A name stays connected until `disconnect`, even when its engine has died and a new incarnation calls: only the
+        caller knows what is to become of the transfers with the old one.
 
         Raises:
             AlreadyConnectedError: an engine of this name is connected, or its last connection has not drained yet.
             SettingsMismatchError: the peer runs with other UCX settings or another version of NIXL.
-            MetadataError: the metadata is damaged, or of pages, shards or a host that do not go with ours.
-            AgentError: NIXL refuses the peer. None of it stays loaded.
+            MetadataError: the metadata is damaged, or its pages, shards or host do not fit ours.
+            AgentError: NIXL refuses the peer. No part of it stays loaded.
         """
         self.poll()
         self._notifications.connect(self._peers.connect(self.metadata, self.tensor_agents, remote))

@@ -1,7 +1,7 @@
-"""What engines tell each other: the wire structs, their encoding, and every check that needs no second engine.
+"""The metadata that engines exchange: wire structs, their encoding, and every check that needs no second engine.
 
-NIXL's own bytes can crash the process that loads them when a bit of them is wrong. So an engine's metadata carries a
-digest, and `check_metadata` looks at everything before NIXL sees any of it.
+NIXL's own bytes can crash the process that loads them if a single bit is wrong. So an engine's metadata carries a
+digest, and `check_metadata` checks everything before NIXL sees any of it.
 """
 
 from __future__ import annotations

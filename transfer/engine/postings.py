@@ -109,11 +109,11 @@ class Posting:
 
 
 class Postings:
-    """Transfers of one engine. What its methods raise is said where `KVTransferEngine` calls them.
+    """Transfers of one engine. `KVTransferEngine` documents the errors of its methods.
 
     Attributes:
-        started: transfer name to those that nobody has cleaned up.
-        parked: likewise those that have failed or were given up, while anything of them is in flight.
+        started: transfers by name that have not been cleaned up.
+        parked: transfers by name that have failed or were given up and are still partly in flight.
     """
 
     def __init__(self, engine: str) -> None:

@@ -39,7 +39,7 @@ BACKGROUND_RUNS = 128
 """Transfers of so many runs are copied by a thread of NIXL's, smaller ones by the thread that posts them."""
 
 WORD_BYTES = 8
-"""Of what `read_word` reads."""
+"""The bytes that `read_word` reads."""
 
 _FIRST = [0]
 _agents: WeakSet[Any] = WeakSet()
@@ -188,7 +188,7 @@ class Agent:
 
     @property
     def metadata(self) -> bytes:
-        """What another NIXL agent loads to reach this one, as of now."""
+        """The current metadata that another NIXL agent loads to reach this one."""
         with nixl_errors(f"agent {self.name!r}: its metadata"):
             return bytes(self._agent.get_agent_metadata())
 

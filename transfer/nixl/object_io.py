@@ -57,7 +57,8 @@ class NixlObjects:
     """A bucket of an S3 store, as `KVCacheParams(object_tier_io=...)` takes it. Raises `InvalidParamsError`.
 
     Credentials are found as the AWS SDK finds them (its environment variables, files and roles), or given in `settings`
-    as `access_key` and `secret_key`. Who may write to the bucket is trusted: checksums guard against accidents alone.
+    as `access_key` and `secret_key`. Anyone who may write to the bucket is trusted: checksums guard only against
+    accidents.
     """
 
     bucket: str
@@ -78,7 +79,7 @@ class NixlObjects:
             raise InvalidParamsError(f"NixlObjects: endpoint is {self.endpoint!r}: a URL of http or https is needed")
 
     def __call__(self, size: int, timeout_s: float) -> NixlObjectIO:
-        """What moves objects through so many bytes of memory, in calls of so many seconds at most."""
+        """An object that moves objects through `size` bytes of memory; each call takes at most `timeout_s` seconds."""
         given = {"bucket": self.bucket, "num_threads": "8"}
         if self.endpoint is not None:
             given |= {"endpoint_override": self.endpoint, "scheme": self.endpoint.partition("://")[0]}
@@ -101,11 +102,11 @@ class NixlObjectIO:
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:
-        """What bytes are read into and written from."""
+        """The memory that bytes are read into and written from."""
         return self._memory
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        """Of each key whether there is an object."""
+        """Whether there is an object for each key."""
         return self._ask({"call": "exist", "keys": [self._prefix + key for key in keys]}, list[bool])
 
     def write(self, objects: Sequence[_Range]) -> None:
@@ -113,7 +114,7 @@ class NixlObjectIO:
         self._ask({"call": "write", "ranges": self._rows(objects)}, list[bool])
 
     def read(self, ranges: Sequence[_Range]) -> list[bool]:
-        """Of each range whether it was read."""
+        """Whether each range was read."""
         return self._ask({"call": "read", "ranges": self._rows(ranges)}, list[bool])
 
     def close(self) -> None:

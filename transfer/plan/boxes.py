@@ -80,17 +80,17 @@ class Box(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one list of page ids of a request addresses: the layers that share a block table.
+    """The layers that share a block table: one list of a request's page ids addresses them.
 
     Attributes:
         page_size: tokens of a page as the boxes lie in memory; 1 for recurrent state.
         num_pages: pages of the pool.
-        boxes: what a page holds; none where this shard has no layer of the group. Boxes of several groups may share
-            memory, for their pages never do.
+        boxes: the contents of a page; empty if this shard has no layer of the group. Boxes of several groups may share
+            memory, because their pages never do.
         window: tokens that a sliding window looks back; 0 for all.
-        state: recurrent state: a request has one page, whatever its tokens.
-        block_pages: pages of a block, as the scheduler of this shard names them in a request's list: block b is pages
-            b * block_pages and those after it. More than 1 where a kernel takes fewer tokens at a time.
+        state: recurrent state: a request has one page, whatever its number of tokens.
+        block_pages: pages of a block, as this shard's scheduler names blocks in a request's list: block b is
+            `block_pages` pages from page b * block_pages on. More than 1 if a kernel takes fewer tokens at a time.
     """
 
     page_size: int
@@ -138,7 +138,7 @@ def sub_box(box: Box, first: Index, end: Index) -> Box:
 def check(layout: ShardLayout) -> ShardLayout:
     """Returns `layout` if all that it can address lies within its regions, each element at an address of its own.
 
-    What passes can be planned with: no sum of its numbers overflows, and no address leaves a region.
+    A layout that passes is safe to plan with: no sum of its numbers overflows, and no address leaves a region.
 
     Raises:
         MetadataError: naming the group, the box, the value and the limit.

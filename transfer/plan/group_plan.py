@@ -15,8 +15,8 @@ from transfer.plan.intersection import Ints, Stack
 from transfer.plan.runs import PagePairs, PageRuns, Runs, concatenated, joined, no_runs, page_runs, token_runs
 
 MAX_RUNS = 1 << 25
-"""Of one pull: a gigabyte of descriptors, and a minute on the wire. Only layouts that scatter single elements need
-more, and only a peer that wants to harm has such."""
+"""The most runs of one pull: a gigabyte of descriptors, and a minute on the wire. Only layouts that scatter single
+elements need more, and only a malicious peer has such a layout."""
 
 MAX_TOKEN = 1 << 62
 

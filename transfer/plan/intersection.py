@@ -1,4 +1,4 @@
-"""What two sets of boxes have in common: pairs of strided boxes, stacked where only their starts differ."""
+"""The intersection of two sets of boxes: pairs of strided boxes, stacked if only their starts differ."""
 
 from __future__ import annotations
 

@@ -25,12 +25,12 @@ Corners: TypeAlias = tuple[Index, Index]
 def sources(local: ShardLayout, remotes: Sequence[ShardLayout], local_rank: int) -> list[tuple[int, ShardLayout]]:
     """The remote shards to read from, and the part of `local` that each of them fills.
 
-    What one remote shard alone holds is read from it. What several hold (replicated heads, latents) is read from one of
-    those that are read from anyway, else from any of them; the reader's rank picks, so that the readers spread.
-    `remotes` are the layouts of every rank of the peer, over all its pipeline stages, checked.
+    Data that only one remote shard holds is read from it. Data that several shards hold (replicated heads, latents) is
+    read from one that is read from anyway, else from any of them; the choice depends on the reader's rank, so that
+    readers spread. `remotes` are the checked layouts of all ranks of the peer, over all its pipeline stages.
 
-    Returns pairs of an index into `remotes`, ascending, and `local` with its boxes cut to what that shard fills: the
-    parts are disjoint, and together they are `local`.
+    Returns pairs of an index into `remotes`, ascending, and `local` with its boxes cut to the part that this shard
+    fills. The parts are disjoint, and together they are `local`.
 
     Raises:
         MetadataError: an element that no remote shard holds, naming its group, kind, layer and head; or a remote shard

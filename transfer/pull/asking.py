@@ -109,7 +109,7 @@ class PageAsks:
         self._send(self._open[ask_id])
 
     def poll(self) -> list[tuple[int, Lent]]:
-        """What sources have said since the last call, with the replica that each was asked for."""
+        """The sources' answers since the last call, each with the replica that it was asked for."""
         if not self._open:
             return []
         self._client.poll()

@@ -15,7 +15,7 @@ from transfer.pull.remote import RemoteEngine
 
 @dataclass(slots=True, eq=False)
 class AtOnce:
-    """What came of them.
+    """The READs of a part that were posted at once, and their state.
 
     Attributes:
         reading: the READ of the pages; None where it has ended, or failed.
@@ -35,9 +35,9 @@ class AtOnce:
 def read_and_fence(
     engine: RemoteEngine, part: Part, memory_type: MemoryType, lease: LeaseRef, word: int | None, note: bytes
 ) -> AtOnce:
-    """Reads a part, and, where all of it is here by then, the lease's word to an address of ours, with the note.
+    """Reads a part. If all of it has arrived by then, it also reads the lease's word, and sends the note.
 
-    Nothing is fenced where there is no such address. What fails is in the result.
+    Without an address for the word, it does not fence. The result holds any error.
     """
     there, found, begin = engine.ranks[part.rank], AtOnce(), time.perf_counter()
     try:

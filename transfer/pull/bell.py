@@ -32,7 +32,7 @@ class Bell:
                 self._rung = True  # last: a signal handler that rings in between rings once for nothing
 
     def hear(self) -> None:
-        """Who has heard looks at everything that is there from now on: what comes later rings again."""
+        """Acknowledge the bell: the caller now looks at all events so far, and a later event rings again."""
         if not self._rung:
             return
         with self._lock:
@@ -41,8 +41,8 @@ class Bell:
                 self._rung = False  # last: what a signal handler puts there in between is looked at now
 
     def close(self) -> None:
-        """Nobody listens any more. Safe twice."""
-        with self._lock:  # nobody writes to a number that is another file's by now
+        """Close the bell. Calling it twice is safe."""
+        with self._lock:  # a concurrent ring must not write to a descriptor that another file has reused
             fd, self._fd = self._fd, -1
             if fd >= 0:
                 os.close(fd)

@@ -46,12 +46,12 @@ _REFUSE_S = 5.0
 
 
 class ExchangeEvent(NamedTuple):
-    """What happened on one replica of ours.
+    """An event on one of our replicas.
 
     Attributes:
-        replica: which.
-        event: what.
-        proof: of a pull that has passed, for `commit_import`; None for all else, and of a pull that read nothing.
+        replica: the number of the replica.
+        event: the event.
+        proof: the proof of a pull that passed, for `commit_import`; None for other events, and if nothing was read.
     """
 
     replica: int
@@ -189,7 +189,7 @@ class PageExchange:
         return ranks
 
     def engine_id(self, replica: int) -> str:
-        """What peers call a replica."""
+        """The name by which peers know a replica."""
         return self._names[replica]
 
     @property
@@ -379,11 +379,11 @@ class PageExchange:
     # ---- what happened
 
     def poll(self) -> list[ExchangeEvent]:
-        """What has happened since the last call. Pages whose lease or pull is over are the manager's again.
+        """The events since the last call. Pages whose lease or pull is over belong to the manager again.
 
         Raises:
-            EngineClosedError: a transfer thread has died. What is leased or pulled stays held: a word may still stand,
-                a READ may still write.
+            EngineClosedError: a transfer thread has died. Leased or pulled pages stay held: a lease word may still
+                stand, a READ may still write.
         """
         self.bell.hear()
         found, self._happened = self._happened, []
@@ -442,7 +442,7 @@ class PageExchange:
             thread.close()
             self._happened += self._take(replica)
             if thread.is_closed:
-                # Of what was asked for last the thread has said nothing: it never began, and now never will.
+                # The thread never began its last requests, and never will.
                 for lease_id in list(self._leases[replica]):
                     self._end_lease(replica, lease_id)
                 for place in [place for place in self._pulls if place[0] == replica]:
@@ -455,7 +455,7 @@ class PageExchange:
 
 
 def _shards(manager: PageOwner, replica: int) -> list[tuple[ShardLayout, list[torch.Tensor]]]:
-    """What each shard of a replica holds, and its tensors in the order of the layout's regions."""
+    """The layout of each shard of a replica, and its tensors in the order of the layout's regions."""
     pages = manager.total_num_pages // manager.num_replicas + 1  # the null page is one of the tensor's
     shards: list[tuple[ShardLayout, list[torch.Tensor]]] = []
     for shard, (page, blocks) in enumerate(zip(manager.layouts, manager.device_tensors[replica], strict=True)):

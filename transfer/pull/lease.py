@@ -33,7 +33,7 @@ CLEARED = 0
 
 _MAX_ENDED = 1 << 16
 _MADV_WIPEONFORK = 18
-"""Of Linux; Python has no name for it. A fork gets pages of zeros in place of a copy."""
+"""A Linux constant that Python does not name. A fork gets pages of zeros instead of a copy."""
 
 Verdict = Literal["accepted", "unknown", "late", "duplicate", "malformed"]
 
@@ -152,7 +152,7 @@ class LeaseBook:
         return granted
 
     def start_clock(self, lease_id: int) -> None:
-        """Begins the time of a lease that was granted to a running request. Nothing happens where it has begun."""
+        """Starts the clock of a lease that was granted to a running request. A no-op if the clock already runs."""
         lease = self._by_id.get(lease_id)
         if lease is not None and lease.deadline == math.inf:
             now = self._clock()

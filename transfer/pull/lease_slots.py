@@ -14,7 +14,7 @@ who asks can take a word that a request of ours needs."""
 
 
 class LeaseSlots:
-    """Which slots are free. Whoever grants leases on several ranks takes them here, so that the ranks agree.
+    """The free slots. The grantor of leases on several ranks takes slots here, so that the ranks agree.
 
     Args:
         slots: those that may be taken.

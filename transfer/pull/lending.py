@@ -149,7 +149,7 @@ class PageLender:
                 self._say(query.ask_id, LeaseReply(query_id=0, error=str(error)))
 
     def settle(self, event: LeaseOver | Offered) -> bool:
-        """Whether a lease is one of ours, of which the loop need not hear. What it is takes its course."""
+        """Handle an event of a lease of ours, of which the loop need not hear. Returns whether the lease is ours."""
         lent = self._lent.get(event.lease_id)
         if lent is None:
             return False
@@ -231,18 +231,18 @@ def _asker(query: ContentQuery) -> str:
 
 
 class PageLending:
-    """What the replicas of a manager lend.
+    """Lends pages of a manager's replicas.
 
     Args:
-        manager: whose pages.
-        grant: has a lease stand.
-        ring: called at a question, in the thread of the handshake's server: `poll` is to be called.
-        share: of each replica's pages, that may be lent at a time.
-        key: of the digests over answers.
-        seals: of the tables of what is lent.
+        manager: the owner of the pages.
+        grant: grants a lease.
+        ring: called at each question, in the handshake server's thread, to have `poll` called.
+        share: the share of each replica's pages that may be lent at a time.
+        key: the key of the digests over answers.
+        seals: makes the seals of lent tables.
 
     Attributes:
-        of: of each replica, what it lends.
+        of: the pages that each replica lends.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
 """Checksums of pages: made by the source as it leases them, compared by the reader after they have arrived.
 
-A fence proves that nothing was written to a page while it was read. It does not prove that the bytes are those that the
-source holds: NIXL reports a short read as done, and memory or a wire may corrupt. Who wants to rule that out pays for
-one pass over the bytes on each side. XXH3 finds accidents, not attacks; see the benchmark for the price.
+A fence proves that a page was not written while it was read. It does not prove that the reader's bytes equal the
+source's: NIXL reports a short read as done, and memory or a wire may corrupt data. Ruling that out costs one pass over
+the bytes on each side. XXH3 finds accidents, not attacks; see the benchmark for the price.
 
 The source keeps a word for each page in memory that readers may READ, so no message grows. Readers copy the words along
-with the pages: those of pages under a lease do not change while it stands.
+with the pages: the words of leased pages do not change while the lease stands.
 """
 
 from __future__ import annotations

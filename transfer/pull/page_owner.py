@@ -22,7 +22,7 @@ class PendingPages(Protocol):
 
 
 class FurtherPages(Protocol):
-    """What keeps pages of each request beside those of its tokens, say a state: a further group of its block table."""
+    """Keeps further pages of each request, such as a state: one more group in the request's block table."""
 
     @property
     def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
@@ -40,9 +40,9 @@ class FurtherPages(Protocol):
 
 
 class PageOwner(Protocol):
-    """What an exchange needs of the manager whose pages it leases and fills: `kvcache.PagedKVCacheManager` has it.
+    """The interface of a manager whose pages an exchange leases and fills. `kvcache.PagedKVCacheManager` implements it.
 
-    What the manager makes itself (holds on pages, copiers, proofs) passes through an exchange as it is.
+    The manager's own objects (holds on pages, copiers, proofs) pass through an exchange unchanged.
     """
 
     @property
@@ -62,7 +62,7 @@ class PageOwner(Protocol):
 
     @property
     def layouts(self) -> Sequence[PageLayout]:
-        """Of a page on each shard of a replica."""
+        """The layout of a page on each shard of a replica."""
         ...
 
     @property
@@ -93,7 +93,7 @@ class PageOwner(Protocol):
         ...
 
     def end_lease(self, lease: Any) -> None:
-        """Nobody reads under the hold any more."""
+        """End a hold under which no reader reads any more."""
 
     def copier(self, pending: Any) -> Any:
         """The one who may write to the pages of an import, and can prove that it did."""

@@ -57,7 +57,7 @@ class Part:
         return True
 
     def settle(self) -> None:
-        """Nothing of it is in flight any more, and nothing further will be posted."""
+        """Called once none of its transfers is in flight and no more will be posted."""
 
     def next_transfer(self, *, background: bool) -> tuple[int, bool]:
         """The index after the last run of its next transfer, and whether `background`, if it is free, is to copy it."""

@@ -174,7 +174,7 @@ class Puller:
         self._advance(pull)
 
     def fail(self, key: str, reason: str) -> None:
-        """Gives a pull up. Nothing happens where there is none, or where it has failed already."""
+        """Gives a pull up. A no-op for an unknown pull, and for one that has failed already."""
         if (pull := self._pulls.get(key)) is not None and not pull.error:
             self._fail(pull, reason)
             self._advance(pull)
@@ -204,7 +204,7 @@ class Puller:
             self.fail(key, reason)
 
     def poll(self) -> None:
-        """Moves every pull on. What became of them is in `events`."""
+        """Moves every pull on. Their outcomes are in `events`."""
         self.is_copying = False
         now = self._clock()
         while self._due and self._due[0][0] <= now:

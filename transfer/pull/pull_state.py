@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE_S = 1e-3
 """Until a source is asked again whether a lease stands by now on all its ranks; doubled each time."""
-# What fields begin with. Not `list[int]` and the like: to call such an alias takes 1 µs, and a pull has eight of them.
+# Default factories. Not `list[int]` and the like: calling such an alias takes 1 µs, and a pull has eight of them.
 _LIST = cast("Callable[[], list[Any]]", list)
 _SET = cast("Callable[[], set[Any]]", set)
 _DICT = cast("Callable[[], dict[Any, Any]]", dict)
@@ -38,18 +38,18 @@ class PullTimes(NamedTuple):
 
 
 class PullEvent(NamedTuple):
-    """What became of a pull. The last event of each has `safe` set; an earlier one, at most, says that it failed.
+    """The outcome of a pull. Its last event has `safe` set; at most one earlier event reports that it failed.
 
     Attributes:
-        key: the pull, as `pull` or `open_pull` were told to call it.
-        error: why it failed; empty where every byte was under the lease when it was read.
-        safe: nothing of it is in flight any more: its pages may be given back or, without error, be used.
-        passed: of a pull that failed, how many of its reads (`PageExchange.read`, or the one of `PageExchange.pull`),
-            from the first on, brought pages that were under the lease when they were read: those may be kept, and only
-            the rest be pulled from elsewhere.
-        times: of one that passed, where pulls are timed (`ReplicaTransfer`); None elsewhere, and of one without READs.
-        begins: of one that passed, where the source has named its blocks, the first token that was read of each group:
-            a source whose window has moved on may have less than was asked for. Empty elsewhere.
+        key: the name of the pull, as given to `pull` or `open_pull`.
+        error: why it failed; empty if every byte was under the lease when it was read.
+        safe: none of its transfers is in flight any more: its pages may be given back or, without an error, used.
+        passed: for a pull that failed, the number of its reads (`PageExchange.read`, or the one of
+            `PageExchange.pull`), from the first on, whose pages were under the lease when they were read. Those pages
+            may be kept, and only the rest pulled from elsewhere.
+        times: the times of a pull that passed, if pulls are timed (`ReplicaTransfer`); else None, also without READs.
+        begins: for a pull that passed and whose source has named its blocks, the first token read of each group: a
+            source whose window has moved on may have less than was asked for. Otherwise empty.
     """
 
     key: str
@@ -62,7 +62,7 @@ class PullEvent(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RankPull:
-    """What one rank reads of a pull, from every rank of the source that holds a part of it."""
+    """The part of a pull that one rank reads, from every rank of the source that holds some of it."""
 
     key: str
     engine: RemoteEngine

@@ -62,7 +62,7 @@ def new_incarnation() -> str:
 
 
 class RankTransfer:
-    """What one rank leases to readers, and pulls from sources. One thread owns it, and calls `poll` again and again.
+    """The leases of one rank to readers, and its pulls from sources. One thread owns it, and calls `poll` repeatedly.
 
     Args:
         identity: which rank this is.
@@ -190,14 +190,14 @@ class RankTransfer:
         return None if remote is None or remote.failure else remote
 
     def inspect(self, ranks: Sequence[bytes], expected: tuple[str, str] | None = None) -> RemoteEngine:
-        """Checks all that can be known of an engine without NIXL, and plans. Nothing is loaded.
+        """Checks an engine's metadata as far as possible without NIXL, and makes a plan. Loads nothing.
 
         `ranks` is the sealed metadata of each of its ranks; `expected` the engine id and incarnation that it must have.
 
         Raises:
             MetadataError: one is damaged, or they are not the ranks of one engine. NIXL has seen none of them.
             SettingsMismatchError: the peer runs with other UCX settings or another version of NIXL.
-            HandshakeError: what must agree does not, or it is another engine, with both values.
+            HandshakeError: settings that must agree differ, or it is another engine; the error has both values.
         """
         self._open()
         found = [open_rank(data, self.identity.key) for data in ranks]
@@ -235,7 +235,7 @@ class RankTransfer:
     def disconnect(self, engine_id: str, reason: str, incarnation: str = "") -> None:
         """Fails the pulls from an engine and forgets it: what it told is never used again.
 
-        Nothing happens where another `incarnation` is loaded; empty stands for any.
+        A no-op if another `incarnation` is loaded; empty stands for any.
         """
         remote = self._remotes.get(engine_id)
         if remote is not None and incarnation in {"", remote.incarnation}:
@@ -315,7 +315,7 @@ class RankTransfer:
         self.puller.conclude(pulls)
 
     def end_lease(self, lease_id: int, reason: str) -> None:
-        """Ends a lease now; it is among `released` then. Nothing happens where it has ended before."""
+        """Ends a lease now; it is among `released` then. A no-op if it has already ended."""
         if (lease := self.leases.end(lease_id, reason)) is not None:
             self.released.append(lease)
 

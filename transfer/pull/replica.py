@@ -156,7 +156,7 @@ class ReplicaTransfer:
         self.events.append(Offered(request_id, lease.lease_id, ""))
 
     def start_clock(self, lease_id: int) -> None:
-        """The request of a lease is computed: from now on its time runs. Nothing happens where it ran or has ended."""
+        """Start the clock of a lease: its request is computed. A no-op if it already runs or the lease is over."""
         for rank in self.ranks:
             rank.leases.start_clock(lease_id)
 
@@ -178,12 +178,13 @@ class ReplicaTransfer:
     ) -> None:
         """Begins a pull by all ranks, of all the pages that `groups` names; None: `add_pages` says of what.
 
-        Its `PullEvent`s come as events, also for bad input. Of a `Wanted` the source says which pages it holds. Where
-        these are of other tokens, or fewer, the pull fails, and the lease is given back: it brings nothing to anybody.
-        Where block `tables` name the pages, the pull fails unless the source has sealed each of them under this lease.
+        Its `PullEvent`s come as events, also for bad input. For a `Wanted`, the source says which pages it holds. If
+        they are of other tokens, or too few, the pull fails and gives the lease back, which is of no use then.
+        If block `tables` name the pages, the pull fails unless the source has sealed each of them under this
+        lease.
         """
         if key in self._pulls:
-            # Nothing is known of it under this name yet, so the owner is told at once and the older one goes on.
+            # The new pull has no state yet: its owner is told at once, and the older pull goes on.
             raise PullFailedError(f"request {key!r}: a pull of this name has not ended yet")
         if groups is not None and not refusal and self._pull_at_once(key, source, timeout_s, groups, tables):
             return
@@ -264,13 +265,13 @@ class ReplicaTransfer:
         return f" (asked for {self._clock() - since:.1f} s, last answer: {missing[:200]})" if missing else ""
 
     def add_pages(self, key: str, groups: PageLists, *, last: bool, tables: Sequence[BlockTable] = ()) -> None:
-        """Reads pages of a pull, or further ones. Nothing happens where it has ended already.
+        """Reads pages, or further pages, of a pull. A no-op if the pull has ended.
 
         Args:
             key: the pull.
             groups: for each group of the layout the pages here and there, and their tokens; only ours (`BlocksOfGroup`)
-                where the source says which pages it holds.
-            last: nothing more will be read.
+                if the source says which pages it holds.
+            last: no further pages will be read.
             tables: the source's block tables that name these pages, as for `pull`.
         """
         if (pull := self._pulls.get(key)) is None or pull.error:
@@ -300,9 +301,9 @@ class ReplicaTransfer:
         self._fail(key, reason)
 
     def refuse(self, source: Source | Wanted, reason: str, timeout_s: float) -> None:
-        """Tells a source that nothing is read under its lease: it keeps the pages for nobody. No event comes of it.
+        """Tells a source that no page will be read under its lease, so that it can free them. Causes no event.
 
-        Whoever names a lease may give it back, whatever its tokens: of a request that was rejected nobody knows them.
+        A reader may give back any lease that it can name, whatever its tokens: those of a rejected request are unknown.
         """
         self.pull(f"{_REFUSED}{next(self._refusals)}", nothing_of(source), timeout_s, refusal=reason)
 

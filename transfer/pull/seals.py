@@ -1,9 +1,9 @@
-"""Seals: a source says which pages a lease holds, and a reader can tell that nobody else has said so.
+"""Seals: proofs for a reader that a source itself stated which pages a lease holds.
 
-A block table may travel from a source to a reader by a way that is not ours, through a client for example. Whoever
-changes a page id on the way would have the reader copy another request's page, and the fence would not notice, because
-nobody has given that page away. So a source seals each table that it makes under a lease, with a key that it tells
-readers in its handshake alone. A reader compares the seal before it reads any page that the table names.
+A block table may travel from a source to a reader over a channel that is not ours, through a client for example. Anyone
+who changes a page id on the way could make the reader copy another request's page. The fence would not notice, because
+that page was not given away. So a source seals each table that it makes under a lease, with a key that it gives readers
+only in its handshake. A reader compares the seal before it reads any page that the table names.
 `docs/concepts/protocol.md` has the whole rule.
 """
 
@@ -31,10 +31,10 @@ def new_table_key() -> bytes:
 class TableSeals:
     """Makes and compares the seals of one engine's tables.
 
-    A seal covers the lease, and what of the table says where which tokens lie: the page ids of all groups, the tokens,
-    the page size and the digests. Of the digests the last one stands for all, because each covers every token before
-    it, and a reader compares all of them with its own tokens. The seal leaves out what decides nothing, and what has to
-    equal the reader's own (`kinds`).
+    A seal covers the lease and the parts of the table that say where tokens lie: the page ids of all groups, the
+    tokens, the page size and the digests. The last digest stands for all, because each covers every token before it,
+    and a reader compares all digests with its own tokens. The seal leaves out fields without effect, and fields that
+    must equal the reader's own (`kinds`).
     """
 
     def __init__(self, key: bytes) -> None:

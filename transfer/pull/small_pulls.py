@@ -74,7 +74,7 @@ def is_of_other_start(source: Source | Wanted, peer: Peer) -> bool:
 
 
 def _page_bytes(ranks: Sequence[RankTransfer]) -> list[int] | None:
-    """Of each group the bytes of a page on all ranks; None where they are not in host memory."""
+    """The bytes of a page of each group on all ranks; None if they are not in host memory."""
     if any(rank.memory_type is not MemoryType.DRAM for rank in ranks):
         return None
     every = zip(*(rank.layout.groups for rank in ranks), strict=True)

@@ -1,7 +1,7 @@
-"""Where pages are read from: a `Source`, or a `Wanted`, of which the engine there is asked first what it holds.
+"""The origin of pages: a `Source`, or a `Wanted`, whose engine is first asked which pages it holds.
 
-What travels through clients is a pointer, and decides nothing: with it a reader asks the source itself which pages its
-lease holds, and of which tokens. It reads them if these are its own request's tokens, and else gives the lease back.
+Clients carry only a pointer, which decides nothing. The reader uses it to ask the source itself which pages its lease
+holds, and of which tokens. It reads them if the tokens are those of its own request, and else gives the lease back.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Place: TypeAlias = tuple[str, str]
 
 
 class Source(NamedTuple):
-    """Where a request's pages are to be read from. What msgspec decodes is within its limits.
+    """The origin from which a request's pages are read. msgspec enforces the limits of its fields when decoding.
 
     Attributes:
         address: ZMQ endpoint of the handshake.
         engine_id: the engine there.
-        lease: under which it holds the pages.
-        incarnation: the start of the engine that granted the lease; empty where that is not known, and then a source
-            that was restarted is only noticed by the lease word.
+        lease: the lease under which it holds the pages.
+        incarnation: the start of the engine that granted the lease. If it is empty (unknown), only the lease word
+            shows that the source was restarted.
     """
 
     address: Annotated[str, Meta(min_length=1, max_length=512)]

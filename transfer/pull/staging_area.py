@@ -43,7 +43,7 @@ class StagingArea:
         return self._free.pop() if self._free else None
 
     def give_back(self, slab: int) -> None:
-        """Nothing is read into a slab any more."""
+        """Free a slab that is no longer read into."""
         self._free.append(slab)
 
     def view(self, slab: int) -> NDArray[np.uint8]:
@@ -78,7 +78,7 @@ class StagedPart(Part):
         return True
 
     def settle(self) -> None:
-        """Nothing is read into the slab any more."""
+        """Free the slab, which is no longer read into."""
         if self._slab is not None:
             self._area.give_back(self._slab)
             self._slab = None

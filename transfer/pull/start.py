@@ -1,4 +1,4 @@
-"""What every engine starts with: its keys, a rank over each shard, and the thread that runs their transfers."""
+"""The start of an engine: its keys, a rank over each shard, and the thread that runs their transfers."""
 
 from __future__ import annotations
 

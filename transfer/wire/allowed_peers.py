@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from transfer.errors import HandshakeError, InvalidEngineError
 
 LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
-"""What may always be contacted, and endpoints that do not leave the host."""
+"""Hosts that may always be contacted, as may endpoints that do not leave this host."""
 
 _LOCAL = ("ipc://", "inproc://")
 # ZMQ takes more than this, say a source address and a semicolon before the host, which a check would have to know.

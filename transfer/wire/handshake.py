@@ -93,10 +93,10 @@ class EngineCard:
 def differences(
     ours: Mapping[str, str], theirs: Mapping[str, str], where: tuple[str, str] = ("at the source", "at the reader")
 ) -> str:
-    """Returns the entries in which two compatibility maps differ, with both values; empty where they agree.
+    """Returns the entries in which two compatibility maps differ, with both values; empty if they agree.
 
-    Of values that are lists of as many properties, only those properties that differ. `where` names the place of what
-    is theirs, then of what is ours: this is read in the log of the reader.
+    If two values are lists of equally many properties, only the properties that differ are named. `where` names their
+    place, then ours: the text is read in the reader's log.
     """
     found: list[str] = []
     for key in sorted({*ours, *theirs}):

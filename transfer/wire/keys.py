@@ -1,7 +1,7 @@
-"""Who may speak on the ZMQ sockets of a fleet, and how much: CURVE keys with an allow-list, and a throttle.
+"""Access control for the ZMQ sockets of a fleet: CURVE keys with an allow-list, and a throttle.
 
-One file for each process turns it on. The engines of a fleet share the *service* key pair, by which a client knows that
-it speaks to an engine of the fleet; every client has a pair of its own, and an engine lets in those on its list. CURVE
+One file per process turns it on. The engines of a fleet share the *service* key pair, by which a client knows that it
+speaks to an engine of the fleet. Every client has its own pair, and an engine admits the clients on its list. CURVE
 is ZeroMQ's own encryption and authentication (RFC 26); a client without a key gets no answer at all.
 """
 

@@ -1,7 +1,7 @@
-"""What ranks tell each other outside the pages: their metadata, the handshake's messages, and readers' notes.
+"""The messages between ranks: their metadata, the handshake's messages, and readers' notes.
 
-Every struct is tagged and carries a version where it is the first that a stranger sends. Everything is decoded by
-schema; what a peer says of itself is checked here, before NIXL sees any of it, because wrong bytes can crash NIXL.
+Every struct is tagged; the first one that a stranger sends also carries a version. Everything is decoded by schema. A
+peer's description of itself is checked here, before NIXL sees any of it, because wrong bytes can crash NIXL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_RANKS = 4096
 MAX_METADATA_BYTES = 16 << 20
 MAX_NOTE_BYTES = 1024
 MAX_DIGEST_BYTES = 1 << 19
-"""Of the pages that a reader asks for by what they hold: 16,384 by sha256. Of longer prompts these are the first."""
+"""The most bytes of digests in a question for pages: 16,384 by sha256. For longer prompts they are the first pages."""
 MAX_LEASE_S = 86_400.0
 MAX_TOKENS = (1 << 31) - 1
 _Name = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -165,21 +165,22 @@ class LeaseReply(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, 
 class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="content/1"):
     """Asks an engine for pages by what they hold: to lease the longest run of them, from the first on, that it has.
 
-    A `LeaseReply` answers it: `LeasedPages` without a page where the engine has none, or lends no more. What it leases
-    is said by a serving loop, so the first answers are that nothing is known yet: the reader asks again.
+    A `LeaseReply` answers it: `LeasedPages` without a page if the engine has none, or lends no more. A serving loop
+    decides what is leased, so the first answers say that nothing is known yet, and the reader asks again.
 
     Attributes:
         query_id: comes back in the answer.
         engine_id: the engine that is expected there.
-        ask_id: random; the same however often the question is asked again.
-        reader: who asks, for the engine's own books.
+        ask_id: random; the same in each repetition of the question.
+        reader: the name of the reader, for the engine's own books.
         asker: the reading process, the same in all its questions; the engine lends it each page once at a time.
-        compatibility: the asker's, as in a `MetadataQuery`.
-        kind: what the asker keeps of a token (`kvcache.layout.kv_kind`); an engine with another one refuses.
+        compatibility: the asker's compatibility map, as in a `MetadataQuery`.
+        kind: the contents that the asker keeps of a token (`kvcache.layout.kv_kind`); an engine with others refuses.
         page_size: tokens of a page.
-        hash_algorithm: of the digests.
-        digests: of the pages, one after another; empty where the engine has answered that it knows the question.
-        first_page: which page of its prompt the first one is; a digest names all before it, wherever that lies.
+        hash_algorithm: the algorithm of the digests.
+        digests: the digests of the pages, one after another; empty once the engine has answered that it knows the
+            question.
+        first_page: the index in its prompt of the first page; a digest names all pages before it, wherever they lie.
     """
 
     query_id: int
@@ -232,7 +233,9 @@ class QueryRefusal(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
 
 
 class ReaderNote(msgspec.Struct, frozen=True, array_like=True, tag="note/1"):
-    """What one rank of a reading engine says of a lease, as a NIXL notification. Names the reader, counts nothing.
+    """A note from one rank of a reading engine about a lease, sent as a NIXL notification.
+
+    It names the reader, and counts nothing.
 
     Attributes:
         lease_id: the lease.
@@ -240,7 +243,7 @@ class ReaderNote(msgspec.Struct, frozen=True, array_like=True, tag="note/1"):
         rank: the rank that speaks, of `ranks`.
         ranks: ranks of the reading engine.
         verdict: "done": it has read what it needs; "refused": it will not read (any more); "renew": it still waits.
-        reason: of a refusal.
+        reason: the reason of a refusal.
     """
 
     lease_id: int

@@ -1,6 +1,7 @@
-"""One shared secret for a fleet: the key of the digests over metadata and the keys of the sockets are derived from it.
+"""One shared secret for a fleet, from which the key of metadata digests and the keys of the sockets are derived.
 
-Whoever has the secret is of the fleet, as a source and as a reader. Who has another one, or none, gets no answer.
+Any process with the secret belongs to the fleet, as a source and as a reader. A process with another secret, or none,
+gets no answer.
 """
 
 from __future__ import annotations
