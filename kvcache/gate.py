@@ -426,12 +426,14 @@ def _numeric(host: str) -> str:
     return socket.inet_ntoa(found[20:24])
 
 
-def _remove_left(path: Path) -> None:
-    """Remove the socket that a killed process has left at this path. `OSError`: somebody listens there, or it is none.
+def remove_left(place: str) -> None:
+    """Remove the socket that a killed process has left at this place of an ipc address.
 
-    libzmq removes whatever it finds, and takes over the address of a process that is alive.
+    libzmq removes any file there, and takes over the address of a process that is alive. Raises `OSError` if somebody
+    listens there, or if the file is no socket. Abstract places (`@name`) have no file.
     """
-    if not path.exists():
+    path = Path(place)
+    if place.startswith("@") or not path.exists():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asked:
         found = asked.connect_ex(str(path))  # 0, or EAGAIN where many wait to be accepted
@@ -445,8 +447,7 @@ def _listening(family: socket.AddressFamily, at: str | tuple[str, int]) -> socke
     made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         if isinstance(at, str):
-            if not at.startswith("\0"):
-                _remove_left(Path(at))
+            remove_left(at.replace("\0", "@", 1))
         else:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:

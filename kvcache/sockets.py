@@ -9,7 +9,7 @@ import zmq
 
 from kvcache.arguments import shown
 from kvcache.errors import InvalidParamsError
-from kvcache.gate import Gate, Limits
+from kvcache.gate import Gate, Limits, remove_left
 
 _MAX_QUESTION_BYTES = 1 << 10
 """The most bytes of a message to such a socket. Messages are short: those of CURVE's greeting are the longest."""
@@ -32,12 +32,16 @@ class BoundSocket(zmq.Socket[bytes]):
 
     def listen(self, what: str, address: str, limits: Limits | None) -> None:
         """Bind; None: strangers cannot reach it, and it needs no gate. `ZMQError` where that cannot be."""
-        if limits is None or not address.startswith(("tcp://", "ipc://")):
-            self.bind(address)
-            return
-        self.setsockopt(zmq.IPC_FILTER_PID, os.getpid())
         try:
+            if limits is None or not address.startswith(("tcp://", "ipc://")):
+                if address.startswith("ipc://"):
+                    remove_left(address.removeprefix("ipc://"))
+                self.bind(address)
+                return
+            self.setsockopt(zmq.IPC_FILTER_PID, os.getpid())
             self._gate = Gate(what, address, limits)
+        except zmq.ZMQError:
+            raise
         except OSError as error:
             raise zmq.ZMQError(error.errno or errno.EINVAL, error.strerror or str(error)) from error
         self.bind(self._gate.inner)

@@ -2,7 +2,7 @@
 
 Ours is measured as users call it: from `PageExchange.ask` until the reader's manager finds the pages. Two more rows are
 the pull within that time, and plain pulls without managers, whose lease exists before. kvcr is timed from `deliver` to
-its result. Of Mooncake `batch_transfer_sync_read` alone is timed: its caller knows the addresses, nothing holds the
+its result. For Mooncake only `batch_transfer_sync_read` is timed: its caller knows the addresses, nothing holds the
 memory, and nothing is published. A ratio is a program's time over ours: above 1 ours is quicker.
 
 Then each source is killed, or evicts, in the middle of a fetch of 2,048 blocks. The rows say after how many seconds its
@@ -34,7 +34,7 @@ from benchmarks.rivals.programs import RIVALS, Program, output_of
 
 BLOCKS = (1, 16, 256, 2048)
 LINKED = {64 << 10: (1, 16, 256, 2048), 1 << 20: (1, 16, 128)}
-"""Of fetches over a link: bytes of a page, and how many."""
+"""Fetches over a link: bytes of a page, and number of pages."""
 STATISTICS = (
     "us_min: least of the minima of all rounds; us_median: median of the medians of the rounds; cpu_s_per_gb: "
     "median of the rounds, both processes; /asked, /plain: us_min over that of ours from ask to published, and "

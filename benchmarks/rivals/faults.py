@@ -1,4 +1,4 @@
-"""What our reader is told if its source dies, evicts or revokes in the middle of a fetch, and which pages stay held."""
+"""Faults of our source during a fetch (it dies, evicts or revokes): the reader's result, and pages still held."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _SUBNETS = ("10.213.7.0/24",)  # that the hosts of `tests.hosts.network` have
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """What both sides agree on.
+    """The settings on which both sides agree.
 
     Attributes:
         page_bytes: of a page; a multiple of 16 KiB.
@@ -57,7 +57,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pages(self) -> int:
-        """Of the source's pool."""
+        """The number of pages in the source's pool."""
         return self.pool_bytes // self.page_bytes
 
 
@@ -74,7 +74,7 @@ def tokens_of(number: int, pages: int) -> np.ndarray:
 
 
 def stamp_of(number: int, column: int) -> int:
-    """What each element of a page holds, as 16 bits: pages next to each other hold different values."""
+    """The value of each element of a page, as 16 bits: neighbouring pages hold different values."""
     return (number * 7919 + column * 31) % 32_749
 
 
@@ -212,7 +212,7 @@ class LenderProcess:
         self._process.stdin.flush()
 
     def answer(self) -> Any:
-        """What it has answered."""
+        """The answer to the last command."""
         line = b"" if self._process.stdout is None else self._process.stdout.readline()
         expect(bool(line), "the source lives")
         return json.loads(line)

@@ -1,4 +1,4 @@
-"""What the scripts of kvcr and Mooncake do not ask: what a reader is told whose source reuses its memory, or is killed.
+"""Faults that the scripts of kvcr and Mooncake do not test: a source that reuses its memory, or is killed.
 
 `python others.py kvcr|mooncake SCRIPT`, in the environment of that program. This file imports nothing of ours; the
 script gives the engines and their memory. One JSON line for each fault:

@@ -18,7 +18,7 @@ from benchmarks.peers.environment import PeerError, needed, python_of
 HERE = Path(__file__).resolve().parent
 OTHERS = HERE / "others.py"
 FOLDER = "rivals"
-"""Of the scripts' folder."""
+"""The subfolder of the scripts' folder."""
 _LIMIT_S = 300.0
 
 
@@ -58,7 +58,7 @@ class Program:
         self._python = str(python_of(f"rival-{name}", arguments, path.read_bytes()))
 
     def fetches(self, blocks: Sequence[int], seconds: float) -> list[Row]:
-        """What its script measures: a row for each number of blocks. What it does not come to is left out."""
+        """The measurements of its script: a row for each number of blocks. Rows that it does not reach are left out."""
         options = ["--seconds", str(seconds), "--blocks", ",".join(map(str, blocks))]
         lines, error = output_of([self._python, self._script, *options])
         if error:
@@ -66,7 +66,7 @@ class Program:
         return [_row(self.title, line) for line in lines if "blocks" in line]
 
     def faults(self) -> list[Row]:
-        """What its reader is told when its source dies or reuses the memory."""
+        """The results that its reader gets when its source dies or reuses the memory."""
         return [*self._faults()]
 
     def _faults(self) -> Iterator[Row]:

@@ -291,6 +291,9 @@ def _named(context: Context, pending: PendingImport, table: BlockTable, *, last:
     """The other manager's pages to copy by now; refused where they are others than its tables before have named."""
     named = pending.named(table, last=last) if pending.src_replica_idx == table.replica_idx else None
     if named is None:
+        for part, pages in zip(pending.parts, table.groups, strict=True):
+            if part.is_state and part.named(pages, table.num_tokens, table.page_size) is None:
+                raise _mismatch(context, f"names state page {pages[0]}, {part.src_pages.item(0)} before")
         raise _mismatch(context, "names other pages than before")
     return named
 

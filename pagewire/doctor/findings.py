@@ -110,9 +110,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def nixl_plugins(
-    program: tuple[str, ...] = (sys.executable, "-m", "pagewire.doctor.nixl_probe"),
-) -> tuple[list[str], str]:
+def nixl_plugins(program: tuple[str, ...] = _PROBE) -> tuple[list[str], str]:
     """The plugins of NIXL, and why it cannot be used."""
     try:
         done = subprocess.run(program, capture_output=True, text=True, timeout=_NIXL_S, check=False)  # noqa: S603

@@ -343,6 +343,17 @@ def test_an_address_of_ipc_is_taken_from_nobody_who_lives(tmp_path: Path, taken:
         assert path.exists()
 
 
+def test_a_socket_with_keys_takes_an_address_of_ipc_from_nobody_either(tmp_path: Path) -> None:
+    """It has no gate: libzmq itself listens there."""
+    address = f"ipc://{tmp_path}/e"
+    with closing(bound_socket("first", zmq.PULL, address, secure=lambda _: None)):
+        with pytest.raises(InvalidParamsError, match=r"second: cannot bind .*Address already in use"):
+            bound_socket("second", zmq.PULL, address, secure=lambda _: None)
+        with zmq.Context.instance().socket(zmq.PUSH) as peer:
+            peer.connect(address)
+    bound_socket("again", zmq.PULL, address, secure=lambda _: None).close()
+
+
 def test_a_socket_that_a_killed_process_has_left_is_replaced(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(tmp_path / "e-reset_prefix_cache"))

@@ -233,7 +233,7 @@ def test_tables_that_do_not_fit_are_refused_and_nothing_is_taken(model: Any) -> 
     with pytest.raises(NotReservedError, match="'r0': import_block_table while its import is pending"):
         target.manager.import_block_table(context, table)
     other = (table.groups[0], (table.groups[1][0] + 1,))
-    with pytest.raises(BlockTableMismatchError, match="'r0': the block table names other pages than before"):
+    with pytest.raises(BlockTableMismatchError, match="'r0': the block table names state page 2, 1 before"):
         target.manager.extend_import(context, pending, replace(table, groups=other), last=True)
     target.manager.cancel_import(pending)
     target.manager.release("r0")
