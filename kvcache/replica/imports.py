@@ -80,7 +80,7 @@ def check_table(
     algorithm of the table, that of an earlier call if it fits; None where the table has no digests.
     """
     if not isinstance(table, BlockTable):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
-        raise _mismatch(context, f"is {shown(table)}: no block table")
+        raise BlockTableMismatchError(f"request {context.request_id!r}: {shown(table)} is no block table")
     try:  # what a peer sent was decoded and has the right types; what was made here may have any
         if not _has_types(table):
             table = msgspec.convert(msgspec.to_builtins(table), BlockTable)
