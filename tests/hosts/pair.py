@@ -18,8 +18,10 @@ SECRET = {"PAGEWIRE_TEST_SECRET": "a secret of the tests, of enough bytes"}
 class Side:
     """The program of one side."""
 
-    def __init__(self, host: Host, name: str, folder: Path, program: str = "tests.hosts.exchanged") -> None:
-        command = [sys.executable, "-m", program, name, host.address]
+    def __init__(
+        self, host: Host, name: str, folder: Path, program: str = "tests.hosts.exchanged", *arguments: str
+    ) -> None:
+        command = [sys.executable, "-m", program, name, *(arguments or (host.address,))]
         with (folder / f"{name}.log").open("ab") as log:
             self._process = host.start(command, SECRET, log, answers=True)
         assert self.answer() == ["ready"]
