@@ -28,7 +28,6 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.replica",
         [
-            Mutation("Replica.fork", "self.states.fork(parent, row)", "pass"),
             Mutation(
                 "Replica.published_run", "kept[:3] == (index.generation, first, last)", "kept[1:3] == (first, last)"
             ),
@@ -87,23 +86,14 @@ HANDWRITTEN: tuple[Module, ...] = (
             Mutation("Replicas.step_one", "self._hasher_of(0, row, context)", "replica.hasher(row, context)"),
             Mutation("place_replicas", "slice(first, first + rows)", "slice(0, rows)"),
             Mutation("Replicas._all_tiers", "(self.tiers, self.state_tiers)", "(self.tiers,)"),
-            Mutation("Replicas._fits", "if not has_row or not replica.states.has_room", "if not has_row"),
-        ],
-    ),
-    Module(
-        "kvcache.replica.resume",
-        [
-            Mutation("resume", "fits &= last_missing", "fits = last_missing"),
         ],
     ),
     Module(
         "kvcache.replica.tables",
         [
             Mutation("RowTables._mix", "^= self._mixed[tables, None]", "^= self._mixed[:1, None]"),
-            Mutation("RowTables._slide", "tell(rows[-at], pages)", "tell(rows[at], pages)"),
             Mutation("RowTables.publish", "own[~duplicate], names[~duplicate]", "own, names"),
             Mutation("RowTables.plan", "self._seen(group, start)", "self._seen(group, context.end_idx - 1)"),
-            Mutation("OneTable.publish", "self._rows.changed[rows] = True", "pass"),
         ],
     ),
     Module(

@@ -127,7 +127,7 @@ def _placed(old: ast.expr | ast.stmt, text: str) -> str:
     """A text in place of a node: an expression in brackets, a statement at its indentation."""
     if isinstance(old, ast.stmt):
         return textwrap.indent(text, " " * old.col_offset).lstrip(" ")
-    return text if text.isidentifier() or text.isdecimal() else f"({text})"
+    return text if text.isidentifier() else f"({text})"  # `0.sum()` is no expression
 
 
 def _shown(site: Site, before: str, new: ast.AST, after: str) -> tuple[str, str]:

@@ -110,6 +110,11 @@ def test_only_the_expression_changes_whatever_letters_stand_before_it() -> None:
     assert found.applied(source) == source.replace("b < c", "(b <= c)")
 
 
+def test_a_number_whose_method_is_called_leaves_a_program() -> None:
+    changed = {one.applied("a = max(0, b).bit_count()\n") for one in of("a = max(0, b).bit_count()\n")}
+    assert "a = (0).bit_count()\n" in changed
+
+
 def test_a_statement_keeps_its_indentation_and_a_branch_its_elif() -> None:
     source = (
         "def f():\n    if a:\n        x.b(1)\n    elif c:\n"
