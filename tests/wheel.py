@@ -1,0 +1,187 @@
+"""Tries the wheel as a user gets it: `python -m tests.wheel dist/*.whl`, or `make test-wheel`.
+
+The wheel is installed into an empty environment in a temporary folder. Every program runs there, outside the tree. Each
+extra is installed when the first program that needs it comes. Every step prints its seconds, and the first one that
+fails ends the run with its output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from base64 import urlsafe_b64encode
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.test_docs import PROGRAMS
+
+_LIMIT_S = 300
+# A user's environment: nothing of ours is in it, and no program may import the tree by accident.
+_REMOVED = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "PYTEST_ADDOPTS", "VIRTUAL_ENV")
+
+
+class Failed(Exception):  # noqa: N818 - the end of a run, as a word
+    """A step did not do what it must."""
+
+
+@contextmanager
+def step(what: str) -> Iterator[None]:
+    """Print what is tried, and how long it took."""
+    began = time.monotonic()
+    print(f"{what} ...", flush=True)  # noqa: T201 - a script of the Makefile
+    yield
+    print(f"{what}: {time.monotonic() - began:.1f} s", flush=True)  # noqa: T201 - a script of the Makefile
+
+
+class Environment:
+    """An empty environment, and an empty folder in which its programs run."""
+
+    def __init__(self, folder: Path, constraints: Sequence[str]) -> None:
+        self.folder, self._constraints = folder / "elsewhere", constraints
+        self.folder.mkdir()
+        self._home = folder / "environment"
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", self._home], check=True)
+        self.python = self._home / "bin" / "python"
+        self._variables = {name: value for name, value in os.environ.items() if name not in _REMOVED}
+
+    def pip(self, *arguments: str) -> None:
+        """Run the pip of this interpreter on the environment, which has none of its own."""
+        self.run(sys.executable, "-m", "pip", "--python", str(self.python), "--quiet", *arguments)
+
+    def install(self, *what: str, options: Sequence[str] = ()) -> None:
+        """Install requirements and wheels."""
+        self.pip("install", "--no-compile", *self._constraints, *options, *what)
+
+    def run(self, *command: str, status: int = 0) -> str:
+        """What a command prints; `Failed` where it ends with another status."""
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self._variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_LIMIT_S,
+            check=False,
+        )
+        if done.returncode != status:
+            raise Failed(f"{' '.join(command)}: status {done.returncode} in place of {status}\n{done.stdout}")
+        return done.stdout
+
+    def program(self, name: str) -> None:
+        """Run a program of a page; `Failed` where it does not print what the page says."""
+        code, printed = PROGRAMS[name]
+        (self.folder / "program.py").write_text(code)
+        found = self.run(str(self.python), "-W", "error", "program.py").split()
+        expect(found == printed, f"{name}: printed {found}, not {printed}")
+
+
+def expect(holds: bool, otherwise: str) -> None:
+    """`Failed` where something does not hold."""
+    if not holds:
+        raise Failed(otherwise)
+
+
+def manager(here: Environment, wheel: Path) -> None:
+    """The manager alone: the version, where it was installed, doctor, and programs that need no NIXL."""
+    version = wheel.name.split("-")[1]
+    command = str(here.python.with_name("pagewire"))
+    expect(here.run(command, "--version") == f"pagewire {version}\n", "pagewire --version")
+    where = here.run(str(here.python), "-c", "import pagewire, kvcache; print(pagewire.__file__, kvcache.__file__)")
+    expect(all("site-packages" in file for file in where.split()), f"imported from {where}")
+    told = here.run(str(here.python), "-m", "pagewire", "doctor")
+    expect("NIXL is not installed" in told and "pagewire[transfer]" in told, told)
+    expect("sha256 by hashlib" not in told, f"the compiled part of the wheel was not loaded:\n{told}")
+    here.program("README.md-1")
+    here.program("docs/index.md-1")
+    told = here.run(command, "demo", status=2)
+    expect(told.count("\n") == 1 and "pip install 'pagewire[serve]'" in told, told)
+
+
+def transfer(here: Environment, _: Path) -> None:
+    """A hand-over between two processes."""
+    here.program("README.md-2")
+
+
+def serve(here: Environment, _: Path) -> None:
+    """The demo, which compares every output with the model's own."""
+    told = here.run(str(here.python.with_name("pagewire")), "demo", "--requests", "4", "--max-new-tokens", "8")
+    expect("yes" in told.splitlines()[-1] or "yes" in told.splitlines()[-2], told)
+
+
+STAGES: tuple[tuple[str, Callable[[Environment, Path], None]], ...] = (
+    ("", manager),
+    ("transfer", transfer),
+    ("serve", serve),
+)
+
+
+def shadowed(here: Environment, wheel: Path) -> None:
+    """A distribution that has a package of our name, as PyPI's `transfer` 0.40: the error, and what it says to do."""
+    here.install(str(stranger(here.folder)), options=["--no-deps"])
+    imported = (str(here.python), "-c", "import pagewire")
+    told = here.run(*imported, status=1).strip().splitlines()[-1]
+    expect("ShadowedPackageError" in told and "(transfer)" in told and "transfer/__init__.py" in told, told)
+    here.pip("uninstall", "--yes", "transfer")
+    expect("ShadowedPackageError" in here.run(*imported, status=1), "uninstalling it took our file along")
+    here.install(str(wheel), options=["--force-reinstall", "--no-deps"])
+    here.run(*imported)
+
+
+def stranger(folder: Path) -> Path:
+    """A wheel of a distribution `transfer` with nothing but a package of that name."""
+    info = "transfer-0.40.dist-info"
+    files = {
+        "transfer/__init__.py": "",
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: transfer\nVersion: 0.40\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = [f"{name},sha256={_digest(text)},{len(text)}" for name, text in files.items()]
+    files[f"{info}/RECORD"] = "\n".join([*record, f"{info}/RECORD,,"]) + "\n"
+    path = folder / "transfer-0.40-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return path
+
+
+def _digest(text: str) -> str:
+    return urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+
+
+def main() -> int:
+    """Run every stage; exit status 1 if one failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.wheel", description=__doc__)
+    parser.add_argument("wheel", type=Path, help="what is tried")
+    parser.add_argument("--torch", default="torch", metavar="REQUIREMENT", help="installed before it")
+    parser.add_argument("--constraint", type=Path, metavar="FILE", help="for pip, each time")
+    chosen = parser.parse_args()
+    wheel: Path = chosen.wheel.resolve()
+    constraints = ["--constraint", str(chosen.constraint.resolve())] if chosen.constraint else []
+    with tempfile.TemporaryDirectory(prefix="pagewire-wheel-", ignore_cleanup_errors=True) as made:
+        try:
+            with step(f"an empty environment with {chosen.torch}"):
+                here = Environment(Path(made), constraints)
+                here.install(chosen.torch)
+            for extra, tried in STAGES:
+                with step(f"installing pagewire{f'[{extra}]' if extra else ''}"):
+                    here.install(f"{wheel}[{extra}]" if extra else str(wheel))
+                with step(f"trying {tried.__name__}"):
+                    tried(here, wheel)
+            with step("another distribution's `transfer` beside it"):
+                shadowed(here, wheel)
+        except Failed as error:
+            print(f"FAILED: {error}", file=sys.stderr)  # noqa: T201 - a script of the Makefile
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
