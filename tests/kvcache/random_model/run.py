@@ -12,7 +12,7 @@ from kvcache import TextContext
 from tests.kvcache.random_model import seam
 from tests.kvcache.random_model.handover import Import, ImportMoves
 from tests.kvcache.random_model.interrupts import Interrupted, Interrupts, end_unknown
-from tests.kvcache.random_model.matrix import FEATURES, LONGEST, World, drawn, pairs, with_needed
+from tests.kvcache.random_model.matrix import FEATURES, LONGEST, PAGE_SIZE, World, drawn, pairs, with_needed
 from tests.kvcache.random_model.moves import SeededChooser
 from tests.kvcache.random_model.plain import Request, content
 from tests.kvcache.random_model.wrong import WrongCalls
@@ -157,6 +157,9 @@ class Model(ImportMoves):
             mine = self.imports.get(one.name)
             return mine is not None and not mine.pending.closed and not mine.is_taken
         if not there:
+            if computed := seam.cached(self.manager, one.name):  # its chunk has ended: it goes on without pages
+                assert all(table.seen(computed) * PAGE_SIZE >= computed for table in self.replica(one).tables)
+                return False
             one.cached, one.ready = 0, False
             return one.context.tokens.tolist() == one.tokens
         computed = one.context.start_idx
