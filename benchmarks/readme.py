@@ -79,6 +79,7 @@ def one(rows: Sequence[Row], **wanted: object) -> Row:
 
 # ---- beside other managers
 
+HASHES = ("sha256", "xxh3_128")
 MANAGER = (
     ("decode step, 1,024 running requests, `Batch`", ("decode step, 1,024 requests, Batch",)),
     ("the same, and every context read after it", ("the same, every context read after it",)),
@@ -86,22 +87,23 @@ MANAGER = (
     ("decode step, 1 request, `Batch`", ("decode step, 1 request, Batch",)),
     ("the same through the plain calls", ("decode step, 1 request, plain calls",)),
     *(
-        (f"{what} of {length} tokens, {hashed}", (f"reserve {length} tokens, {case}, {hashed}, pages of 16",))
+        (
+            f"{what} of {length} tokens, {' / '.join(HASHES)}",
+            tuple(f"reserve {length} tokens, {case}, {hashed}, pages of 16" for hashed in HASHES),
+        )
         for what, case in (
             ("reserve a cold prompt", "cold"),
             ("reserve and publish a cold prompt", "cold, reserved and published"),
             ("reserve a cached prompt", "warm"),
         )
         for length in ("4,096", "32,768")
-        for hashed in ("sha256", "xxh3_128")
     ),
     *(
         (
-            f"reserve 4,096 tokens on a full pool, each page evicts, pages of {page}, {hashed}",
-            (f"reserve 4,096 tokens, evicting, {hashed}, pages of {page}",),
+            f"reserve 4,096 tokens on a full pool, each page evicts, pages of {page}, {' / '.join(HASHES)}",
+            tuple(f"reserve 4,096 tokens, evicting, {hashed}, pages of {page}" for hashed in HASHES),
         )
         for page in (16, 128)
-        for hashed in ("sha256", "xxh3_128")
     ),
     ("a conversation's next turn at 32,768 tokens, context kept", ("next turn at 32,768 tokens, context kept",)),
     ("the same, new context", ("next turn at 32,768 tokens, new context, sha256",)),
@@ -146,7 +148,8 @@ def _best(row: Row, peers: Sequence[str]) -> float | None:
 
 
 def _together(values: Sequence[float | None]) -> str:
-    return " / ".join(number(value) for value in values if value is not None)
+    """The figures of a cell. Equal ones are shown once: a program that has one hash has one figure."""
+    return " / ".join(dict.fromkeys(number(value) for value in values if value is not None))
 
 
 def _rounds(result: Row) -> int:
@@ -516,7 +519,7 @@ def origin(names: Sequence[str]) -> str:
         machine = result.get("machine", {})
         commit, date = (result.get(key) or machine.get(key) or "" for key in ("commit", "date"))
         parts = [
-            f"measured at commit {commit}" if commit else "commit not recorded",
+            f"commit {commit}" if commit else "commit not recorded",
             f"{machine['cpu']}, {machine['cores']} cores" if machine else "machine not recorded",
             {True: "SHA extensions", False: "no SHA extensions", None: ""}[machine.get("sha_extensions")],
             date.split(" ")[0],

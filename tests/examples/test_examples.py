@@ -16,6 +16,13 @@ PRINTED = {
     "serving_loop": r"""8 answers are equal to those computed without a cache
 2 preemptions, 32 of 146 prompt tokens were cached""",
     "prefill_decode": "4 prompts were computed in one process and decoded in another: all tokens are equal",
+    "chunk_by_chunk": """40 tokens computed, 32 told of
+72 tokens computed, 64 told of
+96 tokens computed, 96 told of
+decode runs tokens 96 to 97""",
+    "connector_groups": r"""layer of all tokens equal: True window equal: True
+failed loads: \['late'\]
+how leases ended: {'late': 'its client has gone', 'good': 'read'}""",
     "beams_and_drafts": r"""(a beam of log probability -\d+\.\d\d ends with \[\d+, \d+, \d+, \d+\]
 ){3}16 tokens in 4 runs, equal to those without guesses""",
     "eviction_order": r"""least recently used first: 0% of the tokens are cached

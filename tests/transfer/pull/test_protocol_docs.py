@@ -41,8 +41,11 @@ def test_a_test_that_is_named_is_there(file: str, test: str):
 
 
 def test_every_rule_is_told_with_its_harm():
-    rows = re.findall(r"^\| (?:assumption )?`([\w-]+)` \| ([^|]+) \| (\d+) \|$", DOCS, re.MULTILINE)
-    told = {rule: (harm, int(moves)) for rule, harm, moves in rows}
+    told: dict[str, tuple[str, int]] = {}
+    for harm, rules in re.findall(
+        r"^- \*([^*]+)\*: ((?:assumption )?`[\w-]+` \(\d+\)(?:.|\n(?!\n|- ))*)", DOCS, re.MULTILINE
+    ):
+        told |= {rule: (harm, int(moves)) for rule, moves in re.findall(r"`([\w-]+)`\s+\((\d+)\)", rules)}
     assert told.keys() == {*RULES, *ASSUMPTIONS}
     for rule, (harm, moves) in told.items():
         assert harm.startswith(HARMS[HARM[rule][0]])

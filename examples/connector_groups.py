@@ -1,0 +1,94 @@
+"""Two connectors with two groups of layers, other block sizes and other layouts, and a load that fails.
+
+One layer sees all tokens, the other one the last 20. Prefill has blocks of 16 tokens, heads first. Decode has blocks of
+8, tokens first. The second layer needs tokens 21 to 39 of 40. `first_blocks` says for each group which block of the
+request is the first that is given; leave it out if all are given. Both sides run in one process here.
+
+    python examples/connector_groups.py
+"""
+
+import dataclasses
+import functools
+import time
+import uuid
+
+import torch
+
+from pagewire import GroupConfig, NixlConnectorScheduler, NixlConnectorWorker, Progress, Prompt, WorkerConfig
+
+HEADS, HEAD_DIM, BLOCKS, WINDOW = 2, 4, 12, 20
+
+
+@dataclasses.dataclass
+class Engine:
+    """One rank's caches and worker, the scheduler's side, and all that is known of the requests."""
+
+    caches: dict[str, torch.Tensor]
+    worker: NixlConnectorWorker
+    scheduler: NixlConnectorScheduler
+    told: Progress = dataclasses.field(default_factory=Progress)
+
+    def step(self) -> None:
+        """What a serving loop does in each step."""
+        self.worker.start_load_kv(self.scheduler.build_metadata())
+        time.sleep(1e-3)  # the model runs
+        progress = self.scheduler.update(0, self.worker.take_output())
+        for name in progress.__struct_fields__:  # keep every field: each thing is told once
+            getattr(self.told, name).update(getattr(progress, name))
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.close()
+
+
+def engine(name: str, layout: str, size: int) -> Engine:
+    """An engine with blocks of `size` tokens."""
+    shared = functools.partial(
+        GroupConfig, block_size=size, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32", layout=layout
+    )
+    full = shared(layers={"full": 0})
+    near = shared(layers={"near": 1}, kind="sliding_window", window=WINDOW)
+    config = WorkerConfig(engine_id=name, incarnation=uuid.uuid4().hex, groups=(full, near), model="m")
+    shape = (2, BLOCKS, HEADS, size, HEAD_DIM) if layout == "HND" else (2, BLOCKS, size, HEADS, HEAD_DIM)
+    caches = {layer: torch.rand(shape) for layer in ("full", "near")}
+    worker, scheduler = NixlConnectorWorker(config), NixlConnectorScheduler(config)
+    worker.register_kv_caches(caches)
+    scheduler.set_handshake_metadata({0: worker.get_handshake_metadata()})
+    return Engine(caches, worker, scheduler)
+
+
+def main() -> None:
+    """One load comes whole, and the lease of the other is over before decode reads."""
+    prefill, decode = engine("p", "HND", 16), engine("d", "NHD", 8)
+    source, reader = prefill.scheduler, decode.scheduler
+    source.offer("good")
+    source.offer("late")
+    good = source.params("good", Prompt(range(41)), [[3, 5, 7], [4, 6]], num_tokens=40, first_blocks=(0, 1))
+    late = source.params("late", Prompt(range(17)), [[1], [2]], num_tokens=16)
+    source.abort("late", "its client has gone")  # the lease ends, whoever reads
+    while "late" not in prefill.told.sent:
+        prefill.step()
+    if (wanted := reader.read("good", good, Prompt(range(41)))) is not None:  # None: the params name no pages
+        blocks = [[1, 2, 3, 4, 5], [6, 7, 8]]
+        reader.load("good", wanted, blocks, num_tokens=41, num_computed_tokens=0, first_blocks=(0, 2))
+    if (wanted := reader.read("late", late, Prompt(range(17)))) is not None:
+        reader.load("late", wanted, [[9, 10], [9, 10]], num_tokens=17, num_computed_tokens=0)
+    while not decode.told.received == prefill.told.sent.keys() == {"good", "late"}:
+        prefill.step()
+        decode.step()
+
+    full = prefill.caches["full"][:, [3, 5, 7]].transpose(2, 3).reshape(2, 48, HEADS, HEAD_DIM)[:, :40]
+    near = prefill.caches["near"][:, [4, 6]].transpose(2, 3).reshape(2, 32, HEADS, HEAD_DIM)[:, 5:24]  # tokens 21 to 39
+    ours = [
+        decode.caches["full"][:, 1:6].reshape(full.shape),
+        decode.caches["near"][:, 6:9].reshape(2, 24, *near.shape[2:]),
+    ]
+    print("layer of all tokens equal:", torch.equal(ours[0], full), "window equal:", torch.equal(ours[1][:, 5:], near))
+    print("failed loads:", sorted(decode.told.failed))  # with the lease, its source and the reason
+    print("how leases ended:", prefill.told.sent)
+    for one in (prefill, decode):
+        one.close()
+
+
+if __name__ == "__main__":
+    main()
