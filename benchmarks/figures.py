@@ -71,6 +71,7 @@ STEPS = (
     Step("safety", ("first_contact",), _alone("first_contact"), 30, (_alone("first_contact", " --quick"), 10)),
     Step("safety", ("prompt_digest",), _alone("prompt_digest"), 10, (_alone("prompt_digest", " --quick"), 5)),
     Step("safety", ("hashing",), _alone("hashing"), 30, (_alone("hashing", " --quick"), 15)),
+    Step("installed", ("installed",), _alone("installed"), 30, (_alone("installed", " --quick"), 15)),
     Step("safety", ("scrape",), _alone("scrape"), 20, (_alone("scrape", " --quick"), 10)),
     Step("serving", ("handover",), _alone("handover"), 150, (_alone("handover", " --quick"), 40)),
     Step(

@@ -373,6 +373,33 @@ ALONE = (
 )
 
 
+# ---- what is installed
+
+
+def installed_table() -> list[str]:
+    """What each extra adds on the disk, and how long imports take."""
+    rows: list[Row] = load("installed")["rows"]
+    manager = rows[0]
+    made = [["installed", "MB"]]
+    made.append(["`pagewire` without torch's own files", some(manager["MB"] - manager["MB_torch"])])
+    alike: dict[float, list[str]] = {}
+    for row in rows[1:]:
+        if "MB" in row and row["what"] not in ("all", "dev"):
+            alike.setdefault(row["MB"], []).append(f"`{row['what']}`")
+    made += [[", ".join(names), some(size)] for size, names in sorted(alike.items())]
+    times = [f"`{row['what']}` {some(row['cpu_ms_min'], unit='ms')}" for row in rows if "ms_min" in row]
+    heading = "Megabytes that an extra adds, bytecode not counted:"
+    return [
+        heading,
+        "",
+        *table(made),
+        "",
+        f"Processor time of an import, minima: {', '.join(times)}.",
+        "",
+        origin(["installed"]),
+    ]
+
+
 # ---- under real `vllm serve` processes
 
 
@@ -499,6 +526,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "engines": engines_table,
     "processes": lambda: lines_table(PROCESSES),
     "alone": lambda: lines_table(ALONE),
+    "installed": installed_table,
 }
 
 

@@ -23,6 +23,7 @@ from benchmarks import (
     growth,
     growth_transfer,
     hinted,
+    installed,
     layer_groups,
     memory,
     objects,
@@ -142,6 +143,7 @@ RUNS: dict[str, Callable[[Patch, Path], list[Row]]] = {
         ]
     ),
     "growth_transfer": of_growth_transfer,
+    "installed": lambda *_: [*installed.sizes(), *installed.imports(1)],
     "hinted": lambda *_: hinted.measure(4096, 3),
     "layer_groups": of_layer_groups,
     "memory": lambda *_: [memory.child(memory.PROMPT_PAGES, "sha256")],

@@ -1,0 +1,106 @@
+"""Disk space that each extra takes, and the time that imports take: `python -m benchmarks.installed [--json FILE]`.
+
+The sizes are those of the files that this environment has of a distribution and of all that it requires: it needs
+`pagewire[all]`. An extra counts what it adds to the manager. Bytecode is not counted, and is there when imports are
+measured.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from benchmarks.frame import Row, options, pin, report
+
+_NAMED = re.compile(r"[-_.]+")
+_IMPORTS = ("pagewire", "kvcache", "transfer")
+_TIMED = """
+import time
+wall, cpu = time.perf_counter(), time.process_time()
+import {name}
+print(time.perf_counter() - wall, time.process_time() - cpu)
+"""
+
+
+def closure(name: str, extras: frozenset[str]) -> set[str]:
+    """The distributions that come with one and its extras."""
+    found: set[str] = set()
+    pending = [(name, frozenset[str]()), *((name, frozenset({extra})) for extra in extras)]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while pending:
+        one = pending.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        found.add(one[0])
+        pending += required(*one)
+    return found
+
+
+def required(name: str, extras: frozenset[str]) -> Iterator[tuple[str, frozenset[str]]]:
+    """What a distribution requires here, each with the extras that it asks for."""
+    for text in importlib.metadata.requires(name) or ():
+        needed = Requirement(text)
+        if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras or {""}):
+            yield _NAMED.sub("-", needed.name).lower(), frozenset(needed.extras)
+
+
+def num_bytes(name: str) -> int:
+    """The bytes of a distribution's files that are here; an editable install of ours counts its packages."""
+    if name == "pagewire":
+        root = Path(__file__).resolve().parents[1]
+        packages = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
+        files = [path for one in packages for path in (root / one).rglob("*")]
+    else:
+        files = [Path(str(file.locate())) for file in importlib.metadata.files(name) or ()]
+    return sum(path.stat().st_size for path in files if path.suffix != ".pyc" and path.is_file())
+
+
+def sizes() -> Iterator[Row]:
+    """The manager, then each extra: distributions and megabytes that it adds."""
+    manager = closure("pagewire", frozenset())
+    yield {"what": "pagewire", "distributions": len(manager), "MB": _mega(manager), "MB_torch": _mega({"torch"})}
+    for extra in importlib.metadata.metadata("pagewire").get_all("Provides-Extra") or ():
+        try:
+            added = closure("pagewire", frozenset({extra})) - manager
+            yield {"what": extra, "distributions": len(added), "MB": _mega(added)}
+        except importlib.metadata.PackageNotFoundError:
+            continue  # a part of it is not here
+
+
+def _mega(names: set[str]) -> float:
+    return round(sum(map(num_bytes, names)) / 1e6, 1)
+
+
+def imports(repeats: int) -> Iterator[Row]:
+    """Milliseconds of `import` in a new process, the least of some; Python's own start is not in it."""
+    with tempfile.TemporaryDirectory() as bytecode:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        environment["PYTHONPYCACHEPREFIX"] = bytecode
+        for name in _IMPORTS:
+            command, times = [sys.executable, "-c", _TIMED.format(name=name)], list[list[float]]()
+            for _ in range(1 + repeats):  # the first one compiles
+                told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout  # noqa: S603 - ourselves
+                times.append([1e3 * float(seconds) for seconds in told.split()])
+            wall, cpu = (round(min(each), 1) for each in zip(*times, strict=True))
+            yield {"what": f"import {name}", "ms_min": wall, "cpu_ms_min": cpu, "n": repeats}
+
+
+def main() -> None:
+    """Run and report."""
+    chosen = options(__doc__)
+    pin()
+    rows = [*sizes(), *imports(2 if chosen.quick else 8)]
+    report("installed", rows, chosen, "MB: what was found; columns *_min: minimum of the n samples of a row")
+
+
+if __name__ == "__main__":
+    main()
