@@ -7,6 +7,7 @@ import pytest
 
 from kvcache import PagedKVCacheManager
 from tests.kvcache.build import manager_of
+from tests.kvcache.tiers.stored_objects import StoredObjects
 
 
 @pytest.fixture
@@ -22,3 +23,11 @@ def make() -> Iterator[Callable[..., PagedKVCacheManager]]:
     for manager in made:
         manager.check()
         manager.close()
+
+
+@pytest.fixture
+def store() -> Iterator[StoredObjects]:
+    """An object store, and every manager over it."""
+    made = StoredObjects()
+    yield made
+    made.close()

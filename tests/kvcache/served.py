@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -55,6 +56,23 @@ class Served:
             self.run(context)
         self.manager.release(context.request_id)
         return cached
+
+    def waiting(self, tokens: Iterable[int], salt: str | None = None) -> TextContext:
+        """A request that no replica has claimed."""
+        self.names += 1
+        return TextContext([*tokens], 256, f"r{self.names}", cache_salt=salt)
+
+    def fetch(self, tokens: Iterable[int], salt: str | None = None, seconds: float = 10.0) -> None:
+        """Wait for a prompt's pages as a scheduler does, before it claims a replica."""
+        context, ends = self.waiting(tokens, salt), time.monotonic() + seconds
+        while self.manager.prefetch(context):
+            assert time.monotonic() < ends
+            time.sleep(0.001)
+
+    def again(self, tokens: Iterable[int], salt: str | None = None, **options: Any) -> int:
+        """`fetch`, then `serve`."""
+        self.fetch(tokens, salt)
+        return self.serve(tokens, salt, **options)
 
     def digests(self, tokens: Iterable[int]) -> NDArray[np.uint64]:
         """The digests of the full pages of a prompt."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -110,22 +109,6 @@ class ServedStates(Served):
             self.run(context)
         self.manager.release(context.request_id)
         return cached
-
-    def fetch(self, prompt: Iterable[int], seconds: float = 10.0) -> None:
-        """Wait for a prompt as a scheduler does, before it claims a replica."""
-        context, ends = self.waiting(prompt), time.monotonic() + seconds
-        while self.manager.prefetch(context):
-            assert time.monotonic() < ends
-            time.sleep(0.001)
-
-    def waiting(self, prompt: Iterable[int]) -> TextContext:
-        self.names += 1
-        return TextContext([*prompt], 256, f"r{self.names}")
-
-    def again(self, prompt: Iterable[int], **options: Any) -> int:
-        """`fetch`, then `serve`."""
-        self.fetch(prompt)
-        return self.serve(prompt, **options)
 
     def hasher(self, context: TextContext) -> PrefixHasher:
         return self.manager._replicas.each[0].hasher(None, context)

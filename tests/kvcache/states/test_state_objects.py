@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -16,60 +15,18 @@ from kvcache.states import state_tiers as module
 from kvcache.tiers.object_tier import ObjectTier
 from tests.kvcache.served import SIZE
 from tests.kvcache.states.served_states import STATE_BYTES, ServedStates
-from tests.kvcache.tiers.stored_objects import StoredObjects
-from tests.kvcache.tiers.test_object_tier import DAMAGE, damaged
+from tests.kvcache.tiers.stored_objects import COUNT, StoredObjects, key_of, settled, tiers_of
 
-COUNT = 4  # pages of an object
 PROMPT = range(43)  # ten full pages and some tokens: two objects, and one of two pages
 Make = Callable[..., ServedStates]
 
 
 @pytest.fixture
-def store() -> Iterable[StoredObjects]:
-    made = StoredObjects()
-    yield made
-    assert made.open == 0
-
-
-@pytest.fixture
-def served(store: StoredObjects) -> Iterable[Make]:
-    made: list[ServedStates] = []
-
+def served(store: StoredObjects) -> Make:
     def make(*sizes: int, **options: Any) -> ServedStates:
-        given = {"file_tier_key": "model", "object_tier_io": store, "object_tier_pages": COUNT}
-        params = {**given, **options.pop("params", {})}
-        made.append(ServedStates(*sizes, params=params, **options))
-        return made[-1]
+        return store.machine(ServedStates, *sizes, **options)
 
-    yield make
-    for one in made:
-        one.manager.check()
-        one.manager.close()
-
-
-def tiers_of(it: ServedStates) -> list[ObjectTier]:
-    """Of pages, and of states."""
-    return [tiers._counted_objects[0] for tiers in (it.tiers, it.state_tiers)]
-
-
-def settled(it: ServedStates) -> None:
-    """Wait until no thread has anything to do."""
-    for _ in range(10_000):
-        for tier in tiers_of(it):
-            tier.tick()
-        if not any(tier._jobs or tier._writing or tier._queue for tier in tiers_of(it)):
-            return
-        time.sleep(0.001)
-    raise AssertionError("the threads are at work still")
-
-
-def key_of(it: ServedStates, prompt: Iterable[int], pages: int, *, state: bool) -> str:
-    """The key of the state after so many pages of a prompt, or of the object of pages that ends there."""
-    tier = tiers_of(it)[state]
-    if tier._epoch is None:
-        settled(it)
-    assert tier._epoch is not None
-    return tier._layout.key(tier._epoch, it.digests(prompt)[pages - 1].tobytes())
+    return make
 
 
 def written(served: Make, *prompts: Iterable[int], new: int = 1, **options: Any) -> ServedStates:
@@ -266,28 +223,6 @@ def test_a_damaged_newest_state_leaves_the_one_before_it_and_is_written_again(
     assert store.pages == right
 
 
-@pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_state_or_object_of_pages_is_replaced_by_its_next_write(
-    served: Make, store: StoredObjects, how: str
-) -> None:
-    rng = np.random.default_rng(3)
-    it = written(served)
-    right = dict(store.pages)
-    for pages, state in ((4, False), (8, False), (10, False), (10, True)):
-        key = key_of(it, PROMPT, pages, state=state)
-        if (content := damaged(store, key, how, rng)) is None:
-            del store.objects[key]
-        else:
-            store.objects[key] = content
-        damage = dict(store.pages)
-        again = served()
-        assert (again.again(PROMPT) == 40) == (how == "longer"), (pages, state)
-        again.manager.close()
-        kept = {key: store.objects[key] for key in right}  # a run that begins elsewhere also leaves states elsewhere
-        assert kept == (damage if how == "longer" else right), (pages, state)
-        store.objects = dict(right)
-
-
 def test_damaged_pages_at_a_runs_end_leave_the_state_before_it(served: Make, store: StoredObjects) -> None:
     written(served, PROMPT[:37])  # nine pages
     it = written(served)
@@ -299,40 +234,6 @@ def test_damaged_pages_at_a_runs_end_leave_the_state_before_it(served: Make, sto
     assert again.manager.metrics.object_blocks_refused == 2
     again.manager.close()
     assert store.pages == right
-
-
-def test_a_store_that_is_slow_is_waited_for_no_longer_than_its_time(served: Make, store: StoredObjects) -> None:
-    written(served)
-    patient = served(params={"object_tier_timeout_s": 60.0})
-    settled(patient)
-    store.is_not_waited_for(lambda: patient.manager.maybe_reserve(patient.claim(PROMPT)))
-    patient.manager.close()
-    again = served(params={"object_tier_timeout_s": 0.2})
-    settled(again)
-    store.may.clear()
-    context = again.claim(PROMPT)
-    assert again.manager.maybe_reserve(context)
-    again.manager.release(context.request_id)
-    again.fetch(PROMPT, seconds=0.2 + 0.3)
-    assert again.serve(PROMPT) == 0
-    store.may.set()
-    for tier in tiers_of(again):
-        for job in tier._jobs:
-            job.done.exception()
-    settled(again)
-
-
-def test_a_manager_closes_while_an_answer_is_on_its_way(served: Make, store: StoredObjects) -> None:
-    written(served)
-    again = served()
-    settled(again)
-    store.may.clear()
-    assert again.manager.maybe_reserve(again.claim(PROMPT))
-    (job,) = tiers_of(again)[0]._jobs
-    while not job.done.running():
-        time.sleep(0.001)
-    threading.Timer(0.05, store.may.set).start()
-    again.manager.close()  # waits for the answer, which would have had pages read
 
 
 @pytest.mark.parametrize("which", ["states", "pages", "both"])
@@ -394,21 +295,6 @@ def test_replicas_share_what_comes_from_the_store(served: Make) -> None:
     assert again.serve(PROMPT, replica=0) == 40
     assert again.manager.metrics.object_states_read == 1
     assert again.manager.metrics.h2d_states_copied == 2
-
-
-def test_a_reset_finds_no_object_of_before_here_or_after_a_restart(served: Make) -> None:
-    it = served()
-    it.serve(PROMPT)
-    it.manager.flush_tiers()
-    it.manager.reset_prefix_cache()
-    assert it.again(PROMPT) == 0
-    it.manager.close()
-    again = served()
-    assert again.again(PROMPT) == 40
-    again.manager.reset_prefix_cache()
-    again.manager.close()
-    last = served()
-    assert last.again(PROMPT) == 0
 
 
 @pytest.mark.parametrize("pays", [True, False])
@@ -502,34 +388,6 @@ def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_
     least |= {"with states of files": 1, "refused": 1, "reset": 1}
     assert {event: seen[event] for event, count in least.items() if seen[event] < count} == {}
     assert all(it.compared > 20 and it.kv.compared > 300 for it in both)
-
-
-def test_damaged_objects_are_misses(served: Make, store: StoredObjects) -> None:
-    """Most states and few pages are damaged after they were written; all that is read of them is compared."""
-    rng, seen = np.random.default_rng(5), [set[str](), set[str]()]
-    for number in range(12):
-        params = {"file_tier_key": f"{number}"}
-        it, prompts = served(160, 240, 30, params=params), [[first, *range(38)] for first in range(4)]
-        for prompt in prompts:
-            it.serve(prompt)
-        it.manager.close()
-        of_states = tiers_of(it)[1]._layout.page.namespace.hex()
-        for key in sorted(store.pages):
-            if rng.random() > (0.9 if key.startswith(of_states) else 0.15):
-                continue
-            content = damaged(store, key, DAMAGE[int(rng.integers(len(DAMAGE)))], rng)
-            store.objects.pop(key) if content is None else store.objects.update({key: content})
-        again = served(160, 240, 30, params=params)
-        for prompt in prompts * 2:
-            again.again(prompt)
-        again.manager.check()
-        for mine, tier in zip(seen, tiers_of(again), strict=True):
-            mine |= {refusal.value for refusal in tier.refusals}
-        assert again.manager.metrics.object_store_failures == 0
-        again.manager.close()
-        store.objects.clear()
-    assert seen[0]
-    assert seen[1] == {"gone", "cut", "foreign", "corrupted"}
 
 
 class Late:

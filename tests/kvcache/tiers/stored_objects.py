@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
+from kvcache.tiers.object_tier import ObjectTier
 from kvcache.types import ObjectIO, ObjectRange, Part
+from tests.kvcache.served import Served
+
+COUNT = 4  # pages of an object
+# An object that is longer at its end has every page right: they are read, and it stays.
+DAMAGE = ("gone", "swapped", "empty", "cut", "noise", "shifted", "pushed", "flipped", "longer")
+S = TypeVar("S", bound=Served)
 
 
 class StoredObjects:
@@ -22,6 +30,21 @@ class StoredObjects:
         self.may = threading.Event()  # calls wait for it, as long as their time lasts
         self.may.set()
         self.open = 0
+        self._machines: list[Served] = []
+
+    def machine(self, kind: type[S], *sizes: int, params: dict[str, Any] | None = None, **options: Any) -> S:
+        """A manager over this store, which is closed with it."""
+        given = {"file_tier_key": "model", "object_tier_io": self, "object_tier_pages": COUNT, **(params or {})}
+        made = kind(*sizes, params=given, **options)
+        self._machines.append(made)
+        return made
+
+    def close(self) -> None:
+        """Check all managers over it, and close them: nothing stays open."""
+        for one in self._machines:
+            one.manager.check()
+            one.manager.close()
+        assert self.open == 0
 
     def __call__(self, size: int, timeout_s: float) -> ObjectIO:
         self.open += 1
@@ -39,6 +62,70 @@ class StoredObjects:
         assert reserve()
         assert time.monotonic() - began < 30
         self.may.set()
+
+    def damage(self, key: str, how: str, rng: np.random.Generator) -> bool:
+        """Damage an object in one way of `DAMAGE`; whether another one is there now, or none."""
+        content, right = damaged(self, key, how, rng), self.objects.pop(key)
+        if content is not None:
+            self.objects[key] = content
+        return content != right
+
+
+def damaged(store: StoredObjects, key: str, how: str, rng: np.random.Generator) -> bytes | None:
+    """What a damaged object holds; None if it is gone."""
+    content = bytearray(store.objects[key])
+    others = [one for one in store.pages if one != key]
+    made: dict[str, Callable[[], bytes | None]] = {
+        "gone": lambda: None,
+        "swapped": lambda: store.objects[others[int(rng.integers(len(others)))]],
+        "empty": lambda: b"",
+        "cut": lambda: bytes(content[: int(rng.integers(len(content)))]),
+        "noise": lambda: rng.integers(0, 256, len(content), np.uint8).tobytes(),
+        "shifted": lambda: bytes(content[1:]) + b"?",
+        "pushed": lambda: b"?" + bytes(content),
+        "longer": lambda: bytes(content) + rng.integers(0, 256, int(rng.integers(1, 200)), np.uint8).tobytes(),
+    }
+    if how in made:
+        return made[how]()
+    content[int(rng.integers(len(content)))] ^= int(rng.integers(1, 256))
+    return bytes(content)
+
+
+def tiers_of(it: Served) -> list[ObjectTier]:
+    """The object tiers of a manager: that of its pages, and that of its states if it has any."""
+    return [tiers._counted_objects[0] for tiers in it.manager._replicas._all_tiers]
+
+
+def objects_of(it: Served) -> ObjectTier:
+    """The object tier of the pages."""
+    return tiers_of(it)[0]
+
+
+def settled(it: Served) -> None:
+    """Wait until the threads have nothing to do."""
+    for _ in range(10_000):
+        for tier in tiers_of(it):
+            tier.tick()
+        if not any(tier._jobs or tier._writing or tier._queue for tier in tiers_of(it)):
+            return
+        time.sleep(0.001)
+    raise AssertionError("the threads are at work still")
+
+
+def forget_host(it: Served) -> None:
+    """As if the host had evicted everything: what there is in the store stays known."""
+    for tiers in it.manager._replicas._all_tiers:
+        tiers.host.pool.forget_idle()
+
+
+def key_of(it: Served, prompt: Iterable[int], pages: int, table: int = 0, *, state: bool = False) -> str:
+    """The key of a table's object that ends after so many pages of a prompt, or of the state there."""
+    tier, tables, digests = tiers_of(it)[state], it.manager._replicas.each[0].tables, it.digests(prompt)
+    if tier._epoch is None:
+        settled(it)
+    assert tier._epoch is not None
+    own = tables.every(digests)[table] if tables.count > 1 else digests
+    return tier._layout.key(tier._epoch, own[pages - 1].tobytes())
 
 
 class _IO:

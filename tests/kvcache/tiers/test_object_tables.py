@@ -13,52 +13,28 @@ import pytest
 
 from kvcache import LayerGroup, TextContext
 from kvcache.tiers import object_tier as module
-from kvcache.tiers.object_tier import ObjectTier
 from tests.kvcache.replica.tables_below import TWO, WINDOW, Make, fill
 from tests.kvcache.served import SIZE, Served
-from tests.kvcache.tiers.stored_objects import StoredObjects
-from tests.kvcache.tiers.test_object_tier import DAMAGE, damaged, fetch, settled
+from tests.kvcache.tiers import stored_objects
+from tests.kvcache.tiers.stored_objects import COUNT, StoredObjects, objects_of, settled
+from tests.kvcache.tiers.test_object_tier_contract import LONG
 
-COUNT = 4  # pages of an object
+ONE = (LayerGroup("full", (0,)),)
 PROMPT = range(51)  # twelve full pages and some tokens: three objects of each table
-LONG = LayerGroup("full", (0,)), LayerGroup("window", (1,), 22)  # of 22 tokens: six pages, two objects
 
 
 @pytest.fixture
-def store() -> Iterable[StoredObjects]:
-    made = StoredObjects()
-    yield made
-    assert made.open == 0
-
-
-@pytest.fixture
-def served(store: StoredObjects) -> Iterable[Make]:
-    made: list[Served] = []
-
+def served(store: StoredObjects) -> Make:
     def make(pages: int = 60, host_slots: int = 120, groups: tuple[LayerGroup, ...] = WINDOW, **options: Any) -> Served:
-        given = {"groups": groups, "file_tier_key": "model", "object_tier_io": store, "object_tier_pages": COUNT}
-        layers = sum(len(group.layers) for group in groups)
-        params = {**given, **options.pop("params", {})}
-        made.append(Served(pages, host_slots, layers=layers, params=params, **options))
-        return made[-1]
+        layers, params = sum(len(group.layers) for group in groups), {"groups": groups, **options.pop("params", {})}
+        return store.machine(Served, pages, host_slots, layers=layers, params=params, **options)
 
-    yield make
-    for one in made:
-        one.manager.check()
-        one.manager.close()
-
-
-def objects_of(it: Served) -> ObjectTier:
-    return it.tiers._counted_objects[0]
+    return make
 
 
 def key_of(it: Served, table: int, number: int, prompt: Iterable[int] = PROMPT) -> str:
     """The key of a table's object of a prompt, by its number from the first on."""
-    tables, tier = it.manager._replicas.each[0].tables, objects_of(it)
-    if tier._epoch is None:
-        settled(it)
-    assert tier._epoch is not None
-    return tier._layout.key(tier._epoch, tables.every(it.digests(prompt))[table, (number + 1) * COUNT - 1].tobytes())
+    return stored_objects.key_of(it, prompt, (number + 1) * COUNT, table)
 
 
 def written(served: Make, groups: tuple[LayerGroup, ...] = WINDOW) -> Served:
@@ -78,7 +54,7 @@ def test_a_new_machine_finds_what_was_written_of_every_table(
     assert len(store.pages) == 3 * tables
     assert {key_of(it, table, number) for table in range(tables) for number in range(3)} == set(store.pages)
     again = served(groups=groups)
-    fetch(again, PROMPT)
+    again.fetch(PROMPT)
     full = 2 if groups is TWO else 1
     # Token 48 sees 43 to 47 of the window: two pages of its last object; none of the chunk that begins with it.
     assert again.manager.metrics.object_blocks_read == 12 * full + 2
@@ -92,7 +68,7 @@ def test_of_a_window_the_objects_over_what_is_seen_next_are_read(served: Make, s
     written(served, LONG)
     again = served(groups=LONG)
     del store.objects[key_of(again, 1, 0)]  # nobody sees it behind page 12
-    fetch(again, PROMPT)
+    again.fetch(PROMPT)
     assert again.manager.metrics.object_blocks_read == 12 + 6
     assert again.serve(PROMPT) == 48
 
@@ -102,7 +78,7 @@ def test_what_there_is_is_asked_in_few_rounds(served: Make, store: StoredObjects
     again, longer = served(), [*PROMPT, *range(60)]
     settled(again)
     store.calls.clear()
-    fetch(again, longer)
+    again.fetch(longer)
     assert store.calls == ["exist", "exist", "read"]  # where full layers' objects end, then what windows have there
     assert again.serve(longer) == 48
     gone = [key_of(again, 1, number) for number in (1, 2)]
@@ -111,13 +87,13 @@ def test_what_there_is_is_asked_in_few_rounds(served: Make, store: StoredObjects
     third = served()
     settled(third)
     store.calls.clear()
-    fetch(third, longer)
+    third.fetch(longer)
     assert store.calls == ["exist", "exist", "exist", "read"]  # and then all that windows have
     assert third.serve(longer) == 16
     settled(third)
     store.calls.clear()
-    fetch(third, longer)
-    fetch(third, longer)
+    third.fetch(longer)
+    third.fetch(longer)
     assert store.calls == []  # all is known
 
 
@@ -131,7 +107,7 @@ def test_nothing_of_windows_is_asked_for_a_prompt_that_nobody_has(
     io, tier = objects_of(it)._read_io, objects_of(it)
     exist = io.exist
     io.exist = lambda asked: keys.extend(asked) or exist(asked)  # type: ignore[method-assign]
-    fetch(it, range(length))
+    it.fetch(range(length))
     assert keys == [key_of(it, 0, number) for number in range(3)]
     assert tier.generation
     assert store.calls.count("read") == 0
@@ -145,43 +121,7 @@ def test_a_prefix_ends_where_some_table_has_nothing_to_go_on_with(
     again = served()
     settled(again)
     del store.objects[key_of(again, table, number)]
-    fetch(again, PROMPT)
-    assert again.serve(PROMPT) == found
-
-
-def test_an_object_that_is_wrong_is_a_shorter_prefix_and_written_again(served: Make, store: StoredObjects) -> None:
-    written(served)
-    right = dict(store.pages)
-    again = served()
-    settled(again)
-    broken = key_of(again, 1, 2)
-    store.objects[broken] = bytes(len(right[broken]))
-    fetch(again, PROMPT)
-    assert again.manager.metrics.object_blocks_refused == 2
-    assert again.serve(PROMPT) == 32
-    again.manager.close()
-    assert store.pages == right
-
-
-@pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_object_of_any_table_is_replaced_by_the_next_write_of_its_pages(
-    served: Make, store: StoredObjects, how: str
-) -> None:
-    rng = np.random.default_rng(3)
-    written(served)
-    right = dict(store.pages)
-    for table, number in ((0, 0), (0, 1), (0, 2), (1, 2)):  # the prompt goes on from these
-        again = served()
-        key = key_of(again, table, number)
-        if (content := damaged(store, key, how, rng)) is None:
-            del store.objects[key]
-        else:
-            store.objects[key] = content
-        damage = dict(store.pages)
-        fetch(again, PROMPT)
-        assert (again.serve(PROMPT, chunk=8) == 48) == (how == "longer"), (table, number)
-        again.manager.close()
-        assert store.pages == (damage if how == "longer" else right), (table, number)
+    assert again.again(PROMPT) == found
 
 
 def test_one_tables_object_in_anothers_place_is_refused(served: Make, store: StoredObjects) -> None:
@@ -189,7 +129,7 @@ def test_one_tables_object_in_anothers_place_is_refused(served: Make, store: Sto
     again = served()
     settled(again)
     store.objects[key_of(again, 1, 2)] = store.objects[key_of(again, 0, 2)]
-    fetch(again, PROMPT)
+    again.fetch(PROMPT)
     assert objects_of(again).refusals == {"foreign": 2}
     assert again.serve(PROMPT) == 32
 
@@ -198,28 +138,14 @@ def test_objects_of_another_grouping_are_not_found(served: Make, store: StoredOb
     written(served)
     for groups in ((LayerGroup("full", (0,)), LayerGroup("window", (1,), 7)), (LayerGroup("full", (0, 1)),)):
         other = served(groups=groups)
-        fetch(other, PROMPT)
-        assert other.serve(PROMPT) == 0
+        assert other.again(PROMPT) == 0
     assert store.read_bytes == 0
-
-
-def test_only_what_the_host_lacks_is_read(served: Make, store: StoredObjects) -> None:
-    written(served)
-    again = served()
-    again.serve(range(27), chunk=8)  # six pages
-    settled(again)
-    store.read_bytes = 0
-    again.manager.reset_metrics()
-    fetch(again, PROMPT)
-    assert again.manager.metrics.object_blocks_read == 6 + 2
-    assert store.read_bytes == 8 * objects_of(again)._layout.record_bytes
-    assert again.serve(PROMPT) == 48
 
 
 def test_pages_that_come_up_are_their_tables(served: Make) -> None:
     written(served)
     again = served()
-    fetch(again, PROMPT)
+    again.fetch(PROMPT)
     index = again.tiers.host.pool.index
     tables = again.manager._replicas.each[0].tables
     assert index.tables is not None
@@ -227,34 +153,6 @@ def test_pages_that_come_up_are_their_tables(served: Make) -> None:
         slots = index.find(digests)
         assert (index.tables[slots[slots > 0]] == table).all()
         assert np.count_nonzero(slots) == (2 if table else 12)
-
-
-def test_files_come_before_objects(served: Make, store: StoredObjects, tmp_path: Path) -> None:
-    files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-3}
-    it = served(params=files)
-    it.serve(range(19), chunk=8)
-    it.manager.close()
-    written(served)
-    assert len(store.pages) == 6
-    again = served(params=files)
-    fetch(again, PROMPT)
-    assert again.serve(PROMPT) == 48
-    # Files have six pages of the prefix that is known to be there while the store is asked.
-    assert (again.manager.metrics.file_blocks_read, again.manager.metrics.object_blocks_read) == (4 + 2, 8 + 2)
-
-
-def test_an_object_of_which_the_host_has_lost_a_page_is_not_written(served: Make, store: StoredObjects) -> None:
-    store.may.clear()
-    it = served(60, 28)
-    it.serve(PROMPT, chunk=8)
-    it.tiers.settle()
-    assert len(objects_of(it)._queue) == 6
-    it.serve([7, *range(14)], chunk=8)
-    it.tiers.settle()
-    store.may.set()
-    it.manager.flush_tiers()
-    assert 0 < len(store.pages) < 6
-    assert len(store.pages) * COUNT == it.manager.metrics.object_blocks_written
 
 
 def test_the_objects_of_a_prompts_first_pages_are_written_first(
@@ -277,46 +175,12 @@ def test_the_objects_of_a_prompts_first_pages_are_written_first(
     assert set(store.pages) == {key_of(it, table, number) for number in range(3) for table in (0, 1)}
 
 
-def test_a_prompt_larger_than_the_host_tier_is_not_read_again_and_again(served: Make) -> None:
-    written(served)
-    again = served(60, 20)  # five pages of each table
-    for _ in range(5):
-        fetch(again, PROMPT)
-    assert again.manager.metrics.object_blocks_read == 4 + 2
-    assert again.serve(PROMPT) == 16
-
-
-def test_a_store_that_is_slow_is_waited_for_no_longer_than_its_time(served: Make, store: StoredObjects) -> None:
-    written(served)
-    patient = served(params={"object_tier_timeout_s": 60.0})
-    settled(patient)
-    store.is_not_waited_for(lambda: patient.manager.maybe_reserve(patient.claim(PROMPT)))
-    patient.manager.close()
-    again = served(params={"object_tier_timeout_s": 0.2})
-    settled(again)
-    store.may.clear()
-    context = again.claim(PROMPT)
-    assert again.manager.maybe_reserve(context)
-    again.manager.release(context.request_id)
-    fetch(again, PROMPT, seconds=1.5)  # the default is 2
-    assert again.serve(PROMPT) == 0
-    settled(again)
-    store.may.set()
-    assert again.manager.metrics.object_store_failures == 1
-    calls = len(store.calls)
-    fetch(again, [5, *PROMPT], seconds=0.1)  # it is left alone
-    again.serve([5, *PROMPT])
-    again.tiers.settle()
-    assert objects_of(again)._queue == {}
-    assert len(store.calls) == calls
-
-
 def test_an_answer_that_comes_between_two_looks_is_another_question(
     served: Make, store: StoredObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written(served)
     again = served()
-    fetch(again, PROMPT)
+    again.fetch(PROMPT)
     again.tiers.host.pool.forget_idle()  # what there is in the store, is known: of windows the last object alone
     del store.objects[key_of(again, 1, 2)]
     store.may.clear()
@@ -342,95 +206,6 @@ def test_an_answer_that_comes_between_two_looks_is_another_question(
     again.manager.release(context.request_id)
 
 
-def test_a_store_that_fails_while_it_is_read_is_left_alone(served: Make, store: StoredObjects) -> None:
-    written(served)
-    again = served()
-    fetch(again, PROMPT)
-    again.tiers.host.pool.forget_idle()  # what there is in the store, is known
-    store.fails = True
-    calls = len(store.calls)
-    fetch(again, PROMPT, seconds=2.0)
-    fetch(again, PROMPT, seconds=2.0)
-    assert store.calls[calls:] == ["read"]
-    assert again.serve(PROMPT) == 0
-    assert again.manager.metrics.object_store_failures == 1
-
-
-def test_what_is_being_read_is_not_read_twice_and_leaves_slots_to_writes(served: Make, store: StoredObjects) -> None:
-    written(served)
-    again = served(checks=False)
-    held = again.tiers.host.pool.allocate(120)
-    context, tier = again.claim(PROMPT), objects_of(again)
-    while again.manager.prefetch(context):  # it knows what there is, and has no room for it
-        time.sleep(0.001)
-    again.tiers.host.pool.release(held[:11])
-    store.may.clear()
-    assert again.manager.prefetch(context)
-    assert [*map(len, tier.held_slots)] == [5]  # half of what is free
-    for _ in range(3):
-        assert again.manager.prefetch(context)
-    assert sum(map(len, tier.held_slots)) < 11
-    store.may.set()
-    settled(again)
-    again.tiers.host.pool.release(held[11:])
-    fetch(again, PROMPT)
-    assert again.manager.metrics.object_blocks_read == 14
-    again.manager.release(context.request_id)
-
-
-@pytest.mark.parametrize("failing", [True, False])
-def test_a_store_that_fails_costs_a_request_nothing(served: Make, store: StoredObjects, *, failing: bool) -> None:
-    store.fails = failing
-    it = served()
-    for first in range(5):
-        fetch(it, [first, *PROMPT])
-        it.serve([first, *PROMPT], chunk=8)
-    it.manager.flush_tiers()
-    assert it.manager.metrics.object_store_failures == failing
-    assert (it.manager.metrics.object_blocks_written == 0) == failing
-
-
-def test_pages_that_come_too_late_are_there_for_the_next_request(served: Make, store: StoredObjects) -> None:
-    written(served)
-    again = served()
-    settled(again)
-    tier, now = objects_of(again), time.monotonic()
-    tier._clock = lambda: now
-    fetch(again, PROMPT[:3])
-    store.may.clear()
-    context = again.claim(PROMPT)
-    assert again.manager.prefetch(context)
-    now += 2.01
-    assert not again.manager.prefetch(context)
-    store.may.set()
-    settled(again)
-    fetch(again, PROMPT)
-    assert again.manager.metrics.object_blocks_read == 14
-    assert again.manager.maybe_reserve(context)
-    assert context.start_idx == 48
-    again.run(context)
-    again.manager.release(context.request_id)
-
-
-def test_a_reset_finds_no_object_of_before_here_or_after_a_restart(served: Make, store: StoredObjects) -> None:
-    it = served()
-    it.serve(PROMPT, chunk=8)
-    it.manager.flush_tiers()
-    it.manager.reset_prefix_cache()
-    fetch(it, PROMPT)
-    assert it.serve(PROMPT, chunk=8) == 0
-    it.manager.close()
-    assert len(store.pages) == 12
-    again = served()
-    fetch(again, PROMPT)
-    assert again.serve(PROMPT) == 48
-    again.manager.reset_prefix_cache()
-    again.manager.close()
-    third = served()
-    fetch(third, PROMPT)
-    assert third.serve(PROMPT) == 0
-
-
 def test_reading_is_weighed_against_the_tokens_that_need_not_be_computed(
     served: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,8 +220,7 @@ def test_reading_is_weighed_against_the_tokens_that_need_not_be_computed(
 
     with monkeypatch.context() as patched:
         patched.setattr(objects_of(again).rates, "pays", pays)
-        fetch(again, PROMPT)
-        assert again.serve(PROMPT) == 24
+        assert again.again(PROMPT) == 24
     assert set(weighed) == {(6 + 2, 6)}  # six pages of the full layers' and two of the window spare six pages of tokens
 
 
@@ -495,14 +269,15 @@ def longest(it: Served, prompt: list[int], store: StoredObjects) -> int:
     return 0
 
 
-@pytest.mark.parametrize("groups", [WINDOW, TWO, LONG])
+@pytest.mark.parametrize("groups", [ONE, WINDOW, TWO, LONG])
 def test_random_prompts_over_four_tiers(
     served: Make, store: StoredObjects, tmp_path: Path, groups: tuple[LayerGroup, ...]
 ) -> None:
     """Two managers on one store, small on every tier: what is found is what the model finds, and its KV is compared."""
     rng, seen, now = np.random.default_rng(8), Counter[str](), time.monotonic()
     files = [{}, {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 9000 / 2**30}]
-    both = [served(80, 88, groups, params=one, checks=False) for one in files]
+    sizes = (80, 44 if groups is ONE else 88)
+    both = [served(*sizes, groups, params=one, checks=False) for one in files]
     for it in both:
         objects_of(it)._clock = lambda: now
     for move in range(200):
@@ -514,7 +289,7 @@ def test_random_prompts_over_four_tiers(
         prompt = [int(rng.integers(9)), *range(int(rng.integers(1, 48)))]
         expected = longest(it, prompt, store)
         read, gone = it.manager.metrics.object_blocks_read, objects_of(it).refusals.total()
-        fetch(it, prompt)
+        it.fetch(prompt)
         found = it.serve(prompt, chunk=int(rng.integers(1, 5)) * 8)
         # What was read for a prefix that has just been shortened may have pushed out what the shorter one needs.
         assert found == expected or (objects_of(it).refusals.total() > gone and found < expected), (move, prompt)
@@ -537,28 +312,3 @@ def test_random_prompts_over_four_tiers(
     for it in both:
         assert it.manager.metrics.object_blocks_written > 20
         assert it.kv.compared > 300
-
-
-@pytest.mark.parametrize("groups", [WINDOW, TWO, LONG])
-def test_damaged_objects_are_misses(served: Make, store: StoredObjects, groups: tuple[LayerGroup, ...]) -> None:
-    """Each object is damaged after it was written; all that is read of it is compared, token by token."""
-    rng, seen = np.random.default_rng(5), set[str]()
-    for number in range(8):
-        params = {"file_tier_key": f"{number}"}
-        it, prompts = served(80, 160, groups, params=params), [[first, *range(33)] for first in range(3)]
-        for prompt in prompts:
-            it.serve(prompt, chunk=8)
-        it.manager.close()
-        for key in list(store.pages):
-            content = damaged(store, key, DAMAGE[int(rng.integers(len(DAMAGE)))], rng)
-            store.objects.pop(key) if content is None else store.objects.update({key: content})
-        again = served(80, 160, groups, params=params)
-        for prompt in prompts * 2:
-            fetch(again, prompt)
-            again.serve(prompt, chunk=8)  # its KV is compared
-        again.manager.check()
-        seen |= {refusal.value for refusal in objects_of(again).refusals}
-        assert again.manager.metrics.object_store_failures == 0
-        again.manager.close()
-        store.objects.clear()
-    assert seen == {"gone", "cut", "foreign", "corrupted"}

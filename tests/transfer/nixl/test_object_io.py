@@ -16,8 +16,7 @@ import pytest
 from kvcache import InvalidParamsError
 from kvcache.types import ObjectRange
 from tests.kvcache.served import Served
-from tests.kvcache.tiers.stored_objects import StoredObjects
-from tests.kvcache.tiers.test_object_tier import DAMAGE, damaged, fetch, objects_of
+from tests.kvcache.tiers.stored_objects import DAMAGE, StoredObjects, damaged, objects_of
 from tests.transfer.nixl.moto_store import MotoStore, moto_store
 from tests.transfer.nixl.slow_link import slow_link
 from transfer import NixlObjects
@@ -155,14 +154,14 @@ def test_a_new_process_in_a_new_folder_finds_the_pages(store: MotoStore) -> None
     assert it.manager.metrics.object_blocks_written == 8
     assert [key for key in store.keys("pages") if not key.startswith("kv/")] == []
     again = served(objects)
-    fetch(again, PROMPT)
+    again.fetch(PROMPT)
     assert again.serve(PROMPT) == 32
     assert (again.kv.compared, again.manager.metrics.object_blocks_read) == (32, 8)
     again.manager.reset_prefix_cache()
     again.manager.check()
     again.manager.close()
     third = served(objects)
-    fetch(third, PROMPT)
+    third.fetch(PROMPT)
     assert third.serve(PROMPT) == 0
     third.manager.close()
 
@@ -190,7 +189,7 @@ def test_broken_objects_of_a_real_store_are_misses(store: MotoStore, rounds: int
             )
         again = served(objects, timeout_s=10.0)
         for prompt in prompts[number % 2 :: 2] if rounds > 2 else prompts:
-            fetch(again, prompt)
+            again.fetch(prompt)
             again.serve(prompt)  # its KV is compared
         refused += again.manager.metrics.object_blocks_refused
         again.manager.check()
@@ -217,7 +216,7 @@ def test_objects_that_are_cut_to_nothing_or_short_are_replaced(store: MotoStore,
     for found in (0, 32):
         again = served(objects, timeout_s=10.0)
         for prompt in prompts:
-            fetch(again, prompt)
+            again.fetch(prompt)
             assert again.serve(prompt) == found
             again.manager.flush_tiers()
         assert again.manager.metrics.object_store_failures == 0
@@ -254,7 +253,7 @@ def test_requests_go_on_while_the_store_stops_and_goes_on(store: MotoStore, monk
         assert time.monotonic() < ends
         it.manager.flush_tiers()
         forget(it)
-        fetch(it, [int(ends * 1000 + time.monotonic()) % 6, *PROMPT])
+        it.fetch([int(ends * 1000 + time.monotonic()) % 6, *PROMPT])
     it.manager.check()
     it.manager.close()
 
@@ -268,7 +267,7 @@ def test_requests_go_on_over_a_link_that_becomes_slow(store: MotoStore, monkeypa
             it.serve([first, *PROMPT])
         it.manager.flush_tiers()
         forget(it)
-        fetch(it, [0, *PROMPT])
+        it.fetch([0, *PROMPT])
         assert it.serve([0, *PROMPT]) == 32
         longest = {0.0: 0.0, 0.05: 0.0, 6.0: 0.0}  # by the delay: none, one that is borne, and one that no call bears
         for first in range(6):
@@ -276,7 +275,7 @@ def test_requests_go_on_over_a_link_that_becomes_slow(store: MotoStore, monkeypa
             forget(it)
             forget(it)
             began = time.monotonic()
-            fetch(it, [first, *PROMPT])
+            it.fetch([first, *PROMPT])
             longest[link.delay_s] = max(longest[link.delay_s], time.monotonic() - began)
             assert it.serve([first, *PROMPT]) in {0, 32}  # the KV that it finds is compared
             if link.delay_s < 1.0:
@@ -289,7 +288,7 @@ def test_requests_go_on_over_a_link_that_becomes_slow(store: MotoStore, monkeypa
             assert time.monotonic() < ends
             it.manager.flush_tiers()
             forget(it)
-            fetch(it, [0, *PROMPT])
+            it.fetch([0, *PROMPT])
         it.manager.check()
         it.manager.close()
 
@@ -303,12 +302,12 @@ def test_a_link_that_carries_less_than_the_model_computes_is_not_read(store: Mot
     with slow_link(store.url) as link:
         link.delay_s = 0.02
         it = served(replace(objects, endpoint=link.url), timeout_s=10.0, params={"object_tier_tokens_per_s": 1e4})
-        fetch(it, [*PROMPT])
+        it.fetch([*PROMPT])
         assert it.manager.metrics.object_blocks_read == 8  # nothing was measured before
         for _ in range(4):  # the 32 tokens are computed in 3.2 ms
             forget(it)
             forget(it)
-            fetch(it, [*PROMPT])
+            it.fetch([*PROMPT])
         assert it.manager.metrics.object_blocks_read == 16  # one try in 30 s, as the store may have become faster
         it.manager.check()
         it.manager.close()
@@ -318,7 +317,7 @@ def test_a_store_that_is_not_there_costs_a_request_its_time_once() -> None:
     it = served(NixlObjects("none", "http://127.0.0.1:9"), timeout_s=0.3)
     began = time.monotonic()
     for first in range(5):
-        fetch(it, [first, *PROMPT], seconds=1.0)
+        it.fetch([first, *PROMPT], seconds=1.0)
         assert it.serve([first, *PROMPT]) == 0
     it.manager.check()
     it.manager.close()
