@@ -173,6 +173,9 @@ class PagedKVCacheManager(PoolFigures):
         num_steps = arguments.steps(num_steps)
         check_context(context, "admission")
         self._look_for_reset()
+        if self._replicas.is_loading:
+            with self._mark.changing("admission"):
+                self._replicas.take_up()
         return self._replicas.admission(context, num_steps)
 
     def prefetch(self, context: Context) -> bool:

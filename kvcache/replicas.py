@@ -149,6 +149,16 @@ class Replicas:
         chosen = self._router.recommend(missing, claimed, fits)
         return Admission(chosen, found[chosen].end, missing[chosen], fits[chosen])
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether pages are held that are, or were, on their way from host memory."""
+        return any(tiers.is_loading for tiers in self._all_tiers)
+
+    def take_up(self) -> None:
+        """Take up what has come from host memory: its pages may be free. A loop that only waits runs no step."""
+        for tiers in self._all_tiers:
+            tiers.take_up()
+
     def prefetch(self, context: Context) -> bool:
         """Begin to bring the request's pages to the host tier; whether some are on their way."""
         if self.tiers is None or not self.tiers.lower:
@@ -162,6 +172,8 @@ class Replicas:
         """Pages for one request; False: too few, nothing changed."""
         replica = self.each[replica_idx]
         first_time = replica.rows.prompt.item(row) < 0  # then what is cached is looked up, whatever is to run
+        if first_time and self.tiers is not None:
+            self.take_up()
         if self._copies is not None and first_time:
             self._copies.bring(replica_idx, row, context, num_steps)
         new_pages = replica.reserve(row, context, num_steps)

@@ -181,6 +181,11 @@ class ReplicaTier(PagesBelow, PageReader):
             else:
                 self.store(self._next_entry())
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether copies to the device were begun whose end nobody has taken up."""
+        return bool(self._left)
+
     def poll(self) -> None:
         """Take up what the copies beside us have brought to its end."""
         while self.stores and all(mark.over() for mark in self.stores[0].marks):

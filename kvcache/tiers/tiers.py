@@ -93,6 +93,17 @@ class Tiers:
         for lower in self.lower:
             lower.tick()
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether copies to the device were begun whose end nobody has taken up."""
+        return any(tier.is_loading for tier in self.replicas)
+
+    def take_up(self) -> None:
+        """Take up what copies have brought to the device, where no step is about to run that would."""
+        for tier in self.replicas:
+            if tier.is_loading:
+                tier.poll()
+
     def settle(self) -> None:
         for tier in self.replicas:
             tier.store_all()

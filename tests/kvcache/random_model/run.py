@@ -176,6 +176,8 @@ class Model(ImportMoves):
         return computed == one.cached
 
     def finish(self) -> None:
+        if self.interrupts is not None:
+            self.manager.fetch([])  # an interrupted one may have copied pages that the next call takes note of
         metrics = self.manager.metrics
         self.seen["came from the host"] += metrics.h2d_blocks_copied + metrics.h2d_states_copied
         self.seen["read from files"] += metrics.file_blocks_read

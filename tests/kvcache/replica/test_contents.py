@@ -195,6 +195,36 @@ def test_pages_that_are_on_their_way_are_found_by_nobody(served: Any, monkeypatc
     assert it.manager.num_free_blocks == 16
 
 
+@pytest.mark.parametrize("asked", ["admission", "maybe_reserve"])
+def test_a_loop_that_only_waits_sees_that_copies_for_nobody_are_over(
+    served: Any, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """No step runs, which would take up their end: the pages would be held for good."""
+    it = served()
+    evicted(it)
+    (tier,) = it.tiers.replicas
+    mark, begin = Mark(), tier._begin
+    monkeypatch.setattr(tier, "_at_once", False)
+
+    def beside_us(load: Any) -> Any:
+        begin(load)
+        load.marks = [mark]
+        return load.marks
+
+    monkeypatch.setattr(tier, "_begin", beside_us)
+    assert it.manager.contents.bring("theirs", 0, wanted(it), 100)
+    all_pages = TextContext([*range(5000, 5000 + 16 * SIZE - 1)], 16 * SIZE)
+    it.manager.external_claim(all_pages.request_id)
+    assert not it.manager.admission(all_pages).fits
+    assert not it.manager.maybe_reserve(all_pages)
+    mark.is_over = True
+    if asked == "admission":
+        assert it.manager.admission(all_pages).fits
+    assert it.manager.maybe_reserve(all_pages)
+    it.manager.release(all_pages.request_id)
+    it.manager.check()
+
+
 def test_what_is_on_its_way_when_all_is_forgotten_is_forgotten(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     it = served()
     evicted(it)
