@@ -56,7 +56,7 @@ endif
 test-ci: $(STAMP) ## run the tests that CI runs beside `make test`: benchmarks in their smallest form, models in every combination
 	@$(BIN)/python -m pytest $(SHARED) -m 'ci and not long' $(ARGS)
 
-test-hosts: $(STAMP) ## run tests between hosts, which are network namespaces: root makes these (ARGS="-m hosts" for long cuts)
+test-hosts: $(STAMP) $(VLLM)/.installed ## run tests between hosts, which are network namespaces: root makes these (ARGS="-m hosts" for long cuts)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/hosts -m 'hosts and not long' $(ARGS)
 
 long: $(STAMP) ## run the tests that take minutes: every signal in every stage of the demo, every message in every phase

@@ -16,14 +16,26 @@ SECRET = {"PAGEWIRE_TEST_SECRET": "a secret of the tests, of enough bytes"}
 
 
 class Side:
-    """The program of one side."""
+    """The program of one side. Without `wait` it may be started beside another, and is waited for then."""
 
     def __init__(
-        self, host: Host, name: str, folder: Path, program: str = "tests.hosts.exchanged", *arguments: str
+        self,
+        host: Host,
+        name: str,
+        folder: Path,
+        program: str = "tests.hosts.exchanged",
+        *arguments: str,
+        python: Path | str = sys.executable,
+        wait: bool = True,
     ) -> None:
-        command = [sys.executable, "-m", program, name, *(arguments or (host.address,))]
+        command = [str(python), "-m", program, name, *(arguments or (host.address,))]
         with (folder / f"{name}.log").open("ab") as log:
             self._process = host.start(command, SECRET, log, answers=True)
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the program is ready, once."""
         assert self.answer() == ["ready"]
 
     def say(self, *command: object) -> None:
