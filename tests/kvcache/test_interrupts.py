@@ -14,6 +14,7 @@ from kvcache import (
     InterruptedCallError,
     KVCacheError,
     KVCacheParams,
+    ManagerClosedError,
     PagedKVCacheManager,
     TextContext,
 )
@@ -95,6 +96,8 @@ def test_a_manager_whose_books_are_not_right_can_be_closed() -> None:
     manager, _ = interrupted_manager()
     manager.close()
     manager.close()
+    with pytest.raises(ManagerClosedError, match="the manager is closed"):
+        manager.contains("r")
 
 
 def test_recover_of_right_books_changes_nothing() -> None:

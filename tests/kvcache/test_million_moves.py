@@ -97,6 +97,7 @@ def test_drawn_moves(tmp_path_factory: pytest.TempPathFactory, data: st.DataObje
     for _ in range(count):
         model.move()
     model.finish()
+    assert model.manager.num_free_blocks == model.manager.total_num_pages
     model.close()
 
 

@@ -169,7 +169,7 @@ class Case:
         outcome = self.adapter.outcome
         self.until(lambda: len(outcome("bystander").tokens) > 1 or outcome("bystander").finished, "the bystander")
 
-    def finish(self, may_fail: Collection[str] = ()) -> None:
+    def check_end(self, may_fail: Collection[str] = ()) -> None:
         """Run until nothing is left to do; look at every outcome, earlier ones too, and at what is held."""
         self._may_fail.update(may_fail)
         self.until(lambda: self.adapter.idle, "the end")
@@ -232,7 +232,7 @@ class AdapterContract:
         limits = case.limits
         for number in range(limits.rows + 2):
             case.submit(f"r{number:02}", prompt_of(number, limits.tokens // 2))
-        case.finish()
+        case.check_end()
         peak = case.adapter.counters().peak_pages
         assert limits.pages // 2 <= peak <= limits.pages, f"{peak} of {limits.pages} pages were held at a time"
 
@@ -246,7 +246,7 @@ class AdapterContract:
             ("third", [1, 2, 3, 4, 5], (len(head) + 4) // size * size),
         ):
             case.submit(name, [*head, *tail])
-            case.finish()
+            case.check_end()
             found = case.adapter.counters().reused_tokens - before
             before += found
             assert found == reused, f"{name}: {found} tokens were found cached, {reused} were served before"
@@ -255,7 +255,7 @@ class AdapterContract:
         """A prompt longer than the budget of a run takes several."""
         budget = case.limits.budget
         case.submit("long", prompt_of(2, 5 * budget // 2))
-        case.finish()
+        case.check_end()
         most = case.adapter.counters().most_tokens
         assert 0 < most <= budget, f"{most} tokens ran at a time, the budget is {budget}"
 
@@ -272,7 +272,7 @@ class AdapterContract:
         before = case.adapter.counters().preemptions
         for number in range(limits.rows):
             case.submit(f"r{number:02}", prompt_of(number, length), new)
-        case.finish()
+        case.check_end()
         assert case.adapter.counters().preemptions > before, "nobody gave way: this has shown nothing"
 
     def test_cancel(self, case: Case, phase: str) -> None:
@@ -282,9 +282,9 @@ class AdapterContract:
         for _ in range(2):  # once is enough, and twice is no harm
             case.cancel("victim")
         case.adapter.cancel("nobody")
-        case.finish()
+        case.check_end()
         case.again("victim", "next")
-        case.finish()
+        case.check_end()
 
     def test_peer_death(self, case: Case, peer: str, dies_in: str) -> None:
         """A request whose peer dies gets its tokens elsewhere or fails with a reason; no other one is touched."""
@@ -294,9 +294,9 @@ class AdapterContract:
         for _ in range(5):
             case.adapter.step()
         case.adapter.revive_peer(peer)
-        case.finish(may_fail if peer in case.adapter.survives else {*may_fail, "victim"})
+        case.check_end(may_fail if peer in case.adapter.survives else {*may_fail, "victim"})
         case.again("victim", "next")
-        case.finish()
+        case.check_end()
 
     def test_failed_pull(self, case: Case, *, final: bool) -> None:
         """Bytes that cannot be had are never made up: another attempt has them, or the request fails with a reason."""
@@ -304,10 +304,10 @@ class AdapterContract:
         before = case.adapter.counters().failed_pulls
         case.bring("victim", "pulling")
         case.adapter.fail_pull("victim", final=final)
-        case.finish(() if "pull" in case.adapter.survives and not final else {"victim"})
+        case.check_end(() if "pull" in case.adapter.survives and not final else {"victim"})
         assert case.adapter.counters().failed_pulls > before, "no pull failed: this has shown nothing"
         case.again("victim", "next")
-        case.finish()
+        case.check_end()
 
     def test_drain(self, case: Case) -> None:
         """What is under way in every state ends; after that nothing moves, and closing finds nothing to do."""
@@ -318,8 +318,8 @@ class AdapterContract:
             case.submit(f"r{number:02}", prompt_of(number, length))
             case.adapter.step()
         case.cancel("r02")
-        case.finish()
+        case.check_end()
         case.adapter.step()
-        case.finish()
+        case.check_end()
         case.adapter.close()
         case.adapter.close()

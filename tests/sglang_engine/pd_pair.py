@@ -232,7 +232,7 @@ def reason(answer: dict[str, Any]) -> str:
     return str(answer["finished"]["message"])
 
 
-def works(pair: Pair, expected: Any) -> None:
+def check_works(pair: Pair, expected: Any) -> None:
     """The next request is right, and nothing is held after it."""
     prompt = list(range(40, 100))
     pair.send("next", prompt, NEW)

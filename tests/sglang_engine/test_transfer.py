@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.sglang_engine.pd_pair import NEW, Pair, reason, works
+from tests.sglang_engine.pd_pair import NEW, Pair, check_works, reason
 from tests.sglang_engine.test_engine import PROMPTS
 
 pytestmark = pytest.mark.timeout(300)
@@ -55,7 +55,7 @@ def test_a_room_under_which_prefill_computed_another_prompt_is_refused(pair: Pai
     pair.send_half(pair.decode, "ours", [*PROMPTS[0][:-1], 5], NEW, room)
     assert "the pages of another prompt" in reason(pair.decode.answer("ours"))
     assert reason(pair.prefill.answer("theirs"))
-    works(pair, expected)
+    check_works(pair, expected)
 
 
 def test_an_abort_at_prefill_that_decode_never_asked(pair: Pair, expected: Any) -> None:
@@ -63,7 +63,7 @@ def test_an_abort_at_prefill_that_decode_never_asked(pair: Pair, expected: Any) 
     pair.prefill.wait_phase(room, "Bootstrapping")
     pair.prefill.ask("abort", name="alone")
     assert "Abort" in reason(pair.prefill.answer("alone"))
-    works(pair, expected)
+    check_works(pair, expected)
 
 
 def test_decode_that_asks_after_prefill_gave_up_is_told_why(pair: Pair, expected: Any) -> None:
@@ -74,7 +74,7 @@ def test_decode_that_asks_after_prefill_gave_up_is_told_why(pair: Pair, expected
     pair.prefill.wait_usage()
     pair.send_half(pair.decode, "late", PROMPTS[0], NEW, room)
     assert "prefill: " in reason(pair.decode.answer("late"))
-    works(pair, expected)
+    check_works(pair, expected)
 
 
 def test_an_abort_at_decode_that_waits_for_prefill(pair: Pair, expected: Any) -> None:
@@ -84,7 +84,7 @@ def test_an_abort_at_decode_that_waits_for_prefill(pair: Pair, expected: Any) ->
     assert "Abort" in reason(pair.decode.answer("alone"))
     pair.send_half(pair.prefill, "late", PROMPTS[0], NEW, room)
     assert "decode: aborted" in reason(pair.prefill.answer("late"))
-    works(pair, expected)
+    check_works(pair, expected)
 
 
 def test_an_abort_at_decode_keeps_the_pages_until_the_read_is_over(pair: Pair, expected: Any) -> None:
@@ -95,7 +95,7 @@ def test_an_abort_at_decode_keeps_the_pages_until_the_read_is_over(pair: Pair, e
     assert "decode: aborted" in reason(pair.prefill.answer("cut"))
     pair.prefill.wait_usage()  # at once, not when the read is over
     pair.decode.hold(on=False)
-    works(pair, expected)
+    check_works(pair, expected)
 
 
 def test_an_abort_at_prefill_while_decode_reads_is_seen_by_the_fence(pair: Pair, expected: Any) -> None:
@@ -105,4 +105,4 @@ def test_an_abort_at_prefill_while_decode_reads_is_seen_by_the_fence(pair: Pair,
     pair.prefill.wait_usage()  # its pages are free while they are read
     pair.decode.hold(on=False)
     assert "given the pages away" in reason(pair.decode.answer("cut"))
-    works(pair, expected)
+    check_works(pair, expected)

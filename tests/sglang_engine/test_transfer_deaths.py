@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.sglang_engine.pd_pair import NEW, Pair, reason, works
+from tests.sglang_engine.pd_pair import NEW, Pair, check_works, reason
 from tests.sglang_engine.test_engine import PROMPTS
 
 pytestmark = pytest.mark.timeout(300)
@@ -40,7 +40,7 @@ def test_prefill_dies_while_decode_waits_and_while_it_reads(pair: Pair, expected
     assert reason(pair.decode.answer("reads"))
     pair.decode.wait_usage()
     pair.prefill = pair.start("prefill").wait_ready()
-    works(pair, expected)
+    check_works(pair, expected)
 
 
 def test_decode_dies_before_it_asks_while_prefill_computes_and_while_it_reads(pair: Pair, expected: Any) -> None:
@@ -52,4 +52,4 @@ def test_decode_dies_before_it_asks_while_prefill_computes_and_while_it_reads(pa
     assert "timed out" in reason(pair.prefill.answer("never"))
     pair.prefill.wait_usage()
     pair.decode = pair.start("decode").wait_ready()
-    works(pair, expected)
+    check_works(pair, expected)

@@ -29,7 +29,7 @@ def restarted(server: Server) -> None:
     server.wait()
 
 
-def works(pair: Pair, tokens: list[int]) -> None:
+def check_works(pair: Pair, tokens: list[int]) -> None:
     assert pair.ask(PROMPT).tokens == tokens
     for server in pair.both:
         server.wait_empty()
@@ -39,7 +39,7 @@ def test_prefill_dies_and_comes_back(servers: Any, model: Model, expected: Expec
     target = model("llama")
     pair, tokens = pair_of(servers, target), expected(target)[AT]
     pair.forget()
-    works(pair, tokens)
+    check_works(pair, tokens)
     pair.forget()
     params = pair.prefilled(PROMPT)
     pair.prefill.kill()
@@ -51,14 +51,14 @@ def test_prefill_dies_and_comes_back(servers: Any, model: Model, expected: Expec
     restarted(pair.prefill)
     pair.decode.forget()
     assert ask(pair.decode.url, PROMPT, kv_transfer_params=params).status == 500, "a lease of its former life"
-    works(pair, tokens)
+    check_works(pair, tokens)
 
 
 @pytest.mark.parametrize("phase", ["loading", pytest.param("decoding", marks=pytest.mark.long)])
 def test_decode_dies_and_comes_back(servers: Any, model: Model, expected: Expected, phase: str) -> None:
     target = model("llama")
     pair, tokens = pair_of(servers, target), expected(target)[AT]
-    works(pair, tokens)
+    check_works(pair, tokens)
     pair.forget()
     params = pair.prefilled(PROMPT)
     if phase == "loading":
@@ -71,7 +71,7 @@ def test_decode_dies_and_comes_back(servers: Any, model: Model, expected: Expect
         assert time.monotonic() - start < 3 * LEASE, "its blocks are given back when the lease is over"
         time.sleep(0.5)
     restarted(pair.decode)
-    works(pair, tokens)
+    check_works(pair, tokens)
 
 
 @pytest.mark.long
@@ -103,4 +103,4 @@ def test_two_copies_of_a_model_under_one_name(servers: Any, model: Model, expect
     if not copy.exists():
         copy.symlink_to(target)
     extra = '{"kv_lease_duration": 20, "model_id": "llama"}'
-    works(servers.pair(Settings(target, extra=extra), Settings(copy, extra=extra)), expected(target)[AT])
+    check_works(servers.pair(Settings(target, extra=extra), Settings(copy, extra=extra)), expected(target)[AT])

@@ -206,7 +206,7 @@ class Mirror(Known):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def same(self, manager: PagedKVCacheManager, rank: int) -> None:
+    def check_same(self, manager: PagedKVCacheManager, rank: int) -> None:
         """What we know is what the manager's indexes have; call `settle` before."""
         sizes: dict[str, int] = {}
         for number, index in indexes_of(manager, rank).items():

@@ -82,7 +82,7 @@ def test_a_mirror_is_the_index_at_every_quiet_point_of_random_moves(seed: int, f
             join()
         for rank, mirror in mirrors:
             mirror.settle(moves.manager, rank)
-            mirror.same(moves.manager, rank)
+            mirror.check_same(moves.manager, rank)
     moves.finish()
     moves.manager.close()
     for _, mirror in mirrors:
@@ -117,7 +117,7 @@ def test_each_block_table_is_a_group_with_its_kind_and_equal_hashes() -> None:
         tokens = [*range(30)]
         run(manager, tokens)
         mirror.settle(manager, 0)
-        mirror.same(manager, 0)
+        mirror.check_same(manager, 0)
         told = [event for event in mirror.events if event["type"] == "BlockStored"]
         kinds = {
             event["group_idx"]: (
@@ -131,7 +131,7 @@ def test_each_block_table_is_a_group_with_its_kind_and_equal_hashes() -> None:
         assert {tuple(event["token_ids"]) for event in told} == {tuple(range(28))}
         run(manager, [*range(100, 148)])  # evicts windows' pages first
         mirror.settle(manager, 0)
-        mirror.same(manager, 0)
+        mirror.check_same(manager, 0)
         gone = {event["group_idx"] for event in mirror.events if event["type"] == "BlockRemoved"}
         assert gone - {0}
     manager.close()
@@ -160,12 +160,12 @@ def test_tiers_tell_what_comes_and_goes(tmp_path: Path) -> None:
             manager.flush_tiers()
             for rank, mirror in enumerate((one, other)):
                 mirror.settle(manager, rank)
-                mirror.same(manager, rank)
+                mirror.check_same(manager, rank)
         assert one.there["CPU"] == other.there["CPU"]
         run(manager, [*range(1, 25)], 1)  # from the files, or the host, on another replica
         for rank, mirror in enumerate((one, other)):
             mirror.settle(manager, rank)
-            mirror.same(manager, rank)
+            mirror.check_same(manager, rank)
         count = len(one.there["STORAGE"])
         assert count > 16
     manager.close()
@@ -173,16 +173,16 @@ def test_tiers_tell_what_comes_and_goes(tmp_path: Path) -> None:
     manager = manager_of(8, params={"kv_events": events(), **files}, host_slots=16)
     with Mirror(manager.kv_event_endpoints[0]) as mirror:
         mirror.settle(manager, 0)
-        mirror.same(manager, 0)
+        mirror.check_same(manager, 0)
         assert [tokens for tokens, _ in mirror.there["STORAGE"].values()] == [()] * count
         run(manager, [*range(701, 725)])
         mirror.settle(manager, 0)
-        mirror.same(manager, 0)
+        mirror.check_same(manager, 0)
         found = {tokens for tokens, _ in mirror.there["STORAGE"].values()}
         assert {(701, 702, 703, 704), (717, 718, 719, 720)} <= found
         manager.reset_prefix_cache()
         mirror.settle(manager, 0)
-        mirror.same(manager, 0)
+        mirror.check_same(manager, 0)
         assert not any(mirror.there.values())
     manager.close()
 
@@ -203,7 +203,7 @@ def test_pulled_pages_are_told_when_they_are_committed() -> None:
         assert not mirror.there.get("GPU")
         manager.commit_import(twin, pending, proven(manager, pending))
         mirror.settle(manager, 0)
-        mirror.same(manager, 0)
+        mirror.check_same(manager, 0)
         assert len(mirror.there["GPU"]) == 7
     manager.close()
 
@@ -219,7 +219,7 @@ def test_copies_from_another_replica_are_told_on_its_stream() -> None:
             assert manager.maybe_reserve(context)
             assert context.start_idx == 28
             mirror.settle(manager, 1)
-            mirror.same(manager, 1)
+            mirror.check_same(manager, 1)
             assert len(mirror.there["GPU"]) == 7
     manager.close()
 
@@ -234,7 +234,7 @@ def test_where_nobody_takes_the_log_the_loop_does_and_all_is_told_anew() -> None
             assert len(worker._log.entries) > 8
         worker.catch_up()
         mirror.settle(manager, 0)
-        mirror.same(manager, 0)
+        mirror.check_same(manager, 0)
     manager.close()
 
 
@@ -251,7 +251,7 @@ def test_a_log_that_is_full_calls_for_the_loop(monkeypatch: pytest.MonkeyPatch) 
     del worker.turn
     with Mirror(manager.kv_event_endpoints[0]) as mirror:
         mirror.settle(manager, 0)
-        mirror.same(manager, 0)
+        mirror.check_same(manager, 0)
     manager.close()
 
 
@@ -272,7 +272,7 @@ def test_the_loop_takes_some_entries_in_a_call_and_what_follows_from_them_is_tol
         assert 0 < len(worker._untold) <= 5
         del worker.turn
         mirror.settle(manager, 0)
-        mirror.same(manager, 0)
+        mirror.check_same(manager, 0)
         assert {"type": "AllBlocksCleared"} not in mirror.events
         # Where nobody sends any of it everything is told anew instead.
         monkeypatch.setattr("kvcache.events.publisher._MOST_UNTOLD", 0)
@@ -282,7 +282,7 @@ def test_the_loop_takes_some_entries_in_a_call_and_what_follows_from_them_is_tol
         assert (worker._untold, worker._behind) == ([], True)
         del worker.turn
         mirror.settle(manager, 0)
-        mirror.same(manager, 0)
+        mirror.check_same(manager, 0)
         assert {"type": "AllBlocksCleared"} in mirror.events
     manager.close()
 
@@ -307,7 +307,7 @@ def test_a_loop_waits_for_nobody_and_a_log_that_nobody_takes_is_dropped(monkeypa
         for start in range(200, 208):  # all that was there goes
             run(manager, [*range(start * 100 + 1, start * 100 + 30)])
         mirror.settle(manager, 0)
-        mirror.same(manager, 0)
+        mirror.check_same(manager, 0)
     manager.close()
 
 

@@ -161,7 +161,7 @@ def test_a_subscriber_that_reads_nothing_misses_and_is_healed(monkeypatch: pytes
         run(made, *range(1, 20_000, 100))
         before = mirror.replays
         mirror.settle(made, 0)
-        mirror.same(made, 0)
+        mirror.check_same(made, 0)
         assert mirror.replays >= before
     made.close()
 
@@ -331,7 +331,7 @@ def test_what_could_not_be_sent_is_told_anew(
             compute(manager, 1)
             waited(lambda: "a turn failed" in caplog.text)
         mirror.settle(manager, 0)
-        mirror.same(manager, 0)
+        mirror.check_same(manager, 0)
 
 
 def test_what_cannot_be_followed_is_told_no_more_and_harms_no_loop(
@@ -355,7 +355,7 @@ def test_what_cannot_be_followed_is_told_no_more_and_harms_no_loop(
             assert len(mirror.there["GPU"]) == 14
             run(manager, *range(1001, 2000, 100))  # all that was there before is gone by then
             mirror.settle(manager, 0)
-            mirror.same(manager, 0)
+            mirror.check_same(manager, 0)
 
 
 def waited(done: Callable[[], bool]) -> None:
@@ -442,7 +442,7 @@ def test_who_has_missed_too_much_has_everybody_told_anew_and_not_too_often(manag
         asked(manager, 0)
         mirror.until(lambda: {"type": "AllBlocksCleared"} in mirror.events)
         mirror.settle(manager, 0)
-        mirror.same(manager, 0)
+        mirror.check_same(manager, 0)
         worker._paid_at = time.monotonic() + 60  # as after a few times of a large cache
         del mirror.events[:]
         asked(manager, 0)
@@ -460,7 +460,7 @@ def test_who_comes_late_and_cannot_ask_is_told_all() -> None:
     for number in range(4):
         with Mirror(made.kv_event_endpoints[0]) as mirror:
             mirror.until(lambda mirror=mirror: mirror.there.get("GPU"))
-            mirror.same(made, 0)
+            mirror.check_same(made, 0)
         run(made, 201 + 100 * number)
     made.close()
 
@@ -513,7 +513,7 @@ def test_one_who_connects_all_the_time_keeps_nobody_from_being_told(every_s: flo
             before = churning.count
             with Mirror(made.kv_event_endpoints[0]) as late:
                 late.until(lambda late=late: late.there.get("GPU"))
-                late.same(made, 0)
+                late.check_same(made, 0)
             assert churning.count - before < 5 / every_s, "half of what it takes where each moves the deadline"
     made.close()
 
@@ -529,7 +529,7 @@ def test_a_replay_too_old_is_healed_for_all_while_somebody_connects_all_the_time
                 asked(manager, 0)
                 mirror.until(lambda: {"type": "AllBlocksCleared"} in mirror.events)
         mirror.settle(manager, 0)
-        mirror.same(manager, 0)
+        mirror.check_same(manager, 0)
 
 
 def test_followers_that_are_back_one_after_the_other_are_told_each_without_waiting(

@@ -171,7 +171,7 @@ def test_long_prompts_are_hashed_in_parts_that_are_whole_pages(monkeypatch: pyte
         assert (PrefixHasher("sha256", 4, None).digests(tokens(80), 0, 20) == whole).all()
 
 
-def walked(steps: list[tuple[str, int]], page_size: int, salt: str | None, keys: ExtraKeys, seed: int) -> None:
+def check_walk(steps: list[tuple[str, int]], page_size: int, salt: str | None, keys: ExtraKeys, seed: int) -> None:
     """Hashers that grow, are copied and take pages together, each beside hashlib over all that it has taken."""
     rng = np.random.default_rng(seed)
     marks = [b""] * 64  # what comes before each page
@@ -221,4 +221,4 @@ def walked(steps: list[tuple[str, int]], page_size: int, salt: str | None, keys:
 def test_whatever_hashers_take_in_whatever_way_agrees_with_hashlib(
     steps: list[tuple[str, int]], page_size: int, salt: str | None, keys: ExtraKeys, seed: int
 ) -> None:
-    walked(steps, page_size, salt, keys, seed)
+    check_walk(steps, page_size, salt, keys, seed)

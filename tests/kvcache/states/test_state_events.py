@@ -104,7 +104,7 @@ def test_a_reader_of_events_knows_the_pages_of_each_table_and_the_states_behind_
                 moves.move()
             for replica, mirror in enumerate(mirrors):
                 mirror.settle(manager, replica)
-                mirror.same(manager, replica)
+                mirror.check_same(manager, replica)
                 index = manager.states[replica].index
                 states = mirror.groups.get(len(manager.layer_tables.tables), Known())
                 published = np.flatnonzero(index.published).astype(np.int32)

@@ -179,10 +179,10 @@ def test_a_client_that_hangs_up_gives_its_pages_back(served: Served) -> None:
 def test_processes_that_die_or_drain_cost_no_request(tmp_path: Path, tiny_model: Any) -> None:
     """One of each kind is killed, the others drain; those that have joined meanwhile serve on."""
     with fleet(tmp_path) as served:
-        die_or_drain(served, tiny_model)
+        check_dying_and_draining(served, tiny_model)
 
 
-def die_or_drain(served: Served, tiny_model: Any) -> None:
+def check_dying_and_draining(served: Served, tiny_model: Any) -> None:
     client, prompts = served.client, [f"{number} of those. {HEAD}" for number in range(8)]
     theirs = [expected(tiny_model, prompt, 150) for prompt in prompts]
     keys = served.keys  # type: ignore[attr-defined]

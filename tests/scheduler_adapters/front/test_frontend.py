@@ -323,5 +323,6 @@ def test_a_process_whose_watch_leads_nowhere_is_not_taken(played: Callable[..., 
         await all_of.there("d1", "d2")
         stray.say(msg.Ready(name="d2", role="decode", incarnation="2", pulse="nowhere"))
         await all_of.there("d1")
+        assert all_of.front.members.keys() == {"d1"}
 
     played(story)

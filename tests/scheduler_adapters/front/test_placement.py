@@ -45,7 +45,7 @@ def compute(manager: PagedKVCacheManager, prompt: list[int]) -> None:
         manager.step([context])
 
 
-async def until_placed(placement: Selected, prompt: list[int], wanted: str) -> None:
+async def check_placed_soon(placement: Selected, prompt: list[int], wanted: str) -> None:
     """Until the events have come through: between equals Dynamo chooses by chance, which is not a dozen times lucky."""
     row, number = 0, 0
     async with asyncio.timeout(20):
@@ -68,7 +68,7 @@ def test_prompts_go_where_they_are_cached_while_that_process_is_there(
         for name, prompt in PROMPTS.items():
             compute(managers[name], prompt)
         for name, prompt in PROMPTS.items():
-            await until_placed(placement, [*prompt, 7], name)
+            await check_placed_soon(placement, [*prompt, 7], name)
             for number in range(5):
                 assert await placement.place(f"{name}.{number}", [*prompt, number], ["p1", "p2"]) == name
                 await placement.prefilled(f"{name}.{number}")
@@ -80,7 +80,7 @@ def test_prompts_go_where_they_are_cached_while_that_process_is_there(
         assert await placement.place("gone", [*PROMPTS["p1"], 9], ["p1", "p2"]) == "p2"
         await placement.over("gone")
         await placement.follow([ready("p1", managers["p1"], "2"), members[1]])
-        await until_placed(placement, [*PROMPTS["p1"], 9], "p1")  # what it holds is told to who asks late
+        await check_placed_soon(placement, [*PROMPTS["p1"], 9], "p1")  # what it holds is told to who asks late
 
     asyncio.run(run())
 
@@ -120,9 +120,9 @@ def test_a_process_that_was_started_anew_is_followed_where_it_is_now(managers: d
             compute(managers["p2"], prompt[:100])
             compute(managers["p1"], prompt)
             await placement.follow([ready("p1", before, "1"), ready("p2", managers["p2"])])
-            await until_placed(placement, prompt, "p2")  # which has half of it, p1 nothing
+            await check_placed_soon(placement, prompt, "p2")  # which has half of it, p1 nothing
             await placement.follow([ready(name, manager, "2") for name, manager in managers.items()])
-            await until_placed(placement, prompt, "p1")
+            await check_placed_soon(placement, prompt, "p1")
 
     asyncio.run(run())
 

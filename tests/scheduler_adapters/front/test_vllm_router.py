@@ -45,7 +45,7 @@ def router_of(fleets: list[Served], log: Path) -> Router:
 
 def test_prompts_go_to_the_fleet_that_has_them(fleets: list[Served], tmp_path: Path) -> None:
     with closing(router_of(fleets, tmp_path / "router.log")) as router:
-        send(router, fleets)
+        check_prompts_find_pages(router, fleets)
 
 
 def until_it_follows(router: Router, compute: Callable[[], list[int]], found: Callable[[list[int]], int]) -> None:
@@ -58,7 +58,7 @@ def until_it_follows(router: Router, compute: Callable[[], list[int]], found: Ca
         right = right + 1 if found(prompt) else 0
 
 
-def send(router: Router, fleets: list[Served]) -> None:
+def check_prompts_find_pages(router: Router, fleets: list[Served]) -> None:
     rng = random.Random(0)
     router.begin()
 
@@ -105,11 +105,11 @@ def test_the_router_chooses_the_prefill_process_and_the_decode_process(apart: Se
     decodes = [at["d1"], at["d2"]]
     with closing(Router(events, tmp_path / "router.log", decodes=decodes, model="pagewire", page_size=PAGE)) as router:
         router.begin()
-        follows_both(router, apart)
-        loses_some(router, apart)
+        check_follows_both(router, apart)
+        check_loses_some(router, apart)
 
 
-def follows_both(router: Router, apart: Served) -> None:
+def check_follows_both(router: Router, apart: Served) -> None:
     rng, urls = random.Random(1), {name: f"{apart.url}/processes/{name}/v1" for name in ("p1", "p2", "d1", "d2")}
 
     def at_one_of_them() -> list[int]:
@@ -148,7 +148,7 @@ def follows_both(router: Router, apart: Served) -> None:
     assert min(stats[name]["pages_pulled"] for name in ("d1", "d2")) > 0, "both decoded"
 
 
-def loses_some(router: Router, apart: Served) -> None:
+def check_loses_some(router: Router, apart: Served) -> None:
     """What was on its way to a process that dies goes on at another one, or says who is gone."""
     rng = random.Random(2)
     prompts = [[rng.randrange(200) for _ in range(LENGTH)] for _ in range(12)]

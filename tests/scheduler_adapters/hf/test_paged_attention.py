@@ -66,23 +66,23 @@ def pools(pages: int, page_size: int, tp: int) -> Any:
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("window", [None, 2, 3])  # 2: the first key that is seen ends a page
 def test_ragged_chunks_equal_the_formula_and_ignore_stale_pages(tp: int, window: int | None) -> None:
-    compare(tp, Layer(), window=window)
+    check_formula(tp, Layer(), window=window)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([3.0, -2.0, 0.5, 9.0])])
 def test_chunks_and_sinks_equal_the_formula(tp: int, sinks: torch.Tensor | None) -> None:
-    compare(tp, ChunkedLayer(), chunk=3, sinks=sinks)
-    compare(tp, Layer(), sinks=sinks)
-    compare(tp, Layer(), window=2, sinks=sinks)
+    check_formula(tp, ChunkedLayer(), chunk=3, sinks=sinks)
+    check_formula(tp, Layer(), sinks=sinks)
+    check_formula(tp, Layer(), window=2, sinks=sinks)
 
 
 def test_a_layer_reads_and_writes_the_pages_of_its_own_table() -> None:
     table = torch.tensor([[[4, 0], [5, 0], [6, 6]], [[3, 1], [5, 0], [2, 6]]], dtype=torch.int32)
-    compare(1, Layer(), table=table, layers={1: (1, 1)})
+    check_formula(1, Layer(), table=table, layers={1: (1, 1)})
 
 
-def compare(
+def check_formula(
     tp: int,
     layer: torch.nn.Module,
     *,

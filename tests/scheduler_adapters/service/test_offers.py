@@ -13,7 +13,7 @@ from scheduler_adapters.service.offers import Offers
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.service.test_faults import OTHER, PROMPT, offered, pulling
 from tests.scheduler_adapters.service.test_messages import SOURCE
-from tests.scheduler_adapters.service.test_repeats import Said, serves_to_the_end
+from tests.scheduler_adapters.service.test_repeats import Said, check_serves_to_the_end
 from tests.scheduler_adapters.serving import own_tokens
 
 WIDTH = 32
@@ -109,7 +109,7 @@ def test_a_prompt_s_offers_name_each_page_once(
 ) -> None:
     said = Said(service, monkeypatch)
     pulling(service)
-    serves_to_the_end(service, expected)
+    check_serves_to_the_end(service, expected)
     assert len(said.offers) > 3
     named = [names(offer) for offer in said.offers]
     assert [first for first, _ in named] == [sum(count for _, count in named[:at]) for at in range(len(named))]
@@ -129,7 +129,7 @@ def test_a_request_without_room_keeps_all_that_it_was_told_of(
         sum(len(one.groups[0]) for one in tables[:at]) for at in range(len(tables))
     ]
     assert sum(len(table.groups[0]) for table in tables) == -(-len(PROMPT) // 16)
-    serves_to_the_end(service, expected)
+    check_serves_to_the_end(service, expected)
     assert service.decode.counts["retries"] == 0
 
 
@@ -143,7 +143,7 @@ def test_a_reader_of_an_earlier_version_is_told_of_all_pages_each_time(
         lambda sender, reader, message: start(sender, reader, msgspec.structs.replace(message, new_pages=False)),
     )
     pulling(service)
-    serves_to_the_end(service, expected)
+    check_serves_to_the_end(service, expected)
     assert len(said.offers) > 3
     assert {offer.table.first_page for offer in said.offers} == {0}
 
@@ -172,7 +172,7 @@ def test_an_offer_that_comes_last_of_all_is_waited_for(
     service.collect()
     assert (service.tokens["r"], request.has_ended_prefill) == ([], False)
     send(*held[0])
-    serves_to_the_end(service, expected)
+    check_serves_to_the_end(service, expected)
     assert service.decode.counts["retries"] == 0
 
 
@@ -192,6 +192,6 @@ def test_a_reader_that_is_gone_as_its_prompt_ends_costs_nobody_a_page(
         patched.setattr(service.prefill, "_send", gone)
         service.until(lambda: not service.prefill._readers, "the end of the prompt", poll=service.prefill.poll)
     service.decode.connections[0].lose("as its monitor would tell")
-    serves_to_the_end(service, own_tokens(model, PROMPT, NEW))
+    check_serves_to_the_end(service, own_tokens(model, PROMPT, NEW))
     service.submit_one("s", OTHER)
     service.until(lambda: "s" in service.ended, "another request")

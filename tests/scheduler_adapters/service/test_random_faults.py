@@ -105,7 +105,7 @@ class Storm:
         service.stop_decode(name)
         service.start_decode(name)
 
-    def run(self, actions: int) -> None:
+    def check_run(self, actions: int) -> None:
         service = self.service
         kinds = list(SHARES)
         todo = [*kinds, *self.random.choices(kinds, list(SHARES.values()), k=actions - len(kinds))]
@@ -165,7 +165,7 @@ def storm(model: Any, expected: list[list[int]], tmp_path: Path) -> Iterator[Any
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_request_of_a_storm_ends_once_and_nothing_is_held(storm: Any, seed: int) -> None:
-    storm(seed).run(60)
+    storm(seed).check_run(60)
 
 
 @pytest.mark.long
@@ -176,7 +176,7 @@ def test_storms_make_every_legal_move(storm: Any, monkeypatch: pytest.MonkeyPatc
     wanted = {move for move in legal if move[1:] not in RARE}
     for seed in range(100, 124):
         one = storm(seed)
-        one.run(80)
+        one.check_run(80)
         one.service.close()  # its threads would slow down the storms that follow
         if wanted <= set(moves.seen):
             break

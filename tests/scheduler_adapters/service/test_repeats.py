@@ -60,7 +60,7 @@ def late(service: Service, count: int) -> None:
     service.until(lambda: service.decode.counts["late"] >= count, "what comes again", poll=service.decode.poll)
 
 
-def serves_to_the_end(service: Service, expected: list[int], new: int = NEW) -> None:
+def check_serves_to_the_end(service: Service, expected: list[int], new: int = NEW) -> None:
     empty(service)
     service.until(lambda: "r" in service.ended, "the last token")
     assert service.ended["r"].finished == "length"
@@ -89,7 +89,7 @@ def test_a_last_offer_that_comes_again_while_decode_has_no_pages_puts_out_one_to
     late(service, 2)
     service.collect()
     assert (request.phase, service.tokens["r"]) == ("offered", expected[:1])
-    serves_to_the_end(service, expected)
+    check_serves_to_the_end(service, expected)
 
 
 def test_a_last_offer_that_comes_again_during_the_pull_puts_out_one_token(
@@ -99,7 +99,7 @@ def test_a_last_offer_that_comes_again_during_the_pull_puts_out_one_token(
     request = pulling_the_last(service, monkeypatch)
     service.decode._on_message(service.decode.connections[0], said.offers[-1])
     assert (request.phase, service.decode.counts["late"]) == ("pulling", 1)
-    serves_to_the_end(service, expected)
+    check_serves_to_the_end(service, expected)
 
 
 def test_an_offer_that_younger_ones_have_overtaken_is_dropped(
@@ -116,7 +116,7 @@ def test_an_offer_that_younger_ones_have_overtaken_is_dropped(
     offer = request.offer
     service.decode._on_message(service.decode.connections[0], said.offers[0])
     assert (request.phase, request.offer, service.decode.counts["late"]) == ("pulling", offer, 1)
-    serves_to_the_end(service, expected)
+    check_serves_to_the_end(service, expected)
     assert service.decode.counts["retries"] == 0
 
 
@@ -128,7 +128,7 @@ def test_an_offer_that_comes_again_in_decode_harms_nothing(
     for offer in said.offers:
         said.again(offer)
     late(service, len(said.offers))
-    serves_to_the_end(service, own_tokens(model, PROMPT, 100), 100)
+    check_serves_to_the_end(service, own_tokens(model, PROMPT, 100), 100)
 
 
 def test_two_leases_for_one_attempt_fail_it_and_another_follows(
@@ -141,7 +141,7 @@ def test_two_leases_for_one_attempt_fail_it_and_another_follows(
     another = msgspec.structs.replace(said.offers[-1], source=source._replace(lease=source.lease._replace(lease_id=7)))
     service.decode._on_message(service.decode.connections[0], another)
     assert request.reasons == ["prefill process 'p0' has offered two leases for one attempt"]
-    serves_to_the_end(service, expected)
+    check_serves_to_the_end(service, expected)
 
 
 def test_an_offered_token_that_the_model_does_not_know_fails_the_attempt(
@@ -152,7 +152,7 @@ def test_an_offered_token_that_the_model_does_not_know_fails_the_attempt(
     unknown = msgspec.structs.replace(said.offers[-1], token=1 << 20)
     service.decode._on_message(service.decode.connections[0], unknown)
     assert request.reasons == [f"prefill process 'p0' sent token {1 << 20}, which the model does not know"]
-    serves_to_the_end(service, expected)
+    check_serves_to_the_end(service, expected)
 
 
 def test_a_failure_that_comes_again_fails_no_other_attempt(
@@ -166,7 +166,7 @@ def test_a_failure_that_comes_again_fails_no_other_attempt(
     said.again(failed)
     late(service, 1)
     assert (request.phase, len(request.reasons)) == ("asked", 1)
-    serves_to_the_end(service, expected)
+    check_serves_to_the_end(service, expected)
 
 
 @pytest.mark.parametrize("phase", [asked, offered, pulling, decoding])
@@ -183,7 +183,7 @@ def test_a_hello_that_comes_again_gives_nothing_up(
     assert {key for key, _ in requests} >= {one.key for one in prefill_requests(service)}
     assert not any(one.phase == "ending" for one in prefill_requests(service))
     new = request.spec.max_new_tokens
-    serves_to_the_end(service, own_tokens(model, PROMPT, new), new)
+    check_serves_to_the_end(service, own_tokens(model, PROMPT, new), new)
     assert service.decode.counts["retries"] == before == 0
 
 
@@ -199,7 +199,7 @@ def test_a_reader_that_another_of_its_name_displaces_is_told(service: Service, e
     del service.prefill._send
     service.decode.connections[0].lose("as `Rejected` makes it")
     service.until(lambda: request.attempt > 1 and request.phase == "asked", "another attempt")
-    serves_to_the_end(service, expected)
+    check_serves_to_the_end(service, expected)
 
 
 def test_the_hello_of_a_connection_that_is_gone_displaces_nobody(service: Service, expected: list[int]) -> None:
@@ -207,7 +207,7 @@ def test_the_hello_of_a_connection_that_is_gone_displaces_nobody(service: Servic
     readers = dict(service.prefill._readers)
     service.prefill._welcome_reader(b"hung up", service.decode.connections[0]._hello)
     assert service.prefill._readers == readers
-    serves_to_the_end(service, expected)
+    check_serves_to_the_end(service, expected)
     assert service.decode.counts["retries"] == 0
 
 
@@ -222,7 +222,7 @@ def test_a_prompt_that_comes_after_its_cancellation_is_not_computed(service: Ser
     assert service.prefill.counts["late"] == 4
     assert not reader.requests
     service.submit_one("r", PROMPT)
-    serves_to_the_end(service, expected)
+    check_serves_to_the_end(service, expected)
     assert service.prefill.stats().prompt_tokens == len(PROMPT)
 
 
@@ -234,7 +234,7 @@ def test_a_prompt_that_comes_again_is_computed_once(
     (identity,) = service.prefill._readers
     again = msg.Prefill(request_id="r", attempt=request.attempt, prompt=tuple(PROMPT), within_s=60.0)
     service.prefill._on_frames([identity, msg.encode(again)])
-    serves_to_the_end(service, expected)
+    check_serves_to_the_end(service, expected)
     service.prefill._on_frames([identity, msg.encode(again)])
     assert service.prefill.counts["late"] == 2
     assert service.prefill.open_requests == 0
@@ -253,7 +253,7 @@ def test_a_submission_that_comes_again_is_served_once_and_its_id_may_be_used_aga
         service.ended.pop("r", None)
         for _ in range(2):
             service.decode.submit(submission(serial))
-        serves_to_the_end(service, expected)
+        check_serves_to_the_end(service, expected)
         service.decode.submit(submission(serial))
         assert service.decode.open_requests == 0
         assert service.decode.counts["late"] == before + 2

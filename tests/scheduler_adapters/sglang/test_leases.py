@@ -15,20 +15,20 @@ TWO_RANKS = pytest.mark.parametrize("sides", [{"ranks": 2}], indirect=True)
 ANY_RANKS = pytest.mark.parametrize("sides", [{"ranks": 1}, {"ranks": 2}], indirect=True)
 
 
-def serve(sides: Sides) -> None:  # noqa: F811
+def check_serves(sides: Sides) -> None:  # noqa: F811
     """A request that decode has asked for, from its arrival at prefill to its end."""
     for told in (sides.prefill, sides.decode, *sides.followers_told):
         told.heard.clear()
     sides.here.zero_()
     sides.open()
-    sides.hears(sides.prefill, "room_wanted")
+    sides.check_hears(sides.prefill, "room_wanted")
     sides.place([1, 4, 3])
     sides.compute()
-    sides.hears(sides.decode, "room_loaded")
+    sides.check_hears(sides.decode, "room_loaded")
     arrived(sides, [1, 4, 3])
-    sides.hears(sides.prefill, "room_read")
+    sides.check_hears(sides.prefill, "room_read")
     for told in sides.followers_told:
-        sides.hears(told, "room_read")
+        sides.check_hears(told, "room_read")
     assert not sides.leases[0]._waiting, "it would be leased again"
     close(sides, "done")
 
@@ -56,7 +56,7 @@ def test_a_request_that_decode_has_not_asked_for_is_not_computed(sides: Sides) -
 def test_the_number_of_a_room_that_was_read_is_used_again(sides: Sides) -> None:  # noqa: F811
     for _ in range(2):
         asked(sides)
-        serve(sides)
+        check_serves(sides)
 
 
 @ANY_RANKS
@@ -65,7 +65,7 @@ def test_the_number_of_a_room_that_was_dropped_is_used_again(sides: Sides) -> No
     sides.pulls.give_up(ROOM, "its client went away")
     sides.until(lambda: ROOM in sides.leases[0]._rooms and bool(sides.leases[0]._rooms[ROOM].dropped))
     asked(sides)
-    serve(sides)
+    check_serves(sides)
 
 
 @ANY_RANKS
@@ -80,7 +80,7 @@ def test_a_lease_has_ended_when_its_room_is_closed_and_the_number_is_used_again(
     sides.pulls.give_up(ROOM, "gone at prefill")
     sides.until(lambda: not sides.pulls.open_count)
     asked(sides)
-    serve(sides)
+    check_serves(sides)
 
 
 @pytest.mark.parametrize("sides", [{"expect_s": 0.3}], indirect=True)
@@ -89,7 +89,7 @@ def test_a_request_that_has_come_is_expected_no_more(sides: Sides) -> None:  # n
     sides.open()
     end = time.monotonic() + 0.6
     sides.until(lambda: time.monotonic() > end)
-    serve(sides)
+    check_serves(sides)
 
 
 @TWO_RANKS
@@ -113,10 +113,10 @@ def test_a_room_that_one_rank_has_computed_is_closed_and_its_number_used_again(s
     sides.until(lambda: bool(sides.leases[1]._unsent))
     sides.leases[0].close(ROOM, "aborted")
     sides.until(lambda: not sides.leases[1].open_count)
-    sides.hears(sides.decode, "room_failed: prefill: aborted")
+    sides.check_hears(sides.decode, "room_failed: prefill: aborted")
     sides.leases[0]._failed.clear()
     asked(sides)
-    serve(sides)
+    check_serves(sides)
 
 
 def test_a_rank_of_decode_that_asks_after_the_others_were_told_is_told_at_once(sides: Sides) -> None:  # noqa: F811
@@ -139,11 +139,11 @@ def test_what_decode_gives_up_before_it_has_pages_is_held_no_more(sides: Sides) 
     sides.pulls.give_up(ROOM, "its client went away")
     assert sides.pulls.is_over(ROOM), "nothing was read"
     sides.until(lambda: not sides.pulls.open_count)
-    sides.hears(sides.prefill, "not read")
+    sides.check_hears(sides.prefill, "not read")
 
 
 def test_a_reason_of_any_length_is_told(sides: Sides) -> None:  # noqa: F811
     asked(sides)
     sides.open()
     sides.leases[0].close(ROOM, "x" * 5000)
-    sides.hears(sides.decode, "room_failed: prefill: xxx")
+    sides.check_hears(sides.decode, "room_failed: prefill: xxx")

@@ -102,7 +102,7 @@ class Sides:
                 side.step()
             time.sleep(1e-3)
 
-    def hears(self, told: Told, text: str) -> None:
+    def check_hears(self, told: Told, text: str) -> None:
         self.until(lambda: any(text in heard for heard in told.heard))
 
     def compute(self, prompt: Prompt = PROMPT) -> None:
@@ -143,13 +143,13 @@ def arrived(sides: Sides, blocks: list[int], first: int = 0) -> None:
 def test_a_room_goes_from_its_question_to_its_end(sides: Sides) -> None:
     sides.open()
     sides.pulls.want(ROOM, sides.address, PROMPT)
-    sides.hears(sides.prefill, "room_wanted")
+    sides.check_hears(sides.prefill, "room_wanted")
     sides.place([1, 4, 3])
     sides.compute()
-    sides.hears(sides.decode, "room_loaded")
-    sides.hears(sides.prefill, "room_read")
+    sides.check_hears(sides.decode, "room_loaded")
+    sides.check_hears(sides.prefill, "room_read")
     for told in sides.followers_told:
-        sides.hears(told, "room_read")
+        sides.check_hears(told, "room_read")
     arrived(sides, [1, 4, 3])
     assert sides.rows == [(b"row",)]
     for lease in sides.leases:
@@ -163,23 +163,23 @@ def test_a_room_goes_from_its_question_to_its_end(sides: Sides) -> None:
 def test_decode_without_pages_keeps_the_lease_until_it_has_some(sides: Sides) -> None:
     sides.pulls.want(ROOM, sides.address, PROMPT)  # before prefill has the request
     sides.open()
-    sides.hears(sides.prefill, "room_wanted")
+    sides.check_hears(sides.prefill, "room_wanted")
     sides.compute()
     end = time.monotonic() + 1.5
     sides.until(lambda: time.monotonic() > end)
     assert sides.prefill.heard[-1] == "room_wanted", "the lease is not renewed"
     sides.place([1, 4, 3])
-    sides.hears(sides.decode, "room_loaded")
+    sides.check_hears(sides.decode, "room_loaded")
     arrived(sides, [1, 4, 3])
 
 
 def test_what_decode_has_is_not_read(sides: Sides) -> None:
     sides.open()
     sides.pulls.want(ROOM, sides.address, PROMPT)
-    sides.hears(sides.prefill, "room_wanted")
+    sides.check_hears(sides.prefill, "room_wanted")
     sides.place([4, 3], done=PAGE)
     sides.compute()
-    sides.hears(sides.decode, "room_loaded")
+    sides.check_hears(sides.decode, "room_loaded")
     arrived(sides, [4, 3], first=1)
     assert not sides.here[1].any()
 
@@ -188,27 +188,27 @@ def test_what_decode_has_is_not_read(sides: Sides) -> None:
 def test_a_room_that_prefill_closes_is_told_why_and_so_is_who_asks_later(sides: Sides) -> None:
     sides.open()
     sides.pulls.want(ROOM, sides.address, PROMPT)
-    sides.hears(sides.prefill, "room_wanted")
+    sides.check_hears(sides.prefill, "room_wanted")
     for lease in sides.leases:
         lease.close(ROOM, "aborted for a reason")
-    sides.hears(sides.decode, "room_failed: prefill: aborted for a reason")
+    sides.check_hears(sides.decode, "room_failed: prefill: aborted for a reason")
     sides.decode.heard.clear()
     sides.pulls.want(ROOM, sides.address, PROMPT)
-    sides.hears(sides.decode, "room_failed: prefill: aborted for a reason")
+    sides.check_hears(sides.decode, "room_failed: prefill: aborted for a reason")
 
 
 @pytest.mark.parametrize("sides", [{"ranks": 1}, {"ranks": 2}], indirect=True)
 def test_a_room_that_is_closed_while_its_lease_stands_is_free_at_once(sides: Sides) -> None:
     sides.open()
     sides.pulls.want(ROOM, sides.address, PROMPT)
-    sides.hears(sides.prefill, "room_wanted")
+    sides.check_hears(sides.prefill, "room_wanted")
     sides.compute()
     sides.until(lambda: ROOM in sides.pulls._rooms and sides.pulls._rooms[ROOM].ready is not None)
     for lease in reversed(sides.leases):
         lease.close(ROOM, "aborted")
         assert lease.open_count == 0
     sides.place([1, 4, 3])
-    sides.hears(sides.decode, "room_failed")
+    sides.check_hears(sides.decode, "room_failed")
     sides.until(lambda: sides.pulls.is_over(ROOM))
     assert sides.rows == []
 
@@ -218,40 +218,40 @@ def test_a_room_that_decode_drops_before_and_after_prefill_has_it(sides: Sides) 
     sides.pulls.give_up(ROOM, "its client went away")
     sides.until(lambda: ROOM in sides.leases[0]._rooms and bool(sides.leases[0]._rooms[ROOM].dropped))
     sides.open()
-    sides.hears(sides.prefill, "room_failed: decode: its client went away")
+    sides.check_hears(sides.prefill, "room_failed: decode: its client went away")
     sides.leases[0].close(ROOM, "dropped")
     sides.pulls.want(ROOM + 1, sides.address, PROMPT)
     sides.leases[0].open(ROOM + 1)
-    sides.hears(sides.prefill, "room_wanted")
+    sides.check_hears(sides.prefill, "room_wanted")
     sides.pulls.give_up(ROOM + 1, "its client went away, too")
-    sides.hears(sides.prefill, "room_failed: decode: its client went away, too")
+    sides.check_hears(sides.prefill, "room_failed: decode: its client went away, too")
 
 
 def test_pages_of_other_tokens_are_not_read(sides: Sides) -> None:
     sides.open()
     sides.pulls.want(ROOM, sides.address, PROMPT)
-    sides.hears(sides.prefill, "room_wanted")
+    sides.check_hears(sides.prefill, "room_wanted")
     sides.place([1, 4, 3])
     sides.compute(Prompt(range(1, TOKENS + 1)))
-    sides.hears(sides.decode, "holds the pages of another prompt")
-    sides.hears(sides.prefill, "room_failed: decode: ")
+    sides.check_hears(sides.decode, "holds the pages of another prompt")
+    sides.check_hears(sides.prefill, "room_failed: decode: ")
     assert not sides.here.any()
 
 
 def test_pages_that_do_not_fit_are_not_read(sides: Sides) -> None:
     sides.open()
     sides.pulls.want(ROOM, sides.address, PROMPT)
-    sides.hears(sides.prefill, "room_wanted")
+    sides.check_hears(sides.prefill, "room_wanted")
     sides.place([1, 4])
     sides.compute()
-    sides.hears(sides.decode, "there are 2 pages from 0 on")
+    sides.check_hears(sides.decode, "there are 2 pages from 0 on")
     assert not sides.here.any()
 
 
 @pytest.mark.parametrize("sides", [{"expect_s": 0.2}], indirect=True)
 def test_a_request_that_never_comes_to_prefill(sides: Sides) -> None:
     sides.pulls.want(ROOM, sides.address, PROMPT)
-    sides.hears(
+    sides.check_hears(
         sides.decode, "room_failed: prefill: prefill was asked for room 1099511627776, and no request of it came"
     )
     assert sides.leases[0]._rooms == {}
@@ -261,7 +261,7 @@ def test_a_request_that_never_comes_to_prefill(sides: Sides) -> None:
 def test_a_decode_that_is_gone_costs_prefill_one_lease(sides: Sides) -> None:
     sides.open()
     sides.pulls.want(ROOM, sides.address, PROMPT)
-    sides.hears(sides.prefill, "room_wanted")
+    sides.check_hears(sides.prefill, "room_wanted")
     sides.pulls.shutdown()
     sides.compute()
     end = time.monotonic() + 10
@@ -274,7 +274,7 @@ def test_a_decode_that_is_gone_costs_prefill_one_lease(sides: Sides) -> None:
 def test_a_prefill_that_is_gone_fails_what_waits_for_it(sides: Sides) -> None:
     sides.open()
     sides.pulls.want(ROOM, sides.address, PROMPT)
-    sides.hears(sides.prefill, "room_wanted")
+    sides.check_hears(sides.prefill, "room_wanted")
     sides.server.close()
     end = time.monotonic() + 10
     while not any("is gone" in heard for heard in sides.decode.heard) and time.monotonic() < end:

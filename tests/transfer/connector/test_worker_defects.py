@@ -46,7 +46,7 @@ def engine() -> Iterator[Callable[..., EngineUnderTest]]:
         one.close()
 
 
-def exchange(engine: Any, pair: Pair) -> tuple[EngineUnderTest, EngineUnderTest]:
+def check_exchange(engine: Any, pair: Pair) -> tuple[EngineUnderTest, EngineUnderTest]:
     source, reader = engine("p", pair.groups, pair.source), engine("d", pair.groups, pair.reader)
     transfer(pair, source, reader)
     assert reader.failed == {}
@@ -66,7 +66,7 @@ def test_1_latents_of_more_source_ranks_are_released_by_every_rank_at_once(engin
     latent = (GroupSpec(kind="mla", dim=12),)
     pair = Pair(latent, Side(tp=2), Side(tp=1), 16, source_blocks=((3, 4),), reader_blocks=((1, 2),))
     begin = time.monotonic()
-    source, _ = exchange(engine, pair)
+    source, _ = check_exchange(engine, pair)
     assert time.monotonic() - begin < source.scheduler.config.timing.lease / 2  # told, and not timed out
     assert [rank.host.worker._rank.leases.ids() for rank in source.ranks] == [[], []]
     assert [rank.host.worker._rank.leases.counts["accepted"] for rank in source.ranks] == [1, 1]
@@ -118,7 +118,7 @@ def test_3_failures_of_many_handshakes_are_each_told_once_while_the_loop_asks(en
 def test_4_more_ranks_than_heads_are_no_mismatch(engine: Any, tp: tuple[int, int]) -> None:
     groups = (GroupSpec(layers=(0, 1), heads=2),)
     pair = Pair(groups, Side(tp=tp[0]), Side(tp=tp[1]), 19, source_blocks=((3, 4, 9),), reader_blocks=((1, 2, 5),))
-    exchange(engine, pair)
+    check_exchange(engine, pair)
 
 
 def test_5_clocks_of_two_processes_need_not_agree() -> None:
@@ -153,7 +153,7 @@ def test_6_a_short_lease_ends_before_a_long_one_that_is_older(engine: Any) -> No
 def test_7_a_group_with_nothing_to_load_reads_nothing(engine: Any) -> None:
     groups = (GroupSpec(kind="sliding_window", layers=(0,), window=1), GroupSpec(layers=(1,)))
     pair = Pair(groups, PLAIN, PLAIN, 16, source_blocks=((5, 6), (7, 8)), reader_blocks=((), (1, 2)))
-    _, reader = exchange(engine, pair)
+    _, reader = check_exchange(engine, pair)
     (stats,) = reader.call("stats")
     assert stats.num_bytes == 2 * 4 * 16 * 4 * 4  # sides, heads, tokens, dims, bytes of one layer
 
@@ -176,7 +176,7 @@ def test_9_keys_and_values_stay_apart_where_blocks_first_pages_differ(
 ) -> None:
     there, here = Side(tp=tp[0], layout=layouts[0], block_size=4), Side(tp=tp[1], layout=layouts[1], block_size=16)
     pair = Pair(FULL, there, here, 30, source_blocks=((9, 3, 11, 7, 0, 2, 1, 4),), reader_blocks=((6, 2),))
-    exchange(engine, pair)
+    check_exchange(engine, pair)
 
 
 def test_10_a_failed_request_is_not_over_while_a_sibling_read_runs() -> None:

@@ -42,7 +42,7 @@ def join(left: Side, right: Side) -> None:
     right.worker("connect", left.metadata)
 
 
-def move(starter: Side, other: Side, kind: str, rng: Any, count: int) -> None:
+def check_move(starter: Side, other: Side, kind: str, rng: Any, count: int) -> None:
     """Moves random pages with one transfer, sees both sides hear of its end, and compares every byte of both."""
     source, target = (other, starter) if kind == "read" else (starter, other)
     src, dst = (rng.permutation(side.pages)[:count].tolist() for side in (source, target))
@@ -73,7 +73,7 @@ def test_every_byte_in_both_directions(
     for count in (1, 5, 17):
         for starter, other in ((left, right), (right, left)):
             for kind in ("read", "send"):
-                move(starter, other, kind, rng, count)
+                check_move(starter, other, kind, rng, count)
 
 
 @pytest.mark.slow
@@ -85,8 +85,8 @@ def test_large_pages_move_whole(couples: Any, transports: Any, transport: str):
     join(left, right)
     rng = np.random.default_rng(0)
     for kind in ("read", "send"):
-        move(left, right, kind, rng, 64)
-        move(right, left, kind, rng, 40)
+        check_move(left, right, kind, rng, 64)
+        check_move(right, left, kind, rng, 40)
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_a_dead_peer_fails_its_own_transfers_only(hire: Any, until: Any, transpo
     join(left, right)
     join(left, third)
     rng = np.random.default_rng(0)
-    move(left, right, "read", rng, 4)
+    check_move(left, right, "read", rng, 4)
     mortal.signal(signal.SIGSTOP)  # over TCP the READ cannot end now; over shared memory it could
     if transport == "shm":
         mortal.signal(signal.SIGKILL)
@@ -175,8 +175,8 @@ def test_a_dead_peer_fails_its_own_transfers_only(hire: Any, until: Any, transpo
     until(lambda: not reader("call", "quarantined_pages", 0))
     for shard in range(2):  # whatever the failed READ left in our pages, it is ours to overwrite
         left.expected[0][shard] = np.frombuffer(reader("pool", 0, shard), np.uint8).reshape(64, -1).copy()
-    move(left, third, "read", rng, 64)
-    move(third, left, "send", rng, 8)
+    check_move(left, third, "read", rng, 64)
+    check_move(third, left, "send", rng, 8)
 
     successor = Side(hire(env), "right", 1, 2, 16, seed=9, size=4096)
     with pytest.raises(Exception, match="another incarnation: disconnect that one first") as caught:
@@ -185,8 +185,8 @@ def test_a_dead_peer_fails_its_own_transfers_only(hire: Any, until: Any, transpo
     reader("call", "disconnect", "right")
     join(left, successor)
     assert reader("look", "failed_peers") == {}
-    move(left, successor, "read", rng, 16)
-    move(successor, left, "read", rng, 16)
+    check_move(left, successor, "read", rng, 16)
+    check_move(successor, left, "read", rng, 16)
 
 
 @pytest.mark.slow
@@ -231,7 +231,7 @@ def test_time_out_quarantines_until_the_end_is_known(hire: Any, until: Any, tran
     for shard in range(2):
         left.expected[0][shard][[4, 5, 6]] = right.expected[0][shard][[1, 2, 3]]
     slow("request", "sync_and_release", request, 20.0)  # the source hears of it all the same
-    move(left, right, "read", np.random.default_rng(0), 16)
+    check_move(left, right, "read", np.random.default_rng(0), 16)
     assert reader("look", "suspect_peers") == frozenset()
 
 
@@ -256,7 +256,7 @@ def test_disconnect_in_flight_drains_before_the_same_peer_returns(hire: Any, unt
     reader("connect", right.metadata)
     left.expected[0][0][4] = right.expected[0][0][1]
     slow("request", "cleanup_transfer", request)
-    move(left, right, "read", np.random.default_rng(0), 9)
+    check_move(left, right, "read", np.random.default_rng(0), 9)
 
 
 @pytest.mark.slow

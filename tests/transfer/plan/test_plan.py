@@ -36,7 +36,7 @@ from transfer.plan.source_ranks import sources
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def pull(local: ShardLayout, remotes: list[ShardLayout], tokens: tuple[int, int], rank: int = 0) -> int:
+def check_pull(local: ShardLayout, remotes: list[ShardLayout], tokens: tuple[int, int], rank: int = 0) -> int:
     """Pulls a request into `local` and compares every element of its pool. Returns the number of runs."""
     size = local.groups[0].page_size
     local_pages = pages_for(local, tokens, 1)
@@ -63,9 +63,9 @@ def pull(local: ShardLayout, remotes: list[ShardLayout], tokens: tuple[int, int]
 @pytest.mark.parametrize("local_order", [*ORDERS, *PER_LAYER])
 def test_every_element_arrives_whatever_the_two_orders(local_order: str, remote_order: str) -> None:
     local, remote = shard(range(4), order=local_order), shard(range(4), order=remote_order, pages=9)
-    pull(local, [remote], (0, 32))
-    pull(local, [remote], (8, 29))
-    pull(local, [remote], (6, 29))
+    check_pull(local, [remote], (0, 32))
+    check_pull(local, [remote], (8, 29))
+    check_pull(local, [remote], (6, 29))
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (8, 4), (4, 16), (16, 4), (4, 6), (6, 4), (1, 4), (4, 1), (12, 8)])
@@ -74,7 +74,7 @@ def test_pages_of_any_sizes(sizes: tuple[int, int], orders: tuple[str, str]) -> 
     local = shard(range(2), order=orders[0], page_size=sizes[0], pages=50)
     remote = shard(range(2), order=orders[1], page_size=sizes[1], pages=60)
     for tokens in ((0, 48), (0, 1), (5, 41), (7, 8), (16, 47)):
-        pull(local, [remote], tokens)
+        check_pull(local, [remote], tokens)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -84,7 +84,7 @@ def test_any_tensor_parallelism_either_way(order: str, heads: int, ranks: tuple[
     ours, theirs = ranks
     remotes = [shard(share(heads, theirs, rank), order=order) for rank in range(theirs)]
     for rank in range(ours):
-        pull(shard(share(heads, ours, rank), order=order), remotes, (0, 16), rank)
+        check_pull(shard(share(heads, ours, rank), order=order), remotes, (0, 16), rank)
 
 
 def test_equal_layouts_take_one_run_for_a_page_and_one_for_neighbours() -> None:
@@ -139,7 +139,7 @@ def test_pages_of_one_token_go_on_too() -> None:
 @pytest.mark.parametrize("tokens", [(0, 1), (0, 4), (3, 4), (3, 5), (4, 5), (0, 16)])
 def test_the_last_page_is_copied_to_the_nearer_end_and_nothing_before_the_first(tokens: tuple[int, int]) -> None:
     for sizes in ((4, 4), (4, 16), (16, 4)):
-        pull(shard(range(2), page_size=sizes[0]), [shard(range(2), page_size=sizes[1])], tokens)
+        check_pull(shard(range(2), page_size=sizes[0]), [shard(range(2), page_size=sizes[1])], tokens)
 
 
 def test_a_pull_takes_one_run_a_page_whatever_its_last_token() -> None:
@@ -156,7 +156,7 @@ def test_a_pull_takes_one_run_a_page_whatever_its_last_token() -> None:
 def test_more_ranks_than_heads_need_no_rule_for_block_lengths(ours: int, theirs: int) -> None:
     remotes = [shard(share(2, theirs, rank), order=PACKED_HND) for rank in range(theirs)]
     for rank in range(ours):
-        pull(shard(share(2, ours, rank), order=PACKED_HND), remotes, (0, 16), rank)
+        check_pull(shard(share(2, ours, rank), order=PACKED_HND), remotes, (0, 16), rank)
 
 
 def test_a_group_with_nothing_to_load_reads_nothing() -> None:
@@ -179,8 +179,8 @@ def test_blocks_first_pages_of_several_remote_ones_keep_keys_and_values_apart(
     order: str, sizes: tuple[int, int]
 ) -> None:
     local, remote = (shard(range(2), order=order, page_size=size, pages=24) for size in sizes)
-    pull(local, [remote], (0, 48))
-    pull(local, [remote], (24, 47))
+    check_pull(local, [remote], (0, 48))
+    check_pull(local, [remote], (24, 47))
 
 
 # What is refused.
@@ -290,4 +290,4 @@ def test_large_pulls_find_the_memory_of_the_last_one() -> None:
 
 def test_a_window_is_pulled_from_its_first_page_on() -> None:
     local, remote = shard(range(2), page_size=4), shard(range(2), page_size=16)
-    pull(local, [remote], (36, 45))  # token 45 with a window of 9 sees 37 to 45
+    check_pull(local, [remote], (36, 45))  # token 45 with a window of 9 sees 37 to 45

@@ -39,7 +39,7 @@ def views(layout: ShardLayout, pool: Pool) -> list[NDArray[np.uint8]]:
     return [memory[start : start + size] for start, size in zip(starts, layout.region_bytes, strict=True)]
 
 
-def staged_pull(local: ShardLayout, remotes: list[ShardLayout], tokens: tuple[int, int], rank: int = 0) -> None:
+def check_staged_pull(local: ShardLayout, remotes: list[ShardLayout], tokens: tuple[int, int], rank: int = 0) -> None:
     local_pages, pool, stop = pages_for(local, tokens, 1), empty_pool(local), tokens[1]
     for index, part in sources(local, remotes, rank):
         remote = remotes[index]
@@ -60,8 +60,8 @@ def staged_pull(local: ShardLayout, remotes: list[ShardLayout], tokens: tuple[in
 def test_every_element_comes_home_whatever_the_two_orders(local_order: str, remote_order: str) -> None:
     local, remote = shard(range(3), order=local_order), shard(range(1, 4), order=remote_order, pages=9)
     everything = shard(range(4), order=remote_order, pages=9)
-    staged_pull(shard(range(1, 3), order=local_order), [remote], (0, 32))
-    staged_pull(local, [everything], (6, 29))
+    check_staged_pull(shard(range(1, 3), order=local_order), [remote], (0, 32))
+    check_staged_pull(local, [everything], (6, 29))
 
 
 @pytest.mark.parametrize("sizes", [(4, 8), (8, 4), (4, 16), (16, 4), (4, 6), (6, 4), (1, 4), (4, 1), (12, 8)])
@@ -70,7 +70,7 @@ def test_pages_of_any_sizes(sizes: tuple[int, int], orders: tuple[str, str]) -> 
     local = shard(range(2), order=orders[0], page_size=sizes[0], pages=50)
     remote = shard(range(2), order=orders[1], page_size=sizes[1], pages=60)
     for tokens in ((0, 48), (0, 1), (5, 41), (7, 8), (16, 47)):
-        staged_pull(local, [remote], tokens)
+        check_staged_pull(local, [remote], tokens)
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (4, 2), (2, 3)])
@@ -81,7 +81,7 @@ def test_any_tensor_parallelism_and_stages_that_differ(ranks: tuple[int, int]) -
         shard(share(4, theirs, rank), order=PER_LAYER[0], layers=stage) for stage in stages for rank in range(theirs)
     ]
     for rank in range(ours):
-        staged_pull(shard(share(4, ours, rank), layers=range(4)), remotes, (4, 17), rank)
+        check_staged_pull(shard(share(4, ours, rank), layers=range(4)), remotes, (4, 17), rank)
 
 
 def test_states_of_odd_sizes_come_home() -> None:

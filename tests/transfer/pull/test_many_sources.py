@@ -152,4 +152,5 @@ def test_a_client_that_knows_many_looks_for_answers_where_it_has_asked() -> None
         while len(answers) < 3:
             asking.poll()
         asking._sockets[one.endpoint] = untouched
+        assert len({type(answer) for answer in answers}) == 1, "the third is answered as the first two"
     asking.close()

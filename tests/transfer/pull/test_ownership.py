@@ -141,7 +141,7 @@ def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Reader]]:
         side.manager.close()
 
 
-def accept(source: Side, reader: Reader, offer: Source, table: BlockTable) -> None:
+def check_accepted(source: Side, reader: Reader, offer: Source, table: BlockTable) -> None:
     """The pull passes, and what is committed is what the lease was for. In the end both sides have all pages back."""
     context, pending = reader.reserve(table)
     event, proof = reader.pull(source, offer, pending)
@@ -173,7 +173,7 @@ def test_released_before_the_pull(sides: tuple[Side, Reader]) -> None:
     assert source.manager.num_leased_blocks == 4
     source.overwrite()
     assert source.manager.num_free_blocks == 0
-    accept(source, reader, offer, table)
+    check_accepted(source, reader, offer, table)
 
 
 def test_preempted_and_run_again_under_the_same_id(sides: tuple[Side, Reader]) -> None:
@@ -184,7 +184,7 @@ def test_preempted_and_run_again_under_the_same_id(sides: tuple[Side, Reader]) -
     context.reset()
     source.manager.reset_prefix_cache()
     source.compute("r", list(range(50, 60)), OTHERS)  # another prompt of that name: the old lease keeps the old pages
-    accept(source, reader, offer, table)
+    check_accepted(source, reader, offer, table)
 
 
 def test_the_cache_is_reset_and_filled_with_others(sides: tuple[Side, Reader]) -> None:
@@ -196,7 +196,7 @@ def test_the_cache_is_reset_and_filled_with_others(sides: tuple[Side, Reader]) -
         source.manager.reset_prefix_cache()
         source.compute(f"other{number}", list(range(20 * number + 100, 20 * number + 115)), OTHERS)
         source.manager.release(f"other{number}")
-    accept(source, reader, offer, table)
+    check_accepted(source, reader, offer, table)
 
 
 def test_released_in_the_midst_of_its_prompt(sides: tuple[Side, Reader]) -> None:
@@ -238,7 +238,7 @@ def test_two_leases_of_one_request_end_one_after_another(sides: tuple[Side, Read
     source.exchange.revoke(first, "over")
     source.until(lambda: source.of(LeaseOver))
     source.overwrite()
-    accept(source, reader, second, table)
+    check_accepted(source, reader, second, table)
 
 
 def test_a_lease_that_is_revoked_gives_its_pages_back_and_the_pull_fails(sides: tuple[Side, Reader]) -> None:

@@ -214,6 +214,7 @@ def test_a_thread_at_rest_is_woken_by_what_the_caller_reads_itself(
     d.pull(p, 1)
     started = d.polls
     d.until(lambda: d.polls > started)
+    assert d.ended(1)
 
 
 def test_a_failure_in_the_callers_thread_ends_the_engine_and_is_told_like_any(pair: tuple[Threaded, Threaded]) -> None:
