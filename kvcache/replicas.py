@@ -29,7 +29,6 @@ from kvcache.replica.context import Context, hasher_of, read_context
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.leases import PageLease
-from kvcache.replica.pages_below import fetch_prefix
 from kvcache.replica.partial import PartialReuse
 from kvcache.replica.peer_copies import PeerCopies
 from kvcache.replica.replica import Filled, Replica
@@ -166,7 +165,7 @@ class Replicas:
         hasher = hasher_of(context, self.each[0].hash_algorithm, self.each[0].page_size)
         most = max(self.each, key=lambda replica: replica.published_run(context, hasher=hasher).end)
         digests = hasher.digests(context.tokens, 0, (context.current_length - 1) // hasher.page_size)
-        return fetch_prefix(most.tables, most.tier, most.states, digests, wait=False)
+        return most.fetch_prefix(digests, wait=False)
 
     def reserve(self, replica_idx: int, row: int, context: Context, num_steps: int) -> bool:
         """Pages for one request; False: too few, nothing changed."""

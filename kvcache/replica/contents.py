@@ -6,14 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import BlockTableMismatchError
-from kvcache.pool.index import Digests
 from kvcache.replica.block_table import BlockTable, PageDigests
 from kvcache.replica.context import Context, check_context, hasher_of
 from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.leases import PageLease
-from kvcache.replica.pages_below import fetch_prefix
 from kvcache.replica.replica import Replica
-from kvcache.replica.resume import FromBelow
 from kvcache.types import RequestID
 from kvcache.under_way import UnderWay
 
@@ -48,7 +45,7 @@ class PageContents:
         """
         replica = self._replicas[replica_idx]
         digests = np.frombuffer(wanted.digests, np.uint64).reshape(-1, DIGEST_BYTES[replica.hash_algorithm] // 8)
-        ends = replica.states.ends(None, digests) if replica.states.keeps else None
+        ends = replica.states.ends(None, digests)
         return replica.tables.find(0, digests, ends).end * replica.page_size if len(digests) else 0
 
     def lease(
@@ -64,8 +61,8 @@ class PageContents:
         """
         self._mark.check("contents.lease")
         replica, digests = self._wanted(name, replica_idx, wanted)
-        ends = replica.states.copies(digests) if replica.states.keeps else None
-        length, tables = replica.tables.whole(digests, most - replica.pool.beside, ends)
+        room = most - replica.pool.beside
+        length, tables = replica.tables.whole(digests, room, replica.states.copies(digests))
         if not length:
             return None
         table = BlockTable(
@@ -126,25 +123,12 @@ def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
         return True  # few at a time: a copy may take the caller's time, whose own requests come first
     before = tier.generation
     digests = np.concatenate((np.zeros((first, digests.shape[1]), np.uint64), digests))
-    coming = fetch_prefix(tables, tier, states, digests, first, wait=False)
+    coming = replica.fetch_prefix(digests, first, wait=False)
     wanted = tables.from_below(digests, tier.host_has, states.ends(None, digests), first)
     room = pool.free_count // 2 - pool.would_be_taken(wanted.here)
     count = max(0, min(len(wanted.digests), room, tier.brought_at_once))
     if count:
         tier.bring(wanted, count)
-    elif states.keeps and not coming and not wanted.lacking.any():
-        coming = _bring_state(replica, wanted, digests)
+    elif not coming and not wanted.lacking.any():
+        coming = states.bring_copy(wanted, digests)
     return coming or count > 0 or tier.generation != before
-
-
-def _bring_state(replica: Replica, wanted: FromBelow, digests: Digests) -> bool:
-    """Have the state after the last of the wanted pages, all of which are there, on the device; is it on its way?"""
-    pool, states, end = replica.pool, replica.states, wanted.pages
-    if states.is_bringing:
-        return True
-    if not end or pool.free_count // 2 - pool.would_be_taken(wanted.here) < pool.beside:
-        return False
-    pool.hold(wanted.here)  # what makes room for the state is not what is needed beside it
-    coming = states.bring_copy(digests[end - 1 : end], end * replica.page_size)
-    pool.release(wanted.here)
-    return coming

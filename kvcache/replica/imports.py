@@ -235,7 +235,7 @@ def _plan_tables(
     tables, size = replica.tables, replica.page_size
     num_tokens = context.end_idx if partial else table.num_tokens
     length = replica.length_of(context, num_steps, num_tokens)
-    here, reached = replica.look_up(row, context, 0, replica.published_run(context, row))
+    here, reached = replica.look_up(row, context, 0)
     found = here.end * size  # in all tables: nothing has to be copied up to there
     start = max(num_tokens, found)
     last = min(start, context.current_length - 1) // size if replica.caching else 0

@@ -1,14 +1,12 @@
-"""`PagesBelow`: what a replica asks of the tier below its pool; and what is fetched of it for the longest prefix."""
+"""`PagesBelow`: what a replica asks of the tier below its pool."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from kvcache.pool.index import Digests
-from kvcache.replica.request_states import RequestStates
 from kvcache.replica.resume import Asked, FromBelow, Slots
 from kvcache.replica.rows import Pages, Rows
-from kvcache.replica.tables import RowTables
 
 
 class PagesBelow:
@@ -74,62 +72,8 @@ class PagesBelow:
     def mend(self, rows: Iterable[int]) -> None:
         """Rebuild the books after an interrupt, given the claimed rows. No copy is in flight any more."""
 
-    def leave(self, row: int, pages: Pages, names: Digests, states: RequestStates) -> None:
+    def leave(self, row: int, pages: Pages, names: Digests, ends: Callable[[Digests], Asked]) -> None:
         """The row gives up its pages, and has used the published `pages`, in logical order, just now.
 
-        `names`: the digests of its published columns, of their tokens. `states`: those after its pages.
+        `names`: the digests of its published columns, of their tokens. `ends`: after which of them others may go on.
         """
-
-
-def fetch_prefix(
-    tables: RowTables, tier: PagesBelow, states: RequestStates, digests: Digests, first: int = 0, *, wait: bool
-) -> bool:
-    """Bring the pages that the longest prefix of these digests needs to the host; whether some are on their way.
-
-    The caller already has the `first` pages. With recurrent states the prefix ends after a page with a cached state, in
-    any tier, and that state is brought as well. `wait`: wait a while for reads that are running, but not for answers.
-
-    If a tier has to be asked for its contents, it is asked for the longest prefix that may exist.
-    """
-    if len(digests) <= first or not (tier.fetches or states.keeps):
-        return False
-    before, coming = tier.generation, False
-    if tier.asks:
-        perhaps = tables.from_below(digests, tier.may_have, None, first)
-        coming = tier.ask(perhaps.every, perhaps.lacking)
-        if states.keeps and coming and not wait:
-            return True  # which pages there are, is being asked
-        if states.keeps:
-            asking, digests = _up_to_known_state(tables, tier, states, digests, first)
-            if asking and not wait:
-                return True  # a later state may be found, and a state is large
-            coming |= asking
-    wanted = tables.from_below(digests, tier.has, states.there(digests), first)
-    coming |= states.bring_newest(digests[: wanted.pages], wait=wait)
-    ends = states.ends(None, digests)
-    if len(wanted.digests):
-        there = tables.from_below(digests, tier.host_has, ends, first)
-        coming |= tier.to_host(wanted.every, wanted.lacking, wanted.pages - there.pages, wait=wait)
-    # An answer that has come just now may be another question.
-    return coming or (tier.asks and tier.generation != before)
-
-
-def _up_to_known_state(
-    tables: RowTables, tier: PagesBelow, states: RequestStates, digests: Digests, first: int
-) -> tuple[bool, Digests]:
-    """Ask for states, and for what lies below up to them; whether an answer is on its way, and the pages to look at.
-
-    A run of pages whose end is in an object of its own ends with a state: so it is looked for where one is.
-    """
-    found = tables.from_below(digests, tier.has, None, first)
-    behind = digests[: found.reach + tier.longest_tail]
-    if states.ask(behind):
-        return True, digests[: found.pages]
-    for end in (found.pages + 1 + np.flatnonzero(states.there(behind[found.pages :])))[::-1].tolist():
-        perhaps = tables.from_below(digests[:end], tier.may_have, None, first)
-        asking = perhaps.pages == end and tier.ask(perhaps.every, perhaps.lacking)
-        if tables.from_below(digests[:end], tier.has, None, first).pages == end:
-            return False, digests[:end]
-        if asking:
-            return True, digests[: found.pages]
-    return False, digests[: found.pages]

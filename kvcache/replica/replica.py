@@ -1,5 +1,6 @@
 """One data-parallel replica: its pages, its prefix index, and the rows of its running requests."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,10 +26,10 @@ from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.hints import ReplicaHints
 from kvcache.replica.keys import ExtraKeys
 from kvcache.replica.leases import PageLease, PageLeases
-from kvcache.replica.pages_below import PagesBelow, fetch_prefix
+from kvcache.replica.pages_below import PagesBelow
 from kvcache.replica.request_states import RequestStates
 from kvcache.replica.reservation import Reservation
-from kvcache.replica.resume import Asked, Found
+from kvcache.replica.resume import Found
 from kvcache.replica.rows import NEVER, BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
 from kvcache.replica.tables import OneTable, RowTables
 from kvcache.types import RequestID
@@ -198,8 +199,7 @@ class Replica:
 
         The last known token is never covered: it has to run, to give the next one. `hasher`: the context's, if known.
         """
-        found = self.published_run(context, row, hasher)
-        return self._up_to_state(found, row, context, hasher) if self.states.keeps else found
+        return self.states.up_to_state(self.published_run(context, row, hasher), row, context, hasher)
 
     def published_run(self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
         """`find`, whether or not there is a state after one of these pages; with states those of the first table."""
@@ -210,25 +210,39 @@ class Replica:
         hasher, index = hasher or self.hasher(row, context), self.pool.index
         if (kept := hasher.matches.get(index)) is not None and kept[:3] == (index.generation, first, last):
             return kept[3]  # a waiting request is asked again and again: nothing was published or evicted since
-        look = self.tables.run if self.states.keeps else self.tables.find
-        found = look(first, hasher.digests(context.tokens, first, last))
+        found = self.states.run(self.tables, first, hasher.digests(context.tokens, first, last))
         hasher.matches[index] = (index.generation, first, last, found)
         return found
 
-    def _up_to_state(
-        self, found: Found, row: int | None, context: Context, hasher: PrefixHasher | None = None
-    ) -> Found:
-        """The part of the published run that ends with a state from which the request can go on."""
-        if not found.num_columns:
-            return found
-        digests = (hasher or self.hasher(row, context)).digests(context.tokens, found.first, found.end)
-        return self.tables.shortened(found, digests, self._ends(row, digests))
+    def fetch_prefix(self, digests: Digests, first: int = 0, *, wait: bool) -> bool:
+        """Bring the pages that the longest prefix of these digests needs to the host; whether some are on their way.
 
-    def _ends(self, row: int | None, digests: Digests) -> Asked:
-        """After which of these pages, all of the first table's, there is a state that the request can go on from."""
-        if row is None or (request_id := self.rows.request_ids[row]) is None:
-            return self.states.ends_unclaimed(digests)
-        return self.states.ends(request_id, digests)
+        The caller already has the `first` pages. With recurrent states the prefix ends after a page with a cached
+        state, in any tier, and that state is brought as well. `wait`: wait a while for reads that are running, but not
+        for answers.
+
+        If a tier has to be asked for its contents, it is asked for the longest prefix that may exist.
+        """
+        tables, tier, states = self.tables, self.tier, self.states
+        if len(digests) <= first or not tier.fetches:
+            return False
+        before, coming = tier.generation, False
+        if tier.asks:
+            perhaps = tables.from_below(digests, tier.may_have, None, first)
+            coming = tier.ask(perhaps.every, perhaps.lacking)
+            if coming and states.keeps and not wait:
+                return True  # which pages there are, is being asked
+            asking, digests = states.ask(digests, first)
+            if asking and not wait:
+                return True  # a later state may be found, and a state is large
+            coming |= asking
+        wanted = tables.from_below(digests, tier.has, states.there(digests), first)
+        coming |= states.bring_newest(digests[: wanted.pages], wait=wait)
+        if len(wanted.digests):
+            there = tables.from_below(digests, tier.host_has, states.ends(None, digests), first)
+            coming |= tier.to_host(wanted.every, wanted.lacking, wanted.pages - there.pages, wait=wait)
+        # An answer that has come just now may be another question.
+        return coming or (tier.asks and tier.generation != before)
 
     def plan_fork(self, parent: int, child: Context, num_steps: int) -> int | None:
         """The columns of a request that shares what the row `parent` has computed; None: too few pages.
@@ -376,7 +390,8 @@ class Replica:
         self.counter.forget(row)
         pages = self.tables.pages(row, self.rows.num_pages.item(row)).copy()
         if names is not None:
-            self.tier.leave(row, self.tables.pages(row, self.rows.committed.item(row)), names, self.states)
+            published = self.tables.pages(row, self.rows.committed.item(row))
+            self.tier.leave(row, published, names, functools.partial(self.states.ends, None))
         if self.leases.of_row:
             self.leases.leave(row, self.tables.pages)
         self.rows.unbind(row)
@@ -528,29 +543,28 @@ class Replica:
         """
         reached = 0  # columns whose pages are there, whether or not there is a state after the last of them
         if found is None:
-            found = self.published_run(context, row)
-            if self.tier.keeps or self.states.keeps:
-                found, reached = self.look_up(row, context, start, found)
+            found, reached = self.look_up(row, context, start)
             if found.end * self.page_size > start:
                 start = found.end * self.page_size
             elif found.end > found.first:  # no token fewer to run: `step` finds the duplicates
                 found = self.tables.nothing(found.first)
         plan = self.tables.plan(row, context, length, start, found)
-        return self.states.planned(row, context, plan, reached) if self.states.keeps else plan
+        return self.states.planned(row, context, plan, reached)
 
-    def look_up(self, row: int, context: Context, start: int, found: Found) -> tuple[Found, int]:
+    def look_up(self, row: int, context: Context, start: int) -> tuple[Found, int]:
         """Find the pages on the device and below it with which the row's request, at `start` so far, can go on.
 
-        `found`: the published run behind the row's own columns. Returns also the column up to which pages are there,
-        whether or not there is a state after the last.
+        They are behind the row's own columns. Returns also the column up to which pages are there, whether or not there
+        is a state after the last.
         """
+        run = self.published_run(context, row)
         if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):  # else `step` comes first
             last = (context.current_length - 1) // self.page_size
-            if found.end < last or self.states.keeps:
-                below = self._with_below(row, context, max(found.first, start // self.page_size), last)
+            if self.states.up_to_state(run, row, context).end < last:
+                below = self._with_below(row, context, max(run.first, start // self.page_size), last)
                 if below is not None:
                     return below
-        return (self._up_to_state(found, row, context) if self.states.keeps else found), found.end
+        return self.states.up_to_state(run, row, context), run.end  # it may have come to the host meanwhile
 
     def _with_below(self, row: int, context: Context, first: int, last: int) -> tuple[Found, int] | None:
         """`look_up` of the pages from `first` to `last`. None: nothing that the request needs is below the device."""
@@ -561,13 +575,10 @@ class Replica:
         if self.rows.num_pages.item(row):
             tier.arrive(np.array([row]))  # pages that were promised may be replaced now
         digests = hasher.digests(context.tokens, 0, last)
-        coming = fetch_prefix(tables, tier, states, digests, first, wait=self.rows.prompt.item(row) < 0)
-        wanted = tables.from_below(digests, tier.host_has, None, first)
-        reached = wanted.reach
-        if states.keeps:
-            wanted = tables.from_below(digests, tier.host_has, self._ends(row, digests), first)
+        coming = self.fetch_prefix(digests, first, wait=self.rows.prompt.item(row) < 0)
+        wanted = tables.from_below(digests, tier.host_has, states.ends(self.rows.request_ids[row], digests), first)
         if wanted.lacking.any():
-            return Found(first, wanted.pages, wanted.found, tier.slots(wanted.every[wanted.lacking])), reached
+            return Found(first, wanted.pages, wanted.found, tier.slots(wanted.every[wanted.lacking])), wanted.reach
         if not coming:
             hasher.matches[tier] = *now, None
         return None

@@ -15,9 +15,11 @@ from kvcache.pool.index import Digests, Pages
 from kvcache.pool.quotas import TenantQuotas
 from kvcache.replica.block_table import BlockTable, PendingImport
 from kvcache.replica.context import Context
+from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.leases import PageLease
 from kvcache.replica.reservation import Reservation, StatePlan
-from kvcache.replica.resume import NO_SLOTS, Asked
+from kvcache.replica.resume import NO_SLOTS, Asked, Found, FromBelow
+from kvcache.replica.tables import RowTables
 from kvcache.retention import PageHints
 from kvcache.types import RequestID
 
@@ -70,9 +72,12 @@ class RequestStates:
         """After which of these pages there is a state, on any tier, as far as is known."""
         return np.ones(len(digests), np.bool_)
 
-    def ask(self, digests: Digests) -> bool:  # noqa: ARG002 - here nobody is to be asked
-        """Have asked for states after the last of these pages, where nothing is known; is an answer on its way?"""
-        return False
+    def ask(self, digests: Digests, first: int) -> tuple[bool, Digests]:  # noqa: ARG002 - here nobody is to be asked
+        """Ask for the last state after these pages, and for the pages up to it, as far as nothing is known of them.
+
+        The caller has the `first` pages. Returns whether an answer is on its way, and the pages up to the known end.
+        """
+        return False, digests
 
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:  # noqa: ARG002 - as above
         """Have the state after the last of these pages, of those after which one lies below, where it is found.
@@ -85,26 +90,22 @@ class RequestStates:
         """After which of these found pages, one after another, the request may go on, or any other for None."""
         return np.ones(len(digests), np.bool_)
 
-    def ends_unclaimed(self, digests: Digests) -> Asked:
-        """After which of these pages a request that is not claimed may go on: its claim takes room for its own state.
+    def run(self, tables: RowTables, first: int, digests: Digests) -> Found:
+        """The published pages, behind the `first` columns, of which `up_to_state` takes a part."""
+        return tables.find(first, digests)
 
-        The cached state that has to go for that is of no use to it.
-        """
-        return self.ends(None, digests)
+    def up_to_state(self, found: Found, row: int | None, context: Context, hasher: PrefixHasher | None = None) -> Found:  # noqa: ARG002
+        """The part of a published run with which the request goes on. `hasher`: the context's, if known."""
+        return found
 
-    def copies(self, digests: Digests) -> Asked:
-        """After which of these pages the device keeps the state."""
-        return np.ones(len(digests), np.bool_)
+    def copies(self, digests: Digests) -> Asked | None:  # noqa: ARG002 - as above
+        """After which of these pages the device keeps the state; None: nobody needs one."""
+        return None
 
-    @property
-    def is_bringing(self) -> bool:
-        """Whether a state is on its way to the device that is for no request here."""
-        return False
+    def bring_copy(self, wanted: FromBelow, digests: Digests) -> bool:  # noqa: ARG002 - as above
+        """Have the state after the last of the `wanted` pages, all of which are there, kept on the device.
 
-    def bring_copy(self, digest: Digests, tokens: int) -> bool:  # noqa: ARG002 - as above
-        """Have the state under this digest, after `tokens`, kept on the device if the host has it.
-
-        Whether it is on its way.
+        Whether it is on its way from the host.
         """
         return False
 

@@ -19,13 +19,14 @@ from kvcache.replica.batch import Gathered
 from kvcache.replica.block_table import BlockTable, ImportPart, PendingImport
 from kvcache.replica.context import Context
 from kvcache.replica.devices import PlacedReplica
-from kvcache.replica.hashing import DIGEST_BYTES
+from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.leases import PageLease
 from kvcache.replica.page_moves import ReplicaPageMoves
 from kvcache.replica.request_states import RequestStates, StateCopy
 from kvcache.replica.reservation import Reservation, StatePlan
-from kvcache.replica.resume import Asked
+from kvcache.replica.resume import Asked, Found, FromBelow
 from kvcache.replica.rows import Ints, Rows
+from kvcache.replica.tables import RowTables
 from kvcache.retention import PageHints
 from kvcache.states.kept_states import KeptStates
 from kvcache.states.state_hints import StateHints
@@ -129,8 +130,21 @@ class ReplicaStates(RequestStates):
     def there(self, digests: Digests) -> Asked:
         return self.pages.there(digests)
 
-    def ask(self, digests: Digests) -> bool:
-        return self.pages.ask(digests)
+    def ask(self, digests: Digests, first: int) -> tuple[bool, Digests]:
+        """As the base. If the end of a run of pages is in an object of its own, a state is after it."""
+        tables, tier = self._replica.tables, self._replica.tier
+        found = tables.from_below(digests, tier.has, None, first)
+        behind = digests[: found.reach + tier.longest_tail]
+        if self.pages.ask(behind):
+            return True, digests[: found.pages]
+        for end in (found.pages + 1 + np.flatnonzero(self.there(behind[found.pages :])))[::-1].tolist():
+            perhaps = tables.from_below(digests[:end], tier.may_have, None, first)
+            asking = perhaps.pages == end and tier.ask(perhaps.every, perhaps.lacking)
+            if tables.from_below(digests[:end], tier.has, None, first).pages == end:
+                return False, digests[:end]
+            if asking:
+                return True, digests[: found.pages]
+        return False, digests[: found.pages]
 
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
         return self.pages.bring_newest(digests, wait=wait)
@@ -141,18 +155,32 @@ class ReplicaStates(RequestStates):
             return np.zeros(len(digests), np.bool_)
         return self.pages.kept_after(digests)
 
-    def ends_unclaimed(self, digests: Digests) -> Asked:
-        return self.pages.kept_after(digests, but=self.pages.goes_next)
+    def run(self, tables: RowTables, first: int, digests: Digests) -> Found:
+        return tables.run(first, digests)
+
+    def up_to_state(self, found: Found, row: int | None, context: Context, hasher: PrefixHasher | None = None) -> Found:
+        """As the base. The claim of a request takes room for its state: the copy that goes for it does not count."""
+        if not found.num_columns:
+            return found
+        replica, pages = self._replica, self.pages
+        digests = (hasher or replica.hasher(row, context)).digests(context.tokens, found.first, found.end)
+        ends = pages.kept_after(digests, but=pages.goes_next) if row is None else self.ends(self._name(row), digests)
+        return replica.tables.shortened(found, digests, ends)
 
     def copies(self, digests: Digests) -> Asked:
         return self.pages.index.find(digests) != NO_PAGE
 
-    @property
-    def is_bringing(self) -> bool:
-        return self.pages.below.is_bringing
-
-    def bring_copy(self, digest: Digests, tokens: int) -> bool:
-        return self.pages.bring_copy(digest, tokens)
+    def bring_copy(self, wanted: FromBelow, digests: Digests) -> bool:
+        """As the base, if half of the free pages have room for it beside the wanted ones."""
+        if self.pages.below.is_bringing:
+            return True
+        pool, end = self._replica.pool, wanted.pages
+        if not end or pool.free_count // 2 - pool.would_be_taken(wanted.here) < pool.beside:
+            return False
+        pool.hold(wanted.here)  # what makes room for the state is not what is needed beside it
+        coming = self.pages.bring_copy(digests[end - 1 : end], end * self._replica.page_size)
+        pool.release(wanted.here)
+        return coming
 
     def copy_of(self, digest: Digests) -> StateCopy | None:
         return self.pages.copy_of(digest)

@@ -18,7 +18,6 @@ from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
 from kvcache.replica.pages_below import PagesBelow
-from kvcache.replica.request_states import RequestStates
 from kvcache.replica.resume import NO_SLOTS, Asked, FromBelow, Slots
 from kvcache.replica.rows import Pages, Rows, as_rows
 from kvcache.storage import allocate_host_rows
@@ -207,7 +206,7 @@ class ReplicaTier(PagesBelow, PageReader):
             self.storing[pages] = False
         self.waiting.clear()
 
-    def leave(self, row: int, pages: Pages, names: Digests, states: RequestStates) -> None:
+    def leave(self, row: int, pages: Pages, names: Digests, ends: Callable[[Digests], Asked]) -> None:
         """The row no longer needs the pages being restored for it; a running copy keeps its pages until its end.
 
         The use of `pages` counts once the last of them are copied. Otherwise these would be evicted last, after the
@@ -222,10 +221,10 @@ class ReplicaTier(PagesBelow, PageReader):
             digests = self.pool.index.digests_of(pages)
             self.waiting.append((NO_SLOTS, digests))
             if self._every is not None and len(names):
-                every, ends = self._every(names), [len(names)]
+                every, stops = self._every(names), [len(names)]
                 if self.longest_tail:
-                    ends = [*(np.flatnonzero(states.ends(None, names)) + 1).tolist(), *ends]
-                self.waiting.extend((NO_SLOTS, every[:, :end]) for end in ends)
+                    stops = [*(np.flatnonzero(ends(names)) + 1).tolist(), *stops]
+                self.waiting.extend((NO_SLOTS, every[:, :stop]) for stop in stops)
             self._pass_uses()
 
     # ---- and back

@@ -133,8 +133,8 @@ def head_of_a_prompt_first(tier: HostTier, slots: np.ndarray) -> None:
     tier.pool.release(slots[::-1])
 
 
-def restores_the_last_token(self: Replica, row: int, context: Any, start: int, run: Any) -> Any:
-    found, reached = LOOK_UP(self, row, context, start, run)
+def restores_the_last_token(self: Replica, row: int, context: Any, start: int) -> Any:
+    found, reached = LOOK_UP(self, row, context, start)
     last, below = context.current_length // self.page_size, None
     if self.tier.keeps and found.end < last and not self.rows.num_pages[row]:
         below = self._with_below(row, context, found.first, last)
