@@ -376,7 +376,7 @@ class PagedKVCacheManager(PoolFigures):
         self._mark.check_books("end_lease")
         granted = granted_by(lease, [replica.leases for replica in self._replicas.each])
         with self._mark.changing("end_lease", lease):
-            self._replicas.each[granted].end_lease(lease)
+            self._replicas.each[granted].leases.end(lease)
 
     def import_block_table(
         self, context: Context, table: BlockTable, num_steps: int = 1, *, partial: bool = False

@@ -12,12 +12,14 @@ A page is in exactly one state:
 A page with a writer (a transfer that may still put bytes there) is neither fresh nor idle, whoever held it.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError
 from kvcache.eviction_order import BY_TURN, EvictionOrder, Pages
-from kvcache.pool.index import INDEX, NO_PAGE, PrefixIndex
+from kvcache.pool.index import INDEX, NO_PAGE, Digests, PrefixIndex
 from kvcache.pool.journal import BY_RESET
 from kvcache.pool.lru_order import LruOrder
 
@@ -133,6 +135,16 @@ class PagePool:
         np.subtract.at(self.holders, at, 1)
         pages = pages[np.sort(first)]
         self._free(pages[self._unused(pages)][::-1].astype(INDEX))
+
+    def rewrite(self, pages: Pages, digests: Digests, write: Callable[[Pages], None]) -> None:
+        """Have `write` put other content into idle `pages`, which are found by these `digests` then, and used last."""
+        self.idle.renew(pages)
+        self.idle.remove(pages)
+        self.idle.forget(pages)
+        self.index.withdraw(pages)
+        write(pages)  # while nobody can find them
+        self.index.publish(pages, digests)
+        self._free(pages.astype(INDEX))
 
     def add_writer(self, pages: Pages) -> None:
         """A transfer may write to `pages`, which are held, until `drop_writer`."""

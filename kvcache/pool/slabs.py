@@ -11,8 +11,6 @@ say, as far as these are trusted, and a slab goes before the page that would go 
 goes before all others.
 """
 
-from typing import Protocol
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,34 +21,32 @@ from kvcache.pool.pages import PagePool
 _HELD = 1 << 62
 
 
-class CachedSlabs(Protocol):
-    """What is kept in slabs that nobody holds, least recently used first."""
+class CachedSlabs:
+    """What is kept in slabs that nobody holds, least recently used first. Here: nothing, as nobody takes slabs."""
 
     @property
     def num_idle(self) -> int:
         """Slabs that may be given up."""
-        ...
+        return 0
 
     @property
     def oldest_use(self) -> int:
         """When the first of them was used, as `SlabPool.use_of` says."""
-        ...
+        return _HELD
 
     def give_up_oldest(self) -> None:
         """Forget what is in the first of them, and give the slab back."""
-        ...
 
 
-class PageMoves(Protocol):
-    """The owner of all records of page ids, which can move held pages."""
+class PageMoves:
+    """The owner of all records of page ids, which can move held pages. Here: nobody, so that all of them stay."""
 
-    def staying(self) -> NDArray[np.bool_]:
-        """The held pages that cannot be moved, `[num_pages + 1]`."""
-        ...
+    def staying(self) -> NDArray[np.bool_] | np.bool_:
+        """The held pages that cannot be moved, `[num_pages + 1]`, or whether that is all of them."""
+        return np.True_
 
     def move(self, sources: Pages, targets: Pages) -> None:
         """Copy the held `sources` to as many held `targets`, and name these in their place."""
-        ...
 
 
 def num_slabs(num_pages: int, slab_pages: int) -> int:
@@ -69,8 +65,8 @@ class SlabPool(PagePool):
         self.slab_pages = self.beside = slab_pages
         self.num_slabs = num_slabs(num_pages, slab_pages)
         self.taken = np.zeros(self.num_slabs + 1, np.bool_)
-        self.cached: CachedSlabs | None = None
-        self.moves: PageMoves | None = None
+        self.cached = CachedSlabs()
+        self.moves = PageMoves()
         self.moved = 0  # pages, so far
         self.clock = 1  # counts the pages that were let go
         self._used = np.zeros(num_pages + 1, np.int64)  # of idle pages, by this clock; of fresh ones 0
@@ -91,8 +87,7 @@ class SlabPool(PagePool):
     @property
     def free_count(self) -> int:
         """Pages that `allocate` can hand out: the fresh and the idle ones, and those of slabs that may be given up."""
-        slabs = 0 if self.cached is None else self.cached.num_idle
-        return self._fresh_count + self.idle.count + slabs * self.slab_pages
+        return self._fresh_count + self.idle.count + self.cached.num_idle * self.slab_pages
 
     def allocate(self, count: int) -> Pages:
         if count == 1:
@@ -119,8 +114,7 @@ class SlabPool(PagePool):
         chosen, age = self._oldest_slab()
         if age and self._evict_due():
             chosen, age = self._oldest_slab()
-        cached = self.cached
-        if age and cached is not None and cached.num_idle and cached.oldest_use <= age:
+        if age and self.cached.num_idle and self.cached.oldest_use <= age:
             return 0
         if age == _HELD:
             chosen = self._cheapest_to_move() if moving else 0
@@ -130,7 +124,7 @@ class SlabPool(PagePool):
 
     def can_take_slab(self) -> bool:
         """Whether `take_slab` would give one, or could once all that is cached in slabs is given up."""
-        if self.cached is not None and self.cached.num_idle:
+        if self.cached.num_idle:
             return True
         return self._oldest_slab()[1] < _HELD or self._cheapest_to_move() > 0
 
@@ -152,8 +146,7 @@ class SlabPool(PagePool):
     def width(self) -> float:
         """Pages that are cached, those of slabs with them, for each that is published."""
         published = np.count_nonzero(self.index.published)
-        slabs = 0 if self.cached is None else self.cached.num_idle
-        return 1.0 + slabs * self.slab_pages / published if published else 1.0
+        return 1.0 + self.cached.num_idle * self.slab_pages / published if published else 1.0
 
     def give_back(self, slab: int) -> None:
         """The slab is pages again, fresh ones."""
@@ -238,7 +231,7 @@ class SlabPool(PagePool):
     def _make_room(self, count: int) -> None:
         """Give up cached slabs where idle pages are too few, or younger."""
         cached = self.cached
-        while cached is not None and count > self._fresh_count and cached.num_idle:
+        while count > self._fresh_count and cached.num_idle:
             if count <= self._fresh_count + self.idle.count and cached.oldest_use > self._next_use():
                 return
             cached.give_up_oldest()
@@ -266,11 +259,12 @@ class SlabPool(PagePool):
 
     def _cheapest_to_move(self) -> int:
         """The slab of the fewest held pages, all of which can move to free ones elsewhere; 0: there is none."""
-        if self.moves is None or self._fresh_count + self.idle.count < self.slab_pages:
+        if self._fresh_count + self.idle.count < self.slab_pages:
             return 0
         in_slabs = slice(self.slab_pages, (self.num_slabs + 1) * self.slab_pages)
         held = (self.holders[in_slabs] > 0).reshape(-1, self.slab_pages).sum(axis=1)
-        stays = self.moves.staying()[in_slabs].reshape(-1, self.slab_pages).any(axis=1)
+        stays = np.broadcast_to(self.moves.staying(), len(self.holders))[in_slabs]
+        stays = stays.reshape(-1, self.slab_pages).any(axis=1)
         of_slabs = np.where(stays, self.num_pages, held)
         slab = self.num_slabs - int(of_slabs[::-1].argmin())
         return slab if of_slabs[slab - 1] < self.num_pages else 0
@@ -285,7 +279,7 @@ class SlabPool(PagePool):
         held = pages[self.holders[pages] > 0]
         self.holders[pages[self.holders[pages] == 0]] = 1
         self.taken[slab] = True
-        if held.size and self.moves is not None:
+        if held.size:
             for save in self.journal.going:  # whoever is to copy them knows them by where they lie
                 save(held)
             targets = self.allocate(len(held))
@@ -324,3 +318,66 @@ class SlabPool(PagePool):
 
     def _pages_of(self, slab: int) -> Pages:
         return np.arange(slab * self.slab_pages, (slab + 1) * self.slab_pages, dtype=np.int32)
+
+
+class SlabStates(PagePool, CachedSlabs):
+    """The states in slabs: page s of this pool is slab s of `slabs`.
+
+    A slab is given back as soon as nobody holds its state, and nobody can find it. Slabs that are not taken count as
+    held, as the pages of tokens hold them.
+    """
+
+    def __init__(self, slabs: SlabPool) -> None:
+        super().__init__(slabs.num_slabs, slabs.index.digest_words)
+        self._slabs = slabs
+        self._fresh_count, self.holders[1:] = 0, 1
+        self._used = np.zeros(slabs.num_slabs + 1, np.int64)  # of copies, by the clock of the slabs
+        slabs.cached = self
+
+    @property
+    def num_idle(self) -> int:
+        return self.idle.count
+
+    @property
+    def oldest_use(self) -> int:
+        return self._slabs.use_of(self.idle, self._used)
+
+    def give_up_oldest(self) -> None:
+        self.release(np.array([self.allocate_one()], np.int32))
+
+    def take(self, *, moving: bool) -> bool:
+        """Take a slab that the pages of tokens can do without; False: a copy has to go for one, or there is none.
+
+        `moving`: held pages may be moved for it.
+        """
+        if slab := self._slabs.take_slab(moving=moving):
+            self.holders[slab] = 0
+            super()._push_fresh(np.array([slab], np.int32))
+        return slab > 0
+
+    def check(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
+        """As the base, of pages that are taken; and none of these is free."""
+        self._hold_others(holders)
+        super().check(holders, writers)
+        if self._fresh_count:
+            raise InvariantError(f"{self._fresh_count} pages are free, and not given back")
+
+    def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
+        """As the base. Those of these pages that somebody holds, or finds, are taken, and no other."""
+        published = self.index.published
+        self._slabs.taken[1:] = ((holders > 0) | (writers > 0) | published)[1:]
+        self._used[published & (self._used == 0)] = self._slabs.clock
+        self._hold_others(holders)
+        super().mend(holders, writers)
+
+    def _hold_others(self, holders: NDArray[np.int64]) -> None:
+        holders[1:] += ~self._slabs.taken[1:]
+
+    def _free(self, pages: NDArray[np.intp]) -> None:
+        self._used[pages] = self._slabs.clock
+        super()._free(pages)
+
+    def _push_fresh(self, pages: Pages | NDArray[np.intp]) -> None:
+        for page in sorted(pages.tolist()):
+            self.holders[page] = 1
+            self._slabs.give_back(page)

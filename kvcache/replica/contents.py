@@ -65,22 +65,22 @@ class PageContents:
         length, tables = replica.tables.whole(digests, room, replica.states.copies(digests))
         if not length:
             return None
+        lease = PageLease(replica.leases, name, replica_idx)
+        with self._mark.changing("contents.lease", lease):
+            besides = replica.states.held_copy(digests[length - 1 : length])
+            replica.leases.grant_pages(lease, np.concatenate(tables), besides)
         table = BlockTable(
             request_id=name,
             replica_idx=replica_idx,
             num_tokens=(wanted.first_page + length) * replica.page_size,
             page_size=replica.page_size,
-            groups=tuple(tuple(pages.tolist()) for pages in tables),
+            groups=tuple(tuple(pages.tolist()) for pages in (*tables, *(held.pages for held in besides))),
             fingerprint=self._fingerprint,
             hash_algorithm=replica.hash_algorithm,
             digests=digests[:length].tobytes(),
             first_page=wanted.first_page,
             kinds=replica.tables.kinds_named,
         )
-        lease = PageLease(replica.leases, name, replica_idx)
-        with self._mark.changing("contents.lease", lease):
-            replica.leases.grant_pages(lease, np.concatenate(tables))
-            table = replica.states.lend(lease, table, digests[length - 1 : length])
         return lease, table
 
     def bring(self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int) -> bool:

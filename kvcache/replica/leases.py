@@ -6,6 +6,7 @@ its readers. A page that leaves the row earlier, as content like its own was fou
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -22,6 +23,17 @@ Seal = Callable[[BlockTable], bytes]
 """What a lease says of a block table whose pages it holds, for its readers to compare."""
 
 _NEVER = 1 << 62
+
+
+class Held(NamedTuple):
+    """Pages of a pool that somebody holds: those of a replica's tokens, or of its states."""
+
+    pool: PagePool
+    pages: Pages
+
+    def release(self) -> None:
+        """Let go of them."""
+        self.pool.release(self.pages)
 
 
 class PageLease:
@@ -56,23 +68,26 @@ class PageLeases:
         self.kept = np.full(len(rows.request_ids), _NEVER, np.int64)
         self._pool = pool
         self._rows = rows
-        self._held: dict[PageLease, list[Pages]] = {}
+        self._held: dict[PageLease, list[Held]] = {}  # beside its row
         self._row_of: dict[PageLease, int] = {}  # of those whose request is claimed
 
     def __contains__(self, lease: PageLease) -> bool:
         return lease in self._held
 
-    def grant(self, lease: PageLease, row: int) -> None:
-        """The lease is of the request at this row."""
+    def grant(self, lease: PageLease, row: int, besides: Sequence[Held] = ()) -> None:
+        """The lease is of the request at this row, and of what it has `besides` the pages of its tokens."""
         self.of_row.setdefault(row, []).append(lease)
         self._row_of[lease] = row
         self._held[lease] = []
+        for held in besides:
+            self._hold(lease, held)
         self.tell(row, int(self._rows.cached[row]))  # its block table may have been made before
 
-    def grant_pages(self, lease: PageLease, pages: Pages) -> None:
-        """The lease is of published pages, whoever computed them."""
+    def grant_pages(self, lease: PageLease, pages: Pages, besides: Sequence[Held] = ()) -> None:
+        """The lease is of published pages, whoever computed them, and of what goes with them."""
         self._held[lease] = []
-        self._hold(lease, pages)
+        for held in (Held(self._pool, pages), *besides):
+            self._hold(lease, held)
 
     def tell(self, row: int, tokens: int, *, windows: bool = True) -> None:
         """Readers may know by now where the first `tokens` tokens of a leased row lie: these are not written again.
@@ -107,9 +122,9 @@ class PageLeases:
             return
         computed = -(-max(int(self._rows.cached[row]), int(self.told[row])) // self._rows.page_size)
         computed = max(computed, int(self._rows.committed[row]))
-        pages = pages_before(row, computed)
+        held = Held(self._pool, pages_before(row, computed).copy())
         for lease in leases:
-            self._hold(lease, pages)
+            self._hold(lease, held)
         # After all have them: what interrupts this before is begun again by `mend` and a release.
         for lease in leases:
             del self._row_of[lease]
@@ -129,12 +144,12 @@ class PageLeases:
         """
         seen = pages[: max(0, -(-max(cached, int(self.told[row])) // self._rows.page_size) - first)]
         for lease in self.of_row.get(row, ()):
-            self._hold(lease, seen)
+            self._hold(lease, Held(self._pool, seen.copy()))
 
     def end(self, lease: PageLease) -> None:
         """Let go of what the lease holds. Safe twice."""
-        for pages in self._held.pop(lease, ()):
-            self._pool.release(pages)
+        for held in self._held.pop(lease, ()):
+            held.release()
         row = self._row_of.pop(lease, None)
         if row is not None:
             self.of_row[row].remove(lease)
@@ -143,20 +158,25 @@ class PageLeases:
                 self.told[row], self.kept[row] = 0, _NEVER
 
     def held(self) -> list[tuple[PageLease, list[Pages]]]:
-        """The open leases, and what each holds beside its row. Any thread may ask."""
-        return [(lease, list(pages)) for lease, pages in list(self._held.items())]
+        """The open leases, and the pages of tokens that each holds beside its row. Any thread may ask."""
+        return [
+            (lease, [pages for pool, pages in list(held) if pool is self._pool])
+            for lease, held in list(self._held.items())
+        ]
 
     @property
     def num_pages(self) -> int:
         """Pages that leases hold, each counted once, whoever holds them besides."""
         return int(np.count_nonzero(self.holders())) if self._held else 0
 
-    def holders(self) -> Ints:
-        """How many leases hold each page: int64 `[num_pages + 1]`."""
-        counts = np.zeros(self._pool.num_pages + 1, np.int64)
-        for _, held in self.held():  # also read by who scrapes metrics, in another thread
-            for pages in held:
-                np.add.at(counts, pages, 1)
+    def holders(self, pool: PagePool | None = None) -> Ints:
+        """How many leases hold each page of the replica's tokens, or of another pool: int64 `[num_pages + 1]`."""
+        asked = pool or self._pool
+        counts = np.zeros(asked.num_pages + 1, np.int64)
+        for held in list(self._held.values()):  # also read by who scrapes metrics, in another thread
+            for of_pool, pages in list(held):
+                if of_pool is asked:
+                    np.add.at(counts, pages, 1)
         return counts
 
     def mend(self, over: PageLease | None) -> None:
@@ -190,10 +210,10 @@ class PageLeases:
             if lease.is_over or self._rows.request_ids[row] != lease.request_id:
                 raise InvariantError(f"{lease} is booked with row {row} of request {self._rows.request_ids[row]!r}")
 
-    def _hold(self, lease: PageLease, pages: Pages) -> None:
-        if pages.size:
-            self._pool.hold(pages)
-            self._held[lease].append(pages.copy())
+    def _hold(self, lease: PageLease, held: Held) -> None:
+        if held.pages.size:
+            held.pool.hold(held.pages)
+            self._held[lease].append(held)
 
 
 def granted_by(lease: PageLease, books: Sequence[PageLeases]) -> int:

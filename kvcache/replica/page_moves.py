@@ -5,11 +5,12 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.pool.slabs import PageMoves
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Pages, Rows
 
 
-class ReplicaPageMoves:
+class ReplicaPageMoves(PageMoves):
     """The moves in one replica, of all its block tables. `copy` copies the first pages to the others, on all shards.
 
     Pages stay where others know them by their ids: a model that runs, or whoever was told of a block table.

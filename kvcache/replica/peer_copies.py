@@ -75,14 +75,14 @@ class PeerCopies:
             return False
         mine.pool.hold(wanted.here)
         state = next(copy for other in others if (copy := other.replica.states.copy_of(after)) is not None)
-        page = mine.states.take_copy(state, after)
+        taken = mine.states.take_copy(state, after)
         mine.pool.release(wanted.here)
-        if not page.size:
+        if taken is None:
             return False
         self.states += 1
         if wanted.lacking.any():
             self._bring_pages(place, others, wanted)
-        mine.states.drop_hold(page)
+        taken.release()
         return True
 
     def _bring_pages(self, place: PlacedReplica, others: Sequence[PlacedReplica], wanted: FromBelow) -> None:

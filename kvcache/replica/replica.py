@@ -275,13 +275,7 @@ class Replica:
 
     def grant(self, lease: PageLease, row: int) -> None:
         """The lease is of the request at this row."""
-        self.leases.grant(lease, row)
-        self.states.lease(row, lease)
-
-    def end_lease(self, lease: PageLease) -> None:
-        """Let go of what the lease holds. Safe twice."""
-        self.leases.end(lease)
-        self.states.end_lease(lease)
+        self.leases.grant(lease, row, self.states.held(row))
 
     def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
         """Give each of `rows`, which have one token to run, pages for `lengths` tokens: all of them or none.

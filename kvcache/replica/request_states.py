@@ -11,14 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvcache.pool.index import Digests, Pages
+from kvcache.pool.index import Digests
 from kvcache.pool.quotas import TenantQuotas
 from kvcache.replica.block_table import BlockTable, PendingImport
 from kvcache.replica.context import Context
 from kvcache.replica.hashing import PrefixHasher
-from kvcache.replica.leases import PageLease
+from kvcache.replica.leases import Held
 from kvcache.replica.reservation import Reservation, StatePlan
-from kvcache.replica.resume import NO_SLOTS, Asked, Found, FromBelow
+from kvcache.replica.resume import Asked, Found, FromBelow
 from kvcache.replica.tables import RowTables
 from kvcache.retention import PageHints
 from kvcache.types import RequestID
@@ -113,12 +113,9 @@ class RequestStates:
         """The state that the device keeps under this digest, `[1, words]`, for another replica to copy."""
         return None
 
-    def take_copy(self, copy: StateCopy, digest: Digests) -> Pages:  # noqa: ARG002 - as above
-        """Keep another replica's copy here, too. Its page, held until `drop_hold`; none where no page is left."""
-        return NO_SLOTS
-
-    def drop_hold(self, copies: Pages) -> None:
-        """Release these copies, which have no other holder; they count as just used."""
+    def take_copy(self, copy: StateCopy, digest: Digests) -> Held | None:  # noqa: ARG002 - as above
+        """Keep another replica's copy here, too. Its page, which the caller holds; None where no page is left."""
+        return None
 
     def forget(self) -> None:
         """Give up every cached state without a holder."""
@@ -146,15 +143,13 @@ class RequestStates:
     def refuse_unbooked(self, request_id: RequestID) -> None:
         """Raise `StatePageError` where drafted tokens of the request ran, and no `step` has said which stay."""
 
-    def lease(self, row: int, lease: PageLease) -> None:
-        """The lease holds the state of the row's request too: once a table has named it, the request cannot run on."""
+    def held(self, row: int) -> list[Held]:  # noqa: ARG002 - as above
+        """What a lease of the row's request holds besides its pages: once a table names it, the request stays."""
+        return []
 
-    def lend(self, lease: PageLease, table: BlockTable, digest: Digests) -> BlockTable:  # noqa: ARG002 - as above
-        """The lease holds the state that the device keeps under this digest. The table, with it as a further group."""
-        return table
-
-    def end_lease(self, lease: PageLease) -> None:
-        """End a lease under which no reader reads any more. Safe twice."""
+    def held_copy(self, digest: Digests) -> list[Held]:  # noqa: ARG002 - as above
+        """What a lease holds besides the pages up to the one of this digest: the state that the device keeps there."""
+        return []
 
     def name(self, table: BlockTable, *, full_pages: bool) -> BlockTable:  # noqa: ARG002 - there is none to name
         """The table of a request's pages, with its state as a further group."""

@@ -12,7 +12,7 @@ import torch
 from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError
 from kvcache.layout import PageLayout
 from kvcache.params import KVCacheParams
-from kvcache.pool.index import NO_PAGE, Digests, Pages
+from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.quotas import TenantQuotas
 from kvcache.pool.slabs import SlabPool
 from kvcache.replica.batch import Gathered
@@ -20,7 +20,7 @@ from kvcache.replica.block_table import BlockTable, ImportPart, PendingImport
 from kvcache.replica.context import Context
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
-from kvcache.replica.leases import PageLease
+from kvcache.replica.leases import Held
 from kvcache.replica.page_moves import ReplicaPageMoves
 from kvcache.replica.request_states import RequestStates, StateCopy
 from kvcache.replica.reservation import Reservation, StatePlan
@@ -185,11 +185,8 @@ class ReplicaStates(RequestStates):
     def copy_of(self, digest: Digests) -> StateCopy | None:
         return self.pages.copy_of(digest)
 
-    def take_copy(self, copy: StateCopy, digest: Digests) -> Pages:
+    def take_copy(self, copy: StateCopy, digest: Digests) -> Held | None:
         return self.pages.take_copy(copy, digest)
-
-    def drop_hold(self, copies: Pages) -> None:
-        self.pages.drop_hold(copies)
 
     def forget(self) -> None:
         self.pages.forget_copies()
@@ -231,14 +228,11 @@ class ReplicaStates(RequestStates):
     def refuse_unbooked(self, request_id: str) -> None:
         self.pages.drafts.check_booked(request_id)
 
-    def lease(self, row: int, lease: PageLease) -> None:
-        self.pages.lease(self._name(row), lease)
+    def held(self, row: int) -> list[Held]:
+        return [self.pages.held(self._name(row))]
 
-    def lend(self, lease: PageLease, table: BlockTable, digest: Digests) -> BlockTable:
-        return _with_state(table, self.pages.lend(digest, lease))
-
-    def end_lease(self, lease: PageLease) -> None:
-        self.pages.end_lease(lease)
+    def held_copy(self, digest: Digests) -> list[Held]:
+        return [self.pages.held_copy(digest)]
 
     def name(self, table: BlockTable, *, full_pages: bool) -> BlockTable:
         """As the base: the state stays with these tokens while it is leased.
@@ -290,9 +284,13 @@ class ReplicaStates(RequestStates):
         self._kept.mend()
         below = self.pages.below
         below.mend(())  # what is on its way holds pages
-        self.pages.mend(self._replica.rows.row_of, self._replica.leases, self._written)
+        self.pages.mend(self._replica.rows.row_of, self._written, self._leased)
         below.mend(())  # what waits to be copied down is found in pages
         return ended
+
+    @property
+    def _leased(self) -> Ints:
+        return self._replica.leases.holders(self.pages.places.pool)
 
     @property
     def _written(self) -> list[int]:
@@ -306,7 +304,7 @@ class ReplicaStates(RequestStates):
 
     def check(self) -> None:
         self._kept.check()
-        self.pages.check(self._replica.rows.row_of, self._written)
+        self.pages.check(self._replica.rows.row_of, self._written, self._leased)
 
 
 def _with_state(table: BlockTable, page: int) -> BlockTable:

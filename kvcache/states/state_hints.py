@@ -36,7 +36,6 @@ class StateHints:
     def __init__(self, pages: StatePages, replica: Replica, params: KVCacheParams) -> None:
         self._replica = replica
         self._slab_pages = replica.pool.beside  # of a slab, 0 for none
-        self._pages = pages
         self._pool = pages.places.pool
         self._params = params
         self._quotas: TenantQuotas | SlabQuotas | None = None
@@ -78,7 +77,7 @@ class StateHints:
         order.own(copies[owned], salt)
         if hints is not None:
             order.hint(copies[said], hints.of(columns[said]))
-        self._pages.drop_hold(copies[at])
+        self._pool.release(copies[at])
 
     def _owned(self, salt: str | None, copies: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Which copies are to be the tenant's, and are nobody's yet."""

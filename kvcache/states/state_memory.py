@@ -134,13 +134,6 @@ class StateMemory:
 
     def _let_go(self, page: int) -> None:
         self._pool.release(one_page(page))
-        self._room.used(page)
-        self._room.give_back()
-
-    def drop_hold(self, copies: NDArray[np.int32]) -> None:
-        """Somebody who held these copies lets go of them: they were used now, the first of them last."""
-        self._pool.release(copies)
-        self._room.used(copies)
 
     def _copy(self, source: int, target: int) -> None:
         for tensor in chain.from_iterable(self.blocks):

@@ -19,9 +19,10 @@ from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError,
 from kvcache.layout import KindPages
 from kvcache.pool.index import NO_PAGE, Digests, Pages
 from kvcache.pool.pages import PagePool
-from kvcache.replica.leases import PageLease, PageLeases
+from kvcache.replica.leases import Held
 from kvcache.replica.request_states import StateCopy
-from kvcache.replica.resume import NO_SLOTS, last_end
+from kvcache.replica.resume import last_end
+from kvcache.replica.rows import Ints
 from kvcache.state_shape import StateShape
 from kvcache.states.drafted_pages import DraftedPages
 from kvcache.states.state_layout import state_layouts
@@ -39,28 +40,22 @@ class PassingCopies(dict[str, Digests]):
 
     def renew(
         self, pool: PagePool, request_ids: Sequence[str], digests: Digests, write: Callable[[Pages], None]
-    ) -> Pages | None:
-        """The copies of all these requests, which `write` writes, found by `digests` from now on, and used last.
+    ) -> bool:
+        """Have `write` write the copies of all these requests, found by `digests` from now on, and used last.
 
-        None, and nothing has changed: one of them has none, or somebody holds it, or one of `digests` is kept by now.
+        False, and nothing has changed: one of them has none, or somebody holds it, or one of `digests` is kept by now.
         """
         before = [self[request_id] for request_id in request_ids if request_id in self]
         if not before:
-            return None
+            return False
         index, copies = pool.index, pool.index.find(np.concatenate(before))
         several = min(len(set(copies.tolist())), len(set(digests[:, 0].tolist()))) < len(digests)
         if several or (copies == NO_PAGE).any() or pool.holders[copies].any() or index.find(digests).any():
-            return None
-        pool.idle.renew(copies)
-        pool.idle.remove(copies)
-        pool.idle.forget(copies)
-        index.withdraw(copies)
-        write(copies)  # while nobody can find them
-        index.publish(copies, digests)
-        pool.idle.append(copies)
+            return False
+        pool.rewrite(copies, digests, write)
         for at, request_id in enumerate(request_ids):
             self[request_id] = digests[at : at + 1]
-        return copies
+        return True
 
 
 class StatePages(StateMemory):
@@ -93,7 +88,6 @@ class StatePages(StateMemory):
         super().__init__(shape, room)
         self.read, self.write = self._views.read, self._views.write
         self._page_of: dict[str, int] = {}
-        self._leased: dict[PageLease, int] = {}
         self._before: dict[int, int] = {}  # of a page that a transfer writes the copy that it came from
         self._saved: dict[int, list[torch.Tensor]] = {}  # or what was in it, in host memory
         self._passing = PassingCopies()
@@ -209,10 +203,7 @@ class StatePages(StateMemory):
             for page, copy in zip(pages, copies.tolist(), strict=True):
                 self._copy(page, copy)
 
-        if (copies := self._passing.renew(self._pool, request_ids, digests, write)) is None:
-            return False
-        self._room.used(copies)
-        return True
+        return self._passing.renew(self._pool, request_ids, digests, write)
 
     def copy_of(self, digest: Digests) -> StateCopy | None:
         """The copy under this digest, for another replica; None: the device has none."""
@@ -220,17 +211,17 @@ class StatePages(StateMemory):
             return None
         return StateCopy([blocks[page] for blocks in chain.from_iterable(self.blocks)], int(self._tokens[page]))
 
-    def take_copy(self, copy: StateCopy, digest: Digests) -> Pages:
-        """Keep another replica's copy here, too. Its page, held until `drop_hold`; none where no page is left."""
+    def take_copy(self, copy: StateCopy, digest: Digests) -> Held | None:
+        """Keep another replica's copy here, too. Its page, which the caller holds; None where no page is left."""
         if not self._room.make_room(moving=True):
-            return NO_SLOTS
+            return None
         page = self._pool.allocate_one()
         for ours, theirs in zip(chain.from_iterable(self.blocks), copy.parts, strict=True):
             ours[page] = theirs
         self._tokens[page] = copy.tokens
         self._pool.index.publish(one_page(page), digest)
         self._keep_below(page, digest)
-        return one_page(page)
+        return Held(self._pool, one_page(page))
 
     def bring_copy(self, digest: Digests, tokens: int) -> bool:
         """Keep the state that the host has under this digest, after `tokens`, on the device, too.
@@ -264,7 +255,6 @@ class StatePages(StateMemory):
     def forget_copies(self) -> None:
         """Give up every copy."""
         self._pool.forget_idle()
-        self._room.give_back()
         self._passing.clear()
 
     # ---- tokens that may be taken away again
@@ -334,29 +324,19 @@ class StatePages(StateMemory):
 
     def _end_import(self, page: int) -> None:
         self._pool.drop_writer(one_page(page))
-        self._room.give_back()
         self._saved.pop(page, None)
         if copy := self._before.pop(page, None):
             self._let_go(copy)
 
     # ---- pages that others read
 
-    def lease(self, request_id: str, lease: PageLease) -> None:
-        """Hold the request's page until `end_lease`, also when the request is released meanwhile."""
-        page = self._leased[lease] = self.page_of(request_id)
-        self._pool.hold(one_page(page))
+    def held(self, request_id: str) -> Held:
+        """The request's page, for a lease, which holds it also when the request is released meanwhile."""
+        return Held(self._pool, one_page(self.page_of(request_id)))
 
-    def lend(self, digest: Digests, lease: PageLease) -> int:
-        """Hold the copy under this digest, which there is, until `end_lease`; its page."""
-        page = self._leased[lease] = self._found(digest)
-        self._pool.hold(one_page(page))
-        return page
-
-    def end_lease(self, lease: PageLease) -> None:
-        """End a lease under which no reader reads any more. Safe twice."""
-        page = self._leased.pop(lease, None)
-        if page is not None:
-            self._let_go(page)
+    def held_copy(self, digest: Digests) -> Held:
+        """The copy under this digest, which there is, for a lease: it is used now."""
+        return Held(self._pool, one_page(self._found(digest)))
 
     def tell(self, request_id: str) -> None:
         """A table has named the request's state as it is now: while it is leased it stays so."""
@@ -412,10 +392,10 @@ class StatePages(StateMemory):
         """Where the states of each kind lie on a shard, `num_pages` and page 0."""
         return self._room.kinds(shard)
 
-    def mend(self, request_ids: Iterable[str], leases: PageLeases, written: Sequence[int]) -> None:
-        """Rebuild the holders after an interrupt, from the claimed requests, open leases and pages in transfer.
+    def mend(self, request_ids: Iterable[str], written: Sequence[int], leased: Ints) -> None:
+        """Rebuild the holders after an interrupt, from the claimed requests, pages in transfer, and open leases.
 
-        Copies that are intact stay.
+        `leased`: how many of these hold each page. Copies that are intact stay.
         """
         claimed = {*request_ids}
         for of_requests in (self._page_of, self.drafts.page_of, self._passing):
@@ -425,39 +405,37 @@ class StatePages(StateMemory):
         for request_id, page in list(self.drafts.page_of.items()):
             if page in own or request_id not in self._page_of:  # interrupted while it took the other's place
                 del self.drafts.page_of[request_id]
-        self._leased = {lease: page for lease, page in self._leased.items() if lease in leases}
         self._before = {page: copy for page, copy in self._before.items() if page in written}
         self._saved = {page: saved for page, saved in self._saved.items() if page in written}
         published = self._pool.index.published
         published[(self._tokens == 0) | np.isin(np.arange(len(published)), self._own)] = False
-        holders, writers = self._counted(written)
-        self._room.mend(holders, writers)
+        self._pool.mend(*self._counted(written, leased))
 
     @property
     def _own(self) -> list[int]:
         """The pages of requests."""
         return [*self._page_of.values(), *self.drafts.page_of.values()]
 
-    def _counted(self, written: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _counted(self, written: Sequence[int], leased: Ints | int) -> tuple[Ints, Ints]:
         """How many hold each page, those of token pages left out, and how many transfers write it."""
         coming = [int(pages[0]) for pages in self.below.coming()]
-        held = [*self._own, *self._leased.values(), *self._before.values(), *coming]
+        held = [*self._own, *self._before.values(), *coming]
         holders, writers = (
             np.bincount(np.array(pages, np.int64), minlength=self.num_pages + 1) for pages in (held, written)
         )
-        return holders, writers
+        return holders + leased, writers
 
-    def check(self, request_ids: Iterable[str], written: Sequence[int] = ()) -> None:
+    def check(self, request_ids: Iterable[str], written: Sequence[int] = (), leased: Ints | int = 0) -> None:
         """Recount: just these requests have a page, transfers write `written`, and page 0 is empty.
+
+        `leased`: how many leases hold each page.
 
         Raises `InvariantError` at the first discrepancy.
         """
         if wrong := set(request_ids).symmetric_difference(self._page_of):
             raise InvariantError(f"state pages and rows are not of the same requests: {sorted(wrong)}")
-        holders, writers = self._counted(written)
-        self._room.count(holders)
         try:
-            self._pool.check(holders, writers)
+            self._pool.check(*self._counted(written, leased))
         except InvariantError as error:
             raise InvariantError(f"state pages: {error}") from error
         self._room.check()

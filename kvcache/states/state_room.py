@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvcache.errors import InvariantError, PoolTooSmallError
 from kvcache.layout import KindPages, PageLayout
 from kvcache.pool.pages import PagePool
-from kvcache.pool.slabs import SlabPool, num_slabs
+from kvcache.pool.slabs import SlabPool, SlabStates, num_slabs
 from kvcache.storage import allocate_blocks
 
 _ALIGNED = 16  # bytes, of slabs and of the kinds in them
@@ -90,12 +90,6 @@ class StateRoom:
         """Whether a page can be had, for which a copy may have to go. `moving`: token pages may be moved for it."""
         return self.pool.free_count > 0
 
-    def give_back(self) -> None:
-        """Free the memory of pages without a holder that are no copies, for other users of that memory."""
-
-    def used(self, copies: NDArray[np.int32] | int) -> None:
-        """Record that these copies were just released."""
-
     def kinds(self, shard: int) -> list[KindPages]:
         """Where the states of each kind lie on a shard."""
         return [
@@ -103,15 +97,8 @@ class StateRoom:
             for region, (kind, layout) in enumerate(self.layouts[shard].items())
         ]
 
-    def count(self, holders: NDArray[np.int64]) -> None:
-        """Add those who hold pages for what shares the memory."""
-
-    def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """After an interrupt: so many hold and write each page."""
-        self.pool.mend(holders, writers)
-
     def check(self) -> None:
-        """Raise `InvariantError` where memory that is shared is kept for nobody, or page 0 was written."""
+        """Raise `InvariantError` where page 0 was written."""
         if any(tensor[0].any() for tensor in chain.from_iterable(self.blocks)):
             raise InvariantError("state page 0, which is nobody's, was written")
 
@@ -119,8 +106,7 @@ class StateRoom:
 class StateSlabs(StateRoom):
     """The slabs of one replica's pages: `rows` are these, `[pages, words]`, on each shard.
 
-    A slab is taken for a state, and given back when nobody holds the state and it is no copy. What is not taken, pages
-    of tokens hold. Raises `PoolTooSmallError` where no slab has room.
+    `SlabStates` takes slabs and gives them back. Raises `PoolTooSmallError` where no slab has room.
     """
 
     def __init__(self, layouts: StateLayouts, slabs: SlabPool, rows: Sequence[torch.Tensor]) -> None:
@@ -136,10 +122,7 @@ class StateSlabs(StateRoom):
             _views(kinds, shard, slabs.num_slabs + 1, size)
             for kinds, shard, size in zip(layouts, rows, self._slab_bytes, strict=True)
         ]
-        self.pool = PagePool(slabs.num_slabs, slabs.index.digest_words)
-        self.pool.allocate(slabs.num_slabs)  # token pages hold them all
-        self._used = np.zeros(slabs.num_slabs + 1, np.int64)  # of copies, by the clock of the slabs
-        slabs.cached = self
+        self.pool = self._states = SlabStates(slabs)
 
     @property
     def tensors(self) -> list[list[torch.Tensor]]:
@@ -163,28 +146,9 @@ class StateSlabs(StateRoom):
     def may_lose_pages(self) -> bool:
         return not self._slabs.has_fresh_slab
 
-    @property
-    def oldest_use(self) -> int:
-        """When the first of the copies was used, by the clock of the slabs, as hints and quotas have it."""
-        return self._slabs.use_of(self.pool.idle, self._used)
-
-    def give_up_oldest(self) -> None:
-        """Forget the copy that was used longest ago: its slab is token pages."""
-        self.pool.release(one_page(self.pool.allocate_one()))
-        self.give_back()
-
     def make_room(self, *, moving: bool) -> bool:
-        if slab := self._slabs.take_slab(moving=moving):
-            self.pool.release(one_page(slab))
+        self._states.take(moving=moving)
         return self.pool.free_count > 0
-
-    def give_back(self) -> None:
-        if fresh := self.pool.free_count - self.num_idle:
-            for page in self.pool.allocate(fresh).tolist():
-                self._slabs.give_back(page)
-
-    def used(self, copies: NDArray[np.int32] | int) -> None:
-        self._used[copies] = self._slabs.clock
 
     def kinds(self, shard: int) -> list[KindPages]:
         kinds, stride = self.layouts[shard], self._slab_bytes[shard]
@@ -193,19 +157,8 @@ class StateSlabs(StateRoom):
             for (kind, page), offset in zip(kinds.items(), kind_offsets(kinds), strict=False)
         ]
 
-    def count(self, holders: NDArray[np.int64]) -> None:
-        holders[1:] += ~self._slabs.taken[1:]
-
-    def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        published = self.pool.index.published
-        self._slabs.taken[1:] = ((holders > 0) | (writers > 0) | published)[1:]
-        self._used[published & (self._used == 0)] = self._slabs.clock
-        self.count(holders)
-        super().mend(holders, writers)
-
     def check(self) -> None:
-        if self.pool.free_count != self.num_idle:
-            raise InvariantError(f"{self.pool.free_count - self.num_idle} state pages are free, and not given back")
+        """As the base: here page 0 is the pages' own."""
 
 
 def one_page(page: int) -> NDArray[np.int32]:

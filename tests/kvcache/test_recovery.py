@@ -153,5 +153,5 @@ def test_a_recovery_that_is_interrupted_anywhere_and_made_again_loses_no_request
     assert at > 1000
     for name in before:
         manager.release(name)
-    held = [page for pages in manager._replicas.each[0].leases._held[lease] for page in pages.tolist()]
+    held = [page for one in manager._replicas.each[0].leases._held[lease] for page in one.pages.tolist()]
     assert held == [*table.groups[0]]

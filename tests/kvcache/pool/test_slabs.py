@@ -8,7 +8,7 @@ from kvcache.eviction_order import BY_QUOTA, BY_TURN
 from kvcache.pool.hinted_order import HintedOrder
 from kvcache.pool.journal import PageReader
 from kvcache.pool.quotas import QuotaOrder, TenantQuotas
-from kvcache.pool.slabs import SlabPool
+from kvcache.pool.slabs import SlabPool, SlabStates
 from kvcache.retention import NEUTRAL, PageHints
 
 
@@ -389,3 +389,20 @@ def test_check_names_a_page_that_a_slab_and_others_hold() -> None:
     pool._used[9] = 1
     with pytest.raises(InvariantError, match="page 9 is fresh, but was used at 1"):
         recount(pool)
+
+
+def test_a_slab_is_given_back_as_soon_as_nobody_holds_or_finds_its_state() -> None:
+    pool = SlabPool(31, 1, 4)
+    states, digest = SlabStates(pool), np.array([[1]], np.uint64)
+    pages = [states.allocate(1) for _ in range(2) if states.take(moving=False)]
+    assert np.count_nonzero(pool.taken) == 2
+    states.index.publish(pages[0], digest)
+    for page in pages:
+        states.release(page)
+    assert np.flatnonzero(pool.taken).tolist() == pages[0].tolist()  # the other is the token pages' again
+    assert (states.num_idle, pool.free_count) == (1, 31)
+    states.check(np.zeros(8, np.int64), np.zeros(8, np.int64))
+    pool.release(pool.allocate(31))  # the copy goes for it
+    assert not pool.taken.any()
+    assert states.index.find(digest).tolist() == [0]
+    states.check(np.zeros(8, np.int64), np.zeros(8, np.int64))

@@ -134,7 +134,7 @@ def test_in_slabs_they_are_as_young_as_what_was_let_go_last() -> None:
     pool.release(pool.allocate(4))
     on(states)
     assert states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]))
-    assert slabs.oldest_use == pool.clock
+    assert pool.cached.oldest_use == pool.clock
     assert kept(states, 11, 12, 13) == [10, 11, 12]
     states.check(NAMES)
 
@@ -143,12 +143,13 @@ def test_what_of_many_may_not_run_on_is_named() -> None:
     states = made()
     with pytest.raises(StatePageError, match="'b' runs from token 7"):
         states.pages_at(NAMES, [8, 7, 8])
-    states.lease("c", "lease")
+    lease = states.held("c")
+    lease.pool.hold(lease.pages)
     assert states.pages_at(NAMES, [8, 8, 8]).tolist() == [states.page_of(name) for name in NAMES]
     states.tell("c")
     with pytest.raises(StatePageError, match="'c': its state after 8 tokens is leased"):
         states.pages_at(NAMES, [8, 8, 8])
-    states.end_lease("lease")
+    lease.release()
     states.begin_import("a")
     with pytest.raises(StatePageError, match="written by a transfer"):
         states.pages_at(NAMES, [8, 8, 8])

@@ -4,10 +4,18 @@ import torch
 
 from kvcache.errors import InvariantError, NoFreeRowError, NoFreeStatePageError, StatePageError, UnknownRequestError
 from kvcache.pool.index import Digests
+from kvcache.replica.leases import Held
 from kvcache.state_shape import CONV_KINDS, SSM_KIND, StateShape
 from kvcache.states.state_pages import StatePages
 
 SHAPE = StateShape(layers=2, heads=4, head_dim=3, groups=2, d_state=5, kernel=4, conv_dtype=torch.float32)
+
+
+def held(states: StatePages, request_id: str) -> Held:
+    """What a lease of the request holds."""
+    lease = states.held(request_id)
+    lease.pool.hold(lease.pages)
+    return lease
 
 
 def test_a_request_holds_one_page_until_it_releases_it() -> None:
@@ -149,23 +157,20 @@ def test_check_names_what_does_not_add_up() -> None:
 def test_a_leased_page_outlives_its_request_and_is_not_run_on_once_it_was_told() -> None:
     states = StatePages(SHAPE, 2)
     page = states.allocate("a")
-    first, second = object(), object()
-    states.lease("a", first)
+    first = held(states, "a")
     states.advance(states.pages_at(["a"], [0]), [5])
     states.advance(states.pages_at(["a"], [5]), [9])  # nobody was told of the state after 5 tokens
     states.tell("a")
     with pytest.raises(StatePageError, match="'a': its state after 9 tokens is leased"):
         states.pages_at(["a"], [9])
-    states.lease("a", second)
+    second = held(states, "a")
     states.release("a")
-    states.check([])
     assert states.num_held == 1
     assert states.allocate("b") != page
-    states.end_lease(first)
+    first.release()
     with pytest.raises(NoFreeStatePageError, match="request 'a': all 2 state pages are held"):
         states.allocate("a")
-    states.end_lease(second)
-    states.end_lease(second)
+    second.release()
     states.check(["b"])
     assert states.allocate("a") == page
     assert states.pages_at(["a"], [0]).tolist() == [page]  # what was told of it before is forgotten
@@ -174,11 +179,10 @@ def test_a_leased_page_outlives_its_request_and_is_not_run_on_once_it_was_told()
 def test_a_lease_that_ends_first_lets_the_request_go_on() -> None:
     states = StatePages(SHAPE, 1)
     states.allocate("a")
-    lease = object()
-    states.lease("a", lease)
+    lease = held(states, "a")
     states.advance(states.pages_at(["a"], [0]), [5])
     states.tell("a")
-    states.end_lease(lease)
+    lease.release()
     states.pages_at(["a"], [5])
     states.release("a")
     assert states.num_free == 1
@@ -231,8 +235,7 @@ def test_a_request_runs_on_from_the_state_that_it_settles_on(kept: bool, leased:
     states = StatePages(SHAPE, 3)
     page = states.allocate("a")
     states.advance(torch.tensor([page]), [8])
-    if leased:
-        states.lease("a", "lease")
+    lease = held(states, "a") if leased else None
     assert states.draft("a")
     drafted = states.drafts.page_of["a"]
     for tensor in states.blocks[0]:
@@ -244,6 +247,8 @@ def test_a_request_runs_on_from_the_state_that_it_settles_on(kept: bool, leased:
     assert states.tokens_of("a") == (10 if kept else 8)
     assert all((tensor[own] == (7 if kept else 5)).all() for tensor in states.blocks[0])
     assert (states.drafts.page_of, states.num_held) == ({}, 1)
+    if lease is not None:
+        lease.release()
     states.check(["a"])
 
 
