@@ -37,10 +37,10 @@ from kvcache.replica.rows import NEVER, AllRows, BlockRows, Ints, rows_at
 from kvcache.replica.shares import Share
 from kvcache.routing import Router
 from kvcache.sizing import Sizes
-from kvcache.states.replica_states import ReplicaStates, slab_pages_of, state_tiers_of, step_drafted
+from kvcache.states.replica_states import ReplicaStates, slab_pages_of, step_drafted
 from kvcache.states.state_layout import state_layouts
-from kvcache.states.state_tiers import divide_tiers
-from kvcache.tiers.tiers import Tiers, make_tiers
+from kvcache.states.state_tiers import divide_tiers, state_tiers
+from kvcache.tiers.tiers import Tiers, page_tiers
 from kvcache.types import Admission, RaggedKVCacheInputs, RequestID
 from kvcache.under_way import UnderWay
 
@@ -60,7 +60,7 @@ def place_replicas(
     words = DIGEST_BYTES[params.hash_algorithm] // 8
     rows = sizes.max_batch_size // len(devices)
     page_size = layouts[0].page_size
-    slab_pages, divided = slab_pages_of(params, layouts), divide_tiers(params, len(layouts))
+    slab_pages, room = slab_pages_of(params, layouts), divide_tiers(params, len(layouts))
     every, mark = AllRows(len(devices), rows, page_size), UnderWay()
     placed: list[PlacedReplica] = []
     for group in devices:
@@ -75,12 +75,13 @@ def place_replicas(
     of_states = [] if params.states is None else state_layouts(params.states, len(layouts))
     every_layout = [*layouts, *chain.from_iterable(kinds.values() for kinds in of_states)]
     fingerprint = replica_fingerprint(every_layout, tables.described() if params.groups else "")
-    replicas = Replicas(placed, every, params, make_tiers(divided.pages, layouts, placed, stream, tables), fingerprint)
+    tiers = page_tiers(params, room, layouts, placed, stream, tables)
+    replicas = Replicas(placed, every, params, tiers, fingerprint)
     if params.states is not None:
         replicas.states = [
             ReplicaStates(place, params, rows, group) for place, group in zip(placed, devices, strict=True)
         ]
-        replicas.state_tiers = state_tiers_of(params, divided, layouts, replicas.states)
+        replicas.state_tiers = state_tiers(params, room, layouts, [one.pages for one in replicas.states])
     if params.kv_events is not None and params.enable_prefix_caching:
         replicas.publish_events(params.kv_events, params, tables)
     return replicas

@@ -128,7 +128,14 @@ def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
     room = pool.free_count // 2 - pool.would_be_taken(wanted.here)
     count = max(0, min(len(wanted.digests), room, tier.brought_at_once))
     if count:
-        tier.bring(wanted, count)
+        names = wanted.digests[:count]
+        tier.hold(slots := tier.slots(names))  # an eviction below may make room for the page that it evicts
+        pool.hold(wanted.here)  # what makes room for the rest is not what is needed beside it
+        pages = pool.allocate(count)
+        pool.index.say_tables(pages, wanted.tables[:count])
+        tier.bring(pages, slots, names)
+        pool.release(wanted.here)
+        pool.release(pages)
     elif not coming and not wanted.lacking.any():
         coming = states.bring_copy(wanted, digests)
     return coming or count > 0 or tier.generation != before

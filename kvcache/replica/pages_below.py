@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from kvcache.pool.index import Digests
-from kvcache.replica.resume import Asked, FromBelow, Slots
+from kvcache.replica.resume import Asked, Slots
 from kvcache.replica.rows import Pages, Rows
 
 
@@ -17,6 +17,7 @@ class PagesBelow:
 
     keeps = False  # whether pages may come back
     generation = 0  # counts what has come and gone
+    answers = 0  # counts what has become known of what lies below the host
     brought_at_once = 0  # pages, for others than rows
     fetches = False  # whether some lie below the host
     asks = False  # whether somebody has to be asked for what lies there
@@ -46,11 +47,8 @@ class PagesBelow:
         """
         return False
 
-    def bring(self, wanted: FromBelow, most: int) -> None:
-        """Have the first `most` of these pages, which the host has, on the device, for others than rows.
-
-        They are published once they are there.
-        """
+    def bring(self, pages: Pages, slots: Slots, digests: Digests) -> None:
+        """Bring held `slots` into held `pages`, for others than rows: they are published once they are there."""
 
     def slots(self, digests: Digests) -> Slots:
         """Where the host has each of these pages; 0: nowhere."""
@@ -71,6 +69,9 @@ class PagesBelow:
 
     def mend(self, rows: Iterable[int]) -> None:
         """Rebuild the books after an interrupt, given the claimed rows. No copy is in flight any more."""
+
+    def used(self, digests: Digests) -> None:
+        """A request has used these pages just now, in logical order, wherever they lie."""
 
     def leave(self, row: int, pages: Pages, names: Digests, ends: Callable[[Digests], Asked]) -> None:
         """The row gives up its pages, and has used the published `pages`, in logical order, just now.

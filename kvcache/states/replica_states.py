@@ -33,8 +33,6 @@ from kvcache.states.state_hints import StateHints
 from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.states.state_room import StateSlabs, pages_of_slab
-from kvcache.states.state_tiers import Divided, make_state_tiers
-from kvcache.tiers.tiers import Tiers
 
 Step = Callable[[Gathered, Callable[[], None] | None], None]
 """A step of what is gathered, and what is to be done besides once its tokens are published."""
@@ -45,20 +43,6 @@ def slab_pages_of(params: KVCacheParams, layouts: Sequence[PageLayout]) -> int:
     if params.states is None or not params.has_states_in_pages:
         return 0
     return pages_of_slab(state_layouts(params.states, len(layouts)), layouts)
-
-
-def state_tiers_of(
-    params: KVCacheParams, divided: Divided, layouts: Sequence[PageLayout], states: Sequence[ReplicaStates]
-) -> Tiers | None:
-    """The tiers below the states of these replicas, wired to them; None where the params ask for none."""
-    places = [one.pages.places for one in states]
-    made = make_state_tiers(params, divided, layouts, states[0].pages.layouts, places) if states else None
-    if made is None:
-        return None
-    tiers, sides = made
-    for one, side in zip(states, sides, strict=True):
-        one.pages.below = side
-    return tiers
 
 
 class ReplicaStates(RequestStates):
@@ -290,7 +274,7 @@ class ReplicaStates(RequestStates):
 
     @property
     def _leased(self) -> Ints:
-        return self._replica.leases.holders(self.pages.places.pool)
+        return self._replica.leases.holders(self.pages.pool)
 
     @property
     def _written(self) -> list[int]:

@@ -36,7 +36,7 @@ class StateHints:
     def __init__(self, pages: StatePages, replica: Replica, params: KVCacheParams) -> None:
         self._replica = replica
         self._slab_pages = replica.pool.beside  # of a slab, 0 for none
-        self._pool = pages.places.pool
+        self._pool = pages.pool
         self._params = params
         self._quotas: TenantQuotas | SlabQuotas | None = None
 

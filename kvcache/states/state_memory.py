@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import chain
 
 import numpy as np
@@ -10,60 +9,13 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
+from kvcache.replica.pages_below import PagesBelow
+from kvcache.replica.resume import Asked, last_end
 from kvcache.state_shape import StateShape
 from kvcache.states.state_layout import StateViews
 from kvcache.states.state_room import StateRoom, one_page
-from kvcache.states.state_tiers import StatePlaces, StateTier
 
-
-class StatesBelow:
-    """Copies of states that are kept where an eviction on the device does not reach them. Here: nowhere.
-
-    `kvcache.states.state_tiers` has the tier that keeps them.
-    """
-
-    generation = 0  # counts what has come and gone
-
-    def in_host(self, digests: Digests) -> NDArray[np.bool_]:
-        """Which of these states the host has."""
-        return np.zeros(len(digests), np.bool_)
-
-    def has(self, digests: Digests, asked: NDArray[np.bool_]) -> NDArray[np.bool_]:  # noqa: ARG002 - there is none
-        """Which of these states, `[1, states]`, lie below, as far as is known."""
-        return np.zeros_like(asked)
-
-    def ask_newest(self, digests: Digests) -> bool:  # noqa: ARG002 - as above
-        """Have asked for the last of these states of which nothing is known; whether an answer is on its way."""
-        return False
-
-    def bring_newest(self, digests: Digests, *, wait: bool) -> bool:  # noqa: ARG002 - as above
-        """Have the last of these states that there is brought to the host; is it on its way? `wait`: for a while."""
-        return False
-
-    def came(self, pages: NDArray[np.int32], digests: Digests) -> None:
-        """These copies stay: they are to be kept."""
-
-    def used(self, digest: Digests) -> None:
-        """A request goes on from this state, wherever it lies."""
-
-    def fill(self, page: int, digest: Digests) -> bool:  # noqa: ARG002 - as above
-        """Bring the state of this digest into a held page. False: there is none."""
-        return False
-
-    @property
-    def is_bringing(self) -> bool:
-        """Whether a copy is on its way to the device that no request waits for."""
-        return False
-
-    def bring_copy(self, page: int, digest: Digests) -> None:
-        """Bring the state of this digest, which the host has, into a held page, where it is found once it is there."""
-
-    def coming(self) -> list[NDArray[np.int32]]:
-        """Pages that states are on their way to."""
-        return []
-
-    def mend(self, rows: Iterable[int]) -> None:
-        """After an interrupt: nothing is being copied any more."""
+_LOOKED_AT = 128  # of a prompt's pages, at once, for the newest state after one of them
 
 
 class StateMemory:
@@ -73,12 +25,12 @@ class StateMemory:
     """
 
     def __init__(self, shape: StateShape, room: StateRoom) -> None:
-        self.shape, self._room, self._pool = shape, room, room.pool
+        self.shape, self._room, self.pool = shape, room, room.pool
         self.layouts, self.blocks, self.num_pages = room.layouts, room.blocks, room.pool.num_pages
         self._views = StateViews(self.layouts, self.blocks, shape.matrix)
         self._tokens = np.zeros(self.num_pages + 1, np.int64)
         self._told = np.zeros(self.num_pages + 1, np.int64)  # tokens of the state that a table named last
-        self.below: StateTier | StatesBelow = StatesBelow()
+        self.below = PagesBelow()
 
     @property
     def tensors(self) -> list[list[torch.Tensor]]:
@@ -113,27 +65,57 @@ class StateMemory:
     @property
     def index(self) -> PrefixIndex:
         """The copies that can be found, by the digest of the last page before each."""
-        return self._pool.index
+        return self.pool.index
 
     @property
     def num_kept(self) -> int:
         """Copies that can be found."""
-        return int(np.count_nonzero(self._pool.index.published))
+        return int(np.count_nonzero(self.pool.index.published))
 
     @property
     def evictions(self) -> int:
         """Copies that were given up for another page."""
-        return self._pool.evictions
+        return self.pool.evictions
+
+    # ---- what is found, here and below
+
+    def kept_after(self, digests: Digests, *, but: int = NO_PAGE) -> NDArray[np.bool_]:
+        """For each of these digests, whether a copy of the state after its page is on the device or in host memory.
+
+        `but`: a page whose copy does not count.
+        """
+        pages = self.pool.index.find(digests)
+        return ((pages != NO_PAGE) & (pages != but)) | (self.below.slots(digests) != NO_PAGE)
 
     @property
-    def places(self) -> StatePlaces:
-        """Where the states lie, for a tier below."""
-        return StatePlaces(self._pool, self.blocks, self._let_go)
+    def generation(self) -> int:
+        """Counts the copies that have come and gone, on the device and below it."""
+        return self.pool.index.generation + self.below.generation
 
-    # ---- what is let go, copied and found
+    def longest(self, digests: Digests) -> int:
+        """The length, in pages, of the longest prefix of these pages after which there is a copy of the state."""
+        return last_end(self.kept_after(digests))
+
+    def there(self, digests: Digests) -> NDArray[np.bool_]:
+        """`kept_after`, and those that are known to lie in files or objects."""
+        found = self.kept_after(digests)
+        return found | self.below.has(digests[None], ~found[None])[0]
+
+    def ask(self, digests: Digests) -> bool:
+        """Have asked for the last copies of these of which nothing is known; whether an answer is on its way."""
+        return ask_newest(self.below, digests[self.longest(digests) :])
+
+    def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
+        """Have the last copy of these that lies below host memory brought there, where `longest` finds no later one.
+
+        Whether it is on its way. `wait`: for a while.
+        """
+        return bring_newest(self.below, digests[self.longest(digests) :], wait=wait)
+
+    # ---- what is let go and copied
 
     def _let_go(self, page: int) -> None:
-        self._pool.release(one_page(page))
+        self.pool.release(one_page(page))
 
     def _copy(self, source: int, target: int) -> None:
         for tensor in chain.from_iterable(self.blocks):
@@ -142,36 +124,82 @@ class StateMemory:
 
     def _found(self, digest: Digests) -> int:
         """The copy of this digest, which is used now; `NO_PAGE` where there is none."""
-        copy = int(self._pool.index.find(digest)[0])
+        copy = int(self.pool.index.find(digest)[0])
         if copy != NO_PAGE:
-            self._pool.hold(one_page(copy))
-            self._pool.idle.hint(one_page(copy), None)  # whoever said that it goes first was wrong
+            self.pool.hold(one_page(copy))
+            self.pool.idle.hint(one_page(copy), None)  # whoever said that it goes first was wrong
             self._let_go(copy)
         return copy
 
     def _forget(self, digest: Digests) -> None:
         """The copy of this digest, if there is one, is not found any more; its page is free."""
-        copy = int(self._pool.index.find(digest)[0])
+        copy = int(self.pool.index.find(digest)[0])
         if copy == NO_PAGE:
             return
         self._spare(one_page(copy))
-        self._pool.idle.renew(one_page(copy))
-        self._pool.hold(one_page(copy))
-        self._pool.index.withdraw_one(copy)
-        self._pool.idle.forget(one_page(copy))
+        self.pool.idle.renew(one_page(copy))
+        self.pool.hold(one_page(copy))
+        self.pool.index.withdraw_one(copy)
+        self.pool.idle.forget(one_page(copy))
         self._let_go(copy)
 
     def _keep_below(self, copy: int, digest: Digests) -> None:
         """The copy of this digest, `NO_PAGE` for none, stays: it is to be kept below, too."""
         if copy != NO_PAGE:
-            self.below.came(one_page(copy), digest)
+            for tell in self.pool.journal.came:
+                tell(one_page(copy), digest)
 
     def _spare(self, copies: NDArray[np.int32]) -> None:
         """What is to be copied down from these is copied now: they are about to be written over."""
-        for save in self._pool.journal.going:
+        for save in self.pool.journal.going:
             save(copies)
 
     def _reset(self, page: int) -> None:
         for tensor in chain.from_iterable(self.blocks):
             tensor[page] = 0
         self._tokens[page] = self._told[page] = 0
+
+
+def ask_newest(tier: PagesBelow, digests: Digests) -> bool:
+    """Have asked for the last of these states, of which nothing is known; whether an answer is on its way.
+
+    Further back only where there is none.
+    """
+    before = tier.answers
+    for end in range(len(digests), 0, -_LOOKED_AT):
+        some = digests[None, max(0, end - _LOOKED_AT) : end]
+        there = tier.has(some, np.ones(some.shape[:2], np.bool_))
+        if _ask(tier, some, there):
+            return True
+        if there.any():
+            break
+    return tier.answers != before  # an answer that has come just now may lead to more
+
+
+def bring_newest(tier: PagesBelow, digests: Digests, *, wait: bool) -> bool:
+    """Have the last of these states that there is brought to the host, which has none; is it on its way?
+
+    Where it cannot be read the one before it, and so on. `wait`: for a while, and not for answers.
+    """
+    before = tier.answers
+    for end in range(len(digests), 0, -_LOOKED_AT):
+        first = max(0, end - _LOOKED_AT)
+        some = digests[None, first:end]
+        there = tier.has(some, np.ones(some.shape[:2], np.bool_))
+        if _ask(tier, some, there) and not wait:
+            return True
+        for at in np.flatnonzero(there[0])[::-1].tolist():
+            one = np.zeros_like(there)
+            one[0, at] = True
+            if tier.to_host(some, one, first + at + 1, wait=wait):
+                return True
+            if tier.slots(some[0, at : at + 1]).all():
+                return False
+    return tier.answers != before  # an answer that has come just now may lead to more
+
+
+def _ask(tier: PagesBelow, digests: Digests, there: Asked) -> bool:
+    """Have asked for those that are later than what is `there`; whether an answer is on its way."""
+    later = np.ones_like(there)
+    later[:, : there.shape[1] - int(there[0, ::-1].argmax()) if there.any() else 0] = False
+    return tier.ask(digests, later)

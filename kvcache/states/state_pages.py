@@ -21,7 +21,6 @@ from kvcache.pool.index import NO_PAGE, Digests, Pages
 from kvcache.pool.pages import PagePool
 from kvcache.replica.leases import Held
 from kvcache.replica.request_states import StateCopy
-from kvcache.replica.resume import last_end
 from kvcache.replica.rows import Ints
 from kvcache.state_shape import StateShape
 from kvcache.states.drafted_pages import DraftedPages
@@ -100,7 +99,7 @@ class StatePages(StateMemory):
         """A zeroed page for a request without: the state before its first token. Raises `NoFreeStatePageError`."""
         if not self._room.make_room(moving=True):
             raise NoFreeStatePageError(f"request {request_id!r}: all {self.num_pages} state pages are held")
-        page = self._page_of[request_id] = self._pool.allocate_one()
+        page = self._page_of[request_id] = self.pool.allocate_one()
         self._reset(page)
         return page
 
@@ -109,7 +108,7 @@ class StatePages(StateMemory):
         page = self.page_of(request_id)
         del self._page_of[request_id]
         if (stays := self._passing.pop(request_id, None)) is not None:  # what it came to last stays, to be found
-            self._keep_below(int(self._pool.index.find(stays)[0]), stays)
+            self._keep_below(int(self.pool.index.find(stays)[0]), stays)
         self._let_go(page)
         self._drop_drafted(request_id)
 
@@ -127,7 +126,7 @@ class StatePages(StateMemory):
     def tokens_of(self, request_id: str) -> int:
         """Tokens that the request's state has taken up. Raises `StatePageError` while a transfer writes it."""
         page = self.page_of(request_id)
-        if self._pool.writers[page]:
+        if self.pool.writers[page]:
             raise StatePageError(f"request {request_id!r}: state page {page} is being written by a transfer")
         return int(self._tokens[page])
 
@@ -137,45 +136,12 @@ class StatePages(StateMemory):
 
     # ---- copies that others go on from
 
-    def kept_after(self, digests: Digests, *, but: int = NO_PAGE) -> NDArray[np.bool_]:
-        """For each of these digests, whether a copy of the state after its page is on the device or in host memory.
-
-        `but`: a page whose copy does not count.
-        """
-        pages = self._pool.index.find(digests)
-        return ((pages != NO_PAGE) & (pages != but)) | self.below.in_host(digests)
-
-    @property
-    def generation(self) -> int:
-        """Counts the copies that have come and gone, on the device and below it."""
-        return self._pool.index.generation + self.below.generation
-
-    def longest(self, digests: Digests) -> int:
-        """The length, in pages, of the longest prefix of these pages after which there is a copy of the state."""
-        return last_end(self.kept_after(digests))
-
-    def there(self, digests: Digests) -> NDArray[np.bool_]:
-        """`kept_after`, and those that are known to lie in files or objects."""
-        found = self.kept_after(digests)
-        return found | self.below.has(digests[None], ~found[None])[0]
-
-    def ask(self, digests: Digests) -> bool:
-        """Have asked for the last copies of these of which nothing is known; whether an answer is on its way."""
-        return self.below.ask_newest(digests[self.longest(digests) :])
-
-    def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
-        """Have the last copy of these that lies below host memory brought there, where `longest` finds no later one.
-
-        Whether it is on its way. `wait`: for a while.
-        """
-        return self.below.bring_newest(digests[self.longest(digests) :], wait=wait)
-
     def keep(self, request_id: str, digest: Digests, tokens: int, *, passing: bool) -> None:
         """Keep a copy of the request's state, if it is that after `tokens` tokens and a page is left for it.
 
         `digest`, `[1, words]`: of the last page of these tokens. `passing`: the copy goes with the request's next one.
         """
-        page, pool = self.page_of(request_id), self._pool
+        page, pool = self.page_of(request_id), self.pool
         if self._tokens[page] != tokens:
             return
         if (before := self._passing.pop(request_id, None)) is not None:
@@ -203,11 +169,11 @@ class StatePages(StateMemory):
             for page, copy in zip(pages, copies.tolist(), strict=True):
                 self._copy(page, copy)
 
-        return self._passing.renew(self._pool, request_ids, digests, write)
+        return self._passing.renew(self.pool, request_ids, digests, write)
 
     def copy_of(self, digest: Digests) -> StateCopy | None:
         """The copy under this digest, for another replica; None: the device has none."""
-        if (page := int(self._pool.index.find(digest)[0])) == NO_PAGE:
+        if (page := int(self.pool.index.find(digest)[0])) == NO_PAGE:
             return None
         return StateCopy([blocks[page] for blocks in chain.from_iterable(self.blocks)], int(self._tokens[page]))
 
@@ -215,25 +181,27 @@ class StatePages(StateMemory):
         """Keep another replica's copy here, too. Its page, which the caller holds; None where no page is left."""
         if not self._room.make_room(moving=True):
             return None
-        page = self._pool.allocate_one()
+        page = self.pool.allocate_one()
         for ours, theirs in zip(chain.from_iterable(self.blocks), copy.parts, strict=True):
             ours[page] = theirs
         self._tokens[page] = copy.tokens
-        self._pool.index.publish(one_page(page), digest)
+        self.pool.index.publish(one_page(page), digest)
         self._keep_below(page, digest)
-        return Held(self._pool, one_page(page))
+        return Held(self.pool, one_page(page))
 
     def bring_copy(self, digest: Digests, tokens: int) -> bool:
         """Keep the state that the host has under this digest, after `tokens`, on the device, too.
 
         Whether it is on its way. False where the device has it, the host has not, or no page is left.
         """
-        absent = self._pool.index.find(digest)[0] == NO_PAGE
-        if not absent or not self.below.in_host(digest)[0] or not self._room.make_room(moving=False):
+        absent, slots = self.pool.index.find(digest)[0] == NO_PAGE, self.below.slots(digest)
+        if not absent or not slots.all() or not self._room.make_room(moving=False):
             return False
-        page = self._pool.allocate_one()
+        page = self.pool.allocate_one()
         self._tokens[page] = tokens
-        self.below.bring_copy(page, digest)
+        self.below.hold(slots)
+        self.below.bring(one_page(page), slots, digest)
+        self._let_go(page)
         return True
 
     def resume(self, request_id: str, digest: Digests, tokens: int) -> None:
@@ -244,9 +212,12 @@ class StatePages(StateMemory):
         page, copy = self.page_of(request_id), self._found(digest)
         if copy:
             self._copy(copy, page)
-        elif not self.below.fill(page, digest):
+        elif not (slots := self.below.slots(digest)).all():
             raise InvariantError(f"request {request_id!r}: the state that it was to go on from is not kept")
-        else:
+        else:  # what reads the page from now on reads that; it has one more holder until the copy is over
+            self.below.hold(slots)
+            self.below.restore(page, one_page(page), slots)
+            self.below.arrive(np.array([page]))
             self._tokens[page] = tokens
         self.below.used(digest)
         self.drafts.forget_run(request_id)
@@ -254,7 +225,7 @@ class StatePages(StateMemory):
 
     def forget_copies(self) -> None:
         """Give up every copy."""
-        self._pool.forget_idle()
+        self.pool.forget_idle()
         self._passing.clear()
 
     # ---- tokens that may be taken away again
@@ -268,7 +239,7 @@ class StatePages(StateMemory):
         self._mark.call = ("draft", request_id)
         there = self._room.make_room(moving=False)  # a fetch may have told where the token pages are
         if there:
-            page = self._pool.allocate_one()
+            page = self.pool.allocate_one()
             self._tokens[page] = self._told[page] = 0
             self.drafts.page_of[request_id] = page
         self._mark.call = None
@@ -278,7 +249,7 @@ class StatePages(StateMemory):
         """The request runs next from `start`, where one of its two states is: it has that page alone."""
         drafted, page = self.drafts.page_of[request_id], self._page_of[request_id]
         if self._tokens[drafted] == start:
-            if self._pool.holders[page] > 1:  # leases know the state by this page
+            if self.pool.holders[page] > 1:  # leases know the state by this page
                 self._copy(drafted, page)
             else:
                 self._page_of[request_id], self.drafts.page_of[request_id] = drafted, page
@@ -297,9 +268,9 @@ class StatePages(StateMemory):
         """
         page = self.page_of(request_id)
         self._drop_drafted(request_id)
-        self._pool.add_writer(one_page(page))
+        self.pool.add_writer(one_page(page))
         if digest is not None and (copy := self._found(digest)):
-            self._pool.hold(one_page(copy))
+            self.pool.hold(one_page(copy))
             self._before[page] = copy
         elif digest is not None:  # evicted for the import's own pages, or it came from below
             self._saved[page] = [blocks[page].to("cpu", copy=True) for blocks in chain.from_iterable(self.blocks)]
@@ -323,7 +294,7 @@ class StatePages(StateMemory):
         self._end_import(page)
 
     def _end_import(self, page: int) -> None:
-        self._pool.drop_writer(one_page(page))
+        self.pool.drop_writer(one_page(page))
         self._saved.pop(page, None)
         if copy := self._before.pop(page, None):
             self._let_go(copy)
@@ -332,11 +303,11 @@ class StatePages(StateMemory):
 
     def held(self, request_id: str) -> Held:
         """The request's page, for a lease, which holds it also when the request is released meanwhile."""
-        return Held(self._pool, one_page(self.page_of(request_id)))
+        return Held(self.pool, one_page(self.page_of(request_id)))
 
     def held_copy(self, digest: Digests) -> Held:
         """The copy under this digest, which there is, for a lease: it is used now."""
-        return Held(self._pool, one_page(self._found(digest)))
+        return Held(self.pool, one_page(self._found(digest)))
 
     def tell(self, request_id: str) -> None:
         """A table has named the request's state as it is now: while it is leased it stays so."""
@@ -345,7 +316,7 @@ class StatePages(StateMemory):
     def is_promised(self, request_id: str) -> bool:
         """Whether others were told of the request's state as it is, under a lease: nothing may be written over it."""
         page = self.page_of(request_id)
-        return 0 < self._tokens[page] == self._told[page] and self._pool.holders[page] > 1
+        return 0 < self._tokens[page] == self._told[page] and self.pool.holders[page] > 1
 
     # ---- what a model reads and writes
 
@@ -380,7 +351,7 @@ class StatePages(StateMemory):
         """Whether none of these may be what `pages_at` refuses: what a step of many requests asks."""
         has = self._tokens[pages]
         told = (has > 0) & (has == self._told[pages])  # under a lease or not: rare enough to look at one by one
-        return not np.count_nonzero((has != tokens) | (self._pool.writers[pages] > 0) | told)
+        return not np.count_nonzero((has != tokens) | (self.pool.writers[pages] > 0) | told)
 
     def advance(self, pages: torch.Tensor, tokens: Sequence[int]) -> None:
         """Every layer of `pages` has been written: their states have taken up `tokens`."""
@@ -407,9 +378,9 @@ class StatePages(StateMemory):
                 del self.drafts.page_of[request_id]
         self._before = {page: copy for page, copy in self._before.items() if page in written}
         self._saved = {page: saved for page, saved in self._saved.items() if page in written}
-        published = self._pool.index.published
+        published = self.pool.index.published
         published[(self._tokens == 0) | np.isin(np.arange(len(published)), self._own)] = False
-        self._pool.mend(*self._counted(written, leased))
+        self.pool.mend(*self._counted(written, leased))
 
     @property
     def _own(self) -> list[int]:
@@ -435,11 +406,11 @@ class StatePages(StateMemory):
         if wrong := set(request_ids).symmetric_difference(self._page_of):
             raise InvariantError(f"state pages and rows are not of the same requests: {sorted(wrong)}")
         try:
-            self._pool.check(*self._counted(written, leased))
+            self.pool.check(*self._counted(written, leased))
         except InvariantError as error:
             raise InvariantError(f"state pages: {error}") from error
         self._room.check()
-        published = self._pool.index.published
+        published = self.pool.index.published
         for page in (page for page in self._own if published[page]):
             raise InvariantError(f"state page {page} is found by others, and a request writes to it")
         for page in np.flatnonzero(published & (self._tokens == 0))[:1]:

@@ -18,7 +18,7 @@ from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
 from kvcache.replica.pages_below import PagesBelow
-from kvcache.replica.resume import NO_SLOTS, Asked, FromBelow, Slots
+from kvcache.replica.resume import NO_SLOTS, Asked, Slots
 from kvcache.replica.rows import Pages, Rows, as_rows
 from kvcache.storage import allocate_host_rows
 
@@ -218,8 +218,7 @@ class ReplicaTier(PagesBelow, PageReader):
             else:
                 self._left.append(load)
         if pages.size:
-            digests = self.pool.index.digests_of(pages)
-            self.waiting.append((NO_SLOTS, digests))
+            self.waiting.append((NO_SLOTS, self.pool.index.digests_of(pages)))
             if self._every is not None and len(names):
                 every, stops = self._every(names), [len(names)]
                 if self.longest_tail:
@@ -235,9 +234,13 @@ class ReplicaTier(PagesBelow, PageReader):
     def hold(self, slots: Slots) -> None:
         self.host.pool.hold(slots)
 
+    def used(self, digests: Digests) -> None:
+        self.waiting.append((NO_SLOTS, digests))
+        self._pass_uses()
+
     def restore(self, row: int, pages: Pages, slots: Slots) -> None:
         load = HostLoad(slots, pages)
-        self.pool.add_writer(pages)
+        self._keep(pages)
         self._loads.setdefault(row, []).append(load)
         if not self._at_once:
             self._begin(load)
@@ -246,7 +249,11 @@ class ReplicaTier(PagesBelow, PageReader):
 
     @property
     def generation(self) -> int:
-        return self.host.pool.index.generation + sum(lower.generation for lower in self.lower)
+        return self.host.pool.index.generation + self.answers
+
+    @property
+    def answers(self) -> int:
+        return sum(lower.generation for lower in self.lower)
 
     @property
     def fetches(self) -> bool:
@@ -298,17 +305,10 @@ class ReplicaTier(PagesBelow, PageReader):
             wanted &= ~there
         return coming
 
-    def bring(self, wanted: FromBelow, most: int) -> None:
-        digests = wanted.digests[:most]
-        slots = self.slots(digests)
-        self.host.pool.hold(slots)  # an eviction below may make room for the page that it evicts
-        self.pool.hold(wanted.here)  # what makes room for the rest is not what is needed beside it
-        load = HostLoad(slots, self.pool.allocate(len(slots)), digests=digests)
-        self.pool.add_writer(load.pages)
-        self.pool.index.say_tables(load.pages, wanted.tables[:most])
+    def bring(self, pages: Pages, slots: Slots, digests: Digests) -> None:
+        load = HostLoad(slots, pages, digests=digests)
+        self._keep(pages)
         self._begin(load)
-        self.pool.release(load.pages)
-        self.pool.release(wanted.here)
         self._left.append(load)
         self.poll()  # a copy that has taken the caller's time is over
 
@@ -410,5 +410,12 @@ class ReplicaTier(PagesBelow, PageReader):
         return load.marks
 
     def _end(self, load: HostLoad) -> None:
-        self.pool.drop_writer(load.pages)
+        self._let_go(load.pages)
         self.host.pool.release(load.slots)
+
+    def _keep(self, pages: Pages) -> None:
+        """Let nobody else have `pages`, nor read them, until `_let_go`."""
+        self.pool.add_writer(pages)
+
+    def _let_go(self, pages: Pages) -> None:
+        self.pool.drop_writer(pages)

@@ -1,10 +1,9 @@
 """All tiers below the device pools: when copies are made, and the tiers' counters."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +26,15 @@ from kvcache.tiers.page_objects import ObjectFormat
 _SHARE = 0.05  # of the time that passes, for copies that take the loop's own
 _MOST_CREDIT_S = 0.005  # what a long step leaves to spend at once
 _BATCH_BYTES = 1 << 20  # copied between two looks at the clock
+
+
+class TierRoom(NamedTuple):
+    """How much of the host memory and of the files there is for pages, and how much for states."""
+
+    host_bytes: int  # for pages
+    file_bytes: int  # likewise
+    state_slots: int
+    state_file_bytes: int
 
 
 class Tiers:
@@ -186,75 +194,89 @@ def _check_queue(tier: ReplicaTier, number: int) -> None:
         raise InvariantError(f"replica {number}: page {page} is marked as to be copied, or is queued, not both")
 
 
-def make_tiers(
+class Kept(NamedTuple):
+    """What tiers keep, which is pages of tokens or states, and how much of it."""
+
+    noun: str  # in metrics: "blocks", or "states"
+    shard_bytes: Sequence[int]  # of one, on each shard
+    slots: int  # in host memory
+    file_bytes: int  # in files
+    fingerprint: str  # names all that one depends on besides its tokens and their salt, which its digest covers
+    windows: Sequence[bool] = (False,)  # of each block table whether later queries do not see all of its pages
+    files_named: tuple[str, ...] = ()  # fields of the namespace of files, besides
+    objects_named: tuple[str, ...] = ()  # fields of the namespace of objects, besides
+    an_object: int = 1  # how many an object holds
+    tails: bool = False  # whether the last ones of a prompt, where they are fewer, are an object, too
+    apart: bool = False  # whether a request needs one alone
+    share: float = _SHARE
+
+
+Sides = Callable[[HostTier, ObjectTier | None], Sequence[ReplicaTier]]
+"""Makes each replica's side of a host tier, below which there may be objects."""
+
+
+def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, sides: Sides, *, pinned: bool) -> Tiers:
+    """The tiers that the params ask for. `pinned`: GPUs copy from and to the host memory."""
+    digest_bytes, several = DIGEST_BYTES[params.hash_algorithm], len(kept.windows) > 1
+    host = HostTier(kept.shard_bytes, kept.slots, digest_bytes // 8, pinned=pinned, tables=several)
+
+    def layout(*fields: str, tables: int = 1) -> FileFormat:
+        namespace = namespace_of(params.hash_algorithm, kept.fingerprint, params.file_tier_key, *fields)
+        return FileFormat(namespace, sum(kept.shard_bytes), digest_bytes, tables)
+
+    files = objects = None
+    if params.file_tier_dir is not None:
+        of_files = layout(*kept.files_named, tables=len(kept.windows))
+        folder = PageFolder(Path(params.file_tier_dir), of_files.namespace)
+        files = FileTier(folder, of_files, kept.file_bytes, host, params.file_tier_io or (lambda _: SystemIO()))
+    if params.object_tier_io is not None:
+        of_objects = ObjectFormat(layout(*kept.objects_named), kept.an_object, kept.tails)
+        speed = params.object_tier_tokens_per_s
+        seconds = None if speed is None else page_size / speed  # that the model computes for the tokens of a page
+        io, timeout = params.object_tier_io, params.object_tier_timeout_s
+        objects = ObjectTier(of_objects, host, io, timeout, seconds, kept.windows, apart=kept.apart)
+    return Tiers(host, sides(host, objects), files, objects, share=kept.share, counted_as=kept.noun)
+
+
+def page_tiers(
     params: KVCacheParams,
+    room: TierRoom,
     layouts: Sequence[PageLayout],
     placed: Sequence[PlacedReplica],
     stream: Any,
     tables: LayerTables,
 ) -> Tiers | None:
-    """The tiers that the params ask for, wired to the replicas; None where they ask for none."""
+    """The tiers of pages that the params ask for, wired to the replicas; None where they ask for none."""
     if not params.enable_kvcache_swapping_to_host:
         return None
-    space = int((params.host_kvcache_swap_space_gb or 0) * 2**30)
-    sizes = [layout.page_bytes for layout in layouts]
-    if space < sum(sizes):
+    sizes, several, count = [layout.page_bytes for layout in layouts], len(tables.tables) > 1, params.object_tier_pages
+    if room.host_bytes < sum(sizes):
         raise PoolTooSmallError(
-            f"host_kvcache_swap_space_gb is {params.host_kvcache_swap_space_gb}, {space} bytes: "
+            f"host_kvcache_swap_space_gb is {params.host_kvcache_swap_space_gb}, {room.host_bytes} bytes: "
             f"one page takes {sum(sizes)}"
         )
-    on_gpu = any(blocks.device.type != "cpu" for blocks in placed[0].blocks)
-    words, several = DIGEST_BYTES[params.hash_algorithm] // 8, len(tables.tables) > 1
-    host = HostTier(sizes, space // sum(sizes), words, pinned=on_gpu, tables=several)
-    files = _make_file_tier(params, layouts, host, tables)
-    objects, tiers = _make_object_tier(params, layouts, host, tables), list[ReplicaTier]()
-    for place in placed:
-        movers = [PageMover(shard, memory, stream) for shard, memory in zip(place.blocks, host.memory, strict=True)]
-        replica = place.replica
-        every = replica.tables.every if objects is not None else None
-        tail = 0 if objects is None else objects.longest_tail
-        replica.tier = ReplicaTier(host, replica.pool, movers, every=every, longest_tail=tail)
-        tiers.append(replica.tier)
-    return Tiers(host, tiers, files, objects)
+    kept = Kept(
+        "blocks",
+        sizes,
+        room.host_bytes // sum(sizes),
+        room.file_bytes,
+        replica_fingerprint([*layouts], tables.described() if params.groups else ""),
+        windows=[not table.group.keeps_all for table in tables.tables],
+        files_named=("tables named",) * several,
+        objects_named=("objects", str(count)),
+        an_object=count,
+        tails=params.states is not None and count > 1,
+    )
 
+    def sides(host: HostTier, objects: ObjectTier | None) -> list[ReplicaTier]:
+        for place in placed:
+            movers = [PageMover(shard, memory, stream) for shard, memory in zip(place.blocks, host.memory, strict=True)]
+            replica = place.replica
+            every = replica.tables.every if objects is not None else None
+            tail = 0 if objects is None else objects.longest_tail
+            replica.tier = ReplicaTier(host, replica.pool, movers, every=every, longest_tail=tail)
+            made.append(replica.tier)
+        return made
 
-def _page_format(params: KVCacheParams, layouts: Sequence[PageLayout], tables: LayerTables, *fields: str) -> FileFormat:
-    # What a page depends on besides its tokens and their salt, which its digest covers, as does its table's number.
-    fingerprint = replica_fingerprint([*layouts], tables.described() if params.groups else "")
-    namespace = namespace_of(params.hash_algorithm, fingerprint, params.file_tier_key, *fields)
-    return FileFormat(namespace, sum(shard.page_bytes for shard in layouts), DIGEST_BYTES[params.hash_algorithm])
-
-
-def _make_file_tier(
-    params: KVCacheParams, layouts: Sequence[PageLayout], host: HostTier, tables: LayerTables
-) -> FileTier | None:
-    several = len(tables.tables) > 1
-    layout = _page_format(params, layouts, tables, *["tables named"] * several)
-    layout = replace(layout, tables=len(tables.tables))
-    return file_tier_of(params, layout, int((params.file_tier_max_gb or 0) * 2**30), host)
-
-
-def file_tier_of(params: KVCacheParams, layout: FileFormat, max_bytes: int, host: HostTier) -> FileTier | None:
-    """Files of this format below a host tier, of so many bytes at most; None where the params ask for none."""
-    if params.file_tier_dir is None:
-        return None
-    folder = PageFolder(Path(params.file_tier_dir), layout.namespace)
-    return FileTier(folder, layout, max_bytes, host, params.file_tier_io or (lambda _: SystemIO()))
-
-
-def _make_object_tier(
-    params: KVCacheParams, layouts: Sequence[PageLayout], host: HostTier, tables: LayerTables
-) -> ObjectTier | None:
-    if params.object_tier_io is None:
-        return None
-    count = params.object_tier_pages
-    page = _page_format(params, layouts, tables, "objects", str(count))
-    layout = ObjectFormat(page, count, tails=params.states is not None and count > 1)
-    seconds, windows = compute_page_s(params, layouts[0]), [not table.group.keeps_all for table in tables.tables]
-    return ObjectTier(layout, host, params.object_tier_io, params.object_tier_timeout_s, seconds, windows)
-
-
-def compute_page_s(params: KVCacheParams, layout: PageLayout) -> float | None:
-    """Seconds that the model computes for the tokens of a page of this layout; None where the params do not say."""
-    speed = params.object_tier_tokens_per_s
-    return None if speed is None else layout.page_size / speed
+    made, on_gpu = list[ReplicaTier](), any(blocks.device.type != "cpu" for blocks in placed[0].blocks)
+    return make_tiers(params, kept, layouts[0].page_size, sides, pinned=on_gpu)

@@ -201,7 +201,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.states.state_tiers",
         [
-            Mutation("StateTier._end", "self._let_go(int(load.pages[0]))", "self.pool.drop_writer(load.pages)"),
+            Mutation("StateTier._let_go", "self.pool.release(pages)", "self.pool.drop_writer(pages)"),
             Mutation("divide_tiers", "space - slots * state_bytes", "space * (1 - share)"),
         ],
     ),

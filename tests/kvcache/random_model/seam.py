@@ -147,7 +147,7 @@ def say_time(manager: PagedKVCacheManager, clock: Callable[[], float], share: fl
             replica.hints._start()
             trust(replica.hints, share)
     for states in manager.states:
-        if (of_states := hinted_order(states._pool)) is not None:
+        if (of_states := hinted_order(states.pool)) is not None:
             of_states._clock = clock
 
 

@@ -27,7 +27,7 @@ def evict_all(manager: PagedKVCacheManager) -> None:
     """The device has nothing any more, and the host what it had."""
     manager.flush_tiers()
     pools = [manager._replicas.each[0].pool]
-    pools += [manager.states[0]._pool] if not manager.slab_pages else []
+    pools += [manager.states[0].pool] if not manager.slab_pages else []
     for pool in pools:
         pool.release(pool.allocate(pool.free_count))
     manager.check()

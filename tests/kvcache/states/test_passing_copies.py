@@ -45,7 +45,7 @@ def on(states: StatePages, tokens: int = 16) -> None:
 
 def kept(states: StatePages, *words: int) -> list[int]:
     """What is in the copies of these digests; 0 for none."""
-    pages = states._pool.index.find(digests(*words)).tolist()
+    pages = states.pool.index.find(digests(*words)).tolist()
     return [int(states.blocks[0][0][page].flatten()[0]) if page else 0 for page in pages]
 
 
@@ -54,7 +54,7 @@ def test_each_copy_is_the_next_one_where_it_lies() -> None:
     on(states)
     assert states.keep_passing(NAMES, digests(11, 12, 13), np.array([16, 16, 16]))
     assert kept(states, 1, 2, 3, 11, 12, 13) == [0, 0, 0, 10, 11, 12]
-    assert (states._tokens[states._pool.index.find(digests(11, 12, 13))] == 16).all()
+    assert (states._tokens[states.pool.index.find(digests(11, 12, 13))] == 16).all()
     assert (states.num_kept, states.evictions) == (3, 0)
     states.check(NAMES)
     on(states, 24)
@@ -79,7 +79,7 @@ def test_they_are_used_last() -> None:
 
 
 def held(states: StatePages) -> None:
-    states._pool.hold(states._pool.index.find(digests(2)))
+    states.pool.hold(states.pool.index.find(digests(2)))
 
 
 def gone(states: StatePages) -> None:

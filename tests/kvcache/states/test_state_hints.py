@@ -162,7 +162,7 @@ def test_what_comes_into_a_copys_place_has_no_hint_of_it(*, together: bool) -> N
     manager = trusting(made(400, 8, rows=3))
     if not together:
         one_by_one(manager)
-    order = manager.states[0]._pool.idle
+    order = manager.states[0].pool.idle
     assert isinstance(order, HintedOrder)
     parent = TextContext(prompt(1, 1)[:3], 99)
     manager.external_claim(parent.request_id)
@@ -200,7 +200,7 @@ def test_a_hint_does_not_wear_off_by_requests_that_come_further(*, together: boo
 def test_without_hints_and_quotas_copies_are_in_the_plain_order() -> None:
     manager = made(40, 4)
     serve(manager, prompt(1))
-    assert type(manager.states[0]._pool.idle).__name__ == "LruOrder"
+    assert type(manager.states[0].pool.idle).__name__ == "LruOrder"
 
 
 def test_a_tenant_above_its_quota_gives_up_its_own_copies() -> None:
@@ -266,7 +266,7 @@ def test_in_one_memory_a_hint_that_keeps_pages_keeps_them_from_slabs_too(*, long
 def test_in_one_memory_a_hint_whose_time_is_over_keeps_no_copy() -> None:
     manager = trusting(shared(60))
     now = [0.0]
-    for order in (manager._replicas.each[0].pool.idle, manager.states[0]._pool.idle):
+    for order in (manager._replicas.each[0].pool.idle, manager.states[0].pool.idle):
         assert isinstance(order, HintedOrder)
         order._clock = lambda: now[0]
     for name in (1, 2):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.states import state_tiers as module
+from kvcache.states import state_memory as module
 from kvcache.tiers.object_tier import ObjectTier
 from tests.kvcache.served import SIZE
 from tests.kvcache.states.served_states import STATE_BYTES, ServedStates
@@ -150,7 +150,7 @@ def test_of_a_prompt_larger_than_the_host_the_state_that_its_first_pages_lead_to
     it, prompt = served(80, 12, slabs=False, every=4), PROMPT[:29]
     assert it.serve(prompt) == 0
     it.manager.flush_tiers()
-    for pool in (it.manager._replicas.each[0].pool, it.manager.states[0]._pool):
+    for pool in (it.manager._replicas.each[0].pool, it.manager.states[0].pool):
         pool.release(pool.allocate(pool.free_count))
     for tiers in (it.tiers, it.state_tiers):
         tiers.host.pool.forget_idle()  # who has written the objects knows them all

@@ -135,7 +135,7 @@ def test_check_names_what_does_not_add_up() -> None:
         return states
 
     states = broken()
-    states._pool.release(np.array([1], np.int32))
+    states.pool.release(np.array([1], np.int32))
     with pytest.raises(InvariantError, match="state pages: page 1 has 0 holders, but 1 are counted"):
         states.check(["a"])
     states = broken()
@@ -143,7 +143,7 @@ def test_check_names_what_does_not_add_up() -> None:
     with pytest.raises(InvariantError, match="state pages: page 1 has 1 writers, but 0 are counted"):
         states.check(["a"])
     states = broken()
-    states._pool._fresh_count -= 1
+    states.pool._fresh_count -= 1
     with pytest.raises(InvariantError, match="state pages: page 2 is in 0 of the states"):
         states.check(["a"])
     states = broken()

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from kvcache.states.state_memory import bring_newest
 from kvcache.states.state_pages import StatePages
 from kvcache.states.state_room import kind_offsets
-from kvcache.states.state_tiers import StateTier
+from kvcache.states.state_tiers import StateTier, state_movers
 from kvcache.tiers.host_tier import HostTier
 from tests.kvcache.random_model.matrix import SHAPES
 
@@ -17,19 +18,23 @@ def digest(number: int) -> np.ndarray:
     return np.array([[number]], np.uint64)
 
 
+def tier_below(states: StatePages) -> StateTier:
+    """Host memory for four states on one shard."""
+    host = HostTier([kind_offsets(states.layouts[0])[-1]], 4, 1, pinned=False)
+    return StateTier(host, states.pool, state_movers(states, host))
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_a_passing_copy_that_another_request_lets_stay(together: bool) -> None:
     states = StatePages(SHAPES[1], 5)
-    offsets = [kind_offsets(kinds) for kinds in states.layouts]
-    host = HostTier([offsets[0][-1]], 4, 1, pinned=False)
-    states.below = StateTier(host, states.places, offsets)
+    states.below = tier_below(states)
     pages = torch.tensor([states.allocate(name) for name in "ab"])
     for tensor in states.blocks[0]:
         tensor[pages] = 5
     states.advance(pages, [8, 8])
     states.keep("a", digest(1), 8, passing=True)
     states.keep("b", digest(1), 8, passing=False)
-    assert not states.below.in_host(digest(1))[0]
+    assert not states.below.slots(digest(1))[0]
     for tensor in states.blocks[0]:
         tensor[pages[0]] = 7
     states.advance(pages[:1], [16])
@@ -37,7 +42,7 @@ def test_a_passing_copy_that_another_request_lets_stay(together: bool) -> None:
         assert states.keep_passing(["a"], digest(2), np.array([16]))
     else:
         states.keep("a", digest(2), 16, passing=True)
-    assert states.below.in_host(digest(1))[0]
+    assert states.below.slots(digest(1))[0]
     states.resume("b", digest(1), 8)
     assert all((tensor[pages[1]] == 5).all() for tensor in states.blocks[0])
     states.check(["a", "b"])
@@ -45,9 +50,13 @@ def test_a_passing_copy_that_another_request_lets_stay(together: bool) -> None:
 
 def test_files_are_asked_for_later_states_than_those_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     states, asked = StatePages(SHAPES[1], 3), list[list[int]]()
-    offsets = [kind_offsets(kinds) for kinds in states.layouts]
-    states.below = below = StateTier(HostTier([offsets[0][-1]], 4, 1, pinned=False), states.places, offsets)
-    monkeypatch.setattr(below, "bring_newest", lambda digests, *, wait: asked.append(digests[:, 0].tolist()) or wait)
+
+    def bring_newest(_tier: object, digests: np.ndarray, *, wait: bool) -> bool:
+        asked.append(digests[:, 0].tolist())
+        return wait
+
+    states.below = tier_below(states)
+    monkeypatch.setattr("kvcache.states.state_memory.bring_newest", bring_newest)
     page = torch.tensor([states.allocate("a")])
     states.advance(page, [16])
     prompt = np.concatenate([digest(number) for number in (1, 2, 3)])
@@ -81,11 +90,9 @@ class Lower:
 
 
 def test_a_state_saves_every_page_before_it_however_many_are_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.states.state_tiers._LOOKED_AT", 4)
-    states = StatePages(SHAPES[1], 3)
-    offsets = [kind_offsets(kinds) for kinds in states.layouts]
-    tier = StateTier(HostTier([offsets[0][-1]], 4, 1, pinned=False), states.places, offsets)
+    monkeypatch.setattr("kvcache.states.state_memory._LOOKED_AT", 4)
+    tier = tier_below(StatePages(SHAPES[1], 3))
     tier.host.lower.append(lower := Lower(2, 6, 7, 10))  # type: ignore[arg-type]
     prompt = np.concatenate([digest(number) for number in range(1, 11)])
-    assert not tier.bring_newest(prompt, wait=False)
+    assert not bring_newest(tier, prompt, wait=False)
     assert lower.fetched == [(10, 10), (7, 7), (6, 6), (2, 2)]

@@ -185,12 +185,12 @@ def test_an_import_takes_the_second_page_away(model: Any) -> None:
 def test_check_names_a_second_page_without_a_first(model: Any) -> None:
     engine, _, _ = ready(model)
     states = engine.manager.states[0]
-    states.drafts.page_of["gone"] = states._pool.allocate_one()
+    states.drafts.page_of["gone"] = states.pool.allocate_one()
     with pytest.raises(InvariantError, match=r"\['gone'\] have a second state page"):
         engine.manager.check()
-    words = states._pool.index.digests_of(np.array([1])).shape[1]
-    states._pool.index.publish(np.array([states.drafts.page_of["r"]], np.int32), np.ones((1, words), np.uint64))
+    words = states.pool.index.digests_of(np.array([1])).shape[1]
+    states.pool.index.publish(np.array([states.drafts.page_of["r"]], np.int32), np.ones((1, words), np.uint64))
     del states.drafts.page_of["gone"]
-    states._pool.check = lambda *_: None
+    states.pool.check = lambda *_: None
     with pytest.raises(InvariantError, match="is found by others, and a request writes to it"):
         engine.manager.check()

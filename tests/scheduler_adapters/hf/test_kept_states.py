@@ -183,7 +183,7 @@ def test_check_names_what_does_not_add_up(model: Any) -> None:
     with pytest.raises(InvariantError, match=r"ends of chunks are known of \['gone'\]"):
         manager.check()
     manager = broken()
-    manager.states[0]._tokens[manager.states[0]._pool.index.published] = 0
+    manager.states[0]._tokens[manager.states[0].pool.index.published] = 0
     with pytest.raises(InvariantError, match="found by others, and has taken up no token"):
         manager.check()
     manager = broken()
@@ -191,6 +191,6 @@ def test_check_names_what_does_not_add_up(model: Any) -> None:
     with pytest.raises(InvariantError, match="'gone'"):
         manager.check()
     manager = broken()
-    manager.states[0]._pool.hold(manager.states[0]._pool.idle.pages()[:1])
+    manager.states[0].pool.hold(manager.states[0].pool.idle.pages()[:1])
     with pytest.raises(InvariantError, match="state pages: page"):
         manager.check()

@@ -259,6 +259,6 @@ def test_check_counts_slabs_and_states(model: Any) -> None:
         manager.check()
     pool.taken[slab] = True
     manager.check()
-    manager.states[0]._pool.holders[slab - 1] = 0
+    manager.states[0].pool.holders[slab - 1] = 0
     with pytest.raises(InvariantError, match="state page"):
         manager.states[0].check(["r"])
