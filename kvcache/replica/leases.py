@@ -25,7 +25,7 @@ Seal = Callable[[BlockTable], bytes]
 _NEVER = 1 << 62
 
 
-class Held(NamedTuple):
+class HeldPages(NamedTuple):
     """Pages of a pool that somebody holds: those of a replica's tokens, or of its states."""
 
     pool: PagePool
@@ -68,13 +68,13 @@ class PageLeases:
         self.kept = np.full(len(rows.request_ids), _NEVER, np.int64)
         self._pool = pool
         self._rows = rows
-        self._held: dict[PageLease, list[Held]] = {}  # beside its row
+        self._held: dict[PageLease, list[HeldPages]] = {}  # beside its row
         self._row_of: dict[PageLease, int] = {}  # of those whose request is claimed
 
     def __contains__(self, lease: PageLease) -> bool:
         return lease in self._held
 
-    def grant(self, lease: PageLease, row: int, besides: Sequence[Held] = ()) -> None:
+    def grant(self, lease: PageLease, row: int, besides: Sequence[HeldPages] = ()) -> None:
         """The lease is of the request at this row, and of what it has `besides` the pages of its tokens."""
         self.of_row.setdefault(row, []).append(lease)
         self._row_of[lease] = row
@@ -83,10 +83,10 @@ class PageLeases:
             self._hold(lease, held)
         self.tell(row, int(self._rows.cached[row]))  # its block table may have been made before
 
-    def grant_pages(self, lease: PageLease, pages: Pages, besides: Sequence[Held] = ()) -> None:
+    def grant_pages(self, lease: PageLease, pages: Pages, besides: Sequence[HeldPages] = ()) -> None:
         """The lease is of published pages, whoever computed them, and of what goes with them."""
         self._held[lease] = []
-        for held in (Held(self._pool, pages), *besides):
+        for held in (HeldPages(self._pool, pages), *besides):
             self._hold(lease, held)
 
     def tell(self, row: int, tokens: int, *, windows: bool = True) -> None:
@@ -122,7 +122,7 @@ class PageLeases:
             return
         computed = -(-max(int(self._rows.cached[row]), int(self.told[row])) // self._rows.page_size)
         computed = max(computed, int(self._rows.committed[row]))
-        held = Held(self._pool, pages_before(row, computed).copy())
+        held = HeldPages(self._pool, pages_before(row, computed).copy())
         for lease in leases:
             self._hold(lease, held)
         # After all have them: what interrupts this before is begun again by `mend` and a release.
@@ -144,7 +144,7 @@ class PageLeases:
         """
         seen = pages[: max(0, -(-max(cached, int(self.told[row])) // self._rows.page_size) - first)]
         for lease in self.of_row.get(row, ()):
-            self._hold(lease, Held(self._pool, seen.copy()))
+            self._hold(lease, HeldPages(self._pool, seen.copy()))
 
     def end(self, lease: PageLease) -> None:
         """Let go of what the lease holds. Safe twice."""
@@ -210,7 +210,7 @@ class PageLeases:
             if lease.is_over or self._rows.request_ids[row] != lease.request_id:
                 raise InvariantError(f"{lease} is booked with row {row} of request {self._rows.request_ids[row]!r}")
 
-    def _hold(self, lease: PageLease, held: Held) -> None:
+    def _hold(self, lease: PageLease, held: HeldPages) -> None:
         if held.pages.size:
             held.pool.hold(held.pages)
             self._held[lease].append(held)

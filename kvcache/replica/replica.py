@@ -224,7 +224,7 @@ class Replica:
         If a tier has to be asked for its contents, it is asked for the longest prefix that may exist.
         """
         tables, tier, states = self.tables, self.tier, self.states
-        if len(digests) <= first or not tier.fetches:
+        if len(digests) <= first or not (tier.fetches or states.fetches):
             return False
         before, coming = tier.generation, False
         if tier.asks:

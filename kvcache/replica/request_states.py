@@ -16,7 +16,7 @@ from kvcache.pool.quotas import TenantQuotas
 from kvcache.replica.block_table import BlockTable, PendingImport
 from kvcache.replica.context import Context
 from kvcache.replica.hashing import PrefixHasher
-from kvcache.replica.leases import Held
+from kvcache.replica.leases import HeldPages
 from kvcache.replica.reservation import Reservation, StatePlan
 from kvcache.replica.resume import Asked, Found, FromBelow
 from kvcache.replica.tables import RowTables
@@ -38,6 +38,7 @@ class RequestStates:
     """
 
     keeps = False  # whether states are cached, so that a request goes on only from a page after which there is one
+    fetches = False  # whether some lie below the host
     groups = 0  # of a block table, behind those of the pages of tokens: each of one page
 
     # ---- claims
@@ -113,7 +114,7 @@ class RequestStates:
         """The state that the device keeps under this digest, `[1, words]`, for another replica to copy."""
         return None
 
-    def take_copy(self, copy: StateCopy, digest: Digests) -> Held | None:  # noqa: ARG002 - as above
+    def take_copy(self, copy: StateCopy, digest: Digests) -> HeldPages | None:  # noqa: ARG002 - as above
         """Keep another replica's copy here, too. Its page, which the caller holds; None where no page is left."""
         return None
 
@@ -143,11 +144,11 @@ class RequestStates:
     def refuse_unbooked(self, request_id: RequestID) -> None:
         """Raise `StatePageError` where drafted tokens of the request ran, and no `step` has said which stay."""
 
-    def held(self, row: int) -> list[Held]:  # noqa: ARG002 - as above
+    def held(self, row: int) -> list[HeldPages]:  # noqa: ARG002 - as above
         """What a lease of the row's request holds besides its pages: once a table names it, the request stays."""
         return []
 
-    def held_copy(self, digest: Digests) -> list[Held]:  # noqa: ARG002 - as above
+    def held_copy(self, digest: Digests) -> list[HeldPages]:  # noqa: ARG002 - as above
         """What a lease holds besides the pages up to the one of this digest: the state that the device keeps there."""
         return []
 

@@ -20,7 +20,7 @@ from kvcache.replica.block_table import BlockTable, ImportPart, PendingImport
 from kvcache.replica.context import Context
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
-from kvcache.replica.leases import Held
+from kvcache.replica.leases import HeldPages
 from kvcache.replica.page_moves import ReplicaPageMoves
 from kvcache.replica.request_states import RequestStates, StateCopy
 from kvcache.replica.reservation import Reservation, StatePlan
@@ -111,6 +111,10 @@ class ReplicaStates(RequestStates):
     def generation(self) -> int:
         return self.pages.generation
 
+    @property
+    def fetches(self) -> bool:
+        return self.pages.below.fetches
+
     def there(self, digests: Digests) -> Asked:
         return self.pages.there(digests)
 
@@ -169,7 +173,7 @@ class ReplicaStates(RequestStates):
     def copy_of(self, digest: Digests) -> StateCopy | None:
         return self.pages.copy_of(digest)
 
-    def take_copy(self, copy: StateCopy, digest: Digests) -> Held | None:
+    def take_copy(self, copy: StateCopy, digest: Digests) -> HeldPages | None:
         return self.pages.take_copy(copy, digest)
 
     def forget(self) -> None:
@@ -212,10 +216,10 @@ class ReplicaStates(RequestStates):
     def refuse_unbooked(self, request_id: str) -> None:
         self.pages.drafts.check_booked(request_id)
 
-    def held(self, row: int) -> list[Held]:
+    def held(self, row: int) -> list[HeldPages]:
         return [self.pages.held(self._name(row))]
 
-    def held_copy(self, digest: Digests) -> list[Held]:
+    def held_copy(self, digest: Digests) -> list[HeldPages]:
         return [self.pages.held_copy(digest)]
 
     def name(self, table: BlockTable, *, full_pages: bool) -> BlockTable:

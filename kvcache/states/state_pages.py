@@ -19,7 +19,7 @@ from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError,
 from kvcache.layout import KindPages
 from kvcache.pool.index import NO_PAGE, Digests, Pages
 from kvcache.pool.pages import PagePool
-from kvcache.replica.leases import Held
+from kvcache.replica.leases import HeldPages
 from kvcache.replica.request_states import StateCopy
 from kvcache.replica.rows import Ints
 from kvcache.state_shape import StateShape
@@ -177,7 +177,7 @@ class StatePages(StateMemory):
             return None
         return StateCopy([blocks[page] for blocks in chain.from_iterable(self.blocks)], int(self._tokens[page]))
 
-    def take_copy(self, copy: StateCopy, digest: Digests) -> Held | None:
+    def take_copy(self, copy: StateCopy, digest: Digests) -> HeldPages | None:
         """Keep another replica's copy here, too. Its page, which the caller holds; None where no page is left."""
         if not self._room.make_room(moving=True):
             return None
@@ -187,7 +187,7 @@ class StatePages(StateMemory):
         self._tokens[page] = copy.tokens
         self.pool.index.publish(one_page(page), digest)
         self._keep_below(page, digest)
-        return Held(self.pool, one_page(page))
+        return HeldPages(self.pool, one_page(page))
 
     def bring_copy(self, digest: Digests, tokens: int) -> bool:
         """Keep the state that the host has under this digest, after `tokens`, on the device, too.
@@ -301,13 +301,13 @@ class StatePages(StateMemory):
 
     # ---- pages that others read
 
-    def held(self, request_id: str) -> Held:
+    def held(self, request_id: str) -> HeldPages:
         """The request's page, for a lease, which holds it also when the request is released meanwhile."""
-        return Held(self.pool, one_page(self.page_of(request_id)))
+        return HeldPages(self.pool, one_page(self.page_of(request_id)))
 
-    def held_copy(self, digest: Digests) -> Held:
+    def held_copy(self, digest: Digests) -> HeldPages:
         """The copy under this digest, which there is, for a lease: it is used now."""
-        return Held(self.pool, one_page(self._found(digest)))
+        return HeldPages(self.pool, one_page(self._found(digest)))
 
     def tell(self, request_id: str) -> None:
         """A table has named the request's state as it is now: while it is leased it stays so."""

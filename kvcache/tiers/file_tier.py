@@ -1,7 +1,6 @@
 """The file tier: pages of the host tier in a folder, found by their digests. Outlives the process.
 
-The loop's thread keeps all books. Two threads of the tier's own move the bytes, one for reads and one for writes, from
-and to host slots that are held meanwhile. Several processes may share the folder: each looks for the others' files now
+Several processes may share the folder: each looks for the others' files now
 and then, and takes a file that is gone for a miss.
 """
 
@@ -11,8 +10,8 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +22,8 @@ from kvcache.errors import InvariantError, PoolTooSmallError
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
 from kvcache.replica.resume import Asked, Slots
 from kvcache.tiers.file_index import NO_ENTRY, Entries, FileIndex
-from kvcache.tiers.host_tier import HostTier
-from kvcache.tiers.page_files import FileFormat, FileRefusal, FileRefusals, read_pages, write_pages
+from kvcache.tiers.host_tier import HostTier, Job, LowerTier
+from kvcache.tiers.page_files import FileFormat, FileRefusal, read_pages, write_pages
 from kvcache.tiers.page_folder import PageFolder, Scan
 from kvcache.types import PageIO, Part
 
@@ -42,41 +41,20 @@ _DAMAGE = frozenset({FileRefusal.CUT, FileRefusal.FOREIGN, FileRefusal.CORRUPTED
 _log = logging.getLogger("pagewire")
 
 
-@dataclass(eq=False, slots=True)
-class _Read:
-    entries: Entries
-    slots: Slots
-    digests: Digests
-    tables: NDArray[np.intp] | None  # of each page its block table, where there are several
-    refusals: Future[list[FileRefusal | None]]  # of each page; None: it is right
-
-
-@dataclass(eq=False, slots=True)
-class _Write:
-    slots: Slots
-    names: Digests
-    named: Future[tuple[str, int]]
-
-
-class FileTier:
+class FileTier(LowerTier):
     """Files of pages below a host tier, least recently used first, of `max_bytes` together.
 
     `make_io` is called once for each of the two threads. Raises `PoolTooSmallError` where not a file of one page fits.
     """
 
-    asks = False  # whether somebody has to be asked for what is there
-
     def __init__(self, folder: PageFolder, layout: FileFormat, max_bytes: int, host: HostTier, make_io: MakeIO) -> None:
         if not layout.most_in(max_bytes):
             raise PoolTooSmallError(f"file tier: {max_bytes} bytes do not hold a page: {layout.size_of(1)} are needed")
+        super().__init__(host, "file")
         self._folder = folder
-        self._clock = time.monotonic
         self._layout = layout
         self._max_bytes = max_bytes
-        self._host = host
         self._read_io, self._write_io = make_io(host.memory), make_io(host.memory)
-        self._reader = ThreadPoolExecutor(1, "pagewire-file-reads")
-        self._writer = ThreadPoolExecutor(1, "pagewire-file-writes")
         # A small host tier must not stand still while a file is written from its slots.
         most = (FILE_BYTES // layout.page_bytes, host.pool.num_pages // 4, layout.most_in(max_bytes))
         self.pages_a_file = max(1, min(most))
@@ -84,44 +62,30 @@ class FileTier:
         if layout.tables > 1:
             self._index.pages.tables = np.zeros(len(self._index.pages.published), np.intp)
         self._queue: deque[tuple[float, Digests]] = deque()  # when they were offered
-        self._reads: list[_Read] = []
-        self._write: _Write | None = None
         self._scan: Future[Scan] | None = None
         self._scanned = self._clock()
-        self._paused_until = 0.0
-        self.written = self.read = 0  # pages so far
-        self.refusals = FileRefusals()  # pages that were wrong, cut short or gone when they were to be read
         self._take_up_scan(folder.scan(layout, frozenset(), first=True))
 
     # ---- up: from files to host slots
 
     def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:  # noqa: ARG002 - what there is, is known
-        """Which of the `asked` pages of the block tables there are in files, `[tables, pages]`."""
         self._take_up_reads()
         found = np.zeros_like(asked)
         found[asked] = self._index.find(digests[asked]) != NO_ENTRY
         return found
 
-    def ask(self, _digests: Digests, _perhaps: Asked, /) -> bool:
-        """A no-op: the index of files is local."""
-        return False
-
     def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:  # noqa: ARG002 - it always pays
-        """Begin to read the `wanted` pages, all of which there are, by column, as far as the host has room.
-
-        `wait`, for at most `_LONGEST_WAIT_S`, for those that are on their way.
-        """
+        """As the base. `wait`, for at most `_LONGEST_WAIT_S`, for those that are on their way."""
         names = digests.swapaxes(0, 1)[wanted.T][: self._host.pool.free_count // 2]
         entries = self._index.find(names)
         absent = (self._host.pool.index.find(names) == NO_PAGE) & ~self._index.reading[entries]
         if absent.any():
             self._begin_reads(entries[absent], names[absent])
-        if wait and self._reads:
+        if wait and self._jobs:
             self._await_reads()
             self._take_up_reads()
 
-    def brings(self, digests: Digests, wanted: Asked, /) -> bool:
-        """Whether some of the `wanted` pages are on their way up."""
+    def brings(self, digests: Digests, wanted: Asked) -> bool:
         self._take_up_reads()
         return bool(self._index.reading[self._index.find(digests[wanted])].any())
 
@@ -129,11 +93,6 @@ class FileTier:
     def generation(self) -> int:
         """Counts the pages that come to files and go."""
         return self._index.pages.generation
-
-    def coming(self, digests: Digests, _first: int, /) -> bool:
-        """Whether some of these pages are on their way up."""
-        self._take_up_reads()
-        return bool(self._index.reading[self._index.find(digests)].any())
 
     # ---- down: from host slots to files
 
@@ -150,15 +109,9 @@ class FileTier:
         if not known.all():
             self.offer(digests[~known])
 
-    def ended(self, digests: Digests) -> None:
-        """A request is over: what it used, `used` has been told."""
-
     def tick(self) -> None:
-        """Take up what the threads have done, and give them what is due. Never waits."""
-        self._take_up_reads()
-        if self._write is not None and self._write.named.done():
-            self._take_up_write(self._write)
-        if self._write is None and self._queue:
+        self._take_up()
+        if self._writing is None and self._queue:
             queued = sum(len(digests) for _, digests in self._queue)
             if queued >= self.pages_a_file or self._clock() - self._queue[0][0] > _LONGEST_QUEUED_S:
                 self._begin_write()
@@ -171,19 +124,18 @@ class FileTier:
 
     def flush(self) -> None:
         """Write everything that was offered, and wait for it."""
-        while self._write is not None or self._queue:
-            if self._write is not None:
-                self._write.named.exception()
-                self._take_up_write(self._write)
-            else:
+        while self._writing is not None or self._queue:
+            if self._writing is None:
                 self._begin_write()
+            else:
+                wait([self._writing.done])
+                self._take_up()
 
     def reset(self) -> None:
         """Forget every file, and let nobody find them: the folder starts anew."""
         self._queue.clear()
         self.flush()
-        for read in self._reads:
-            read.refusals.exception()
+        wait([job.done for job in self._jobs])
         self._take_up_reads()
         if self._scan is not None:
             self._scan.exception()
@@ -208,30 +160,19 @@ class FileTier:
         """The pages of all files that are known."""
         return self._index.pages
 
-    @property
-    def held_slots(self) -> list[Slots]:
-        """The host slots of each open read and write: recounted by `check`."""
-        return [read.slots for read in self._reads] + ([] if self._write is None else [self._write.slots])
-
-    def settle(self) -> None:
-        """Wait until both threads have done all that they were given."""
-        for thread in (self._reader, self._writer):
-            with contextlib.suppress(RuntimeError):  # it has ended
-                thread.submit(_nothing).result()
-
     def mend(self) -> None:
-        """Begin anew with no file, once the threads have settled: the next look at the folder finds what is there."""
-        self._reads.clear()
-        self._write = self._scan = None
+        """As the base: the next look at the folder finds what is there."""
+        super().mend()
+        self._scan = None
         self._queue.clear()
         self._index.clear()
         self._scanned = self._clock() - _RESCAN_S
 
     def check(self) -> None:
         self._index.check()
-        reading = np.concatenate([*(read.entries for read in self._reads), np.zeros(0, np.int32)])
-        if not np.array_equal(np.sort(reading), np.flatnonzero(self._index.reading)):
-            raise InvariantError(f"file tier: {len(reading)} entries are being read, others are marked")
+        reading, marked = sum(len(job.slots) for job in self._jobs), np.count_nonzero(self._index.reading)
+        if reading != marked:
+            raise InvariantError(f"file tier: {reading} entries are being read, {marked} are marked")
 
     # ---- inside
 
@@ -243,8 +184,9 @@ class FileTier:
             path, parts = self._folder.path / name, self._host.parts(slots[at])
             tables = self._index.pages.tables_of(entries[at])
             names = self._layout.names(digests[at], tables)
-            refusals = self._reader.submit(self._read_file, path, first, names, parts)
-            self._reads.append(_Read(entries[at], slots[at], digests[at], tables, refusals))
+            done = self._reader.submit(self._read_file, path, first, names, parts)
+            take = partial(self._take_read, done, entries[at], slots[at], digests[at], tables)
+            self._jobs.append(Job(done, take, slots[at]))
 
     def _read_file(self, path: Path, first: int, names: Digests, pages: list[list[Part]]) -> list[FileRefusal | None]:
         """In the thread of reads. The file counts as used just now: for other processes, and for the next start."""
@@ -255,26 +197,31 @@ class FileTier:
 
     def _await_reads(self) -> None:
         deadline = time.monotonic() + _LONGEST_WAIT_S
-        for read in self._reads:
+        for job in self._jobs:
             try:
-                read.refusals.exception(max(0.0, deadline - time.monotonic()))
+                job.done.exception(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 return
 
-    def _take_up_reads(self) -> None:
-        while self._reads and self._reads[0].refusals.done():
-            read = self._reads.pop(0)
-            refusals = read.refusals.result()
-            right = np.array([refusal is None for refusal in refusals], np.bool_)
-            self._index.reading[read.entries] = False
-            self._host.pool.index.say_tables(read.slots, read.tables)
-            self._host.pool.index.publish(read.slots[right], read.digests[right])
-            self._host.pool.release(read.slots)
-            self.read += int(right.sum())
-            self.refusals.update(refusal for refusal in refusals if refusal)
-            if not right.all():
-                still = self._index.find(read.digests) == read.entries  # not replaced meanwhile
-                self._lose(read.entries[~right & still], set(refusals))
+    def _take_read(
+        self,
+        done: Future[list[FileRefusal | None]],
+        entries: Entries,
+        slots: Slots,
+        digests: Digests,
+        tables: NDArray[np.intp] | None,
+    ) -> None:
+        """The pages of these `entries`, of block `tables` where there are several, are in `slots`, or are refused."""
+        refusals = done.result()
+        right = np.array([refusal is None for refusal in refusals], np.bool_)
+        self._index.reading[entries] = False
+        self._host.pool.index.say_tables(slots, tables)
+        self._host.pool.index.publish(slots[right], digests[right])
+        self.read += int(right.sum())
+        self.refusals.update(refusal for refusal in refusals if refusal)
+        if not right.all():
+            still = self._index.find(digests) == entries  # not replaced meanwhile
+            self._lose(entries[~right & still], set(refusals))
 
     def _lose(self, entries: Entries, refusals: set[FileRefusal | None]) -> None:
         """These pages, all of one file, could not be read. A file whose bytes are wrong is removed.
@@ -304,7 +251,7 @@ class FileTier:
         parts = self._host.parts(slots)
         names = self._layout.names(digests, self._host.pool.index.tables_of(slots))
         named = self._writer.submit(_write, self._folder, self._layout, names, parts, self._write_io)
-        self._write = _Write(slots, names, named)
+        self._writing = Job(named, partial(self._take_written, named, names), slots)
 
     def _unqueue(self, count: int) -> None:
         while count:
@@ -313,18 +260,15 @@ class FileTier:
                 self._queue.appendleft((when, offered[count:]))
             count -= min(count, len(offered))
 
-    def _take_up_write(self, write: _Write) -> None:
-        self._write = None
-        self._host.pool.release(write.slots)
-        try:
-            name, size = write.named.result()
-        except OSError as error:
-            _log.warning("file tier: no page is written for %.0f s: %s", _PAUSE_S, error)
-            self._paused_until = self._clock() + _PAUSE_S
-            self._queue.clear()
-            return
-        self.written += len(write.names)
-        self._add(name, size, write.names)
+    def _take_written(self, named: Future[tuple[str, int]], names: Digests) -> None:
+        name, size = named.result()
+        self.written += len(names)
+        self._add(name, size, names)
+
+    def _fail(self, error: OSError) -> None:
+        _log.warning("file tier: no page is written for %.0f s: %s", _PAUSE_S, error)
+        self._paused_until = self._clock() + _PAUSE_S
+        self._queue.clear()
 
     def _take_up_scan(self, scan: Scan) -> None:
         for name in scan.gone:
@@ -340,10 +284,6 @@ class FileTier:
     def _make_room(self, size: int) -> None:
         for name in self._index.room_for(size):
             self._writer.submit(Path.unlink, self._folder.path / name, missing_ok=True)
-
-
-def _nothing() -> None:
-    """What a thread does last of all that it was given."""
 
 
 def _write(

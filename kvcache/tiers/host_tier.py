@@ -5,10 +5,14 @@ the device takes them up from there. Slots are kept as device pages are: a `Page
 a copy, or idle, least recently used first.
 """
 
+import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +25,7 @@ from kvcache.replica.pages_below import PagesBelow
 from kvcache.replica.resume import NO_SLOTS, Asked, Slots
 from kvcache.replica.rows import Pages, Rows, as_rows
 from kvcache.storage import allocate_host_rows
+from kvcache.tiers.page_files import FileRefusals
 
 _BROUGHT_BYTES = 8 << 20  # for others than our rows, between two steps
 
@@ -72,29 +77,147 @@ class HostStore(NamedTuple):
     marks: list[CopyMark]
 
 
-class LowerTier(Protocol):
-    """Where pages are that the host tier does not have: `FileTier` and `ObjectTier`, which say what each means."""
+@dataclass(eq=False, slots=True)
+class Job:
+    """What a thread of a tier does."""
 
-    def offer(self, digests: Digests) -> None: ...
-    def used(self, digests: Digests) -> None: ...
-    def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked: ...
-    def ask(self, digests: Digests, perhaps: Asked, /) -> bool: ...
-    def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None: ...
-    def brings(self, digests: Digests, wanted: Asked, /) -> bool: ...
-    def ended(self, digests: Digests) -> None: ...
-    def tick(self) -> None: ...
-    def flush(self) -> None: ...
-    def reset(self) -> None: ...
-    def close(self) -> None: ...
-    def check(self) -> None: ...
-    def settle(self) -> None: ...
-    def mend(self) -> None: ...
+    done: Future[Any]
+    take: Callable[[], None]  # takes its result up, in the loop's thread; raises what the thread has raised
+    slots: Slots  # held until it is done
+    names: Sequence[bytes] = ()  # of objects that are asked for or read
+    era: int = 0  # resets of its tier before it
+
+
+class LowerTier:
+    """Where the pages are that the host tier does not have: files or objects, which outlive the process.
+
+    The loop's thread keeps all books. Two threads of the tier's own move the bytes, one for reads and one for writes,
+    from and to host slots that are held meanwhile. The loop takes up what they have done when it comes by.
+    """
+
+    asks = False  # whether somebody has to be asked for what is there
+
+    def __init__(self, host: HostTier, of: str) -> None:
+        self._host = host
+        self._clock = time.monotonic
+        self._reader = ThreadPoolExecutor(1, f"pagewire-{of}-reads")
+        self._writer = ThreadPoolExecutor(1, f"pagewire-{of}-writes")
+        self._jobs: deque[Job] = deque()  # of the thread of reads, in order
+        self._writing: Job | None = None
+        self._paused_until = 0.0  # after what has failed
+        self.written: int = 0  # pages so far
+        self.read: int = 0  # likewise
+        self.refusals = FileRefusals()  # pages that were wrong, cut short or gone when they were to be read
+
+    # ---- up, to host slots
+
     @property
-    def asks(self) -> bool: ...
+    @abstractmethod
+    def generation(self) -> int:
+        """Counts what has become known of what is there."""
+
+    @abstractmethod
+    def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:
+        """Which of the `asked` pages are known to be there; `perhaps`: and those of which nothing is known yet."""
+
+    def ask(self, digests: Digests, perhaps: Asked) -> bool:  # noqa: ARG002 - all is known
+        """Ask for these pages, of which nothing is known; whether an answer is on its way, and in time."""
+        return False
+
+    @abstractmethod
+    def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:
+        """Begin to read the `wanted` pages, all of which there are, by column, as far as the host has room.
+
+        `gain`: of how many pages the tokens need not be computed then. `wait`: for a while.
+        """
+
+    @abstractmethod
+    def brings(self, digests: Digests, wanted: Asked) -> bool:
+        """Whether some of the `wanted` pages are on their way up, and not for too long."""
+
+    # ---- down, from host slots
+
+    def offer(self, digests: Digests) -> None:
+        """The host tier has these pages now."""
+
+    def used(self, digests: Digests) -> None:
+        """A request has used these pages."""
+
+    def ended(self, digests: Digests) -> None:
+        """A request of these pages, `[tables, pages, words]`, is over."""
+
+    @abstractmethod
+    def tick(self) -> None:
+        """Take up what the threads have done, and give them what is due. Never waits."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Write what is to be written, and wait for it."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget all that is there, and let nobody find it any more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the threads, once what they are at is done. Safe twice."""
+
+    # ---- after an interrupt, and recounts
+
     @property
-    def generation(self) -> int: ...
-    @property
-    def held_slots(self) -> list[Slots]: ...
+    def held_slots(self) -> list[Slots]:
+        """The host slots of each open read and write."""
+        return [job.slots for job in (*self._jobs, *([self._writing] if self._writing else ()))]
+
+    def settle(self) -> None:
+        """Wait until both threads have done all that they were given."""
+        for thread in (self._reader, self._writer):
+            with suppress(RuntimeError):  # it has ended
+                thread.submit(_nothing).result()
+
+    def mend(self) -> None:
+        """Begin anew with nothing known of what is there, once the threads have settled."""
+        self._jobs.clear()
+        self._writing = None
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `InvariantError` where the books do not agree."""
+
+    # ---- inside
+
+    def _take_up_reads(self) -> None:
+        while self._jobs and self._jobs[0].done.done():
+            self._end(self._jobs.popleft())
+
+    def _take_up(self) -> None:
+        """Take up all that the threads have done."""
+        self._take_up_reads()
+        if self._writing is not None and self._writing.done.done():
+            job, self._writing = self._writing, None
+            self._end(job)
+
+    def _end(self, job: Job) -> None:
+        try:
+            job.take()
+        except CancelledError:
+            pass
+        except OSError as error:
+            self._fail(error)
+        finally:
+            self._give_back(job)
+
+    def _give_back(self, job: Job) -> None:
+        if job.slots.size:
+            self._host.pool.release(job.slots)
+
+    @abstractmethod
+    def _fail(self, error: OSError) -> None:
+        """A thread has met this error: pause."""
+
+
+def _nothing() -> None:
+    """What a thread does last of all that it was given."""
 
 
 class ReplicaTier(PagesBelow, PageReader):

@@ -19,14 +19,11 @@ windows if those are missing.
 
 import logging
 import secrets
-import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
-from dataclasses import dataclass
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +31,8 @@ from numpy.typing import NDArray
 from kvcache.errors import InvariantError
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.replica.resume import NO_SLOTS, Asked, Slots
-from kvcache.tiers.host_tier import HostTier
-from kvcache.tiers.page_files import FileRefusal, FileRefusals
+from kvcache.tiers.host_tier import HostTier, Job, LowerTier
+from kvcache.tiers.page_files import FileRefusal
 from kvcache.tiers.page_objects import ObjectFormat
 from kvcache.tiers.read_rates import ReadRates
 from kvcache.types import MakeObjectIO, ObjectIO, ObjectRange, Part
@@ -64,26 +61,11 @@ class ObjectPiece(NamedTuple):
     table: int  # the block table of its pages
 
 
-@dataclass(eq=False, slots=True)
-class _Job:
-    """What a thread does."""
-
-    done: Future[Any]
-    take: Callable[[], None]  # takes its result up, in the loop's thread; raises what the thread has raised
-    names: list[bytes]  # of objects that are asked for or read
-    slots: Slots  # held until it is done
-    era: int
-
-
-def _nothing() -> None:
-    """What a thread does last of all that it was given."""
-
-
-class _LeftAloneError(OSError):
+class _LeftAloneError(CancelledError):
     """The store was not called, as it had failed just before."""
 
 
-class ObjectTier:
+class ObjectTier(LowerTier):
     """Objects of pages below a host tier, and below the file tier where there is one.
 
     `make_io` is called once for each of the two threads. A request waits until it is told what there is, and then for
@@ -92,7 +74,7 @@ class ObjectTier:
     are states, of which one is read, however long the prompt is, and each is written as soon as the host has it.
     """
 
-    asks = True  # whether somebody has to be asked for what is there
+    asks = True
 
     def __init__(
         self,
@@ -105,38 +87,34 @@ class ObjectTier:
         *,
         apart: bool = False,
     ) -> None:
+        super().__init__(host, "object")
         self._layout = layout
         self._windows = np.array(windows)
         self._tables, self._apart = len(windows), apart
-        self._host = host
-        self.generation = 0  # counts the answers that said what there is
+        self._answers = 0
         self._timeout_s = timeout_s
-        self._clock = time.monotonic
         self.rates = ReadRates(compute_page_s)
         size = max(layout.object_bytes, MEMORY_BYTES)
         self._objects_at_once = size // layout.object_bytes
         self._read_io, self._write_io = make_io(size, timeout_s), make_io(size, timeout_s)
-        self._reader = ThreadPoolExecutor(1, "pagewire-object-reads")
-        self._writer = ThreadPoolExecutor(1, "pagewire-object-writes")
         self._era = 0  # resets so far
         self._epoch: str | None = None  # None: not known yet
         self._untold = False  # whether the store has still to be told of a new epoch
         self._known: OrderedDict[bytes, float | None] = OrderedDict()  # until when it is absent; None: it is there
         self._broken: set[bytes] = set()  # objects to be written over
         self._busy: dict[bytes, float] = {}  # objects asked for or being read, and until when a request waits for them
-        self._jobs: deque[_Job] = deque()  # of the thread of reads, in order
-        self._writing: _Job | None = None
         self._queue: OrderedDict[bytes, Digests] = OrderedDict()  # objects to be written
-        self._paused_until = 0.0
-        self.written = self.read = 0  # pages so far
         self.failures = 0  # calls of the store that failed, or took too long
-        self.refusals = FileRefusals()  # pages that were wrong, cut short or gone when they were to be read
         self._ask([])
 
     # ---- up: from objects to host slots
 
+    @property
+    def generation(self) -> int:
+        """Counts the answers that said what there is."""
+        return self._answers
+
     def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:
-        """Which of the `asked` pages are known to be there; `perhaps`: and those of which nothing is known yet."""
         self._take_up()
         found = np.zeros_like(asked)
         if self._clock() >= self._paused_until:
@@ -148,7 +126,6 @@ class ObjectTier:
         return found & asked
 
     def ask(self, digests: Digests, perhaps: Asked) -> bool:
-        """Ask for objects over these pages of which nothing is known; whether an answer is on its way, and in time."""
         over = self._over(perhaps)
         states = self._states(digests, np.ones_like(over))
         unknown = over & (states == _UNKNOWN)
@@ -163,7 +140,6 @@ class ObjectTier:
         return self._waits(digests, unknown)
 
     def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:  # noqa: ARG002 - it never waits
-        """Begin to read the `wanted` pages, which are there and the host lacks, as many as there is room for."""
         if self._epoch is None or not wanted.any():
             return
         count, room, pieces = self._layout.count, self._host.pool.free_count // 2, list[ObjectPiece]()
@@ -181,7 +157,6 @@ class ObjectTier:
         self._read_pieces(self._epoch, pieces, gain)
 
     def brings(self, digests: Digests, wanted: Asked) -> bool:
-        """Whether some of the `wanted` pages are on their way up, and not for too long."""
         return self._waits(digests, self._over(wanted))
 
     # ---- down: from host slots to objects
@@ -208,7 +183,6 @@ class ObjectTier:
                     self._queue[name] = pages
 
     def tick(self) -> None:
-        """Take up what the threads have done, and give them what is due. Never waits."""
         self._take_up()
         if self._writing is not None or self._clock() < self._paused_until:
             return
@@ -244,7 +218,6 @@ class ObjectTier:
         self.tick()
 
     def close(self) -> None:
-        """End the threads, once what they are at is done. Safe twice."""
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown(cancel_futures=True)
         self._take_up()
@@ -252,28 +225,15 @@ class ObjectTier:
         self._write_io.close()
 
     @property
-    def held_slots(self) -> list[Slots]:
-        """The host slots of each open read and write: recounted by `check`."""
-        return [job.slots for job in (*self._jobs, *([self._writing] if self._writing else ()))]
-
-    @property
     def longest_tail(self) -> int:
         """Most pages of an object that has not all."""
         return self._layout.count - 1 if self._layout.tails else 0
 
-    def settle(self) -> None:
-        """Wait until both threads have done all that they were given: a store answers in time, or has failed then."""
-        for thread in (self._reader, self._writer):
-            with suppress(RuntimeError):  # it has ended
-                thread.submit(_nothing).result()
-
     def mend(self) -> None:
-        """Begin anew with nothing known of the store, once the threads have settled."""
-        self._jobs.clear()
-        self._writing = None
+        super().mend()
         for known in (self._queue, self._known, self._broken, self._busy):
             known.clear()
-        self.generation += 1
+        self._answers += 1
 
     def check(self) -> None:
         busy = {name for job in self._jobs if job.era == self._era for name in job.names}
@@ -289,9 +249,9 @@ class ObjectTier:
         take: Callable[[_T], None],
         names: list[bytes],
         slots: Slots,
-    ) -> _Job:
+    ) -> Job:
         done = thread.submit(self._tried, work)
-        return _Job(done, lambda: take(done.result()), names, slots, self._era)
+        return Job(done, lambda: take(done.result()), slots, names, self._era)
 
     def _tried(self, work: Callable[[], _T]) -> _T:
         """Runs in a thread of the tier. Once the store has failed, work that waits in line is skipped."""
@@ -303,32 +263,22 @@ class ObjectTier:
             self._paused_until = self._clock() + _PAUSE_S
             raise
 
-    def _take_up(self) -> None:
-        while self._jobs and self._jobs[0].done.done():
-            self._end(self._jobs.popleft())
-        if self._writing is not None and self._writing.done.done():
-            job, self._writing = self._writing, None
-            self._end(job)
+    def _end(self, job: Job) -> None:
+        """As the base. What comes from before a reset is dropped."""
+        if job.era != self._era:
+            self._give_back(job)
+            return
+        for name in job.names:
+            self._busy.pop(name, None)
+        super()._end(job)
 
-    def _end(self, job: _Job) -> None:
-        if job.era == self._era:
-            for name in job.names:
-                self._busy.pop(name, None)
-        try:
-            if job.era == self._era:
-                job.take()
-        except (_LeftAloneError, CancelledError):
-            pass
-        except OSError as error:
-            _log.warning("object tier: the store is left alone for %.0f s: %s", _PAUSE_S, error)
-            self.failures += 1
-            self._queue.clear()
-        finally:
-            if job.slots.size:
-                self._host.pool.release(job.slots)
+    def _fail(self, error: OSError) -> None:
+        _log.warning("object tier: the store is left alone for %.0f s: %s", _PAUSE_S, error)
+        self.failures += 1
+        self._queue.clear()
 
     def _know(self, name: bytes, absent_until: float | None) -> None:
-        self.generation += 1
+        self._answers += 1
         self._known[name] = absent_until
         self._known.move_to_end(name)
         if len(self._known) > _MOST_KNOWN:

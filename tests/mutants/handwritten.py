@@ -146,7 +146,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.tiers.file_tier",
         [
-            Mutation("FileTier._take_up_reads", "read.slots[right], read.digests[right]", "read.slots, read.digests"),
+            Mutation("FileTier._take_read", "slots[right], digests[right]", "slots, digests"),
         ],
     ),
     Module(
@@ -185,9 +185,14 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
+        "kvcache.states.state_memory",
+        [
+            Mutation("StateMemory.generation", " + self.below.generation", ""),
+        ],
+    ),
+    Module(
         "kvcache.states.state_pages",
         [
-            Mutation("StatePages.generation", " + self.below.generation", ""),
             Mutation("StatePages.release", "self._passing.pop(request_id, None)", "self._passing.get(request_id)"),
             Mutation("StatePages.cancel_import", "self._copy(copy, page)", "self._reset(page)"),
         ],

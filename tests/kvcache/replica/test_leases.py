@@ -19,7 +19,7 @@ from kvcache import (
 from kvcache.layer_groups import layer_tables
 from kvcache.pool.pages import PagePool
 from kvcache.replica.block_table import BlockTable
-from kvcache.replica.leases import Held, PageLease, PageLeases, granted_by
+from kvcache.replica.leases import HeldPages, PageLease, PageLeases, granted_by
 from kvcache.replica.rows import NEVER, AllRows, BlockRows
 from tests.kvcache.build import proven
 
@@ -534,7 +534,7 @@ def test_after_an_interrupt_leases_are_of_the_rows_that_their_requests_have() ->
     kept, gone, over = (books.lease(row) for row in range(3))
     pages = books.pool.allocate(3)
     for lease, page in zip((kept, gone, over), pages, strict=True):
-        books.leases._hold(lease, Held(books.pool, page[None]))
+        books.leases._hold(lease, HeldPages(books.pool, page[None]))
     books.pool.release(pages)
     books.leases.tell(0, 8)
     books.rows.request_ids[1] = "another"  # its request is released, and the row claimed anew

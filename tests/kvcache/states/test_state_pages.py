@@ -4,14 +4,14 @@ import torch
 
 from kvcache.errors import InvariantError, NoFreeRowError, NoFreeStatePageError, StatePageError, UnknownRequestError
 from kvcache.pool.index import Digests
-from kvcache.replica.leases import Held
+from kvcache.replica.leases import HeldPages
 from kvcache.state_shape import CONV_KINDS, SSM_KIND, StateShape
 from kvcache.states.state_pages import StatePages
 
 SHAPE = StateShape(layers=2, heads=4, head_dim=3, groups=2, d_state=5, kernel=4, conv_dtype=torch.float32)
 
 
-def held(states: StatePages, request_id: str) -> Held:
+def held(states: StatePages, request_id: str) -> HeldPages:
     """What a lease of the request holds."""
     lease = states.held(request_id)
     lease.pool.hold(lease.pages)

@@ -98,15 +98,15 @@ def test_a_file_that_is_not_full_is_written_late(served: Make) -> None:
     for passed, writes in ((0.0, False), (0.99, False), (1.01, True)):
         now = 100.0 + passed
         files_of(it).tick()
-        assert (files_of(it)._write is not None) == writes
+        assert (files_of(it)._writing is not None) == writes
     files_of(it).flush()
     assert it.manager.metrics.file_blocks_written == 4
     now = 200.0
     it.serve([7, *range(48)])
     it.tiers.settle()
     files_of(it).tick()
-    assert files_of(it)._write is not None  # a full one is written at once
-    assert len(files_of(it)._write.names) == 10
+    assert files_of(it)._writing is not None  # a full one is written at once
+    assert len(files_of(it)._writing.slots) == 10
 
 
 def test_what_the_host_has_lost_comes_back_from_files(served: Make) -> None:
@@ -606,7 +606,7 @@ def test_a_reservation_does_not_wait_long_and_a_later_chunk_takes_what_has_come(
     assert context.start_idx == 0
     again.run(context)
     SlowReads.may.set()
-    files_of(again)._reads[0].refusals.result()
+    files_of(again)._jobs[0].done.result()
     assert again.manager.maybe_reserve(context)
     assert context.start_idx == 16
     again.run(context)
