@@ -23,7 +23,7 @@ from benchmarks.peers.peers import PEERS
 from benchmarks.results import UNKNOWN, changed_since, load
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
-_MARK = re.compile(r"; the code (?:of [^;)]+ )?has changed since")
+_MARK = re.compile(r"; newer code(?:: [^;)]+)?")
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
@@ -563,7 +563,7 @@ def origin(names: Sequence[str]) -> str:
 def mark(changed: Collection[str]) -> str:
     """What is said of results when this has changed since they were made."""
     named = ", ".join(sorted(what for what in changed if what != UNKNOWN))
-    return f"; the code {f'of {named} ' if named else ''}has changed since" if changed else ""
+    return f"; newer code{f': {named}' if named else ''}" if changed else ""
 
 
 def without_marks(text: str) -> str:

@@ -306,9 +306,9 @@ def test_documents_that_map_the_code_name_what_is_there(name: str) -> None:
 
 
 def test_the_map_has_every_room_and_the_glossary_each_term_once() -> None:
-    mapped = re.findall(r"^\| `([\w/]+)/` \|", (ROOT / "docs/concepts/architecture.md").read_text(), re.MULTILINE)
+    mapped = re.findall(r"^- `([\w/]+)/`: ", (ROOT / "docs/concepts/architecture.md").read_text(), re.MULTILINE)
     assert sorted(mapped) == sorted(name.replace(".", "/") for name in ROOMS if " " not in name)
-    rows = re.findall(r"^\| ([^|`]+) \| .+ \| `([\w/.]+)` \|$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^- \*\*([^*]+)\*\*: .+ \(`([\w/.]+)`\)$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
     terms = [term for names, _ in rows for term in names.split(", ")]
     assert len(terms) > 60
     assert sorted({term for term in terms if terms.count(term) > 1}) == []

@@ -20,6 +20,8 @@ PRINTED = {
 72 tokens computed, 64 told of
 96 tokens computed, 96 told of
 decode runs tokens 96 to 97""",
+    "give_up": r"""\['read', 'its client has gone', 'its client has gone'\]
+0 0 0 set\(\)""",
     "connector_groups": r"""layer of all tokens equal: True window equal: True
 failed loads: \['late'\]
 how leases ended: {'late': 'its client has gone', 'good': 'read'}""",

@@ -1,0 +1,111 @@
+"""Four requests between two exchanges: one is read. Three are given up: in the read, before it, by their source.
+
+`b` may pass before it is cancelled; its last event says which. A loop decides by what it has done itself, not by the
+event. Both sides run in one process here.
+
+    python examples/give_up.py
+"""
+
+import torch
+
+from pagewire import (
+    BlockTable,
+    ImportProof,
+    KVCacheParams,
+    LeaseOver,
+    Offered,
+    PagedKVCacheManager,
+    PageExchange,
+    PendingImport,
+    PullEvent,
+    Source,
+    TextContext,
+)
+
+GONE = "its client has gone"
+
+
+def start(name: str) -> tuple[PagedKVCacheManager, PageExchange]:
+    """A manager, and its exchange."""
+    params = KVCacheParams(torch.float32, n_kv_heads=4, head_dim=64, page_size=16)
+    manager = PagedKVCacheManager(params, 8, 2048, 2, ["cpu"], available_cache_memory=64 << 20)
+    return manager, PageExchange(manager, name)
+
+
+class Decode:
+    """The reader's side of the requests."""
+
+    def __init__(self) -> None:
+        self.manager, self.exchange = start("decode")
+        self.imports: dict[str, tuple[TextContext, PendingImport]] = {}
+
+    def begin(self, name: str, offer: Source, table: BlockTable) -> None:
+        """Reserve pages for a request, and read them."""
+        self.manager.external_claim(name)
+        request = TextContext(range(97), max_length=2048, request_id=name)
+        pending = self.manager.import_block_table(request, table)
+        if pending is None:
+            raise SystemExit("decode has too few free pages")
+        self.imports[name] = (request, pending)
+        self.exchange.pull(name, offer, pending, timeout_s=30.0)
+
+    def finish(self, name: str, error: str, proof: ImportProof | None) -> None:
+        """Commit or cancel: nothing of the pull is in flight."""
+        if name not in self.imports:
+            return  # given up before pages were reserved for it
+        request, pending = self.imports[name]
+        if error:
+            self.manager.cancel_import(pending)
+        else:
+            self.manager.commit_import(request, pending, proof)  # now the request could run
+        self.manager.release(name)
+
+
+def offers_of(prefill: PagedKVCacheManager, source: PageExchange) -> dict[str, tuple[Source, BlockTable]]:
+    """Prefill computes each request, leases its pages and releases it."""
+    offers: dict[str, tuple[Source, BlockTable]] = {}
+    for name in "abcd":
+        with prefill.claim(request := TextContext(range(96), max_length=2048, request_id=name)):
+            prefill.maybe_reserve(request)
+            request.update(token=96)
+            prefill.step([request])
+            offer = source.offer(name, duration_s=10.0)
+            if offer is None:
+                raise SystemExit("as many leases stand as can")
+            offers[name] = (offer, prefill.block_table(name))
+    return offers
+
+
+def main() -> None:
+    """Four leases and three pulls end."""
+    (prefill, source), decode = start("prefill"), Decode()
+    reader, offers, ended = decode.exchange, offers_of(prefill, source), dict[str, str]()
+    while len(ended) < 7:
+        source.wait(replica=0, timeout_s=0.001)  # a serving loop runs a step of its batch instead
+        for _, event, proof in source.poll() + reader.poll():  # keep every event
+            match event:
+                case Offered("a", _, ""):
+                    decode.begin("a", *offers["a"])
+                case Offered("b", _, ""):
+                    decode.begin("b", *offers["b"])
+                    reader.cancel_pull(0, "b", GONE)  # during a pull
+                case Offered("c", _, ""):
+                    reader.open_pull(0, "c", offers["c"][0], timeout_s=30.0)
+                    reader.cancel_pull(0, "c", GONE)  # before a pull
+                case Offered("d", _, ""):
+                    source.revoke(offers["d"][0], GONE)
+                case LeaseOver(name, _, reason):
+                    ended["lease " + name] = reason
+                case PullEvent(name, error, True):
+                    ended["pull " + name] = error
+                    decode.finish(name, error, proof)
+                case _:
+                    pass
+    print([ended["lease " + name] for name in "acd"])
+    print(prefill.num_held_blocks, prefill.num_leased_blocks, decode.manager.num_held_blocks, reader.open_pulls)
+    for one in (source, reader, prefill, decode.manager):  # exchanges first: they end what is open, and give pages back
+        one.close()
+
+
+if __name__ == "__main__":
+    main()
