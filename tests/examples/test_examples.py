@@ -29,6 +29,8 @@ how leases ended: {'late': 'its client has gone', 'good': 'read'}""",
 ){3}16 tokens in 4 runs, equal to those without guesses""",
     "eviction_order": r"""least recently used first: 0% of the tokens are cached
 most recently used first: 41% of the tokens are cached""",
+    "scan_resistant_order": r"""least recently used first: 0 of 1024 tokens are cached
+found again last: 1024 of 1024 tokens are cached""",
     "kv_events": r"""(?s:.*): 4 pages are cached
 (?s:.*): 6 pages are cached
 (?s:.*): 8 pages are cached

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
+import runpy
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from kvcache.pool.hinted_order import HintedOrder
 from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 from kvcache.retention import page_hints
 from tests.kvcache.hinted_idle import HintedIdle, said_of
-from tests.programs import ROOT, printed_by, programs_of
+from tests.programs import ROOT
 
 PAGES = 24
 LEAD = 2  # pages that a level of a hint is worth, twice: few, so that pages of several kinds go at a time
@@ -49,7 +49,7 @@ class Model(list[int]):
 
 
 class FoundAgain(Model):
-    """As the document's order has it."""
+    """As the order of the example has it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,10 +128,8 @@ def plain(_: Now) -> Case:
     return Case(LruOrder(PAGES), Model())
 
 
-def of_the_document(_: Now) -> Case:
-    names: dict[str, Any] = {}
-    (program,) = programs_of((ROOT / "docs/guides/eviction.md").read_text())
-    exec(program.partition("\n\ndef ")[0], names)  # noqa: S102 - ours
+def of_the_example(_: Now) -> Case:
+    names = runpy.run_path(str(ROOT / "examples/scan_resistant_order.py"))
     return Case(names["FoundAgainLast"](PAGES), FoundAgain())
 
 
@@ -158,7 +156,7 @@ def with_quotas(case: Case) -> Case:
     return Case(order, model, order.trust, quotas.clear)
 
 
-ORDERS = (plain, hinted, owned, hinted_and_owned, of_the_document)
+ORDERS = (plain, hinted, owned, hinted_and_owned, of_the_example)
 
 
 class Moves:
@@ -302,9 +300,3 @@ def test_a_wrong_count_is_named(make: Callable[[Now], Case]) -> None:
     order.count = 3
     with pytest.raises(InvariantError, match="idle order: .*2"):
         order.check()
-
-
-def test_the_documents_program_prints_what_it_says(tmp_path: Path) -> None:
-    document = (ROOT / "docs/guides/eviction.md").read_text()
-    (program,) = programs_of(document)
-    assert f"It prints `{printed_by(program, tmp_path)}`" in document
