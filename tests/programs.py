@@ -1,16 +1,11 @@
 """The programs in our documents, which run as they stand."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def programs_of(document: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", document, re.DOTALL)
 
 
 def printed_by(code: str, folder: Path) -> str:

@@ -22,6 +22,7 @@ PRINTED = {
 decode runs tokens 96 to 97""",
     "give_up": r"""\['read', 'its client has gone', 'its client has gone'\]
 0 0 0 set\(\)""",
+    "connector": r"equal on each rank: \[True, True\] failed: {}",
     "connector_groups": r"""layer of all tokens equal: True window equal: True
 failed loads: \['late'\]
 how leases ended: {'late': 'its client has gone', 'good': 'read'}""",

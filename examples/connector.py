@@ -1,0 +1,102 @@
+"""A hand-over between connectors: prefill on one rank, decode on two, each engine in its process.
+
+Workers and the scheduler's side may be processes of their own, too: they exchange plain data (`ConnectorMetadata`,
+`WorkerOutput`, `kv_transfer_params`). Prefill wrote 32 tokens. Decode's request has one more, which decode runs.
+
+    python examples/connector.py
+"""
+
+import dataclasses
+import multiprocessing
+import time
+import uuid
+from multiprocessing.connection import Connection
+
+import torch
+
+from pagewire import GroupConfig, NixlConnectorScheduler, NixlConnectorWorker, Progress, Prompt, WorkerConfig
+
+GROUP = GroupConfig(layers={"layer.0": 0}, block_size=16, num_kv_heads=2, head_dim=8, dtype="float32")
+KV = torch.arange(64.0).view(1, 2, 2, 16, 1).expand(2, 2, 2, 16, 8)  # keys and values, blocks, heads, tokens, dims
+PROMPT = Prompt(range(33))
+
+
+@dataclasses.dataclass
+class Engine:
+    """The caches and workers of its ranks, the scheduler's side, and all that is known of the requests."""
+
+    caches: list[torch.Tensor]
+    workers: list[NixlConnectorWorker]
+    scheduler: NixlConnectorScheduler
+    told: Progress = dataclasses.field(default_factory=Progress)
+
+    def step(self) -> None:
+        """What a serving loop does in each step."""
+        metadata = self.scheduler.build_metadata()
+        for worker in self.workers:
+            worker.start_load_kv(metadata)
+        time.sleep(1e-3)  # the model runs
+        for rank, worker in enumerate(self.workers):
+            progress = self.scheduler.update(rank, worker.take_output())
+            for name in progress.__struct_fields__:  # keep every field: each thing is told once
+                getattr(self.told, name).update(getattr(progress, name))
+
+    def close(self) -> None:
+        """Workers first. The memory of the caches has to live until then."""
+        for worker in self.workers:
+            worker.shutdown()
+        self.scheduler.close()
+
+
+def engine(name: str, ranks: int) -> Engine:
+    """An engine with 8 blocks on each rank, of this rank's heads."""
+    incarnation = uuid.uuid4().hex
+    configs = [
+        WorkerConfig(
+            engine_id=name,
+            incarnation=incarnation,
+            groups=(GROUP,),
+            model="m",
+            tp_rank=rank,
+            tp_size=ranks,
+            secret="known to all of a fleet",  # noqa: S106 - read from a file in earnest
+        )
+        for rank in range(ranks)
+    ]
+    caches = [torch.zeros(2, 8, 2 // ranks, 16, 8) for _ in configs]
+    workers, scheduler = [NixlConnectorWorker(config) for config in configs], NixlConnectorScheduler(configs[0])
+    for worker, cache in zip(workers, caches, strict=True):
+        worker.register_kv_caches({"layer.0": cache})
+    scheduler.set_handshake_metadata({rank: worker.get_handshake_metadata() for rank, worker in enumerate(workers)})
+    return Engine(caches, workers, scheduler)
+
+
+def prefill(pipe: Connection) -> None:
+    """Offer a lease, tell decode of it, and keep the blocks until the request is among the sent."""
+    ours = engine("prefill", ranks=1)
+    ours.caches[0][:, [3, 5]] = KV  # 32 tokens of a request are computed
+    ours.scheduler.offer("request")
+    pipe.send(ours.scheduler.params("request", PROMPT, [[3, 5]], num_tokens=32))
+    while "request" not in ours.told.sent:
+        ours.step()
+    ours.close()
+
+
+def main() -> None:
+    """Decode loads the blocks, and uses them once the request is among the received and not among the failed."""
+    pipe, theirs = multiprocessing.Pipe()
+    multiprocessing.Process(target=prefill, args=(theirs,)).start()
+    ours = engine("decode", ranks=2)
+    wanted = ours.scheduler.read("request", pipe.recv(), PROMPT)
+    if wanted is None:
+        raise SystemExit("the params name no pages")
+    ours.scheduler.load("request", wanted, [[6, 1]], num_tokens=33, num_computed_tokens=0)
+    while "request" not in ours.told.received:
+        ours.step()
+    equal = [torch.equal(cache[:, [6, 1]], KV[:, :, [rank]]) for rank, cache in enumerate(ours.caches)]
+    print("equal on each rank:", equal, "failed:", ours.told.failed)
+    ours.close()
+
+
+if __name__ == "__main__":
+    main()
