@@ -146,7 +146,7 @@ def wire(repeats: int) -> list[Row]:
             descriptors = runs.descriptors()
 
             def read(given: tuple[NDArray[np.uint64], NDArray[np.uint64]]) -> None:
-                handle, done = agent.read("plan-source", *given)
+                handle, done = agent.post("READ", "plan-source", *given)
                 while not done:
                     time.sleep(50e-6)  # NIXL's thread has the same core: it is what works here
                     done = agent.done(handle)

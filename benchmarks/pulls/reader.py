@@ -210,7 +210,7 @@ class Reader:
         local = np.array([[rank.bases[0], size, 0]], np.uint64)
         source = np.array([[there.bases[0], size, 0]], np.uint64)
         start = now()
-        handle, done = agent.read(there.agent_name, local, source)
+        handle, done = agent.post("READ", there.agent_name, local, source)
         begun = now()
         while not done:
             done = agent.done(handle)

@@ -287,14 +287,9 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.pull.small_pulls",
-        [
-            Mutation("SmallPulls.pull", "self._directory.use(", "self._directory.ready("),
-        ],
-    ),
-    Module(
         "transfer.pull.replica",
         [
+            Mutation("ReplicaTransfer._pull_at_once", "self.directory.use(", "self.directory.ready("),
             Mutation("ReplicaTransfer._collect_leases", "left.discard(at)", "left.clear()"),
             Mutation("ReplicaTransfer._fail", "safe = not pull.open_ranks", "safe = True"),
         ],

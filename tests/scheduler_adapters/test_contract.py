@@ -213,10 +213,10 @@ class PairDriver:
                 self.refusals -= 1
                 raise AgentError("the READ fails, says the test")
 
-        def meddled_read(*args: Any) -> Any:
+        def meddled_read(agent: Agent, *args: Any) -> Any:
             fail_one()
-            handle, at_once = read(*args)
-            return handle, at_once and not self.stalled
+            peer, local, remote, kinds = args
+            return agent.post("READ", peer, local, remote, b"", kinds)[0] if self.stalled else read(agent, *args)
 
         def meddled_done(*args: Any) -> bool:
             if self.stalled:

@@ -58,21 +58,16 @@ class Hindered(Agent):
         super().__init__(*args)
         self.hindrance = hindrance
 
-    def read(self, peer: str, local: Any, remote: Any, note: bytes = b"", memory_types: Any = None) -> Any:
-        self._note_read(len(local), note)
-        handle, done = super().read(peer, local, remote, note, memory_types)
-        return handle, done and not self._is_held()
-
-    def read_at_once(self, peer: str, local: Any, remote: Any, memory_types: Any) -> Any:
+    def read(self, peer: str, local: Any, remote: Any, memory_types: Any) -> Any:
         self._note_read(len(local), b"")
         if self._is_held():
-            return super().read(peer, local, remote, b"", memory_types)[0]
-        return super().read_at_once(peer, local, remote, memory_types)
+            return self.post("READ", peer, local, remote, b"", memory_types)[0]
+        return super().read(peer, local, remote, memory_types)
 
     def read_word(self, peer: str, local: int, remote: int, note: bytes) -> Any:
         self._note_read(1, note)
         if self._is_held():
-            return super().read(peer, [(local, 8, 0)], [(remote, 8, 0)], note)[0]
+            return self.post("READ", peer, [(local, 8, 0)], [(remote, 8, 0)], note)[0]
         return super().read_word(peer, local, remote, note)
 
     def _note_read(self, runs: int, note: bytes) -> None:

@@ -57,9 +57,9 @@ class VLLMDriver:
         """NIXL reads whatever is asked for; these READs are not done until we say so."""
         read, done = Agent.read, Agent.done
 
-        def held_read(*args: Any) -> Any:
-            handle, at_once = read(*args)
-            return handle, at_once and not self.stalled
+        def held_read(agent: Agent, *args: Any) -> Any:
+            peer, local, remote, kinds = args
+            return agent.post("READ", peer, local, remote, b"", kinds)[0] if self.stalled else read(agent, *args)
 
         self.patch.setattr(Agent, "read", held_read)
         self.patch.setattr(Agent, "done", lambda *args: not self.stalled and done(*args))

@@ -212,17 +212,6 @@ class Agent:
                 self._agent.agent.releasedDlistH(self._words.pop(key))
             self._agent.remove_remote_agent(peer)
 
-    def read(
-        self,
-        peer: str,
-        local: RunList,
-        remote: RunList,
-        note: bytes = b"",
-        memory_types: tuple[MemoryType, MemoryType] | None = None,
-    ) -> tuple[Handle, bool]:
-        """Starts to READ runs of a peer's memory into ours, as `post`."""
-        return self.post("READ", peer, local, remote, note, memory_types)
-
     def post(
         self,
         operation: Literal["READ", "WRITE"],
@@ -248,10 +237,14 @@ class Agent:
             raise _agent_error(f"agent {self.name!r}: {operation} of {len(local)} runs of {peer!r}", error) from error
         return handle, self.start(handle)
 
-    def read_at_once(
-        self, peer: str, local: RunList, remote: RunList, memory_types: tuple[MemoryType, MemoryType]
+    def read(
+        self,
+        peer: str,
+        local: RunList,
+        remote: RunList,
+        memory_types: tuple[MemoryType, MemoryType] = (MemoryType.DRAM, MemoryType.DRAM),
     ) -> Handle | None:
-        """As `read`, where it is likely to end as it is posted: None if it has, for then nothing is left to release."""
+        """Starts to READ runs of a peer's memory into ours: its handle, or None where it has ended as it was posted."""
         here, there = memory_types
         agent, bound = self._agent, self._agent.agent
         try:  # `_value_`: what `value` gives, in a third of the time
@@ -260,10 +253,10 @@ class Agent:
             made = bound.createXferReq(agent.nixl_ops["READ"], local_list, remote_list, peer, b"", [])
         except _errors() as error:
             raise _agent_error(f"agent {self.name!r}: READ of {len(local)} runs of {peer!r}", error) from error
-        return self._start_at_once(bound, made)
+        return self._posted(bound, made)
 
     def read_word(self, peer: str, local: int, remote: int, note: bytes) -> Handle | None:
-        """As `read_at_once` of 8 bytes of host memory, from an address of the peer's to one of ours; with a note."""
+        """As `read` of 8 bytes of host memory, from an address of the peer's to one of ours; with a note."""
         agent, bound, words = self._agent, self._agent.agent, self._words
         try:
             if (here := words.get(("", local))) is None:
@@ -273,13 +266,13 @@ class Agent:
             made = bound.makeXferReq(agent.nixl_ops["READ"], here, _FIRST, there, _FIRST, note, [], False)
         except _errors() as error:
             raise _agent_error(f"agent {self.name!r}: READ of a word of {peer!r}", error) from error
-        return self._start_at_once(bound, made)
+        return self._posted(bound, made)
 
     def _prepared(self, owner: str, address: int) -> int:
         words = self._descriptors(self._agent.nixl_mems[MemoryType.DRAM.value], [(address, WORD_BYTES, 0)])
         return self._agent.agent.prepXferDlist(owner, words, [])
 
-    def _start_at_once(self, bound: Any, made: int) -> Handle | None:
+    def _posted(self, bound: Any, made: int) -> Handle | None:
         """Posts a transfer by the number that the bindings know it by: a handle around it takes as long to release."""
         try:
             has_ended = bound.postXferReq(made) == self._ended

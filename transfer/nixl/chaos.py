@@ -58,6 +58,9 @@ class Rates:
         return [fault for fault in faults if getattr(self, "break_" if fault == "break" else fault) > 0]
 
 
+_HOST = MemoryType.DRAM, MemoryType.DRAM
+
+
 @dataclass(eq=False)
 class _ChaosRead:
     """A READ as its owner sees it: not posted yet, posted, or broken. `flip`: the byte that a corrupt one changes."""
@@ -90,14 +93,18 @@ class ChaosAgent(Agent):
         return True
 
     def read(
-        self,
-        peer: str,
-        local: RunList,
-        remote: RunList,
-        note: bytes = b"",
-        memory_types: tuple[MemoryType, MemoryType] | None = None,
-    ) -> tuple[Handle, bool]:
+        self, peer: str, local: RunList, remote: RunList, memory_types: tuple[MemoryType, MemoryType] = _HOST
+    ) -> Handle | None:
         """As `Agent.read`, or not."""
+        return self._read(peer, local, remote, b"", memory_types)
+
+    def read_word(self, peer: str, local: int, remote: int, note: bytes) -> Handle | None:
+        """As `Agent.read_word`, or not."""
+        return self._read(peer, [(local, WORD_BYTES, 0)], [(remote, WORD_BYTES, 0)], note, _HOST)
+
+    def _read(
+        self, peer: str, local: RunList, remote: RunList, note: bytes, memory_types: tuple[MemoryType, MemoryType]
+    ) -> Handle:
         rates = self.rates
         if self._happens("refuse", rates.refuse):
             raise AgentError(f"agent {self.name!r}: chaos refused {len(local)} runs of {peer!r}")
@@ -115,24 +122,13 @@ class ChaosAgent(Agent):
         flip = int(row[0]) + self._random.randrange(int(row[1])) if row is not None else 0
 
         def post() -> tuple[Handle, bool]:
-            return super(ChaosAgent, self).read(peer, local, remote, note, memory_types)
+            return super(ChaosAgent, self).post("READ", peer, local, remote, note, memory_types)
 
         read = _ChaosRead(post, polls, fault, flip)
         if not polls and len(local):
             read.handle, _ = post()
             read.posted = True
-        return read, False
-
-    def read_at_once(
-        self, peer: str, local: RunList, remote: RunList, memory_types: tuple[MemoryType, MemoryType]
-    ) -> Handle | None:
-        """As `Agent.read_at_once`, or not."""
-        return self.read(peer, local, remote, b"", memory_types)[0]
-
-    def read_word(self, peer: str, local: int, remote: int, note: bytes) -> Handle | None:
-        """As `Agent.read_word`, or not."""
-        words = MemoryType.DRAM, MemoryType.DRAM
-        return self.read(peer, [(local, WORD_BYTES, 0)], [(remote, WORD_BYTES, 0)], note, words)[0]
+        return read
 
     def done(self, handle: Handle) -> bool:
         """As `Agent.done`, for a handle of `read`."""

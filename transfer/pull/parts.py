@@ -52,6 +52,12 @@ class Part:
         """Whether all of it was posted and has ended."""
         return not self.in_flight and self.posted == len(self.local)
 
+    def runs(self, last: int) -> tuple[RunList, RunList]:
+        """The local and the remote side of the runs that are not posted yet, up to the index `last`."""
+        if not self.posted and last == len(self.local):
+            return self.local, self.remote
+        return self.local[self.posted : last], self.remote[self.posted : last]
+
     def is_ready(self) -> bool:
         """Whether it can be posted now; asked again until it can, and its first transfer posted then."""
         return True
@@ -84,24 +90,14 @@ def longest_run(num_bytes: int) -> int:
     return min(LONGEST_RUN, max(num_bytes // (2 * BACKGROUND_RUNS), _SHORTEST_CUT))
 
 
-def is_over(agent: Agent, handle: Handle, *, done: bool = False) -> tuple[bool, AgentError | None]:
-    """Whether a transfer has ended, and how; `done`: it is known to have. Its handle is released then."""
+def is_over(agent: Agent, handle: Handle) -> tuple[bool, AgentError | None]:
+    """Whether a transfer has ended, and how. Its handle is released then."""
+    failed: AgentError | None = None
     try:
-        if not done and not agent.done(handle):
+        if not agent.done(handle):
             return False, None
     except AgentError as error:
-        with suppress(AgentError):
-            agent.release(handle)
-        return True, error
-    release_ended(agent, handle)
-    return True, None
-
-
-def release_ended(agent: Agent, handle: Handle) -> None:
-    """Releases the handle of a transfer that has ended; None where that was done."""
-    if handle is None:
-        return
-    try:  # noqa: SIM105  (`suppress` takes as long as the release itself)
+        failed = error
+    with suppress(AgentError):  # the transfer has ended, which is all that counts
         agent.release(handle)
-    except AgentError:
-        pass  # the transfer has ended, which is all that counts
+    return True, failed

@@ -2,6 +2,9 @@
 
 A pull is over in two steps that may be far apart. It *fails* as soon as the reason is known. Its pages are *safe* when
 nothing of it is in flight: NIXL cannot stop a copy, so until then bytes may still land in them.
+
+Few pages are copied by the post itself, and so is the lease word after them. Such a pull is over as it begins, and
+needs none of the books that others need: `Puller.pull_at_once`.
 """
 
 from __future__ import annotations
@@ -15,16 +18,16 @@ from contextlib import suppress
 from transfer.errors import AgentError, PullFailedError, TransferError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import WORD_BYTES, Handle
-from transfer.pull.at_once import AtOnce, read_and_fence
-from transfer.pull.lately import SpokenTo
 from transfer.pull.lease import CLEARED, LeaseRef, make_words
-from transfer.pull.parts import Part, is_over, release_ended
+from transfer.pull.parts import Part, is_over
 from transfer.pull.pull_state import PullEvent, PullTimes, RankPull, check_opening, how_ended
 from transfer.pull.remote import RemoteEngine
 from transfer.stats import PullRecord
-from transfer.wire.messages import ReaderNote, encode_message
+from transfer.wire.messages import RankMetadata, ReaderNote, encode_message
 
 _SLICE_S = 0.3e-3
+LATELY_S = 1.0
+"""What was said to a source may be on its way for so long, below NIXL, and waits for polls of its agent."""
 _MOST_IN_FLIGHT = 8
 """Transfers of a pull at a time, where posts return before all is copied: 32 MiB on the wire, and the background."""
 
@@ -56,7 +59,8 @@ class Puller:
         self._identity = identity
         self._memory_type, self._clock = memory_type, clock
         self._address = self.words.ctypes.data
-        self._free, self._spoken = list(range(slots)), SpokenTo(clock)
+        self._free = list(range(slots))
+        self._spoken: dict[RemoteEngine, float] = {}  # when something was last said to a source
         self._pulls: dict[str, RankPull] = {}
         self._moving: dict[str, RankPull] = {}  # of these, those that a poll may move on
         self._due: list[tuple[float, str]] = []  # a heap: when one is to be renewed, or times out, if it is still there
@@ -81,7 +85,10 @@ class Puller:
 
     def engines_in_use(self) -> set[RemoteEngine]:
         """Those whose agents need polls: something is in flight of them, or was said to them lately."""
-        return self._spoken.lately() | {pull.engine for pull in self._moving.values()}
+        before = self._clock() - LATELY_S
+        for engine in [engine for engine, at in self._spoken.items() if at <= before]:
+            del self._spoken[engine]
+        return {*self._spoken, *(pull.engine for pull in self._moving.values())}
 
     def uses(self, engine: RemoteEngine) -> bool:
         """Tells whether a pull still has to do with an engine."""
@@ -95,16 +102,62 @@ class Puller:
             PullFailedError: the source is known to be gone.
         """
         check_opening(key, engine, lease, timeout_s, is_open=key in self._pulls)
-        pull = self._pulls[key] = self._opened(key, engine, lease, timeout_s)
+        now = self._spoken[engine] = self._clock()
+        return self._opened(key, engine, lease, now + timeout_s, now)
+
+    def _opened(self, key: str, engine: RemoteEngine, lease: LeaseRef, deadline: float, started: float) -> RankPull:
+        pull = RankPull(key, engine, engine.agent, lease, deadline, started, started + lease.duration_s / 3)
+        self._pulls[key] = pull
         self._expect(pull)
         return pull
 
-    def _opened(self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float) -> RankPull:
-        now = self._spoken.add(engine)
-        return RankPull(key, engine, lease, now + timeout_s, now, renew_at=now + lease.duration_s / 3)
-
     def _expect(self, pull: RankPull) -> None:
         heapq.heappush(self._due, (min(pull.deadline, pull.renew_at), pull.key))
+
+    def pull_at_once(
+        self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float, part: Part
+    ) -> PullEvent | None:
+        """A whole pull of one part that is posted in one transfer, from an engine of one rank.
+
+        Where READ and fence have ended as they were posted, and the word is the lease's, it is over here. Else it is a
+        pull as any other, from where it is. Raises as `open`.
+
+        Returns:
+            The event of a pull that has ended well, which is not among `events`; None where it goes on.
+        """
+        check_opening(key, engine, lease, timeout_s, is_open=key in self._pulls)
+        started = self._spoken[engine] = self._clock()
+        agent, there, begin = engine.agent, engine.ranks[part.rank], time.perf_counter()
+        reading = fencing = error = None
+        post_s, slot = 0.0, -1
+        try:
+            reading = agent.read(there.agent_name, part.local, part.remote, (self._memory_type, there.memory_type))
+            post_s = time.perf_counter() - begin
+            if reading is None and self._free:  # else another pull's fence ends first
+                slot = self._cleared()
+                fencing = agent.read_word(there.agent_name, *self._word(slot, there, lease), self._done(lease))
+        except AgentError as failed:
+            error = failed
+        if slot >= 0 and fencing is None and error is None and self.words.item(slot) == lease.lease_id:
+            self._free.append(slot)
+            now = self._clock()
+            self.ended.append(PullRecord(part.num_bytes, len(part.local), post_s, now - started))
+            return PullEvent(key, "", True, 0, PullTimes(started + post_s, now) if self.timed else None)
+        pull = self._opened(key, engine, lease, started + timeout_s, started)
+        pull.more, pull.added, pull.post_s = False, 1, post_s
+        pull.posted(part, len(part.local))
+        if reading is not None:
+            part.in_flight = 1
+            pull.reading.append((reading, part))
+        if error is not None:
+            self._free += [slot] * (slot >= 0)
+            self._on_error(pull, error)
+        elif fencing is not None:
+            pull.fencing.append((fencing, part.rank, slot))
+        elif slot >= 0:
+            self._holds(pull, part.rank, slot)
+        self._advance(pull)
+        return None
 
     def get(self, key: str) -> RankPull:
         """Returns a pull that can still be added to; a PullFailedError says why there is none."""
@@ -121,56 +174,9 @@ class Puller:
     def add(self, key: str, parts: list[Part], *, last: bool) -> None:
         """Reads further parts of a pull, and fences it after the last. Raises as `get`."""
         pull = self.get(key)
-        pull.waiting.extend([part for part in parts if len(part.local)])
+        pull.waiting += [part for part in parts if len(part.local)]
         pull.more = not last
         pull.added += 1
-        self._advance(pull)
-
-    def pull_at_once(
-        self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float, part: Part
-    ) -> PullEvent | None:
-        """A whole pull of one part that is posted in one transfer, from an engine of one rank.
-
-        Few pages are copied by the post itself, and so is the lease word after them: where both have ended as they were
-        posted, and the word is the lease's, the pull is over here, without all that others need. Raises as `open`.
-
-        Returns:
-            The event of a pull that has ended well, which is not among `events`; None where it goes on as any other.
-        """
-        check_opening(key, engine, lease, timeout_s, is_open=key in self._pulls)
-        if not self._free:  # another pull's fence ends first
-            self.open(key, engine, lease, timeout_s)
-            self.add(key, [part], last=True)
-            return None
-        started, slot = self._spoken.add(engine), self._free.pop()
-        self.words[slot] = CLEARED  # as before every fence
-        note = encode_message(self._note(lease, "done"))
-        found = read_and_fence(engine, part, self._memory_type, lease, self._address + slot * WORD_BYTES, note)
-        if found.fenced and found.fencing is None and self.words.item(slot) == lease.lease_id:
-            self._free.append(slot)
-            now = self._clock()
-            self.ended.append(PullRecord(part.num_bytes, len(part.local), found.post_s, now - started))
-            times = PullTimes(started + found.post_s, now) if self.timed else None
-            return PullEvent(key, "", True, 0, times)
-        pull = self._pulls[key] = self._opened(key, engine, lease, timeout_s)
-        self._go_on(pull, part, slot, found)
-        return None
-
-    def _go_on(self, pull: RankPull, part: Part, slot: int, found: AtOnce) -> None:
-        """A pull that was to be over at once is one as any other, from where it is."""
-        pull.more, pull.added, pull.post_s = False, 1, found.post_s
-        pull.num_bytes, pull.num_runs, part.posted = part.num_bytes, len(part.local), len(part.local)
-        pull.read_ranks.add(part.rank)
-        if found.fenced:
-            pull.fencing.append((found.fencing, part.rank, slot, found.fencing is None))
-        else:
-            self._free.append(slot)
-        if found.reading is not None:
-            part.in_flight = 1
-            pull.reading.append((found.reading, part))
-        if found.error is not None:
-            self._on_error(pull, found.error)
-        self._expect(pull)
         self._advance(pull)
 
     def fail(self, key: str, reason: str) -> None:
@@ -224,103 +230,87 @@ class Puller:
             self._expect(pull)
 
     def _advance(self, pull: RankPull) -> None:
-        if not pull.error:
+        if pull.waiting:
             self._post(pull)
         if pull.reading:
             self._collect_reads(pull)
-        if not pull.error and not pull.reading and not pull.waiting and (not pull.more or pull.passed < pull.added):
+        if not (pull.error or pull.reading or pull.waiting) and (not pull.more or pull.passed < pull.added):
             self._fence(pull)
         if pull.fencing:
             self._collect_fences(pull)
-        if pull.in_flight or (not pull.error and not pull.fenced):
+        if pull.in_flight or not (pull.error or pull.fenced):
             if pull.in_flight or pull.waiting or not pull.more or pull.passed < pull.added:
                 self._moving[pull.key] = pull
             else:
                 self._moving.pop(pull.key, None)  # until there is more to read
             return
-        if not pull.error:
-            if len(pull.told) < len(pull.engine.ranks):
-                self._tell(pull, set(range(len(pull.engine.ranks))) - pull.told, "done")
-            self.events.append(self._ended_well(pull))
-            return
-        self._forget(pull)
-        self.events.append(PullEvent(pull.key, pull.error, safe=True, passed=pull.passed))
-
-    def _ended_well(self, pull: RankPull) -> PullEvent:
-        self._forget(pull)
-        now = self._clock()
-        self.ended.append(PullRecord(pull.num_bytes, pull.num_runs, pull.post_s, now - pull.started))
-        return PullEvent(pull.key, "", safe=True, times=PullTimes(pull.fence_at, now) if pull.fence_at else None)
-
-    def _forget(self, pull: RankPull) -> None:
         del self._pulls[pull.key]
         self._moving.pop(pull.key, None)
+        self.events.append(
+            self._ended_well(pull) if not pull.error else PullEvent(pull.key, pull.error, True, pull.passed)
+        )
+
+    def _ended_well(self, pull: RankPull) -> PullEvent:
+        if len(pull.told) < len(pull.engine.ranks):
+            self._tell(pull, set(range(len(pull.engine.ranks))).difference(pull.told), "done")
+        now = self._clock()
+        self.ended.append(PullRecord(pull.num_bytes, pull.num_runs, pull.post_s, now - pull.started))
+        return PullEvent(pull.key, "", True, 0, PullTimes(pull.fence_at, now) if pull.fence_at else None)
 
     def _post(self, pull: RankPull) -> None:
         """Posts what is waiting; of what the posts themselves copy only a little, for others wait to be polled."""
-        stop_at = pull.post_s + _SLICE_S
+        stop_at, engine = pull.post_s + _SLICE_S, pull.engine
         while pull.waiting:
             part = pull.waiting[0]
             if pull.post_s > stop_at:
                 self.is_copying = True
                 return
-            if len(pull.reading) >= _MOST_IN_FLIGHT or (not part.posted and not part.is_ready()):
+            first = part.posted
+            if len(pull.reading) >= _MOST_IN_FLIGHT or not (first or part.is_ready()):
                 return
-            last, background = part.next_transfer(background=id(pull.engine) not in self._behind)
-            handle, done = self._read(pull, part, last)
-            if handle is None:
+            last, background = part.next_transfer(background=id(engine) not in self._behind)
+            there, begin = engine.ranks[part.rank], time.perf_counter()
+            try:
+                runs, kinds = part.runs(last), (self._memory_type, there.memory_type)
+                handle = pull.agent.read(there.agent_name, *runs, kinds)
+            except AgentError as error:
+                self._on_error(pull, error)
+                if not part.in_flight:
+                    part.settle()
                 return
+            pull.post_s += time.perf_counter() - begin
+            pull.posted(part, last)
             if last == len(part.local):
-                pull.waiting.popleft()
-            if done:
-                release_ended(pull.engine.agent, handle)
-                self._came(pull, part, None)
+                del pull.waiting[0]
+            if handle is None:
+                self._came(pull, part)
                 continue
+            part.in_flight += 1
             pull.reading.append((handle, part))
             if background:
-                self._behind[id(pull.engine)] = handle
-
-    def _read(self, pull: RankPull, part: Part, last: int) -> tuple[Handle | None, bool]:
-        """Posts a part's runs up to `last`. Returns no handle where that failed."""
-        first, there = part.posted, pull.engine.ranks[part.rank]
-        whole = last - first == len(part.local)
-        local, remote = (part.local, part.remote) if whole else (part.local[first:last], part.remote[first:last])
-        begin = time.perf_counter()
-        try:
-            kinds = (self._memory_type, there.memory_type)
-            handle, done = pull.engine.agent.read(there.agent_name, local, remote, b"", kinds)
-        except AgentError as error:
-            self._on_error(pull, error)
-            if not part.in_flight:
-                part.settle()
-            return None, False
-        pull.post_s += time.perf_counter() - begin
-        if not first:
-            pull.read_ranks.add(part.rank)
-            pull.num_bytes += part.num_bytes
-        pull.num_runs += last - first
-        part.posted, part.in_flight = last, part.in_flight + 1
-        return handle, done
+                self._behind[id(engine)] = handle
 
     def _collect_reads(self, pull: RankPull) -> None:
         for entry in list(pull.reading):
             handle, part = entry
-            ended, error = is_over(pull.engine.agent, handle)
+            ended, error = is_over(pull.agent, handle)
             if not ended:
                 continue
             pull.reading.remove(entry)
+            part.in_flight -= 1
             if self._behind.get(id(pull.engine)) is handle:
                 del self._behind[id(pull.engine)]
-            self._came(pull, part, error)
+            if error is not None:
+                self._on_error(pull, error)
+            self._came(pull, part)
 
-    def _came(self, pull: RankPull, part: Part, error: AgentError | None) -> None:
+    def _came(self, pull: RankPull, part: Part) -> None:
         """A transfer of a part has ended, its handle is released."""
-        part.in_flight -= 1
-        if error is not None:
-            self._on_error(pull, error)
+        if part.in_flight:
+            return
         if part.is_here and part.arrived and not pull.error:
             self._use(pull, part.arrived)
-        if not part.in_flight and (pull.error or part.is_here):
+        if part.is_here or pull.error:
             part.settle()
 
     def _use(self, pull: RankPull, arrived: Callable[[], Part | None]) -> None:
@@ -338,28 +328,39 @@ class Puller:
 
         While more is to come, that only marks what is here as good. The last time, our `done` rides on it.
         """
-        if pull.fenced or pull.fencing:
-            return
-        if len(self._free) < len(pull.read_ranks):
-            return  # another pull's fence ends first
+        if pull.fenced or pull.fencing or len(self._free) < len(pull.read_ranks):
+            return  # in the last case another pull's fence ends first
         pull.marking = pull.added if pull.more else 0
-        note = b"" if pull.more else encode_message(self._note(pull.lease, "done"))
+        note = b"" if pull.more else self._done(pull.lease)
+        if self.timed and pull.read_ranks:
+            pull.fence_at = self._clock()
         for rank in sorted(pull.read_ranks):
-            slot = self._free.pop()
-            self.words[slot] = CLEARED  # no lease: a fence that delivers nothing must not find an old word
-            there = pull.engine.ranks[rank]
-            word, address = self._address + slot * WORD_BYTES, there.words_addr + pull.lease.slot * WORD_BYTES
+            slot, there = self._cleared(), pull.engine.ranks[rank]
             try:
-                handle = pull.engine.agent.read_word(there.agent_name, word, address, note)
+                handle = pull.agent.read_word(there.agent_name, *self._word(slot, there, pull.lease), note)
             except AgentError as error:
                 self._free.append(slot)
                 self._on_error(pull, error)
                 return
-            pull.fencing.append((handle, rank, slot, handle is None))
+            if handle is not None:
+                pull.fencing.append((handle, rank, slot))
+            elif not self._holds(pull, rank, slot):
+                return
         if not pull.fencing:
             self._passed(pull)
-        elif self.timed:
-            pull.fence_at = self._clock()
+
+    def _cleared(self) -> int:
+        """Takes a word of ours. It holds no lease: a fence that delivers nothing must not find an old one."""
+        slot = self._free.pop()
+        self.words[slot] = CLEARED
+        return slot
+
+    def _word(self, slot: int, there: RankMetadata, lease: LeaseRef) -> tuple[int, int]:
+        """The addresses of a word of ours, and of a lease's on a rank of the source."""
+        return self._address + slot * WORD_BYTES, there.words_addr + lease.slot * WORD_BYTES
+
+    def _done(self, lease: LeaseRef) -> bytes:
+        return encode_message(self._note(lease, "done"))
 
     def _passed(self, pull: RankPull) -> None:
         """All that was read before the fence was under the lease."""
@@ -368,27 +369,32 @@ class Puller:
 
     def _collect_fences(self, pull: RankPull) -> None:
         for entry in list(pull.fencing):
-            handle, rank, slot, done = entry
-            ended, error = is_over(pull.engine.agent, handle, done=done)
+            handle, rank, slot = entry
+            ended, error = is_over(pull.agent, handle)
             if not ended:
                 continue
             pull.fencing.remove(entry)
-            word = int(self.words[slot])
-            self._free.append(slot)
             if error is not None:
+                self._free.append(slot)
                 self._on_error(pull, error)
-                continue
-            if not pull.marking:
-                pull.told.add(rank)
-            if word != pull.lease.lease_id and not pull.error:
-                self._fail(
-                    pull,
-                    f"engine {pull.engine.engine_id!r} rank {rank} had given the pages away: "
-                    f"the lease {how_ended(pull.lease)}: "
-                    f"its lease word {pull.lease.slot} holds {word:#x}, the lease is {pull.lease.lease_id:#x}",
-                )
-            elif not pull.fencing and not pull.error:
+            elif self._holds(pull, rank, slot) and not pull.fencing and not pull.error:
                 self._passed(pull)
+
+    def _holds(self, pull: RankPull, rank: int, slot: int) -> bool:
+        """Whether the word of a rank, whose READ has ended, is that of the lease; else the pull has failed."""
+        word = self.words.item(slot)
+        self._free.append(slot)
+        if not pull.marking:
+            pull.told.append(rank)
+        if word == pull.lease.lease_id:
+            return True
+        self._fail(
+            pull,
+            f"engine {pull.engine.engine_id!r} rank {rank} had given the pages away: "
+            f"the lease {how_ended(pull.lease)}: "
+            f"its lease word {pull.lease.slot} holds {word:#x}, the lease is {pull.lease.lease_id:#x}",
+        )
+        return False
 
     def _on_error(self, pull: RankPull, error: AgentError) -> None:
         gone = "its process is gone, so its pages are to be computed, or had elsewhere: " if error.peer_lost else ""
@@ -403,7 +409,7 @@ class Puller:
         if pull.waiting and pull.waiting[0].posted and not pull.waiting[0].in_flight:
             pull.waiting[0].settle()
         pull.waiting.clear()
-        self._tell(pull, set(range(len(pull.engine.ranks))) - pull.told, "refused", reason)
+        self._tell(pull, set(range(len(pull.engine.ranks))).difference(pull.told), "refused", reason)
         if pull.in_flight:
             self.events.append(PullEvent(pull.key, reason, safe=False))
 
@@ -415,11 +421,11 @@ class Puller:
         """Sends a note to each rank. One that is lost costs the source time, not pages: its lease runs out."""
         if not ranks:
             return
-        self._spoken.add(pull.engine)
+        self._spoken[pull.engine] = self._clock()
         message = encode_message(self._note(pull.lease, verdict, reason))
         for rank in ranks:
             with suppress(AgentError):
-                pull.engine.agent.notify(pull.engine.ranks[rank].agent_name, message)
+                pull.agent.notify(pull.engine.ranks[rank].agent_name, message)
 
     def stuck(self, seconds: float) -> list[RemoteEngine]:
         """Engines of pulls that failed so long ago, and whose copies NIXL still has not called ended."""

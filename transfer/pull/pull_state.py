@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from transfer.errors import InvalidTransferError, PullFailedError
-from transfer.nixl.agent import Handle
+from transfer.nixl.agent import Agent, Handle
 from transfer.plan.page_lists import PageLists, with_blocks
 from transfer.pull.lease import CLEARED, LeaseRef
 from transfer.pull.parts import Part
@@ -66,6 +66,7 @@ class RankPull:
 
     key: str
     engine: RemoteEngine
+    agent: Agent  # that reads from it
     lease: LeaseRef
     deadline: float  # on the puller's clock, as the next two and `failed_at`
     started: float
@@ -80,19 +81,27 @@ class RankPull:
     added: int = 0  # times that parts were added
     passed: int = 0  # of those, how many a fence has passed
     marking: int = 0  # of those, how many the fence in flight is for; 0 where it is the last one
-    waiting: deque[Part] = field(default_factory=_DEQUE)
+    waiting: list[Part] = field(default_factory=_LIST)
     reading: list[tuple[Handle, Part]] = field(default_factory=_LIST)
-    # of each READ of a lease word its handle, the rank of the source, which word of the puller's it goes to, and
-    # whether it ended as it was posted
-    fencing: list[tuple[Handle, int, int, bool]] = field(default_factory=_LIST)
+    # of each READ of a lease word its handle, the rank of the source, and which word of the puller's it goes to
+    fencing: list[tuple[Handle, int, int]] = field(default_factory=_LIST)
     fenced: bool = False  # the last fence has passed
-    read_ranks: set[int] = field(default_factory=_SET)  # of the source: the fence reads the words of these
-    told: set[int] = field(default_factory=_SET)  # of the source, those that know that this rank is done
+    read_ranks: list[int] = field(default_factory=_LIST)  # of the source: the fence reads the words of these
+    told: list[int] = field(default_factory=_LIST)  # of the source, those that know that this rank is done
 
     @property
     def in_flight(self) -> bool:
         """Whether NIXL may still write for this pull."""
         return bool(self.reading or self.fencing)
+
+    def posted(self, part: Part, last: int) -> None:
+        """The runs of a part up to the index `last` were posted."""
+        if not part.posted:
+            self.num_bytes += part.num_bytes
+            if part.rank not in self.read_ranks:
+                self.read_ranks.append(part.rank)
+        self.num_runs += last - part.posted
+        part.posted = last
 
 
 class Reading(NamedTuple):
@@ -134,7 +143,7 @@ class ReplicaPull:
     waits_for: tuple[str, float] = ("", math.inf)
     pause_s: float = FIRST_PAUSE_S
     waiting: deque[Reading] = field(default_factory=_DEQUE)
-    open_ranks: set[int] = field(default_factory=_SET)
+    open_ranks: list[int] = field(default_factory=_LIST)
     passed: dict[int, int] = field(default_factory=_DICT)
     started: bool = False
     error: str = ""

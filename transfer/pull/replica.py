@@ -11,17 +11,17 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpy.typing import ArrayLike
 
 from transfer.errors import PullFailedError, TransferError
+from transfer.memory import MemoryType
 from transfer.plan.page_lists import PageLists
 from transfer.pull.directory import Directory, Peer, Times
 from transfer.pull.lease import LeaseRef
 from transfer.pull.pull_state import PullEvent, PullTimes, Reading, ReplicaPull
 from transfer.pull.rank import RankTransfer
-from transfer.pull.small_pulls import SmallPulls, is_of_other_start
 from transfer.pull.source import Place, Source, check_tokens, nothing_of, source_in
 from transfer.stats import TransferStats
 from transfer.wire.handshake import HandshakeClient
@@ -56,6 +56,8 @@ class Offered(NamedTuple):
 _ALL = 1 << 62
 _REFUSED = "\0refused "  # names that no pull of an owner has
 _MAX_PAUSE_S = 0.25  # until a source is asked again: see `ReplicaPull`
+_SMALL_BYTES = 1 << 20
+"""A pull of so many bytes takes 0.1 to 0.3 ms. On a busy machine a thread, woken for it, takes twice that."""
 Event = PullEvent | LeaseOver | Offered
 
 
@@ -76,7 +78,6 @@ class ReplicaTransfer:
         events: what happened, until the owner takes it.
         stats: counters and the last pulls.
         directory: the engines that it reads from.
-        small: which pulls are of few pages, and their short way.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class ReplicaTransfer:
         self._leases: dict[int, set[int]] = {}
         self._times = times = Times(handshake_timeout_s, heartbeat_s, dead_after_s, idle_s)
         self.directory = Directory(self.ranks, client, times, clock, self._start_all, self._fail_all)
-        self.small = SmallPulls(self.ranks, self.directory)
+        self._page_bytes = _page_bytes(self.ranks)
         self.timed = timed
 
     @property
@@ -190,29 +191,51 @@ class ReplicaTransfer:
             return
         pull = self._pulls[key] = ReplicaPull(source, self._clock() + timeout_s, refusal=refusal)
         if groups is not None:
-            pull.waiting.append(Reading(groups, last=True, tables=tables))
-        self._unstarted.add(key)
-        self.directory.connect(source.place)
-        self._ask(key)
-        self._start(key)
-        if key in self._unstarted:
+            pull.waiting.append(Reading(groups, True, tables))
+        self._start(key, pull)
+        if not (pull.started or pull.error):
+            self._unstarted.add(key)
             heapq.heappush(self._due, (pull.deadline, key))
+            self.directory.connect(source.place)
+            self._ask(key)
         self._collect_pulls()  # few pages are here by now
 
     def _pull_at_once(
         self, key: str, source: Source | Wanted, timeout_s: float, groups: PageLists, tables: Sequence[BlockTable]
     ) -> bool:
-        """Whether a pull of few pages has begun; mostly it is over then."""
+        """Whether a pull of few pages, by one rank from one, has begun; mostly it is over then.
+
+        A page is copied in 10 µs, and what a pull of any size needs around it takes five times as long.
+        """
+        if len(self.ranks) > 1 or not isinstance(source, Source):
+            return False
+        rank, peer = self.ranks[0], self.directory.use(source.place)
+        remote = rank.remote(source.engine_id)
+        if peer is None or remote is None or is_of_other_start(source, peer):
+            return False
+        if (part := remote.small_part(groups)) is None:
+            return False
         try:
-            has_begun, event = self.small.pull(key, source, timeout_s, groups, tables)
+            remote.check_tables(key, source.lease, tables)
+            event = rank.puller.pull_at_once(key, remote, source.lease, timeout_s, part)
         except TransferError:
             return False  # of which the long way tells
         if event is not None:
             self.events.append(event)
-        elif has_begun:
-            self._pulls[key] = ReplicaPull(source, self._clock() + timeout_s, open_ranks={0}, started=True)
+        else:
+            self._pulls[key] = ReplicaPull(source, self._clock() + timeout_s, open_ranks=[0], started=True)
         self._collect_pulls()
-        return has_begun
+        return True
+
+    def is_small(self, source: Source | Wanted | None, groups: PageLists) -> bool:
+        """Whether reading these pages, into host memory and from a known source, is quicker than waking a thread."""
+        sizes, num_bytes = self._page_bytes, 0
+        if sizes is None or not isinstance(source, Source) or len(groups) != len(sizes):
+            return False
+        for group, size in zip(groups, sizes, strict=True):
+            local: Any = group[0]
+            num_bytes += len(local) * size
+        return num_bytes <= _SMALL_BYTES and self.directory.ready(source.place) is not None
 
     def _ask(self, key: str) -> None:
         """Asks the source of a pull what it holds, where it has not said so."""
@@ -257,7 +280,7 @@ class ReplicaTransfer:
             self._give_back(key, str(error))
             return
         pull.source, pull.pages = source, pages
-        self._start(key)
+        self._start(key, pull)
 
     def _waited(self, pull: ReplicaPull) -> str:
         """What a source that is asked again and again has named as missing; empty where it never did."""
@@ -277,7 +300,7 @@ class ReplicaTransfer:
         if (pull := self._pulls.get(key)) is None or pull.error:
             return
         pull.waiting.append(Reading(groups, last, tables))
-        self._start(key)
+        self._start(key, pull)
         self._collect_pulls()
 
     def source_of(self, key: str) -> Source | Wanted | None:
@@ -375,7 +398,7 @@ class ReplicaTransfer:
             if is_of_other_start(self._pulls[key].source, peer):
                 self._fail(key, f"engine {peer.place[1]!r} is not the start of it that granted the lease")
             else:
-                self._start(key)
+                self._start(key, self._pulls[key])
 
     def _fail_all(self, peer: Peer, reason: str) -> None:
         for key in self._of(peer.place):
@@ -387,11 +410,9 @@ class ReplicaTransfer:
             else:
                 self._fail(key, reason)
 
-    def _start(self, key: str) -> None:
+    def _start(self, key: str, pull: ReplicaPull) -> None:
         """Opens a pull on every rank once its source is known, and reads what has been asked for."""
-        pull = self._pulls[key]
-        peer = self.directory.ready(pull.source.place)
-        if pull.error or peer is None or isinstance(pull.source, Wanted):
+        if pull.error or isinstance(pull.source, Wanted) or (peer := self.directory.use(pull.source.place)) is None:
             return
         if is_of_other_start(pull.source, peer):
             self.directory.check(peer.place)  # it was restarted, or the request is older: only the source knows
@@ -400,18 +421,20 @@ class ReplicaTransfer:
             if not pull.started:
                 pull.started = True
                 self._unstarted.discard(key)
-                left = max(pull.deadline - self._clock(), 1e-3)
-                for at, rank in enumerate(self.ranks):
-                    remote = rank.remote(pull.source.engine_id)
-                    if remote is not None:
-                        rank.puller.open(key, remote, pull.source.lease, left)
-                        pull.open_ranks.add(at)
+                self._open(key, pull, pull.source)
             if pull.refusal:
                 self._fail(key, pull.refusal)
             while pull.waiting:
                 self._read_next(key, pull, pull.source)
         except TransferError as error:
             self._fail(key, str(error))
+
+    def _open(self, key: str, pull: ReplicaPull, source: Source) -> None:
+        left = max(pull.deadline - self._clock(), 1e-3)
+        for at, rank in enumerate(self.ranks):
+            if (remote := rank.remote(source.engine_id)) is not None:
+                rank.puller.open(key, remote, source.lease, left)
+                pull.open_ranks.append(at)
 
     def _read_next(self, key: str, pull: ReplicaPull, source: Source) -> None:
         """Reads the first pages that wait, on every rank."""
@@ -427,18 +450,22 @@ class ReplicaTransfer:
     def _on_rank(self, at: int, event: PullEvent) -> None:
         if (pull := self._pulls.get(event.key)) is None:
             return
-        if event.safe:
-            pull.open_ranks.discard(at)
+        if event.safe and at in pull.open_ranks:
+            pull.open_ranks.remove(at)
         if event.times is not None:
             before = pull.times or event.times
             pull.times = PullTimes(max(before.fence_at, event.times.fence_at), max(before.over_at, event.times.over_at))
-        pull.passed[at] = max(pull.passed.get(at, 0), event.passed) if event.error else _ALL
         if event.error:
+            pull.passed[at] = max(pull.passed.get(at, 0), event.passed)
             self._fail(event.key, event.error)
             self.directory.check(pull.source.place)  # does it live, and is it still the one that we know?
-        elif not pull.open_ranks and not pull.error:
+            return
+        pull.passed[at] = _ALL
+        if not pull.open_ranks and not pull.error:
             del self._pulls[event.key]
-            self.events.append(PullEvent(event.key, "", safe=True, times=pull.times, begins=pull.begins))
+            if pull.begins or len(self.ranks) > 1:
+                event = PullEvent(event.key, "", safe=True, times=pull.times, begins=pull.begins)
+            self.events.append(event)
 
     def _passed(self, pull: ReplicaPull) -> int:
         return min((pull.passed.get(at, 0) for at in range(len(self.ranks))), default=0)
@@ -451,10 +478,10 @@ class ReplicaTransfer:
             pull.waiting.clear()
             if is_failure and not pull.refusal:
                 self.stats.record_failure(reason)
-            for at in sorted(pull.open_ranks):
+            for at in list(pull.open_ranks):
                 pull.passed[at], is_safe = self.ranks[at].puller.withdraw(key, reason)
                 if is_safe:
-                    pull.open_ranks.discard(at)
+                    pull.open_ranks.remove(at)
         if not pull.open_ranks:
             del self._pulls[key]
             self._unstarted.discard(key)
@@ -488,3 +515,16 @@ class ReplicaTransfer:
             del self._pulls[key]  # the agents are gone, so nothing is in flight
             self.events.append(PullEvent(key, pull.error, safe=True))
         self._client.close()
+
+
+def is_of_other_start(source: Source | Wanted, peer: Peer) -> bool:
+    """Whether another start of the engine has granted the lease than the one that is known."""
+    return isinstance(source, Source) and source.incarnation not in (peer.incarnation, "")
+
+
+def _page_bytes(ranks: Sequence[RankTransfer]) -> list[int] | None:
+    """The bytes of a page of each group on all ranks; None if they are not in host memory."""
+    if any(rank.memory_type is not MemoryType.DRAM for rank in ranks):
+        return None
+    every = zip(*(rank.layout.groups for rank in ranks), strict=True)
+    return [sum(box.itemsize * math.prod(box.extent) for one in of for box in one.boxes) for of in every]

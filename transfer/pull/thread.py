@@ -148,7 +148,7 @@ class TransferThread:
             except TransferError as error:
                 self.events.append(PullEvent(key, str(error), safe=True))
 
-        if groups is None or not self._run_here(lambda: self.replica.small.is_small(source, groups), run):
+        if groups is None or not self._run_here(lambda: self.replica.is_small(source, groups), run):
             self._hand_over(run)
 
     def add_pages(self, key: str, groups: PageLists, *, last: bool, tables: Sequence[BlockTable] = ()) -> None:
@@ -157,7 +157,7 @@ class TransferThread:
         def run() -> None:
             self.replica.add_pages(key, groups, last=last, tables=tables)
 
-        if not self._run_here(lambda: self.replica.small.is_small(self.replica.source_of(key), groups), run):
+        if not self._run_here(lambda: self.replica.is_small(self.replica.source_of(key), groups), run):
             self._hand_over(run)
 
     def snapshot(self) -> StatsSnapshot:

@@ -228,7 +228,7 @@ def test_what_nixl_refuses_of_a_word_is_an_agent_error():
         agent.read_word("nobody", word.data_ptr(), word.data_ptr(), b"")
     runs = [(word.data_ptr(), 8, 0)]
     with pytest.raises(AgentError, match="agent 'alone@8': READ of 1 runs of 'nobody'"):
-        agent.read_at_once("nobody", runs, runs, (MemoryType.DRAM, MemoryType.DRAM))
+        agent.read("nobody", runs, runs, (MemoryType.DRAM, MemoryType.DRAM))
     agent.close()
 
 

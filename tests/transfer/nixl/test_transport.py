@@ -76,7 +76,8 @@ class Here:
         there = runs(self.remote.pool, order)
         if gone is not None:
             there[gone[0], 0] = self.remote.gone + gone[1] * PAGE
-        return self.agent.read(self.remote.name, runs(self.memory.ctypes.data, np.arange(len(order))), there)
+        here = runs(self.memory.ctypes.data, np.arange(len(order)))
+        return self.agent.post("READ", self.remote.name, here, there)
 
     def read(self, order: Order, gone: tuple[int, int] | None = None) -> None:
         """Reads pages, to an end that NIXL calls well."""

@@ -11,9 +11,9 @@ import pytest
 
 from tests.transfer.replicas import Engine
 from transfer.memory import MemoryType
-from transfer.pull.lately import LATELY_S
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.parts import Part
+from transfer.pull.pull import LATELY_S
 from transfer.pull.rank import RankTransfer
 from transfer.wire.handshake import HandshakeClient, HandshakeServer
 
@@ -104,7 +104,7 @@ def test_a_source_that_something_is_read_from_is_served(rank_of: Make) -> None:
     pull = rank.puller.open("r", sources[39], LeaseRef(new_lease_id(), 0, 600.0), 600.0)  # type: ignore[arg-type]
     clock.now += LATELY_S
     rank.puller._moving["r"] = pull
-    pull.fencing.append((object(), 0, 0, False))
+    pull.fencing.append((object(), 0, 0))
     sources[39].agent.done = lambda _: False
     for _ in range(3):
         rank.poll()
@@ -119,7 +119,7 @@ def test_a_source_of_which_few_pages_were_read_at_once_is_served(rank_of: Make) 
     def fenced(_peer: str, word: int, *_: Any) -> None:
         ctypes.c_uint64.from_address(word).value = lease.lease_id
 
-    there.agent.read_at_once, there.agent.read_word = lambda *_: None, fenced
+    there.agent.read, there.agent.read_word = lambda *_: None, fenced
     event = rank.puller.pull_at_once("r", there, lease, 600.0, Part(0, [(0, 8, 0)], [(0, 8, 0)], 8))  # type: ignore[arg-type]
     assert event is not None
     for _ in range(3):

@@ -101,9 +101,7 @@ def test_the_handle_of_a_transfer_is_given_back_once_when_it_has_ended_however(f
     assert is_over(moves, 1) == (False, None)  # type: ignore[arg-type]
     assert is_over(ended, 2) == (True, None)  # type: ignore[arg-type]
     assert is_over(broken, 3) == (True, error)  # type: ignore[arg-type]
-    assert is_over(moves, 4, done=True) == (True, None)  # type: ignore[arg-type]
-    assert is_over(moves, None, done=True) == (True, None)  # type: ignore[arg-type]
-    assert (moves.released, ended.released, broken.released) == ([4], [2], [3])
+    assert (moves.released, ended.released, broken.released) == ([], [2], [3])
 
 
 @pytest.mark.parametrize("num_bytes", [4 * KIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 512 * MIB])
