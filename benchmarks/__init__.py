@@ -1,1 +1,1 @@
-"""What the manager costs the host, one question a file: `python -m benchmarks` runs them, `benchmarks.peers` others."""
+"""The host cost of the manager, one question a file: `python -m benchmarks` runs them, `benchmarks.peers` others."""

@@ -179,7 +179,7 @@ def _allocated(act: Callable[[], object]) -> int:
 
 
 def kept(pages: int) -> list[Row]:
-    """What the source keeps of each of some questions."""
+    """Bytes that the source keeps of a question while it waits, of its lease, and of that lease when it is over."""
     with pair(pages, KEPT) as it:
         lender, wanted = it.source.lending.of[0], it.wanted
         template = ContentQuery(

@@ -2,7 +2,7 @@
 
 The engine has 64 layers, a tensor and a region each, of 100,000 pages: 51 GB of address space that nothing touches.
 connect is all of it: the metadata decoded and checked, sources and plans, the peer loaded into NIXL. pull is what the
-first pull of 2,048 pages then adds. Nothing is made for each page, so a hundredth of the pages costs the same.
+first pull of 2,048 pages then adds. No work is done for each page, so a hundredth of the pages costs the same.
 """
 
 from __future__ import annotations

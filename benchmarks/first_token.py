@@ -65,7 +65,7 @@ WAYS = (Way("disaggregated", ("prefill", "decode"), ()), Way("one process", ("de
 
 
 class Served(NamedTuple):
-    """What came of one way: milliseconds of each part of each request, and the counters of its processes in the end."""
+    """One way's result: milliseconds of each part of each request, and the counters of its processes in the end."""
 
     parts: dict[str, list[float]]
     stats: list[msg.Stats]
@@ -191,7 +191,7 @@ def rows_of(ways: dict[str, Served]) -> list[Row]:
 
 
 def counters(served: Served) -> Row:
-    """What there is to know of a way beside its times."""
+    """The figures of a way that are no times."""
     prompt_tokens = sum(one.prompt_tokens for one in served.stats)
     return {
         "hit_rate": round(sum(one.cached_tokens for one in served.stats) / max(1, prompt_tokens), 4),

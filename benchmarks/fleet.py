@@ -150,7 +150,7 @@ def kill_due(client: Client, due: list[tuple[int, str]], count: int) -> list[Kil
 
 
 def judge(model: Any, asked: list[Asked]) -> dict[str, str]:
-    """Of each request, by its id: "equal", as far as it goes; "tie", which rounding explains; or what is wrong."""
+    """The outcome of each request by its id: "equal", as far as it goes; "tie", explained by rounding; or the fault."""
     known: dict[TraceRequest, list[int]] = {}
     verdicts: dict[str, str] = {}
     for one in asked:
@@ -173,7 +173,7 @@ def judge(model: Any, asked: list[Asked]) -> dict[str, str]:
 def cancelled_in(stamps: list[Stamp]) -> str:
     """The phase in which a request was cancelled.
 
-    What its decode process takes for the queue may be its prefill: the prefill process knows that.
+    Its decode process may take a prefill for the queue: the prefill process knows better.
     """
     cancel = next(stamp for stamp in stamps if stamp.what.startswith("cancel "))
     phase = cancel.what.removeprefix("cancel ")
@@ -228,7 +228,7 @@ def attempts(stamps: list[Stamp]) -> int:
 
 
 def figures(requests: list[TraceRequest], seed: int, run: Run, verdicts: dict[str, str]) -> Row:
-    """What the JSON says."""
+    """The content of the JSON file."""
     wrong = [f"{name} {verdict}" for name, verdict in verdicts.items() if verdict not in ("equal", "tie")]
     every = [*run.lost_stats, *run.stats.values()]
     prompt_tokens = sum(one.prompt_tokens for one in every)

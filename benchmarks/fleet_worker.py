@@ -72,7 +72,7 @@ def write_plan(folder: Path, plan: dict[str, Planned]) -> None:
 
 
 def read_stamps(folder: Path) -> dict[str, list[Stamp]]:
-    """What all processes have stamped, by request id, in the order of time."""
+    """The stamps of all processes by request id, in the order of time."""
     decoder, found = msgspec.json.Decoder(Stamp), list[Stamp]()
     for path in folder.glob("*.stamps"):
         found += map(decoder.decode, path.read_bytes().splitlines())
@@ -85,7 +85,7 @@ def read_stamps(folder: Path) -> dict[str, list[Stamp]]:
 def stage(request: DecodeRequest) -> Phase:
     """Where a request stands, as far as its decode process knows.
 
-    Nothing is said to it before the first chunk has run: until then all is queue.
+    It gets no message before the first chunk has run: until then it sees a queue.
     """
     if request.phase == "decoding":
         return "decode"

@@ -1,7 +1,7 @@
-"""What every benchmark shares: one pinned core, a warm-up, minima and medians, and where they were made.
+"""The parts that every benchmark shares: one pinned core, a warm-up, minima and medians, and where they were made.
 
-The garbage collector stays on: a collection that our calls cause is part of what they cost. What the imports left
-behind is frozen first, as servers do it, for that garbage is not ours.
+The garbage collector stays on: a collection that our calls cause is part of what they cost. The objects of the imports
+are frozen first, as servers do it, because that garbage is not ours.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def options(description: str | None) -> argparse.Namespace:
 
 
 def header(command: str, statistics: str = MINIMA_AND_MEDIANS, clock: str = "") -> Row:
-    """What every result begins with: how, when, where and of what it was made.
+    """The header of every result: how, when, where and from which code it was made.
 
     Args:
         command: what makes it again.
@@ -180,7 +180,7 @@ def _git(*arguments: str) -> str:
 
 
 def _cpuinfo(field: str) -> str:
-    """What the kernel says of the first core; empty where it says nothing."""
+    """The kernel's description of the first core; empty if there is none."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")

@@ -4,12 +4,12 @@ prompt: all pages of a prompt that nobody has seen, by `PrefixHasher`. step: one
 decode step hashes them; each has 4,096 tokens before it. Figures are for a page. `without` is a process whose OpenSSL
 is told that the processor has no SHA instructions (`OPENSSL_ia32cap`); it is left out where that cannot be said.
 
-What is no `hash_algorithm` is a candidate, in the same loop. `sha256, hashlib` is sha256 where `chained.c` is not
-compiled. `keyed polynomial` is a universal hash: the tokens are the coefficients of a polynomial, its value at a secret
-place modulo 2**127 - 1 is the digest, which no page size changes. numpy does all pages of a prompt, or of a step, at
-once. Who sees digests can solve them for the key, and ours are told to routers and peers; what would hide them costs
-another hash a page. `blake3, one call` is the bytes of a prompt without a digest for each page, which no package
-computes: what hashing alone takes with all the width of the processor.
+A function that is no `hash_algorithm` is a candidate, in the same loop. `sha256, hashlib` is sha256 where `chained.c`
+is not compiled. `keyed polynomial` is a universal hash: the tokens are the coefficients of a polynomial, its value at a
+secret place modulo 2**127 - 1 is the digest, which no page size changes. numpy does all pages of a prompt, or of a
+step, at once. A peer that sees digests can solve them for the key, and ours are told to routers and peers. To hide them
+would cost another hash a page. `blake3, one call` is the bytes of a prompt without a digest for each page, which no
+package computes: what hashing alone takes with all the width of the processor.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ bytes that such a request holds, those of no layer: places of a page or block th
 update and step of a batch of 256 requests of 2,000 tokens, the mean over the steps in which each crosses a page once;
 in 640 GiB, which hold them all. cached: tokens that were found, of those of the first 2,000 prompts of a public trace
 of conversations (`benchmarks.trace_replay` says where it is), one request after another. `one table` is the same model
-without groups: every layer keeps every page. Of models with recurrent layers (`benchmarks.recurrent_models`) a step has
-the pages of their states, too; `split memory` is ours with a part for states alone. claim: in 40 GiB full of requests
-of 200 to 9,000 tokens that come and go, each of which takes memory for its state. vLLM's own manager is asked the
-same by `benchmarks.vllm_groups`, where `make test-vllm` has made its environment.
+without groups: every layer keeps every page. With recurrent layers (`benchmarks.recurrent_models`) a step has the pages
+of their states, too; `split memory` is ours with a part for states alone. claim: in 40 GiB full of requests of 200 to
+9,000 tokens that come and go, each of which takes memory for its state. vLLM's own manager is asked the same by
+`benchmarks.vllm_groups`, where `make test-vllm` has made its environment.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def prompt(number: int, length: int) -> np.ndarray:
 
 
 def lost_percent(name: str, length: int, places: int) -> float:
-    """Of the places in the pages that a request of `length` tokens and the next one holds, those of no layer."""
+    """The places of no layer, in the pages that a request of `length` tokens and the next one holds."""
     layers, full, window, _ = MODELS[name]
     pages = -(-(length + 1) // PAGE)
     seen = min(pages, -(-(window - 1) // PAGE) + 1)
@@ -127,7 +127,7 @@ def cached_tokens(manager: PagedKVCacheManager) -> int | None:
 
 
 def step_us(manager: PagedKVCacheManager, repeats: int) -> list[float]:
-    """Of each page's worth of steps the mean, in microseconds."""
+    """The mean over each page's worth of steps, in microseconds."""
     made = [prefilled(manager, str(number), prompt(number, LENGTH + number % PAGE)) for number in range(BATCH)]
     batch, tokens = manager.batch([one[0] for one in made if one is not None]), np.ones(BATCH, np.int32)
     names, means = [str(number) for number in range(BATCH)], list[float]()

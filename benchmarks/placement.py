@@ -62,12 +62,12 @@ DUE = (
     ("prefill-2", signal.SIGTERM),
     ("decode-2", signal.SIGTERM),
 )
-"""Who goes, how, after each further fifth of the requests."""
+"""The processes that end, and how, after each further fifth of the requests."""
 
 
 @dataclass(slots=True)
 class Answered:
-    """What came of a request."""
+    """The result of a request."""
 
     request: TraceRequest
     tokens: list[int] = field(default_factory=list[int])

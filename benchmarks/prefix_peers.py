@@ -1,9 +1,9 @@
 """When is a prefix that another prefill process has computed better pulled than computed, and is that what is chosen?
 
 `python -m benchmarks.prefix_peers`: real processes, two of prefill and two of decode, then four and one; a small Llama,
-pages over NIXL, torch on one thread, one request at a time. Of each pair of requests the first has a head that nobody
-has: a prefill process computes it. The second has the same head and another end, and goes to another prefill process,
-which pulls the head or computes it, as it thinks is quicker. Lengths of heads in an order of the seed.
+pages over NIXL, torch on one thread, one request at a time. In each pair of requests, the first one has a head that no
+process has: a prefill process computes it. The second has the same head and another end, and goes to another prefill
+process, which pulls the head or computes it, as it thinks is quicker. Lengths of heads in an order of the seed.
 
     computed_ms   until the first token of a prompt whose head nobody has: what one process alone takes, each time
     pulled_ms     until that of one whose head was pulled
@@ -56,7 +56,7 @@ _CONFIG = ServerConfig(
 
 
 class Heard(NamedTuple):
-    """What came of a request: seconds until its first token, and prompt tokens that were cached."""
+    """The result of a request: seconds until its first token, and prompt tokens that were cached."""
 
     first_s: float
     cached: int

@@ -66,7 +66,7 @@ def with_limits(rows: list[Row]) -> list[Row]:
 
 
 def _shape(row: Row) -> tuple[object, ...]:
-    """What two rows have in common that read the same bytes in the same way."""
+    """The columns that two rows have in common if they read the same bytes in the same way."""
     return tuple(row[key] for key in ("topology", "order", "memory", "access", "page_bytes", "pages", "runs"))
 
 

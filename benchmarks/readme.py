@@ -196,7 +196,7 @@ def handed(pull: str) -> Callable[[Row], str]:
 
 
 def first_tokens(result: Row) -> str:
-    """What two processes add to the first token and to the second."""
+    """The time that two processes add to the first token and to the second."""
     first, hand_over, second, pull = (
         one(result["rows"], part=part)["added_ms_p50"] for part in ("first token", "hand-over", "second token", "pull")
     )
@@ -207,7 +207,7 @@ _LARGE, _SMALL = ((64, 2048), (256, 2048)), ((64, 256), (64, 16))
 
 
 def placed(result: Row) -> str:
-    """Of the prompt tokens, those that were cached, by who places prompts."""
+    """The share of prompt tokens that were cached, by the rule that places prompts."""
     rates = (
         one(result["runs"], placement=name)["hit_rate"] for name in ("one cache", "own guess", "dynamo", "in turns")
     )
@@ -377,7 +377,7 @@ ALONE = (
 
 
 def installed_table() -> list[str]:
-    """What each extra adds on the disk, and how long imports take."""
+    """The size of each extra on the disk, and the time of imports."""
     rows: list[Row] = load("installed")["rows"]
     manager = rows[0]
     made = [["installed", "MB"]]

@@ -1,9 +1,9 @@
-"""The models of `benchmarks.layer_groups` that have recurrent layers: what a state takes, and our manager of them.
+"""The models of `benchmarks.layer_groups` that have recurrent layers: bytes of a state, and our manager for them.
 
-The pages have one byte an element and head, as there, and a state as many of these units as it has bytes. What the
-model does to its states is named only: of each request they are told how far they have come. `split` has a part of the
-memory for states alone: three for each request that may run (its own and two copies), and as many requests as then have
-pages for `FOR` tokens each.
+The pages have one byte an element and head, as there, and a state as many of these units as it has bytes. No model runs
+on the states: each request's state is only told how far it has come. `split` has a part of the memory for states alone:
+three for each request that may run (its own and two copies), and as many requests as then have pages for `FOR` tokens
+each.
 """
 
 from __future__ import annotations
@@ -120,6 +120,6 @@ def held_pages(manager: PagedKVCacheManager) -> int:
 
 
 def lost_percent(name: str, length: int, held: int, page: int) -> float:
-    """Of the bytes in `held` pages, those that a request of `length` tokens and the next one does not have to keep."""
+    """The share of bytes in `held` pages that a request of `length` tokens and the next one does not have to keep."""
     model = RECURRENT[name]
     return round(100 * (1 - model.bytes_of(length + 1) / (held * page * model.full * model.of_token)), 2)

@@ -33,7 +33,7 @@ def load(name: str, folder: Path = RESULTS) -> Row:
 
 
 def faults(result: Mapping[str, object]) -> list[str]:
-    """What the header of a result lacks, in words; empty: nothing."""
+    """The fields that the header of a result lacks, in words; empty if none."""
     missing = [key for key in HEADER if key not in result]
     machine, versions = (result.get(key) for key in ("machine", "versions"))
     missing += [f"machine.{key}" for key in _OF_MACHINE if isinstance(machine, dict) and key not in machine]
@@ -45,7 +45,7 @@ def faults(result: Mapping[str, object]) -> list[str]:
 
 
 def changed_since(result: Mapping[str, object], root: Path = ROOT) -> list[str]:
-    """What has changed since a result was made: packages and benchmarks; empty: the result is as new as they are."""
+    """Packages and benchmarks that have changed since a result was made; empty if the result is as new as they are."""
     measures = result.get("measures")
     if not isinstance(measures, dict) or not measures or result.get("uncommitted"):
         return [UNKNOWN]

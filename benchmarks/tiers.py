@@ -190,7 +190,7 @@ def manager_steps(batch: int, windows: int) -> list[Row]:
 
 
 def nixl_io() -> Callable[[Any], PageIO] | None:
-    """What moves bytes through NIXL's POSIX plugin; None where nixl is not there."""
+    """The mover of bytes through NIXL's POSIX plugin; None without nixl."""
     try:
         from transfer.nixl.file_io import NixlFileIO  # noqa: PLC0415 - the file tier is measured without it, too
     except ImportError:

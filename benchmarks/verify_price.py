@@ -1,4 +1,4 @@
-"""What safety costs: a pull without its fence, with it, with a sample of its pages compared, and with all of them.
+"""The cost of safety: a pull without its fence, with it, with a sample of its pages compared, and with all of them.
 
 `python -m benchmarks.verify_price [--quick] [--json FILE]`. Source and reader are agents of one process, polled in
 turn; the variants alternate, so that what else the machine does falls on all of them. Sealing is the source's part.

@@ -6,9 +6,9 @@ blocks as the budget holds. A step is what vLLM's scheduler does for each reques
 the token appended, with the hash of a block where one is full. The block tables that a worker makes of it are left out,
 where ours are part of the step.
 
-Of models with recurrent layers a block is as long as vLLM makes it for them: as many tokens, by 16, as have the bytes
-of a state in one layer. States are cached in its mode `align`, by its scheduler's own rule where a chunk ends. `matched
-by 16` is what `prefix_match_unit` sets in place of whole blocks. What it says to copy is copied by then.
+With recurrent layers a block is as long as vLLM makes it: the multiple of 16 tokens that has the bytes of a state in
+one layer. States are cached in its mode `align`, by its scheduler's own rule where a chunk ends. `matched by 16` is
+what `prefix_match_unit` sets in place of whole blocks. The copies that it asks for are done by then.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _PARAMS = SamplingParams(max_tokens=1 << 20)
 _HASH = get_hash_fn_by_name("sha256")
 
 
-# Of Mamba-2 a state may be written out from inside a chunk.
+# Mamba-2 may write a state out from inside a chunk.
 _EXPORTS = {"Nemotron-H 47B": {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}}
 
 
@@ -95,7 +95,7 @@ def peer_of(name: str, budget: int, matched_by: int | None = None) -> Peer:
 def _window_specs(name: str) -> tuple[dict[str, KVCacheSpec], int, int]:
     """The specs of layers, the tokens of a block, and its bytes in one layer."""
     layers, full, window, of_token = MODELS[name]
-    # Of one head, whose bytes are those of all: only these count.
+    # One head, which has the bytes of all heads: only these count.
     shape = {"block_size": PAGE, "num_kv_heads": 1, "head_size": of_token // 4, "dtype": torch.bfloat16}
     specs = {
         str(layer): FullAttentionSpec(**shape) if layer in full else SlidingWindowSpec(**shape, sliding_window=window)
@@ -166,7 +166,7 @@ def prefilled(peer: Peer, name: str, tokens: Sequence[int]) -> tuple[Request, in
 
 
 def copied(manager: KVCacheManager) -> None:
-    """What the manager says to copy is copied: its scheduler lets go of these blocks then."""
+    """Carry out the copies that the manager asks for: its scheduler lets go of these blocks then."""
     manager.block_pool.free_blocks(manager.take_kv_cache_block_copies()[1])
 
 
@@ -184,7 +184,7 @@ def fitting(peer: Peer, length: int) -> tuple[int, int]:
 
 
 def step_us(peer: Peer, repeats: int) -> list[float]:
-    """Of each page's worth of steps the mean, in microseconds."""
+    """The mean over each page's worth of steps, in microseconds."""
     manager = peer.manager
     made = [prefilled(peer, str(at), prompt(at, LENGTH + at % PAGE).tolist()) for at in range(BATCH)]
     batch, means = [one[0] for one in made if one is not None], list[float]()

@@ -141,7 +141,7 @@ ASKED = {
 
 
 def run_script(script: str, name: str) -> dict[str, Any]:
-    """What the script defines. Of SGLang's nothing is run, and it finds the package in a folder of this name."""
+    """The names that the script defines. No code of SGLang's is run; it finds the package in a folder of this name."""
     if name != "bench_sglang.py":
         return runpy.run_path(script, run_name="__main__")
     spec = importlib.util.find_spec("sglang")

@@ -1,4 +1,4 @@
-"""What the peers' scripts print, as figures by name: minimum and median in microseconds, or bytes.
+"""The output of the peers' scripts as figures by name: minimum and median in microseconds, or bytes.
 
 The names say what was measured: `decode 16 1024` is a step of 1,024 requests on pages of 16; `cold 16 32768` reserves
 an unseen prompt of 32,768 tokens, hash included, and `admit` publishes its pages, too; `get` and `alloc` are parts that

@@ -38,7 +38,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parsers(self) -> dict[str, Parser]:
-        """What reads its output: by the name that the figures go under."""
+        """The parsers of its output, by the name that the figures go under."""
         if self.kinds:
             return {name: partial(rows_of_kind, kind=kind) for name, kind in self.kinds.items()}
         return {self.package: rows_of_vllm}

@@ -10,7 +10,7 @@ from transfer.plan.shapes import PACKED_HND
 
 KIB = 1 << 10
 HEAD_BYTES = 4 * KIB
-"""Of a layer of a page of 16 tokens."""
+"""Bytes of a layer of a page of 16 tokens."""
 
 ACROSS_NHD = "layer,side,token,head,dim"
 ACROSS_HND = "layer,side,head,token,dim"
@@ -25,7 +25,7 @@ TOPOLOGIES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "pages 16→64": ({}, {"page_size": 64}),
     "pages 64→16": ({"page_size": 64}, {}),
 }
-"""What differs from a plain engine: at the source, and at the reader."""
+"""The differences from a plain engine: at the source, and at the reader."""
 
 _POOL_BYTES = 512 << 20
 _FINE_BYTES = 16 << 20

@@ -1,4 +1,4 @@
-"""What the machine can do: `process_vm_readv` and `memcpy`, of the same bytes."""
+"""The limits of the machine: `process_vm_readv` and `memcpy` of the same bytes."""
 
 from __future__ import annotations
 

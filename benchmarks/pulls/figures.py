@@ -63,7 +63,7 @@ def latency(budget_s: float) -> Iterator[Row]:
 
 
 def fence(budget_s: float) -> Iterator[Row]:
-    """What the fence adds: a second READ of 8 bytes, with the notification on it."""
+    """The cost of the fence: a second READ of 8 bytes, with the notification on it."""
     for pages in (1, PAGES):
         with running(Case("equal", "head-major", 64 * KIB, pages).specs(), pages, 256 if pages == 1 else 8) as found:
             reader, source, sets = found

@@ -1,4 +1,4 @@
-"""What runs in processes of its own beside ours: NIXL as it comes, and vLLM's connector."""
+"""Programs that run in processes of their own beside ours: NIXL as it comes, and vLLM's connector."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Rows = NDArray[np.uint64]
 
 
 class Pages(NamedTuple):
-    """What one pull reads: ids of the reader's and of the source's pages, int32, and how many tokens."""
+    """One pull: page ids of the reader and of the source, int32, and the number of tokens."""
 
     local: Ids
     remote: Ids
@@ -179,7 +179,7 @@ class Reader:
         return Times((end - start) / 1e3, (begun - start) / 1e3)
 
     def parts(self, pages: Pages) -> list[Part]:
-        """What all ranks read for a pull, as the transfer builds it. There must have been one before."""
+        """The READs of all ranks for a pull, as the transfer builds them. There must have been one before."""
         found: list[Part] = []
         for rank in self.replica.ranks:
             found += self._remote(rank).parts("parts", pages.groups)
