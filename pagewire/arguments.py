@@ -25,9 +25,10 @@ _MOST_DIGITS = 60  # Python refuses to read thousands, which no limit needs
 def option(metavar: str | None, kind: Callable[[str], object], default: object, told: str, **more: object) -> Any:
     """A field that is an option with a value: how it is called in the help, its type, its default, and its help.
 
-    `more` goes to `ArgumentParser.add_argument`; `name` takes the place of the field's own.
+    `more` goes to `ArgumentParser.add_argument`; `name` takes the place of the field's own. `--help` leaves an option
+    out that is `rare`, `--help-all` shows it.
     """
-    shown = "" if default is None or default is MISSING else f" (default: {default})"
+    shown = "" if default is None or default is MISSING else f" (default: {_default(default)})"
     return field(default=default, metadata={"metavar": metavar, "type": kind, "help": told + shown, **more})
 
 
@@ -36,20 +37,28 @@ def switch(told: str, *, default: bool = False, **more: object) -> Any:
     return field(default=default, metadata={"action": f"store_{not default}".lower(), "help": told, **more})
 
 
-def choice(told: str, *, default: bool) -> Any:
+def choice(told: str, *, default: bool, **more: object) -> Any:
     """A field that is an option without a value, and one with `no-` before its name."""
-    return field(default=default, metadata={"action": argparse.BooleanOptionalAction, "help": told})
+    return field(default=default, metadata={"action": argparse.BooleanOptionalAction, "help": told, **more})
 
 
-def add_options(parser: argparse.ArgumentParser, options: Any) -> None:
-    """Let a parser know the options of a command; what it then finds are the arguments of that dataclass."""
+def add_options(parser: argparse.ArgumentParser, options: Any, *, rare: bool) -> int:
+    """Let a parser know the options of a command; what it then finds are the arguments of that dataclass.
+
+    The help leaves rare options out unless `rare` is set. Returns the number of those left out.
+    """
+    left_out = 0
     for one in fields(options):
         told: dict[str, Any] = dict(one.metadata)
+        if told.pop("rare", False) and not rare:
+            told["help"] = argparse.SUPPRESS
+            left_out += 1
         name = told.pop("name", f"--{one.name.replace('_', '-')}")
         named: dict[str, Any] = {"dest": one.name} if name.startswith("-") else {}
         if name.startswith("-") or told.get("nargs") == "?":
             named["default"] = one.default
         parser.add_argument(name, **named, **told)
+    return left_out
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
@@ -182,6 +191,11 @@ def _path(text: str) -> Path:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise argparse.ArgumentTypeError(f"{_shown(text)} is no path: {reason}") from error
+
+
+def _default(value: Any) -> str:
+    """A default as it would be typed."""
+    return str(value) if isinstance(value, str | int | float) else ",".join(map(str, value))
 
 
 def _shown(text: str) -> str:

@@ -1,12 +1,17 @@
 """The command `pagewire`."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
-from typing import NoReturn
+import textwrap
+from functools import partial
+from typing import NamedTuple, NoReturn
 
 from pagewire.arguments import add_options
 from pagewire.demo.options import DemoOptions
@@ -24,58 +29,73 @@ from scheduler_adapters import interrupts
 Options = DemoOptions | DoctorOptions | PlanOptions | ReplayOptions | ServeOptions | TopOptions
 _BAD = 2  # exit status: something does not work, as argparse has it
 _LONGEST = 1000  # characters of a message
-# Each command: its options, what it does in a line, and what else its help says.
-_COMMANDS: dict[str, tuple[type[Options], str, str]] = {
-    "demo": (
+_WIDEST_HELP, _HELP_COLUMN = 100, 25
+
+
+class _Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        options: the dataclass of its options.
+        does: what it does, in the list of commands.
+        description: the first lines of its help.
+        example: a command line that works, but for the names of files.
+        usage: what it cannot do without, and where its options go.
+    """
+
+    options: type[Options]
+    does: str
+    description: str
+    example: str
+    usage: str = "[OPTIONS]"
+
+
+_COMMANDS: dict[str, _Command] = {
+    "demo": _Command(
         DemoOptions,
         "serve prompts across a prefill and a decode process",
-        (
-            "Serve prompts across a prefill and a decode process that pulls pages by NIXL READs. "
-            "Exit status: 0 if every output equals the model's own greedy output (rounding ties are counted beside) "
-            "and no page is left held; 1 if not; 2 if something does not work."
-        ),
+        "Serve prompts across a prefill and a decode process that pulls pages by NIXL READs. Exit status: 0 if every "
+        "output equals the model's own greedy output and no page is left held; 1 if not; 2 if something does not work.",
+        "pagewire demo --requests 8 --decodes 2",
     ),
-    "serve": (
+    "serve": _Command(
         ServeOptions,
-        "serve a model by prefill and decode processes behind HTTP, as OpenAI has it",
-        (
-            "Serve a model by prefill and decode processes, on this host or on several, behind OpenAI's completions "
-            "and chat completions. SIGTERM drains: nothing new is taken, what is on its way ends. Exit status: 0 if "
-            "no page was left held; 2 if something does not work."
-        ),
+        "serve a model by prefill and decode processes, over HTTP",
+        "Serve a model by prefill and decode processes behind OpenAI's completions and chat completions. SIGTERM "
+        "drains. Exit status: 2 if a page was left held.",
+        "pagewire serve --model DIR --prefills 2 --watch",
+        "[all | front | prefill | decode] [OPTIONS]",
     ),
-    "replay": (
+    "replay": _Command(
         ReplayOptions,
         "drive the manager with a request trace",
-        (
-            "Drive the real manager with a trace in the Mooncake format, one page to a block, one request after "
-            "another; beside it the reference LRU and the optimum that knows the future."
-        ),
+        "Drive the real manager with a trace in the Mooncake format, one page to a block, one request after another. "
+        "The reference LRU and the optimum that knows the future stand beside it.",
+        "pagewire replay TRACE --capacity 50000 --json figures.json",
+        "TRACE [OPTIONS]",
     ),
-    "plan": (
+    "plan": _Command(
         PlanOptions,
-        "say what memory a model's keys and values need, on how many devices",
-        (
-            "From a model's config.json: what its layers keep of a token, pages, the longest request, requests at a "
-            "time, for every choice of tensor and data parallelism, what prefill and decode move between them, and on "
-            "a trace what less and more memory hits, beside the optimum."
-        ),
+        "say how many requests fit into memory, and how long they may be",
+        "Say from a model's config.json how many requests fit, how long they may be, and what they take; then the "
+        "details for every choice of tensor and data parallelism. With a trace, say what more memory would hit.",
+        "pagewire plan --model DIR --memory 40GiB --devices 8 --lengths 8192",
+        "--model DIR --memory BYTES [OPTIONS]",
     ),
-    "doctor": (
+    "doctor": _Command(
         DoctorOptions,
         "say what is installed here, what would be refused, and why",
-        (
-            "Report versions, extras, NIXL with its plugins and settings, huge pages, GPUs and the speed of page "
-            "hashes, then what would be refused here, why, and what to do."
-        ),
+        "Report versions, extras, NIXL with its plugins and settings, huge pages, GPUs and the speed of page hashes, "
+        "then what would be refused here, why, and what to do.",
+        "pagewire doctor --json report.json",
     ),
-    "top": (
+    "top": _Command(
         TopOptions,
-        "show every page of running processes: whose it is, and why it went",
-        (
-            "Show what every page of watched processes is doing, in the terminal or a browser: a map of the pages, "
-            "requests by phase, leases and pulls, the prefix tree, evictions and rates; or play a recording of that."
-        ),
+        "show every page of running processes, whose it is, and why it went",
+        "Show what every page of watched processes is doing, in the terminal or a browser: a map of the pages, "
+        "requests, leases and pulls, the prefix tree, evictions and rates; or play a recording of that.",
+        "pagewire top tcp://127.0.0.1:40001 --record incident.pw",
+        "[ADDRESS ...] [OPTIONS]",
     ),
 }
 
@@ -94,6 +114,14 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _HelpAll(argparse.Action):
+    """Prints the help of a command with its rare options, too, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        build_parser(rare=True).parse_args([parser.prog.split()[-1], "--help"])
+        parser.exit()
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, where argparse would print the usage too."""
@@ -101,16 +129,45 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(_BAD)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = _Parser(prog="pagewire", description="A paged KV cache manager with disaggregated transfer built in.")
+def build_parser(*, rare: bool = False) -> argparse.ArgumentParser:
+    """The command line. Its help leaves rare options out unless `rare` is set."""
+    parser = _Parser(
+        prog="pagewire",
+        usage="pagewire COMMAND [OPTIONS]",
+        description="A paged KV cache manager with disaggregated transfer built in.",
+        epilog="example: pagewire demo --requests 8; `pagewire COMMAND --help` has one of each",
+    )
     parser.add_argument(
         "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="print the version and end"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (options, does, description) in _COMMANDS.items():
-        add_options(commands.add_parser(name, help=does, description=description), options)
+    for name, command in _COMMANDS.items():
+        _add_command(commands, name, command, rare=rare)
     return parser
+
+
+def _add_command(
+    commands: argparse._SubParsersAction[_Parser],  # pyright: ignore[reportPrivateUsage]
+    name: str,
+    command: _Command,
+    *,
+    rare: bool,
+) -> None:
+    width = min(_WIDEST_HELP, shutil.get_terminal_size().columns) - 2
+    parser = commands.add_parser(
+        name,
+        prog=f"pagewire {name}",
+        usage=f"pagewire {name} {command.usage}",
+        help=command.does,
+        description=textwrap.fill(command.description, width),
+        epilog=f"example: {command.example}",
+        add_help=False,
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=_HELP_COLUMN, width=width),
+    )
+    left_out = add_options(parser, command.options, rare=rare)
+    told = "print this" + (f"; --help-all prints {left_out} more options" if left_out else "")
+    parser.add_argument("-h", "--help", action="help", help=told)
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -121,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
             options = vars(build_parser().parse_args(argv))
             name = options.pop("command")
             command = f"pagewire {name}"
-            chosen = _COMMANDS[name][0](**options)
+            chosen = _COMMANDS[name].options(**options)
             require(needs_of(name, chosen))
             return _run(command, chosen)
     except interrupts.Interrupted as interrupted:

@@ -16,7 +16,7 @@ _END_S = 5.0
 
 def top_option(told: str) -> Any:
     """The option `--top`, or `--top web`."""
-    told += ", in this terminal or in a browser"
+    told += "; web: in a browser"
     return option(None, str, None, told, nargs="?", const="here", choices=("here", "web"))
 
 

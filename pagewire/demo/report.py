@@ -61,15 +61,9 @@ class Reporter:
 
     def table(self, figures: Figures, where: str, notes: list[str]) -> None:
         """Print the table of a run, and below it what was not as it should be."""
-        from rich import box  # noqa: PLC0415  (of an optional extra)
-        from rich.table import Table  # noqa: PLC0415
+        from pagewire.tables import print_table  # noqa: PLC0415  (of an optional extra)
 
-        table = Table(box=box.SIMPLE_HEAD, title=where, title_justify="left", show_header=False, pad_edge=False)
-        table.add_column()
-        table.add_column(justify="right")
-        for name, value in _rows(figures):
-            table.add_row(name, value)
-        self._console.print(table)
+        print_table(where, ("", ""), _rows(figures))
         for note in notes:
             self.line(note)
 

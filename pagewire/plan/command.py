@@ -14,6 +14,8 @@ from pagewire.plan.layers import read_model
 from pagewire.plan.options import PlanOptions
 from pagewire.plan.plan import MemoryPlan, plan_memory
 from pagewire.plan.tables import (
+    longest,
+    table_of_answer,
     table_of_choices,
     table_of_kinds,
     table_of_parts,
@@ -39,6 +41,9 @@ def run_plan(options: PlanOptions) -> int:
             raise PlanError("--plot needs --trace: what is drawn is hits against memory")
         plots.pyplot()  # before the minutes that the replays take
     console = Console()
+    print_table(*table_of_answer(found))
+    console.print(longest(found), soft_wrap=True)
+    console.print("\nDetails\n", style="bold")
     for table in (
         table_of_kinds(found),
         table_of_choices(found),

@@ -30,25 +30,37 @@ class PlanOptions:
     memory: int = option(
         "BYTES", num_bytes(1, _MOST_BYTES), MISSING, "of each device, for pages: 40GiB, 40e9, ...", required=True
     )
-    devices: int = option("N", whole(1, _MOST_DEVICES), 8, "devices of a host: every TP x DP of them is shown")
+    devices: int = option("N", whole(1, _MOST_DEVICES), 8, "devices of a host, in every TP x DP")
     tp: int | None = option("N", whole(1, _MOST_DEVICES), None, "devices of a replica (default: all of them)")
     prefill_tp: int | None = option(
-        "N", whole(1, _MOST_DEVICES), None, "devices of a prefill replica that pages are pulled from (default: as --tp)"
+        "N",
+        whole(1, _MOST_DEVICES),
+        None,
+        "devices of a prefill replica that pages are pulled from (default: as --tp)",
+        rare=True,
     )
-    page_size: int = option("TOKENS", whole(1, 4096), 16, "tokens of a page")
+    page_size: int = option("TOKENS", whole(1, 4096), 16, "tokens of a page", rare=True)
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = option(
-        None, str, "auto", "of keys and values; auto: as the config says", choices=_DTYPES
+        "DTYPE", str, "auto", "of keys and values: auto, float32, bfloat16, float16, fp8", choices=_DTYPES
     )
     lengths: tuple[int, ...] = option("TOKENS,...", _lengths, (8192, 65_536), "lengths of requests")
     step_tokens: int = option(
-        "TOKENS", whole(1, _MOST_TOKENS), 8192, "tokens of a step: a chunk of prefill; vLLM keeps them beside windows"
+        "TOKENS",
+        whole(1, _MOST_TOKENS),
+        8192,
+        "tokens of a step: a chunk of prefill; vLLM keeps them beside windows",
+        rare=True,
     )
-    first_token: float = option("SECONDS", number(0, 86_400), 2.0, "from the prompt to decode's first step, at most")
+    first_token: float = option(
+        "SECONDS", number(0, 86_400), 2.0, "from the prompt to decode's first step, at most", rare=True
+    )
     prefill_speed: float = option(
-        "TOKENS", number(0, 1_000_000_000), 10_000.0, "tokens that a prefill replica computes in a second"
+        "TOKENS", number(0, 1_000_000_000), 10_000.0, "tokens that a prefill replica computes in a second", rare=True
     )
-    host_memory: int = option("BYTES", num_bytes(0, _MOST_BYTES), 0, "of a host's tier below its devices")
+    host_memory: int = option("BYTES", num_bytes(0, _MOST_BYTES), 0, "of a host's tier below its devices", rare=True)
     trace: Path | None = option("FILE", input_path, None, "JSON lines with hash_ids: what less and more memory hits")
-    block_tokens: int = option("TOKENS", whole(1, 1 << 20), 512, "tokens of a block of the trace")
+    block_tokens: int = option("TOKENS", whole(1, 1 << 20), 512, "tokens of a block of the trace", rare=True)
     json: Path | None = option("FILE", output_file, None, "write the figures there too")
-    plot: Path | None = option("FILE", output_file, None, "draw hits against memory there (PNG); needs --trace")
+    plot: Path | None = option(
+        "FILE", output_file, None, "draw hits against memory there (PNG); needs --trace", rare=True
+    )

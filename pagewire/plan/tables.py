@@ -8,6 +8,7 @@ from typing import NamedTuple
 from pagewire.plan.options import PlanOptions
 from pagewire.plan.plan import KindOfLayer, MemoryPlan
 from pagewire.plan.trace import TracePlan, TracePoint
+from pagewire.plan.ways import Way
 
 
 class PrintedTable(NamedTuple):
@@ -17,6 +18,43 @@ class PrintedTable(NamedTuple):
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     words: int = 1  # columns, the first ones, that are no figures
+
+
+_OWN: dict[Way, str] = {
+    "pagewire": "at a time",
+    "groups": "at a time with `params.groups`",
+    "share_memory": "at a time with states in slabs (the default)",
+}
+"""Layouts of ours, as rows of the answer."""
+
+
+def table_of_answer(found: MemoryPlan) -> PrintedTable:
+    """The number of requests of each length, and their memory."""
+    chosen = found.chosen
+    lengths = list(chosen.rooms[0].requests)
+    devices = chosen.tp * chosen.dp
+    of_device = "of its device" if chosen.tp == 1 else f"of each of its {chosen.tp} devices"
+    rows = [
+        (f"requests {_OWN[room.way]}", *(f"{count:,}" for count in room.requests.values()))
+        for room in chosen.rooms
+        if room.way in _OWN
+    ]
+    rows.append((f"memory of one, {of_device}", *(_size(chosen.rooms[0].request_bytes[at]) for at in lengths)))
+    title = (
+        f"{found.model} on {devices} devices with {_size(found.memory)} each for pages, TP {chosen.tp} x DP {chosen.dp}"
+    )
+    return PrintedTable(title, ("requests of", *(f"{length:,} tokens" for length in lengths)), rows)
+
+
+def longest(found: MemoryPlan) -> str:
+    """A sentence on the longest request."""
+    held = found.chosen.rooms[0].longest
+    if held is None or (found.max_len is not None and held >= found.max_len):
+        fits = "any" if held is None else f"{held:,}"
+        limit = "no limit" if found.max_len is None else f"{found.max_len:,} tokens, the model's limit"
+        return f"The longest request: {limit}; the memory holds {fits}."
+    limit = "" if found.max_len is None else f"; the model was made for {found.max_len:,}"
+    return f"The longest request: {held:,} tokens, which fill the memory{limit}."
 
 
 def table_of_kinds(found: MemoryPlan) -> PrintedTable:

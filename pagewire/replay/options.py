@@ -30,22 +30,26 @@ class ReplayOptions:
         "KIND",
         str,
         "none",
-        "session_continues of each request, from the trace's future: none, true, inverted, or wrong=SHARE",
+        "hints from the trace's future: none, true, inverted, wrong=SHARE",
     )
     routing: Literal["prefix", "least-loaded", "round-robin"] = option(
-        None, str, "prefix", "how a replica is claimed", choices=("prefix", "least-loaded", "round-robin")
+        "RULE", str, "prefix", "prefix, least-loaded or round-robin", choices=("prefix", "least-loaded", "round-robin")
     )
-    peers: bool = switch("replicas have their pages from each other")
+    peers: bool = switch("replicas have their pages from each other", rare=True)
     block_bytes: int | None = option(
-        "BYTES", num_bytes(1, 1 << 40), None, "of a block, to say what peers move: 64MiB are 512 tokens of Llama 3.1 8B"
+        "BYTES",
+        num_bytes(1, 1 << 40),
+        None,
+        "of a block, to say what peers move: 64MiB are 512 tokens of Llama 3.1 8B",
+        rare=True,
     )
     host_blocks: int = option("BLOCKS", whole(0, _MOST_BLOCKS), 0, "blocks of a host tier below the replicas")
-    top: str | None = top_option("show every page meanwhile, and the optimum beside")
-    speed: float = option("N", number(0, 1_000_000), 100.0, "requests a second, with --top")
+    top: str | None = top_option("show every page, and the optimum beside")
+    speed: float = option("N", number(0, 1_000_000), 100.0, "requests a second, with --top", rare=True)
     plots: Path | None = option(
         "DIR",
         output_folder,
         None,
-        "also sweep capacities, hints, replicas and rules, and draw hits and load balance there (minutes)",
+        "also sweep capacities, hints, replicas and rules, and draw (minutes)",
     )
     json: Path | None = option("FILE", output_file, None, "write the figures there too")

@@ -17,7 +17,7 @@ import msgspec
 import uvicorn
 import zmq
 
-from pagewire.arguments import small_file
+from pagewire.arguments import small_file, write_json
 from pagewire.serve.options import ServeOptions
 from scheduler_adapters.errors import AdapterError, ServiceError
 from scheduler_adapters.front.app import make_app
@@ -55,6 +55,10 @@ def run_serve(options: ServeOptions, listening: sockets.socket | None) -> int:
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     _check_keys(options)
     if options.what in ("prefill", "decode"):
+        if options.json is not None:
+            raise ServiceError(
+                f"--json {str(options.json)!r}: a {options.what} process has no file; give it to the front"
+            )
         return run(_server_config(options, options.what), (signal.SIGTERM, signal.SIGINT))
     if listening is None:
         raise ServiceError(f"serve {options.what}: a listening socket is needed for HTTP")
@@ -154,10 +158,25 @@ async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitSta
             decodes = [config.name for config in configs if config.role == "decode"]
             await frontend.drain(decodes)
             await frontend.drain([name for name in names if name not in decodes])
+            write_json(options.json, await _figures(frontend))
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+
+
+async def _figures(frontend: Frontend) -> dict[str, object]:
+    """Figures of a service for `--json`: the front's, and the last ones of each process."""
+    counts = frontend.counts
+    processes = {**await frontend.stats(), **frontend.left}
+    return {
+        "requests": dict(counts.ended),
+        "lost_attempts": counts.lost,
+        "cached_tokens": counts.cached_tokens,
+        "computed_tokens": counts.computed_tokens,
+        "new_tokens": counts.new_tokens,
+        "processes": {name: msgspec.to_builtins(stats) for name, stats in processes.items()},
+    }
 
 
 def _children(options: ServeOptions, endpoint: str) -> list[ServerConfig]:

@@ -15,10 +15,10 @@ from aiohttp import web
 from textual_serve.server import Server
 
 from kvcache.errors import WatchError
-from pagewire.arguments import small_file
+from pagewire.arguments import small_file, write_json
 from pagewire.top.app import TopApp
 from pagewire.top.options import TopOptions
-from pagewire.top.printed import print_looks
+from pagewire.top.printed import one_look, print_looks
 from pagewire.top.sources import LiveSource, PlayedSource
 from pagewire.top.terminal import has_terminal, run_for_browser, run_in_terminal
 from pagewire.viewer import PROGRAM
@@ -42,11 +42,16 @@ def run_top(options: TopOptions) -> int:
 
     A `KVCacheError` says in a sentence what does not work.
     """
+    if options.json is not None and (options.web or options.record is not None):
+        raise WatchError(f"--json {str(options.json)!r} writes one look: neither --web nor --record goes with it")
     if options.web:
         serve_web(options)
         return 0
     source = source_of(options)
     try:
+        if options.json is not None:
+            write_json(options.json, one_look(source))
+            return 0
         if "TEXTUAL_DRIVER" in os.environ:
             return run_for_browser(TopApp(source))
         if has_terminal():

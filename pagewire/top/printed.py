@@ -6,6 +6,8 @@ import select
 import sys
 import time
 
+import msgspec
+
 from kvcache.errors import WatchError
 from pagewire.top import panels
 from pagewire.top.sources import LiveSource, PlayedSource
@@ -27,21 +29,37 @@ def print_looks(source: LiveSource | PlayedSource, *, until_interrupted: bool) -
         WatchError: an address has not answered within a few seconds, or its answer is no look. The looks of the others
             have been printed.
     """
+    view = _looked(source)
+    print(text_of(view), end="", flush=True)  # noqa: T201  (the command line's own output)
+    _check_answers(view)
+    if until_interrupted and isinstance(source, LiveSource):
+        _go_on(source, view)
+    return 0
+
+
+def one_look(source: LiveSource | PlayedSource) -> dict[str, object]:
+    """A look at each process by its address, or the last look of a recording. Raises as `print_looks`."""
+    view = _looked(source)
+    _check_answers(view)
+    return {address: msgspec.to_builtins(process.followed.look) for address, process in view.processes.items()}
+
+
+def _looked(source: LiveSource | PlayedSource) -> TopView:
     view = TopView(list(source.addresses))
     if isinstance(source, PlayedSource):
         source.seek(source.length)
         view.take(source.poll(view.followed), source.now)
     else:
         _wait_for_all(source, view)
-    print(text_of(view), end="", flush=True)  # noqa: T201  (the command line's own output)
+    return view
+
+
+def _check_answers(view: TopView) -> None:
     if silent := [address for address, process in view.processes.items() if not process.heard_at]:
         raise WatchError(f"{nobody_answers(silent)} ({ANSWER_S:g} s have passed)")
     for address, process in view.processes.items():
         if process.error:
             raise WatchError(f"{address} answers what is no look: {process.error}")
-    if until_interrupted and isinstance(source, LiveSource):
-        _go_on(source, view)
-    return 0
 
 
 def text_of(view: TopView) -> str:

@@ -159,6 +159,34 @@ def test_a_number_is_within_both_its_limits(text: str) -> None:
         arguments.number(0, 10)(text)
 
 
+@pytest.mark.parametrize("command", ["", *commands()])
+def test_help_fits_a_screen_and_has_an_example(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*command.split(), "--help"])
+    printed = capsys.readouterr().out
+    assert printed.count("\n") <= 24
+    assert max(map(len, printed.splitlines())) <= 80
+    assert f"example: pagewire {command}" in printed
+    example = printed[printed.index("example: ") :].split(";")[0].split()[2:]
+    parsed = vars(cli.build_parser().parse_args([one.replace("DIR", ".").replace("TRACE", ".") for one in example]))
+    assert parsed["command"] == example[0]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_option_is_in_the_whole_help_and_every_command_writes_json(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help-all"])
+    printed = capsys.readouterr().out
+    options = {one for action in commands()[command]._actions for one in action.option_strings} - {"--help-all"}
+    assert {one for one in options if one not in printed} == set()
+    assert "--json" in options
+
+
 BROKEN = {
     "empty": b"",
     "blank": b"\n\n",

@@ -48,6 +48,16 @@ def test_the_table_shows_every_figure(capsys: pytest.CaptureFixture[str]) -> Non
     }
 
 
+@pytest.mark.parametrize("width", [20, 60])
+def test_no_title_is_cut_or_broken(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    title = "Prefill of pages of 16 tokens to decode of pages of 16 tokens, over NIXL"
+    Reporter().table(FIGURES, title, [])
+    assert capsys.readouterr().out.splitlines()[0] == title
+
+
 def test_ties_stand_beside_and_a_difference_is_a_no(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, ties=2)["equal to the model's own generate"] == "yes, 2 by a rounding tie"
     assert shown(capsys, tokens_equal=False)["equal to the model's own generate"] == "NO"

@@ -1,13 +1,17 @@
 """`pagewire plan` from its command line: tables, JSON, and what does not work in one line."""
 
 import json
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pagewire.cli import main
-from pagewire.plan.plan import KindOfLayer
-from pagewire.plan.tables import _heads
+from pagewire.plan.layers import read_model
+from pagewire.plan.options import PlanOptions
+from pagewire.plan.plan import KindOfLayer, plan_memory
+from pagewire.plan.tables import _heads, longest
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -38,6 +42,37 @@ def test_tables_and_json_say_the_same(
     ]
     (lost,) = [row for row in rows if "3.05" in row]
     assert lost.split() == ["lost", "3.05", "MiB,", "2.2", "%", "3.05", "MiB,", "0.4", "%"]
+
+
+def test_it_first_says_how_many_requests_how_long_and_how_much_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", str(CONFIGS / "gemma-3-27b"), "--memory", "40GiB"]) == 0
+    first = capsys.readouterr().out.partition("Details")[0]
+    assert first.startswith("gemma-3-27b on 8 devices with 40 GiB each for pages, TP 8 x DP 1\n")
+    rows = [re.split(r"  +", line.strip()) for line in first.splitlines()]
+    assert ["requests of", "8,192 tokens", "65,536 tokens"] in rows
+    assert ["requests at a time", "82", "10"] in rows
+    assert ["requests at a time with `params.groups`", "301", "58"] in rows
+    assert ["memory of one, of each of its 8 devices", "496 MiB", "3.88 GiB"] in rows
+    assert "The longest request: 131,072 tokens, the model's limit; the memory holds 676,496." in first
+
+
+@pytest.mark.parametrize(
+    ("max_len", "held", "told"),
+    [
+        (None, None, "no limit; the memory holds any."),
+        (100, None, "100 tokens, the model's limit; the memory holds any."),
+        (100, 99, "99 tokens, which fill the memory; the model was made for 100."),
+        (None, 99, "99 tokens, which fill the memory."),
+    ],
+)
+def test_the_longest_request_is_limited_by_the_model_or_by_the_memory(
+    max_len: int | None, held: int | None, told: str
+) -> None:
+    options = PlanOptions(model=CONFIGS / "gemma-3-27b", memory=40 << 30)
+    found = plan_memory(options, read_model(options.model))
+    rooms = (msgspec.structs.replace(found.chosen.rooms[0], longest=held), *found.chosen.rooms[1:])
+    chosen = msgspec.structs.replace(found.chosen, rooms=rooms)
+    assert longest(msgspec.structs.replace(found, max_len=max_len, chosen=chosen)).endswith(f"request: {told}")
 
 
 @pytest.mark.parametrize(

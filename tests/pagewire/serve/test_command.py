@@ -1,5 +1,6 @@
 """The whole of `pagewire serve`, its processes apart, over TCP with keys, with the client that OpenAI publishes."""
 
+import json
 import signal
 import socket
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import openai
 import pytest
 import torch
 
+from pagewire.cli import main
 from scheduler_adapters.hf.tiny import EOS
 from tests.scheduler_adapters.front.served import COMMON, Served, complete, encoded, streamed, tokens_of
 from tests.scheduler_adapters.hf.test_groups import MODELS as GROUPED
@@ -23,8 +25,8 @@ HEAD = "What a page holds, who may write to it, and when it may be used again. "
 
 
 @contextmanager
-def fleet(folder: Path) -> Iterator[Served]:
-    """Two processes of each kind, on a shared secret."""
+def fleet(folder: Path, *more: str) -> Iterator[Served]:
+    """Two processes of each kind, on a shared secret; further arguments are for the front."""
     served = Served(folder)
     secret = served.folder / "secret"
     secret.write_text("a secret of the tests, of enough bytes")
@@ -32,7 +34,7 @@ def fleet(folder: Path) -> Iterator[Served]:
     keys = ("--secret", f"file:{secret}")
     served.keys = keys  # type: ignore[attr-defined]
     try:
-        served.start("front", "front", "--address-file", str(served.addresses), "--http-port", "0", *keys)
+        served.start("front", "front", "--address-file", str(served.addresses), "--http-port", "0", *keys, *more)
         for number in (1, 2):
             served.join("prefill", f"p{number}", *keys)
             served.join("decode", f"d{number}", *keys)
@@ -178,8 +180,24 @@ def test_a_client_that_hangs_up_gives_its_pages_back(served: Served) -> None:
 
 def test_processes_that_die_or_drain_cost_no_request(tmp_path: Path, tiny_model: Any) -> None:
     """One of each kind is killed, the others drain; those that have joined meanwhile serve on."""
-    with fleet(tmp_path) as served:
+    figures = tmp_path / "figures.json"
+    with fleet(tmp_path, "--json", str(figures)) as served:
         check_dying_and_draining(served, tiny_model)
+        served.signal("front", signal.SIGTERM)
+        assert served.ended("front") == 0
+    found = json.loads(figures.read_text())
+    assert sum(found["requests"].values()) > 0
+    assert {"p2", "d2", "p3", "d3"} == set(found["processes"])
+    assert all(one["pages_held"] == 0 for one in found["processes"].values())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_figures_are_written_by_the_front_alone(role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "figures.json"
+    assert main(["serve", role, "--front", "tcp://127.0.0.1:1", "--json", str(path)]) == 2
+    assert capsys.readouterr().err == (
+        f"pagewire serve: error: --json {str(path)!r}: a {role} process has no file; give it to the front\n"
+    )
 
 
 def check_dying_and_draining(served: Served, tiny_model: Any) -> None:

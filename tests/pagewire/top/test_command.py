@@ -39,6 +39,20 @@ def test_what_cannot_be_shown_is_said_in_a_sentence(capsys: pytest.CaptureFixtur
     assert "shared secret" in complaint(capsys, "tcp://127.0.0.1:1", "--secret", "short")
 
 
+def test_a_look_at_each_process_is_written_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    watch, path = ManagerWatch(busy_manager(), name="decode"), tmp_path / "look.json"
+    try:
+        assert main(["top", watch.address, "--json", str(path)]) == 0
+    finally:
+        watch.close()
+    (look,) = json.loads(path.read_text()).values()
+    assert (look["name"], look["pools"][0]["num_pages"]) == ("decode", 64)
+    assert sum(look["pools"][0]["counts"]) == 64
+    assert capsys.readouterr() == ("", "")
+    assert "--web" in complaint(capsys, watch.address, "--json", str(path), "--web")
+    assert "--record" in complaint(capsys, watch.address, "--json", str(path), "--record", str(tmp_path / "r"))
+
+
 def test_addresses_come_from_the_file_that_a_front_leaves(tmp_path: Path) -> None:
     path = tmp_path / "addresses"
     path.write_text(json.dumps({"http": "http://h", "front": "tcp://f", "watch": ["tcp://127.0.0.1:9"]}))
