@@ -316,7 +316,7 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """Nothing is held, booked or written that should not be."""
+        """No page is held, booked or written that should not be."""
         if self.held or any(self.reading):
             raise ViolationError(f"stuck: leases {list(self.held)}, pulls {[list(pulls) for pulls in self.reading]}")
         for side in (self.source, *self.readers):

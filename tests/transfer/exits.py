@@ -1,4 +1,4 @@
-"""What ends with something of ours still open, for `test_exits`: without pytest, whose import takes half a second."""
+"""Processes that end with objects of ours still open, for `test_exits`: without pytest, which takes 0.5 s to import."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transfer.pull.thread import TransferThread
 OWN = "the program's own error"
 STATUS = {"end": 0, "error": 1, "exit": 3, "interrupt": 130}
 _kept: list[Any] = []
-"""What the processes leave open."""
+"""The objects that the processes leave open."""
 
 
 def at_work(thread: TransferThread) -> None:

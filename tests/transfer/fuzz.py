@@ -1,8 +1,8 @@
 """Random and mutated bytes for everything that takes bytes from a peer: `python -m tests.transfer.fuzz`.
 
 Three kinds of input: noise; valid messages with bytes flipped, cut, doubled or inserted; and metadata whose fields were
-changed before it was sealed with the right key, which only an engine of the fleet could send. Whatever comes in, it is
-taken or refused with an error of ours, in bounded time and memory, and the next good message is answered.
+changed before it was sealed with the right key, which only an engine of the fleet could send. Each input is taken or
+refused with an error of ours, in bounded time and memory, and the next good message is answered.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from transfer.connector.config import GroupConfig, StatePart, WorkerConfig, shar
 
 UNTOUCHED = -1
 JUNK = -2
-"""What lies in the pages of a source that are not the request's. It must not arrive anywhere."""
+"""The content of a source's pages that are not the request's. It must not arrive anywhere."""
 
 _CANONICAL = ("page", "token", "layer", "side", "head", "dim")
 
@@ -270,7 +270,7 @@ class RankCaches:
             ssm[block] = (spec.element(group, 9) + layer * 512 + head + inner).to(torch.int32)
 
     def differences(self, expected: RankCaches, allowed: RankCaches) -> list[str]:
-        """What differs from `expected`, tensor by tensor; `allowed` may stand where `expected` does not."""
+        """The differences from `expected`, tensor by tensor. Elements may also be those of `allowed`."""
         found: list[str] = []
         for name, cache in self.tensors.items():
             for at, tensor in enumerate((cache,) if isinstance(cache, torch.Tensor) else cache):

@@ -50,7 +50,7 @@ class RankHost:
             self.caches.write(number, pair.source_blocks[number][first:], first, (first * size, end))
 
     def compare(self, pair: Pair) -> list[str]:
-        """What of the whole cache is not as it must be."""
+        """The faults in the whole cache."""
         expected, allowed = RankCaches(*self.place), RankCaches(*self.place)
         for number, spec in enumerate(pair.groups):
             begin, needed, end = reach(pair, number)

@@ -176,7 +176,7 @@ CHANGES = {
     "host": _host_buffers,
     "anything": _anything,
 }
-"""What the first word of a family changes in a draft."""
+"""The change that the first word of a family makes to a draft."""
 
 
 def _cut(family: str, draft: Draft) -> Draft:

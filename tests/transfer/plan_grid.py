@@ -6,10 +6,10 @@ The grid: 1 to 8 heads (and one latent) × TP 1 to 8 on both sides × pipelines 
 sizes of 4, 8, 12 and 16 on both sides × six orders on both sides, and every rank of the reader. It is checked in steps:
 
 1. For each topology and each of the reader's ranks, `sources` runs, and every cell must come from exactly one shard
-   that holds it. What comes out is a set of triples: the reader's shard, a part of it, and the remote shard.
+   that holds it. The result is a set of triples: the reader's shard, a part of it, and the remote shard.
 2. The triples of all topologies are far fewer than the topologies, for a layout does not say how many ranks its model
    has. For each distinct triple, and all orders and page sizes of both sides, the pull is planned and carried out, and
-   every element of the reader's pool is compared with a pool that was filled by definition. Nothing is left out by
+   every element of the reader's pool is compared with a pool that was filled by definition. No case is left out by
    that: `plan` is a pure function, and it is called with each distinct input. (Where two plans came out equal, to the
    last number, the runs of the first are carried out for the second too.)
 
@@ -111,7 +111,7 @@ def topologies() -> Iterator[tuple[int, int, int, int, int, int]]:
 
 
 def triples(heads: int, sides: int, ranks: int, stages: int, their_ranks: int, their_stages: int) -> set[Triple]:
-    """What every rank of the reader reads; each cell exactly once, from a shard that holds it."""
+    """The parts that every rank of the reader reads: each cell exactly once, from a shard that holds it."""
     ours, theirs = held_by(heads, sides, ranks, stages), held_by(heads, sides, their_ranks, their_stages)
     remotes = [layout(held, ORDERS[0], 4) for held in theirs]
     found: set[Triple] = set()

@@ -54,7 +54,7 @@ def page_layout(
 
 
 def share(total: int, ranks: int, rank: int) -> range:
-    """What rank `rank` of `ranks` holds of `total` heads or layers: an even cut, or one of them, replicated."""
+    """The heads or layers, of `total`, that rank `rank` of `ranks` holds: an even cut, or one of them, replicated."""
     if ranks >= total:
         at = rank * total // ranks
         return range(at, at + 1)

@@ -44,7 +44,7 @@ _SOURCES = "PQ"
 
 
 class Face(NamedTuple):
-    """What the other rooms can see of a room."""
+    """The part of a room that the other rooms can see."""
 
     held: int
     pages: tuple[int, ...]

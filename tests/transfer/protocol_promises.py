@@ -1,4 +1,4 @@
-"""What the protocol promises of every room in every state. `protocol_model` looks at each."""
+"""The promises of the protocol for every room in every state. `protocol_model` looks at each."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def stale(protocol: Protocol, name: str, size: int, room: Room) -> str:
 
 
 def stuck(protocol: Protocol, name: str, room: Room, moves: Sequence[Move]) -> str:
-    """No stuck state, nobody else affected: says who cannot go on, empty where everybody can.
+    """No stuck state, no one else affected: names what cannot go on; empty if everything can.
 
-    Who holds pages has a move of its own that brings it nearer to giving them back. A pull whose lease stands and which
-    nobody gave up has a move that brings it nearer to its commit, whatever became of other readers and requests.
+    A holder of pages has a move of its own that brings it nearer to giving them back. A pull whose lease stands and
+    that was not given up has a move that brings it nearer to its commit, whatever became of other readers and requests.
     """
     due = {move.due for move in moves}
     if (room.held or STANDING in room.word or STALE in room.word) and "P" not in due:

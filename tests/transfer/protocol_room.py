@@ -80,7 +80,7 @@ class Move(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Who takes part: ranks of the source, for each reader the source rank of each of its links, pages of each pool."""
+    """The processes of a room: ranks of the source, the source rank of each link of each reader, pages of each pool."""
 
     sources: int
     readers: tuple[tuple[int, ...], ...]
@@ -147,7 +147,7 @@ class Protocol:
         return room.found if room.found > 0 and self.has("take-what-is-held") else size
 
     def _lend(self, name: str, size: int, room: Room, view: View) -> Iterator[Move]:
-        """What comes before a lease by content, and the lease."""
+        """The moves before a lease by content, and the lease."""
         if room.found == ABSENT:
             if view.may_lease and view.free_source.bit_count() >= size:
                 full = (1 << size) - 1
@@ -439,7 +439,7 @@ class Protocol:
             text = f"the READ of {name} that D{reader} gave up writes to page {page}"
             yield Move(text, room, writes=(reader, page))
 
-    # What happens to a room from outside.
+    # Events that come to a room from outside.
 
     def crash_source(self, room: Room, rank: int) -> Room:
         """A rank of P dies and starts anew: other bytes where its pages were, empty words, nothing remembered."""

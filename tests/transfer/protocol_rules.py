@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
 
 class Cast(NamedTuple):
-    """Who takes part, and how many processes may die. Nothing else is bounded."""
+    """The processes that take part, and how many of them may die. No other number is bounded."""
 
     title: str
     shape: Shape

@@ -35,7 +35,7 @@ class Clock:
 
 
 class Hindrance:
-    """What holds up, or refuses, the READs of one rank from outside, as a stuck or dying peer does.
+    """Holds up, or refuses, the READs of one rank from outside, as a stuck or dying peer does.
 
     Attributes:
         held: while set, no READ is seen to end.

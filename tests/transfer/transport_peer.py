@@ -33,7 +33,7 @@ def runs(base: int, pages: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 class Peer:
-    """Its `pool` stays. Of `gone` the second half of page 0 and all of page 1 are registered, and cannot be read.
+    """Its `pool` stays. The second half of page 0 of `gone`, and all of its page 1, are registered and cannot be read.
 
     Unmapped memory behaves in the same way, until something else is mapped there.
     """

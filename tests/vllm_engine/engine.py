@@ -244,7 +244,7 @@ def look(cache: torch.Tensor, positions: torch.Tensor) -> int:
 
 
 def expected_tokens(prompt: Sequence[int], count: int, shape: Shape) -> list[int]:
-    """What the model gives without any cache."""
+    """The model's output without any cache."""
     tokens = list(prompt)
     states = [] if shape.states is None else [shape.states.zeros() for _ in range(LAYERS)]
     places, owned = ([], []) if shape.states is None else (shape.states.places(1, 0), shape.states.owned(1, 0))
@@ -418,7 +418,7 @@ class Engine:
         return None if request is None else request.status
 
     def params(self, request_id: str) -> dict[str, Any]:
-        """What it says of a request's pages, as it comes out of an HTTP body."""
+        """The params of a request's pages, as they come out of an HTTP body."""
         (found,) = [
             output.kv_transfer_params
             for output in self.outputs

@@ -2,7 +2,7 @@
 
     python -m tests.vllm_engine.pool < questions.json > answers.json
 
-Runs under vLLM 0.32 and 0.33, where either is installed. What it is asked is in `Question`, what it says in `Answer`.
+Runs under vLLM 0.32 and 0.33, where either is installed. `Question` is its input, and `Answer` its output.
 One process plays one rank of several: vLLM's model takes its share of heads by the size of its group, which is set.
 """
 
@@ -95,7 +95,7 @@ def _grouped(config: Any, specs: dict[str, Any], memory: int) -> tuple[list[Any]
 
 
 def _config(question: Question, scratch: Path) -> Any:
-    """Of the text alone; how weights are quantised is left out: it needs kernels, and changes nothing of the cache."""
+    """The text part alone. The quantisation of weights is left out: it needs kernels, and does not change the cache."""
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 
     told: dict[str, Any] = json.loads((Path(question.folder) / "config.json").read_text())

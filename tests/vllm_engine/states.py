@@ -42,11 +42,11 @@ class States:
 
     @property
     def norm(self) -> Any:
-        """What our connector asks a layer of vLLM's."""
+        """The attributes of a vLLM layer that our connector reads."""
         return SimpleNamespace(n_groups=self.groups)
 
     def shapes(self, ranks: int) -> tuple[tuple[int, ...], ...]:
-        """Of one of some ranks."""
+        """The shape of one of some ranks."""
         of = MambaStateShapeCalculator
         if self.kind == "mamba2":
             return of.mamba2_state_shape(ranks, _INNER, self.groups, _HEADS, _HEAD_DIM, _STATE, _KERNEL)
@@ -68,7 +68,7 @@ class States:
         return [torch.zeros(shape) for shape in self.shapes(ranks)]
 
     def places(self, ranks: int, rank: int) -> list[torch.Tensor]:
-        """Of every element of a rank's states its number in the whole model: as vLLM loads the weights of a rank."""
+        """The number of every element of a rank's states in the whole model: as vLLM loads the weights of a rank."""
         channels = _channels(self._projections(ranks), ranks, rank)
         columns = _KERNEL - 1
         conv = channels[:, None] * columns + torch.arange(columns)
@@ -110,6 +110,6 @@ def recur(state: Sequence[torch.Tensor], token: int, layer: int, places: Sequenc
 
 
 def read(state: Sequence[torch.Tensor], places: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]) -> int:
-    """What it makes of its state: every element counts by its place."""
+    """The value that it computes from its state: every element counts by its place."""
     found = zip(state, places, owned, strict=True)
     return sum(int((part.long() * (place % 31 + 1))[mine].sum()) for part, place, mine in found)

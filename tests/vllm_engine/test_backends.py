@@ -50,7 +50,7 @@ STATE = MambaSpec(block_size=64, shapes=((3, 160), (8, 16, 16)), dtypes=(torch.f
 
 
 class Theirs(TritonAttentionBackend):
-    """Of somebody else, who has changed something: it is not known any more."""
+    """A changed backend of a third party: it is not known any more."""
 
 
 def config_of(folder: Path, spec: KVCacheSpec, *backends: Any, page_size: int = 32) -> Any:

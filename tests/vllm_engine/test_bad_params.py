@@ -63,7 +63,7 @@ def test_a_bad_input_fails_its_request_alone(make: Make, spoil: Callable[[Params
     assert served([prefill, decode], "good", good, 3, prefilled(prefill, "q", good)) == expected_tokens(
         good, 3, decode.shape
     )
-    # What was named wrongly is read, or its lease has ended: it ends in any case, long before its time is up.
+    # A lease that was named wrongly is read, or has ended: it ends in any case, long before its time is up.
     decode.add("again", PROMPT, 3, params)
     run_until([prefill, decode], lambda: decode.finish_reason("again"))
     assert decode.tokens("again") in ([], expected_tokens(PROMPT, 3, decode.shape))

@@ -1,4 +1,4 @@
-"""Whatever ends decode's request before it has read: prefill's blocks come back at once, and not with their lease."""
+"""If decode's request ends before it has read, prefill's blocks come back at once, and not with their lease."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_a_prompt_that_differs_in_length_from_what_was_prefilled_is_served(make:
 @pytest.mark.parametrize("windows", [(0,), (0, 40)], ids=["one group", "two groups"])
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_failed_load_does_what_the_policy_says(make: Make, policy: str, windows: tuple[int, ...]) -> None:
-    """Of two groups, too: vLLM's seed went on with garbage (vllm#52234)."""
+    """Also with two groups, where an early vLLM went on with garbage (vllm#52234)."""
     shape = Shape(windows=windows, policy=policy)
     prefill, decode = make("kv_producer", shape), make("kv_consumer", shape)
     params = prefilled(prefill, "p", PROMPT)

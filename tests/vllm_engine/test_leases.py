@@ -1,4 +1,4 @@
-"""What binds a reader to its source's pages: nothing that a client can change, and nothing that timing can."""
+"""A reader is bound to its source's pages: neither a client nor timing can change that."""
 
 import random
 import time

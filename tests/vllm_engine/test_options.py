@@ -62,7 +62,7 @@ HERE: list[tuple[dict[str, Any], str]] = [
     ({"secret": "env:PAGEWIRE_SHORT"}, "the shared secret has 5 bytes, at least 16 are needed"),
     ({"keyring": "/nowhere/at/all"}, "keyring /nowhere/at/all: [Errno 2]"),
 ]
-"""What only the machine can tell to be wrong."""
+"""Faults that only the machine can show."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
-"""Who is read from: an address comes with a request, so a connector contacts whom it may, and believes who has the key.
+"""A request brings the address of its source, so a connector contacts only listed hosts that have the key.
 
-Whatever a request names, it fails alone, as the policy says, and every block returns.
+A request that names another one fails alone, as the policy says, and every block returns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def assert_failed(decode: Engine, request_id: str, prompt: list[int], count: int
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who does not answer is given up after 1.5 s instead of 5."""
+    """A peer that does not answer is given up after 1.5 s instead of 5."""
     monkeypatch.setattr(vllm_config, "Timing", functools.partial(Timing, handshake=1.5))
 
 
@@ -167,7 +167,7 @@ def test_another_address_under_a_known_engine_id_ends_no_load_of_others(
             decode.add(name, prompts[name], 3, params[name])
         run_until([prefill, decode], lambda: all(decode.finish_reason(name) for name in [*prompts, "bad"]))
     assert_failed(decode, "bad", bad, 3)
-    # Of decode's log: prefill says of a lease that decode gives back that its pages were given up unread.
+    # Decode's log alone: prefill says of a lease that decode gives back that its pages were given up unread.
     told = [record.getMessage() for record in caplog.records if record.name == "pagewire.vllm"]
     failed = [text for text in told if "its pages were given up unread" not in text]
     assert len(failed) == 1, "no load of another request has failed"

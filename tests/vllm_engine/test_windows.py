@@ -32,7 +32,7 @@ def hidden(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def assert_forgotten(decode: Engine) -> None:
-    """Nothing is booked of requests that have ended."""
+    """The books have no entry of requests that have ended."""
     managers = decode.scheduler.kv_cache_manager.coordinator.single_type_managers
     assert [manager.num_cached_block for manager in managers] == [{}] * len(managers)
 

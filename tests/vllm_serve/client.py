@@ -31,7 +31,7 @@ PROMPTS = _prompts()
 
 
 class Answer(NamedTuple):
-    """What came back."""
+    """An answer."""
 
     status: int
     body: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What plain vLLM says, with no connector: `python -m tests.vllm_serve.reference FILE MODEL...` writes it as JSON.
+"""The answers of plain vLLM, with no connector: `python -m tests.vllm_serve.reference FILE MODEL...` writes it as JSON.
 
 It is asked for one prompt at a time: its latent attention on CPUs says other things in a batch than alone.
 """

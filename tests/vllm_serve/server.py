@@ -75,7 +75,7 @@ class Settings:
 
     @property
     def arguments(self) -> list[str]:
-        """Of the command line."""
+        """Arguments of the command line."""
         found = {
             "--served-model-name": "m", "--host": "127.0.0.1", "--dtype": "float32", "--seed": 0,
             "--max-model-len": self.max_tokens, "--max-num-seqs": 32, "--block-size": self.block_size,
@@ -105,7 +105,7 @@ def free_port() -> int:
 
 
 def environment() -> dict[str, str]:
-    """Of every process here: one core, nothing fetched, and this tree first."""
+    """The environment of every process here: one core, no downloads, and this tree first."""
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
     return {**os.environ, **_ENVIRONMENT, "PATH": path, "PYTHONPATH": str(_REPOSITORY)}
 
@@ -133,7 +133,7 @@ class Process:
 
     @property
     def text(self) -> str:
-        """What it has written since its start."""
+        """Its output since its start."""
         with self.log.open("rb") as log:
             log.seek(self._log_from)
             return log.read().decode(errors="replace")

@@ -37,7 +37,7 @@ _OFTEN = ("32 to 32", "32 to 64", "64 to 32")
 
 
 def _cells() -> list[Any]:
-    """What runs each time, and what takes a night: starts are what costs."""
+    """Pairs that run each time, and pairs that take a night: starts are what costs."""
     found = [pytest.param("llama", shape, marks=[] if shape in _OFTEN else pytest.mark.long) for shape in _SHAPES]
     found += [pytest.param("gemma3", shape, marks=[] if shape == "32 to 64" else pytest.mark.long) for shape in _OFTEN]
     for name in ("qwen3", "mistral", "granite"):

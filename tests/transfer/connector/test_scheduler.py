@@ -70,7 +70,7 @@ def params(
 
 
 def answer(source: NixlConnectorScheduler, made: dict[str, Any], tokens: int = 20) -> LeaseReply:
-    """What the source says to a reader of so many tokens."""
+    """The source's answer to a reader of so many tokens."""
     query = LeaseQuery(query_id=7, engine_id="p", lease_id=int(made["lease_id"], 16), num_tokens=tokens)
     return source._leased(query)
 

@@ -1,4 +1,4 @@
-"""What connectors of the field have got wrong, one test each. None of it may come back."""
+"""Defects of other connectors, one test each. None of them may come back."""
 
 from __future__ import annotations
 

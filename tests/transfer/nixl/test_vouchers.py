@@ -1,4 +1,4 @@
-"""Who says on this host that a description of an agent is its own, as the kernel tells."""
+"""A process on this host vouches for its agent's description; the kernel says which process it is."""
 
 from __future__ import annotations
 

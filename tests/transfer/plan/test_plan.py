@@ -149,7 +149,7 @@ def test_a_pull_takes_one_run_a_page_whatever_its_last_token() -> None:
         assert len(runs) == 5
 
 
-# What other systems' pulls got wrong, and must stay right here.
+# Cases that other systems' pulls got wrong, and that must stay right here.
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(8, 2), (2, 8), (8, 4), (4, 8), (8, 1), (1, 8), (3, 8), (8, 3)])

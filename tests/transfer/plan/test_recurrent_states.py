@@ -16,7 +16,7 @@ SHAPE = StateShape(layers=3, heads=8, head_dim=5, groups=2, d_state=6, kernel=4,
 
 @pytest.mark.parametrize(("there", "here"), [(1, 1), (1, 2), (2, 1), (4, 2), (2, 8)])
 def test_a_transfer_plans_over_the_pages_between_any_numbers_of_shards(there: int, here: int) -> None:
-    """What the plan would copy, copied here with torch, is the state that the reading shards shall hold."""
+    """The plan's copies, carried out with torch, give the state that the reading shards shall hold."""
     source, target = (StatePages(SHAPE, 3, ["cpu"] * shards) for shards in (there, here))
     states = [(torch.randn(1, 64, 3), torch.randn(1, 8, 5, 6)) for _ in range(3)]
     for layer, (conv, ssm) in enumerate(states):

@@ -1,4 +1,4 @@
-"""Who is read from: each element once, spread over replicas, from no more shards than are needed."""
+"""The ranks that are read from: each element once, spread over replicas, from no more shards than are needed."""
 
 from __future__ import annotations
 

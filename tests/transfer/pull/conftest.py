@@ -1,4 +1,4 @@
-"""What the tests of this folder share."""
+"""Fixtures that the tests of this folder share."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

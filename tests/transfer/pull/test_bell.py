@@ -1,4 +1,4 @@
-"""Whoever sleeps on a bell wakes at a ring, sleeps again once it has heard it, and misses none."""
+"""A thread that sleeps on a bell wakes at a ring, sleeps again once it has heard it, and misses none."""
 
 from __future__ import annotations
 

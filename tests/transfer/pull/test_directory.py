@@ -1,4 +1,4 @@
-"""Who is read from under which name: what one request says of an engine touches no pull of another one."""
+"""Sources by name: the address that one request gives for an engine affects no pull of another request."""
 
 from __future__ import annotations
 

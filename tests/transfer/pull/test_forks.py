@@ -29,7 +29,7 @@ class _Span(ctypes.Structure):
 
 
 def memory_of(pid: int, address: int, num_bytes: int) -> bytes:
-    """What another process holds at an address, as NIXL reads it on one host."""
+    """The bytes that another process holds at an address, as NIXL reads them on one host."""
     here = ctypes.create_string_buffer(num_bytes)
     local, remote = _Span(ctypes.addressof(here), num_bytes), _Span(address, num_bytes)
     got = _LIBC.process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)

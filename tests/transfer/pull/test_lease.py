@@ -309,7 +309,7 @@ def test_ids_of_all_64_bits_are_granted_and_no_other() -> None:
 
 
 def test_a_fork_finds_no_lease() -> None:
-    """Who reads a lease word of a fork, as it has got our pid, must find none."""
+    """A reader that reads a lease word of a fork, because the fork has got our pid, must find none."""
     book = LeaseBook(8)
     book.grant(5, "r", 0, 10.0)
     child = os.fork()

@@ -87,7 +87,7 @@ def taken(reader: Reader, source: Side, context: TextContext, lent: Lent, key: s
 
 
 def all_given_back(source: Side) -> None:
-    """Whatever was lent is free again; the scheduler has heard nothing of it."""
+    """All lent pages are free again, and the scheduler was not told of them."""
     source.until(lambda: source.manager.num_leased_blocks == 0 and source.exchange.threads[0].replica.num_leases == 0)
     assert source.idle
     assert not source.of(Offered)
@@ -144,7 +144,7 @@ def test_what_was_lost_meanwhile_makes_the_answer_shorter_and_never_an_error(sid
 
 
 def forget_head(source: Side, pages: int) -> None:
-    """Of the prompt's pages the source has those from here on; what comes before it has forgotten."""
+    """The source has the prompt's pages from here on, and has forgotten those before."""
     contents = source.manager.contents
     held, _ = contents.lease("tail", 0, contents.digests(TextContext(LONGER, 32, "theirs"), pages), 8)
     source.manager.reset_prefix_cache()
@@ -216,7 +216,7 @@ def below(side: Any, **options: Any) -> Side:
 
 
 class Endless:
-    """Of a copy that runs beside us, and is over when it is told."""
+    """A copy that runs beside us, and is over when it is told."""
 
     is_over = False
 

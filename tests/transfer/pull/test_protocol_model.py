@@ -16,7 +16,7 @@ from tests.transfer.protocol_rules import ASSUMPTIONS, CASTS, RULES, SHOWN_BY, C
 
 HOLE = "hole: D0 serves"
 STALE_PAGE, ROBBED, WAITS, WITHOUT_CAUSE = "stale page", "lease ended as read while", "may never", "has not ended"
-# What comes of leaving a rule out, and in how many moves at the least.
+# The harm of leaving a rule out, and the fewest moves that lead to it.
 HARM = {
     "fence": (STALE_PAGE, 10),
     "fence-after-data": (STALE_PAGE, 12),

@@ -312,7 +312,7 @@ def settled(runs: int = 2, num_bytes: int = 100) -> Settled:
 
 
 def test_a_part_is_settled_once_whether_it_could_be_posted_or_not(rig: Rig) -> None:
-    """What it reads into may be used again from then on: neither while something is in flight, nor never."""
+    """Its destination may be used again from then on: not while a READ is in flight, but at some time."""
     rig.agent.auto = False
     rig.agent.raise_at = {1: AgentError("no")}
     rig.open()

@@ -1,4 +1,4 @@
-"""What one rank does by itself: it gives up copies that never end, at its limit and not before."""
+"""One rank by itself gives up copies that never end, at its limit and not before."""
 
 from __future__ import annotations
 

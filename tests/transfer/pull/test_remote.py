@@ -1,4 +1,4 @@
-"""What must agree with an engine must agree with each of its ranks."""
+"""Settings that must agree with an engine must agree with each of its ranks."""
 
 from __future__ import annotations
 

@@ -443,7 +443,7 @@ def test_a_lease_of_another_start_of_the_source_is_not_read_under(engine: Any) -
 
 
 def test_a_source_that_is_lost_before_it_has_said_what_it_holds_is_looked_for_anew(engine: Any) -> None:
-    """What was known there was an earlier start of it: the one that is there now has made the params."""
+    """The reader knew an earlier start of the source. The start that is there now has made the params."""
     p, d = engine("p"), engine("d")
     pull(d, p.source(p.offer("before")), key="before")
     run(p, d, until=settled(d, "before"))

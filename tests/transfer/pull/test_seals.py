@@ -205,7 +205,7 @@ def says(table: BlockTable) -> tuple[object, ...]:
 
 
 class Pulled(NamedTuple):
-    """What became of a number of tables."""
+    """The outcomes of a number of tables."""
 
     refused_by_import: int
     refused_by_seal: int
@@ -244,7 +244,7 @@ class Pair:
         return {one.event.lease_id for one in self.source.of(LeaseOver)}  # type: ignore[union-attr]
 
     def pull(self, table: BlockTable, offer: Source) -> str:
-        """What became of a table: "refused by import", "refused by seal" or "accepted", its bytes compared."""
+        """The outcome of a table: "refused by import", "refused by seal" or "accepted", its bytes compared."""
         source, reader, name = self.source, self.reader, f"d{self.count}"
         self.count += 1
         context = TextContext([*PROMPT, NEXT], 256, name)
@@ -347,7 +347,7 @@ def chunks(pair: Pair, offer: Source, *, new_pages: bool) -> list[BlockTable]:
 
 
 def pull_chunks(pair: Pair, offer: Source, tables: list[BlockTable], rng: random.Random) -> str:
-    """What became of a pull chunk by chunk, or of several chunks at once: as `Pair.pull`."""
+    """The outcome of a pull chunk by chunk, or of several chunks at once: as `Pair.pull`."""
     reader, name = pair.reader, f"c{pair.count}"
     pair.count, pair.spent = pair.count + 1, True
     context = TextContext([*PROMPT, NEXT], 256, name)

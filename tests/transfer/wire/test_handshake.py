@@ -109,7 +109,7 @@ def router() -> Iterator[tuple[zmq.Socket[bytes], str]]:
 
 
 class Answers(list[Any]):
-    """What came for each question; `wait` polls until there are so many."""
+    """The answers to each question; `wait` polls until there are so many."""
 
     def __init__(self, client: HandshakeClient) -> None:
         super().__init__()
@@ -469,7 +469,7 @@ def test_what_a_lease_holds_is_asked_of_the_engine_that_has_it(
 
 
 def test_leases_may_be_asked_for_hundreds_of_times_at_once(server: HandshakeServer, client: Any) -> None:
-    """Of each request, by each rank; metadata is asked for once."""
+    """The questions for each request, by each rank; metadata is asked for once."""
     server._throttle = server_throttle = Throttle(100, lambda: 0.0)
     answers = Answers(client)
     server.serve(EngineCard("q", "second", (), leased=lambda query: LeaseReply(query_id=query.query_id)))

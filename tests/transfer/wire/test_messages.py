@@ -1,4 +1,4 @@
-"""What comes from outside is either what its sender sealed, or an error that says what is wrong with it."""
+"""A message from outside is either as its sender sealed it, or raises an error that says what is wrong with it."""
 
 from __future__ import annotations
 
