@@ -1,4 +1,4 @@
-"""What concerns all tests."""
+"""Fixtures and options of all tests."""
 
 import gc
 import importlib.util
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def deal_out(items: Sequence[pytest.Item]) -> None:
-    """Of a test marked `each_value` CI alone runs the cases whose values of each parameter others here have, too."""
+    """CI alone runs the cases of a test marked `each_value` whose values of each parameter other cases have, too."""
     functions: defaultdict[tuple[Path, str], list[pytest.Function]] = defaultdict(list)
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}

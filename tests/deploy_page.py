@@ -95,7 +95,7 @@ def _default(node: ast.expr | None) -> str:
 
 
 def _meanings(node: ast.ClassDef) -> dict[str, str]:
-    """Of the attributes and arguments that a docstring names; "a, b: text" is said of both."""
+    """Meanings of the attributes and arguments that a docstring names; "a, b: text" holds for both."""
     found: dict[str, str] = {}
     for section in re.findall(
         r"^(?:Attributes|Args):\n((?:    .*\n?|\n)+)", ast.get_docstring(node) or "", re.MULTILINE

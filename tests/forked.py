@@ -1,6 +1,6 @@
 """Processes that start at once: forks of one that has torch, nixl and transformers imported.
 
-What they do is what a process does that imports these itself, which takes seconds and most of the time of such a test.
+They behave as a process that imports these itself, which takes seconds and most of the time of such a test.
 """
 
 import gc
@@ -157,7 +157,7 @@ def _become(given: tuple[Connection, ...], server: str, arguments: list[str], en
 
 
 def _share(server: str) -> None:
-    """What this process starts is forked from where it comes from itself: it need not import everything once more."""
+    """Processes that this process starts are forked from its own origin: they need not import everything once more."""
     shared: Any = forkserver._forkserver
     shared._forkserver_address, shared.ensure_running = server, lambda: None
     process: Any = multiprocessing.current_process()

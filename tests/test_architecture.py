@@ -1,4 +1,4 @@
-"""What keeps the packages and their rooms apart, and the public surface what it says."""
+"""Packages and their rooms stay apart, and the public surface is as documented."""
 
 from __future__ import annotations
 

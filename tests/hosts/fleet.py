@@ -70,7 +70,7 @@ class OnHosts(Served):
 
 @dataclass
 class Answered:
-    """What came of a prompt, and when the answer was there."""
+    """The answer to a prompt, and when it was there."""
 
     prompt: str
     status: int

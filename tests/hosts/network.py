@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 SUBNET = "10.213.7"
-# Of no host: what is sent there is lost, and nobody is told.
+# The address of no host: data sent there is lost without a word.
 _NOBODY = "02:00:00:00:00:99"
 _CLONE_NEWNET = 0x40000000
 _SIOCETHTOOL, _ETHTOOL_STXCSUM = 0x8946, 0x17
@@ -145,7 +145,7 @@ class Host:
             fcntl.ioctl(device, _SIOCETHTOOL, request)
 
     def command(self, *command: str) -> list[str]:
-        """What runs a command on this host."""
+        """The command line that runs a command on this host."""
         named = ["sh", "-c", f'hostname {self.name} && exec "$@"', "sh", *command]
         return [
             "setpriv",
@@ -175,7 +175,7 @@ class Host:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """What this thread opens for the length of a `with` block, it opens on this host."""
+        """Sockets that this thread opens in a `with` block are opened on this host."""
         here_path, there_path = Path("/proc/thread-self/ns/net"), Path("/run/netns", self._namespace)
         with here_path.open() as here, there_path.open() as there:
             _enter(there.fileno())
@@ -202,7 +202,7 @@ class Host:
         _run("ip", "-n", self._wire, "link", "set", self._port, "master", self._bridge)
 
     def deafen(self, other: "Host") -> None:
-        """What the other host sends to this one is lost. What this one sends arrives."""
+        """Data from the other host to this one is lost. Data from this one arrives."""
         other._ip("neighbour", "replace", self.address, "lladdr", _NOBODY, "dev", "net0", "nud", "permanent")
 
     def hear(self, other: "Host") -> None:

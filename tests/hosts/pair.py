@@ -106,4 +106,4 @@ DIRECTIONS: dict[str, tuple[Act, Act]] = {
         lambda pair: pair.source_host.hear(pair.reader_host),
     ),
 }
-"""What cuts the link, and what makes it whole again."""
+"""The calls that cut the link, and that make it whole again."""

@@ -42,7 +42,7 @@ class Relay:
         self._loss, self._random = share, random.Random(seed)
 
     def pause(self, seconds: float) -> None:
-        """What is on its way stands still for so long. Nothing is lost."""
+        """Data on its way stands still for so long. No byte is lost."""
         self._still_until = time.monotonic() + seconds
 
     def counted(self) -> Counter[str]:

@@ -1,7 +1,7 @@
 """Breaks the code on purpose, one small change at a time, and says which changes no test notices.
 
-Each change is tried by the tests beside its file. What they let pass is a gap in them, unless `harmless.txt` says why
-nothing can notice it. `--elsewhere` also asks the other tests of the folder and of the package's doors.
+Each change is tried by the tests beside its file. A change that they let pass is a gap in them, unless `harmless.txt`
+says why no test can notice it. `--elsewhere` also asks the other tests of the folder and of the package's doors.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def line_of(one: Tried) -> str:
 
 
 def table(tried: Sequence[Tried]) -> list[str]:
-    """Of each file and of all: its mutants, and what came of them."""
+    """The mutants of each file and of all, and their outcomes."""
     rows = [("file", "mutants", *_COLUMNS)]
     paths = sorted({one.mutant.path for one in tried})
     for path in [*paths, None]:
@@ -56,7 +56,7 @@ def listed(gaps: Sequence[Tried]) -> list[str]:
 
 
 def as_json(tried: Sequence[Tried]) -> list[dict[str, object]]:
-    """What came of each mutant, for a file."""
+    """The outcome of each mutant, for a file."""
     return [
         {
             "key": one.mutant.key,

@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.orphans import adopt, end_children
 
-# What the packages and their tests import. None of it starts a thread, so that a fork is a whole process.
+# Modules that the packages and their tests import. None starts a thread, so that a fork is a whole process.
 _LIBRARIES = (
     "hypothesis",
     "msgspec",

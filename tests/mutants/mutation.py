@@ -66,14 +66,14 @@ def mutated(source: str, mutation: Mutation) -> str:
         program = ast.parse(changed)
     except SyntaxError as error:
         raise StaleMutationError(f"{mutation.function}: {mutation.new!r} leaves no program: {error}") from error
-    # Of the function alone: nothing else has changed, and the tree of a whole file is long.
+    # The tree of the function alone: no other code has changed, and the tree of a whole file is long.
     if _is_same(named, program, mutation.function):
         raise StaleMutationError(f"{mutation.function}: {mutation.new!r} changes nothing")
     return changed
 
 
 def _pattern(old: str) -> re.Pattern[str]:
-    """What finds a text wherever the formatter breaks its lines."""
+    """A pattern that finds a text wherever the formatter breaks its lines."""
     before = re.match(r"\s*", old)
     after = re.search(r"\s*$", old)
     assert before is not None

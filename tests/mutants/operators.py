@@ -262,7 +262,7 @@ def replaced(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def cleanup(node: ast.AST) -> Iterator[ast.AST]:
-    """Nothing happens in `finally`; a handler lets the error go on; an error that is suppressed, is not."""
+    """An empty `finally`; a handler that lets the error go on; a suppressed error that is raised."""
     if isinstance(node, ast.Try):
         if node.finalbody:
             yield _with(node, finalbody=[ast.Pass()])

@@ -2,7 +2,7 @@
 
 Beside `kvcache/pool/pages.py` is `tests/kvcache/pool/test_pages.py`, and each `test_pages_*.py` there. A file whose
 rules only show through others is tested through the doors that the table names. A file with neither is tested by its
-folder. What the table names and is gone is passed over, so that who moves a test need not edit the table at once.
+folder. Names in the table that are gone are passed over, so that a test can be moved without an edit of the table.
 """
 
 from collections.abc import Iterable

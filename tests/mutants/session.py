@@ -46,7 +46,7 @@ class Session:
 
     @cached_property
     def _reach(self) -> dict[str, Any]:
-        """What each test calls and how long it takes: found once for all sessions of a tree with these files."""
+        """The calls and the time of each test: found once for all sessions of a tree with these files."""
         if self.files in self.tree.reach:
             return self.tree.reach[self.files]
         found = self._ask(_request([], _REACH_LIMIT_S) | {"reach": True})
@@ -71,7 +71,7 @@ class Session:
         reach, seconds, spawning = self._reach["reach"], self._reach["seconds"], set(self._reach["spawning"])
         is_code = function in functions(ast.parse((self.tree.folder / path).read_text())) and name not in self._imported
         chosen = {test for test in seconds if not is_code or name in reach[test] or test in spawning}
-        # Of one file at a time, as what a file's tests share is set up once. What starts processes comes last.
+        # One file at a time, because fixtures of a file are set up once. Tests that start processes come last.
         order = sorted(chosen, key=lambda test: (test.partition("::")[0], test in spawning, seconds[test]))
         return [test for test in order if test not in self.failed and test.partition("::")[0] not in self._but]
 
@@ -79,7 +79,7 @@ class Session:
         """Try another source of a file by the tests that may notice, up to the first that does.
 
         Returns:
-            What came of it; "cold" is its outcome where only `run_cold` can try it.
+            The outcome; "cold" if only `run_cold` can try it.
         """
         start = monotonic()
         tests = self.tests_of(path, function)

@@ -1,7 +1,7 @@
 """The mutants of a source file: every change of its functions and constants that a test could notice.
 
-What no test should look at stays as it is: docstrings, annotations, texts of errors and of logs, `__repr__`, `assert`,
-declarations without a body, and what only a type checker runs.
+Code that no test should look at stays as it is: docstrings, annotations, texts of errors and of logs, `__repr__`,
+`assert`, declarations without a body, and code that only a type checker runs.
 """
 
 import ast
@@ -67,7 +67,7 @@ class Mutant(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What names the change whatever the lines around it: the file, the function, the operator, the expressions."""
+        """A name that does not depend on line numbers: the file, the function, the operator, the expressions."""
         return f"{self.path}:{self.function} | {self.operator} | {self.old} -> {self.new}"
 
 
@@ -92,7 +92,7 @@ class Site(NamedTuple):
 
     @property
     def shown(self) -> ast.AST:
-        """What names a constant to a reader: the expression or statement that it is part of; else the node."""
+        """The part of the source that names a constant to a reader: its expression or statement; else the node."""
         if isinstance(self.node, ast.Constant):
             for one in reversed(self.above):
                 if isinstance(one, _SHOW_A_CONSTANT):

@@ -20,7 +20,7 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
 class Run(NamedTuple):
-    """What came of a run of tests.
+    """The outcome of a run of tests.
 
     Attributes:
         outcome: "passed", "failed", "timed out", "crashed" (ended by a signal), or "broken": no test ran.
@@ -99,7 +99,7 @@ class Tree:
 
     @property
     def options(self) -> list[str]:
-        """Of pytest: the same order, the same random numbers, and nothing written beside the copy."""
+        """Arguments of pytest: the same order, the same random numbers, and no files beside the copy."""
         given = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", f"--basetemp={self.folder / 'basetemp'}"]
         # With xdist the plugin of reruns serves its workers in a thread, and a process with threads is not forked.
         given += ["-p", "no:xdist", "-p", "no:rerunfailures"]

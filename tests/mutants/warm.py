@@ -102,7 +102,7 @@ class Reach:
                 self.spawning |= {name for name in names if name.startswith(str(fixturedef.baseid))}
 
     def found(self) -> dict[str, object]:
-        """What was found, for the other process."""
+        """The result, for the other process."""
         return {
             "seconds": self.seconds,
             "processor": self.processor,
@@ -132,7 +132,7 @@ class First:
             self.by = report.nodeid
 
     def found(self) -> dict[str, object]:
-        """What was found, for the other process."""
+        """The result, for the other process."""
         return {"by": self.by}
 
 
@@ -158,7 +158,7 @@ class Warm:
         self._imports = Reach(packages)
         self._imports.begin()
         self._result: Any = None
-        # What fails is looked for, not its smallest case.
+        # A failing example is enough: the smallest one is not needed.
         settings = hypothesis.settings(phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
         hypothesis.settings.register_profile("mutants", settings, print_blob=False)
         hypothesis.settings.load_profile("mutants")

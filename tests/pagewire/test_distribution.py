@@ -1,4 +1,4 @@
-"""What shadows a package of ours is named by file, before anything of it runs."""
+"""A package that shadows one of ours is named by file, before its code runs."""
 
 import subprocess
 import sys

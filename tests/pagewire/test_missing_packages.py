@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 OURS = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 NEEDED = ("msgspec", "numpy", "torch", "zmq")  # without an extra
 CONFIG = Path(__file__).parent / "plan/configs/gpt-oss-120b"
-# What each command cannot do without, beside what comes with pagewire itself.
+# The packages that each command needs, beside those that come with pagewire itself.
 NEEDS = {
     "demo": {"nixl", "rich", "transformers"},
     "plan": {"rich", "transformers"},

@@ -152,7 +152,7 @@ HYBRIDS = {
         },
     ),
 }
-# Of forms that others have, too.
+# Their forms are those of other models, too.
 MORE_HYBRIDS = {
     "lfm2_moe": (
         "Lfm2MoeConfig",
@@ -251,7 +251,7 @@ class SharedModels:
 
 
 def _fingerprint(model: Any) -> Any:
-    """What one test could change for another: weights, attention, modes, generation settings."""
+    """State that one test could change for another: weights, attention, modes, generation settings."""
     digest = hashlib.blake2b()
     for name, value in model.state_dict().items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -276,7 +276,7 @@ def model(request: pytest.FixtureRequest, shared_model: SharedModels) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(request: pytest.FixtureRequest, model: Any) -> list[list[int]]:
-    """What the model itself answers to the `PROMPTS` of a file, `NEW` tokens each."""
+    """The model's own answers to the `PROMPTS` of a file, `NEW` tokens each."""
     return [own_tokens(model, prompt, request.module.NEW) for prompt in request.module.PROMPTS]
 
 

@@ -1,4 +1,4 @@
-"""What every adapter must do, written once: a test class for adapters, and what it asks of a driver of one.
+"""The duties of every adapter, written once: a test class for adapters, and the driver that it needs.
 
 A test module of an adapter says
 
@@ -25,7 +25,7 @@ Reference = Callable[[Sequence[int], int], list[int]]
 
 
 class Limits(NamedTuple):
-    """What one engine of the adapter has. The cases choose their sizes by it."""
+    """The sizes of one engine of the adapter. The cases choose their own by it."""
 
     page_size: int
     pages: int
@@ -38,7 +38,7 @@ class Limits(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What has become of a request: its tokens so far, why it ended ("" while it goes on), and what failed."""
+    """The state of a request: its tokens so far, why it ended ("" while it goes on), and what failed."""
 
     tokens: list[int]
     finished: str = ""  # "eos", "length", "cancelled", "error"
@@ -71,7 +71,7 @@ class Adapter(Protocol):
     peers: ClassVar[Sequence[str]]
     """Kinds of processes that may die; none where nothing crosses processes."""
     survives: ClassVar[Collection[str]]
-    """What costs no request its tokens: the death of such a peer; "pull": a pull that fails once."""
+    """Faults that cost no request its tokens: the death of such a peer; "pull": a pull that fails once."""
     limits: Limits
 
     @property
@@ -95,11 +95,11 @@ class Adapter(Protocol):
         ...
 
     def cancel(self, request_id: str) -> None:
-        """The client does not want it any more. Nothing happens where it has ended or is not known."""
+        """The client does not want it any more. A no-op if it has ended or is not known."""
         ...
 
     def outcome(self, request_id: str) -> Outcome:
-        """What has become of a request by now."""
+        """The state of a request by now."""
         ...
 
     def counters(self) -> Counters: ...
@@ -148,7 +148,7 @@ class Case:
         self._asked[request_id] = self.adapter.bring(request_id, phase)
 
     def again(self, request_id: str, name: str) -> None:
-        """What was asked for, asked for once more: pages that were left wrong would show."""
+        """The same prompts once more: pages that were left wrong would show."""
         self.submit(name, self._asked[request_id][0])
 
     def cancel(self, request_id: str) -> None:

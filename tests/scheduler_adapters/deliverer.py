@@ -50,7 +50,7 @@ class _Held:
 
 @dataclass
 class _Hop:
-    """What waits for one receiver, and the youngest that was delivered of each request."""
+    """Messages that wait for one receiver, and the youngest that was delivered for each request."""
 
     held: list[_Held] = field(default_factory=list)
     youngest: dict[str, int] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Deliverer:
         self._take(self._hops.setdefault(name, _Hop()), message, message)
 
     def deliver_to_decodes(self) -> None:
-        """What frontends have said and is due."""
+        """Messages of frontends that are due."""
         for name, decode in self.service.decodes.items():
             for held in self._due(self._hops.setdefault(name, _Hop()), lambda m, d=decode: _frontend_phase(d, m)):
                 message = held.message

@@ -151,7 +151,7 @@ class Range:
                 self.client.aborts.append((one.submitted + self.random.uniform(0.0, 0.5), one.request_id))
 
     def run(self, fault: Fault) -> Outcome:
-        """One run. What it asserts is what the module says."""
+        """One run. It asserts the promises in the module's docstring."""
         fetched = (fault.role, fault.phase) in FETCHED
         if fetched:
             self.introduce()

@@ -1,4 +1,4 @@
-"""What tests of served models share: a manager of so many pages, a loop over it, and running the loop to its end."""
+"""Helpers for tests of served models: a manager of so many pages, a loop over it, and running the loop to its end."""
 
 import dataclasses
 from collections import OrderedDict
@@ -21,9 +21,9 @@ _answers: WeakKeyDictionary[Any, dict[tuple[Any, ...], list[int]]] = WeakKeyDict
 
 
 def own_tokens(model: Any, prompt: Sequence[int], new: int) -> list[int]:
-    """As `reference_tokens`; whatever was asked before is remembered as long as there is the model.
+    """As `reference_tokens`; earlier answers are remembered as long as the model lives.
 
-    Nobody may change the model in between: its weights, that is. It may be told to end with another token.
+    The model's weights must not change in between. It may be told to end with another token.
     """
     key = str(model.generation_config.eos_token_id), tuple(prompt)
     known = _answers.setdefault(model, {})

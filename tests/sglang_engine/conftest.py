@@ -35,7 +35,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(model_dir: Path) -> Any:
-    """What the model's own `generate` appends to a prompt, up to a token of the caller's choice."""
+    """The tokens that the model's own `generate` appends to a prompt, up to a token of the caller's choice."""
     from scheduler_adapters.hf.runner import load_model, reference_tokens
 
     model = load_model(model_dir)
@@ -79,7 +79,7 @@ def plain(model_dir: Path, page_size: int, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="session")
 def expected(plain: Any) -> Any:
-    """What the plain engine answers."""
+    """The answers of the plain engine."""
     known: dict[tuple[int, ...], list[int]] = {}
 
     def tokens(prompt: list[int], new: int = 12) -> list[int]:

@@ -108,7 +108,7 @@ class Server:
         self._connection.send({"op": op, **fields})
 
     def answer(self, name: str, timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        """What became of a request: its tokens, and how it ended."""
+        """The result of a request: its tokens, and how it ended."""
         end = time.monotonic() + timeout_s
         while name not in self.answers:
             self._next(max(0.1, end - time.monotonic()))

@@ -1,7 +1,7 @@
 """One process of a disaggregated pair: SGLang's scheduler with its own event loop, and a tokenizer that is a stand-in.
 
-The scheduler, its queues, its sockets, the rendezvous on HTTP, the model and its attention are SGLang's. What stands in
-is what would turn text into tokens: a thread that speaks to the scheduler's real socket, and JSON lines to the test.
+The scheduler, its queues, its sockets, the rendezvous on HTTP, the model and its attention are SGLang's. A stand-in
+replaces the tokenizer: a thread that speaks to the scheduler's real socket, and JSON lines to the test.
 """
 
 from __future__ import annotations

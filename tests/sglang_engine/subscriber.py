@@ -15,7 +15,7 @@ Prefix = tuple[str | None, tuple[int, ...]]
 
 
 class Subscriber:
-    """Of one engine. Every event must fit those before it.
+    """A subscriber of one engine's events. Every event must fit those before it.
 
     Attributes:
         held: by its hash, what ends with each page that is there now.

@@ -25,7 +25,7 @@ def subscriber(engine: Any) -> Iterator[Subscriber]:
 
 
 def compare(subscriber: Subscriber, engine: Any) -> set[Prefix]:
-    """What the cache finds is what was told, page by page."""
+    """The cache finds the pages that were told, page by page."""
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 

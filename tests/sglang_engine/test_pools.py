@@ -95,7 +95,7 @@ class Side:
             self.workers[-1].register_kv_caches(found.tensors)
 
     def each(self) -> Iterator[tuple[Any, int, torch.Tensor, int, tuple[torch.Tensor, torch.Tensor]]]:
-        """Of each rank, group and layer: the pool, the layer, the slots, their first token, and what belongs there."""
+        """For each rank, group and layer: the pool, the layer, the slots, their first token, the expected content."""
         for rank, pool in enumerate(self.pools):
             for (part, layers), group, first in zip(parts_of(pool), self.blocks, self.firsts, strict=True):
                 where, at = slots(group, self.page_size, first), first * self.page_size
@@ -112,7 +112,7 @@ class Side:
                 part.set_kv_buffer(SimpleNamespace(layer_id=layer), where, keys, values)
 
     def check(self) -> None:
-        """What the window reaches, and everything without one, is there."""
+        """The tokens that the window reaches are there; without a window, all are."""
         for part, layer, where, at, (keys, values) in self.each():
             kept = max(0, TOKENS - WINDOW - at) if at else 0
             assert torch.equal(part.get_key_buffer(layer)[where][kept:], keys[kept:])

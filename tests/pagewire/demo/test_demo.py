@@ -40,7 +40,7 @@ COMMAND = [sys.executable, "-m", "pagewire", "demo"]
 
 
 class Done(NamedTuple):
-    """What became of a command."""
+    """The result of a command."""
 
     returncode: int
     stdout: str

@@ -1,4 +1,4 @@
-"""What the doctor finds on this host, and what follows from it on hosts that this one is not."""
+"""Findings of the doctor on this host, and on hosts that are unlike it."""
 
 import json
 import sys

@@ -12,7 +12,7 @@ from pagewire.plan.ways import MemoryAsked
 CONFIGS = Path(__file__).parent / "configs"
 MEMORY, STEP, LENGTHS = 40 << 30, 8192, (8192, 65_536)
 
-# Of each model, on a rank of 8 and of 1: bytes of a block, blocks in 40 GiB. Then blocks of requests of each length.
+# Each model on a rank of 8 and of 1: bytes of a block, blocks in 40 GiB. Then blocks of requests of each length.
 PUBLIC = {
     "llama-3-70b": ((655_360, 65_536), (5_242_880, 8_192), (512, 4_096)),
     "qwen3-235b-a22b": ((770_048, 55_775), (3_080_192, 13_943), (512, 4_096)),

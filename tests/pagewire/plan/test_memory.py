@@ -32,7 +32,7 @@ def small(*each: AlikeLayers) -> CachedModel:
     return CachedModel("small", None, torch.bfloat16, each)
 
 
-# Of one rank of eight: heads, copies, bytes of a page, and pages in 40 GiB.
+# One rank of eight: heads, copies, bytes of a page, and pages in 40 GiB.
 PUBLIC = {
     "llama-3-70b": ((1,), 1, 655_360, 65_536),
     "qwen3-235b-a22b": ((1,), 2, 770_048, 55_775),

@@ -128,7 +128,7 @@ def test_one_replica_has_no_peers() -> None:
 
 
 def test_a_window_s_load_is_that_of_its_busiest_replica() -> None:
-    # Of two replicas the one takes the long prompts and the other the short ones, turn by turn, in both full windows.
+    # One replica takes the long prompts and the other the short ones, turn by turn, in both full windows.
     trace = [[10 * number + at for at in range(3 if number % 2 else 1)] for number in range(1100)]
     result = replay(trace, 10_000, 2, routing="round-robin")
     assert result.hits == 0

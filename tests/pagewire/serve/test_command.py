@@ -209,7 +209,7 @@ def check_dying_and_draining(served: Served, tiny_model: Any) -> None:
         done: list[bool] = []
 
         def at_part(part: int) -> None:
-            # Of the prompts one has run then, or all have, and every one decodes.
+            # By then one of the prompts has run, or all have, and every one decodes.
             if part == (0 if name.startswith("p") else 5) and not done:
                 done.append(True)
                 served.signal(name, number)
@@ -289,7 +289,7 @@ def test_beyond_this_host_keys_are_needed(tmp_path: Path) -> None:
 def test_layers_with_windows_and_chunks_are_served_over_tables_of_their_own(
     tmp_path: Path, make_model: Any, kind: str
 ) -> None:
-    """Of a long prompt decode pulls all pages of the layers that see all of it, and of the others what is seen next."""
+    """Decode pulls all pages of full layers of a long prompt, and of the other layers those that are seen next."""
     name, changes = GROUPED[kind]
     model = make_model(name, num_hidden_layers=4, **changes)
     model.save_pretrained(tmp_path / "model")

@@ -35,7 +35,7 @@ _DRAWN_BYTES = 30_000  # of a picture: it shows more than Textual's page before 
 
 
 def picture(addresses: list[str], path: Path, keys: list[str], seconds: float) -> None:
-    """What the screen shows after so long."""
+    """The screen after so long."""
     app = TopApp(LiveSource(addresses, 4.0))
 
     async def run() -> None:

@@ -60,7 +60,7 @@ class Peer:
         return [one for one in messages if isinstance(one, kind)]
 
     def stop(self) -> None:
-        """Nothing is heard of the process any more, but what is sent to it is taken."""
+        """The process says nothing any more, but takes messages that are sent to it."""
         self._watched.close(0)
 
     def die(self) -> None:

@@ -1,4 +1,4 @@
-"""Who has a prompt's pages, by the KV events of real managers, and of processes that are asked for them."""
+"""Holders of a prompt's pages, by the KV events of real managers, and processes that are asked for them."""
 
 import itertools
 import random
@@ -198,7 +198,7 @@ def test_windows_that_go_take_no_page_of_full_layers_along() -> None:
 def test_a_next_turn_at_other_processes_finds_the_answer_where_it_was_generated(
     tmp_path: Path, tiny_model: Any
 ) -> None:
-    """Nobody names a source: the front has heard of the pages that d1 has filled."""
+    """The request names no source: the front knows of the pages that d1 has filled."""
     pytest.importorskip("dynamo.llm")  # the extra 'fleet': where a front places by events, all publish them
     served, placed = Served(tmp_path), ("--placement", "dynamo")
     try:

@@ -1,4 +1,4 @@
-"""What operators see of the front: metrics of all processes, and each request's span in its client's trace."""
+"""The front as operators see it: metrics of all processes, and each request's span in its client's trace."""
 
 import asyncio
 import re
@@ -157,7 +157,7 @@ def roles_in(found: dict[Any, float]) -> set[str]:
 
 
 def check_spans(spans: Sequence[Any], answers: Sequence[dict[str, Any]]) -> None:
-    """Of each request one, in the trace of its client; its parts are all of it."""
+    """Each request has one span, in the trace of its client; its parts sum to it."""
     assert {span.name for span in spans} == {NAME}
     assert Counter(span.context.trace_id for span in spans) == Counter(range(1, COUNT + 1))
     asked = {one["id"] for one in answers}

@@ -1,4 +1,4 @@
-"""Who is to compute a prompt: Dynamo's own selection core follows two real managers."""
+"""The choice of the process that computes a prompt: Dynamo's own selection core follows two real managers."""
 
 import asyncio
 from collections.abc import Iterator
@@ -112,7 +112,7 @@ def test_a_process_that_goes_takes_its_reservations_with_it_and_costs_no_request
 
 
 def test_a_process_that_was_started_anew_is_followed_where_it_is_now(managers: dict[str, PagedKVCacheManager]) -> None:
-    """Nobody has seen it go: it has the same name, and other endpoints."""
+    """Its end was not seen: it has the same name, and other endpoints."""
 
     async def run() -> None:
         placement, prompt = Selected(), [*PROMPTS["p1"], 9]

@@ -149,7 +149,7 @@ def check_follows_both(router: Router, apart: Served) -> None:
 
 
 def check_loses_some(router: Router, apart: Served) -> None:
-    """What was on its way to a process that dies goes on at another one, or says who is gone."""
+    """A request on its way to a process that dies goes on at another one, or names the process that is gone."""
     rng = random.Random(2)
     prompts = [[rng.randrange(200) for _ in range(LENGTH)] for _ in range(12)]
     theirs = [complete(apart.client, prompt, 100).choices[0].text for prompt in prompts]
@@ -167,7 +167,7 @@ def check_loses_some(router: Router, apart: Served) -> None:
             apart.signal(gone, signal.SIGKILL)
             results = [one.result() for one in asked]
         wrong = [one for one, want in zip(results, theirs, strict=True) if one != want]
-        # Of d1 the router learns a minute later, by its own look at who is well.
+        # The router learns of d1 a minute later, by its own health check.
         assert all("'d1' is not there" in one or f"{gone!r} is not there" in one for one in wrong), wrong
         assert len(wrong) < len(prompts)
     apart.until_nothing_is_held()

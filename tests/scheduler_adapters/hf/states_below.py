@@ -1,4 +1,4 @@
-"""What tests of states below the device share: managers with a host tier, and conversations."""
+"""Helpers for tests of states below the device: managers with a host tier, and conversations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What serving promises, over each form of cache: the tokens of `generate`, whatever is found, shared, moved, guessed.
+"""Serving gives the tokens of `generate` over each form of cache, whatever is found, shared, moved or guessed.
 
 A form is how the layers' caches lie in memory: pages in one table or in one for each kind of layer, and states beside
-the pages or among them. What only one form has is tested in the file of its name.
+the pages or among them. Features of one form alone are tested in the file of its name.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def full(tokens: int) -> int:
 
 @of_each_model((64, 1), (7, 2))
 def test_tokens_equal_and_prefixes_are_found_where_they_pay(form: str, model: Any, budget: int, shards: int) -> None:
-    """Nobody knows of a state that the second request shares the first one's pages; the third finds it there."""
+    """No state is kept where the second request leaves the first one's pages; the third finds one there."""
     expected = [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
     turn = [*PROMPTS[0], *expected[0], 1, 2, 3]
     manager = manager_of(model, form, n_devices=shards)

@@ -32,7 +32,7 @@ REFUSED = {
     "lara_mini": "layer 0 is 'linear_attention'",
     "inkling2_loop_text": "layer 0 is 'hybrid_sliding'",
 }
-# What says in the code of a model that it keeps states.
+# Words in the code of a model that show that it keeps states.
 _KEEPS = re.compile(r"conv_state|recurrent_state|linear_cache|_is_stateful = True")
 
 

@@ -253,7 +253,7 @@ def test_a_page_and_a_slot_stay_with_a_slow_copy(model: Any, monkeypatch: pytest
 
 
 def test_copies_that_pass_are_kept_below_once_they_stay(model: Any) -> None:
-    """Of an answer over several pages the last one's alone, when the request has left."""
+    """Only the last page's state of an answer over several pages is written, when the request has left."""
     manager, pages = below(model), 6
     loop = loop_of(manager, model)
     loop.add(Request("r", PROMPTS[2], pages * PAGE))

@@ -27,7 +27,7 @@ _numbers = itertools.count()
 
 
 class Side(NamedTuple):
-    """What the processes of one kind are made of."""
+    """The configuration of the processes of one kind."""
 
     pages: int = 100
     page_size: int = 16

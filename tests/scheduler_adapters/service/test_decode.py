@@ -60,7 +60,7 @@ OFFER = msg.PagesOffer(
 def test_an_offer_that_nobody_waits_for_is_cancelled_at_its_source(
     phase: str, attempt: int, mine: bool, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an attempt before, of a process that is not asked, of no request; and of one that decodes already."""
+    """Messages of an earlier attempt, of a process that was not asked, of no request, of one that decodes."""
     prefill, other = Asked(), Asked()
     request = DecodeRequest("r#0", 2, phase, 5.0, spec=Request("r#0", [1], 1), prefill=prefill if mine else other)  # type: ignore[arg-type]
     decode = object.__new__(DecodeScheduler)

@@ -1,4 +1,4 @@
-"""What the service does where something goes wrong: in each phase, one request ends, and nothing else is touched."""
+"""A fault of the service in any phase ends one request, and touches no other."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -304,7 +304,7 @@ def test_pages_stay_held_until_their_lease_word_is_cleared(
     service.prefill._end(request, "says the test")
     assert request.phase == "ending"
     assert not service.loops["p0"].manager.contains(request.key)
-    # What nobody was told of, of a prompt that had not ended, is free already.
+    # Pages of an unfinished prompt that no reader was told of are free already.
     held = service.prefill.stats().pages_held if phase == "pulling" else held
     assert held >= told > 0
     assert service.prefill.stats().pages_held == held

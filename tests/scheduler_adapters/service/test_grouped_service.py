@@ -62,7 +62,7 @@ def test_tokens_are_the_models_own_and_windows_alone_are_pulled(
     stats, manager = service.decode.stats(), service.loops["d0"].manager
     assert len(manager.layer_tables.tables) == 4
     whole = [-(-len(prompt) // PAGE) for prompt in PROMPTS]
-    # Of three layers of four a prompt takes a window of 20 tokens, which touches 4 pages, or a chunk of 24.
+    # In three layers of four a prompt takes a window of 20 tokens, which touches 4 pages, or a chunk of 24.
     assert whole[0] < stats.pages_pulled <= sum(whole) + 3 * 4 * len(PROMPTS) < 2 * sum(whole)
     per_page = sum(layout.page_bytes for layout in manager.layouts)
     # Pages of other sizes and shards go through a slab, whole.

@@ -58,7 +58,7 @@ def test_tokens_are_the_models_own_and_windows_and_a_state_are_pulled(
     stats, manager = service.decode.stats(), service.loops["d0"].manager
     assert len(manager.layer_tables.tables) == 3
     whole = sum(-(-len(prompt) // PAGE) for prompt in PROMPTS)
-    # Of two layers of three a prompt takes a window of 20 tokens, which touches 4 pages; and its state.
+    # In two layers of three a prompt takes a window of 20 tokens, which touches 4 pages; and its state.
     assert stats.pages_pulled <= whole + (2 * 4 + 1) * len(PROMPTS) < 2 * whole
     assert service.serve(PROMPTS) == expected
     again = service.decode.stats().pages_pulled - stats.pages_pulled

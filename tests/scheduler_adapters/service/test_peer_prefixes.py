@@ -146,7 +146,7 @@ def turns(service: Service, model: Any) -> tuple[list[int], list[int], int]:
 def test_a_next_turn_comes_from_the_decode_process_that_has_answered(
     start: Callable[..., Service], model: Any, decode: dict[str, int]
 ) -> None:
-    """Nobody else has the answer's tokens: prefill computes the new turn alone."""
+    """No other process has the answer's tokens: prefill computes the new turn alone."""
     service = start(Side(**decode), count=1)
     prompt, expected, pages = turns(service, model)
     assert served(service, "turn 2", prompt, "p0") == expected
@@ -242,7 +242,7 @@ def known(service: Service, *names: str) -> tuple[msg.KVSource, ...]:
 
 
 def forget_head(service: Service, name: str, tokens: list[int], pages: int) -> None:
-    """Of a prompt the process has the pages from here on."""
+    """The process has the prompt's pages from here on."""
     service.assert_nothing_held()
     manager = service.loops[name].manager
     wanted = manager.contents.digests(TextContext([*tokens, 0], 4096, "tail"), pages)

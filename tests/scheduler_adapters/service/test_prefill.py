@@ -1,4 +1,4 @@
-"""What decode says of an attempt counts in whatever order it comes, over its own connection."""
+"""Decode's messages about an attempt count in any order, over its own connection."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def fleet() -> Iterator[Fleet]:
 
 
 def heard(connections: list[PrefillConnection], router: Any, answers: int = 0) -> list[msg.AnyMessage]:
-    """What has come to a router; the first so many messages are answered with `Welcome`."""
+    """Messages that have come to a router; the first so many are answered with `Welcome`."""
     found = []
     deadline = time.monotonic() + 5
     while not found and time.monotonic() < deadline:

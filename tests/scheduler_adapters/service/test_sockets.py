@@ -191,7 +191,7 @@ def test_a_frontend_is_deaf_from_its_limit_on_until_half_of_that_is_read() -> No
         return queue.flush()
 
     def read(count: int) -> bool:
-        """What the frontend reads, until so many wait here; whether it has turned deaf meanwhile."""
+        """The messages that the frontend reads, until so many wait here; whether it has stopped reading meanwhile."""
         while len(queue._unread) > count:
             heard.append(msg.decode(pipe.held.popleft()))
             if queue.flush():

@@ -1,4 +1,4 @@
-"""What only a room's rarer ways show: numbers that come again, questions at odd times, ranks that are behind."""
+"""The rarer ways of a room: numbers that come again, questions at odd times, ranks that are behind."""
 
 from __future__ import annotations
 
