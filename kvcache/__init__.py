@@ -44,6 +44,7 @@ from kvcache.replica.leases import PageLease
 from kvcache.routing import Routing
 from kvcache.state_shape import StateShape
 from kvcache.states.state_pages import StatePages
+from kvcache.steps_in_flight import StepInFlight
 from kvcache.types import Admission, RaggedKVCacheInputs, RangeRetention, RequestID, Retention
 from kvcache.version import __version__
 
@@ -94,6 +95,7 @@ __all__ = [
     "StatePageError",
     "StatePages",
     "StateShape",
+    "StepInFlight",
     "TextContext",
     "UnknownArgumentError",
     "UnknownRequestError",

@@ -12,6 +12,7 @@ from kvcache.replica.replica import Replica
 _CHANGES_SOMETHING = (
     *("external_claim", "release", "maybe_reserve", "reserve_batch", "fork", "fetch", "step", "lease", "end_lease"),
     *("import_block_table", "extend_import", "commit_import", "cancel_import", "reset_prefix_cache"),
+    *("fetch_ahead", "end_step"),
 )
 
 

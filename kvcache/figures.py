@@ -6,6 +6,7 @@ import torch
 
 from kvcache.replicas import Replicas
 from kvcache.states.state_pages import StatePages
+from kvcache.steps_in_flight import StepInFlight
 
 
 class PoolFigures:
@@ -46,13 +47,18 @@ class PoolFigures:
 
     @property
     def num_held_blocks(self) -> int:
-        """Pages of all replicas that somebody holds or a transfer writes; idle cached ones are not counted."""
+        """Pages of all replicas that somebody holds, or a transfer or a step in flight writes; not idle cached ones."""
         return self.total_num_pages - self.num_free_blocks + sum(states.num_held for states in self.states)
 
     @property
     def num_leased_blocks(self) -> int:
         """Pages of all replicas that leases of released requests hold. Those of claimed ones are their rows' still."""
         return sum(replica.leases.num_pages for replica in self._replicas.each)
+
+    @property
+    def steps_in_flight(self) -> tuple[StepInFlight, ...]:
+        """The steps that were fetched ahead and have not ended, oldest first."""
+        return tuple(self._replicas.steps.open)
 
     @property
     def free_blocks_pct(self) -> float:

@@ -26,6 +26,7 @@ from kvcache.replica.copier import ImportCopier, ImportProof
 from kvcache.replica.leases import PageLease, granted_by
 from kvcache.replicas import place_replicas
 from kvcache.reset_endpoint import check_endpoint, open_endpoint
+from kvcache.steps_in_flight import StepInFlight, check_step
 from kvcache.types import Admission, RaggedKVCacheInputs, RequestID
 
 
@@ -299,6 +300,26 @@ class PagedKVCacheManager(PoolFigures):
         fetched = self._replicas.fetch_one(self._claims.one(batch), num_steps)
         return fetched or self._replicas.fetch(self._claims.gather(batch, "fetch"), num_steps)
 
+    def fetch_ahead(self, batch: Sequence[Context], num_steps: int = 1) -> StepInFlight:
+        """`fetch` for a loop that plans a step while the one before it runs: its `inputs` stay until `end_step`.
+
+        Pages that are released meanwhile, for whatever reason, are not handed out before the step has ended. So a
+        request may go while the device runs it, and `maybe_reserve` may return False until the step has ended. Two
+        steps may be in flight; a third is an `InvalidRequestError`, and so is a step of recurrent states.
+        """
+        if self._mark.call is not None:
+            self._mark.refuse("fetch_ahead")
+        num_steps = arguments.steps(num_steps)
+        self._look_for_reset()
+        return self._replicas.fetch_ahead(self._claims.gather(batch, "fetch_ahead"), num_steps)
+
+    def end_step(self, step: StepInFlight) -> None:
+        """The device has done a step that was fetched ahead, or will not run it. Safe twice."""
+        self._mark.check_books("end_step")
+        step = check_step(step, self._replicas.steps)
+        with self._mark.changing("end_step", step):
+            self._replicas.steps.end(step)
+
     def step(self, batch: Sequence[Context]) -> None:
         """Publish every page that is full of computed tokens. Call it after `context.update`.
 
@@ -511,9 +532,9 @@ class PagedKVCacheManager(PoolFigures):
     def close(self) -> None:
         """Close the sockets, and the file tier once all published pages are written. Calling it twice is safe.
 
-        Held pages can still be given back (`release`, `end_lease`, `cancel_import`, a copier's `give_up`), and the
-        state can still be read (`check`, `contains`, `get_replica`, `get_req_blocks`, `metrics` and other figures).
-        Every other call raises `ManagerClosedError` (a RuntimeError).
+        Held pages can still be given back (`release`, `end_lease`, `cancel_import`, `end_step`, a copier's `give_up`),
+        and the state can still be read (`check`, `contains`, `get_replica`, `get_req_blocks`, `metrics` and other
+        figures). Every other call raises `ManagerClosedError` (a RuntimeError).
 
         It also works after an interrupted call whose books were not mended; then it writes no more pages.
         """

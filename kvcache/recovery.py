@@ -17,6 +17,7 @@ from kvcache.replica.leases import PageLease
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Rows, as_rows
 from kvcache.replicas import Replicas
+from kvcache.steps_in_flight import StepInFlight
 from kvcache.types import RequestID
 from kvcache.under_way import UnderWay
 
@@ -44,6 +45,8 @@ class Recovered:
     """All imports whose pages somebody may write."""
     copiers: tuple[ImportCopier, ...]
     """The copiers of these imports that were handed out and have not ended."""
+    steps: tuple[StepInFlight, ...]
+    """All steps in flight, oldest first."""
 
 
 def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
@@ -55,7 +58,7 @@ def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
     replicas.stop()
     claims.mend()
     _close_unknown(replicas, claims, mark)
-    lost = replicas.mend(about if isinstance(about, PageLease) else None)
+    lost = replicas.mend(about if isinstance(about, PageLease | StepInFlight) else None)
     # Noted before the first of them goes: where that is interrupted, too, they go at the next time.
     mark.leaving += sorted({*lost, *_doubtful(claims, call, about)} - {*mark.leaving})
     for request_id in mark.leaving:
@@ -118,4 +121,5 @@ def _report(replicas: Replicas, claims: Claims, call: str | None, released: tupl
         tuple(lease for replica in replicas.each for lease, _ in replica.leases.held()),
         tuple(pending for replica in replicas.each for pending in replica.imports.each),
         tuple(one for replica in replicas.each for one in replica.imports.copiers.values() if not one.is_over),
+        tuple(replicas.steps.open),
     )

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvcache.check import check_replica
 from kvcache.claims import One
+from kvcache.errors import InvalidRequestError
 from kvcache.events.book import EventBook
 from kvcache.events.log import FILES, HOST, EventLog
 from kvcache.events.publisher import EventPublisher
@@ -40,6 +41,7 @@ from kvcache.sizing import Sizes
 from kvcache.states.replica_states import ReplicaStates, slab_pages_of, step_drafted
 from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_tiers import divide_tiers, state_tiers
+from kvcache.steps_in_flight import StepInFlight, StepsInFlight
 from kvcache.tiers.tiers import Tiers, page_tiers
 from kvcache.types import Admission, RaggedKVCacheInputs, RequestID
 from kvcache.under_way import UnderWay
@@ -105,6 +107,7 @@ class Replicas:
         self.tiers = tiers
         self.state_tiers: Tiers | None = None  # of recurrent states, where layers have some
         self.each: list[Replica] = [place.replica for place in placed]
+        self.steps = StepsInFlight(placed)
         self.mark = self.each[0].mark  # which call changes the books of all this
         self.states: Sequence[ReplicaStates] = ()  # of each replica, where there are recurrent layers
         self._most = self.each[0].max_seq_len
@@ -179,7 +182,9 @@ class Replicas:
         new_pages = replica.reserve(row, context, num_steps)
         if new_pages is not None and first_time:
             self._router.admitted(replica_idx, new_pages)
-        if self._partial is not None and new_pages is not None and (first_time or context.active_length > 1):
+        # A step in flight may still write the page that would take the part.
+        may_copy = first_time or (context.active_length > 1 and not self.steps.open)
+        if self._partial is not None and new_pages is not None and may_copy:
             self._reuse_part(self._partial[replica_idx], replica_idx, row, context)
         return new_pages is not None
 
@@ -216,8 +221,25 @@ class Replicas:
         for source, target in self.each[replica_idx].fork(parent, row, end):
             self.placed[replica_idx].copy_page(source, target)
 
-    def fetch(self, gathered: Gathered, num_steps: int) -> list[RaggedKVCacheInputs]:
-        """The model's inputs, shard by shard and replica by replica. Raises before anything is counted."""
+    def fetch_ahead(self, gathered: Gathered, num_steps: int) -> StepInFlight:
+        """`fetch` into tables of their own, which stay as they are until the step has ended."""
+        if self.states:
+            raise InvalidRequestError(
+                f"fetch_ahead of {len(gathered.contexts)} requests: a step writes a recurrent state over the one that "
+                "the step before it has left, and there is one page for both: call fetch"
+            )
+        step = self.steps.make(len(gathered.contexts))
+        inputs = self.fetch(gathered, num_steps, step.number)
+        self.mark.call = ("fetch_ahead", step)
+        self.steps.begin(step, inputs)
+        self.mark.call = None
+        return step
+
+    def fetch(self, gathered: Gathered, num_steps: int, number: int | None = None) -> list[RaggedKVCacheInputs]:
+        """The model's inputs, shard by shard and replica by replica. Raises before anything is counted.
+
+        `number`: of the set of tables that they are to be in.
+        """
         states = [gathered.part(share) for share in gathered.split(len(self.each))]
         if gathered.slack < num_steps - 1:
             for replica, state in zip(self.each, states, strict=True):
@@ -237,7 +259,7 @@ class Replicas:
         fetched: list[RaggedKVCacheInputs] = []
         for place, state in zip(self.placed, states, strict=True):
             place.replica.counter.run(state.rows, state.starts, state.actives)
-            fetched += place.inputs(state, num_steps)
+            fetched += place.inputs(state, num_steps, number)
         for of_replica, state in zip(self.states, states, strict=False):  # none, or one of each replica
             of_replica.fetched(state.rows)
         self.mark.call = None
@@ -370,14 +392,16 @@ class Replicas:
         for tiers in self._all_tiers:
             tiers.stop()
 
-    def mend(self, over: PageLease | None) -> set[RequestID]:
-        """After an interrupt, `stop` and the claims' `mend`: all books follow from rows, leases and imports.
+    def mend(self, over: PageLease | StepInFlight | None) -> set[RequestID]:
+        """After an interrupt, `stop` and the claims' `mend`: all books follow from rows, leases, imports and steps.
 
-        `over`: a lease that is open no more. Returns requests that cannot go on.
+        `over`: a lease that is open no more, or a step. Returns requests that cannot go on.
         """
         lost: set[RequestID] = set()
+        lease = over if isinstance(over, PageLease) else None
+        self.steps.mend(None if isinstance(over, PageLease) else over)
         for replica in self.each:
-            lost |= {*replica.states.mend(replica.mend(over))}
+            lost |= {*replica.states.mend(replica.mend(lease))}
             replica.mend_pool()
         for tiers in self._all_tiers:
             tiers.mend()
@@ -423,6 +447,7 @@ class Replicas:
         """Recount every replica, then what lies below. Raises `InvariantError` at the first discrepancy."""
         for replica in self.each:
             check_replica(replica)
+        self.steps.check()
         for tiers in self._all_tiers:
             tiers.check()
 

@@ -18,7 +18,8 @@ RequestID = str
 class RaggedKVCacheInputs(NamedTuple):
     """The inputs of a model's attention on one device, as `PagedKVCacheManager.fetch` returns them.
 
-    Valid until the manager's next `maybe_reserve`, `step` or `release`: the tensors are views of its tables.
+    Valid until the manager's next `maybe_reserve`, `step` or `release`: the tensors are views of its tables. Those of
+    `fetch_ahead` are valid until `end_step`.
 
     Attributes:
         blocks: the whole pool of this device, `[pages + 1, sides, layers, page_size, heads, head_dim]`, strided

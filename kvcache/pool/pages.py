@@ -9,7 +9,8 @@ A page is in exactly one state:
                        held ──release──► idle ──evict──► held
                                          published, findable, free to be taken: least recently used first
 
-A page with a writer (a transfer that may still put bytes there) is neither fresh nor idle, whoever held it.
+A page with a writer (a transfer that may still put bytes there) is neither fresh nor idle, whoever held it. A page that
+its last holder lets go while a step is in flight is parked: it has that step as a writer.
 """
 
 from collections.abc import Callable
@@ -48,6 +49,8 @@ class PagePool:
         self._fresh_count = num_pages
         self.evictions = 0
         self.journal = self.index.journal
+        # Of each step in flight, oldest first, the pages that were let go while it was the newest one.
+        self.parked: list[list[NDArray[np.intp]]] = []
 
     @property
     def free_count(self) -> int:
@@ -121,6 +124,9 @@ class PagePool:
         at = pages.astype(INDEX)
         holders = self.holders[at] - _ONE
         self.holders[at] = holders
+        if self.parked:
+            self._park(at[holders == 0][::-1])
+            return
         if np.count_nonzero(holders) or (self._writing and np.count_nonzero(self.writers[at])):
             at = at[(holders == 0) & (self.writers[at] == 0)]
         self._free(at[::-1])
@@ -134,6 +140,9 @@ class PagePool:
             return
         np.subtract.at(self.holders, at, 1)
         pages = pages[np.sort(first)]
+        if self.parked:
+            self._park(pages[self.holders[pages] == 0][::-1].astype(INDEX))
+            return
         self._free(pages[self._unused(pages)][::-1].astype(INDEX))
 
     def rewrite(self, pages: Pages, digests: Digests, write: Callable[[Pages], None]) -> None:
@@ -156,14 +165,36 @@ class PagePool:
         self.writers[pages] -= 1
         self._writing -= len(pages)
         if np.count_nonzero(unused := self._unused(pages)):
-            self._free(pages[unused][::-1].astype(INDEX))
+            let_go = self._park if self.parked else self._free
+            let_go(pages[unused][::-1].astype(INDEX))
+
+    def begin_step(self) -> None:
+        """A step is in flight: what is let go from now on is free once it has ended."""
+        self.parked.append([])
+
+    def end_step(self, at: int) -> None:
+        """The step at this place among those in flight has ended: what was parked for it is free.
+
+        An older step may read these pages too: they stay parked for that one.
+        """
+        parked = self.parked.pop(at)
+        if at:
+            self.parked[at - 1] += parked
+            return
+        for pages in parked:
+            self.writers[pages] -= 1
+            self._writing -= len(pages)
+            if np.count_nonzero(unused := self._unused(pages)):
+                self._free(pages[unused])
 
     def would_be_taken(self, pages: Pages) -> int:
         """How many of `pages` are free now: `hold` takes them from what `allocate` can hand out."""
         return int(np.count_nonzero(self._unused(pages)))
 
     def would_be_freed(self, pages: Pages) -> int:
-        """How many of `pages` `release` makes free: those with one holder and no writer."""
+        """How many of `pages` `release` makes free: those with one holder and no writer. None with a step in flight."""
+        if self.parked:
+            return 0
         return int(np.count_nonzero((self.holders[pages] == 1) & (self.writers[pages] == 0)))
 
     def forget_idle(self) -> int:
@@ -221,9 +252,15 @@ class PagePool:
             tell(pages, BY_TURN if reasons is None else reasons)
         return pages
 
-    def _unused(self, pages: Pages) -> NDArray[np.bool_]:
+    def _unused(self, pages: Pages | NDArray[np.intp]) -> NDArray[np.bool_]:
         at = pages.astype(INDEX)
         return (self.holders[at] == 0) & (self.writers[at] == 0)
+
+    def _park(self, pages: NDArray[np.intp]) -> None:
+        """Nobody holds these pages any more, but a step in flight may read and write them."""
+        self.writers[pages] += 1
+        self._writing += len(pages)
+        self.parked[-1].append(pages)
 
     def _free(self, pages: NDArray[np.intp]) -> None:
         published = self.index.published[pages]

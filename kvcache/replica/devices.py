@@ -10,7 +10,7 @@ import torch
 from kvcache.copies import copy_pages, page_rows
 from kvcache.layout import PageLayout, scales_of
 from kvcache.replica.batch import BatchState
-from kvcache.replica.inputs import DeviceTables, build_inputs
+from kvcache.replica.inputs import DeviceTables, StepTables, build_inputs
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Pages
 from kvcache.storage import allocate_blocks
@@ -34,20 +34,34 @@ class PlacedReplica:
         with self._on_stream():
             per_device = {device: DeviceTables(replica.rows.tensor, device) for device in devices}
         self._tables = [per_device[device] for device in devices]
+        self._devices = devices
+        self._of_steps: dict[int, list[StepTables]] = {}  # by the number of the step's set, of each shard
         self._mirrored = [table for device, table in per_device.items() if device.type != "cpu"]
 
-    def inputs(self, state: BatchState, num_steps: int) -> list[RaggedKVCacheInputs]:
-        """The model's inputs for this batch, one entry per shard."""
-        rows = self.replica.rows
+    def inputs(self, state: BatchState, num_steps: int, number: int | None = None) -> list[RaggedKVCacheInputs]:
+        """The model's inputs for this batch, one entry per shard; in the set of tables of this `number`, if given."""
+        rows, tables = self.replica.rows, self._tables if number is None else self._of_steps[number]
         if self._stream is None and not self._mirrored:  # nothing to order or to upload
-            return build_inputs(self._pools, self._tables, state, self.replica.page_size, num_steps)
+            return build_inputs(self._pools, tables, state, self.replica.page_size, num_steps)
         with self._on_stream():
             if self._mirrored:
                 changed = np.flatnonzero(rows.changed)
                 for table in self._mirrored:
                     table.upload_changes(changed)
                 rows.changed[changed] = False
-            return build_inputs(self._pools, self._tables, state, self.replica.page_size, num_steps)
+            return build_inputs(self._pools, tables, state, self.replica.page_size, num_steps)
+
+    def step_tables(self, number: int) -> list[StepTables]:
+        """The set of tables of this number, of each shard; shards on one device share theirs."""
+        if number not in self._of_steps:
+            tensor = self.replica.rows.tensor
+            with self._on_stream():
+                made = {
+                    device: StepTables(table, tensor, device)
+                    for device, table in dict(zip(self._devices, self._tables, strict=True)).items()
+                }
+            self._of_steps[number] = [made[device] for device in self._devices]
+        return self._of_steps[number]
 
     def settle(self) -> None:
         """Wait until the devices have done all that they were told to do."""

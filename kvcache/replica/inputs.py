@@ -1,7 +1,7 @@
 """What a model's attention reads: built from the rows of a batch, described as symbols, advanced by a step."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,18 @@ from_numpy = cast("Callable[[NDArray[Any]], torch.Tensor]", torch.from_numpy)  #
 """torch's own, which has no types; it costs a third of `torch.as_tensor`."""
 
 
+class Tables(Protocol):
+    """Gives the tensors of a batch's rows on one device."""
+
+    def lookup(self, rows: Rows, columns: int) -> torch.Tensor:
+        """The first `columns` entries of `rows`, int32 `[..., len(rows), columns]`."""
+        ...
+
+    def upload(self, array: NDArray[np.int32]) -> torch.Tensor:
+        """The length of each row, int32 `[len(rows)]`, on the device."""
+        ...
+
+
 class DeviceTables:
     """Hands out lookup tables on one device, of one block table or several of the same rows.
 
@@ -34,7 +46,6 @@ class DeviceTables:
         self._mirror = None if device.type == "cpu" else tensor.to(device)
 
     def lookup(self, rows: Rows, columns: int) -> torch.Tensor:
-        """The first `columns` entries of `rows`, int32 `[..., len(rows), columns]`."""
         if self._mirror is None:
             return from_numpy(self._table[..., rows, :columns])
         if isinstance(rows, slice):
@@ -51,9 +62,52 @@ class DeviceTables:
         return tensor if self._mirror is None else tensor.pin_memory().to(self._device, non_blocking=True)
 
 
+class StepTables:
+    """The tables of one step in flight: copies in memory of their own, at the same address each time.
+
+    Rows behind the batch have length 0, and all entries behind those of the batch name the null page: a graph that was
+    captured for more rows and columns may run over them.
+    """
+
+    def __init__(self, source: DeviceTables, tensor: torch.Tensor, device: torch.device) -> None:
+        self._source = source
+        self._table = torch.zeros(tensor.shape, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(tensor.shape[-2], dtype=torch.int32, device=device)
+        self._used = 0, 0  # rows and columns of the step before
+
+    def lookup(self, rows: Rows, columns: int) -> torch.Tensor:
+        found, (had_rows, had_columns) = self._source.lookup(rows, columns), self._used
+        count = found.shape[-2]
+        self._used = max(count, had_rows), max(columns, had_columns)  # what interrupts this has all of it cleared next
+        table = self._table[..., :count, :columns]
+        table.copy_(found)
+        if count < had_rows:
+            self._table[..., count:had_rows, :had_columns] = 0
+        if columns < had_columns:
+            self._table[..., :count, columns:had_columns] = 0
+        self._used = count, columns
+        return table
+
+    def upload(self, array: NDArray[np.int32]) -> torch.Tensor:
+        lengths = self._lengths[: len(array)]
+        lengths.copy_(self._source.upload(array))
+        self._lengths[len(array) :] = 0
+        return lengths
+
+    def padded(self, inputs: RaggedKVCacheInputs, rows: int) -> RaggedKVCacheInputs:
+        """The step's `inputs` with so many rows, and with all columns."""
+        return inputs._replace(cache_lengths=self._lengths[:rows], lookup_table=self._table[..., :rows, :])
+
+    def pages(self) -> NDArray[np.int32]:
+        """The pages that the step may read and write."""
+        rows, columns = self._used
+        pages = np.unique(self._table[..., :rows, :columns].cpu().numpy())
+        return pages[pages > 0]
+
+
 def build_inputs(
     pools: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
-    tables: Sequence[DeviceTables],
+    tables: Sequence[Tables],
     state: BatchState,
     page_size: int,
     num_steps: int,

@@ -448,8 +448,8 @@ class Replica:
     def counted(self) -> tuple[Ints, Ints]:
         """How many hold each page, and how many transfers write it: int64 `[num_pages + 1]`.
 
-        Holders are counted by walking rows and leases, writers by walking open imports and pages on their way from a
-        lower tier.
+        Holders are counted by walking rows and leases, writers by walking open imports, pages on their way from a
+        lower tier, and pages that are parked for steps in flight.
         """
         holders, writers = (np.zeros(self.pool.num_pages + 1, np.int64) for _ in range(2))
         for row in self.rows.row_of.values():
@@ -459,6 +459,9 @@ class Replica:
             np.add.at(writers, pending.written, 1)
         for pages in self.tier.coming():
             np.add.at(writers, pages, 1)
+        for parked in self.pool.parked:
+            for pages in parked:
+                np.add.at(writers, pages, 1)
         return holders, writers
 
     def goes_on(self, row: int, start: int) -> bool:

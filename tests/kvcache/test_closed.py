@@ -56,6 +56,7 @@ REFUSED: dict[str, Callable[[Closed], object]] = {
     "fork": lambda it: it.manager.fork(it.contexts[0], it.contexts[0].fork("child")),
     "batch": lambda it: it.manager.batch(it.contexts),
     "fetch": lambda it: it.manager.fetch(it.contexts),
+    "fetch_ahead": lambda it: it.manager.fetch_ahead(it.contexts),
     "step": lambda it: it.manager.step(it.contexts),
     "admission": lambda it: it.manager.admission(TextContext([1], 9)),
     "get_or_recommend_replica": lambda it: it.manager.get_or_recommend_replica(TextContext([1], 9)),
@@ -72,7 +73,7 @@ REFUSED: dict[str, Callable[[Closed], object]] = {
 }
 ANSWERED = {
     *("release", "end_lease", "cancel_import", "check", "recover", "close", "contains", "get_replica"),
-    *("get_req_blocks", "reset_metrics"),
+    *("get_req_blocks", "reset_metrics", "end_step"),
     *("increment_cache_lengths", "input_symbols"),  # of what they are given, and of shapes
     *("estimated_memory_size", "infer_optimal_batch_size", "max_supported_sequence_length"),
 }

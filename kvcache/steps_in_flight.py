@@ -1,0 +1,121 @@
+"""`StepInFlight`: a step whose tables stay as they are while the device runs it and the next one is planned.
+
+There are two sets of tables, used in turn, so that two steps may be in flight: the one that runs and the one planned
+behind it. A page that is let go meanwhile is parked until the step has ended, as the step may still read and write it.
+"""
+
+from collections.abc import Sequence
+
+from kvcache.errors import InvalidRequestError, InvariantError
+from kvcache.pool.index import INDEX
+from kvcache.replica.devices import PlacedReplica
+from kvcache.types import RaggedKVCacheInputs
+
+MOST_STEPS = 2
+
+
+class StepInFlight:
+    """A step that was fetched ahead. Made by `PagedKVCacheManager.fetch_ahead`, ended by `end_step`.
+
+    Attributes:
+        inputs: as `fetch` returns them. The addresses of `cache_lengths` and `lookup_table` are those of the step
+            before the last; the tensors stay as they are until the step has ended.
+    """
+
+    __slots__ = ("inputs", "num_requests", "number", "owner")
+
+    def __init__(self, owner: "StepsInFlight", number: int, num_requests: int) -> None:
+        self.owner = owner
+        self.number = number  # of its set of tables
+        self.num_requests = num_requests
+        self.inputs: list[RaggedKVCacheInputs] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `end_step` was called for it."""
+        return self not in self.owner.open
+
+    def padded(self, batch_size: int) -> list[RaggedKVCacheInputs]:
+        """`inputs` with `batch_size` rows and all columns, for a captured graph: the rest has no tokens and no pages.
+
+        Raises `InvalidRequestError` where a replica has more requests in the step, or fewer rows, or the step is over.
+        """
+        return self.owner.padded(self, batch_size)
+
+    def __repr__(self) -> str:
+        return f"StepInFlight(num_requests={self.num_requests}, is_over={self.is_over})"
+
+
+class StepsInFlight:
+    """The steps in flight of all replicas, oldest first."""
+
+    def __init__(self, placed: Sequence[PlacedReplica]) -> None:
+        self.open: list[StepInFlight] = []
+        self._placed = placed
+
+    def make(self, num_requests: int) -> StepInFlight:
+        """A step to come, and its tables. Raises `InvalidRequestError` where two are in flight. Changes nothing."""
+        used = {step.number for step in self.open}
+        if len(used) == MOST_STEPS:
+            raise InvalidRequestError(
+                f"fetch_ahead of {num_requests} requests: {MOST_STEPS} steps are in flight already: call end_step for "
+                f"the older one, of {self.open[0].num_requests} requests, first"
+            )
+        number = min({*range(MOST_STEPS)} - used)
+        for place in self._placed:
+            place.step_tables(number)
+        return StepInFlight(self, number, num_requests)
+
+    def begin(self, step: StepInFlight, inputs: list[RaggedKVCacheInputs]) -> None:
+        """The step is in flight."""
+        step.inputs = inputs
+        self.open.append(step)
+        for place in self._placed:
+            place.replica.pool.begin_step()
+
+    def end(self, step: StepInFlight) -> None:
+        """The device has done the step. Safe twice."""
+        if step not in self.open:
+            return
+        at = self.open.index(step)
+        for place in self._placed:
+            place.replica.pool.end_step(at)
+        del self.open[at]
+
+    def padded(self, step: StepInFlight, batch_size: int) -> list[RaggedKVCacheInputs]:
+        """As `StepInFlight.padded`."""
+        most = len(self._placed[0].replica.rows.request_ids)
+        least = max(len(inputs.cache_lengths) for inputs in step.inputs) if step.inputs else 0
+        if step.is_over or not least <= batch_size <= most:
+            state = "is over" if step.is_over else f"has {least} requests of a replica, which has {most} rows"
+            raise InvalidRequestError(f"padded to a batch of {batch_size}: the step of {step.num_requests} {state}")
+        tables = [table for place in self._placed for table in place.step_tables(step.number)]
+        return [table.padded(inputs, batch_size) for table, inputs in zip(tables, step.inputs, strict=True)]
+
+    def mend(self, over: StepInFlight | None) -> None:
+        """After an interrupt: what is in the tables of the steps in flight, all but `over`, is parked for them."""
+        self.open[:] = [step for step in self.open if step is not over]
+        for place in self._placed:
+            pages = [place.step_tables(step.number)[0].pages() for step in self.open]
+            place.replica.pool.parked[:] = [[of_step.astype(INDEX)] for of_step in pages]
+
+    def check(self) -> None:
+        """Raise `InvariantError` where a page that a step in flight may read or write is free."""
+        for place in self._placed:
+            pool = place.replica.pool
+            if len(pool.parked) != len(self.open):
+                raise InvariantError(f"{len(self.open)} steps are in flight, pages are parked for {len(pool.parked)}")
+            for step in self.open:
+                pages = place.step_tables(step.number)[0].pages()
+                free = pages[(pool.holders[pages] == 0) & (pool.writers[pages] == 0)]
+                if free.size:
+                    raise InvariantError(f"page {free[0]} is free, and {step} may still read and write it")
+
+
+def check_step(step: object, owner: StepsInFlight) -> StepInFlight:
+    """Raise `InvalidRequestError` unless it is a step of this manager."""
+    if not isinstance(step, StepInFlight):
+        raise InvalidRequestError(f"end_step: {type(step).__name__} is no step: one of fetch_ahead is needed")
+    if step.owner is not owner:
+        raise InvalidRequestError(f"end_step of a step of {step.num_requests} requests that another manager fetched")
+    return step
