@@ -36,7 +36,7 @@ from kvcache.quantization import KVCacheQuantizationConfig
 from kvcache.recovery import Recovered
 from kvcache.replica.batch import Batch
 from kvcache.replica.block_table import BlockTable, PageCopy, PageDigests, PendingImport
-from kvcache.replica.context import Context, TextContext
+from kvcache.replica.context import FUTURE_TOKEN, Context, TextContext
 from kvcache.replica.copier import ImportCopier, ImportProof
 from kvcache.replica.hashing import SHA256_BY
 from kvcache.replica.inputs import RaggedKVCacheInputSymbols
@@ -49,6 +49,7 @@ from kvcache.types import Admission, RaggedKVCacheInputs, RangeRetention, Reques
 from kvcache.version import __version__
 
 __all__ = [
+    "FUTURE_TOKEN",
     "SHA256_BY",
     "Admission",
     "AlreadyClaimedError",

@@ -11,6 +11,7 @@ from kvcache.replica.batch import Batch, Gathered
 from kvcache.replica.context import Context, ReadContext, TextContext, check_context, read_context
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Ints, as_rows
+from kvcache.steps_in_flight import StepInFlight
 from kvcache.types import RequestID
 
 One = tuple[int, TextContext]
@@ -27,8 +28,9 @@ class Claims:
     The calls raise as those of `PagedKVCacheManager` that use them.
     """
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
+    def __init__(self, replicas: Sequence[Replica], steps: Sequence[StepInFlight]) -> None:
         self._replicas = replicas
+        self._steps = steps  # that are in flight now
         self._rows_per_replica = len(replicas[0].rows.request_ids)
         self._releases = 0
         self.places: dict[RequestID, int] = {}
@@ -94,6 +96,8 @@ class Claims:
         contexts, replicas, rows, places, unbound = self._bind(batch, call)
         gathered = Gathered(contexts, replicas, rows, places, starts_only=call == "step")
         gathered.unbound = unbound
+        if self._steps and call == "step":
+            gathered.read_computed()
         return gathered
 
     def batch(self, contexts: Sequence[Context]) -> Batch:

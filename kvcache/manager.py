@@ -104,7 +104,7 @@ class PagedKVCacheManager(PoolFigures):
         self.fingerprint = self._replicas.fingerprint
         self._mark = self._replicas.mark  # which call changes the books
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints
-        self._claims = Claims(self._replicas.each)
+        self._claims = Claims(self._replicas.each, self._replicas.steps.open)
         self.contents = PageContents(self._replicas.each, self.fingerprint, self._mark)  # pages by what they hold
         # What a decode step looks up: the place of a context, and the tokens that the pages of a place hold.
         self._place_of: Callable[[Any, int], int] = self._claims.bound.get

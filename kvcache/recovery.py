@@ -11,7 +11,7 @@ from typing import cast
 
 from kvcache.claims import Claims
 from kvcache.replica.block_table import PendingImport
-from kvcache.replica.context import Context
+from kvcache.replica.context import Context, computed_of
 from kvcache.replica.copier import ImportCopier
 from kvcache.replica.leases import PageLease
 from kvcache.replica.replica import Replica
@@ -108,7 +108,7 @@ def _doubtful(claims: Claims, call: str, about: object) -> Iterable[RequestID]:
 
 def _goes_on(replica: Replica, row: int, context: Context) -> bool:
     try:
-        return replica.goes_on(row, int(context.start_idx))
+        return replica.goes_on(row, computed_of(context))
     except Exception:  # noqa: BLE001 - the caller's code, or a state that a transfer writes
         return False
 

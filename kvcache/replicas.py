@@ -25,7 +25,7 @@ from kvcache.pool.index import PrefixIndex
 from kvcache.pool.over_order import CheckedOrder
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool
-from kvcache.replica.batch import Batch, BatchState, Gathered
+from kvcache.replica.batch import UNKNOWN, Batch, BatchState, Gathered
 from kvcache.replica.context import Context, hasher_of, read_context
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
@@ -295,7 +295,7 @@ class Replicas:
         (row, context), replica = one, self.each[0]
         if row in replica.leases.of_row:
             return False
-        rows, computed = replica.rows, context.start_idx
+        rows, computed = replica.rows, context.computed_idx
         if computed > self.capacity[row]:
             return False
         if replica.caching and computed >= rows.commit_at.item(row):
@@ -321,7 +321,7 @@ class Replicas:
             if settle is None and states.pages.drafts.page_of:
                 step_drafted(self.states, gathered, self.step)
                 return
-        computed = gathered.starts
+        computed = gathered.computed
         if gathered.slack < -1:  # else none was run past its pages
             for share in gathered.split(len(self.each)):
                 self.each[share.replica].refuse_short(share.rows, computed[share.at], "step")
@@ -339,9 +339,10 @@ class Replicas:
 
     def _publish(self, gathered: Gathered, word: tuple[str, object]) -> None:
         """Publish what may be full of computed tokens; the call is marked by `word` as under way on return."""
-        computed = gathered.starts
+        computed = gathered.computed
         # No page was full before the last token, so only those requests are asked whose page that token has filled.
-        looked = None if gathered.due else gathered.turning()
+        # While a step is in flight, the token before it has.
+        looked = None if gathered.due or gathered.has_futures else gathered.turning()
         # Hash on all replicas before publishing: a request whose salt or keys changed is refused before any change.
         full = [
             (share, pages)
@@ -355,7 +356,9 @@ class Replicas:
             self._computed(gathered)
         if self._partial is not None:
             _learn(self._partial, gathered, full)
-        if full:
+        if gathered.has_futures:
+            gathered.due = UNKNOWN
+        elif full:
             gathered.due = 1  # of many requests that fill pages now, others do next
         elif isinstance(gathered, Batch):
             gathered.due = self._rows.due(gathered.places, computed) if self.each[0].caching else NEVER
@@ -485,16 +488,16 @@ class Replicas:
 
     def _computed(self, gathered: Gathered) -> None:
         """The model has computed what is before each request's start."""
-        self._rows.cached[gathered.places] = gathered.starts
+        self._rows.cached[gathered.places] = gathered.computed
         for share in gathered.split(len(self.each)):
             counter = self.each[share.replica].counter
             if counter.is_open:
-                counter.run(share.rows, 0, gathered.starts[share.at])
+                counter.run(share.rows, 0, gathered.computed[share.at])
 
     def _filled(self, gathered: Gathered, share: Share) -> Filled | None:
         """The pages of the share's requests that are full now."""
         digests_of = functools.partial(self._digests, gathered, share)
-        return self.each[share.replica].filled(share.rows, gathered.starts[share.at], digests_of)
+        return self.each[share.replica].filled(share.rows, gathered.computed[share.at], digests_of)
 
     def _digests(self, gathered: Gathered, share: Share, at: Ints, firsts: Ints, lasts: Ints) -> NDArray[np.uint64]:
         return gathered.digests(rows_at(share.at, at), firsts, lasts, self._hasher_of, self._log)

@@ -1,14 +1,14 @@
 """`Batch`: the requests of a step, looked up once and moved together; `Gathered`: the same for one call."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, overload
+from typing import Any, NamedTuple, NoReturn, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvalidRequestError, SequenceTooLongError
 from kvcache.events.log import EventLog
-from kvcache.replica.context import Context, TextContext
+from kvcache.replica.context import FUTURE_TOKEN, Context, TextContext, computed_of
 from kvcache.replica.hashing import PrefixHasher, next_digests, token_bytes
 from kvcache.replica.rows import NEVER, Ints, Rows
 from kvcache.replica.shares import Share, as_run, shares_at, shares_of_all
@@ -38,8 +38,8 @@ class Gathered:
     """The data that one call needs of its requests, as arrays `[len]`, in batch order."""
 
     __slots__ = (
-        *("_shares", "actives", "contexts", "due", "ends", "places", "replicas", "rows", "slack", "starts"),
-        "unbound",
+        *("_shares", "actives", "computed", "contexts", "due", "ends", "places", "replicas", "rows", "slack"),
+        *("starts", "unbound"),
     )
 
     def __init__(
@@ -57,12 +57,23 @@ class Gathered:
         """Read the indices of every context; `starts_only`: `actives` and `ends` are not asked for."""
         contexts, count = self.contexts, len(self.contexts)
         self.starts: Ints = np.fromiter([context.start_idx for context in contexts], np.int64, count)
+        self.computed: Ints = self.starts  # but for steps in flight: see `read_computed`
         self.slack = UNKNOWN  # tokens that every request can surely grow by on its pages; after an update one fewer
         self.due = UNKNOWN  # tokens that every request can surely compute before one fills a page; likewise
         if starts_only:
             return
         self.actives: Ints = np.fromiter([context.active_idx for context in contexts], np.int64, count)
         self.ends: Ints = np.fromiter([context.current_length for context in contexts], np.int64, count)
+
+    def read_computed(self) -> None:
+        """Steps may be in flight: what they run is not computed."""
+        contexts = self.contexts
+        self.computed = np.fromiter([computed_of(context) for context in contexts], np.int64, len(contexts))
+
+    @property
+    def has_futures(self) -> bool:
+        """Whether the step of some is in flight."""
+        return False
 
     @property
     def looks_up(self) -> bool:
@@ -196,6 +207,7 @@ class Batch(Gathered, Sequence[Context]):
         self._updated = False
         own = [context for context in self.contexts if isinstance(context, TextContext)]
         self._together = len(own) == len(self.contexts) and bool((self.actives == self.ends).all())
+        self._read_futures(own)
         if self._together and own:
             self._longest = int(self.ends.max())
             self._updates_left = min(
@@ -247,6 +259,10 @@ class Batch(Gathered, Sequence[Context]):
         longest = self._longest - behind
         return BatchState(share.rows, starts, ends, ends, 1, longest, longest)
 
+    @property
+    def has_futures(self) -> bool:
+        return self._futures > 0
+
     def refresh(self) -> None:
         """Read the contexts anew if one was moved by somebody else."""
         if self._stale or not self._together:
@@ -261,6 +277,8 @@ class Batch(Gathered, Sequence[Context]):
         """
         array = self._checked(tokens)
         self.refresh()
+        if self._futures:
+            self._refuse_futures("update", waiting=True)
         if not self._together:
             for context, token in zip(self.contexts, array.tolist(), strict=True):
                 context.update(token)
@@ -270,19 +288,55 @@ class Batch(Gathered, Sequence[Context]):
             return
         if not self._updates_left:
             self._refuse_longest()
-        self._stale = True  # until all of this agrees: what interrupts it has the contexts read anew
+        self._append(array)
+        self.computed = self.starts
+        self._stale = False
+
+    def update_with_future_tokens(self) -> None:
+        """As `update`, while the step that runs these requests is in flight: see `TextContext`. Raises as `update`.
+
+        A request that has a future token already, or is no `TextContext`, is an `InvalidRequestError`.
+        """
+        self.refresh()
+        if self._futures or not all(isinstance(context, TextContext) for context in self.contexts):
+            self._refuse_futures("update_with_future_tokens", waiting=True)
+        if not self._together:
+            for context in cast("Sequence[TextContext]", self.contexts):
+                context.update_with_future_token()
+            self.gather()
+            return
+        if not self.contexts:
+            return
+        if not self._updates_left:
+            self._refuse_longest()
+        self._stale = True
         if self._count == len(self._log):
             self._hand_over()
-        self._log[self._count] = array
-        self._count += 1  # from here on each request has its token
-        self._updated = True
-        self._longest += 1
-        self._updates_left -= 1
-        self.slack -= 1
-        self.due -= 1
-        self.ends += 1
-        self.actives = self.ends
-        self.starts = self.ends - 1
+        self._future_row = self._count
+        self._append(FUTURE_TOKEN)  # and `computed` stays
+        self._futures = len(self.contexts)
+        self._stale = False
+
+    def realize_future_tokens(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
+        """The step in flight has given these tokens, int `[len]`, one for each request; or touch nothing.
+
+        The batch may have ended for the manager, as one of its requests was released. Raises `InvalidRequestError`
+        unless every request has a future token.
+        """
+        array = self._checked(tokens)
+        self.refresh()
+        if self._futures < len(self.contexts):
+            self._refuse_futures("realize_future_tokens", waiting=False)
+        if not self._together:
+            for context, token in zip(cast("Sequence[TextContext]", self.contexts), array.tolist(), strict=True):
+                context.realize_future_token(token)
+            self.gather()
+            return
+        self._log[self._count - 1] = array
+        self._stale = True
+        self._future_row = -1  # from here on all are known; a context that has the future token takes it up when read
+        self._futures = 0
+        self.computed = self.starts
         self._stale = False
 
     def digests(
@@ -314,10 +368,19 @@ class Batch(Gathered, Sequence[Context]):
         ends, first = self._began
         count = self._count
         behind = count - first - (end - ends[place])
-        if behind <= 0 or not isinstance(context := self.contexts[place], TextContext):
+        if (behind <= 0 and not self._hands_on) or not isinstance(context := self.contexts[place], TextContext):
+            return
+        if self._hands_on and self._future_row != count - behind - 1:
+            context.realize(self._log.item(count - behind - 1, place))
+        if behind <= 0:
             return
         end += behind  # the last of its tokens is to run
-        if behind == 1:
+        if self._future_row == count - 1:
+            self._hands_on = True
+            if behind > 1:
+                context.append(self._log[count - behind : count - 1, place], end - 2, end - 1)
+            context.append_future(self.computed.item(place), end)
+        elif behind == 1:
             context.append_one(self._log.item(count - 1, place), end - 1, end)
         else:
             context.append(self._log[count - behind : count, place], end - 1, end)
@@ -329,8 +392,47 @@ class Batch(Gathered, Sequence[Context]):
     def _begin_log(self) -> None:
         """All contexts have caught up: the next token comes behind those of before."""
         self._count = self._page_size  # first: a context that looks meanwhile has nothing to catch up with
+        self._hands_on = False  # whether contexts may have a future token of their own
         # The number of tokens that each context knew, and the row of the log for the next one.
         self._began: tuple[list[int], int] = (self.ends.tolist(), self._page_size)
+
+    def _append(self, tokens: NDArray[np.integer] | int) -> None:
+        """One more token for each request. Stale until all else agrees: what interrupts it has them read anew."""
+        self._stale = True
+        if self._count == len(self._log):
+            self._hand_over()
+        self._log[self._count] = tokens
+        self._count += 1  # from here on each request has its token
+        self._updated = True
+        self._longest += 1
+        self._updates_left -= 1
+        self.slack -= 1
+        self.due -= 1
+        self.ends += 1
+        self.actives = self.ends
+        self.starts = self.ends - 1
+
+    def _read_futures(self, own: Sequence[TextContext]) -> None:
+        """Some requests may have a future token already: moved together are those that all have one at their end."""
+        waiting = [context for context in own if context.has_future_token]
+        self._futures, self._future_row = len(waiting), -1
+        if not waiting:
+            return
+        self.read_computed()
+        self._together &= len(waiting) == len(own) and all(context.tokens[-1] == FUTURE_TOKEN for context in own)
+        if self._together:
+            self._future_row = self._count - 1
+            self._hands_on = True  # last: which of them is to come is known
+
+    def _refuse_futures(self, call: str, *, waiting: bool) -> NoReturn:
+        """Raise for the first request that has a future token, if `waiting`, else for the first that has none."""
+        for context in self.contexts:
+            if not isinstance(context, TextContext):
+                raise InvalidRequestError(f"request {context.request_id!r}: {call}, and it is no TextContext")
+            if context.has_future_token == waiting:
+                state = "the token of a step in flight is to come already" if waiting else "no token is to come"
+                raise InvalidRequestError(f"request {context.request_id!r}: {call}, and {state}")
+        raise InvalidRequestError(f"batch of {len(self)} requests: {call}")
 
     def _refuse_longest(self) -> None:
         for context, end in zip(self.contexts, self.ends.tolist(), strict=True):

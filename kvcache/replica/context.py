@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,8 @@ from kvcache.replica.keys import ExtraKeys, checked_keys, checked_salt
 from kvcache.types import RequestID, Retention
 
 _NEW_CAPACITY = 64
+FUTURE_TOKEN = -999
+"""Stands at the end of a request's tokens for one that a step in flight has yet to give."""
 
 
 class Context(Protocol):
@@ -26,6 +28,8 @@ class Context(Protocol):
     `maybe_reserve`, `step` and imports refuse a context whose salt or keys differ from those its pages were reserved
     with. Known tokens never change. A context that drops tokens from its end (a rejected draft, say) must have
     `prefix_hasher` and set it to None then, or its later pages would be found by the digests of the dropped tokens.
+    A context with `computed_idx` tells by it how much of what is before `start_idx` no step in flight has yet to
+    compute: `step` publishes no more.
 
     The manager knows how much of a request is computed. When the request gets its first pages, the manager moves
     `start_idx` there by `set_token_indices`: forward to the end of a prefix hit, or back if the request gave up pages
@@ -79,7 +83,7 @@ class TextContext:
     """
 
     __slots__ = (
-        *("__weakref__", "_active", "_buffer", "_end", "_follows", "_place", "_retention", "_start"),
+        *("__weakref__", "_active", "_buffer", "_end", "_flight", "_follows", "_place", "_retention", "_start"),
         *("max_length", "named", "prefix_hasher", "request_id"),
     )
 
@@ -100,6 +104,7 @@ class TextContext:
         self.max_length = whole(f"request {self.request_id!r}: max_length", max_length, 1, error=InvalidRequestError)
         self._follows: Leader | None = None
         self._place = 0
+        self._flight: int | None = None  # where the step began whose token has yet to come
         self.prefix_hasher: PrefixHasher | None = None
         # Both in one tuple: what the pages depend on besides the tokens, compared by identity first.
         self.named = (checked_salt(self.request_id, cache_salt), checked_keys(self.request_id, extra_keys))
@@ -108,7 +113,9 @@ class TextContext:
         count = len(self._buffer)
         if count > self.max_length:
             raise SequenceTooLongError(f"request {self.request_id!r}: {count} tokens, max_length is {self.max_length}")
-        self._start, self._active, self._end = 0, count, count
+        self._start: int = 0
+        self._active: int = count
+        self._end: int = count
 
     @property
     def cache_salt(self) -> str | None:
@@ -154,6 +161,20 @@ class TextContext:
         return self._start
 
     @property
+    def computed_idx(self) -> int:
+        """Tokens that are computed: those before `start_idx`, without what a step in flight has yet to compute."""
+        if self._follows is not None:
+            self._follows.catch_up(self._place, self._end)
+        return self._start if self._flight is None else min(self._start, self._flight)
+
+    @property
+    def has_future_token(self) -> bool:
+        """Whether `realize_future_token` has yet to be called for a step in flight."""
+        if self._follows is not None:
+            self._follows.catch_up(self._place, self._end)
+        return self._flight is not None
+
+    @property
     def active_idx(self) -> int:
         if self._follows is not None:
             self._follows.catch_up(self._place, self._end)
@@ -188,27 +209,57 @@ class TextContext:
         """
         if self._follows is not None:
             self.leave()
+        if self._flight is not None:
+            self._refuse_future("update")
         if self._active < self._end:
             self._start, self._active = self._active, self._end
             return
-        if type(token) is not int:
-            token = self._index("token", token)
-        if not 0 <= token < 1 << 31:
-            raise InvalidRequestError(f"request {self.request_id!r}: token {shown(token)} is not within 0 to 2**31 - 1")
+        if type(token) is not int or not 0 <= token < 1 << 31:
+            token = self._checked_token(token)
         if self._end >= self.max_length:
-            raise SequenceTooLongError(
-                f"request {self.request_id!r}: token {self._end + 1} is past its max_length {self.max_length}"
-            )
+            self._refuse_full()
         if self._end == len(self._buffer):
             self._grow(1)
         self._buffer[self._end] = token
         self._start, self._end = self._active, self._end + 1
         self._active = self._end
 
+    def update_with_future_token(self) -> None:
+        """As `update`, while the step that runs the active tokens is in flight (`fetch_ahead`).
+
+        `FUTURE_TOKEN` stands for its token.
+
+        The next step can be planned then. `realize_future_token` has to follow before another update. Raises as
+        `update`.
+        """
+        self.leave()
+        if self._flight is not None:
+            self._refuse_future("update_with_future_token")
+        if self._active == self._end:
+            self._refuse_full()
+            self._flight = self._start  # first: what interrupts this leaves no token that nobody knows to be none
+            self.append_one(FUTURE_TOKEN, self._active, self._end + 1)
+        else:
+            self._flight = self._start
+            self._start, self._active = self._active, self._end
+
+    def realize_future_token(self, token: int) -> None:
+        """The step in flight has given its token, and what it ran is computed.
+
+        After an earlier chunk than the last `token` is dropped. The request may have been released meanwhile. Raises
+        `InvalidRequestError` for a token out of range, or where no token is to come.
+        """
+        self.leave()
+        if self._flight is None:
+            raise InvalidRequestError(f"request {self.request_id!r}: realize_future_token, and no token is to come")
+        if self._buffer[self._end - 1] == FUTURE_TOKEN:
+            self._buffer[self._end - 1] = self._checked_token(token)
+        self._flight = None
+
     def set_token_indices(
         self, start_idx: int | None = None, active_idx: int | None = None, end_idx: int | None = None
     ) -> None:
-        """Move the indices that are given; `end_idx` may only drop tokens from the end.
+        """Move the indices that are given; `end_idx` may only drop tokens from the end, and no future token.
 
         Raises `InvalidRequestError` unless `0 <= start_idx < active_idx <= end_idx <= tokens known`; nothing is moved.
         """
@@ -221,6 +272,8 @@ class TextContext:
                 f"request {self.request_id!r}: start {shown(start)}, active {shown(active)}, end {shown(end)} "
                 f"are not ordered within its {self._end} tokens"
             )
+        if end < self._end and self._flight is not None and self._buffer[self._end - 1] == FUTURE_TOKEN:
+            self._refuse_future(f"set_token_indices with end_idx {end} of {self._end}")
         if end < self._end and self.prefix_hasher is not None and self.prefix_hasher.num_tokens > end:
             self.prefix_hasher = None  # its pages cover tokens that go
         self._start, self._active, self._end = start, active, end
@@ -232,13 +285,21 @@ class TextContext:
 
     def __getstate__(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         tokens = self.tokens.copy()  # first: it may lag behind a batch, which the copy does not follow
+        if self._flight is not None:
+            self._refuse_future("a copy")
         plain, slots = cast("tuple[dict[str, Any] | None, dict[str, Any]]", super().__getstate__())
         return plain, {**slots, "_buffer": tokens, "_follows": None, "prefix_hasher": None}
 
     def fork(self, request_id: RequestID | None = None) -> "TextContext":
-        """A request of its own with the same tokens, indices, salt and keys (beam search, several answers)."""
-        twin = TextContext(self.tokens, self.max_length, request_id, self.cache_salt, self.retention, self.extra_keys)
-        twin.set_token_indices(start_idx=self.start_idx, active_idx=self.active_idx)
+        """A request of its own with the same tokens, indices, salt and keys (beam search, several answers).
+
+        While a step is in flight it has the tokens that are known, and runs from what is computed.
+        """
+        tokens, start, active = self.tokens, self.computed_idx, self.active_idx
+        if tokens[-1] == FUTURE_TOKEN:
+            tokens, active = tokens[:-1], len(tokens) - 1
+        twin = TextContext(tokens, self.max_length, request_id, self.cache_salt, self.retention, self.extra_keys)
+        twin.set_token_indices(start_idx=start, active_idx=active)
         twin.prefix_hasher = None if self.prefix_hasher is None else self.prefix_hasher.copy()
         return twin
 
@@ -275,6 +336,35 @@ class TextContext:
 
     def __repr__(self) -> str:
         return f"TextContext({self.request_id!r}, start={self.start_idx}, active={self.active_idx}, end={self.end_idx})"
+
+    def append_future(self, start: int, end: int) -> None:
+        """`append_one` for a token that a step in flight has yet to give, which began at `start`."""
+        self._flight = start
+        self.append_one(FUTURE_TOKEN, end - 1, end)
+
+    def realize(self, token: int) -> None:
+        """The leader knows the future token, if there is one."""
+        if self._flight is not None:
+            self._buffer[self._end - 1] = token
+            self._flight = None
+
+    def _refuse_future(self, call: str) -> NoReturn:
+        raise InvalidRequestError(
+            f"request {self.request_id!r}: {call} while the token of a step in flight is to come: "
+            "realize_future_token first"
+        )
+
+    def _refuse_full(self) -> None:
+        if self._end >= self.max_length:
+            raise SequenceTooLongError(
+                f"request {self.request_id!r}: token {self._end + 1} is past its max_length {self.max_length}"
+            )
+
+    def _checked_token(self, token: object) -> int:
+        found = self._index("token", token)
+        if not 0 <= found < 1 << 31:
+            raise InvalidRequestError(f"request {self.request_id!r}: token {shown(found)} is not within 0 to 2**31 - 1")
+        return found
 
     def _index(self, name: str, value: object) -> int:
         found = integer(value)
@@ -356,6 +446,11 @@ class ReadContext:
                 own.set_token_indices(start_idx=self._began[0], active_idx=self._began[1])
             self.refused = _indices_of(own) == self._began
             raise
+
+
+def computed_of(context: Context) -> int:
+    """Tokens that are computed: what is before `start_idx`, where the context knows of no step in flight."""
+    return getattr(context, "computed_idx", context.start_idx)
 
 
 def read_context(context: Context) -> "TextContext | ReadContext":

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache import InvalidRequestError, NotReservedError, PagedKVCacheManager, SequenceTooLongError, TextContext
+from kvcache import (
+    FUTURE_TOKEN,
+    InvalidRequestError,
+    NotReservedError,
+    PagedKVCacheManager,
+    SequenceTooLongError,
+    TextContext,
+)
 from kvcache.replica.batch import _STEPS_KEPT, Batch, Gathered
 from kvcache.replica.replica import Replica
 from tests.kvcache.random_model.interrupts import interrupted
@@ -422,6 +429,152 @@ def test_wherever_an_update_is_interrupted_all_requests_have_their_token_or_none
         for one in contexts:
             manager.release(one.request_id)
         if not done:
+            break
+    assert outcomes[0] > 5
+    assert outcomes[1] > 0
+
+
+class OneByOne(list[TextContext]):
+    """Contexts with the calls of a batch."""
+
+    def update_with_future_tokens(self) -> None:
+        for context in self:
+            context.update_with_future_token()
+
+    def realize_future_tokens(self, tokens: Any) -> None:
+        for context, token in zip(self, tokens.tolist(), strict=True):
+            context.realize_future_token(token)
+
+
+def same_inputs(ours: Any, theirs: Any) -> None:
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert mine.cache_lengths.tolist() == wanted.cache_lengths.tolist()
+        assert ((mine.lookup_table == 0) == (wanted.lookup_table == 0)).all()
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("kind", ["batch", "contexts"])
+@pytest.mark.parametrize("early", [False, True], ids=["stepped when realized", "stepped in flight"])
+def test_steps_that_are_planned_ahead_compute_and_publish_what_plain_ones_do(
+    make: Any, dp: int, kind: str, early: bool
+) -> None:
+    options = {"page_size": 4, "max_seq_len": 1024, "dp": dp, "checks": False}
+    plain, ahead = make(2000, **options), make(2000, **options)
+    ours, theirs = (running(manager, [3, 9, 4, 17, 9, 8]) for manager in (ahead, plain))
+    batch = ahead.batch(ours) if kind == "batch" else OneByOne(ours)
+    usual, rng = plain.batch(theirs), np.random.default_rng(0)
+    before, tokens = None, np.zeros(6, np.int64)
+    for at in range(_STEPS_KEPT + 60):
+        assert ahead.reserve_batch(batch).all()
+        assert plain.reserve_batch(usual).all()
+        step = ahead.fetch_ahead(batch)
+        same_inputs(step.inputs, plain.fetch(usual))
+        if before is not None:
+            if at % 7 == 0:  # somebody reads some of them while their tokens are to come
+                assert [int(ours[place].tokens[-1]) for place in (0, at % 6)] == [FUTURE_TOKEN] * 2
+            batch.realize_future_tokens(tokens)
+            ahead.end_step(before)
+            if not early:
+                ahead.step(batch)
+        batch.update_with_future_tokens()
+        if early:
+            ahead.step(batch)
+        assert [ahead.block_table(one.request_id).num_tokens for one in ours] == usual.starts.tolist()
+        before, tokens = step, rng.integers(0, 3, 6)
+        usual.update(tokens)
+        plain.step(usual)
+    assert before is not None
+    batch.realize_future_tokens(tokens)
+    ahead.step(batch)
+    ahead.end_step(before)
+    assert [indices(context) for context in ours] == [indices(context) for context in theirs]
+    assert ahead.num_free_blocks == plain.num_free_blocks
+    for one, other in zip(ours, theirs, strict=True):
+        assert ahead.block_table(one.request_id).digests == plain.block_table(other.request_id).digests
+
+
+def test_a_new_batch_of_requests_whose_tokens_are_to_come_goes_on(make: Any) -> None:
+    manager = make(200, page_size=4)
+    contexts = running(manager, [3, 9, 4])
+    batch = manager.batch(contexts)
+    manager.reserve_batch(batch)
+    batch.update_with_future_tokens()
+    fewer = manager.batch(contexts[1:])
+    assert manager.reserve_batch(fewer).all()
+    assert manager.fetch(fewer)[0].cache_lengths.tolist() == [10, 5]
+    batch.realize_future_tokens([4, 5, 6])
+    fewer.update_with_future_tokens()
+    assert [one.tokens[-2:].tolist() for one in contexts] == [[3, 4], [5, FUTURE_TOKEN], [6, FUTURE_TOKEN]]
+    fewer.realize_future_tokens([8, 9])
+    fewer.update([1, 2])
+    assert [one.tokens[-3:].tolist() for one in contexts] == [[2, 3, 4], [5, 8, 1], [6, 9, 2]]
+
+
+def test_a_batch_of_prompts_is_run_ahead(make: Any) -> None:
+    manager = make(200, page_size=4)
+    contexts = [TextContext(range(at, at + 5 + at), 64, f"{at}") for at in range(3)]
+    for context in contexts:
+        manager.external_claim(context.request_id)
+    contexts[2].set_token_indices(active_idx=3)
+    assert manager.reserve_batch(contexts).all()
+    batch = manager.batch(contexts)
+    manager.fetch_ahead(batch)
+    batch.update_with_future_tokens()
+    manager.step(batch)
+    assert [manager.get_req_blocks(one.request_id) != [] for one in contexts] == [True] * 3
+    assert manager._replicas.each[0].rows.cached[:3].tolist() == [0, 0, 0]
+    batch.realize_future_tokens([7, 8, 9])
+    manager.step(batch)
+    assert manager._replicas.each[0].rows.cached[:3].tolist() == [5, 6, 3]
+    assert [one.end_idx for one in contexts] == [6, 7, 7]
+
+
+def test_future_tokens_are_refused_by_name_and_nobody_moves(make: Any) -> None:
+    manager = make(200, page_size=4)
+    contexts = running(manager, [3, 9], longest=12)
+    batch = manager.batch(contexts)
+    with pytest.raises(InvalidRequestError, match="'0': realize_future_tokens, and no token is to come"):
+        batch.realize_future_tokens([1, 2])
+    batch.update_with_future_tokens()
+    for call in (batch.update_with_future_tokens, lambda: batch.update([1, 2])):
+        with pytest.raises(InvalidRequestError, match="'0': update.*the token of a step in flight is to come already"):
+            call()
+    with pytest.raises(InvalidRequestError, match="token -4 is not within"):
+        batch.realize_future_tokens([1, -4])
+    batch.realize_future_tokens([1, 2])
+    batch.update([1, 2])
+    with pytest.raises(SequenceTooLongError, match="request '1': token 13 is past its max_length 12"):
+        batch.update_with_future_tokens()
+    assert [one.end_idx for one in contexts] == [6, 12]
+
+
+@pytest.mark.parametrize("before", [0, _STEPS_KEPT - 1], ids=["log empty", "log full"])
+def test_wherever_a_future_token_is_interrupted_all_requests_have_it_or_none(make: Any, before: int) -> None:
+    manager: PagedKVCacheManager = make(rows=3, pages=300)
+    outcomes = Counter[int]()
+    for at in count(1, 19 if before else 3):
+        contexts = running(manager, [5, 6, 7], name=f"{at}-")
+        batch = manager.batch(contexts)
+        for _ in range(before):
+            batch.update([4, 5, 6])
+        batch.update_with_future_tokens()
+        assert contexts[1].has_future_token
+        ends = [one.end_idx for one in contexts]
+        _, _, cut = interrupted(lambda batch=batch: batch.realize_future_tokens([1, 2, 3]), at, KeyboardInterrupt)
+        if {one.has_future_token for one in contexts} != {False}:
+            batch.realize_future_tokens([1, 2, 3])
+        assert [one.tokens[-1] for one in contexts] == [1, 2, 3]
+        _, _, done = interrupted(lambda batch=batch: batch.update_with_future_tokens(), at, KeyboardInterrupt)
+        (given,) = {one.end_idx - end for one, end in zip(contexts, ends, strict=True)}
+        outcomes[given] += done
+        if not given:
+            batch.update_with_future_tokens()
+        assert [one.computed_idx for one in contexts] == [one.end_idx - 2 for one in contexts]
+        batch.realize_future_tokens([8, 9, 8])
+        assert [one.tokens[-2:].tolist() for one in contexts] == [[1, 8], [2, 9], [3, 8]]
+        for one in contexts:
+            manager.release(one.request_id)
+        if not done and not cut:
             break
     assert outcomes[0] > 5
     assert outcomes[1] > 0

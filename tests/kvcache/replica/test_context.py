@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache import InvalidRequestError, Retention, SequenceTooLongError, TextContext
+from kvcache import FUTURE_TOKEN, InvalidRequestError, Retention, SequenceTooLongError, TextContext
 from kvcache.replica.context import hasher_of
 from kvcache.replica.hashing import PrefixHasher
 
@@ -271,3 +271,81 @@ def test_a_context_has_one_leader_at_a_time() -> None:
     context.reset()
     assert second.lost == [(5, 4)]
     assert (context.start_idx, context.active_idx) == (0, 4)
+
+
+def test_a_future_token_stands_for_one_until_it_is_realized() -> None:
+    context = TextContext(range(5), 8)
+    context.update_with_future_token()
+    assert indices(context) == (5, 6, 6)
+    assert context.tokens.tolist() == [*range(5), FUTURE_TOKEN]
+    assert (context.computed_idx, context.has_future_token) == (0, True)
+    context.realize_future_token(7)
+    assert context.tokens.tolist() == [*range(5), 7]
+    assert (context.computed_idx, context.has_future_token) == (5, False)
+    context.update(8)
+    assert indices(context) == (6, 7, 7)
+
+
+def test_an_earlier_chunk_has_no_token_to_come_and_is_computed_once_its_step_has_ended() -> None:
+    context = TextContext(range(9), 20)
+    context.set_token_indices(active_idx=4)
+    context.update_with_future_token()
+    assert indices(context) == (4, 9, 9)
+    assert (context.computed_idx, context.has_future_token) == (0, True)
+    context.realize_future_token(99)
+    assert context.tokens.tolist() == [*range(9)]
+    assert context.computed_idx == 4
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda it: it.update(1),
+        lambda it: it.update_with_future_token(),
+        lambda it: it.set_token_indices(4, 5, 5),
+        copy.copy,
+        pickle.dumps,
+    ],
+)
+def test_nothing_else_comes_before_a_future_token_is_realized(call: Callable[[TextContext], object]) -> None:
+    context = TextContext(range(5), 20, "r")
+    context.update_with_future_token()
+    with pytest.raises(InvalidRequestError, match="request 'r': .*realize_future_token first"):
+        call(context)
+    assert indices(context) == (5, 6, 6)
+    context.realize_future_token(3)
+    assert context.tokens.tolist() == [*range(5), 3]
+
+
+def test_no_token_is_realized_that_is_none_or_that_nobody_waits_for() -> None:
+    context = TextContext(range(5), 6, "r")
+    with pytest.raises(InvalidRequestError, match="'r': realize_future_token, and no token is to come"):
+        context.realize_future_token(3)
+    context.update_with_future_token()
+    with pytest.raises(InvalidRequestError, match="token -1 is not within"):
+        context.realize_future_token(-1)
+    context.realize_future_token(4)
+    with pytest.raises(SequenceTooLongError, match="token 7 is past its max_length 6"):
+        context.update_with_future_token()
+    assert not context.has_future_token
+
+
+def test_a_fork_has_what_is_known_and_runs_from_what_is_computed() -> None:
+    context = TextContext(range(5), 20)
+    context.update(5)
+    context.update_with_future_token()
+    twin = context.fork()
+    assert indices(twin) == (5, 6, 6)
+    assert not twin.has_future_token
+    context.realize_future_token(1)
+    assert indices(context.fork()) == (6, 7, 7)
+
+
+def test_a_start_that_is_moved_back_is_all_that_is_computed() -> None:
+    context = TextContext(range(8), 20)
+    context.update(5)
+    context.update_with_future_token()
+    context.set_token_indices(start_idx=4)
+    assert context.computed_idx == 4
+    context.reset()
+    assert context.computed_idx == 0
