@@ -341,8 +341,7 @@ class Replicas:
         """Publish what may be full of computed tokens; the call is marked by `word` as under way on return."""
         computed = gathered.computed
         # No page was full before the last token, so only those requests are asked whose page that token has filled.
-        # While a step is in flight, the token before it has.
-        looked = None if gathered.due or gathered.has_futures else gathered.turning()
+        looked = None if gathered.due else gathered.turning()
         # Hash on all replicas before publishing: a request whose salt or keys changed is refused before any change.
         full = [
             (share, pages)

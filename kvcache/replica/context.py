@@ -227,10 +227,8 @@ class TextContext:
     def update_with_future_token(self) -> None:
         """As `update`, while the step that runs the active tokens is in flight (`fetch_ahead`).
 
-        `FUTURE_TOKEN` stands for its token.
-
-        The next step can be planned then. `realize_future_token` has to follow before another update. Raises as
-        `update`.
+        `FUTURE_TOKEN` stands for its token, so that the next step can be planned. `realize_future_token` has to follow
+        before another update. Raises as `update`.
         """
         self.leave()
         if self._flight is not None:

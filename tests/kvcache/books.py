@@ -15,8 +15,9 @@ from kvcache import PagedKVCacheManager, TextContext
 
 Books = list[object]
 
-# The clock; answers that are remembered with what they hold for; the bounds of slabs' ages, which a look tightens.
-_SKIPPED = {"_seen", "matches", "_credit", "_ages", "_ages_back"}
+# The clock; answers that are remembered with what they hold for; the bounds of slabs' ages, which a look tightens; the
+# tables of steps in flight, which are made when they are first asked for.
+_SKIPPED = {"_seen", "matches", "_credit", "_ages", "_ages_back", "_of_steps"}
 _PLAIN = {type(None), bool, int, float, str, bytes}
 _LEFT_OUT = (type, types.FunctionType, types.MethodType, TextContext, torch.Tensor)
 _SHORT = 256  # bytes of an array that are kept; of a longer one a hash

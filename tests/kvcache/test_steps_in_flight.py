@@ -342,3 +342,97 @@ def test_check_finds_a_free_page_that_a_step_in_flight_may_write(make: Make) -> 
     with pytest.raises(InvariantError, match=r"is free, and StepInFlight\(num_requests=1, is_over=False\) may still"):
         manager.check()
     manager.end_step(step)
+
+
+def test_a_reservation_counts_on_no_page_that_a_step_in_flight_reads(make: Make) -> None:
+    groups = (LayerGroup("full", (0,)), LayerGroup("window", (1,), 4))
+    manager = make(7, page_size=4, layers=2, params={"groups": groups})
+    context = ran(manager, range(11))
+    for token in range(4):
+        assert manager.maybe_reserve(context)
+        manager.fetch([context])
+        context.update(token)
+        manager.step([context])
+    assert manager.maybe_reserve(context)
+    step = manager.fetch_ahead([context])
+    context.update(4)
+    manager.step([context])
+    assert context.current_length == 17  # one more page of each table, and one leaves the window
+    assert manager.num_free_blocks == 1
+    assert not manager.maybe_reserve(context)
+    manager.end_step(step)
+    assert manager.maybe_reserve(context)
+
+
+def test_recover_lets_a_request_go_on_whose_step_is_in_flight(make: Make) -> None:
+    went_on = 0
+    for at in range(1, 600, 3):
+        manager = make(12, page_size=4, checks=False)
+        context = ran(manager, range(7))
+        assert manager.maybe_reserve(context)
+        step = manager.fetch_ahead([context])
+        context.update_with_future_token()
+        assert context.current_length == 9
+        _, _, done = interrupted(partial(manager.maybe_reserve, context), at, KeyboardInterrupt)
+        if manager.recover().call == "maybe_reserve":
+            assert manager.contains("r")
+            went_on += 1
+        context.realize_future_token(5)
+        manager.step([context])
+        manager.end_step(step)
+        if not done:
+            break
+    assert went_on > 5
+
+
+def test_the_token_behind_an_end_is_dropped_with_its_request(make: Make) -> None:
+    manager = make(8, page_size=4)
+    context = ran(manager, range(7))
+    assert manager.maybe_reserve(context)
+    first = manager.fetch_ahead([context])
+    context.update_with_future_token()
+    assert manager.maybe_reserve(context)
+    second = manager.fetch_ahead([context])  # planned before anybody knows that the request ends with this token
+    context.realize_future_token(2)
+    manager.step([context])
+    manager.end_step(first)
+    manager.release("r")
+    assert manager.num_free_blocks == 8 - len(named(second))
+    manager.end_step(second)
+    assert manager.num_free_blocks == 8
+    again = begun(manager, [*range(7), 7, 9], "again")
+    assert again.start_idx == 8
+
+
+def test_a_preempted_request_comes_back_before_its_token_is_known(make: Make) -> None:
+    manager = make(16, page_size=4)
+    context = ran(manager, range(8))
+    assert manager.maybe_reserve(context)
+    step = manager.fetch_ahead([context])
+    context.update_with_future_token()
+    manager.release("r")
+    manager.external_claim("r")
+    assert manager.maybe_reserve(context)
+    assert (context.start_idx, context.computed_idx, context.end_idx) == (8, 8, 10)
+    assert not {*manager.get_req_blocks("r")[2:]} & named(step)
+    context.realize_future_token(3)
+    manager.end_step(step)
+    manager.fetch([context])
+    context.update(4)
+    manager.step([context])
+    assert context.tokens.tolist() == [*range(8), 7, 3, 4]
+
+
+def test_a_fork_goes_on_from_what_is_computed_while_its_parents_step_is_in_flight(make: Make) -> None:
+    manager = make(16, page_size=4)
+    parent = ran(manager, range(6))
+    step = manager.fetch_ahead([parent])
+    parent.update_with_future_token()
+    child = parent.fork("child")
+    assert manager.fork(parent, child)
+    assert (child.start_idx, child.end_idx) == (6, 7)
+    assert manager.get_req_blocks("child")[0] == manager.get_req_blocks("r")[0]
+    assert manager.get_req_blocks("child")[1] not in named(step)
+    parent.realize_future_token(3)
+    manager.step([parent])
+    manager.end_step(step)

@@ -24,12 +24,15 @@ PAGE_SIZE, ROWS, LONGEST = 3, 4, 60
 BUILT = ("window", "chunk", "windows alone", "latents", "states apart", "states in slabs", "host", "files", "objects")
 BUILT += ("quotas", "partial", "peer copies", "replicas", "shards")
 CALLED = ("hints", "drafts", "imports", "leases", "lends", "forks", "preemption", "batches", "renames", "stale")
-CALLED += ("own contexts", "resets", "hostile", "interrupts")
+CALLED += ("own contexts", "resets", "hostile", "interrupts", "overlap")
 FEATURES = BUILT + CALLED
 NEEDED = {"files": "host", "objects": "host", "peer copies": "replicas"}
 """Features that are nothing without another one: whoever asks for them gets both."""
-ONE_OF = (frozenset({"states apart", "states in slabs"}),)
-"""Features of which a manager has one: no pair."""
+ONE_OF = tuple(
+    frozenset(one)
+    for one in (("states apart", "states in slabs"), ("overlap", "states apart"), ("overlap", "states in slabs"))
+)
+"""Features of which a manager has one: no pair. No step of states is fetched ahead."""
 
 _STATES = "partial_reuse_min_tokens is given, and states: a recurrent state is of whole pages"
 REFUSED: dict[frozenset[str], str] = {

@@ -160,6 +160,11 @@ class Moves:
         return self.manager.slab_pages > 0
 
     @property
+    def steps_are_in_flight(self) -> bool:
+        """Whether pages that are let go are not free yet."""
+        return False
+
+    @property
     def exact(self) -> bool:
         """Whether all that a request finds is on its own replica."""
         return not {"host", "peer copies", "partial"} & self.features
@@ -374,7 +379,7 @@ class Moves:
         active = active if went_on < active else min(length, went_on + active - was)
         replica = self.replica(one)
         plan = replica.plan(one, length, went_on, active, steps, end)
-        return replica.surplus(one, plan, committed, freed=not self.is_leased(one))
+        return replica.surplus(one, plan, committed, freed=not self.is_leased(one) and not self.steps_are_in_flight)
 
     def active_after(self, before: tuple[int, int], context: TextContext) -> int:
         """Where a chunk ends whose start has moved."""
@@ -656,7 +661,8 @@ class Moves:
                 assert is_there == enough
             replica = self.replica(one)
             if not is_there and len(replica.tables) == 1:
-                assert replica.surplus(one, plan, plan.found) < 0, f"{one.name}: refused, and there are pages"
+                left = replica.surplus(one, plan, plan.found, freed=not self.steps_are_in_flight)
+                assert left < 0, f"{one.name}: refused, and there are pages"
         return all(there)
 
     def committed(self, one: Request) -> int:
@@ -821,7 +827,7 @@ class Moves:
 
     def leave(self, one: Request) -> None:
         replica, said = self.replica(one), one.context.named
-        self.past = [*self.past[-7:], (one.tokens[:], one.context.extra_keys)]
+        self.past = [*self.past[-7:], ([token for token in one.tokens if token >= 0], one.context.extra_keys)]
         committed = 0 if one.unsure else self.committed(one)
         mine = {page for row in one.rows for page in row.values()}
         salt = next((self.books.orders.salt_of(d) for d, page in replica.there.items() if page in mine), said[0])

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvcache import TextContext
+from kvcache import FUTURE_TOKEN, TextContext
 from tests.kvcache.random_model import seam
-from tests.kvcache.random_model.handover import Import, ImportMoves
+from tests.kvcache.random_model.ahead import AheadMoves
+from tests.kvcache.random_model.handover import Import
 from tests.kvcache.random_model.interrupts import Interrupted, Interrupts, end_unknown
 from tests.kvcache.random_model.matrix import FEATURES, LONGEST, PAGE_SIZE, World, drawn, pairs, with_needed
 from tests.kvcache.random_model.moves import SeededChooser
@@ -45,10 +46,11 @@ SIGNS: dict[str, tuple[str, ...]] = {
     "resets": ("reset",),
     "hostile": ("wrong call",),
     "interrupts": ("interrupted",),
+    "overlap": ("land",),
 }
 
 
-class Model(ImportMoves):
+class Model(AheadMoves):
     """A manager and all that may happen to it."""
 
     def __init__(self, choose: Any, world: World, *more: Any) -> None:
@@ -122,6 +124,7 @@ class Model(ImportMoves):
             mine.copier = mine.copier or next((one for one in report.copiers if one.pending is mine.pending), None)
         known = [*self.imports.values(), *self.stray]
         copiers = [mine.copier for mine in known if mine.copier is not None]
+        self.end_unknown_steps(report.steps)
         end_unknown(manager, report, [one.ours for one in self.leases], [mine.pending for mine in known], copiers)
         for name in report.claimed:
             if name not in self.live and manager.contains(name):
@@ -139,7 +142,8 @@ class Model(ImportMoves):
 
     def name(self, one: Request) -> None:
         """What an interrupted call has published of a request, nobody has seen in its rows."""
-        told = TextContext([*one.tokens, 0], LONGEST + 9, one.name, cache_salt=one.named[0], extra_keys=one.named[1])
+        known = [token for token in one.tokens if token != FUTURE_TOKEN]
+        told = TextContext([*known, 0], LONGEST + 9, one.name, cache_salt=one.named[0], extra_keys=one.named[1])
         for number, digests in enumerate(seam.digests(self.manager, told) if self.caching else ()):
             for column, digest in enumerate(digests):
                 self.names.learn(digest, content(number, one.tokens, one.named, column))
@@ -162,7 +166,7 @@ class Model(ImportMoves):
                 return False
             one.cached, one.ready = 0, False
             return one.context.tokens.tolist() == one.tokens
-        computed = one.context.start_idx
+        computed = one.context.computed_idx
         booked = seam.cached(self.manager, one.name) == one.cached
         known = bool(one.has_pages and (one.ready or one.cached))  # else an import of it was given up
         same = known and booked and one.context.tokens.tolist() == one.tokens

@@ -75,10 +75,16 @@ def leased(manager: PagedKVCacheManager, replica: int) -> list[tuple[PageLease, 
 
 
 def written(manager: PagedKVCacheManager, replica: int) -> set[int]:
-    """Pages that an import or a tier may write."""
+    """Pages that an import, a tier or a step in flight may write."""
     one = manager._replicas.each[replica]
     pages = [pending.written for pending in one.imports.each] + one.tier.coming()
+    pages += [pages for of_step in one.pool.parked for pages in of_step]
     return {int(page) for part in pages for page in part}
+
+
+def parked(manager: PagedKVCacheManager, replica: int) -> list[int]:
+    """Pages that are parked for the oldest step in flight, in the order in which they become free."""
+    return [int(page) for pages in manager._replicas.each[replica].pool.parked[0] for page in pages]
 
 
 def kept(manager: PagedKVCacheManager, replica: int) -> dict[Digest, int]:

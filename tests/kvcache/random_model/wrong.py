@@ -21,6 +21,7 @@ from kvcache import (
     RangeRetention,
     Retention,
     Routing,
+    StepInFlight,
     TextContext,
 )
 from tests.kvcache.books import Books, books_of, first_difference
@@ -135,7 +136,7 @@ class WrongCalls:
     def no_context(self) -> Any:
         """Anything but a context of this manager; another object for a request that holds pages, too."""
         held = self.with_pages()
-        twins = [] if held is None else [TextContext(held.tokens, 99, held.request_id)]
+        twins = [] if held is None else [TextContext(np.maximum(held.tokens, 0), 99, held.request_id)]
         shape = types.SimpleNamespace(request_id="stranger", start_idx=0)
         return self.choose.pick([*nothing_right(), *twins, None, 1, "r1", shape, self.stranger])
 
@@ -191,6 +192,7 @@ class WrongCalls:
             lambda one: manager.maybe_reserve(one, wrong),
             lambda one: manager.reserve_batch([one], wrong),
             lambda one: manager.fetch([one], wrong),
+            lambda one: manager.fetch_ahead([one], wrong),
             lambda one: manager.admission(one, wrong),
             lambda one: manager.fork(one, TextContext([1], 9), wrong),
             lambda one: manager.import_block_table(one, self.other.block_table("stranger"), wrong),
@@ -200,6 +202,7 @@ class WrongCalls:
     def wrong_batch(self) -> Wrong:
         wrong, manager = self.no_batch(), self.manager
         calls: list[Callable[[Any], object]] = [manager.reserve_batch, manager.fetch, manager.step]
+        calls.append(manager.fetch_ahead)
         if not isinstance(wrong, Batch):  # a batch is a sequence of contexts, too
             calls.append(manager.batch)
         return lambda: self.pick([*calls, manager.get_data_parallel_splits])(wrong)
@@ -207,7 +210,8 @@ class WrongCalls:
     def wrong_order(self) -> Wrong | None:
         """Run without pages, or computed past them."""
         waiting = [one.context for _, one in sorted(self.live.items()) if not one.has_pages]
-        return (lambda: self.manager.fetch([self.pick(waiting)])) if waiting else None
+        call = self.pick([self.manager.fetch, self.manager.fetch_ahead])
+        return (lambda: call([self.pick(waiting)])) if waiting else None
 
     def wrong_start(self) -> Wrong | None:
         """A request with pages says that it has computed what it has not."""
@@ -295,6 +299,11 @@ class WrongCalls:
         """`end_lease` of what is no lease, or of one that is nobody's."""
         stray: Any = object()
         return lambda: self.manager.end_lease(self.pick([*nothing_right(), None, PageLease(stray, "r1", 0)]))
+
+    def wrong_end_of_a_step(self) -> Wrong:
+        """`end_step` of what is no step, or of one that is nobody's."""
+        stray: Any = object()
+        return lambda: self.manager.end_step(self.pick([*nothing_right(), None, StepInFlight(stray, 0, 1)]))
 
     def wrong_foreign_handover(self) -> Wrong | None:
         """What is right here, at another manager."""
