@@ -96,7 +96,7 @@ def state_tiers(
 
 
 def state_movers(states: StatePages, host: HostTier) -> list[PageMover]:
-    """What copies the states of each shard and kind between their pages and the slots of a host tier."""
+    """The movers of each shard and kind: they copy states between their pages and the slots of a host tier."""
     return [
         PageMover(blocks, memory[:, first:last], None)
         for kinds, layouts, memory in zip(states.blocks, states.layouts, host.memory, strict=True)

@@ -264,7 +264,7 @@ class ObjectTier(LowerTier):
             raise
 
     def _end(self, job: Job) -> None:
-        """As the base. What comes from before a reset is dropped."""
+        """As the base. A job from before a reset is dropped."""
         if job.era != self._era:
             self._give_back(job)
             return

@@ -195,7 +195,7 @@ def _check_queue(tier: ReplicaTier, number: int) -> None:
 
 
 class Kept(NamedTuple):
-    """What tiers keep, which is pages of tokens or states, and how much of it."""
+    """The things that tiers keep, pages of tokens or states, and how many."""
 
     noun: str  # in metrics: "blocks", or "states"
     shard_bytes: Sequence[int]  # of one, on each shard

@@ -35,7 +35,7 @@ def books_of(manager: PagedKVCacheManager, contexts: Sequence[TextContext] = ())
 
 
 def first_difference(before: Books, after: Books) -> str:
-    """What stands before the first entry that differs, and both entries; empty where the books are equal."""
+    """The path of the first entry that differs, and both entries; empty if the books are equal."""
     if before == after:
         return ""
     at = next((at for at, (one, other) in enumerate(zip(before, after, strict=False)) if one != other), -1)

@@ -18,7 +18,7 @@ from kvcache.replica.hints import ReplicaHints
 
 
 def hinted_order(pool: PagePool) -> HintedOrder | None:
-    """What of a pool's order follows hints, below quotas where there are some; None: nothing yet."""
+    """The part of a pool's order that follows hints, below quotas if there are some; None: no hint yet."""
     order = getattr(pool.idle, "_order", pool.idle)
     return order if isinstance(order, HintedOrder) else None
 
@@ -30,7 +30,7 @@ def trust(hints: ReplicaHints, share: float) -> None:
 
 
 class Said(NamedTuple):
-    """What was said of a page: a level, 0 (goes first) to 4, a class of time to live, and when that is over."""
+    """The hint of a page: a level, 0 (goes first) to 4, a class of time to live, and when that is over."""
 
     level: int = 2
     lives: int = 0

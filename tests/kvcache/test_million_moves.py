@@ -22,7 +22,7 @@ from tests.kvcache.tiers.stored_objects import StoredObjects
 
 T = TypeVar("T")
 COMMON = ("forks", "preemption", "batches", "renames", "stale", "resets")
-# Of managers of these features what has to happen, and how often at least, so that it is tested.
+# The moves that have to happen with managers of these features, and how often at least.
 SELDOM: dict[tuple[str, ...], dict[str, int]] = {
     (*COMMON, "leases", "lends"): {"hit": 20, "refused": 10, "evicted": 20, "moved back": 5, "kept": 5, "fits": 10},
     (*COMMON, "hints", "quotas", "window"): {"hint": 50, "evicted": 20, "slid": 20, "came back": 10, "chunk": 20},
@@ -91,7 +91,7 @@ class DrawnChooser:
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data(), st.integers(0, 1 << 20), st.integers(1, 40))
 def test_drawn_moves(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int, count: int) -> None:
-    """What fails is shrunk: which features there are by their number, and each choice after that."""
+    """A failing run is shrunk: the number of its features, and each choice after that."""
     features = drawn(SeededChooser(seed)) - {"interrupts"}  # how long a call is, Hypothesis does not draw
     model = Model(DrawnChooser(data), World(tmp_path_factory.mktemp("files"), StoredObjects()), features)
     for _ in range(count):

@@ -24,7 +24,7 @@ HEAD = range(40)
 
 
 def books(manager: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """What the manager itself says, as samples that a scrape should have."""
+    """The manager's own figures, as samples that a scrape should have."""
     metrics = manager._replicas.metrics
     totals = {
         "pagewire_replica_copied_pages_total": metrics.d2d_blocks_copied,

@@ -14,7 +14,7 @@ ANY = "tcp://127.0.0.1:0"
 
 
 def open_sockets() -> int:
-    """Of the process's context: what is not closed keeps it from ending."""
+    """A socket of the process's context: one that is not closed keeps it from ending."""
     return sum(not each.closed for each in zmq.Context.instance()._sockets)  # pyright: ignore[reportPrivateUsage]
 
 

@@ -27,7 +27,7 @@ from transfer.wire.messages import RankMetadata, ReaderNote, encode_message
 
 _SLICE_S = 0.3e-3
 LATELY_S = 1.0
-"""What was said to a source may be on its way for so long, below NIXL, and waits for polls of its agent."""
+"""A message to a source may be on its way for so long, below NIXL, and waits for polls of its agent."""
 _MOST_IN_FLIGHT = 8
 """Transfers of a pull at a time, where posts return before all is copied: 32 MiB on the wire, and the background."""
 

@@ -34,7 +34,7 @@ ANSWER_S = 60.0  # of a service to one question
 
 
 class LossyWay:
-    """What brings a stream to its subscribers, and loses some of it."""
+    """Brings a stream to its subscribers, and loses some of it."""
 
     def __init__(self, seed: int) -> None:
         self._context = zmq.Context()
@@ -113,7 +113,7 @@ class Worker:
     def overlap(self, tokens: list[int]) -> tuple[int, int, int]:
         """Pages of the prompt on the device; with those that go on in the host tier; with those in files, too.
 
-        Of files, those whose tokens this start of the process has seen: a file tells digests alone.
+        Only files whose tokens this start of the process has seen count: a file tells digests alone.
         """
         count = len(tokens) // PAGE
         digests = PrefixHasher("sha256", PAGE, None, ()).digests(np.array(tokens, np.int32), 0, count)
@@ -135,7 +135,7 @@ class Worker:
 
 
 async def answered(asking: Awaitable[Any], what: str) -> Any:
-    """What comes of it. `TimeoutError` names what is stuck."""
+    """The result of a call. `TimeoutError` names the call that is stuck."""
     try:
         return await asyncio.wait_for(asking, ANSWER_S)
     except TimeoutError:
@@ -206,9 +206,9 @@ class Followed:
         await self.compare(compared)
 
     async def compare(self, count: int) -> None:
-        """So many overlaps of each service with each manager. What differs has some time yet to arrive.
+        """So many overlaps of each service with each manager. Overlaps that differ have some time yet to arrive.
 
-        That time is the round's: where a service follows somebody no more, each of its overlaps would wait for it.
+        That time is the round's: if a service no longer follows a manager, each of its overlaps would wait for it.
         """
         deadline = time.monotonic() + PATIENCE_S
         for tokens in self.random.choices(self.prompts[1:], k=-(-count // len(self.workers))):

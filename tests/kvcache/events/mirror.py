@@ -23,10 +23,10 @@ MEDIA = {HOST: "CPU", FILES: "STORAGE"}
 
 
 class Known:
-    """What follows from the events of one rank.
+    """The state that follows from the events of one rank.
 
-    `there`: medium → hash → tokens and parent. `tree`: of the GPU what Dynamo's index keeps: nothing is taken up whose
-    parent is not there, and what goes takes all with it that continues it.
+    `there`: medium → hash → tokens and parent. `tree`: the GPU's pages as Dynamo's index keeps them: a page whose
+    parent is not there is not taken up, and a page that goes takes all with it that continue it.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Known:
                 gone += [child for child, parent in self.tree.items() if parent == one]
 
     def whole(self) -> None:
-        """Whoever is there with all that it continues can be found."""
+        """A page that is there with all pages before it can be found."""
         gpu = self.there.get("GPU", {})
         for block in gpu:
             way, before = [block], gpu[block][1]
@@ -84,9 +84,9 @@ class Known:
 
 
 class Reader(Known):
-    """What follows from the events of one rank, taken from the log as it is written: nothing is sent.
+    """The state that follows from the events of one rank, taken from the log as it is written, without sockets.
 
-    `longest` is what somebody can find who knows nothing of the model but what the events tell.
+    `longest` is the prefix that a follower can find who knows the model by its events alone.
     """
 
     def __init__(self, manager: PagedKVCacheManager, rank: int) -> None:
@@ -101,7 +101,7 @@ class Reader(Known):
         self.take_up(_decoded([event for source, event in told if self._book.is_of(source, self._rank)]))
 
     def longest(self, hashes: list[int], media: tuple[str, ...]) -> int:
-        """Of pages with these hashes how many all tables can go on from with what these media have together."""
+        """The number of these pages that all tables can go on from, with the pages of these media together."""
         return next((end for end in range(len(hashes), 0, -1) if self._goes_on(hashes[:end], media)), 0)
 
     def _goes_on(self, hashes: list[int], media: tuple[str, ...]) -> bool:
@@ -147,7 +147,7 @@ class Mirror(Known):
         return self
 
     def forget_the_begin(self, manager: PagedKVCacheManager, rank: int) -> None:
-        """Who is new has everybody told all: wait until that is over."""
+        """A new subscriber has all subscribers told everything: wait until that is over."""
         worker = worker_of(manager)
         self.until(lambda: worker._told_anew_at >= self.made_at + _JOIN_S and not worker._owed)
         self.settle(manager, rank)
@@ -207,7 +207,7 @@ class Mirror(Known):
         self.close()
 
     def check_same(self, manager: PagedKVCacheManager, rank: int) -> None:
-        """What we know is what the manager's indexes have; call `settle` before."""
+        """The mirror equals the manager's indexes; call `settle` before."""
         sizes: dict[str, int] = {}
         for number, index in indexes_of(manager, rank).items():
             medium = MEDIA.get(number, "GPU")
@@ -242,7 +242,7 @@ def worker_of(manager: PagedKVCacheManager) -> Any:
 
 
 def settled(manager: PagedKVCacheManager) -> list[int]:
-    """Of each rank the last number sent, once all that was written down is."""
+    """The last number that each rank sent, once all that was written down is sent."""
     worker = worker_of(manager)
     deadline = time.monotonic() + PATIENCE_S
     while True:

@@ -125,7 +125,7 @@ class Router:
             return json.load(answer)
 
     def ask(self, tokens: list[int]) -> str:
-        """Who answers a prompt; why nobody does."""
+        """The server that answers a prompt, or the reason why none does."""
         try:
             return self.complete(tokens)["choices"][0]["text"]
         except OSError as error:

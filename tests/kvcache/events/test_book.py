@@ -133,7 +133,7 @@ def test_what_comes_back_on_both_sides_of_what_stayed_is_told_in_order() -> None
 
 
 def counted_anew(book: EventBook) -> None:
-    """What the book counts as it goes is what a recount gives."""
+    """The running counts of the book are those of a recount."""
     known = np.flatnonzero(book._described)
     refs = np.bincount(book._parent[known], minlength=len(book._refs))
     assert (refs[1:] == book._refs[1:]).all()

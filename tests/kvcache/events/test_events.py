@@ -21,7 +21,7 @@ PAGE = 4
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has lost the last message hears of it at once."""
+    """A follower that has lost the last message hears of it at once."""
     monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
 
 

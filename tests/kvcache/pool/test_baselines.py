@@ -1,4 +1,4 @@
-"""What others than the real cache would have hit, and what hints earn by it."""
+"""The hits that other caches would have had, and the gain of hints over them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who reads a journal, in which order, and what it is told."""
+"""The readers of a journal, their order, and the entries that each gets."""
 
 from __future__ import annotations
 

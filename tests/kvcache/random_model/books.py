@@ -189,7 +189,7 @@ class Books:
         before: dict[int, tuple[int, ...]],
         leaving: list[int] | None,
     ) -> None:
-        """What was idle and is held leaves the order, what became idle joins it, what was evicted came first in it."""
+        """Pages that are held now leave the order, pages that became idle join it, evicted ones came first in it."""
         was, gone = changed
         held, order, now = replica.holders().keys() | replica.beside, replica.order, replica.there
         for digest in [one for one in order if now.get(one) in held]:

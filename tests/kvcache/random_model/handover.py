@@ -56,7 +56,7 @@ class ImportMoves(Moves):
         return any(stray.one is one for stray in self.stray)
 
     def table_of(self, context: TextContext) -> BlockTable | None:
-        """What the source says of a prompt without its last token, having computed it."""
+        """The source's table of a prompt without its last token, which it has computed."""
         if self.source is None:
             groups = self.manager.params.groups, self.manager.num_layers
             more: dict[str, Any] = {"groups": groups[0], "states": self.manager.params.states}
@@ -199,7 +199,7 @@ class ImportMoves(Moves):
         self.begin(mine.one, mine.table)
 
     def write(self, mine: Import, copies: Sequence[PageCopy]) -> None:
-        """What the copies bring: the bytes of the request's tokens, on each shard, and its state."""
+        """The bytes that the copies bring: those of the request's tokens, on each shard, and its state."""
         one, at, count = mine.one, mine.one.replica, len(mine.one.rows)
         for number, copy in enumerate(copies):
             pages = np.asarray(copy.dst_pages)

@@ -28,9 +28,10 @@ SIGN = "interrupted here"
 
 
 def interrupted(call: Callable[[], T], at: int, error: type[BaseException]) -> tuple[T | None, int, bool]:
-    """What the call gives, how many bytecodes of `kvcache` it ran, and whether `error` was raised at the `at`-th one.
+    """The result of the call, the bytecodes of `kvcache` that it ran, and whether `error` was raised at the `at`-th
+    one.
 
-    What the call raises instead goes on.
+    Any other error of the call is raised.
     """
     count, done = 0, False
 

@@ -38,7 +38,7 @@ _STATES = "partial_reuse_min_tokens is given, and states: a recurrent state is o
 REFUSED: dict[frozenset[str], str] = {
     **{frozenset({"partial", one}): _STATES for one in ("states apart", "states in slabs")},
 }
-"""What the product refuses today, with its words. A set that is accepted fails the test: take it out of the list."""
+"""Sets that the product refuses today, with its words. One that is accepted fails the test: take it out of the list."""
 
 # By how many pages they take, of one layer with keys and values of one head of two elements.
 SHAPES = {
@@ -55,7 +55,7 @@ class Chooser(Protocol):
 
 
 class World(NamedTuple):
-    """What managers after one another share: a folder of files, and a store of objects."""
+    """The tiers that managers after one another share: a folder of files, and a store of objects."""
 
     folder: Path
     store: StoredObjects

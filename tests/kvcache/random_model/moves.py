@@ -513,7 +513,7 @@ class Moves:
         self.books.learn()
 
     def back_from_below(self, one: Request, device: int, found: int) -> None:
-        """What comes up from host memory was used: now, or when its request runs."""
+        """A page that comes up from host memory counts as used: now, or when its request runs."""
         if "host" not in self.features:
             return
         there = self.replica(one).there
@@ -836,7 +836,7 @@ class Moves:
         self.books.orders.say(replica, one, committed)
         one.context.cache_salt = said[0]
         digest_of = {page: digest for digest, page in replica.there.items()}
-        # What was found behind a page that has yet to come from below is nobody's to read yet.
+        # Pages found behind a page that has yet to come from below cannot be read yet.
         found = LONGEST if one.unsure else committed
         pages = [
             page
@@ -906,7 +906,7 @@ class Moves:
         return True
 
     def lend(self) -> bool:
-        """Whoever asks is lent the pages of a prompt that are there, whoever computed them."""
+        """A reader that asks is lent the pages of a prompt that are there, whichever request computed them."""
         if len(self.leases) >= 4 or not self.caching:
             return False
         at, context = self.choose.integer(0, len(self.books.replicas) - 1), self.newcomer()
@@ -1011,7 +1011,7 @@ class Moves:
             assert sum(states.hits for states in self.manager.states) == self.state_hits
         for at, states in enumerate(self.manager.states):
             assert states.num_held >= len(self.books.replicas[at].requests)
-        # What comes from elsewhere, and no request has left since, is nobody's.
+        # A page that comes from elsewhere, and that no request has left since, belongs to no tenant.
         strays = {"host", "peer copies"} & self.features and {"imports", "lends", "interrupts"} & self.features
         if "quotas" in self.features and not self.slabs and not strays:
             self.same_tenants()

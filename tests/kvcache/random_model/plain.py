@@ -37,7 +37,7 @@ def pages_of(tokens: int) -> int:
 
 
 def content(table: int, tokens: list[int], named: Named, column: int) -> Content:
-    """What the page at a column has to hold."""
+    """The content that the page at a column has to hold."""
     end = (column + 1) * PAGE_SIZE
     return (table, named[0], tuple(sorted(key for key in named[1] if key[0] < end)), *tokens[:end])
 
@@ -51,7 +51,7 @@ def tokens_of(one: Content) -> list[int]:
 
 
 class Names:
-    """What digests stand for: each for one content, and each content for one digest."""
+    """The contents of digests: one for each digest, and one digest for each content."""
 
     def __init__(self) -> None:
         self.content_of: dict[Digest, Content] = {}
@@ -107,7 +107,7 @@ class Request:
 
 
 class Plan(NamedTuple):
-    """Of each table the columns that a request has after a reservation."""
+    """The columns of each table that a request has after a reservation."""
 
     columns: list[range]
     found: int  # the column after the last that is published
@@ -115,7 +115,7 @@ class Plan(NamedTuple):
 
 @dataclass
 class Replica:
-    """What one replica has: contents by digest, who holds which page, which idle content goes first."""
+    """The state of one replica: contents by digest, holders of pages, which idle content goes first."""
 
     tables: list[Table]
     num_pages: int
@@ -180,7 +180,7 @@ class Replica:
         return first
 
     def plan(self, one: Request, length: int, start: int, active: int, steps: int, found: int) -> Plan:
-        """What the request has once it goes on from `start`, with so many published columns."""
+        """The columns that the request has once it goes on from `start`, with so many published ones."""
         columns: list[range] = []
         for number, table in enumerate(self.tables):
             end = length + steps - 1 if table.holds_all or active >= length else active

@@ -21,7 +21,7 @@ from tests.kvcache.tiers.stored_objects import StoredObjects
 
 T = TypeVar("T")
 MOVES_A_MANAGER = 200
-# What shows that a feature was met, where it is not a move of its own: of these counts one at least.
+# The counts that show that a feature was met, if it is not a move of its own. One of them is enough.
 SIGNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("window", "chunk", "windows alone"), ("slid",)),
     **dict.fromkeys(("latents", "shards", "replicas"), ("run",)),
@@ -113,7 +113,7 @@ class Model(AheadMoves):
             one.ready = one.ready and one.room >= len(one.tokens)
 
     def end_unknown(self, before: dict[Request, list[int]]) -> None:
-        """What nobody was given ends; and so does what the model does not know the state of."""
+        """End leases and imports that no one was given, and those whose state the model does not know."""
         manager = self.manager
         manager.check()
         report = manager.recover()

@@ -1,4 +1,4 @@
-"""What the model reads of a manager's inside: whoever rebuilds that changes this file, and no other of the model."""
+"""The model's view of a manager's inside: a rebuild of that changes this file, and no other of the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _found(index: Any) -> dict[Digest, int]:
 
 
 def rows(manager: PagedKVCacheManager, request_id: str) -> list[dict[int, int]]:
-    """Of each block table the request's pages by column."""
+    """The request's pages by column, for each block table."""
     replica, _, row = manager._claims.locate(request_id, "rows")
     tables = replica.rows.table[:, row]
     return [{int(column): int(table[column]) for column in table.nonzero()[0]} for table in tables]
@@ -38,7 +38,7 @@ def cached(manager: PagedKVCacheManager, request_id: str) -> int:
 
 
 def digests(manager: PagedKVCacheManager, context: TextContext) -> list[list[Digest]]:
-    """Of each table how a prompt's full pages are named, those after its last token left out."""
+    """The names of a prompt's full pages in each table, those after its last token left out."""
     replica, named = manager._replicas.each[0], manager.contents.digests(context)
     width = DIGEST_BYTES[replica.hash_algorithm]
     first = np.frombuffer(named.digests, np.uint64).reshape(-1, width // 8)
@@ -65,7 +65,7 @@ def found(manager: PagedKVCacheManager, replica: int) -> dict[Digest, int]:
 
 
 def idle(manager: PagedKVCacheManager, replica: int) -> list[int]:
-    """Of these the ones that nobody holds: which goes first, second, and so on (with hints roughly)."""
+    """Those of these pages without a holder: which goes first, second, and so on (with hints roughly)."""
     return manager._replicas.each[replica].pool.idle.pages().tolist()
 
 
@@ -136,7 +136,7 @@ def host_held(manager: PagedKVCacheManager) -> set[int]:
 
 
 def host_memory(manager: PagedKVCacheManager) -> list[torch.Tensor]:
-    """Of each shard the bytes of the slots, `[slots + 1, bytes]`."""
+    """The bytes of the slots of each shard, `[slots + 1, bytes]`."""
     return [] if manager._replicas.tiers is None else manager._replicas.tiers.host.memory
 
 
@@ -158,7 +158,7 @@ def say_time(manager: PagedKVCacheManager, clock: Callable[[], float], share: fl
 
 
 def hint_share(manager: PagedKVCacheManager, replica: int) -> float:
-    """Of a replica's idle pages, how many follow hints now: it is learned."""
+    """The number of a replica's idle pages that follow hints now: it is learned."""
     return manager._replicas.each[replica].hints.share
 
 

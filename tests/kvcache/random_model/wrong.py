@@ -96,7 +96,7 @@ class WrongCalls:
         self.other.fetch([self.stranger])
         self.stranger.update(5)
         self.other.step([self.stranger])
-        # What runs beside the loop changes books at any time.
+        # Threads beside the loop change books at any time.
         self.is_quiet = not (manager.params.file_tier_dir or manager.params.object_tier_io)
         self.calls = [name for name in dir(self) if name.startswith("wrong_")]
 

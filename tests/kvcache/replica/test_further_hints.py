@@ -86,7 +86,7 @@ def test_right_hints_earn_a_share_and_wrong_ones_lose_it(groups: tuple[LayerGrou
     tables = 2 if groups is WINDOW else 3
     plain = rounds(make(60 * tables, groups), None, None, 8)
     manager = make(60 * tables, groups)
-    # Of 8 prompts of 3 pages a table each comes again after 72 pages a table: plain LRU finds none.
+    # Each of 8 prompts of 3 pages a table comes again after 72 pages a table: plain LRU finds none.
     assert plain == 0
     assert rounds(manager, FIRST, LAST, 8) > 0.75 * ROUNDS * 12
     assert manager.hint_share > 0.5

@@ -296,7 +296,7 @@ def test_pages_that_were_not_published_yet_stay_for_the_step() -> None:
 
 
 def test_a_request_without_pages_has_those_of_all_that_it_has_to_compute() -> None:
-    """Whatever its context says of its start: pages from its window on would be too few."""
+    """It is refused whatever start its context has: pages from its window on would be too few."""
     manager = make(caching=False)
     context = TextContext([*range(40)], 99, "r")
     context.set_token_indices(start_idx=30)

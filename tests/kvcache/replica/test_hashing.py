@@ -82,7 +82,7 @@ def test_digests_are_the_same_in_another_process_and_for_any_integer_dtype(compu
         "t = np.arange(40, dtype=np.int64) * 7919 % 50021;"
         "print(PrefixHasher('sha256', 4, 's').digests(t, 0, 10).tobytes().hex())"
     )
-    # What computes them here or there does not matter: a fleet may have both.
+    # Either implementation gives the same digests: a fleet may have both.
     other = os.environ | ({} if computed_by == "hashlib" else {hashing.PLAIN: "1"})
     there = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=other)
     assert there.stdout.strip() == PrefixHasher("sha256", 4, "s").digests(tokens(40), 0, 10).tobytes().hex()

@@ -102,7 +102,7 @@ def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retentio
 
 
 def test_the_share_grows_while_hints_are_right_and_shrinks_while_they_are_wrong() -> None:
-    # Of 8 prompts each comes again after 48 pages: plain LRU finds none, of 4 after 24: all.
+    # Each of 8 prompts comes again after 48 pages: plain LRU finds none. Each of 4 comes after 24: it finds all.
     manager = manager_of(40, checks=False)
     assert manager.hint_share == 0.0
     assert rounds(manager, FIRST, LAST)[1] > 0.95 * 200 * 8
@@ -140,7 +140,7 @@ def test_the_first_hint_takes_over_what_is_cached() -> None:
 
 
 def evidence(manager: PagedKVCacheManager) -> list[int]:
-    """What the share learns from now on, request by request: pages gained, and in turn pages promised."""
+    """The lessons of the share from now on, request by request: pages gained, and in turn pages promised."""
     learned: list[int] = []
     hints = manager._replicas.each[0].hints
     hints._share.learn = lambda gained, promised, looked: learned.extend((gained, promised))

@@ -107,7 +107,7 @@ class HandOver:
         return context
 
     def _tables(self, tokens: list[int], name: str) -> Generator[tuple[BlockTable, bool]]:
-        """What the source says of a request, after each chunk with a full page or after the last, and whether it is."""
+        """The source's table of a request after each chunk with a full page, or after the last, and whether it is that."""
         source, context = self.source, TextContext(tokens, 256, name)
         source.external_claim(name, 0)
         try:
@@ -168,7 +168,7 @@ def _cells() -> list[Any]:
 
 @pytest.mark.parametrize(("there", "here", "chunkwise"), _cells())
 def test_what_was_pulled_is_whole_wherever_its_windows_begin(there: int, here: int, *, chunkwise: bool) -> None:
-    """Of 30 tokens a chunk ends with a prompt, and nothing of the next one is there."""
+    """A chunk of 30 tokens ends with a prompt, and no page of the next one is there."""
     often = (there, here, chunkwise) in OFTEN
     seen = check(there, here, range(24, 36 if often else 64), chunkwise=chunkwise)
     assert (seen["refused"] > 0) is (there % here > 0), seen

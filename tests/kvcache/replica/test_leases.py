@@ -268,7 +268,7 @@ def test_check_counts_what_leases_hold(make: Any, what: str) -> None:
 
 
 def test_check_finds_an_import_that_nobody_can_close(make: Any) -> None:
-    """What another manager's `cancel_import` left behind once: closed, and with its pages for ever."""
+    """Another manager's `cancel_import` once left such an import: closed, and with its pages for ever."""
     source, target = make(8, page_size=4), make(8, page_size=4, checks=False)
     computed(source, range(8))
     target.external_claim("r")
@@ -345,7 +345,7 @@ def test_of_a_cancelled_import_the_copier_s_end_frees_the_pages(make: Any) -> No
 
 @pytest.mark.parametrize("released", [True, False])
 def test_a_cancelled_import_that_is_written_keeps_its_pages_beyond_a_recovery(make: Any, released: bool) -> None:
-    """Whoever copies knows nothing of the interruption, and writes on."""
+    """The copier does not know of the interruption, and writes on."""
     source, target = make(8, page_size=4), make(8, page_size=4)
     computed(source, range(8))
     context = TextContext([*range(8), 7], 64, "r")
@@ -527,7 +527,7 @@ def test_what_readers_were_told_only_grows_and_what_they_see_of_windows_only_shr
 
 
 def test_after_an_interrupt_leases_are_of_the_rows_that_their_requests_have() -> None:
-    """What they hold stays, whoever has the row now, until each is ended."""
+    """Their pages stay until each is ended, whichever request has the row now."""
     books = Books()
     for row in range(3):
         books.claim(row, 4)

@@ -21,7 +21,7 @@ def made(make: Any, pages: int = 64, least: int = 1, **options: Any) -> PagedKVC
 
 
 def content(manager: PagedKVCacheManager, context: TextContext, count: int) -> list[int]:
-    """What the pages hold of the first `count` tokens, as `run` wrote it: on every shard the same."""
+    """The content of the first `count` tokens' pages, as `run` wrote it: the same on every shard."""
     pages = manager.get_req_blocks(context.request_id)
     shards = [
         [int(blocks[pages[at // PAGE], 0, 0, at % PAGE, 0, 0]) for at in range(count)]

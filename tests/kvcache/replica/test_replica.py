@@ -78,7 +78,7 @@ def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -
 
 
 def test_a_request_with_one_token_to_run_stays_where_it_was_set_back_to(make: Any) -> None:
-    """Nothing is looked up for it: what is published behind its start is its own, and moves it nowhere."""
+    """No prefix is looked up for it: the pages published behind its start are its own, and do not move it."""
     manager = make(20, page_size=4)
     context = TextContext(range(14), 64)
     with manager.claim(context):

@@ -1,4 +1,4 @@
-"""What rows count: each token of a prompt once, as one that ran or as one that was found."""
+"""Rows count each token of a prompt once, as one that ran or as one that was found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcache.replica.rows import AllRows, BlockRows, PromptCounter
 
 
 def counter() -> PromptCounter:
-    """Of four rows that are nobody's yet."""
+    """Four rows without a request."""
     rows = BlockRows(AllRows(1, 4, 4), slice(0, 4), 64, 4, layer_tables((), 1).groups, pinned=False)
     rows.prompt[:], rows.counted[:] = -1, 0
     return PromptCounter(rows)

@@ -37,7 +37,7 @@ def leased(it: ServedStates, most: int = 100) -> tuple[PageLease, BlockTable] | 
 
 
 def state_in(it: ServedStates, page: int) -> set[int]:
-    """What stands in a state page, the same all over."""
+    """The value that fills a state page."""
     tensors = [tensor[page].flatten() for tensor in chain.from_iterable(it.manager.states[0].blocks)]
     return {*torch.cat(tensors).numpy().astype(np.int64).tolist()}
 

@@ -19,7 +19,7 @@ TOLD = {"kv_events": KVEvents(ANY, ANY)}
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has lost the last message hears of it at once."""
+    """A follower that has lost the last message hears of it at once."""
     monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
 
 
@@ -33,7 +33,7 @@ def there(index: object) -> set[int]:
 
 
 def promised(known: Known, hashes: list[int]) -> int:
-    """Of pages with these hashes how many a reader of the events takes to be found."""
+    """The number of pages with these hashes that a reader of the events expects to be found."""
     pages, states = told_of(known, 0), told_of(known, 1) | told_of(known, 1, "CPU")
     run = next((at for at, one in enumerate(hashes) if one not in pages), len(hashes))
     return max((at for at in range(1, run + 1) if hashes[at - 1] in states), default=0)

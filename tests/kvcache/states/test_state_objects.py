@@ -30,7 +30,7 @@ def served(store: StoredObjects) -> Make:
 
 
 def written(served: Make, *prompts: Iterable[int], new: int = 1, **options: Any) -> ServedStates:
-    """Who has served these prompts, and is closed."""
+    """A manager that has served these prompts, and is closed."""
     it = served(**options)
     for prompt in prompts or [PROMPT]:
         it.serve(prompt, new=new)
@@ -367,7 +367,7 @@ def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_
         before, gone = it.manager.metrics, sum(tier.refusals.total() for tier in tiers_of(it))
         found = it.again(prompt, chunk=int(rng.integers(1, 80)), new=int(rng.integers(1, 9)))
         refused = sum(tier.refusals.total() for tier in tiers_of(it)) > gone
-        # What was read for a prefix that has just been shortened may have pushed out what the shorter one needs.
+        # Pages read for a prefix that has just been shortened may have pushed out pages that the shorter one needs.
         assert found == expected or (refused and found < expected), (move, prompt)
         after = it.manager.metrics
         seen["as expected"] += found == expected > 0
@@ -391,7 +391,7 @@ def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_
 
 
 class Late:
-    """Whoever asks a tier what there may be, takes up what its threads were at just before."""
+    """A question to a tier takes up the results of its threads first."""
 
     def __init__(self, tier: ObjectTier, store: StoredObjects, monkeypatch: pytest.MonkeyPatch) -> None:
         self._tier, self._store, self._has_of = tier, store, tier.has_of  # type: ignore[attr-defined]

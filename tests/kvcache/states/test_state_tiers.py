@@ -67,7 +67,7 @@ def test_files_are_asked_for_later_states_than_those_at_hand(monkeypatch: pytest
 
 
 class Lower:
-    """What lies below the host: it has the states of these digests, and none comes."""
+    """A tier below the host that has the states of these digests, and brings none."""
 
     generation = 0
     asks = False

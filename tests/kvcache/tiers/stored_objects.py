@@ -20,7 +20,7 @@ S = TypeVar("S", bound=Served)
 
 
 class StoredObjects:
-    """What all its `ObjectIO` share. A manager's `object_tier_io`."""
+    """A store that all its `ObjectIO` share. A manager's `object_tier_io`."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}

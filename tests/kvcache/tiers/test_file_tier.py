@@ -169,7 +169,7 @@ def damage(it: FileTier, path: Path, how: str, rng: np.random.Generator) -> None
         path.write_bytes(content)
 
 
-# Of each damage, why pages are refused where it is done while the tier runs, and files where it is done before.
+# For each damage, the reason why pages are refused if it is done while the tier runs, and files if it is done before.
 DAMAGE: dict[str, tuple[set[str], set[str]]] = {
     "gone": ({"gone"}, set()),
     "folder": ({"unreadable"}, {"unreadable"}),
@@ -420,7 +420,7 @@ def test_a_folder_deleted_before_a_reset_or_between_two_runs(served: Make, tmp_p
 
 
 def modes(folder: Path) -> set[tuple[bool, int]]:
-    """Of the folder and all that is in it: whether it is one, and who may read it."""
+    """The folder and all that is in it: whether each is a folder, and its mode."""
     found = [folder, *folder.rglob("*")]
     return {(path.is_dir(), path.lstat().st_mode & 0o7777) for path in found if not path.is_symlink()}
 

@@ -38,7 +38,7 @@ def key_of(it: Served, table: int, number: int, prompt: Iterable[int] = PROMPT) 
 
 
 def written(served: Make, groups: tuple[LayerGroup, ...] = WINDOW) -> Served:
-    """Who has written the prompt's objects, and is closed."""
+    """A manager that has written the prompt's objects, and is closed."""
     it = served(groups=groups)
     assert it.serve(PROMPT, chunk=8) == 0
     it.manager.close()
@@ -291,7 +291,7 @@ def test_random_prompts_over_four_tiers(
         read, gone = it.manager.metrics.object_blocks_read, objects_of(it).refusals.total()
         it.fetch(prompt)
         found = it.serve(prompt, chunk=int(rng.integers(1, 5)) * 8)
-        # What was read for a prefix that has just been shortened may have pushed out what the shorter one needs.
+        # Pages read for a prefix that has just been shortened may have pushed out pages that the shorter one needs.
         assert found == expected or (objects_of(it).refusals.total() > gone and found < expected), (move, prompt)
         seen["as expected"] += found == expected > 0
         it.manager.check()

@@ -31,7 +31,7 @@ Make = Callable[..., Served]
 
 
 class Kind(NamedTuple):
-    """What lies in the store, and a prompt.
+    """The content of the store, and a prompt.
 
     Attributes:
         served: the managers.
@@ -89,7 +89,7 @@ def serve(it: Served, prompt: range | list[int]) -> int:
 
 
 def written(served: Make, prompt: range | list[int], *sizes: int, **options: Any) -> Served:
-    """Who has written a prompt's objects, and is closed."""
+    """A manager that has written a prompt's objects, and is closed."""
     it = served(*sizes, **options)
     assert serve(it, prompt) == 0
     it.manager.close()

@@ -32,7 +32,7 @@ def recounted(replica: Replica) -> list[PageState]:
 
 
 def owners(replica: Replica) -> dict[int, set[str]]:
-    """Of each page that has owners their names."""
+    """The names of the owners of each page that has some."""
     found: dict[int, set[str]] = {}
     for request_id, row in replica.rows.row_of.items():
         for page in replica.rows.pages(row).tolist():

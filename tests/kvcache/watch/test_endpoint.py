@@ -365,7 +365,7 @@ def test_a_look_waits_as_long_as_a_loop_that_never_rests_needs(monkeypatch: pyte
 def test_a_look_that_fails_costs_its_answer_and_neither_the_watch_nor_the_loop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What others tell is read beside their own threads: a table may change while it is counted."""
+    """Reports are read beside the threads that make them: a table may change while it is counted."""
     monkeypatch.setattr(endpoint, "_FAILED_S", 0.0)
     fails = [True]
 

@@ -37,7 +37,7 @@ def batches(rng: random.Random, count: int) -> list[tuple[str, list[PoolEntry]]]
 
 
 class OneByOne:
-    """What the entries come to, one page after the other."""
+    """The sum of the entries, page by page."""
 
     def __init__(self) -> None:
         self.pages: Counter[str] = Counter()
