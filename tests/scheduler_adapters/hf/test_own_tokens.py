@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvcache.layer_groups import layer_tables
 from kvcache.replica.context import TextContext
 from kvcache.sizing import page_bytes
 from scheduler_adapters.hf.runner import (
@@ -30,7 +31,7 @@ from tests.kvcache.build import proven, state_pages
 from tests.scheduler_adapters.conftest import HYBRIDS
 from tests.scheduler_adapters.hf.conftest import FORMS as KINDS_OF_STATE
 from tests.scheduler_adapters.hf.speculating import Engine, assert_equal
-from tests.scheduler_adapters.hf.test_groups import MODELS
+from tests.scheduler_adapters.hf.test_groups import ALONE, MODELS, WINDOW
 from tests.scheduler_adapters.serving import assert_nothing_held, own_tokens, requests_of, serve, tokens_of
 
 pytestmark = pytest.mark.slow
@@ -54,10 +55,12 @@ FORMS = {
     "states apart": Form(tuple(HYBRIDS), "apart", (14, 0)),
     "states among pages": Form(("bamba", "qwen3_next", "lfm2", "kimi_linear"), "among", (17, 2)),
     "groups": Form(tuple(MODELS), "", (40, 0)),
+    "groups of one window": Form(("mistral alone", "phi3 alone", "qwen3 alone"), "", (7, 0)),
     "groups and states apart": Form(("lfm3",), "apart", (30, 0)),
     "groups and states among pages": Form(("lfm3",), "among", (30, 2)),
 }
 IN_CI = HYBRIDS.keys() - KINDS_OF_STATE.keys() - {"lfm3"}
+LFM3 = ("groups and states apart", "lfm3")
 CASES = [(form, model) for form, has in FORMS.items() for model in has.models]
 
 
@@ -79,8 +82,8 @@ def of_each_model(*settings: tuple[int, int]) -> pytest.MarkDecorator:
 
 @pytest.fixture
 def model(name: str, shared_model: Callable[..., Any]) -> Any:
-    kind, changes = MODELS.get(name, (name, {}))
-    return shared_model(kind, **({"num_hidden_layers": 4, **changes} if name in MODELS else {}))
+    kind, changes = (MODELS | ALONE).get(name, (name, {}))
+    return shared_model(kind, **({"num_hidden_layers": 4, **changes} if changes else {}))
 
 
 def manager_of(
@@ -97,7 +100,7 @@ def manager_of(
     """A manager of so many pages, each of all layers of its table, and states or slabs beside them."""
     options = {"enable_prefix_caching": True, "group_layers": form.startswith("groups"), **params}
     cache = dataclasses.replace(kv_params_of(model.config, page_size=PAGE, **options), **(tiers or {}))
-    page = page_bytes(cache, 1 if cache.groups else num_layers_of(model.config), PAGE)
+    page = page_bytes(cache, layer_tables(cache.groups, num_layers_of(model.config)).layers_per_page, PAGE)
     devices, memory = ["cpu"] * cache.n_devices, pages * page
     caching, states = cache.enable_prefix_caching, FORMS[form].states
     if states:
@@ -155,6 +158,7 @@ def test_tokens_equal_after_a_hit_and_a_fork(form: str, model: Any) -> None:
     manager = manager_of(model, form, rows=2)
     loop = loop_of(manager, model)
     serve(loop, [Request("r", PROMPTS[0], NEW)])
+    manager.reset_metrics()
     parent = TextContext(PROMPTS[0], 512, "parent")
     manager.external_claim("parent")
     contexts = [parent]
@@ -189,7 +193,7 @@ def test_tokens_equal_with_guesses(form: str, model: Any) -> None:
 
 
 @of_forms(had=[False, True], end=["commit", "cancel"])
-def test_tokens_equal_behind_an_import(form: str, model: Any, had: bool, end: str) -> None:
+def test_tokens_equal_behind_an_import(form: str, name: str, model: Any, had: bool, end: str) -> None:
     """Behind one that was given up a request goes on from what it had found; with windows it is claimed anew."""
     expected = own_tokens(model, PROMPTS[0], NEW)
     source, target = (manager_of(model, form, rows=rows) for rows in (2, 1))
@@ -199,9 +203,13 @@ def test_tokens_equal_behind_an_import(form: str, model: Any, had: bool, end: st
         serve(taker, [Request("r", PROMPTS[0], 1)])
     context = taker.context_for(Request("r", [*PROMPTS[0], expected[0]], NEW - 1))
     target.external_claim("r")
-    pending = target.import_block_table(context, source.block_table("r"))
+    table = source.block_table("r")
+    assert name not in ALONE or len(table.groups[0]) <= 4, "a window touches 4 pages"
+    pending = target.import_block_table(context, table)
     found = full(len(PROMPTS[0]) - 1) if had else 0
-    assert pending.tokens == (found, len(PROMPTS[0]))
+    token = len(PROMPTS[0])
+    seen = full(token - WINDOW + 1) if name in ALONE else 0
+    assert pending.tokens == (max(found, seen), token)
     target.check()
     states = zip(*([*one.states[0].blocks[0]] if one.states else [] for one in (target, source)), strict=True)
     for mine, theirs in states:
@@ -258,28 +266,66 @@ def test_conversations_find_all_that_went_before(form: str, model: Any) -> None:
 
 
 @of_forms("groups")
-def test_tokens_equal_with_hits_from_the_host_and_from_files(form: str, model: Any, tmp_path: Path) -> None:
+def test_tokens_equal_with_hits_from_the_host_and_from_files(form: str, name: str, model: Any, tmp_path: Path) -> None:
     """As `test_states_below` has it of one table."""
     tiers: dict[str, Any] = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-2}
     tiers |= {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-2, "file_tier_key": "model"}
     prompts = PROMPTS[:2]
     expected = [own_tokens(model, prompt, NEW) for prompt in prompts]
     first = manager_of(model, form, *FORMS[form].few, copies=4, tiers=tiers)
-    loop = loop_of(first, model)
+    loop = loop_of(first, model, 16)
     for prompt in (*prompts, *OTHERS):  # each takes the place of what was before
         serve(loop, [Request("r", prompt, NEW)])
     manager = first
     for again in (False, True):
         if again:
             manager = manager_of(model, form, *FORMS[form].few, copies=4, tiers=tiers)
-        loop, before = loop_of(manager, model), manager.metrics
+        loop, before = loop_of(manager, model, 16), manager.metrics
         for prompt, tokens in zip(prompts, expected, strict=True):
             assert tokens_of(serve(loop, [Request("r", prompt, NEW)])) == [tokens]
         more = manager.metrics - before
         assert more.cache_tokens == sum(full(len(prompt) - 1) for prompt in prompts)
-        assert more.h2d_blocks_copied > len(SYSTEM) // PAGE
+        if name in ALONE:
+            assert 3 <= more.h2d_blocks_copied <= 2 * 4, "the window's pages alone"
+        else:
+            assert more.h2d_blocks_copied > len(SYSTEM) // PAGE
         assert bool(more.h2d_states_copied) == bool(manager.states)
         manager.close()
         assert_nothing_held(manager)
-    assert manager.metrics.file_blocks_read > len(SYSTEM) // PAGE
+    assert manager.metrics.file_blocks_read >= min(more.h2d_blocks_copied, len(SYSTEM) // PAGE + 1)
     assert bool(manager.metrics.file_states_read) == bool(manager.states)
+
+
+CHUNKED = ("groups of one window", "llama4 alone")
+
+
+@pytest.mark.parametrize(("form", "name"), [CHUNKED])
+def test_tokens_equal_where_what_a_chunk_begins_with_sees_nothing_before_it(form: str, model: Any) -> None:
+    """Nothing of a prompt but its last chunk is computed."""
+    manager = manager_of(model, form, 6)
+    loop = loop_of(manager, model, 16)
+    expected = [own_tokens(model, prompt, NEW) for prompt in OTHERS]
+    for _ in range(2):
+        assert tokens_of(serve(loop, requests_of(OTHERS, NEW))) == expected
+    assert loop.preemptions
+    assert manager.metrics.evictions
+    assert_nothing_held(manager)
+
+
+@pytest.mark.parametrize(("form", "name"), [*(case for case in CASES if case[1] in MODELS | ALONE), CHUNKED, LFM3])
+def test_a_request_holds_the_pages_of_its_windows_alone(form: str, model: Any) -> None:
+    """A request of 400 tokens holds 50 pages of a layer that attends to everything, and 7 of one with a window."""
+
+    def longest_held(**params: Any) -> int:
+        manager = manager_of(model, form, **params)
+        loop = loop_of(manager, model, 16)
+        loop.add(Request("r", (SYSTEM * 12)[:380], 20))
+        held = 0
+        while loop.has_work:
+            loop.step()
+            held = max(held, manager.total_num_pages - manager.num_free_blocks)
+        return held * manager.layouts[0].page_bytes
+
+    layers = num_layers_of(model.config)
+    page, full = longest_held(group_layers=False) // 50 // layers, form != "groups of one window"
+    assert longest_held() <= (50 * full + 7 * (layers - full)) * page

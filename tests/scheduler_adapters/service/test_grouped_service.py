@@ -1,4 +1,4 @@
-"""Models with windows and chunks over several block tables, prefilled in one process and decoded in another."""
+"""Models with windows and chunks over several block tables, and states, prefilled here and decoded there."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from scheduler_adapters.hf.tiny import ByteTokenizer
-from tests.scheduler_adapters.hf.test_groups import MODELS
-from tests.scheduler_adapters.hf.test_windows_alone import MODELS as ALONE
+from tests.scheduler_adapters.hf.test_groups import ALONE, MODELS
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.service.test_peer_prefixes import outcome, served
 from tests.scheduler_adapters.serving import own_tokens
@@ -22,13 +21,14 @@ HEAD = ByteTokenizer().encode("What all prompts begin with, and what is longer t
 PROMPTS = [[*HEAD, *ByteTokenizer().encode(text)] for text in ("one", "another one", "the third, which is longest")]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in ("gemma3", "llama4") else pytest.mark.ci) for name in MODELS],
-)
+GROUPED = [pytest.param(name, marks=() if name in ("gemma3", "llama4") else pytest.mark.ci) for name in MODELS]
+
+
+@pytest.fixture(scope="module", params=GROUPED)
 def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
-    kind, changes = (MODELS | {f"{name} alone": one for name, one in ALONE.items()})[request.param]
-    return shared_model(kind, num_hidden_layers=4, **changes)
+    """With windows, short convolutions and full attention in one: LFM3."""
+    kind, changes = (MODELS | ALONE).get(request.param, (request.param, {}))
+    return shared_model(kind, **({"num_hidden_layers": 4, **changes} if changes else {}))
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
     services: list[Service] = []
 
     def make(prefill: dict[str, Any], decode: dict[str, Any], *, of: Any = model, **options: Any) -> Service:
-        sides = [Side(**{"page_size": PAGE, "groups": True, **side}) for side in (prefill, decode)]
-        services.append(Service(of, tmp_path, *sides, **options))
+        told = {"page_size": PAGE, "groups": True, "params": {"enable_prefix_caching": True}}
+        services.append(Service(of, tmp_path, *(Side(**{**told, **side}) for side in (prefill, decode)), **options))
         return services[-1]
 
     yield make
@@ -73,6 +73,36 @@ def test_tokens_are_the_models_own_and_windows_alone_are_pulled(
     service.assert_nothing_held()
 
 
+@pytest.mark.parametrize("model", ["lfm3"], indirect=True)
+@pytest.mark.parametrize(
+    ("prefill", "decode", "chunkwise"),
+    [
+        ({"tp": 2}, {}, False),
+        ({"budget": 24}, {"tp": 2}, True),
+        ({"budget": 24, "replaced": {"share_state_memory": False}}, {}, True),
+    ],
+)
+def test_tokens_are_the_models_own_and_windows_and_a_state_are_pulled(
+    start: Callable[..., Service],
+    expected: list[list[int]],
+    prefill: dict[str, Any],
+    decode: dict[str, Any],
+    chunkwise: bool,
+) -> None:
+    service = start(prefill, decode, chunkwise=chunkwise)
+    assert service.serve(PROMPTS) == expected
+    service.assert_nothing_held()
+    stats, manager = service.decode.stats(), service.loops["d0"].manager
+    assert len(manager.layer_tables.tables) == 3
+    whole = sum(-(-len(prompt) // PAGE) for prompt in PROMPTS)
+    # In two layers of three a prompt takes a window of 20 tokens, which touches 4 pages; and its state.
+    assert stats.pages_pulled <= whole + (2 * 4 + 1) * len(PROMPTS) < 2 * whole
+    assert service.serve(PROMPTS) == expected
+    again = service.decode.stats().pages_pulled - stats.pages_pulled
+    assert again <= (3 + 1) * len(PROMPTS), "all but a page that is not full, and the state, was here"
+    service.assert_nothing_held()
+
+
 @pytest.mark.parametrize("chunkwise", [False, True])
 @pytest.mark.parametrize("model", ["mistral alone", "llama4 alone"], indirect=True)
 def test_of_windows_or_chunks_alone_decode_pulls_what_the_next_token_sees(
@@ -87,12 +117,13 @@ def test_of_windows_or_chunks_alone_decode_pulls_what_the_next_token_sees(
     service.assert_nothing_held()
 
 
+@pytest.mark.parametrize("model", [*GROUPED, "lfm3"], indirect=True)
 def test_a_decode_process_whose_requests_give_way_computes_them_itself(
     start: Callable[..., Service], model: Any
 ) -> None:
     prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]
     wanted = [own_tokens(model, prompt, 72) for prompt in prompts]  # all run at a time, however quick
-    service = start({}, {"pages": 19, "budget": 16})
+    service = start({}, {"pages": 21 if "Lfm3" in type(model).__name__ else 19, "budget": 16})
     assert service.serve(prompts, 72) == wanted
     assert service.decode.stats().preemptions
     service.assert_nothing_held()
