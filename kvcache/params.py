@@ -1,4 +1,4 @@
-"""`KVCacheParams`: what a KV cache is made of, with every check on it in one place."""
+"""`KVCacheParams`: shape, placement and policy of a KV cache, with every check on them in one place."""
 
 import functools
 import importlib.util
@@ -63,14 +63,14 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
     "object_tier_timeout_s": functools.partial(number, least=0.01, most=60.0),
     "object_tier_tokens_per_s": optional(functools.partial(number, least=1.0, most=1e12)),
 }
-# Without these a parameter that differs from its default is refused.
+# Each of these parameters, if it differs from its default, is refused without the other.
 _REFUSED_WITHOUT = {
     "partial_reuse_min_tokens": _CACHING,
     _SWAPPING: _CACHING,
     "file_tier_dir": _SWAPPING,
     "object_tier_io": _SWAPPING,
 }
-# Without these it changes nothing: one of each tuple is needed.
+# Each of these parameters has no effect without one of each tuple.
 _IDLE_WITHOUT = {
     "host_kvcache_swap_space_gb": ((_SWAPPING,),),
     "file_tier_max_gb": (("file_tier_dir",),),
@@ -101,17 +101,17 @@ class KVCacheParams:
     work, with the limit it broke.
     """
 
-    dtype: torch.dtype  # of keys and values
+    dtype: torch.dtype  # element type of keys and values
     n_kv_heads: int  # key/value heads of the whole model
     head_dim: int  # elements of one head of one token (for MLA: latent plus rope part)
     enable_prefix_caching: bool = False  # keep the pages of finished requests and reuse them by content
-    # Copy published pages to host memory too, and back where a prompt needs them after they were evicted.
+    # Copy published pages to host memory too, and back if a prompt needs them after they were evicted.
     enable_kvcache_swapping_to_host: bool = False
-    # Size of that memory, which all replicas share, in units of 2**30 bytes. It holds what the device holds, too:
-    # several times the device's pages are worth having.
+    # Size of that memory in units of 2**30 bytes; all replicas share it. It also holds the device's pages, so make it
+    # several times as large as they are.
     host_kvcache_swap_space_gb: float | None = None
     page_size: int | None = None  # tokens per page; None leaves the choice to the manager's argument of the same name
-    n_devices: int = 1  # of all replicas together
+    n_devices: int = 1  # devices of all replicas together
     is_mla: bool = False  # one latent side in place of keys and values
     data_parallel_degree: int = 1  # replicas, each with its own pool and index
     # The hash of the prefix chain; it must be the same wherever pages are exchanged. blake3, an extra, is as strong as
@@ -120,7 +120,7 @@ class KVCacheParams:
     # A prompt that shares at least this many tokens of a cached page, but not all, copies the page (see
     # `kvcache.replica.partial`); 0 means never.
     partial_reuse_min_tokens: int = 0
-    page_order: PageOrder = "head,layer,side,token,dim"  # of the bytes of a page, outermost first (`kvcache.layout`)
+    page_order: PageOrder = "head,layer,side,token,dim"  # axes of a page, outermost first (`kvcache.layout`)
     routing: Routing = field(default_factory=Routing)  # which replica a request is claimed on, and copies between them
     # The largest share of a replica's idle pages that may follow retention hints, 0.0 to 1.0; the rest is least
     # recently used first (see `kvcache.pool.hinted_order`). 0.0: hints are ignored.
@@ -131,46 +131,49 @@ class KVCacheParams:
     tenant_quotas: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     file_tier_dir: str | None = None  # folder for pages below the host tier; None: no files
     file_tier_max_gb: float | None = None  # most bytes of the files of this key and layout, in units of 2**30
-    # What KV depends on besides tokens, salt and layout: the model and its weights. Different keys are never mixed up.
+    # Names what KV depends on besides tokens, salt and layout: the model and its weights. Pages of different keys are
+    # never mixed.
     file_tier_key: str = ""
-    # Makes what moves bytes between files and the host tier (`kvcache.types.PageIO`), given the tier's memory, once for
-    # each of two threads; None: preadv and pwritev.
+    # Makes the `kvcache.types.PageIO` that moves bytes between files and the host tier. It is called with the tier's
+    # memory, once for each of two threads. None: preadv and pwritev.
     file_tier_io: Callable[[Sequence[torch.Tensor]], PageIO] | None = None
-    # Makes what moves bytes between an object store and the host tier (`kvcache.types.ObjectIO`), once for each of two
-    # threads: `transfer.NixlObjects(bucket)`. None: no objects. Without `file_tier_dir` it takes `file_tier_key`, too.
+    # Makes the `kvcache.types.ObjectIO` that moves bytes between an object store and the host tier, once for each of
+    # two threads: `transfer.NixlObjects(bucket)`. None: no objects. Objects use `file_tier_key`, with or without files.
     object_tier_io: MakeObjectIO | None = None
-    # Pages of an object, which are written and found together; the last pages of a prompt, where they are fewer, are
-    # not, but with `states` where a state is kept after them. The same wherever objects are to be found.
+    # Pages of an object, which are written and found together. If the last pages of a prompt are fewer, they are not
+    # written, unless a state is kept after them (`states`). All processes that share objects need the same number.
     object_tier_pages: int = 8
-    # Seconds that a call of the object store may take before the store is left alone for 10 s: a request waits until
-    # it is told what there is, and then for its pages, each no longer than that.
+    # Seconds that a call of the object store may take; after a longer one the store is left alone for 10 s. A request
+    # waits at most so long for the list of its objects, and then at most so long for their pages.
     object_tier_timeout_s: float = 2.0
-    # Tokens that the model computes in a second: objects are read where the rate of reads of late is better. None:
-    # always.
+    # Tokens that the model computes in a second: objects are read if recent reads brought more tokens in a second.
+    # None: always.
     object_tier_tokens_per_s: float | None = None
-    kv_events: KVEvents | None = None  # tells routers what is cached, as vLLM does; None: nobody is told
-    # Layers that keep the same tokens, each of them in one group; none means that all layers attend to everything. All
-    # have the same heads and `head_dim`. A prefix is found as far as every group can go on from; windows need only what
-    # the next token sees. See `kvcache.layer_groups`.
+    kv_events: KVEvents | None = None  # tells routers what is cached, as vLLM does; None: no events
+    # Groups of layers that keep the same tokens, each layer in one group. If empty, all layers attend to everything.
+    # All layers have the same heads and `head_dim`. A prefix ends where every group has what the next token sees; a
+    # window does not need the pages before it. See `kvcache.layer_groups`.
     groups: tuple[LayerGroup, ...] = ()
-    # Values of 8 bits whose scales stand in the page beside them: shared, copied, evicted and handed over with it.
+    # Values of 8 bits with scales in the same page, which are shared, copied, evicted and handed over with it.
     kvcache_quant_config: KVCacheQuantizationConfig | None = None
     # The state that recurrent layers keep of each request, in addition to layers with keys and values; None: no such
     # layers. Each claimed request then has a state page, and with prefix caching copies of states are kept: a cached
     # prefix ends after a page whose state is cached too (`kvcache.states`).
     states: StateShape | None = None
-    # Whether states lie among the pages of tokens, each in as many neighbouring pages as hold it, and copies of them
-    # and pages are evicted by their last use. Else a part of each replica's memory is for states alone: its requests'
-    # and `state_copies`. None: yes, unless `state_copies` is given.
+    # True: states lie among the pages of tokens, each in a run of neighbouring pages, and copies of states and pages
+    # are evicted by their last use. False: a part of each replica's memory is for states alone, those of its requests
+    # and `state_copies` more. None: True, unless `state_copies` is given.
     share_state_memory: bool | None = None
-    state_copies: int | None = None  # of each replica in memory of their own; None: two for each of its requests
-    # Pages of tokens between two copies of a prompt's state, whatever its prompts have in common; 0: none for that.
+    state_copies: int | None = (
+        None  # copies that a replica keeps apart from its pages; None: two for each of its requests
+    )
+    # Keep a copy of a prompt's state after every so many pages of it, in addition to other copies; 0: none of these.
     state_every_pages: int = 0
     # The share of host memory and of files for recurrent states, 0.0 to 1.0, if the model has any (see
     # `kvcache.states`); pages have the rest.
     tier_state_share: float = 0.5
-    # Makes the order in which a replica's idle pages are evicted, given the number of its pages; None: least recently
-    # used first, biased by retention hints (see `kvcache.eviction_order`).
+    # Makes the order in which a replica's idle pages are evicted; it is called with the number of its pages. None:
+    # least recently used first, biased by retention hints (see `kvcache.eviction_order`).
     eviction_order: Callable[[int], EvictionOrder] | None = None
 
     def __post_init__(self) -> None:
@@ -236,7 +239,7 @@ class KVCacheParams:
         return per_shard * self.tensor_parallel_degree
 
     def without_effect(self) -> list[str]:
-        """The parameters that are given and change nothing, each with what it would take."""
+        """The given parameters that have no effect, each with the parameter that it needs."""
         plain = KVCacheParams(self.dtype, self.n_kv_heads, self.head_dim)
         given = {name for name in _IDLE_WITHOUT if _read(self, name) != _read(plain, name)}
         return [
@@ -271,7 +274,7 @@ class KVCacheParams:
         object.__setattr__(self, "groups", tuple(given))
 
     def _check_states(self) -> None:
-        """What does not go with recurrent states."""
+        """Refuse parameters that do not go with recurrent states."""
         if self.states is None:
             return
         copies, every = self.state_copies, self.state_every_pages
@@ -300,7 +303,7 @@ def usable_hashes() -> tuple[HashAlgorithm, ...]:
 def resolve_page_size(params: KVCacheParams, page_size: int | None) -> int:
     """Page size in tokens: of the params, else the argument, else the default of 128.
 
-    Raises `InvalidParamsError` where both are given, and differ; the argument's default counts as not given.
+    Raises `InvalidParamsError` if both are given and differ; the argument's default counts as not given.
     """
     page_size = whole("page_size", _DEFAULT_PAGE_SIZE if page_size is None else page_size, 1)
     if params.page_size is None or params.page_size == page_size:

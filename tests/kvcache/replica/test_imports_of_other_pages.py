@@ -107,7 +107,7 @@ class HandOver:
         return context
 
     def _tables(self, tokens: list[int], name: str) -> Generator[tuple[BlockTable, bool]]:
-        """The source's table of a request after each chunk with a full page, or after the last, and whether it is that."""
+        """The source's table after each chunk with a full page and after the last chunk, and whether it is that one."""
         source, context = self.source, TextContext(tokens, 256, name)
         source.external_claim(name, 0)
         try:
