@@ -119,8 +119,9 @@ class ForkedProgram:
     def kill(self) -> None:
         self._process.kill()
 
-    def wait(self) -> int | None:
-        self._process.join()
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """How it has ended; None if it runs after the time."""
+        self._process.join(timeout_s)
         return self._process.exitcode
 
 

@@ -1,24 +1,39 @@
-"""The programs in our documents, which run as they stand."""
+"""The programs in our documents and examples, which run as they stand."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+from tests.forked import ForkedProgram
+
 ROOT = Path(__file__).resolve().parents[1]
+# As `python -W error PROGRAM` does it.
+_RUN = """import runpy, sys, warnings
+warnings.simplefilter("error")
+sys.path.insert(0, {folder!r})
+runpy.run_path({program!r}, run_name="__main__")
+"""
 
 
 def printed_by(code: str, folder: Path) -> str:
     """What a program prints, which must end well and say nothing on standard error."""
     program = folder / "program.py"
     program.write_text(code)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", program],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=180,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.strip()
+    return printed(program, folder)
+
+
+def printed(program: Path, folder: Path) -> str:
+    """As above, of a program in a file; `folder` takes what it says.
+
+    It is forked from a process that has imported torch: that takes seconds, and most of the time of such a program.
+    """
+    said = folder / "printed", folder / "errors"
+    with said[0].open("w") as output, said[1].open("w") as errors:
+        code = _RUN.format(folder=str(program.parent), program=str(program))
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        process = ForkedProgram([sys.executable, "-c", code], output, environment, errors)
+        process.stdin.close()
+        status = process.wait(180.0)
+    complaints = said[1].read_text()
+    assert (status, complaints) == (0, ""), f"{program.name} ended with {status} and said: {complaints}"
+    return said[0].read_text().strip()

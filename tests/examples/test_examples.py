@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import ROOT, printed
+
 PRINTED = {
     "serving_loop": r"""8 answers are equal to those computed without a cache
 2 preemptions, 32 of 146 prompt tokens were cached""",
@@ -55,20 +53,11 @@ def test_every_example_is_here_and_in_the_list_for_readers() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRINTED)
-def test_an_example_runs_and_prints_what_it_shows(name: str) -> None:
+def test_an_example_runs_and_prints_what_it_shows(name: str, tmp_path: Path) -> None:
     docstring = ast.get_docstring(ast.parse((ROOT / f"examples/{name}.py").read_text())) or ""
     assert docstring.endswith(f"    python examples/{name}.py"), "its docstring ends with the command"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", f"examples/{name}.py"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        timeout=120,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert re.fullmatch(PRINTED[name], done.stdout.strip()), done.stdout
+    said = printed(ROOT / f"examples/{name}.py", tmp_path)
+    assert re.fullmatch(PRINTED[name], said), said
 
 
 @pytest.mark.parametrize("name", FILES)
