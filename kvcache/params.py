@@ -164,9 +164,7 @@ class KVCacheParams:
     # are evicted by their last use. False: a part of each replica's memory is for states alone, those of its requests
     # and `state_copies` more. None: True, unless `state_copies` is given.
     share_state_memory: bool | None = None
-    state_copies: int | None = (
-        None  # copies that a replica keeps apart from its pages; None: two for each of its requests
-    )
+    state_copies: int | None = None  # copies apart from the pages; None: two for each request of a replica
     # Keep a copy of a prompt's state after every so many pages of it, in addition to other copies; 0: none of these.
     state_every_pages: int = 0
     # The share of host memory and of files for recurrent states, 0.0 to 1.0, if the model has any (see
