@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import textwrap
 import time
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby, zip_longest
 from typing import ClassVar
 
 import numpy as np
+from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 from textual import events
@@ -21,13 +23,17 @@ from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, Tab
 from kvcache.errors import WatchError
 from kvcache.watched import PageState, states_of
 from pagewire.top import panels
-from pagewire.top.pagemap import COLOURS, GLYPHS, Colours, Span, colours
+from pagewire.top.pagemap import DARK, GLYPHS, LIGHT, Colours, Span, colours
 from pagewire.top.sources import LiveSource, PlayedSource
 from pagewire.top.view import Filter, TopView, nobody_answers
 
 _TICK_S = 0.1
 _WAITING = "waiting for a first look ..."
 _STEP_S = 5.0  # of a recording, to and fro
+_SCROLLBAR = 2
+_MAP_SHARE = 0.6  # of the lines for map and panels, that the map takes at most
+_IDS = "request"  # heading of a column whose ids may be long
+_THEMES = {True: "textual-light", False: "textual-dark"}
 
 
 class _Area:
@@ -73,7 +79,8 @@ class PageMap(Widget):
             wide = self._view.span(pool, 1).pages <= (width // 2) * (lines - 1)
             places = (width // 2 if wide else 2 * width) * (lines - 1)
             area = _Area(key, at * each, lines, self._view.span(pool, places), wide=wide)
-            area.colours = colours(cells, area.span, self._view.lit(process, pool.name))
+            lit = self._view.lit(process, pool.name)
+            area.colours = colours(cells, area.span, lit, light=self._view.light)
             first, per = area.span.first, area.span.per_place
             if wide:
                 found = states_of(cells[first : first + area.span.pages]).tolist()
@@ -87,6 +94,10 @@ class PageMap(Widget):
             areas.append(area)
         self._areas = areas
         self.refresh()
+
+    def lines_needed(self, width: int) -> int:
+        """The lines for a title and a place for each page of every pool on the screen."""
+        return sum(1 - (-pool.num_pages // max(1, width // 2)) for _, _, pool, _ in self._view.shown())
 
     def render_line(self, y: int) -> Strip:
         """One line of the screen."""
@@ -171,11 +182,12 @@ class TopApp(App[None]):
     TITLE = "pagewire top"
     AUTO_FOCUS = None
     CSS = """
-    #legend, #told, #phases { height: 1; }
+    #legend, #told, #phases, #totals { height: 1; }
     #told { color: $text-muted; }
+    #totals { text-style: bold; }
     #filter { display: none; }
     #filter.open { display: block; }
-    TabbedContent { height: 14; }
+    TabbedContent { height: 1fr; min-height: 8; }
     DataTable { height: 1fr; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -189,25 +201,31 @@ class TopApp(App[None]):
         Binding("slash,f", "filter", "filter", key_display="/"),
         Binding("escape", "clear", "clear", show=False),
         Binding("c", "check", "recount"),
+        Binding("t", "theme", "light/dark"),
         Binding("left_square_bracket", "seek(-1)", "back", key_display="["),
         Binding("right_square_bracket", "seek(1)", "on", key_display="]"),
         *(Binding(str(at + 1), f"panel('{name}')", name, show=False) for at, name in enumerate(panels.HEADINGS)),
     ]
 
-    def __init__(self, source: LiveSource | PlayedSource) -> None:
+    def __init__(self, source: LiveSource | PlayedSource, *, light: bool = False) -> None:
         super().__init__()
         self.source = source
-        self.view = TopView(list(source.addresses))
+        self.view = TopView(list(source.addresses), light=light)
+        self.theme = _THEMES[light]
         self.map = PageMap(self.view)
+        self._legend = Static(_legend(light=light), id="legend")
         self._phases = Static("", id="phases")
+        self._totals = Static("", id="totals")
         self._panels = TabbedContent(id="panels")
+        self._rows: dict[str, panels.TableRows] = {}  # as they are, where the tables show short ids
         self._tables = {name: DataTable[str](cursor_type="row", zebra_stripes=True) for name in panels.HEADINGS}
         self._asked = Input(placeholder="request, tenant=…, replica=…, process=…", id="filter")
         self.updates = 0  # looks that were drawn
 
     def compose(self) -> ComposeResult:
         """The screen from top to bottom."""
-        yield Static(_legend(), id="legend")
+        yield self._totals
+        yield self._legend
         yield self.map
         yield Static("", id="told")
         yield self._phases
@@ -227,7 +245,7 @@ class TopApp(App[None]):
 
     def on_resize(self) -> None:
         """The map has another size from now on."""
-        self.call_after_refresh(self.map.redraw)
+        self.call_after_refresh(self.redraw)
 
     def tick(self) -> None:
         """Take up what has come."""
@@ -244,9 +262,21 @@ class TopApp(App[None]):
     def redraw(self) -> None:
         """Draw the state as it is."""
         self.updates += 1
+        self._share_lines()
         self.map.redraw()
+        self._totals.update(panels.totals(self.view))
         self._phases.update(self._status())
         self._fill(self._panels.active)
+
+    def _share_lines(self) -> None:
+        """Give the map the lines that it needs, up to a share of the screen, and the panels the others."""
+        lines = self.map.size.height + self._panels.size.height
+        if not lines or not self.view.shown():
+            return
+        height = min(max(2, self.map.lines_needed(self.map.size.width)), int(lines * _MAP_SHARE))
+        if self.map.styles.height is None or self.map.styles.height.cells != height:
+            self.map.styles.height = height
+            self.call_after_refresh(self.map.redraw)
 
     def _status(self) -> str:
         view, parts = self.view, [panels.phases(self.view)]
@@ -261,15 +291,30 @@ class TopApp(App[None]):
         return "   ".join(parts).replace("[", r"\[")
 
     def _fill(self, name: str) -> None:
-        """The rows of a panel; the cursor stays where it is."""
+        """The rows of a panel, as wide as the screen; the cursor stays where it is."""
         if name not in panels.HEADINGS:
             return
-        table = self._tables[name]
+        table, (rows_of, headings) = self._tables[name], panels.HEADINGS[name]
         at = table.cursor_row
         table.clear()
-        for row in panels.HEADINGS[name][0](self.view):
+        self._rows[name] = rows = rows_of(self.view)
+        columns = [[row[at] for row in rows] for at in range(len(headings))]
+        if _IDS in headings:
+            ids = headings.index(_IDS)
+            columns[ids] = panels.short_ids(columns[ids])
+        self._widen(table, headings, columns)
+        for row in zip(*columns, strict=True):
             table.add_row(*(text.replace("[", r"\[") for text in row))
         table.move_cursor(row=at)
+
+    @staticmethod
+    def _widen(table: DataTable[str], headings: Sequence[str], columns: Sequence[Sequence[str]]) -> None:
+        """Share what is left of the screen among the columns, so that a table is as wide as it. No cell is cut."""
+        widths = [max(map(cell_len, [name, *column])) for name, column in zip(headings, columns, strict=True)]
+        left = table.size.width - sum(widths) - 2 * table.cell_padding * len(widths) - _SCROLLBAR
+        for at, (column, width) in enumerate(zip(table.ordered_columns, widths, strict=True)):
+            column.auto_width = False
+            column.width = width + max(0, left) // len(widths) + (at < max(0, left) % len(widths))
 
     # ---- keys
 
@@ -313,6 +358,13 @@ class TopApp(App[None]):
             self.source.check()
             self.action_panel("processes")
 
+    def action_theme(self) -> None:
+        """Light, or dark."""
+        self.view.light = not self.view.light
+        self.theme = _THEMES[self.view.light]
+        self._legend.update(_legend(light=self.view.light))
+        self.redraw()
+
     def action_panel(self, name: str) -> None:
         """Another panel."""
         self._panels.active = name
@@ -342,8 +394,7 @@ class TopApp(App[None]):
         """Enter on a request, a lease or a pull: its pages alone."""
         name = self._panels.active
         if name in ("requests", "transfers"):
-            request = self._tables[name].get_row(event.row_key)[name == "transfers"]
-            self.view.filter = Filter(request=str(request).replace(r"\[", "["))
+            self.view.filter = Filter(request=self._rows[name][event.cursor_row][name == "transfers"])
             self.redraw()
 
     def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
@@ -360,9 +411,10 @@ class TopApp(App[None]):
         self.redraw()
 
 
-def _legend() -> str:
+def _legend(*, light: bool) -> str:
+    palette = LIGHT if light else DARK
     parts = [
-        f"[{_rounded(np.array(COLOURS[state], np.uint8))}]{GLYPHS[state]}[/] {state.name.lower()}"
+        f"[{_rounded(np.array(palette.states[state], np.uint8))}]{GLYPHS[state]}[/] {state.name.lower()}"
         for state in PageState
     ]
-    return "  ".join(parts) + "   darker: goes first"
+    return "  ".join(parts) + f"   {palette.fading}: goes first"

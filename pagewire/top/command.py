@@ -53,12 +53,18 @@ def run_top(options: TopOptions) -> int:
             write_json(options.json, one_look(source))
             return 0
         if "TEXTUAL_DRIVER" in os.environ:
-            return run_for_browser(TopApp(source))
+            return run_for_browser(TopApp(source, light=is_light(options)))
         if has_terminal():
-            return run_in_terminal(TopApp(source))
+            return run_in_terminal(TopApp(source, light=is_light(options)))
         return print_looks(source, until_interrupted=options.record is not None)
     finally:
         source.close()
+
+
+def is_light(options: TopOptions) -> bool:
+    """Whether the theme is light: as asked for, or as the terminal tells its background. Dark where it tells none."""
+    background = os.environ.get("COLORFGBG", "").rpartition(";")[2]
+    return options.theme == "light" or (options.theme == "auto" and background in ("7", "15"))
 
 
 def source_of(options: TopOptions) -> LiveSource | PlayedSource:
@@ -152,6 +158,11 @@ def serve_web(options: TopOptions) -> None:
 def web_command(options: TopOptions) -> str:
     """What is run for a browser: the same, in a terminal of the server's."""
     named = {"updates": options.updates, "speed": options.speed, "play": options.play, "record": options.record}
-    named |= {"secret": options.secret, "keyring": options.keyring, "address-file": options.address_file}
+    named |= {
+        "theme": options.theme,
+        "secret": options.secret,
+        "keyring": options.keyring,
+        "address-file": options.address_file,
+    }
     told = [f"--{name}={value}" for name, value in named.items() if value is not None]
     return shlex.join([*PROGRAM, *options.addresses, *told])

@@ -2,6 +2,7 @@
 
 from dataclasses import MISSING, dataclass
 from pathlib import Path
+from typing import Literal
 
 from pagewire.arguments import endpoint, input_path, number, option, output_file, plain, switch, whole
 
@@ -29,6 +30,9 @@ class TopOptions:
     secret: str | None = option("SECRET", plain, None, "of the fleet: file:PATH, env:NAME, or itself")
     keyring: Path | None = option("FILE", input_path, None, "this process's keys, in place of a secret", rare=True)
     web: bool = switch("show it in a browser: prints the address, with a token")
+    theme: Literal["auto", "dark", "light"] = option(
+        "THEME", str, "auto", "dark, light, or auto: as COLORFGBG says", choices=("auto", "dark", "light"), rare=True
+    )
     web_host: str = option(
         "HOST", plain, "127.0.0.1", "where the browser's server listens; it knows no keys", rare=True
     )

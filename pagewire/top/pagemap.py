@@ -4,6 +4,7 @@ A place that sums up has the mean of its pages' colours: so many of a state, so 
 quarantine is that page's alone: it is what one looks for.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -14,14 +15,45 @@ from kvcache.watched import Cells, PageState
 Colours = NDArray[np.uint8]
 """Red, green and blue of each place: `[places, 3]`."""
 
-COLOURS: dict[PageState, tuple[int, int, int]] = {
-    PageState.FREE: (38, 44, 54),
-    PageState.IDLE: (64, 150, 220),  # released last; those that go first are darker
-    PageState.HELD: (70, 190, 90),
-    PageState.LEASED: (225, 165, 40),
-    PageState.WRITTEN: (180, 120, 255),
-    PageState.QUARANTINED: (255, 70, 70),
-}
+
+class Palette(NamedTuple):
+    """The colours of a theme.
+
+    Attributes:
+        states: of each state; idle pages that are released last, too.
+        ground: what idle pages fade to that go sooner, and pages that a filter leaves out.
+        fading: how the former look, in a word.
+    """
+
+    states: dict[PageState, tuple[int, int, int]]
+    ground: tuple[int, int, int]
+    fading: str
+
+
+DARK = Palette(
+    {
+        PageState.FREE: (38, 44, 54),
+        PageState.IDLE: (64, 150, 220),
+        PageState.HELD: (70, 190, 90),
+        PageState.LEASED: (225, 165, 40),
+        PageState.WRITTEN: (180, 120, 255),
+        PageState.QUARANTINED: (255, 70, 70),
+    },
+    (0, 0, 0),
+    "darker",
+)
+LIGHT = Palette(
+    {
+        PageState.FREE: (214, 219, 226),
+        PageState.IDLE: (20, 104, 176),
+        PageState.HELD: (22, 128, 50),
+        PageState.LEASED: (176, 112, 0),
+        PageState.WRITTEN: (122, 50, 214),
+        PageState.QUARANTINED: (208, 16, 16),
+    },
+    (255, 255, 255),
+    "paler",
+)
 GLYPHS = {
     PageState.FREE: "··",
     PageState.IDLE: "░░",
@@ -56,34 +88,32 @@ def span_of(num_pages: int, places: int, zoom: int = 0, centre: float = 0.5) -> 
     return Span(1 + min(max(0, first), num_pages - shown), shown, -(-shown // max(1, places)))
 
 
-def _packed() -> NDArray[np.uint64]:
+@lru_cache
+def _packed(light: bool) -> NDArray[np.uint64]:
     """The colour for each value of a cell's low bits, 20 bits each; then the colours for cells that a filter hides."""
-    table = np.zeros((2, _LOW, 3))
-    for state, colour in COLOURS.items():
+    palette = LIGHT if light else DARK
+    table, ground = np.zeros((2, _LOW, 3)), np.array(palette.ground)
+    for state, colour in palette.states.items():
         for age in range(8):
             warmth = _COLDEST + (1 - _COLDEST) * age / 7 if state == PageState.IDLE else 1.0
-            table[0, state | age << 3] = np.array(colour) * warmth
-    table[1] = table[0] * _DIM
+            table[0, state | age << 3] = ground + (np.array(colour) - ground) * warmth
+    table[1] = ground + (table[0] - ground) * _DIM
     flat = table.round().astype(np.uint64).reshape(-1, 3)
     return flat[:, 0] << np.uint64(40) | flat[:, 1] << np.uint64(20) | flat[:, 2]
 
 
-_PACKED = _packed()
-
-
-def colours(cells: Cells, span: Span, lit: NDArray[np.bool_] | None = None) -> Colours:
+def colours(cells: Cells, span: Span, lit: NDArray[np.bool_] | None = None, *, light: bool = False) -> Colours:
     """The colour of each place; `lit`: by owner number, whose pages a filter leaves. None: all."""
     shown = cells[span.first : span.first + span.pages]
     low = (shown & np.uint32(_LOW - 1)).astype(np.uint8)
     if lit is not None:
         low[~lit[shown >> np.uint32(8)]] |= _LOW
-    packed = _PACKED[low]
-    sums = _summed(packed, span)
+    sums = _summed(_packed(light)[low], span)
     full = np.full(span.places, span.per_place)
     full[-1] = span.pages - (span.places - 1) * span.per_place
     found = (sums // full[:, None]).astype(np.uint8)
     odd = np.flatnonzero(low & 7 == PageState.QUARANTINED)
-    found[odd // span.per_place] = COLOURS[PageState.QUARANTINED]
+    found[odd // span.per_place] = (LIGHT if light else DARK).states[PageState.QUARANTINED]
     return found
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvcache.watched import Look, PageState
 from pagewire.top.view import TopView, WatchedProcess
 
 TableRows = list[tuple[str, ...]]
 _MOST_ROWS = 200
+_LONGEST_ID, _HEAD, _TAIL = 20, 11, 8
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -43,6 +44,36 @@ def phases(view: TopView) -> str:
         told = " ".join(f"{phase} {count}" for phase, count in sorted(counts.items()))
         parts.append(f"{process.name}: {told or 'no requests'}")
     return "   ".join(parts)
+
+
+def totals(view: TopView) -> str:
+    """One line for all processes together: pages held, hit rate, pulled bytes a second, and requests that wait."""
+    held = pages = cached = prompt = waiting = 0
+    pulled = 0.0
+    for process, look in _looks(view):
+        for pool in look.pools:
+            pages += pool.num_pages
+            held += sum(pool.counts[state] for state in PageState if state >= PageState.HELD)
+        cached += int(look.figures.get("cache_tokens", 0))
+        prompt += int(look.figures.get("cache_tokens", 0) + look.figures.get("input_tokens", 0))
+        pulled += (process.rates("bytes_pulled") or [0.0])[-1]
+        waiting += _waiting(look)
+    rate = f"{cached / prompt:.1%}" if prompt else "none yet"
+    share = f" ({held / pages:.1%})" if pages else ""
+    return (
+        f"held {held:,} of {pages:,} pages{share}   hit rate {rate}   pulls {_giga(pulled)} GB/s   waiting {waiting:,}"
+    )
+
+
+def _waiting(look: Look) -> int:
+    return sum(phase in ("waiting", "queued", "asked") for phase in look.owners.phases)
+
+
+def short_ids(names: Sequence[str]) -> list[str]:
+    """The ids as a screen shows them: the middle of a long one is left out, unless another id would look the same."""
+    cut = [name if len(name) <= _LONGEST_ID else f"{name[:_HEAD]}…{name[-_TAIL:]}" for name in names]
+    alike = Counter(dict(zip(names, cut, strict=True)).values())
+    return [short if alike[short] == 1 else name for name, short in zip(names, cut, strict=True)]
 
 
 def transfers(view: TopView) -> TableRows:
@@ -112,7 +143,6 @@ def rates(view: TopView) -> TableRows:
         totals = look.figures
         all_tokens = totals.get("input_tokens", 0) + totals.get("cache_tokens", 0)
         rate = totals.get("cache_tokens", 0) / all_tokens if all_tokens else 0.0
-        waiting = sum(phase in ("waiting", "queued", "asked") for phase in look.owners.phases)
         lines: list[tuple[str, str, list[float], Callable[[float], str]]] = [
             ("hit rate", f"{rate:.1%} in all", hits, lambda value: f"{value:.1%}"),
             ("prompt tokens/s", f"{all_tokens:,.0f} in all", list(map(sum, zip(ran, cached, strict=True))), _short),
@@ -121,7 +151,7 @@ def rates(view: TopView) -> TableRows:
         ]
         for name, in_all, values, form in lines:
             found.append((process.name, name, form(values[-1] if values else 0.0), in_all, _bars(values)))
-        found.append((process.name, "queue", f"{waiting}", "", ""))
+        found.append((process.name, "queue", f"{_waiting(look)}", "", ""))
         for name, value in totals.items():
             if name.startswith("optimum"):  # of a replay
                 found.append((process.name, name.replace("_", " "), f"{value:.1%}", "", ""))

@@ -102,7 +102,8 @@ def nobody_answers(addresses: list[str]) -> str:
 class TopView:
     """The state behind the drawing. `clock` gives the time of recordings where one is played."""
 
-    def __init__(self, addresses: list[str]) -> None:
+    def __init__(self, addresses: list[str], *, light: bool = False) -> None:
+        self.light = light
         self.processes = {address: WatchedProcess(address) for address in addresses}
         self.filter = Filter()
         self.paused = False

@@ -23,7 +23,7 @@ from kvcache.watch.names import tenant_name
 from kvcache.watched import Beside, LeaseRow, PageState, PullRow
 from pagewire.top import panels
 from pagewire.top.app import TopApp
-from pagewire.top.pagemap import COLOURS
+from pagewire.top.pagemap import DARK, LIGHT, Palette
 from pagewire.top.sources import LiveSource, PlayedSource
 from pagewire.top.view import Filter
 from pagewire.viewer import PROGRAM
@@ -171,7 +171,7 @@ def test_a_filter_lights_the_pages_of_a_request_or_a_tenant_alone(
 
     def bright() -> int:
         area = app.map._areas[0]
-        held = list(COLOURS[PageState.HELD])
+        held = list(DARK.states[PageState.HELD])
         return sum(colour == held for colour in area.colours.tolist())
 
     async def play(pilot: Pilot[None]) -> None:
@@ -252,7 +252,7 @@ def test_four_million_pages_are_summed_up() -> None:
     async def play(_: Pilot[None]) -> None:
         area = app.map._areas[0]
         assert area.span.places <= 2 * 120 * (area.lines - 1)
-        held, free = list(COLOURS[PageState.HELD]), list(COLOURS[PageState.FREE])
+        held, free = list(DARK.states[PageState.HELD]), list(DARK.states[PageState.FREE])
         colours = area.colours.tolist()
         quarter = len(colours) // 4
         assert all(colour == held for colour in colours[: quarter - 2])
@@ -262,6 +262,80 @@ def test_four_million_pages_are_summed_up() -> None:
 
     drive(app, play)
     watch.close()
+
+
+def test_a_line_of_totals_stands_above_and_long_ids_are_short(
+    watched: tuple[PagedKVCacheManager, ManagerWatch],
+) -> None:
+    manager, watch = watched
+    long = [f"cmpl-a2001fcd11a797fd-0-83fbb12{end}" for end in "23"]
+    alike = [f"cmpl-a2001f{middle}d11a797fd-0-83fbb124" for middle in "ce"]
+    for number, name in enumerate((long[0], alike[0])):
+        serve(manager, name, list(range(500 * (number + 1), 500 * (number + 1) + 48)))
+    app = live(watch)
+
+    async def play(pilot: Pilot[None]) -> None:
+        await until(pilot, lambda: len(rows_of(app, "requests")) == 5, "all requests")
+        counts = app.view.shown()[0][2].counts
+        told = str(app.query_one("#totals", Static).render())
+        held = sum(counts[PageState.HELD :])
+        assert f"held {held} of 64 pages ({held / 64:.1%})" in told
+        found = manager.metrics
+        assert f"hit rate {found.cache_tokens / found.prompt_tokens:.1%}" in told
+        assert "pulls 0.000 GB/s" in told
+        assert "waiting 0" in told
+        shown = [row[0] for row in rows_of(app, "requests")]
+        assert "cmpl-a2001f…83fbb122" in shown
+        app._tables["requests"].focus()
+        await pilot.press("enter")
+        assert app.view.filter.request in (*long, *alike), "the whole id, not what is shown of it"
+
+    drive(app, play)
+    assert panels.short_ids([*long, *alike, "chat-1"]) == [
+        "cmpl-a2001f…83fbb122",
+        "cmpl-a2001f…83fbb123",
+        *alike,
+        "chat-1",
+    ]
+    assert panels.short_ids(["x" * 20, "x" * 20]) == ["x" * 20] * 2
+
+
+@pytest.mark.parametrize("size", [(60, 24), (120, 44), (240, 70)])
+def test_the_panes_fill_the_screen_and_no_cell_is_cut(
+    size: tuple[int, int], watched: tuple[PagedKVCacheManager, ManagerWatch]
+) -> None:
+    app = live(watched[1])
+
+    async def play(pilot: Pilot[None]) -> None:
+        table = app._tables["requests"]
+        needed = app.map.lines_needed(size[0])
+        await until(pilot, lambda: app.map.size.height == needed, "the map has the lines that it needs")
+        others = sum(widget.outer_size.height for widget in app.screen.children if widget.display)
+        assert others == size[1], "no line is left over"
+        await until(pilot, lambda: bool(rows_of(app, "requests")), "rows")
+        columns = [column.get_render_width(table) for column in table.ordered_columns]
+        assert sum(columns) >= size[0] - 4, "the columns are as wide as the screen"
+        for at, column in enumerate(table.ordered_columns):
+            assert all(len(row[at]) <= column.width for row in rows_of(app, "requests"))
+
+    drive(app, play, size)
+
+
+def test_a_light_theme_has_colours_of_its_own(watched: tuple[PagedKVCacheManager, ManagerWatch]) -> None:
+    app = live(watched[1])
+
+    def held(palette: Palette) -> int:
+        return app.map._areas[0].colours.tolist().count(list(palette.states[PageState.HELD]))
+
+    async def play(pilot: Pilot[None]) -> None:
+        assert (held(DARK), held(LIGHT), app.theme) == (15, 0, "textual-dark")
+        await pilot.press("t")
+        assert (held(DARK), held(LIGHT), app.theme) == (0, 15, "textual-light")
+        assert "paler: goes first" in str(app.query_one("#legend", Static).render())
+        await pilot.press("t")
+        assert held(DARK) == 15
+
+    drive(app, play)
 
 
 def test_pause_holds_the_picture(watched: tuple[PagedKVCacheManager, ManagerWatch]) -> None:

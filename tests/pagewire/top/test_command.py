@@ -11,6 +11,7 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -18,7 +19,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from kvcache.watch.endpoint import ManagerWatch
 from pagewire import viewer as viewer_module
 from pagewire.cli import main
-from pagewire.top.command import COOKIE, TokenServer, source_of, web_command
+from pagewire.top.command import COOKIE, TokenServer, is_light, source_of, web_command
 from pagewire.top.options import TopOptions
 from pagewire.top.sources import LiveSource
 from tests.pagewire.top.test_app import busy_manager
@@ -80,6 +81,26 @@ def test_a_browser_needs_the_token_once() -> None:
             assert (await client.get("/static/js/textual.js")).status == 200
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("theme", "background", "light"),
+    [
+        ("auto", None, False),
+        ("auto", "15;0", False),
+        ("auto", "0;15", True),
+        ("auto", "0;default;7", True),
+        ("dark", "0;15", False),
+        ("light", None, True),
+    ],
+)
+def test_the_theme_is_as_asked_for_or_the_terminals(
+    theme: Literal["auto", "dark", "light"], background: str | None, light: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLORFGBG", raising=False)
+    if background is not None:
+        monkeypatch.setenv("COLORFGBG", background)
+    assert is_light(TopOptions(addresses=(), theme=theme)) is light
 
 
 def test_each_browser_gets_the_same_program_without_the_server() -> None:
