@@ -25,12 +25,12 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
     `scales` has its extents, of tokens, heads and dims no more than have scales of their own.
     """
 
-    dtype: str  # of the elements, as torch spells it ("bfloat16")
+    dtype: str  # element type, as torch spells it ("bfloat16")
     itemsize: int  # bytes of one element
-    num_layers: int  # that contribute KV
+    num_layers: int  # layers that contribute KV
     sides: int  # 2 for keys and values, 1 for a latent
-    first_head: int  # the model's first head that this shard holds
-    num_heads: int  # that this shard holds
+    first_head: int  # number, in the model, of the first head of this shard
+    num_heads: int  # heads of this shard
     page_size: int  # tokens of a page
     head_dim: int  # elements of one head of one token
     order: str  # the axes, outermost first, comma-separated

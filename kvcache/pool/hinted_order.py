@@ -155,7 +155,7 @@ class HintedOrder(EvictionOrder):
             if not (self._settled[pages].all() and (self.codes[pages] == code).all()):
                 raise InvariantError(f"idle order: a page of another kind is in the order of kind {code}")
             if (np.diff(self._since[pages]) < 0).any():
-                raise InvariantError(f"idle order: the pages of kind {code} are not in their order")
+                raise InvariantError(f"idle order: the pages of kind {code} are not sorted by age")
 
     def _pop(self, count: int) -> Pages:
         if count > self.count:

@@ -151,7 +151,10 @@ class ImportBook:
     def refuse_unknown(self, pending: PendingImport) -> None:
         """Raise `InvalidRequestError` for an open import that is not one of these: a copy of one."""
         if not pending.closed and not any(one is pending for one in self.each):
-            raise InvalidRequestError(f"request {pending.request_id!r}: a copy of an import is no import")
+            raise InvalidRequestError(
+                f"request {pending.request_id!r}: this is a copy of the import: pass the object that "
+                "import_block_table returned"
+            )
 
     def mend(self) -> list[RequestID]:
         """The rows are mended: what of the imports is over is no more here, and gives its pages back. Whose it was."""

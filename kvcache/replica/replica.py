@@ -343,7 +343,7 @@ class Replica:
         self.rows.commit(row, first + count)
 
     def hasher(self, row: int | None, context: Context) -> PrefixHasher:
-        """The hasher of the request: on its context, or kept here for a context that cannot carry one."""
+        """The hasher of the request: an attribute of its context, or kept here if the context cannot carry one."""
         kept = None if row is None else self._hashers.get(row)
         # A request that waits for its first pages may be given another salt, or other keys; with pages it is refused.
         if kept is not None and (row in self._named or (kept.salt, kept.extra_keys) == salt_and_keys(context)):

@@ -49,17 +49,17 @@ class StateMemory:
 
     @property
     def num_idle(self) -> int:
-        """Copies that nobody holds."""
+        """Copies without a holder."""
         return self._room.num_idle
 
     @property
     def goes_next(self) -> int:
-        """The page whose copy is evicted for the next request; 0: none, or, of slabs, nobody knows."""
+        """The page whose copy is evicted for the next request; 0 if none is, or if slabs hide it."""
         return self._room.goes_next
 
     @property
     def may_lose_pages(self) -> bool:
-        """Whether pages or copies may be evicted for the next request, and nobody knows which: of slabs."""
+        """Whether pages or copies may be evicted for the next request and it cannot be known which: with slabs only."""
         return self._room.may_lose_pages
 
     @property

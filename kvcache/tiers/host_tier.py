@@ -281,7 +281,7 @@ class ReplicaTier(PagesBelow, PageReader):
         pool = self.host.pool
         absent = pool.index.find(digests) == NO_PAGE
         new, names = pages[absent], digests[absent]
-        fits = min(len(new), pool.free_count)  # where copies hold every other slot, the rest is not kept
+        fits = min(len(new), pool.free_count)  # if copies hold all other slots, the remaining pages are not kept
         if fits:
             slots = pool.allocate(fits)
             pool.index.say_tables(slots, self.pool.index.tables_of(new[:fits]))

@@ -37,13 +37,13 @@ from kvcache.tiers.page_objects import ObjectFormat
 from kvcache.tiers.read_rates import ReadRates
 from kvcache.types import MakeObjectIO, ObjectIO, ObjectRange, Part
 
-MEMORY_BYTES = 16 << 20  # that a thread moves at once, where an object is not larger
+MEMORY_BYTES = 16 << 20  # that a thread moves at once, or one object if that is larger
 _FIRST_EPOCH = "0" * 16  # of a namespace that was never reset
 _PAUSE_S = 10.0  # after the store failed
 _ABSENT_S = 10.0  # that an object is taken for absent once the store has said so
 _LONGEST_FLUSH_S = 10.0
 _MOST_KNOWN = 1 << 16  # objects
-MOST_ASKED = 256  # objects of a table, at once
+MOST_ASKED = 256  # objects of a table in one question to the store
 MOST_QUEUED = 256  # objects of a table to be written
 _PRESENT, _UNKNOWN, _ABSENT = 1, 0, -1
 _States = NDArray[np.int8]  # of each table and object
@@ -302,7 +302,7 @@ class ObjectTier(LowerTier):
         self._begin(partial(self._asked, self._epoch, names), take, names, NO_SLOTS)
 
     def _asked(self, epoch: str | None, names: list[bytes]) -> tuple[str, list[bool]]:
-        """In the thread of reads: the epoch, and of each object whether it is there."""
+        """The epoch, and for each object whether it is there. Runs in the thread of reads."""
         epoch = self._find_epoch(self._read_io) if epoch is None else epoch
         began = self._clock()
         there = self._read_io.exist([self._layout.key(epoch, name) for name in names]) if names else []

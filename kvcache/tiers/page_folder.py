@@ -1,4 +1,4 @@
-"""The folder of page files: its names, and what else lies there."""
+"""The folder of page files: names of its files, and other files that lie there."""
 
 import contextlib
 import hashlib

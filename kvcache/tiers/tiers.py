@@ -191,7 +191,7 @@ def _check_queue(tier: ReplicaTier, number: int) -> None:
     for page in np.flatnonzero(marked > 1)[:1]:
         raise InvariantError(f"replica {number}: page {page} waits to be copied {marked[page]} times")
     for page in np.flatnonzero((marked > 0) != tier.storing)[:1]:
-        raise InvariantError(f"replica {number}: page {page} is marked as to be copied, or is queued, not both")
+        raise InvariantError(f"replica {number}: page {page} is marked for a copy or queued for one, not both")
 
 
 class Kept(NamedTuple):

@@ -30,11 +30,11 @@ from transfer.wire.keys import Keyring
 
 MAX_ATTEMPTS = 3
 ROLES: tuple[msg.Role, ...] = ("prefill", "decode")
-_TICK_S = 0.25  # between two looks at who is there
-_WAIT_S = 10.0  # that a request waits for a decode process to be there
-_DRAIN_S = 600.0  # for a process to end what it has
+_TICK_S = 0.25  # between two checks of the processes
+_WAIT_S = 10.0  # that a request waits for a decode process, if there is none
+_DRAIN_S = 600.0  # that a process has to end its requests
 _ASK_S = 10.0
-_UNSENT_S = 10.0  # between two lines of the log about requests that were not sent whole
+_UNSENT_S = 10.0  # between two log lines about requests that were not sent whole
 
 log = logging.getLogger("pagewire.front")
 

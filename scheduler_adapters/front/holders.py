@@ -162,7 +162,7 @@ class PageHolders:
         self._are_all = False
 
     def follow(self, members: Iterable[msg.Ready]) -> None:
-        """These processes are there now; what they have told since the last call is taken in."""
+        """Follow the processes that are there now, and read their events since the last call."""
         members = list(members)
         there = {one.name: one for one in members if one.kv_events and one.engines}
         self._are_all = len(there) == len(members)

@@ -18,7 +18,7 @@ _MODEL = "pagewire"  # one name for all: a front serves one model
 
 
 class InTurns:
-    """Each request to the next process, whatever is cached where."""
+    """Sends each request to the next process, whatever the processes have cached."""
 
     def __init__(self) -> None:
         self._turns = itertools.count()

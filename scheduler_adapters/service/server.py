@@ -69,7 +69,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tp: int  # shards that the heads are split over, all on `device`
     device: str  # torch device of the model and its pages
     dp: int = 1  # replicas, each with pages of its own
-    group_layers: bool = True  # block tables of their own for layers that see a window or a chunk
+    group_layers: bool = True  # layers that see a window or a chunk have block tables of their own
     threads: int = 1  # of torch
     chunkwise: bool = True  # decode pulls pages while the rest of a prompt still runs
     lease_s: float = 10.0  # seconds that a lease stands without a word of its reader

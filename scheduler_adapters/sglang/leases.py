@@ -35,18 +35,18 @@ _WAIT_S = 100e-6
 
 
 class LeasesTold(Protocol):
-    """What SGLang's manager hears of a room."""
+    """The calls by which SGLang's manager learns of a room, a request under SGLang's name."""
 
     def room_wanted(self, room: int) -> None:
-        """Decode has asked for it: it may be computed."""
+        """Decode has asked for the room: its prompt may be computed."""
         ...
 
     def room_read(self, room: int) -> None:
-        """Decode has all of it."""
+        """Decode has all pages of the room."""
         ...
 
     def room_failed(self, room: int, reason: str) -> None:
-        """It will not be read."""
+        """The room will not be read."""
         ...
 
 
@@ -160,7 +160,7 @@ class RoomLeases:
             self._waiting.remove(room)
         if not isinstance(known.answer, RoomReady):
             self._answer(known, RoomFailed(room=room, reason=short(reason)))
-            self._failed[room] = reason  # for who asks after its end
+            self._failed[room] = reason  # the answer to questions that come after the room's end
             while len(self._failed) > _MAX_UNOPENED:
                 self._failed.popitem(last=False)
 

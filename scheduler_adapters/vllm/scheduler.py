@@ -171,13 +171,13 @@ class SchedulerSide:
         self._end_span(request_id, reason)
 
     def _tell_failure(self, reason: str) -> None:
-        """Counts a load that has failed, and logs it once, with what becomes of its request."""
+        """Counts a failed load, and logs it once, with the fate of its request."""
         self._counts["failed_pulls"] += 1
         rescued = self._failure_level == logging.WARNING
         logger.log(self._failure_level, "%s%s", reason, "; its prompt is computed here instead" if rescued else "")
 
     def match(self, request: Request, num_computed_tokens: int) -> int:
-        """Returns how many tokens beyond those that are here a load brings. Changes nothing."""
+        """Returns the number of tokens that a load would bring beyond the computed ones. Has no side effect."""
         request_id = request.request_id
         if request_id in self._refused:
             return max(0, request.num_prompt_tokens - num_computed_tokens)

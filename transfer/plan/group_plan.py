@@ -135,7 +135,7 @@ class GroupPlan:
         local_pages, remote_pages = self.local_pages(local, tokens), self.remote_pages(remote, tokens)
         kinds = cut(tokens, self.local.page_size, self.remote.page_size)
         alike = len(kinds) == 1
-        if not alike:  # else the pairs below find out, at no cost
+        if not alike:  # if page sizes are equal, the pairs below show repeated pages without this check
             self.refuse_repeated(PagePairs(local_pages, local_pages))
         count = sum(places * len(length) for places, length in self._lengths(kinds))
         if count > MAX_RUNS:

@@ -168,7 +168,9 @@ class PageLender:
 
     def _lend(self, query: ContentQuery, until: float, now: float) -> None:
         if query.kind != self._kind:
-            raise BlockTableMismatchError(f"request {query.reader!r}: keeps {query.kind!a}, and we {self._kind!r}")
+            raise BlockTableMismatchError(
+                f"request {query.reader!r}: the reader's cache is {query.kind!a}, ours is {self._kind!r}"
+            )
         most = self._most - sum(lent.size for lent in self._lent.values())
         most = most if len(self._lent) < self._most_leases else 0
         wanted = PageDigests(query.page_size, query.hash_algorithm, query.digests, query.first_page)

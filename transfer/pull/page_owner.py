@@ -47,7 +47,7 @@ class PageOwner(Protocol):
 
     @property
     def num_replicas(self) -> int:
-        """Replicas, each an engine of its own to peers."""
+        """The number of replicas. Peers see each as an engine of its own."""
         ...
 
     @property

@@ -319,9 +319,9 @@ def _check_seal(where: str, message: RankMetadata | LeasedPages, key: bytes) -> 
 
 
 def open_pages(data: bytes, engine_id: str, lease_id: int | None, key: bytes = b"") -> LeasedPages:
-    """Returns what `sealed_pages` encoded of this lease of this engine; a `MetadataError` where it is not that.
+    """Decodes the result of `sealed_pages`. Raises `MetadataError` if it is not of this lease of this engine.
 
-    None for `lease_id`: any of this engine.
+    `lease_id` None: any lease of this engine is taken.
     """
     pages = _decoded(_pages, data, "pages of a lease")
     lease_id = pages.lease_id if lease_id is None else lease_id

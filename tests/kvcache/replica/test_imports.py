@@ -587,6 +587,6 @@ def test_a_copy_of_an_import_is_none(make: Any) -> None:
     target = make(16, page_size=4)
     context = receiver(target)
     pending = target.import_block_table(context, table)
-    with pytest.raises(InvalidRequestError, match="'d': a copy of an import is no import"):
+    with pytest.raises(InvalidRequestError, match="'d': this is a copy of the import"):
         target.cancel_import(copied(pending))
     target.cancel_import(pending)

@@ -398,7 +398,7 @@ def test_a_foreign_layout_is_refused_and_nothing_is_held(side: Any, name: str, v
     source, reader = side(Side, "p", **{name: value}), side(Reader, "d")
     computed(source)
     lent = asked(reader, source, TextContext(LONGER, 32, "mine"))
-    assert "keeps 'float32, 1 layers of 2 x 2 heads of 8', and we 'float32, 1 layers of 2 x" in lent.error
+    assert "cache is 'float32, 1 layers of 2 x 2 heads of 8', ours is 'float32, 1 layers of 2 x" in lent.error
     assert source.manager.num_leased_blocks == 0
 
 
