@@ -1,9 +1,9 @@
 """What does it cost to ask another process for pages by what they hold?
 
 Two managers and their exchanges in one process; the source has a prompt of so many pages, the reader has none of it,
-asks for all, and refuses what it is lent. What a loop pays is the time of its calls: of the reader `ask` and the three
-polls in which it hears that nothing is known yet, asks again and hears what is lent; of the source the poll that looks
-for the pages and has them leased, and the one that learns that the lease stands. `poll` is one with nothing to do.
+asks for all, and refuses what it is lent. What a loop pays is the time of its calls: of the reader `ask` and the poll
+that hears what is lent; of the source the poll that looks for the pages and has them leased, and the one that learns
+that the lease stands. `poll` is one with nothing to do.
 Bytes and messages are those on the wire, between a question and its answer. Kept is what the source keeps of a question
 that its loop has not seen yet, of a lease that stands, and of one that is over, by what Python has allocated.
 Times are processor time of the loop's thread: the threads of both sides share a core here, and do not elsewhere.
@@ -57,7 +57,8 @@ class Pair:
 
         def counted(query: ContentQuery) -> LeaseReply:
             reply = lent(query)
-            self.wire += [len(encode_message(query)), len(encode_message(reply))]
+            self.wire += [len(encode_message(query))] * bool(query.digests)  # without, it is held and looked at again
+            self.wire += [len(encode_message(reply))] * (not reply.waits_for)
             return reply
 
         self.source._server.serve(dataclasses.replace(self.source.cards[0], lent=counted))  # noqa: SLF001
@@ -135,10 +136,6 @@ def question(it: Pair, spent: dict[str, list[float]]) -> None:
     timed("source: look and lease", it.source.poll)
     until(lambda: it.source.threads[0].events)
     timed("source: learn that it stands", it.source.poll)
-    time.sleep(_PAUSE_S)
-    timed("reader: hear that it waits", it.reader.poll)
-    time.sleep(_PAUSE_S)
-    timed("reader: ask again", it.reader.poll)
     time.sleep(_PAUSE_S)
     events = timed("reader: hear what is lent", it.reader.poll)
     lent = [one.event for one in events if isinstance(one.event, Lent)]

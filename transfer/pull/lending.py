@@ -1,8 +1,8 @@
 """The source's side of a pull by content: readers ask for pages by digest, and get a lease of those that are here.
 
 A question comes in the thread of the handshake's server, which knows no pages. It waits for the serving loop, which
-holds the pages and has a lease granted for them; when that stands on every rank the reader, who asks again and again,
-hears which pages they are. From there on it is a lease like any other.
+holds the pages and has a lease granted for them; when that stands on every rank the reader hears which pages they are.
+The server holds its question for so long, or it asks again. From there on it is a lease like any other.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class PageLender:
         replica: int,
         grant: Grant,
         ring: Callable[[], None],
+        answered: Callable[[], None],
         *,
         share: float,
         key: bytes,
@@ -83,6 +84,7 @@ class PageLender:
         self._replica = replica
         self._grant = grant
         self._ring = ring
+        self._answered = answered
         self._most = int(share * (manager.total_num_pages // manager.num_replicas))
         # Each lease takes one page of what is kept beside tokens.
         self._most_leases = min(
@@ -225,6 +227,8 @@ class PageLender:
         with self._lock:
             if ask_id in self._answers:
                 self._answers[ask_id] = reply
+        if not reply.waits_for:
+            self._answered()
 
 
 def _asker(query: ContentQuery) -> str:
@@ -239,6 +243,7 @@ class PageLending:
         manager: the owner of the pages.
         grant: grants a lease.
         ring: called at each question, in the handshake server's thread, to have `poll` called.
+        answered: called when a question has its last answer.
         share: the share of each replica's pages that may be lent at a time.
         key: the key of the digests over answers.
         seals: makes the seals of lent tables.
@@ -252,13 +257,14 @@ class PageLending:
         manager: PageOwner,
         grant: Grant,
         ring: Callable[[], None],
+        answered: Callable[[], None],
         *,
         share: float,
         key: bytes,
         seals: TableSeals,
     ) -> None:
         self.of = [
-            PageLender(manager, replica, grant, ring, share=share, key=key, seals=seals)
+            PageLender(manager, replica, grant, ring, answered, share=share, key=key, seals=seals)
             for replica in range(manager.num_replicas)
         ]
 

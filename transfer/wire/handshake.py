@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal, Self, TypeAlias
+from typing import Literal, NamedTuple, Self, TypeAlias
 
 import msgspec
 import zmq
@@ -56,6 +56,8 @@ _BATCH = 64
 _QUERIES_PER_S = 100
 _PATIENCE = 6  # times its time-out a question waits for a peer that can be reached, and says nothing
 _UNREAD = 128  # questions of a peer that wait for the thread; the others wait at the peer
+_HOLD_S = 0.1  # a question for pages by content, whose answer is being made: then the reader hears what it waits for
+_MOST_HELD = 256
 _LEASES_PER_S = 4000  # of each rank of a reader: each asks for each request, and again while its lease is being granted
 
 # A REQ socket puts an empty frame first. A reader asks as many ranks as it has, over one connection.
@@ -79,7 +81,8 @@ class EngineCard:
         ranks: of each rank, what `sealed_rank` returned.
         compatibility: what a reader must have in common with it.
         leased: says what a lease of its holds, in the server's thread; None where readers learn that in another way.
-        lent: says what it leases by content, in the server's thread; None where it does not.
+        lent: says what it leases by content, in the server's thread; None where it does not. An answer that only says
+            what is waited for is held back for a moment: `HandshakeServer.look_again`.
     """
 
     engine_id: str
@@ -110,6 +113,14 @@ def differences(
     return ", ".join(found)
 
 
+class _Held(NamedTuple):
+    """A question that is answered once there is more to say than what is waited for, or at `until`."""
+
+    envelope: list[bytes]
+    query: ContentQuery
+    until: float
+
+
 class HandshakeServer:
     """Answers for one or several engines of this process, until `close`; for more of them by `serve`.
 
@@ -132,6 +143,7 @@ class HandshakeServer:
         self._lease_throttle = Throttle(_LEASES_PER_S, time.monotonic)
         self._cards = {card.engine_id: card for card in cards}
         self._stopping = False
+        self._held: dict[tuple[bytes, int], _Held] = {}  # by asker and question
         # An answer beyond what waits for a peer is dropped.
         options = {zmq.MAXMSGSIZE: MAX_QUERY_BYTES, zmq.RCVHWM: _UNREAD, zmq.SNDHWM: 1000}
         try:
@@ -153,12 +165,16 @@ class HandshakeServer:
         """Answers for this engine as well, or anew: its ranks have changed."""
         self._cards = {**self._cards, card.engine_id: card}  # replaced as a whole: the thread reads it at any time
 
+    def look_again(self) -> None:
+        """A card has more to say to those whose questions are held: they need not ask again."""
+        if self._thread.is_alive():  # else this is a fork, and would wake the server of its parent
+            os.eventfd_write(self._wake, 1)
+
     def close(self) -> None:
         """Ends the thread. Safe to call twice."""
         self._stopping = True
-        if self._thread.is_alive():  # else this is a fork, and would wake the server of its parent
-            os.eventfd_write(self._wake, 1)
-            self._thread.join(10)
+        self.look_again()
+        self._thread.join(10)
         self._socket.close()
         if not self._thread.is_alive() and self._wake >= 0:
             os.close(self._wake)
@@ -170,9 +186,11 @@ class HandshakeServer:
         waited.register(self._wake, zmq.POLLIN)  # a wait with an end would wake an idle engine again and again
         while not self._stopping:
             try:
-                ready = dict(waited.poll())
+                ready = dict(waited.poll(self._wait_ms()))
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
+                if self._held:
+                    self._answer_held(is_told=self._wake in ready)
                 if self._socket in ready:
                     for _ in range(_BATCH):
                         self._answer(self._socket.recv_multipart(zmq.NOBLOCK))
@@ -181,6 +199,21 @@ class HandshakeServer:
             except Exception:  # whatever a peer sends, the next peer is answered
                 log.exception("a handshake query could not be answered")
                 self.counts["failed"] += 1
+
+    def _wait_ms(self) -> int | None:
+        """Until the first held question is to be answered; None where there is none."""
+        if not self._held:
+            return None
+        return max(0, math.ceil((min(held.until for held in self._held.values()) - time.monotonic()) * 1e3))
+
+    def _answer_held(self, *, is_told: bool) -> None:
+        now = time.monotonic()
+        for place, (envelope, query, until) in list(self._held.items()):
+            if is_told or until <= now:
+                answer = self._answer_to(query)
+                if until <= now or not _is_waiting(answer):
+                    del self._held[place]
+                    self._say(envelope, answer)
 
     def _answer(self, frames: list[bytes]) -> None:
         identity, *rest = frames
@@ -200,6 +233,13 @@ class HandshakeServer:
         if isinstance(query, QueryRefusal):
             self.counts["malformed"] += 1
         answer = query if isinstance(query, QueryRefusal) else self._answer_to(query)
+        if isinstance(query, ContentQuery) and _is_waiting(answer) and len(self._held) < _MOST_HELD:
+            held = _Held(envelope, msgspec.structs.replace(query, digests=b""), time.monotonic() + _HOLD_S)
+            self._held[identity, query.query_id] = held
+        else:
+            self._say(envelope, answer)
+
+    def _say(self, envelope: list[bytes], answer: Answer) -> None:
         self.counts["refused" if isinstance(answer, QueryRefusal) else "answered"] += 1
         self._socket.send_multipart([*envelope, encode_message(answer)], zmq.NOBLOCK)
 
@@ -224,6 +264,10 @@ class HandshakeServer:
         return MetadataReply(
             query_id=query.query_id, engine_id=card.engine_id, incarnation=card.incarnation, ranks=card.ranks
         )
+
+
+def _is_waiting(answer: Answer) -> bool:
+    return isinstance(answer, LeaseReply) and bool(answer.waits_for) and not (answer.pages or answer.error)
 
 
 def _refusal(reason: str, query_id: int = -1) -> QueryRefusal:

@@ -117,6 +117,16 @@ def test_what_another_has_computed_is_found_pulled_and_published(side: Any) -> N
         assert again.start_idx == 20
 
 
+def test_a_reader_asks_once_and_is_answered_when_the_lease_stands(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer.wire.handshake._HOLD_S", 1e3)
+    source, reader = side(Side, "p"), side(Reader, "d")
+    computed(source)
+    lent = asked(reader, source, TextContext(LONGER, 32, "mine"), timeout_s=1e3)  # it would be sent again at the half
+    assert lent.source is not None
+    assert source.exchange.threads[0].replica.num_leases == 1
+    assert source.exchange.queries == {"answered": 1}
+
+
 def test_only_what_the_reader_lacks_is_read(side: Any) -> None:
     source, reader = side(Side, "p"), side(Reader, "d")
     computed(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +14,11 @@ import zmq
 
 from tests.kvcache.stranger import MORE_RSS, flood, frame, rss
 from transfer.errors import HandshakeError
+from transfer.wire import handshake
 from transfer.wire.handshake import MAX_QUERY_BYTES, EngineCard, HandshakeClient, HandshakeServer, differences
 from transfer.wire.keys import Throttle
 from transfer.wire.messages import (
+    ContentQuery,
     LeaseQuery,
     LeaseReply,
     MetadataQuery,
@@ -478,3 +481,82 @@ def test_leases_may_be_asked_for_hundreds_of_times_at_once(server: HandshakeServ
     answers.wait(500)
     assert server.counts["throttled"] == 0
     assert server_throttle.admits(b"anybody")
+
+
+class Lender:
+    """Says of pages by content what a test sets, and counts how often it is looked at."""
+
+    def __init__(self, server: HandshakeServer, client: HandshakeClient) -> None:
+        self.looks, self.answers = 0, list[Any]()
+        self.says: dict[str, Any] = {"waits_for": "its loop"}
+        self._server, self._client = server, client
+        server.serve(dataclasses.replace(CARD, lent=self._lent))
+
+    def _lent(self, query: ContentQuery) -> LeaseReply:
+        self.looks += 1
+        return LeaseReply(query_id=query.query_id, **self.says)
+
+    def ask(self, ask_id: int) -> None:
+        query = ContentQuery(
+            query_id=0,
+            engine_id="p",
+            ask_id=ask_id,
+            reader="k of d",
+            compatibility=SAME,
+            kind="",
+            page_size=16,
+            hash_algorithm="sha256",
+            digests=bytes(32),
+        )
+        self._client.ask_content(self._server.endpoint, query, self.answers.append, 30.0)
+
+    def until(self, ready: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 10
+        while not ready():
+            self._client.poll()
+            assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("said", [{"pages": b"sealed"}, {"error": "it lends nothing"}])
+def test_a_question_for_pages_is_answered_when_there_is_more_to_say_than_what_is_waited_for(
+    server: HandshakeServer, client: HandshakeClient, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(handshake, "_HOLD_S", 1e3)
+    lender = Lender(server, client)
+    lender.ask(1)
+    lender.until(lambda: lender.looks)
+    server.look_again()  # for another question
+    lender.until(lambda: lender.looks >= 2)
+    client.poll()
+    assert not lender.answers
+    lender.says = said
+    server.look_again()
+    lender.until(lambda: lender.answers)
+    (answer,) = lender.answers
+    assert {"pages": b"", "error": "", **said} == {"pages": answer.pages, "error": answer.error}
+    assert server.counts["answered"] == 1
+
+
+def test_who_asks_for_pages_is_told_what_is_waited_for_after_a_moment(
+    server: HandshakeServer, client: HandshakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "_HOLD_S", 0.01)
+    lender = Lender(server, client)
+    lender.ask(1)
+    lender.until(lambda: lender.answers)
+    assert lender.answers[0].waits_for == "its loop"
+    assert not server._held
+
+
+def test_of_many_questions_for_pages_the_last_are_not_held(
+    server: HandshakeServer, client: HandshakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "_HOLD_S", 1e3)
+    monkeypatch.setattr(handshake, "_MOST_HELD", 2)
+    lender = Lender(server, client)
+    for ask_id in range(3):
+        lender.ask(ask_id)
+    lender.until(lambda: lender.answers)
+    assert [answer.waits_for for answer in lender.answers] == ["its loop"]
+    assert len(server._held) == 2
+    assert not any(held.query.digests for held in server._held.values()), "each may bring half a MiB"
