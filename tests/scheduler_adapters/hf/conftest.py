@@ -1,7 +1,8 @@
-"""Which models and combinations run in `make test`, and which in CI alone (`make test-ci`).
+"""Which models and combinations run in `make test`, which in CI alone (`make test-ci`), and which in `make long`.
 
 A test of several models promises something of each form of recurrent state, and runs once for each form at home: the
-combinations of its other parameters are dealt out among the forms. Serving is promised of every model.
+combinations of its other parameters are dealt out among the forms. CI runs all of these for each form, and another
+model of a form with one of them. Serving is promised of every model.
 """
 
 from collections import defaultdict
@@ -47,7 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             del at_home[1:]
         for kind, combinations in kinds.items():
             combinations.sort(key=lambda item: item.nodeid)
-            place = sorted(at_home).index(kind) % len(combinations) if kind in at_home else None
+            place = sorted(at_home if kind in at_home else kinds).index(kind) % len(combinations)
+            another = kind not in FORMS and Path(path).stem in _RECURRENT
             for at, item in enumerate(combinations):
-                if at != place:
-                    item.add_marker(pytest.mark.ci)
+                if at != place or kind not in at_home:
+                    item.add_marker(pytest.mark.long if another and at != place else pytest.mark.ci)

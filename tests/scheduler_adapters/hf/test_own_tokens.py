@@ -65,10 +65,15 @@ CASES = [(form, model) for form, has in FORMS.items() for model in has.models]
 
 
 def of_forms(has: str = "", **beside: Sequence[Any]) -> pytest.MarkDecorator:
-    """A case of each form that `has` this, and these arguments: in `make test` on its first model, in CI on all."""
-    cases = [(form, name, *more) for form, name in CASES if has in form for more in product(*beside.values())]
-    marks = [() if name == FORMS[form].models[0] else pytest.mark.ci for form, name, *_ in cases]
-    named = [pytest.param(*case, marks=mark) for case, mark in zip(cases, marks, strict=True)]
+    """A case of each form that `has` this, and these arguments: in `make test` on its first model.
+
+    CI runs each other model with one of the arguments, `make long` with all.
+    """
+    every, named = [*product(*beside.values())], list[Any]()
+    for turn, (form, name) in enumerate(case for case in CASES if has in case[0]):
+        for at, more in enumerate(every):
+            mark = pytest.mark.ci if at == turn % len(every) else pytest.mark.long
+            named.append(pytest.param(form, name, *more, marks=() if name == FORMS[form].models[0] else mark))
     return pytest.mark.parametrize(("form", "name", *beside), named)
 
 

@@ -22,9 +22,15 @@ def each_model(request: pytest.FixtureRequest, shared_model: Callable[..., Any])
     return shared_model(request.param)
 
 
-@pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize(
-    ("share", "most", "budget", "shards"), [(0.7, 3, 64, 1), (0.5, 5, 7, 2), (1.0, 4, 64, 1), (0.0, 2, 16, 1)]
+    ("share", "most", "budget", "shards", "across"),
+    [
+        (0.7, 3, 64, 1, True),
+        (0.7, 3, 64, 1, False),
+        (0.5, 5, 7, 2, True),
+        (1.0, 4, 64, 1, False),
+        (0.0, 2, 16, 1, True),
+    ],
 )
 def test_tokens_are_the_models_own_whatever_is_guessed(
     each_model: Any, share: float, most: int, budget: int, shards: int, across: bool
