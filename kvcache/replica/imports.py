@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvcache.arguments import shown, whole
 from kvcache.errors import BlockTableMismatchError, InvalidRequestError
 from kvcache.params import HashAlgorithm, usable_hashes
+from kvcache.pool.index import Digests
 from kvcache.replica.block_table import BlockTable, ImportPart, PageCopy, PendingImport
 from kvcache.replica.context import Context, hasher_of, salt_and_keys
 from kvcache.replica.copier import ImportProof
@@ -202,15 +203,10 @@ def begin_import(
     if table.first_page:
         _refuse_hole(replica, row, context, table)
     size, end = replica.page_size, -(-(context.end_idx if partial else table.num_tokens) // replica.page_size)
-    if replica.tables.is_plain:
-        if replica.reserve(row, context, num_steps) is None:
-            return None
-        firsts = [min(context.start_idx // size, end)]
-    else:
-        plan = _plan_tables(replica, row, context, table, num_steps, partial=partial)
-        if replica.act(row, context, replica.refuse_renamed(row, context), plan) is None:
-            return None
-        firsts = [min(found, end) for found in replica.tables.by_table(plan.ends_found)]
+    plan = _plan(replica, row, context, table, num_steps, partial=partial)
+    if replica.act(row, context, replica.refuse_renamed(row, context), plan) is None:
+        return None
+    firsts = [min(found, end) for found in replica.tables.by_table(plan.ends_found)]
     tables = zip(replica.tables.kinds, firsts, replica.rows.table[:, row], strict=True)
     pending = PendingImport(
         request_id=context.request_id,
@@ -228,21 +224,21 @@ def begin_import(
     return pending
 
 
-def _plan_tables(
+def _plan(
     replica: Replica, row: int, context: Context, table: BlockTable, num_steps: int, *, partial: bool
 ) -> Reservation:
-    """What an import over several tables takes: each has what it finds itself, and pages for what is seen after it."""
+    """What an import takes: each table has what it finds itself, and pages for what is seen after it."""
     tables, size = replica.tables, replica.page_size
     num_tokens = context.end_idx if partial else table.num_tokens
     length = replica.length_of(context, num_steps, num_tokens)
     here, reached = replica.look_up(row, context, 0)
-    found = here.end * size  # in all tables: nothing has to be copied up to there
-    start = max(num_tokens, found)
-    last = min(start, context.current_length - 1) // size if replica.caching else 0
-    digests = replica.hasher(row, context).digests(context.tokens, 0, last)
-    plan = tables.plan_import(row, context, length, start, digests, found, replica.tier.slots)
+
+    def digests_of(last: int) -> Digests:
+        return replica.hasher(row, context).digests(context.tokens, 0, last)
+
+    plan = tables.plan_import(row, context, length, num_tokens, here, digests_of, replica.tier.slots)
     plan = replica.states.planned(row, context, plan, reached)
-    if not partial:
+    if tables.in_chunks and not partial:
         _check_reach(context, table, tables.kinds, [at * size for at in tables.by_table(plan.ends_found)])
     return plan
 

@@ -12,7 +12,7 @@ prompt takes no more than a window and a chunk of them.
 Where a request is leased, what its readers were told of a window passes to the leases when it falls out.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -32,6 +32,10 @@ _FIRST = (0,)
 _NOTHING = Found(0, 0, _NONE_FOUND)
 _NO_ROWS: Ints = np.zeros(0, np.int64)
 _MIX = 0x9E3779B97F4A7C15  # odd: no two tables' multiples are equal in 64 bits
+
+
+DigestsTo = Callable[[int], Digests]
+"""The digests of a request's pages before a column."""
 
 
 class RowTables:
@@ -165,13 +169,16 @@ class RowTables:
         return plan._replace(start=start, active=chunk_end(context, start), cached=cached, slots=found.slots)
 
     def plan_import(
-        self, row: int, context: Context, length: int, start: int, digests: Digests, cached: int, host: Host
+        self, row: int, context: Context, length: int, num_tokens: int, here: Found, digests_of: DigestsTo, host: Host
     ) -> Reservation:
-        """`plan` of a row without pages for which what is before `start` comes from elsewhere, or is `cached`.
+        """`plan` of a row without pages for which what is before `num_tokens` comes from elsewhere, or is `here`.
 
-        Each group looks for itself which of these pages, of `digests`, it has here or in the `host`, and none takes
-        pages that nobody sees.
+        Each group looks for itself which of these pages it has here or in the `host`, and none takes pages that nobody
+        sees.
         """
+        cached = here.end * self._page_size  # in all tables: nothing has to be copied up to there
+        start = max(num_tokens, cached)
+        digests = digests_of(min(start, context.current_length - 1) // self._page_size if self._caching else 0)
         found, slots, firsts = list[Pages](), list[Slots](), list[int]()
         for group, tables in self.groups:
             firsts.append(self._seen(group, start))
@@ -560,6 +567,23 @@ class OneTable(RowTables):
             active = chunk_end(context, start)
         ends, cost = (max(needed, have),), new + count  # how many of those found are idle is not counted yet
         return Reservation(found.pages, (end,), _FIRST, ends, leaving, new, end, cost, start, active, cached)
+
+    def plan_import(
+        self,
+        row: int,
+        context: Context,
+        length: int,
+        num_tokens: int,  # noqa: ARG002 - what is found is here
+        here: Found,
+        digests_of: DigestsTo,  # noqa: ARG002
+        host: Host,  # noqa: ARG002
+    ) -> Reservation:
+        # Not what is found behind a state that it goes on from: if the import is cancelled, it computes these tokens,
+        # and would write over pages that others share.
+        return self.plan(row, context, length, here.end * self._page_size, here)
+
+    def by_table(self, of_groups: Sequence[int]) -> list[int]:
+        return [*of_groups]
 
     def fits(self, row: int | None, plan: Reservation, free: int) -> bool:
         if plan.slots.size:
