@@ -72,7 +72,7 @@ class Pair(NamedTuple):
 
 
 def ask(fleet: Fleet, decode: str, prefill: str, name: str, prompt: list[int]) -> Heard:
-    """Have one request served by these processes; `ServiceError` where that fails."""
+    """Have one request served by these processes; `ServiceError` if that fails."""
     begun, first = time.monotonic(), 0.0
     fleet.send(decode, msg.Submit(request_id=name, prompt=tuple(prompt), max_new_tokens=2, prefill=prefill))
     while time.monotonic() < begun + _LONGEST_WAIT_S:
@@ -114,7 +114,7 @@ def pairs_of(prefills: int, decodes: int, count: int, seed: int) -> list[Pair]:
 
 
 def settle(fleet: Fleet) -> None:
-    """Wait until nothing is held: a lease ends a moment after its request. `ServiceError` where that does not come."""
+    """Wait until nothing is held: a lease ends a moment after its request. `ServiceError` if that does not come."""
     deadline = time.monotonic() + _LONGEST_WAIT_S
     while any(one.pages_held or one.open_requests for one in fleet.stats().values()):
         if time.monotonic() > deadline:

@@ -28,7 +28,7 @@ def _checked_around(method: Callable[..., Any], check: Callable[[], None]) -> Ca
         check()
         try:
             result = method(*args, **kwargs)
-        except KVCacheError as error:  # of any other the next call says whether the books are right
+        except KVCacheError as error:  # after any other, the next call shows whether the books are right
             if not isinstance(error, InterruptedCallError):
                 check()
             raise

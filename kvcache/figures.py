@@ -72,12 +72,12 @@ class PoolFigures:
 
     @property
     def total_num_host_pages(self) -> int:
-        """Pages of the host tier, which all replicas share: 0 where there is none."""
+        """Pages of the host tier, which all replicas share: 0 if there is none."""
         return 0 if self._replicas.tiers is None else self._replicas.tiers.host.pool.num_pages
 
     @property
     def host_committed_block_pct(self) -> float:
-        """Share of the host pages that can be found, 0.0 to 1.0: 0.0 where there is no host tier."""
+        """Share of the host pages that can be found, 0.0 to 1.0: 0.0 if there is no host tier."""
         tiers = self._replicas.tiers
         return 0.0 if tiers is None else float(tiers.host.pool.index.published[1:].mean())
 

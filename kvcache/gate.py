@@ -107,7 +107,7 @@ class FrameCounter:
         return len(part)
 
     def _header(self, data: bytes, at: int) -> int:
-        """Take up the frame that begins at a place; the bytes of its header, 0 where not all of that is there."""
+        """Take up the frame that begins at a place; the bytes of its header, 0 if not all of that is there."""
         if self._greeted < _GREETING or at >= len(data):
             return 0
         flags = data[at]
@@ -227,7 +227,7 @@ class Gate:
         inner: where the ZMQ socket is to listen, with `zmq.IPC_FILTER_PID` set to this process's id.
         dropped: how many peers were dropped, by the limit that they exceeded.
 
-    Raises `OSError` where the address cannot be bound.
+    Raises `OSError` if the address cannot be bound.
     """
 
     def __init__(self, what: str, address: str, limits: Limits) -> None:

@@ -33,7 +33,7 @@ class LayerGroup:
 
     kind: LayerKind
     layers: tuple[int, ...]
-    window: int = 0  # tokens, 1 or more; 0 where the kind is full
+    window: int = 0  # tokens, 1 or more; 0 if the kind is full
 
     def __post_init__(self) -> None:
         one_of("kind", self.kind, get_args(LayerKind))
@@ -133,7 +133,7 @@ class LayerTables(NamedTuple):
 def layer_tables(groups: tuple[LayerGroup, ...], num_layers: int) -> LayerTables:
     """The fewest tables that lose no more than `MOST_LOST` of a request's pages, however long it is.
 
-    Without groups one table of all `num_layers` layers. Raises `InvalidParamsError` where groups do not have each of
+    Without groups one table of all `num_layers` layers. Raises `InvalidParamsError` if groups do not have each of
     these once.
     """
     if not groups:

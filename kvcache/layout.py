@@ -159,7 +159,7 @@ def as_blocks(pages: torch.Tensor, layout: PageLayout, num_pages: int) -> torch.
 
 
 def scales_of(rows: torch.Tensor, layout: PageLayout) -> torch.Tensor | None:
-    """The scales in `rows`, whole pages as words of any type, `[pages, words]`; None where pages have none.
+    """The scales in `rows`, whole pages as words of any type, `[pages, words]`; None if pages have none.
 
     `[pages, sides, layers, tokens, heads, dims]`, of tokens, heads and dims one where a scale is of all of a page.
     """

@@ -198,7 +198,7 @@ class PagedKVCacheManager(PoolFigures):
         Pages under a lease stay unchanged and are not reused until the lease has ended.
         """
         mark = self._mark
-        if mark.call is not None:  # a third of the cost of asking
+        if mark.call is not None:  # a third of the cost of a method call
             mark.check_books("release")
         place, context = self._claims.leaving(request_id)
         mark.call = ("release", request_id)
@@ -227,7 +227,7 @@ class PagedKVCacheManager(PoolFigures):
         except TypeError:  # cannot be hashed
             place = -1
         if type(num_steps) is int and num_steps > 0:
-            most = self._capacity[place] - num_steps + 1  # place -1, nobody's, holds none
+            most = self._capacity[place] - num_steps + 1  # place -1 is no request's, and holds no tokens
             if type(data) is TextContext:  # one call, where the protocol takes two
                 if data.decodes_within(most):
                     return True

@@ -463,7 +463,7 @@ class Replicas:
                 self.placed[replica_idx].copy_page(page, target)
 
     def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
-        """Pages for a batch of one token each; False where it takes a closer look at each request."""
+        """Pages for a batch of one token each; False if it takes a closer look at each request."""
         # All had pages before the last token: of a batch those alone can lack one whose token begins a page.
         shares = gathered.turning(self._most) if gathered.slack == -1 and num_steps == 1 else None
         if not shares:  # all may lack pages, or none does

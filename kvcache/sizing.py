@@ -188,7 +188,7 @@ def _refuse_what_no_host_holds(
     pages: int,
     devices: Sequence[torch.device],
 ) -> None:
-    """Raise `PoolTooSmallError` where the host's memory is too small for its part of `pages` a replica.
+    """Raise `PoolTooSmallError` if the host's memory is too small for its part of `pages` a replica.
 
     An allocation that the system cannot keep is often promised, and ends the process when it is touched.
     """

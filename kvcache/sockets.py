@@ -31,7 +31,7 @@ class BoundSocket(zmq.Socket[bytes]):
         return self.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") if self._gate is None else self._gate.address
 
     def listen(self, what: str, address: str, limits: Limits | None) -> None:
-        """Bind; None: strangers cannot reach it, and it needs no gate. `ZMQError` where that cannot be."""
+        """Bind; None: strangers cannot reach it, and it needs no gate. `ZMQError` if that cannot be."""
         try:
             if limits is None or not address.startswith(("tcp://", "ipc://")):
                 if address.startswith("ipc://"):
@@ -83,7 +83,7 @@ def listening(
 ) -> BoundSocket:
     """A socket of this kind at `address`. With `secure`, which prepares it, no stranger gets to it.
 
-    Raises `zmq.ZMQError` where the address cannot be bound, and what `secure` raises; nothing stays open then.
+    Raises `zmq.ZMQError` if the address cannot be bound, and what `secure` raises; nothing stays open then.
     """
     context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
     socket = cast("BoundSocket", context.socket(kind, socket_class=BoundSocket))
@@ -110,7 +110,7 @@ def bound_socket(
 ) -> BoundSocket:
     """A socket of this kind at `address`; a peer has `unread` messages waiting for it at most.
 
-    `secure` prepares it before it is bound. Raises what that raises, and `InvalidParamsError` where the address cannot
+    `secure` prepares it before it is bound. Raises what that raises, and `InvalidParamsError` if the address cannot
     be bound, under the name of `what` it is for.
     """
     options = {zmq.SNDHWM: unread, zmq.RCVHWM: _UNREAD_QUESTIONS, zmq.MAXMSGSIZE: _MAX_QUESTION_BYTES}

@@ -31,9 +31,9 @@ class StateShape:
     layers: int  # recurrent ones
     heads: int  # of one layer
     head_dim: int  # channels of x for each head
-    groups: int  # of heads that share one B and one C; 1 where these are not convolved
+    groups: int  # of heads that share one B and one C; 1 if these are not convolved
     d_state: int  # elements of the state for each channel of x, and channels of B, and of C, for each group
-    kernel: int  # width of the convolution, which keeps one input less; 1 where there is none
+    kernel: int  # width of the convolution, which keeps one input less; 1 if there is none
     conv_dtype: torch.dtype  # of the convolution's inputs
     ssm_dtype: torch.dtype = torch.float32  # of the matrices
     form: StateForm = "mamba2"

@@ -38,7 +38,7 @@ class StepInFlight:
     def padded(self, batch_size: int) -> list[RaggedKVCacheInputs]:
         """`inputs` with `batch_size` rows and all columns, for a captured graph: the rest has no tokens and no pages.
 
-        Raises `InvalidRequestError` where a replica has more requests in the step, or fewer rows, or the step is over.
+        Raises `InvalidRequestError` if a replica has more requests in the step, or fewer rows, or the step is over.
         """
         return self.owner.padded(self, batch_size)
 
@@ -54,7 +54,7 @@ class StepsInFlight:
         self._placed = placed
 
     def make(self, num_requests: int) -> StepInFlight:
-        """A step to come, and its tables. Raises `InvalidRequestError` where two are in flight. Changes nothing."""
+        """A step to come, and its tables. Raises `InvalidRequestError` if two are in flight. Changes nothing."""
         used = {step.number for step in self.open}
         if len(used) == MOST_STEPS:
             raise InvalidRequestError(
@@ -100,7 +100,7 @@ class StepsInFlight:
             place.replica.pool.parked[:] = [[of_step.astype(INDEX)] for of_step in pages]
 
     def check(self) -> None:
-        """Raise `InvariantError` where a page that a step in flight may read or write is free."""
+        """Raise `InvariantError` if a page that a step in flight may read or write is free."""
         for place in self._placed:
             pool = place.replica.pool
             if len(pool.parked) != len(self.open):

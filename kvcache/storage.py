@@ -39,7 +39,7 @@ def allocate_host_rows(rows: int, row_bytes: int, pinned_for: object = None) -> 
     """Zeroed host memory, uint8 `[rows, row_bytes]`, in huge pages; pinned for the life of `pinned_for` where given.
 
     Pinned memory is registered with the driver and not allocated by torch, which rounds up to a power of two. Raises
-    `PoolTooSmallError` where there is not that much, or it may not be pinned.
+    `PoolTooSmallError` if there is not that much, or it may not be pinned.
     """
     try:
         memory = _huge_pages(rows * row_bytes)[: rows * row_bytes]

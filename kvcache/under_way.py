@@ -55,7 +55,7 @@ class UnderWay:
         self._rest = _CLOSED
 
     def check_books(self, call: str) -> None:
-        """Raise `InterruptedCallError` where a call was interrupted; a closed manager answers such a call."""
+        """Raise `InterruptedCallError` if a call was interrupted; a closed manager answers such a call."""
         if self.is_interrupted:
             self.refuse(call)
 

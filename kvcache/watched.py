@@ -94,7 +94,7 @@ class LeaseRow(msgspec.Struct, frozen=True, kw_only=True):
     request_id: Label
     pool: Label
     age_s: float
-    left_s: float | None  # to its deadline, unless a reader renews it; None: its request still runs
+    left_s: float | None  # seconds to its deadline, unless a reader renews it; None: its request still runs
     heard: Label = ""  # what readers have said
 
 

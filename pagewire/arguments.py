@@ -110,7 +110,7 @@ def input_path(text: str) -> Path:
 
 
 def small_file(path: Path) -> bytes:
-    """What is in a file. `OSError` where it cannot be read, or is longer than 1 MiB: some never end."""
+    """What is in a file. `OSError` if it cannot be read, or is longer than 1 MiB: some never end."""
     with path.open("rb") as file:
         found = file.read(_MOST_BYTES + 1)
     if len(found) > _MOST_BYTES:

@@ -35,7 +35,7 @@ class Curve(NamedTuple):
 
 
 def pyplot() -> Any:
-    """matplotlib's, for files alone. Raises `MissingExtraError` where there is none."""
+    """matplotlib's, for files alone. Raises `MissingExtraError` if there is none."""
     try:
         import matplotlib as mpl  # noqa: PLC0415 - only pictures need it
 

@@ -123,7 +123,7 @@ class ServingLoop(Generic[PagesT_co]):
     def add(self, request: Request, context: TextContext | None = None) -> None:
         """Queue a request; `context`: what `context_for` made of it before, where it did.
 
-        Raises `PromptTooLongError` where it can never fit, `AlreadyClaimedError` where the loop knows a request of that
+        Raises `PromptTooLongError` if it can never fit, `AlreadyClaimedError` if the loop knows a request of that
         id, `InvalidRequestError` for no prompt, bad tokens, or a `max_new_tokens` below 1.
         """
         self._check_new(request.request_id)
@@ -164,14 +164,14 @@ class ServingLoop(Generic[PagesT_co]):
         return context
 
     def free(self, request_id: str) -> None:
-        """Give back the pages of an ended request that had `hold_pages`; `UnknownRequestError` where it holds none."""
+        """Give back the pages of an ended request that had `hold_pages`; `UnknownRequestError` if it holds none."""
         if request_id not in self._held:
             raise UnknownRequestError(f"request {request_id!r} holds no pages after its end")
         self._held.remove(request_id)
         self.manager.release(request_id)
 
     def abort(self, request_id: str) -> bool:
-        """Forget a request, wherever it is; False where the loop does not know it."""
+        """Forget a request, wherever it is; False if the loop does not know it."""
         if request_id in self._held:
             self.free(request_id)
             return True
@@ -333,7 +333,7 @@ def plan_chunks(pending: Sequence[int], budget: int) -> list[int]:
 def finish_reason(
     request: Request, length: int, token: int, eos_token_ids: frozenset[int]
 ) -> Literal["eos", "length"] | None:
-    """Why a request of now `length` tokens ends with `token`, or None where it goes on."""
+    """Why a request of now `length` tokens ends with `token`, or None if it goes on."""
     if token in eos_token_ids and not request.ignore_eos:
         return "eos"
     return "length" if length - len(request.prompt) >= request.max_new_tokens else None

@@ -367,7 +367,7 @@ class _Worker:
 class EventPublisher:
     """Publishes the log of one manager until it is closed, or forgotten.
 
-    Raises `InvalidParamsError` where an address cannot be bound, and what `options.secure` raises.
+    Raises `InvalidParamsError` if an address cannot be bound, and what `options.secure` raises.
     """
 
     def __init__(self, options: KVEvents, log: EventLog, book: EventBook, ranks: int) -> None:

@@ -134,7 +134,7 @@ class PrefixIndex:
         return np.flatnonzero(self.published & ((self._words & mask) == 0))
 
     def tables_of(self, pages: Pages) -> Buckets | None:
-        """The block table of each of `pages`, None where there is one."""
+        """The block table of each of `pages`, None if there is one."""
         return None if self.tables is None else self.tables[pages]
 
     def say_tables(self, pages: Pages, tables: Buckets | None) -> None:

@@ -147,7 +147,7 @@ class LruOrder(EvictionOrder):
         return page
 
     def oldest(self, most: int) -> Pages:
-        """The oldest page and some that follow it, `most` at most; they stay. None where the order is empty."""
+        """The oldest page and some that follow it, `most` at most; they stay. None if the order is empty."""
         chunk = self.chunks[0]
         last = self._end_of(chunk)
         while True:

@@ -1,14 +1,14 @@
-"""`SlabPool`: pages of tokens, and slabs of neighbouring pages that hold something larger: one memory for both.
+"""`SlabPool`: one memory for pages of tokens and for slabs, neighbouring pages that hold a recurrent state.
 
-A slab is `slab_pages` pages from a multiple of it on, as much as a recurrent state takes. Pages are handed out as ever.
-A slab is taken where its pages cost least: none is used, or all are idle and were used longest ago, in which case they
-are evicted; or held ones are moved elsewhere. A slab that is given back is pages again. So no memory is set apart for
-either, and nothing is lost between them but what a slab is larger than a state.
+A slab is `slab_pages` pages from a multiple of it on, as much as a recurrent state takes. Pages are handed out as by
+any pool. A slab is taken where its pages cost least: none is used, or all are idle and were used longest ago, in which
+case they are evicted; or held ones are moved elsewhere. A slab that is given back is pages again. So no memory is set
+apart for either, and the only loss is the part of a slab that a state does not fill.
 
-What is cached in slabs (`CachedSlabs`) and idle pages are evicted by their last use: a slab goes where it was last used
-before the page that was evicted last. Where there are hints, both were used so much later, or earlier, as their hints
-say, as far as these are trusted, and a slab goes before the page that would go next. What a tenant has above its quota
-goes before all others.
+Cached slabs (`CachedSlabs`) and idle pages are evicted by their last use: a slab goes where it was last used before the
+page that was evicted last. Where there are hints, both were used so much later, or earlier, as their hints say, as far
+as these are trusted, and a slab goes before the page that would go next. Slabs and pages that a tenant has above its
+quota go before all others.
 """
 
 import numpy as np
@@ -35,7 +35,7 @@ class CachedSlabs:
         return _HELD
 
     def give_up_oldest(self) -> None:
-        """Forget what is in the first of them, and give the slab back."""
+        """Forget the copy in the oldest slab, and give the slab back."""
 
 
 class PageMoves:
@@ -134,7 +134,7 @@ class SlabPool(PagePool):
         return not self._oldest_slab()[1]
 
     def use_of(self, order: EvictionOrder, used: Indices) -> int:
-        """When what goes next of an order was used, later or earlier as its hint says; below 0 where a quota is full.
+        """When what goes next of an order was used, later or earlier as its hint says; below 0 if a quota is full.
 
         `used`: by the clock. A hint counts as it stands now, and not once its time is over.
         """

@@ -272,7 +272,7 @@ class Batch(Gathered, Sequence[Context]):
         """Give each request its next token, int `[len]`, as `TextContext.update` does; or touch nothing.
 
         Raises `InvalidRequestError` unless there is one integer from 0 to 2**31 - 1 a request, and
-        `SequenceTooLongError` where a request has its `max_length` already. Contexts of a caller's own are updated one
+        `SequenceTooLongError` if a request has its `max_length` already. Contexts of a caller's own are updated one
         by one: what interrupts that (Ctrl-C) leaves some with their token, which their lengths tell.
         """
         array = self._checked(tokens)

@@ -35,7 +35,7 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     # may be missing, and all of them while the prompt still runs: pages that no query sees any more are given back.
     groups: tuple[tuple[int, ...], ...]
     fingerprint: str  # names the geometry of the pages on all shards
-    hash_algorithm: str = ""  # of `digests`; empty where prefix caching is off
+    hash_algorithm: str = ""  # of `digests`; empty if prefix caching is off
     digests: bytes = b""  # one after another, of all full pages; none where prefix caching is off
     # The kind of each group (`LayerTables.kinds_named`), without a first group of full attention.
     kinds: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ class ImportPart:
     def named(self, pages: tuple[int, ...], num_tokens: int, page_size: int) -> Pages | None:
         """The pages to copy as a table of the other manager has them, those that it leaves out as tables before had.
 
-        None where no table named these, or it names another page than before, or one twice.
+        None if no table named these, or it names another page than before, or one twice.
         """
         if self.is_state:
             new = np.array(pages, np.int32)
@@ -148,7 +148,7 @@ class PendingImport:
 
     @property
     def needs_copy(self) -> bool:
-        """Whether anything is to be copied by now: False where all was cached here."""
+        """Whether anything is to be copied by now: False if all was cached here."""
         return any(part.is_state or part.first < part.stop for part in self.parts)
 
     @property
@@ -160,7 +160,7 @@ class PendingImport:
     def named(self, table: BlockTable, *, last: bool) -> list[Pages] | None:
         """The other manager's pages to copy by now, for each block table; `last`: the table will not cover more.
 
-        None where these are others than tables before have named.
+        None if these are others than tables before have named.
         """
         found: list[Pages] = []
         for part, pages in zip(self.parts, table.groups, strict=True):

@@ -205,7 +205,7 @@ class TextContext:
 
         After the chunk that ends the known tokens, `token` is appended. After an earlier chunk the model's output means
         nothing: `token` is dropped, and the rest of the known tokens becomes active. Raises `InvalidRequestError` for a
-        token out of range, `SequenceTooLongError` where the request has `max_length` tokens already.
+        token out of range, `SequenceTooLongError` if the request has `max_length` tokens already.
         """
         if self._follows is not None:
             self.leave()

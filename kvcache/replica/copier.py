@@ -52,7 +52,7 @@ class ImportCopier:
         """What is to be copied by now and was not taken before: an entry for each group of layers.
 
         `last`: nothing will be taken after this. Only then is there anything to copy of a group whose pages stand for
-        the whole request (a recurrent state). Raises `InvalidRequestError` where the import is closed, this copier has
+        the whole request (a recurrent state). Raises `InvalidRequestError` if the import is closed, this copier has
         ended, or the last was taken.
         """
         pending = self.pending
@@ -67,7 +67,7 @@ class ImportCopier:
     def prove(self) -> ImportProof:
         """All that was taken has been copied, and was its source's meanwhile: what `commit_import` asks for.
 
-        Raises `InvalidRequestError` where this copier has ended, or has not taken all.
+        Raises `InvalidRequestError` if this copier has ended, or has not taken all.
         """
         pending = self.pending
         if self.is_over or not self._has_all:
@@ -105,7 +105,7 @@ class ImportBook:
         self.each.append(pending)
 
     def refuse_taken(self, pending: PendingImport) -> None:
-        """Raise `InvalidRequestError` where somebody writes to the pages of an import already."""
+        """Raise `InvalidRequestError` if somebody writes to the pages of an import already."""
         if pending in self.copiers:
             raise InvalidRequestError(f"request {pending.request_id!r}: the copier of its import was handed out before")
 

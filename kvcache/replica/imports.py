@@ -78,7 +78,7 @@ def check_table(
 
     Its geometry is the transfer's to judge. Without `last` the prompt is not whole yet, and only full pages count: one
     that is filled further may still be replaced. Returns the hasher of the context's tokens in the page size and
-    algorithm of the table, that of an earlier call if it fits; None where the table has no digests.
+    algorithm of the table, that of an earlier call if it fits; None if the table has no digests.
     """
     if not isinstance(table, BlockTable):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
         raise BlockTableMismatchError(f"request {context.request_id!r}: {shown(table)} is no block table")
@@ -284,7 +284,7 @@ def extend_import(
 
 
 def _named(context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> list[Pages]:
-    """The other manager's pages to copy by now; refused where they are others than its tables before have named."""
+    """The other manager's pages to copy by now; refused if they are others than its tables before have named."""
     named = pending.named(table, last=last) if pending.src_replica_idx == table.replica_idx else None
     if named is None:
         for part, pages in zip(pending.parts, table.groups, strict=True):

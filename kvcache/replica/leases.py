@@ -62,7 +62,7 @@ class PageLeases:
     """The open leases of one replica, and what each holds."""
 
     def __init__(self, pool: PagePool, rows: BlockRows) -> None:
-        self.of_row: dict[int, list[PageLease]] = {}  # of claimed rows; empty where nobody leases: then nothing costs
+        self.of_row: dict[int, list[PageLease]] = {}  # of claimed rows; empty if nobody leases: then nothing costs
         self.told = np.zeros(len(rows.request_ids), np.int64)  # by row, tokens that readers may have been told of
         # By row: of windows readers were told of what the query at this token sees.
         self.kept = np.full(len(rows.request_ids), _NEVER, np.int64)
@@ -105,7 +105,7 @@ class PageLeases:
         return replace(table, seals=tuple(seal(table) for seal in seals)) if seals else table
 
     def refuse_rewrite(self, rows: Rows, starts: Ints) -> None:
-        """Raise `InvalidRequestError` where one of `rows` would compute from before what its readers were told of."""
+        """Raise `InvalidRequestError` if one of `rows` would compute from before what its readers were told of."""
         behind = (starts < self.told[rows]).nonzero()[0]
         if behind.size:
             at = int(behind[0])

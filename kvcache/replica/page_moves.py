@@ -75,5 +75,5 @@ class ReplicaPageMoves(PageMoves):
         return [np.zeros(0, np.int32), *map(self._pages_of, self._replica.rows.row_of.values())]
 
     def _pages_of(self, row: int) -> Pages:
-        """Those of a row in all tables."""
+        """The pages of a row in all tables."""
         return self._replica.tables.pages(row, self._replica.rows.num_pages.item(row))

@@ -91,7 +91,7 @@ class Replica:
         self.hints.follow_states(states)
 
     def check_free(self, request_id: RequestID) -> None:
-        """Raise `NoFreeRowError` where the replica has no room for one more request."""
+        """Raise `NoFreeRowError` if the replica has no room for one more request."""
         if not self.rows.free:
             raise NoFreeRowError(
                 f"request {request_id!r}: all {len(self.rows.request_ids)} rows of the replica are claimed"
@@ -172,7 +172,7 @@ class Replica:
     def length_of(self, context: Context, num_steps: int, start: int) -> int:
         """Known tokens and those of `num_steps` steps, without the last one's own, whose KV no step stores.
 
-        Raises where the pool can never hold them: `start` is the token from which the request runs.
+        Raises if the pool can never hold them: `start` is the token from which the request runs.
         """
         length = context.current_length + num_steps - 1
         if length > self._always_fits:
@@ -371,7 +371,7 @@ class Replica:
         return self._named.get(row, (None, ()))[0]
 
     def release(self, row: int, context: Context | None) -> None:
-        """Give back the row and its pages; `context`: of the request, None where it has no pages.
+        """Give back the row and its pages; `context`: of the request, None if it has no pages.
 
         Those of a pending import stay with the transfer until it is closed, those under a lease with the lease.
         """
@@ -476,7 +476,7 @@ class Replica:
     # ---- refusals
 
     def refuse_renamed(self, row: int, context: Context) -> tuple[str | None, ExtraKeys]:
-        """The salt and keys of the context. Raise `InvalidRequestError` where the row's pages have others."""
+        """The salt and keys of the context. Raise `InvalidRequestError` if the row's pages have others."""
         found = salt_and_keys(context)
         named = self._named.get(row, found)
         if found is not named and found != named:
@@ -488,12 +488,12 @@ class Replica:
         return found
 
     def refuse_rewrite(self, row: int, context: Context) -> None:
-        """Raise `InvalidRequestError` where the row would compute anew what a lease promises to its readers."""
+        """Raise `InvalidRequestError` if the row would compute anew what a lease promises to its readers."""
         if row in self.leases.of_row:
             self.leases.refuse_rewrite(np.array([row]), np.array([context.start_idx]))
 
     def refuse_ahead(self, row: int, context: Context) -> None:
-        """Raise `InvalidRequestError` where the context has its start behind all that the row can have computed.
+        """Raise `InvalidRequestError` if the context has its start behind all that the row can have computed.
 
         While a prompt is not through, that is what was found, fetched or stepped of it; later, what its pages hold.
         """
@@ -503,7 +503,7 @@ class Replica:
         self.counter.refuse_ahead(row, start)
 
     def refuse_starts(self, rows: Rows, starts: Ints) -> None:
-        """Raise `InvalidRequestError` where one of `rows` may not run from its start: as the two above."""
+        """Raise `InvalidRequestError` if one of `rows` may not run from its start: as the two above."""
         if self.leases.of_row:
             self.leases.refuse_rewrite(rows, starts)
         if self.counter.is_open:

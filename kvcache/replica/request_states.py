@@ -44,7 +44,7 @@ class RequestStates:
     # ---- claims
 
     def check_free(self, request_id: RequestID) -> None:
-        """Raise `NoFreeStatePageError` where one more request has no room for its state."""
+        """Raise `NoFreeStatePageError` if one more request has no room for its state."""
 
     @property
     def has_room(self) -> bool:
@@ -115,7 +115,7 @@ class RequestStates:
         return None
 
     def take_copy(self, copy: StateCopy, digest: Digests) -> HeldPages | None:  # noqa: ARG002 - as above
-        """Keep another replica's copy here, too. Its page, which the caller holds; None where no page is left."""
+        """Keep another replica's copy here, too. Its page, which the caller holds; None if no page is left."""
         return None
 
     def forget(self) -> None:
@@ -134,7 +134,7 @@ class RequestStates:
         """The row's request is about to get its pages, and goes on from `start` with the state that was planned."""
 
     def refuse_fork(self, parent: int) -> None:
-        """Raise `StatePageError` where the state of this row's request is not that after its computed tokens."""
+        """Raise `StatePageError` if the state of this row's request is not that after its computed tokens."""
 
     def fork(self, parent: int, row: int) -> None:
         """The row's request has the state of the one at the row `parent`, in a page of its own."""
@@ -142,7 +142,7 @@ class RequestStates:
     # ---- leases, and what other managers read and write
 
     def refuse_unbooked(self, request_id: RequestID) -> None:
-        """Raise `StatePageError` where drafted tokens of the request ran, and no `step` has said which stay."""
+        """Raise `StatePageError` if drafted tokens of the request ran, and no `step` has said which stay."""
 
     def held(self, row: int) -> list[HeldPages]:  # noqa: ARG002 - as above
         """What a lease of the row's request holds besides its pages: once a table names it, the request stays."""

@@ -230,7 +230,7 @@ class PromptCounter:
             self.open.remove(row)
 
     def refuse_ahead(self, row: int, start: int) -> None:
-        """Raise `InvalidRequestError` where the row's prompt is not through, and would run from beyond what it has."""
+        """Raise `InvalidRequestError` if the row's prompt is not through, and would run from beyond what it has."""
         if row in self.open and start > (seen := self._rows.counted.item(row)):
             raise self.ahead(row, start, seen)
 

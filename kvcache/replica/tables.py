@@ -395,7 +395,7 @@ class RowTables:
         return every[every != NO_PAGE]
 
     def refuse_lost(self, rows: Rows, starts: Ints) -> None:
-        """Raise `InvalidRequestError` where one of `rows` would run from a token whose window it has given back."""
+        """Raise `InvalidRequestError` if one of `rows` would run from a token whose window it has given back."""
         for number, (group, _) in enumerate(self.groups):
             first = self._rows.firsts[number, rows]
             behind = (group.first_seen(starts) // self._page_size < first).nonzero()[0]
@@ -415,7 +415,7 @@ class RowTables:
         )
 
     def check(self) -> None:
-        """Raise `InvariantError` where a table has not the pages that its row stands for."""
+        """Raise `InvariantError` if a table has not the pages that its row stands for."""
         rows = self._rows
         columns = np.arange(rows.table.shape[2], dtype=np.int64)
         for number, (group, tables) in enumerate(self.groups):

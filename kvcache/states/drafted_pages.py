@@ -62,7 +62,7 @@ class DraftedPages:
             self._tokens[page] = 0
 
     def check_booked(self, request_id: str) -> None:
-        """Raise `StatePageError` where drafted tokens ran, and no `step` has said which stay."""
+        """Raise `StatePageError` if drafted tokens ran, and no `step` has said which stay."""
         if (page := self.page_of.get(request_id)) is not None and self._tokens[page]:
             raise StatePageError(f"request {request_id!r}: drafted tokens ran, and no step has booked them")
 

@@ -84,6 +84,6 @@ class KeptStates:
             del self._ends[request_id]
 
     def check(self) -> None:
-        """Raise `InvariantError` where something is known of a request that is not claimed."""
+        """Raise `InvariantError` if something is known of a request that is not claimed."""
         if odd := self._ends.keys() - self._replica.rows.row_of.keys():
             raise InvariantError(f"ends of chunks are known of {sorted(odd)}, which are not claimed")

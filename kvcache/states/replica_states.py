@@ -52,7 +52,7 @@ class ReplicaStates(RequestStates):
     these may be moved for a state that is claimed or forked; but none that a model reads (from `fetch` to `step`), or
     that a lease, an import or a block table names.
 
-    Raises `InvalidParamsError` for shards that cannot share the heads, `PoolTooSmallError` where there is no room.
+    Raises `InvalidParamsError` for shards that cannot share the heads, `PoolTooSmallError` if there is no room.
     """
 
     groups = 1
@@ -225,7 +225,7 @@ class ReplicaStates(RequestStates):
     def name(self, table: BlockTable, *, full_pages: bool) -> BlockTable:
         """As the base: the state stays with these tokens while it is leased.
 
-        Raises `StatePageError` where a run was not booked, or the state is of other tokens; with `full_pages` it is not
+        Raises `StatePageError` if a run was not booked, or the state is of other tokens; with `full_pages` it is not
         told of yet, and may be.
         """
         request_id = table.request_id
@@ -302,7 +302,7 @@ def _with_state(table: BlockTable, page: int) -> BlockTable:
 def step_drafted(each: Sequence[ReplicaStates], gathered: Gathered, step: Step) -> None:
     """`step` of requests some of which ran drafted tokens; those that had some taken away are set back.
 
-    That is to where their state is (`start_idx`). Raises `StatePageError` where that is before all that ran, or after;
+    That is to where their state is (`start_idx`). Raises `StatePageError` if that is before all that ran, or after;
     and as `step`. Nothing has changed then.
     """
     drafted: list[tuple[Context, StatePages]] = []

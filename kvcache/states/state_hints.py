@@ -80,7 +80,7 @@ class StateHints:
         self._pool.release(copies[at])
 
     def _owned(self, salt: str | None, copies: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Which copies are to be the tenant's, and are nobody's yet."""
+        """The copies that the tenant shall own and that have no owner yet, as a mask."""
         if self._quotas is None or salt is None:
             return np.zeros(len(copies), np.bool_)
         return ~self._quotas.owned(copies)

@@ -117,7 +117,7 @@ class StatePages(StateMemory):
         return request_id in self._page_of
 
     def page_of(self, request_id: str) -> int:
-        """The request's page. Raises `UnknownRequestError` where it holds none."""
+        """The request's page. Raises `UnknownRequestError` if it holds none."""
         page = self._page_of.get(request_id)
         if page is None:
             raise UnknownRequestError(f"request {request_id!r} holds no state page")
@@ -178,7 +178,7 @@ class StatePages(StateMemory):
         return StateCopy([blocks[page] for blocks in chain.from_iterable(self.blocks)], int(self._tokens[page]))
 
     def take_copy(self, copy: StateCopy, digest: Digests) -> HeldPages | None:
-        """Keep another replica's copy here, too. Its page, which the caller holds; None where no page is left."""
+        """Keep another replica's copy here, too. Its page, which the caller holds; None if no page is left."""
         if not self._room.make_room(moving=True):
             return None
         page = self.pool.allocate_one()
@@ -192,7 +192,7 @@ class StatePages(StateMemory):
     def bring_copy(self, digest: Digests, tokens: int) -> bool:
         """Keep the state that the host has under this digest, after `tokens`, on the device, too.
 
-        Whether it is on its way. False where the device has it, the host has not, or no page is left.
+        Whether it is on its way. False if the device has it, the host has not, or no page is left.
         """
         absent, slots = self.pool.index.find(digest)[0] == NO_PAGE, self.below.slots(digest)
         if not absent or not slots.all() or not self._room.make_room(moving=False):
@@ -207,7 +207,7 @@ class StatePages(StateMemory):
     def resume(self, request_id: str, digest: Digests, tokens: int) -> None:
         """Copy the state that is kept under `digest`, after `tokens`, into the request's page: it goes on from there.
 
-        Raises `InvariantError` where there is none.
+        Raises `InvariantError` if there is none.
         """
         page, copy = self.page_of(request_id), self._found(digest)
         if copy:

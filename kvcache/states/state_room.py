@@ -42,7 +42,7 @@ class StateRoom:
     """Memory of their own for the states of one replica, of `num_pages` pages, and who holds which.
 
     Copies, which nobody holds, go least recently used first; they are found by digests of `digest_words` words. Raises
-    `PoolTooSmallError` where a device is too small.
+    `PoolTooSmallError` if a device is too small.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class StateRoom:
         ]
 
     def check(self) -> None:
-        """Raise `InvariantError` where page 0 was written."""
+        """Raise `InvariantError` if page 0 was written."""
         if any(tensor[0].any() for tensor in chain.from_iterable(self.blocks)):
             raise InvariantError("state page 0, which is nobody's, was written")
 
@@ -106,7 +106,7 @@ class StateRoom:
 class StateSlabs(StateRoom):
     """The slabs of one replica's pages: `rows` are these, `[pages, words]`, on each shard.
 
-    `SlabStates` takes slabs and gives them back. Raises `PoolTooSmallError` where no slab has room.
+    `SlabStates` takes slabs and gives them back. Raises `PoolTooSmallError` if no slab has room.
     """
 
     def __init__(self, layouts: StateLayouts, slabs: SlabPool, rows: Sequence[torch.Tensor]) -> None:

@@ -66,7 +66,7 @@ def divide_tiers(params: KVCacheParams, shards: int) -> TierRoom:
 def state_tiers(
     params: KVCacheParams, room: TierRoom, pages: Sequence[PageLayout], states: Sequence[StatePages]
 ) -> Tiers | None:
-    """The tiers below the states of each replica, wired to them; None where the params ask for none.
+    """The tiers below the states of each replica, wired to them; None if the params ask for none.
 
     `pages`: the layouts of the pages of tokens, whose digests name the states.
     """

@@ -63,7 +63,7 @@ def open_draft(path: Path) -> Generator[int]:
     """The descriptor of a new file, for its owner alone. It counts as being written until it is closed.
 
     A process that starts may take it for abandoned, and remove it, just before it is locked. It cannot be renamed then
-    (FileNotFoundError): who writes it begins again under another name. Raises `OSError` where it cannot be made.
+    (FileNotFoundError): who writes it begins again under another name. Raises `OSError` if it cannot be made.
     """
     with opened(path, _TO_WRITE) as file:
         os.fchmod(file, OWN_FILE)
@@ -81,7 +81,7 @@ def remove_abandoned(folder: Path, names: list[str]) -> None:
 
 
 def _lock(file: int) -> bool | None:
-    """Whether we hold the lock now; None where the file system has no locks."""
+    """Whether we hold the lock now; None if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

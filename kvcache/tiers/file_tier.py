@@ -44,7 +44,7 @@ _log = logging.getLogger("pagewire")
 class FileTier(LowerTier):
     """Files of pages below a host tier, least recently used first, of `max_bytes` together.
 
-    `make_io` is called once for each of the two threads. Raises `PoolTooSmallError` where not a file of one page fits.
+    `make_io` is called once for each of the two threads. Raises `PoolTooSmallError` if not a file of one page fits.
     """
 
     def __init__(self, folder: PageFolder, layout: FileFormat, max_bytes: int, host: HostTier, make_io: MakeIO) -> None:

@@ -182,7 +182,7 @@ class LowerTier:
 
     @abstractmethod
     def check(self) -> None:
-        """Raise `InvariantError` where the books do not agree."""
+        """Raise `InvariantError` if the books do not agree."""
 
     # ---- inside
 

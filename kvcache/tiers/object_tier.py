@@ -66,12 +66,12 @@ class _LeftAloneError(CancelledError):
 
 
 class ObjectTier(LowerTier):
-    """Objects of pages below a host tier, and below the file tier where there is one.
+    """Objects of pages below a host tier, and below the file tier if there is one.
 
-    `make_io` is called once for each of the two threads. A request waits until it is told what there is, and then for
-    its pages, `timeout_s` at most each. `compute_page_s`: what the model takes for a page's tokens; None: reading
-    always pays. `windows`: of each block table whether later queries do not see all of its pages. `apart`: the pages
-    are states, of which one is read, however long the prompt is, and each is written as soon as the host has it.
+    `make_io` is called once for each of the two threads. A request waits for the list of its objects, and then for
+    their pages, at most `timeout_s` each. `compute_page_s`: seconds that the model takes for a page's tokens; None:
+    reading always pays. `windows`: for each block table, whether later queries see only some of its pages. `apart`: the
+    pages are states, of which one is read, however long the prompt is, and each is written as soon as the host has it.
     """
 
     asks = True

@@ -118,7 +118,7 @@ class FileFormat:
         return count * (self.page_bytes + self.row_bytes) + _FOOTER.size
 
     def count_of(self, size: int) -> int:
-        """Pages of a file of `size` bytes; 0 where no file has that size."""
+        """Pages of a file of `size` bytes; 0 if no file has that size."""
         count, rest = divmod(size - _FOOTER.size, self.page_bytes + self.row_bytes)
         return 0 if rest or count < 0 else count
 

@@ -211,7 +211,7 @@ def _own_link(root: Path) -> Path:
 
 
 def _make_root(root: Path) -> None:
-    """Make the root. Raises `OSError` where others may rename what is in it, and put folders in the place of ours."""
+    """Make the root. Raises `OSError` if others may rename what is in it, and put folders in the place of ours."""
     with contextlib.suppress(FileExistsError):
         root.mkdir(_OWN_FOLDER)
     status = root.stat()

@@ -63,7 +63,7 @@ class ObjectFormat:
         return text + xxhash.xxh3_128_digest(self.page.namespace + text)
 
     def epoch_of(self, content: bytes) -> str | None:
-        """The epoch that an object names; None where it is broken, or another namespace's."""
+        """The epoch that an object names; None if it is broken, or another namespace's."""
         text = content[:_EPOCH_BYTES]
         right = _EPOCH.fullmatch(text) and content == self.epoch_object(text.decode())
         return text.decode() if right else None

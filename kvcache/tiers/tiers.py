@@ -246,7 +246,7 @@ def page_tiers(
     stream: Any,
     tables: LayerTables,
 ) -> Tiers | None:
-    """The tiers of pages that the params ask for, wired to the replicas; None where they ask for none."""
+    """The tiers of pages that the params ask for, wired to the replicas; None if they ask for none."""
     if not params.enable_kvcache_swapping_to_host:
         return None
     sizes, several, count = [layout.page_bytes for layout in layouts], len(tables.tables) > 1, params.object_tier_pages

@@ -179,12 +179,12 @@ class Watch:
     Args:
         owner: watched until `close`, or until it is forgotten: nothing that the thread keeps may have it.
         make_book: makes a book of the owner, for the thread.
-        recount: recounts everything in the loop's thread; `InvariantError` where the books do not agree.
+        recount: recounts everything in the loop's thread; `InvariantError` if the books do not agree.
         pools: those to count after that.
         endpoint: bound; of this host alone without `secure`. Port 0: any free one, see `address`.
         secure: prepares the socket before it is bound: `Keyring.secure_server` of `transfer` turns CURVE on.
 
-    Raises `InvalidParamsError` where the endpoint cannot be bound, and what `secure` raises.
+    Raises `InvalidParamsError` if the endpoint cannot be bound, and what `secure` raises.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class ManagerWatch(Watch):
             than the loop's calls it.
         clear_names: show ids of requests; None: with `secure` alone. Otherwise `request_digest` stands for each.
 
-    Raises `InvalidParamsError` where the endpoint cannot be bound, and what `secure` raises.
+    Raises `InvalidParamsError` if the endpoint cannot be bound, and what `secure` raises.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ def _changes(look: Look, at: int, frames: Sequence[Any], known: Mapping[str, Cel
 class WatchClient:
     """Asks one address for looks. Never waits.
 
-    `secure` prepares the socket: `Keyring.secure_client` of `transfer` turns CURVE on. Raises `WatchError` where the
+    `secure` prepares the socket: `Keyring.secure_client` of `transfer` turns CURVE on. Raises `WatchError` if the
     address is none.
     """
 

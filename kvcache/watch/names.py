@@ -17,7 +17,7 @@ _MOST_KEPT = 1 << 14
 
 
 def tenant_name(salt: str) -> str:
-    """The name of a salt, which stays the same as long as this process runs. Empty where there is none."""
+    """The name of a salt, which stays the same as long as this process runs. Empty if there is none."""
     if not salt:
         return ""
     return "#" + hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=4, key=_KEY).hexdigest()

@@ -71,7 +71,7 @@ class _Side(NamedTuple):
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo; 0 where every output is the model's own and no page is left held, else 1.
+    """Run the demo; 0 if every output is the model's own and no page is left held, else 1.
 
     A `KVCacheError` says in a sentence which option, file or process does not work. No process is left.
     """

@@ -97,7 +97,7 @@ def sweep(
 ) -> TracePlan:
     """Replay the trace with what there is, and with less and more of it.
 
-    What is too little for the longest request is left out; `ReplayError` where that is what there is, or where the
+    What is too little for the longest request is left out; `ReplayError` if that is what there is, or where the
     tier does not hold two states. Recurrent states lie among the pages, as `share_memory` has them.
     """
     if question.block_tokens % question.page_size:

@@ -48,7 +48,7 @@ class ReplayResult(msgspec.Struct, frozen=True):
     reference_lru_hits: int  # of a plain LRU in one pool of the capacity
     optimum_hits: int  # of the best that such a pool can
     # Share of what the optimum hits beyond the reference LRU: 0.0 for a manager that hits as often as the reference,
-    # below 0.0 where it hits less, None where the two leave no gap.
+    # below 0.0 if it hits less, None if the two leave no gap.
     gap_closed: float | None
     us_per_request_p50: float
     # Blocks that the busiest replica computes, of an even share, 1.0 or more: mean over the windows of `WINDOW`
@@ -57,7 +57,7 @@ class ReplayResult(msgspec.Struct, frozen=True):
     window_load_max: float | None = None
     restored: int = 0  # blocks among the hits that were copied back from the host tier
     peer_hits: int = 0  # blocks among the hits that other replicas had
-    moved_bytes_per_request: float | None = None  # from replica to replica; None where the size of a block is not known
+    moved_bytes_per_request: float | None = None  # from replica to replica; None if the size of a block is not known
 
 
 class BlockPages(NamedTuple):
@@ -121,7 +121,7 @@ def replay(
     `progress` is called for each request, within `shown` of the manager; `hints` are as `trace_hints.hints_for` takes
     them, `host_blocks` those of a host tier below. `peers`: replicas have their pages from each other; `block_bytes`:
     of a block of the trace, of the model in question. `divided`: what a block is; evictions and `restored` are of
-    pages. Raises `ReplayError` where a request does not fit into one replica, or two states into the host tier, where
+    pages. Raises `ReplayError` if a request does not fit into one replica, or two states into the host tier, where
     one replica is to have peers, or there are no such hints.
     """
     if peers and replicas == 1:

@@ -48,7 +48,7 @@ class _Addresses(msgspec.Struct):
 
 
 def run_serve(options: ServeOptions, listening: sockets.socket | None) -> int:
-    """Serve until told to drain; 0 where nothing was left held. A `KVCacheError` says what does not work.
+    """Serve until told to drain; 0 if nothing was left held. A `KVCacheError` says what does not work.
 
     `listening` is the socket of HTTP; None for a process that has none.
     """

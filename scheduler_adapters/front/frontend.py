@@ -114,7 +114,7 @@ class Frontend:
     Args:
         socket: a bound ROUTER (`sockets.bind_router`), to which the processes connect.
         placement: of prompts; None leaves it to the decode processes, which guess by what each was asked for before.
-        keyring: of the fleet; None where it has none.
+        keyring: of the fleet; None if it has none.
 
     Attributes:
         members: who is there, by name.
@@ -140,7 +140,7 @@ class Frontend:
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a request, new ones included. `RefusedError` where a kind of process is missing."""
+        """Most tokens of a request, new ones included. `RefusedError` if a kind of process is missing."""
         for role in ROLES:
             if not self._serving(role):
                 raise RefusedError(f"no {role} process takes requests now")
@@ -292,7 +292,7 @@ class Frontend:
     # ---- processes
 
     async def drain(self, names: Collection[str]) -> None:
-        """Have these processes take nothing new and end. `ServiceError` where one does not, or leaves pages held."""
+        """Have these processes take nothing new and end. `ServiceError` if one does not, or leaves pages held."""
         for name in names:
             self._send(name, msg.Drain())
         deadline = time.monotonic() + _DRAIN_S

@@ -85,7 +85,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """The fields that completions and chats have in common; further ones are looked up in `_NEUTRAL`, or ignored."""
+    """The fields that completions and chats share. Other fields are checked against `_NEUTRAL`, or ignored."""
 
     model: str
     prompt: Any = None

@@ -64,7 +64,7 @@ class Selected:
         self._reserved: set[str] = set()
 
     async def place(self, request_id: str, prompt: Sequence[int], prefills: Collection[str]) -> str:
-        """The process that is to compute it; empty where none is known whose events are followed."""
+        """The process that is to compute it; empty if none is known whose events are followed."""
         allowed = {number: name for name, (number, _) in self._workers.items() if name in prefills}
         if not allowed or request_id in self._reserved:
             return ""

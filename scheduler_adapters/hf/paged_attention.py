@@ -77,7 +77,7 @@ class PagedBatch:
         self.attending = -1  # the layer that attends, where one module does so for several, and none is its own
 
     def place_of(self, layer: int) -> tuple[int, int]:
-        """A layer's table, and its place in the pages of that; `UnsupportedModelError` where these do not keep it."""
+        """A layer's table, and its place in the pages of that; `UnsupportedModelError` if these do not keep it."""
         if layer not in self._layers:
             raise UnsupportedModelError(f"layer {layer} attends, the pages hold layers {sorted(self._layers)}")
         return self._layers[layer]
@@ -214,7 +214,7 @@ def paged_attention_forward(
 
     `query` is `[rows, heads, tokens, head_dim]`, the new tokens, row after row, and so are `key` and `value` with
     `kv_heads`; `paged_batch` is passed as a keyword argument of the model call. Returns the output,
-    `[rows, tokens, heads, head_dim]`, and None for the weights. Raises `UnsupportedModelError` where the layer asks for
+    `[rows, tokens, heads, head_dim]`, and None for the weights. Raises `UnsupportedModelError` if the layer asks for
     something that is not computed here.
     """
     if paged_batch is None:

@@ -213,7 +213,7 @@ class PagedStates:
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        """As `get_recurrent_state`; None where no request has one yet, so that the layer takes its tokens in blocks."""
+        """As `get_recurrent_state`; None if no request has one yet, so that the layer takes its tokens in blocks."""
         state = self.get_recurrent_state(layer_idx)
         return state if state.any() else None
 

@@ -295,7 +295,7 @@ def kv_params_of(
     any more. They are handed over to processes that have the same tables; without it, every page is kept until the end.
     `dtype` and `kvcache_quant_config`: pages of 8 bits with a scale for each token and head, whatever the model's type.
     `enable_prefix_caching` None means: on, but for a model with recurrent layers, whose cached states take room that
-    pages would have. Raises `UnsupportedModelError`, or `InvalidParamsError` where heads cannot be split.
+    pages would have. Raises `UnsupportedModelError`, or `InvalidParamsError` if heads cannot be split.
     """
     check_supported(config)
     recurrent = recurrent_layers_of(config)

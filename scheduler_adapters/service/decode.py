@@ -185,7 +185,7 @@ class DecodeScheduler:
     def poll(self) -> bool:
         """Take messages and events in, start pulls, run one step. Whether there was anything to do; never waits.
 
-        `EngineClosedError` where the transfer thread has died: this process cannot go on.
+        `EngineClosedError` if the transfer thread has died: this process cannot go on.
         """
         busy = False
         if self.frontend.flush():

@@ -145,7 +145,7 @@ class PagesOffer(OfAttempt, frozen=True, kw_only=True, tag=True):
     source: Source  # the same in every offer of an attempt
     table: BlockTable  # the pages by now; those that an offer before has named may be left out
     prompt_digest: bytes  # `Prompt.digest` of the tokens that these hold, as prefill has computed them
-    token: Token | None = None  # the first new token; None where the prompt still runs
+    token: Token | None = None  # the first new token; None if the prompt still runs
     cached_tokens: OptionalCount = 0  # of the prompt, that were not computed
 
 

@@ -9,7 +9,7 @@ from scheduler_adapters.base import PulledPages
 
 
 def recommended(manager: PulledPages, context: TextContext) -> int:
-    """The replica that a request whose pages are elsewhere is best claimed on."""
+    """The replica on which a request is best claimed if its pages are elsewhere."""
     context.set_token_indices(active_idx=min(2, context.end_idx))  # no window holds the whole prompt here
     return manager.get_or_recommend_replica(context)
 

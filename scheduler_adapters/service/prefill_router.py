@@ -75,7 +75,7 @@ class OwnPages(NamedTuple):
 
 
 def own_pages(manager: PulledPages, exchange: PageExchange, context: TextContext) -> OwnPages | None:
-    """What is cached here of a request, say of the turns before it; None where that is nothing."""
+    """What is cached here of a request, say of the turns before it; None if that is nothing."""
     contents, replicas = manager.contents, range(manager.num_replicas)
     wanted = contents.digests(context)
     cached = [contents.cached(replica, wanted) for replica in replicas]

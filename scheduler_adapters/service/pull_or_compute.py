@@ -55,7 +55,7 @@ class TimeByTokens:
             self._usual.insert(0, (fmean(lengths), min(median_low(times), longer_s)))
 
     def seconds(self, tokens: int) -> float | None:
-        """How long so many tokens would take now; None where nothing was measured that tells."""
+        """How long so many tokens would take now; None if nothing was measured that tells."""
         usual = self._usually(tokens)
         return None if usual is None else usual * self._pace()
 

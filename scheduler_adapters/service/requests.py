@@ -163,7 +163,7 @@ class TrackedRequest:
     span: HandoverSpan | None = None
 
     def move(self, phase: str, deadline: float = math.inf) -> None:
-        """Go on to another phase. Raises `IllegalMoveError` where the table has no such move: a bug of ours."""
+        """Go on to another phase. Raises `IllegalMoveError` if the table has no such move: a bug of ours."""
         if phase not in self.moves[self.phase]:
             raise IllegalMoveError(f"request {self.request_id!r}, attempt {self.attempt}: {self.phase} to {phase}")
         self.phase, self.deadline = phase, deadline
@@ -374,7 +374,7 @@ class DecodeRequest(TrackedRequest):
         return self.newest
 
     def foreign(self, offer: msg.PagesOffer) -> str:
-        """Why the pages of an offer are not of this request's prompt; empty where they are."""
+        """Why the pages of an offer are not of this request's prompt; empty if they are."""
         count, theirs = offer.table.num_tokens, offer.prompt_digest
         known = self.newest  # its tokens are an array: a list takes ten times as long
         if known is None or known.end_idx < count:

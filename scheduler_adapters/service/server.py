@@ -141,7 +141,7 @@ class ChaosAgents:
         self._made: list[ChaosAgent] = []
 
     def __call__(self, name: str, memory_type: MemoryType) -> Agent:
-        """One more."""
+        """Make one more agent."""
         self._made.append(ChaosAgent(name, memory_type, seed=next(self._seeds), rates=self._rates))
         return self._made[-1]
 
@@ -155,7 +155,7 @@ class ChaosAgents:
 
 
 def keys_of(keyring: str, secret: str) -> Keyring | None:
-    """The keys of a process: those in a file, or those that a secret gives; None where it has neither.
+    """The keys of a process: those in a file, or those that a secret gives; None if it has neither.
 
     Raises:
         HandshakeError, InvalidEngineError: the file, or the secret, cannot be used.

@@ -58,7 +58,7 @@ def join_frontend(socket: Socket, endpoint: str, name: str, keyring: Keyring | N
     """Connect a DEALER to the frontend, under the name of this process.
 
     Messages to it are limited by its `FrontendQueue`, those of it by what the socket holds. A frontend that was started
-    anew is found again. Over ipc no keys are needed: the folder is private. `ServiceError` where the endpoint is none.
+    anew is found again. Over ipc no keys are needed: the folder is private. `ServiceError` if the endpoint is none.
     """
     _follow_peers(socket)
     socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
@@ -87,8 +87,8 @@ class Pulse:
     a process that has not read them all when the peer dies.
 
     Args:
-        endpoint: of any ROUTER of that process. `ZMQError` where it is none.
-        keyring: of its keys; None where it has none.
+        endpoint: of any ROUTER of that process. `ZMQError` if it is none.
+        keyring: of its keys; None if it has none.
 
     Attributes:
         socket: can be read once there is something to tell.
@@ -132,8 +132,8 @@ def monitor_of(socket: Socket, events: int) -> Socket:
 def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None) -> BoundSocket:
     """A ROUTER that says so where a peer is gone, and lets a peer that comes back take its name over.
 
-    A keyring lets in only the peers on its list, and needs the process's own context: `HandshakeError` where it cannot
-    be used. `ServiceError` where the endpoint cannot be bound. Without one a `Gate` stands before the socket, but over
+    A keyring lets in only the peers on its list, and needs the process's own context: `HandshakeError` if it cannot
+    be used. `ServiceError` if the endpoint cannot be bound. Without one a `Gate` stands before the socket, but over
     ipc, whose folder is private.
     """
     socket = _bounded(cast("BoundSocket", context.socket(zmq.ROUTER, socket_class=BoundSocket)))

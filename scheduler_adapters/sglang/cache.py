@@ -125,7 +125,7 @@ class PagewireCache(BasePrefixCache):
 
     Attributes:
         pool: the pages and their index: others after each `reset`.
-        watch: answers who watches them; None where nobody may.
+        watch: answers who watches them; None if nobody may.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
@@ -210,7 +210,7 @@ class PagewireCache(BasePrefixCache):
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, req.kv.cache_protected_len)
 
     def inc_lock_ref(self, node: Prefix) -> IncLockRefResult:
-        """Keep a prefix from being evicted; `InvariantError` where a page of it was, since it was matched."""
+        """Keep a prefix from being evicted; `InvariantError` if a page of it was, since it was matched."""
         index = self.pool.index
         if node.generation != index.generation and not np.array_equal(index.find(node.digests), node.pages):
             raise InvariantError(f"a prefix of {len(node.pages)} pages is locked after some of them were evicted")
@@ -220,7 +220,7 @@ class PagewireCache(BasePrefixCache):
         return IncLockRefResult(delta=(self.pool.free_count - before) * self.page_size)
 
     def dec_lock_ref(self, node: Prefix, params: DecLockRefParams | None = None) -> DecLockRefResult:  # noqa: ARG002
-        """Take one lock of a prefix away. Raises `InvariantError` where it has none."""
+        """Take one lock of a prefix away. Raises `InvariantError` if it has none."""
         if not self._locks[node]:
             raise InvariantError(f"a prefix of {len(node.pages)} pages is unlocked more often than locked")
         before = self.pool.free_count

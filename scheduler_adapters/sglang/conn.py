@@ -184,7 +184,7 @@ class PagewireKVManager(CommonKVManager):
         )
 
     def write_row(self, index: int, row: Sequence[bytes]) -> None:
-        """Put a row where SGLang reads it. A ValueError where the other side has other buffers."""
+        """Put a row where SGLang reads it. A ValueError if the other side has other buffers."""
         sizes = list(self.kv_args.aux_item_lens)
         if [len(data) for data in row] != sizes:
             raise ValueError(

@@ -44,10 +44,10 @@ class Destination:
 
     Attributes:
         block_ids: for each group, our pages.
-        first_blocks: for each group, which page of the request the first of them is; None where the group's window
+        first_blocks: for each group, which page of the request the first of them is; None if the group's window
             decides, which reaches back from the last token.
         num_computed_tokens: of the prompt, that are here already.
-        write_row: puts SGLang's row of metadata where it belongs; a ValueError where it does not fit.
+        write_row: puts SGLang's row of metadata where it belongs; a ValueError if it does not fit.
     """
 
     block_ids: Sequence[Sequence[int]]

@@ -178,7 +178,7 @@ class RoomClient:
         self._connections: dict[str, _PrefillSockets] = {}
 
     def send(self, address: str, message: FromDecode) -> str:
-        """Sends, and returns why that was not possible; empty where it was."""
+        """Sends, and returns why that was not possible; empty if it was."""
         try:
             connection = self._connections.get(address) or self._connect(address)
             connection.socket.send(_encode(message), zmq.NOBLOCK)

@@ -61,7 +61,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keys(self) -> Keyring | None:
-        """Reads the keyring; None where none is named."""
+        """Reads the keyring; None if none is named."""
         return load_keyring(Path(self.keyring)) if self.keyring else None
 
     @property
@@ -141,7 +141,7 @@ def _faults(given: Mapping[str, Any], spelled: Mapping[str, str] = MappingProxyT
 
 
 def _fault(name: str, value: Any) -> str:
-    """Why a value cannot be; empty where it can."""
+    """Why a value cannot be; empty if it can."""
     expected = f"{_EXPECTED[name]} is expected"
     try:
         found: Any = msgspec.convert(value, _TYPES[name], strict=False)

@@ -123,7 +123,7 @@ class WorkerSide:
         return output
 
     def stats(self) -> PullStats | None:
-        """Returns what has happened since the last call; None where nothing has."""
+        """Returns what has happened since the last call; None if nothing has."""
         found = None if self._worker is None else self._worker.get_kv_connector_stats()
         if found is None:
             return None

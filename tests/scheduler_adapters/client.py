@@ -107,7 +107,7 @@ class Client:
         self.ready.remove(name)
 
     def settle(self, timeout_s: float) -> float:
-        """Seconds until no process holds anything; raises where one still does after `timeout_s`."""
+        """Seconds until no process holds anything; raises if one still does after `timeout_s`."""
         start = time.monotonic()
         while True:
             self.stats.clear()

@@ -109,7 +109,7 @@ class Adapter(Protocol):
         ...
 
     def check(self) -> None:
-        """Recount everything; raises where something does not add up."""
+        """Recount everything; raises if something does not add up."""
         ...
 
     def kill_peer(self, peer: str) -> Collection[str]:

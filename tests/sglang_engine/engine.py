@@ -100,7 +100,7 @@ class Engine:
             if batch:
                 scheduler.process_batch_result(batch, scheduler.run_batch(batch))
             else:
-                scheduler.on_idle()  # recounts every pool, and raises where one leaks
+                scheduler.on_idle()  # recounts every pool, and raises if one leaks
             scheduler.last_batch = batch
             scheduler.invariant_checker.self_check_during_busy()
         self.retracted += len({name for name, req in self.requests.items() if req.is_retracted} - before)

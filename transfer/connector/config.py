@@ -96,7 +96,7 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
         kind: what the layers keep.
         block_size: tokens of a block, as the scheduler counts.
         layout: a name of `LAYOUTS`, or the axes themselves. Not used for "mamba".
-        kernel_block_size: tokens of a page as the tensors have them; 0 where it is the block size.
+        kernel_block_size: tokens of a page as the tensors have them; 0 if it is the block size.
         num_kv_heads: heads of the model.
         head_dim: elements of a head, or of a latent.
         dtype: name of the element type.

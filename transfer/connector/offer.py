@@ -46,7 +46,7 @@ class Offer:
 
     @property
     def missing(self) -> str:
-        """Why it does not stand on every rank; empty where it does."""
+        """Why it does not stand on every rank; empty if it does."""
         left = sorted(set(range(self.ranks)) - self.offered)
         return self.ended or (f"ranks {left[:16]} have not granted it yet" if left else "")
 

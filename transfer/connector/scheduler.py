@@ -218,7 +218,7 @@ class NixlConnectorScheduler:
         return offer is not None
 
     def read(self, request_id: str, params: object, prompt: Prompt) -> Wanted | None:
-        """Returns whom a request's `kv_transfer_params` name as its source; None where they ask for no pages.
+        """Returns whom a request's `kv_transfer_params` name as its source; None if they ask for no pages.
 
         Args:
             request_id: the request.

@@ -79,7 +79,7 @@ def params_of(params: TransferParams) -> dict[str, Any]:
 
 
 def read_params(request_id: str, params: object) -> TransferParams | None:
-    """Returns what a dict from outside says, or None where it asks for no pages from elsewhere."""
+    """Returns what a dict from outside says, or None if it asks for no pages from elsewhere."""
     if params is None:
         return None
     if not _is_dict(params):
@@ -104,9 +104,9 @@ def read_params(request_id: str, params: object) -> TransferParams | None:
 
 
 def pointer_in(params: object) -> Wanted | None:
-    """Returns the lease that a dict from outside names, whatever else is wrong with it, to be given back.
+    """Returns the lease that a dict from outside names, so that it can be given back even if the rest is malformed.
 
-    None where the dict asks for no pages, or names no lease.
+    None if the dict asks for no pages, or names no lease.
     """
     if not _is_dict(params) or params.get("do_remote_prefill") in (None, False):
         return None

@@ -303,7 +303,7 @@ class NixlConnectorWorker:
         return blocks
 
     def get_kv_connector_stats(self) -> StatsSnapshot | None:
-        """Returns counters, and percentiles since the last call; None where nothing has happened since."""
+        """Returns counters, and percentiles since the last call; None if nothing has happened since."""
         self._drain()
         if not self._has_news or self._thread is None:
             return None

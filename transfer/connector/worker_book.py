@@ -75,7 +75,7 @@ class WorkerBook:
         return load
 
     def ask(self, load: OpenLoad, asked: LoadRequest) -> list[BlocksOfGroup] | None:
-        """Books what is asked for, and returns what of each group is to be read; None where there are no blocks yet."""
+        """Books what is asked for, and returns what of each group is to be read; None if there are no blocks yet."""
         if not asked.local_block_ids:
             load.silent = False
             return None

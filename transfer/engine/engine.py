@@ -318,7 +318,7 @@ class KVTransferEngine:
     def poll(self) -> int:
         """Serves the peers' transfers, books their notifications, and moves on what was given up.
 
-        Returns how many notifications were accepted. Raises `AgentError` where NIXL fails.
+        Returns how many notifications were accepted. Raises `AgentError` if NIXL fails.
         """
         self._check_open()
         accepted = sum(map(self._drain, range(self.dp)))
@@ -412,7 +412,10 @@ class KVTransferEngine:
         return frozenset(page for replica, pages in sides if replica == replica_idx for page in pages)
 
     def release_quarantine(self, peer: str) -> None:
-        """Lets go of the pages that transfers started by `peer` hold. Only where its process is known to be gone."""
+        """Releases the pages held by transfers that `peer` started.
+
+        Call it only if the process of the peer is known to be gone.
+        """
         self._check_open()
         for name, request in list(self._notifications.given_up.items()):
             if request.initiator == peer:

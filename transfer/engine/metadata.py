@@ -86,7 +86,7 @@ class TransferReqData(_Sent, frozen=True, kw_only=True, tag="transfer_request"):
         src_replica_idx: replica of the source.
         dst_replica_idx: replica of the destination.
         is_read: the destination started the transfer with a READ; else the source did with a WRITE.
-        version: `WIRE_VERSION` of the sender; 0 where no engine made this.
+        version: `WIRE_VERSION` of the sender; 0 if no engine made this.
     """
 
     dst_name: str

@@ -45,7 +45,7 @@ class NotificationBook:
     def accept(self, peer: str | None, shard: int, message: bytes) -> None:
         """Books a notification that our agent of `shard` got. The last one ends a transfer that was given up.
 
-        `peer` is None where no connected engine has the agent that sent it on this shard.
+        `peer` is None if no connected engine has the agent that sent it on this shard.
         """
         verdict = self._verdict(peer, shard, message)
         self.counts[verdict] += 1

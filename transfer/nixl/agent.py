@@ -244,7 +244,7 @@ class Agent:
         remote: RunList,
         memory_types: tuple[MemoryType, MemoryType] = (MemoryType.DRAM, MemoryType.DRAM),
     ) -> Handle | None:
-        """Starts to READ runs of a peer's memory into ours: its handle, or None where it has ended as it was posted."""
+        """Starts to READ runs of a peer's memory into ours: its handle, or None if it has ended as it was posted."""
         here, there = memory_types
         agent, bound = self._agent, self._agent.agent
         try:  # `_value_`: what `value` gives, in a third of the time

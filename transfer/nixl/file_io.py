@@ -29,7 +29,7 @@ _POLL_S = 20e-6
 class NixlFileIO:
     """Moves parts of registered memory, uint8 tensors on the CPU, to and from open files. One thread uses it.
 
-    The queue is "uring" or "aio", as the plugin was built with; None leaves it the choice. `AgentError` where NIXL is
+    The queue is "uring" or "aio", as the plugin was built with; None leaves it the choice. `AgentError` if NIXL is
     missing, or has no POSIX plugin, or not this queue.
     """
 
@@ -40,11 +40,11 @@ class NixlFileIO:
         self._agent.register([(region.data_ptr(), region.numel(), 0) for region in self._memory])
 
     def write(self, file: int, parts: Sequence[Part], offset: int) -> None:
-        """Write the parts, one after another, from `offset` on. Raises `OSError` where not all of them are written."""
+        """Write the parts, one after another, from `offset` on. Raises `OSError` if not all of them are written."""
         self._move("WRITE", file, parts, offset)
 
     def read(self, file: int, parts: Sequence[Part], offset: int) -> None:
-        """Fill the parts, one after another, with what lies from `offset` on. Raises `OSError` where that is less."""
+        """Fill the parts, one after another, with what lies from `offset` on. Raises `OSError` if that is less."""
         self._move("READ", file, parts, offset)
 
     def _move(self, operation: Literal["READ", "WRITE"], file: int, parts: Sequence[Part], offset: int) -> None:

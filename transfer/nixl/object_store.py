@@ -79,7 +79,7 @@ class _Plugin:
 
 
 def _make_agent(settings: dict[str, str]) -> tuple[Any, Any]:
-    """NIXL of the first wheel whose plugin loads, and an agent of it."""
+    """The module of the first NIXL wheel whose plugin loads, and an agent of it."""
     errors: list[str] = []
     for wheel in _WHEELS:
         try:

@@ -30,7 +30,7 @@ def _socket() -> socket.socket:
 
 
 class Voucher:
-    """Stands for an agent's metadata until it is closed, or the process ends. `AgentError` where it cannot listen."""
+    """Stands for an agent's metadata until it is closed, or the process ends. `AgentError` if it cannot listen."""
 
     def __init__(self, metadata: bytes) -> None:
         self._polls = 0

@@ -30,7 +30,7 @@ class Stack:
         local_region: int64 `[pairs]`, as the next three.
         local_offset: bytes from the region's start to the first common element of page 0.
         axes: layer, side, head and dim, those with more than one common element.
-        token: bytes between neighbouring tokens, local and remote; 0 where the elements are of all tokens of a page.
+        token: bytes between neighbouring tokens, local and remote; 0 if the elements are of all tokens of a page.
         local_page: bytes between neighbouring pages, as `remote_page`.
     """
 

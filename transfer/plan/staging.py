@@ -81,7 +81,7 @@ def copies_of(plan: GroupPlan) -> int:
 
 
 class StagingPlan:
-    """One group of a plan, staged. Made by `Plan.staging`; refused where it takes more than `MAX_COPIES`.
+    """One group of a plan, staged. Made by `Plan.staging`; refused if it takes more than `MAX_COPIES`.
 
     The staging area holds, for each segment, that segment of every remote page of the pull, in the order of the
     request.

@@ -32,7 +32,7 @@ class Lent(NamedTuple):
 
     Attributes:
         key: of the question.
-        source: to pull from; None where it has no page, lends no more, or `error` says why nothing is known.
+        source: to pull from; None if it has no page, lends no more, or `error` says why nothing is known.
         table: of these pages, for `import_block_table`; None likewise.
         error: why the source has not said what it has.
     """

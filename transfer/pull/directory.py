@@ -132,7 +132,7 @@ class Directory:
         return first.engine_id
 
     def _open(self, address: str, ranks: Sequence[bytes]) -> tuple[RankMetadata, list[RemoteEngine]]:
-        """The first rank of an engine, and for each rank here what is known of it; nothing where it is loaded."""
+        """The first rank of an engine, and for each rank here what is known of it; empty if it is loaded."""
         if not ranks:
             raise MetadataError(f"{address}: metadata of 0 ranks, an engine has at least one")
         first = open_rank(ranks[0], self._ranks[0].identity.key)

@@ -207,7 +207,7 @@ class LeaseBook:
         lease.deadline = max(lease.deadline, min(self._clock() + lease.duration_s, lease.last_deadline))
 
     def end(self, lease_id: int, reason: str) -> Lease | None:
-        """Ends a lease, whoever still reads, and returns it, its word cleared; None where it has ended before.
+        """Ends a lease, whoever still reads, and returns it, its word cleared; None if it has ended before.
 
         For an abort, or where room is needed. Readers find out by their fence.
         """

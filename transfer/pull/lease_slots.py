@@ -25,7 +25,7 @@ class LeaseSlots:
         self._free = list(slots)
 
     def take(self, duration_s: float, lease_id: int | None = None) -> LeaseRef | None:
-        """A lease in the lowest free slot, with a new id or the given one; None where as many stand as can."""
+        """A lease in the lowest free slot, with a new id or the given one; None if as many stand as can."""
         if not self._free:
             return None
         return LeaseRef(new_lease_id() if lease_id is None else lease_id, heapq.heappop(self._free), duration_s)

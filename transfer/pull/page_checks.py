@@ -148,7 +148,7 @@ class Verifier:
         agent.register([(words.ctypes.data, words.nbytes, 0) for words in self._words], MemoryType.DRAM)
 
     def part(self, key: str, plan: Plan, groups: Sequence[PageList]) -> Part | None:
-        """Returns what to read, with the checks of its pages; None where nothing is to be read."""
+        """Returns what to read, with the checks of its pages; None if nothing is to be read."""
         pairs: list[_Pair] = []
         for group, (local, remote, (start, stop)) in zip(self._groups, groups, strict=True):
             count = max(0, math.ceil(stop / group.page_size) - start // group.page_size)

@@ -35,7 +35,7 @@ class Part:
 
     Attributes:
         arrived: called once they are there, to compare or to move them; returns what must be read after them, if
-            anything, and raises PullFailedError where they are of no use. None where nothing is to be done.
+            anything, and raises PullFailedError if they are of no use. None if nothing is to be done.
     """
 
     rank: int

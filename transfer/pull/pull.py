@@ -123,7 +123,7 @@ class Puller:
         pull as any other, from where it is. Raises as `open`.
 
         Returns:
-            The event of a pull that has ended well, which is not among `events`; None where it goes on.
+            The event of a pull that has ended well, which is not among `events`; None if it goes on.
         """
         check_opening(key, engine, lease, timeout_s, is_open=key in self._pulls)
         started = self._spoken[engine] = self._clock()
@@ -200,7 +200,7 @@ class Puller:
         return passed, True
 
     def passed(self, key: str) -> int:
-        """How many calls of `add` a fence has passed; 0 where there is no such pull."""
+        """How many calls of `add` a fence has passed; 0 if there is no such pull."""
         return 0 if (pull := self._pulls.get(key)) is None else pull.passed
 
     def fail_engine(self, engine: RemoteEngine, reason: str) -> None:

@@ -80,7 +80,7 @@ class RankPull:
     post_s: float = 0.0  # that the posts took
     added: int = 0  # times that parts were added
     passed: int = 0  # of those, how many a fence has passed
-    marking: int = 0  # of those, how many the fence in flight is for; 0 where it is the last one
+    marking: int = 0  # of those, how many the fence in flight is for; 0 if it is the last one
     waiting: list[Part] = field(default_factory=_LIST)
     reading: list[tuple[Handle, Part]] = field(default_factory=_LIST)
     # of each READ of a lease word its handle, the rank of the source, and which word of the puller's it goes to
@@ -124,7 +124,7 @@ class ReplicaPull:
 
     Attributes:
         source: a `Wanted` until it has said what it holds.
-        pages: that; None where the owner names the pages.
+        pages: that; None if the owner names the pages.
         ask_at: when it is to be asked again.
         waits_for: what it has said was missing when it was last asked, and since when it has said so.
         waiting: pages to read.

@@ -44,7 +44,7 @@ class RankIdentity:
         ranks: ranks of the engine.
         compatibility: what must agree for the bytes to mean the same: model, cache dtype and so on.
         key: shared secret of the digest over metadata; empty where metadata only has to arrive unharmed.
-        table_key: of the seals of the engine's block tables; empty where it makes none.
+        table_key: of the seals of the engine's block tables; empty if it makes none.
     """
 
     engine_id: str

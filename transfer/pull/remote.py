@@ -41,9 +41,9 @@ class RemoteEngine:
         words: lease words that every rank has.
         failure: why it is taken for dead; empty otherwise.
         read_ranks: the ranks that hold a part of what we need and are read from. The others are only told.
-        staging: where pulls go through whose runs are too short for the wire; None where all are direct.
-        seals: compares what a block table says with what this engine has said; None where it makes no tables.
-        verifier: compares what arrives with the source's page checks; None where that is not asked for.
+        staging: where pulls go through whose runs are too short for the wire; None if all are direct.
+        seals: compares what a block table says with what this engine has said; None if it makes no tables.
+        verifier: compares what arrives with the source's page checks; None if that is not asked for.
 
     Raises:
         MetadataError: the metadata is not that of the ranks of one engine, or no rank holds what we need.

@@ -136,7 +136,7 @@ class ReplicaTransfer:
             request_id: whose pages.
             lease: a new id, a free slot, and seconds that it stands without a renewal.
             engines: reading engines that must have ended before the lease does.
-            pages: for each group the pages under it, so that readers can verify them; None where nobody does.
+            pages: for each group the pages under it, so that readers can verify them; None if nobody does.
             running: the request is still computed, chunk by chunk: no time runs before `start_clock`.
         """
         granted: list[RankTransfer] = []
@@ -283,7 +283,7 @@ class ReplicaTransfer:
         self._start(key, pull)
 
     def _waited(self, pull: ReplicaPull) -> str:
-        """What a source that is asked again and again has named as missing; empty where it never did."""
+        """What a source that is asked again and again has named as missing; empty if it never did."""
         missing, since = pull.waits_for
         return f" (asked for {self._clock() - since:.1f} s, last answer: {missing[:200]})" if missing else ""
 
@@ -304,7 +304,7 @@ class ReplicaTransfer:
         self._collect_pulls()
 
     def source_of(self, key: str) -> Source | Wanted | None:
-        """What an open pull reads from; None where there is none of this name."""
+        """What an open pull reads from; None if there is none of this name."""
         pull = self._pulls.get(key)
         return None if pull is None else pull.source
 

@@ -90,7 +90,7 @@ class StagedPart(Part):
 
 
 def staged_parts(area: StagingArea, plan: Plan, group: int, pages: PageList) -> list[Part] | None:
-    """What is read of a group in parts that fit a slab each; None where it is to be read directly.
+    """What is read of a group in parts that fit a slab each; None if it is to be read directly.
 
     Raises:
         InvalidTransferError: as `Plan.runs`.

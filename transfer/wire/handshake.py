@@ -81,7 +81,7 @@ class EngineCard:
         ranks: of each rank, what `sealed_rank` returned.
         compatibility: what a reader must have in common with it.
         leased: says what a lease of its holds, in the server's thread; None where readers learn that in another way.
-        lent: says what it leases by content, in the server's thread; None where it does not. An answer that only says
+        lent: says what it leases by content, in the server's thread; None if it does not. An answer that only says
             what is waited for is held back for a moment: `HandshakeServer.look_again`.
     """
 

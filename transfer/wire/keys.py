@@ -117,7 +117,7 @@ def _key_pair() -> tuple[str, str]:
 
 
 def save_keyring(keyring: Keyring, path: Path) -> None:
-    """Writes a keyring to a new file that only its owner can read; `HandshakeError` where that cannot be."""
+    """Writes a keyring to a new file that only its owner can read; `HandshakeError` if that cannot be."""
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(keyring)))
@@ -126,7 +126,7 @@ def save_keyring(keyring: Keyring, path: Path) -> None:
 
 
 def load_keyring(path: Path) -> Keyring:
-    """Returns the keyring in a file; `HandshakeError` where others can read it, nobody can, or it holds none."""
+    """Returns the keyring in a file; `HandshakeError` if others can read it, nobody can, or it holds none."""
     try:
         return msgspec.json.decode(private_bytes(path), type=Keyring)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -134,7 +134,7 @@ def load_keyring(path: Path) -> Keyring:
 
 
 def private_bytes(path: Path) -> bytes:
-    """Returns what is in a file that its owner alone may read; `OSError` where it is not that."""
+    """Returns what is in a file that its owner alone may read; `OSError` if it is not that."""
     if path.stat().st_mode & 0o077:
         raise PermissionError(f"others can read it; its mode must be 600: {str(path)!r}")
     return path.read_bytes()

@@ -48,10 +48,10 @@ class RankMetadata(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
         device: index of the device that they are on; 0 for host memory.
         words_addr: address of the lease words, in host memory.
         words: number of lease words.
-        checks_addrs: per group of the layout, address of its page checks in host memory; empty where it makes none.
+        checks_addrs: per group of the layout, address of its page checks in host memory; empty if it makes none.
         compatibility: what must agree for the bytes to mean the same: model, cache dtype and so on.
         settings: effective settings of UCX and NIXL that must agree.
-        table_key: of the seals of the engine's block tables (`transfer.pull.seals`); empty where it makes no tables.
+        table_key: of the seals of the engine's block tables (`transfer.pull.seals`); empty if it makes no tables.
         digest: keyed digest over all other fields; `sealed_rank` fills it in.
     """
 
@@ -226,7 +226,7 @@ class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True,
 
 
 class QueryRefusal(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="refusal/1"):
-    """Answers what cannot be answered otherwise. `query_id` is -1 where the message had none."""
+    """Answers what cannot be answered otherwise. `query_id` is -1 if the message had none."""
 
     reason: str
     query_id: int = -1
@@ -271,17 +271,17 @@ def encode_message(message: Query | Answer | ReaderNote | RankMetadata) -> bytes
 
 
 def decode_query(data: bytes) -> Query:
-    """Returns the query in `data`; a `MetadataError` where there is none of this version."""
+    """Returns the query in `data`; a `MetadataError` if there is none of this version."""
     return _decoded(_queries, data, "query")
 
 
 def decode_answer(data: bytes) -> Answer:
-    """Returns the answer in `data`; a `MetadataError` where there is none of this version."""
+    """Returns the answer in `data`; a `MetadataError` if there is none of this version."""
     return _decoded(_answers, data, "answer")
 
 
 def decode_note(data: bytes) -> ReaderNote | None:
-    """Returns the note in `data`; None where it is none, is too long, or is out of range."""
+    """Returns the note in `data`; None if it is none, is too long, or is out of range."""
     if len(data) > MAX_NOTE_BYTES:
         return None
     try:
@@ -333,7 +333,7 @@ def open_pages(data: bytes, engine_id: str, lease_id: int | None, key: bytes = b
 
 
 def open_rank(data: bytes, key: bytes = b"") -> RankMetadata:
-    """Returns the metadata that `sealed_rank` encoded; a `MetadataError` where it is not that, or does not add up."""
+    """Returns the metadata that `sealed_rank` encoded; a `MetadataError` if it is not that, or does not add up."""
     if len(data) > MAX_METADATA_BYTES:
         raise MetadataError(f"{len(data)} bytes of rank metadata, at most {MAX_METADATA_BYTES} are read")
     rank = _decoded(_ranks, data, "rank metadata")

@@ -54,7 +54,7 @@ def _key_pair(seed: bytes) -> tuple[str, str]:
 
 
 def read_secret(text: str) -> Secret | None:
-    """Returns the secret that a configuration names; None where it names none.
+    """Returns the secret that a configuration names; None if it names none.
 
     Args:
         text: "file:" and a path, whose file only its owner may read; "env:" and the name of an environment variable; or

@@ -118,7 +118,7 @@ class Router:
             self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
     def complete(self, prompt: list[int] | str, new: int = 1) -> dict[str, Any]:
-        """The answer to a prompt. `OSError` where there is none."""
+        """The answer to a prompt. `OSError` if there is none."""
         body = json.dumps({"model": self.model, "prompt": prompt, "max_tokens": new}).encode()
         request = urllib.request.Request(self.url, body, {"content-type": "application/json"})  # noqa: S310 - http
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:  # noqa: S310 - as above
