@@ -199,19 +199,21 @@ def test_what_was_compiled_is_used_unless_it_is_forbidden_missing_or_wrong(monke
 
 
 @pytest.mark.parametrize("forbidden", [True, False])
-def test_without_it_hashlib_computes_everything(forbidden: bool) -> None:
-    """In a process of its own, where it is forbidden, or cannot be imported."""
+def test_without_it_hashlib_computes_the_same_in_another_process(forbidden: bool) -> None:
+    """Where it is forbidden, or cannot be imported; and the tokens are of another integer dtype."""
     code = (
         "import sys; sys.modules['kvcache.replica.chained'] = None\n"
         * (not forbidden)
         + "import numpy as np\nfrom kvcache.replica import hashing\n"
-        "made = hashing.PrefixHasher('sha256', 4, None)\n"
-        "print(type(made.running).__module__, hashing.SHA256_BY, made.digests(np.arange(8), 0, 2).tobytes().hex())"
+        "made = hashing.PrefixHasher('sha256', 4, 's')\n"
+        "digests = made.digests(np.arange(40) * 7919, 0, 10).tobytes()\n"
+        "print(type(made.running).__module__, hashing.SHA256_BY, digests.hex())"
     )
     environ = os.environ | ({hashing.PLAIN: "1"} if forbidden else {})
     said = subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True, text=True).stdout
     assert said.startswith("_hashlib hashlib: ")
-    assert said.split()[-1] == hashing.PrefixHasher("sha256", 4, None).digests(np.arange(8), 0, 2).tobytes().hex()
+    tokens = np.arange(40, dtype=np.int32) * 7919
+    assert said.split()[-1] == hashing.PrefixHasher("sha256", 4, "s").digests(tokens, 0, 10).tobytes().hex()
 
 
 def test_who_has_no_compiler_is_told_so_and_an_older_one_made_is_gone(

@@ -47,12 +47,6 @@ class Done(NamedTuple):
     stderr: str
 
 
-def run(*arguments: object) -> Done:
-    command = [*COMMAND, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=200, check=False)
-    return Done(done.returncode, done.stdout, done.stderr)
-
-
 @pytest.fixture
 def here(forked_fleets: None, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:  # noqa: ARG001
     def run(*arguments: object) -> Done:
@@ -79,9 +73,9 @@ def assert_equal_run(done: Done, json_file: Path, requests: int) -> dict[str, An
 
 
 @pytest.mark.slow
-def test_the_default_model_on_the_default_prompts(tmp_path: Path) -> None:
+def test_the_default_model_on_the_default_prompts(here: Callable[..., Done], tmp_path: Path) -> None:
     out = tmp_path / "o.json"
-    figures = assert_equal_run(run("--requests", 9, "--json", out), out, 9)
+    figures = assert_equal_run(here("--requests", 9, "--json", out), out, 9)
     assert figures["cached_tokens"] > 1000  # the last five share their documents with the first four
     assert figures["hit_rate"] == pytest.approx(figures["cached_tokens"] / figures["prompt_tokens"])
 
