@@ -187,14 +187,18 @@ def open_rooms(manager: Any) -> int:
 
 def hold_reads() -> None:
     """The one thing about the transfer that a test changes: how long a READ takes."""
-    done, start = Agent.done, Agent.start
+    done, read = Agent.done, Agent.read
 
     def is_held() -> bool:
         HELD["reads"] += HELD["on"]
         return bool(HELD["on"])
 
+    def held_read(agent: Agent, *args: Any) -> Any:
+        peer, local, remote, kinds = args
+        return agent.post("READ", peer, local, remote, b"", kinds)[0] if is_held() else read(agent, *args)
+
     Agent.done = lambda agent, handle: not is_held() and done(agent, handle)
-    Agent.start = lambda agent, handle: start(agent, handle) and not is_held()
+    Agent.read = held_read
 
 
 def main(options: Options, connection: Connection) -> None:
