@@ -27,7 +27,7 @@ from scheduler_adapters.service.peer_prefixes import PeerPrefixes
 from scheduler_adapters.service.requests import PrefillRequest, PrefillTimes, Recent, phases_of, prompt_of
 from scheduler_adapters.service.sockets import Awaited, Socket, received
 from transfer.pull.exchange import ExchangeEvent, PageExchange
-from transfer.pull.lease_slots import LEASE_SLOTS
+from transfer.pull.lease import LEASE_SLOTS
 from transfer.pull.replica import LeaseOver, Offered
 
 _EXPIRE_S = 0.01

@@ -255,6 +255,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "transfer.pull.lease",
         [
+            Mutation("LeaseSlots.give_back", "lease.slot", "lease.lease_id"),
             Mutation("Lease.is_read", "len(ranks) == self.ranks[engine]", "len(ranks) >= 1"),
             Mutation("LeaseBook.grant", "math.inf if running else self._clock()", "self._clock()"),
             Mutation("LeaseBook._verdict", "if note.rank in lease.heard", "if note.ranks in lease.heard"),
@@ -353,12 +354,6 @@ HANDWRITTEN: tuple[Module, ...] = (
                 "if self.leases.get(event.request_id) != event.lease_id:",
                 "if event.request_id not in self.leases:",
             ),
-        ],
-    ),
-    Module(
-        "transfer.pull.lease_slots",
-        [
-            Mutation("LeaseSlots.give_back", "lease.slot", "lease.lease_id"),
         ],
     ),
     Module(

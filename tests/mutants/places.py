@@ -78,7 +78,6 @@ _DOORS: dict[str, dict[str, str]] = {
         "pull/page_owner": "pull/exchange pull/ownership",
         "pull/pull": "pull/pull pull/small_pulls pull/many_sources",
         "pull/pull_state": "pull/pull",
-        "pull/reader_agents": "pull/exchange pull/start",
         "stats": "prometheus pull/rank pull/replica",
         "watch": "pull/exchange",
     },

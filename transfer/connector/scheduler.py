@@ -16,7 +16,7 @@ from transfer.connector.metadata import ConnectorMetadata, LoadRequest, Progress
 from transfer.connector.offer import Held, Offer
 from transfer.connector.transfer_params import TransferParams, params_of, pointer_in, read_params
 from transfer.errors import HandshakeError, InvalidLeaseError, InvalidTransferError, TransferParamsError
-from transfer.pull.lease_slots import LEASE_SLOTS, LeaseSlots
+from transfer.pull.lease import LEASE_SLOTS, LeaseSlots
 from transfer.pull.start import fleet_keys
 from transfer.wire.handshake import EngineCard, HandshakeServer
 from transfer.wire.keys import Keyring

@@ -17,8 +17,7 @@ from transfer.plan.boxes import ShardLayout
 from transfer.plan.shapes import dense, of_tables, with_states
 from transfer.pull.asking import Lent, PageAsks
 from transfer.pull.bell import Bell
-from transfer.pull.lease import LeaseRef, new_lease_id
-from transfer.pull.lease_slots import LEASE_SLOTS, LENT_SLOTS, LeaseSlots
+from transfer.pull.lease import LEASE_SLOTS, LENT_SLOTS, LeaseRef, LeaseSlots, new_lease_id
 from transfer.pull.lending import LENT_S, PageLending
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvcache.errors import BlockTableMismatchError, KVCacheError
 from kvcache.layout import kv_kind
 from kvcache.replica.block_table import BlockTable, PageDigests
-from transfer.pull.lease_slots import LENT_SLOTS
+from transfer.pull.lease import LENT_SLOTS
 from transfer.pull.replica import LeaseOver, Offered
 from transfer.wire.messages import ContentQuery, LeasedPages, LeaseReply, sealed_pages
 

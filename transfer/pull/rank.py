@@ -19,8 +19,7 @@ from transfer.nixl.agent import Agent
 from transfer.nixl.settings import agreed_settings
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.page_lists import PageLists
-from transfer.pull.lease import Lease, LeaseBook
-from transfer.pull.lease_slots import LEASE_SLOTS, LENT_SLOTS
+from transfer.pull.lease import LEASE_SLOTS, LENT_SLOTS, Lease, LeaseBook
 from transfer.pull.page_checks import PageChecks, Verifier
 from transfer.pull.pull import Puller
 from transfer.pull.reader_agents import ReaderAgents

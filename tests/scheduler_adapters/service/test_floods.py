@@ -14,7 +14,7 @@ from kvcache.layout import kv_kind
 from tests.scheduler_adapters.service.processes import NEW, Service, Side
 from tests.scheduler_adapters.service.test_faults import OTHER, PROMPT
 from tests.scheduler_adapters.serving import own_tokens
-from transfer.pull.lease_slots import LENT_SLOTS
+from transfer.pull.lease import LENT_SLOTS
 from transfer.wire.messages import ContentQuery, encode_message
 
 QUESTIONS = 4200  # more than there are lease words for requests

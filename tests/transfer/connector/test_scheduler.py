@@ -20,8 +20,7 @@ from transfer.errors import (
     MetadataError,
     TransferParamsError,
 )
-from transfer.pull.lease import LeaseBook
-from transfer.pull.lease_slots import LEASE_SLOTS
+from transfer.pull.lease import LEASE_SLOTS, LeaseBook
 from transfer.wire.messages import LeaseQuery, LeaseReply, open_pages
 from transfer.wire.prompt import Prompt
 

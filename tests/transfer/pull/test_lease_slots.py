@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from transfer.pull.lease import LeaseBook
-from transfer.pull.lease_slots import LEASE_SLOTS, LeaseSlots
+from transfer.pull.lease import LEASE_SLOTS, LeaseBook, LeaseSlots
 
 
 def test_leases_have_ids_and_slots_of_their_own_until_all_words_are_taken() -> None:

@@ -22,7 +22,7 @@ from transfer import Lent
 from transfer.errors import InvalidEngineError, MetadataError
 from transfer.pull import lending
 from transfer.pull.exchange import PageExchange
-from transfer.pull.lease_slots import LEASE_SLOTS, LENT_SLOTS
+from transfer.pull.lease import LEASE_SLOTS, LENT_SLOTS
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, Offered
 from transfer.wire.messages import ContentQuery, open_pages
