@@ -36,8 +36,8 @@ from scheduler_adapters.sglang.rooms import RoomClient, RoomServer, endpoint
 from scheduler_adapters.sglang.settings import read_settings
 from transfer.connector.scheduler import NixlConnectorScheduler
 from transfer.connector.worker import NixlConnectorWorker
-from transfer.pull.start import fleet_keys
 from transfer.wire.allowed_peers import AllowedPeers
+from transfer.wire.secret import fleet_keys
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs

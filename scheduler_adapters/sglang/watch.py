@@ -26,7 +26,7 @@ from kvcache.watch.pools import OwnerColumns
 from kvcache.watched import OWNER_SHIFT, STATE_BITS, Beside, Cells, PageState
 from scheduler_adapters.sglang.cache import PagewireCache
 from scheduler_adapters.sglang.settings import Settings
-from transfer.pull.start import fleet_keys
+from transfer.wire.secret import fleet_keys
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

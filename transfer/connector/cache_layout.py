@@ -13,7 +13,7 @@ from transfer.connector.config import GroupConfig, WorkerConfig, share
 from transfer.errors import InvalidEngineError, MetadataError
 from transfer.plan.boxes import KV, Box, Group, ShardLayout, check
 from transfer.plan.shapes import from_tensor
-from transfer.pull.start import ShardMemory
+from transfer.pull.rank import ShardMemory
 
 Cache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 """A layer's tensor; or several: K and V apart, or the parts of a state."""

@@ -22,9 +22,9 @@ from transfer.plan.shapes import (
     SPLIT_HND,
     SPLIT_NHD,
 )
-from transfer.pull.start import fleet_keys
 from transfer.wire.allowed_peers import AllowedPeers
 from transfer.wire.messages import PROTOCOL
+from transfer.wire.secret import fleet_keys
 
 Kind: TypeAlias = Literal["full", "sliding_window", "mla", "mamba"]
 

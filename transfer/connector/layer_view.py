@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from transfer.connector.cache_layout import Cache, tensors_of
-from transfer.pull.start import ShardMemory
+from transfer.pull.rank import ShardMemory
 
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -17,11 +17,11 @@ from transfer.connector.offer import Held, Offer
 from transfer.connector.transfer_params import TransferParams, params_of, pointer_in, read_params
 from transfer.errors import HandshakeError, InvalidLeaseError, InvalidTransferError, TransferParamsError
 from transfer.pull.lease import LEASE_SLOTS, LeaseSlots
-from transfer.pull.start import fleet_keys
 from transfer.wire.handshake import EngineCard, HandshakeServer
 from transfer.wire.keys import Keyring
 from transfer.wire.messages import LeaseQuery, LeaseReply, Wanted
 from transfer.wire.prompt import Prompt
+from transfer.wire.secret import fleet_keys
 
 _LARGEST_BLOCK = 4096
 """Tokens. A reader's blocks of a window begin before the window does, by up to a block of its own: a source names its

@@ -21,15 +21,15 @@ from transfer.connector.worker_book import WorkerBook
 from transfer.errors import EngineClosedError, InvalidEngineError, InvalidTransferError
 from transfer.plan.page_lists import kernel_pages
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.rank import RankIdentity, RankTransfer
+from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, make_rank
 from transfer.pull.replica import Event, ReplicaTransfer
-from transfer.pull.start import ShardMemory, fleet_keys, make_rank, start_thread
-from transfer.pull.thread import TransferThread
+from transfer.pull.thread import TransferThread, start_thread
 from transfer.stats import StatsSnapshot
 from transfer.wire.allowed_peers import AllowedPeers
 from transfer.wire.handshake import HandshakeClient
 from transfer.wire.keys import Keyring
 from transfer.wire.messages import Wanted
+from transfer.wire.secret import fleet_keys
 
 _GRANT_S = 5.0
 """Most that a step waits for its leases to stand. Readers ask again where they come later."""

@@ -20,14 +20,14 @@ from transfer.pull.bell import Bell
 from transfer.pull.lease import LEASE_SLOTS, LENT_SLOTS, LeaseRef, LeaseSlots, new_lease_id
 from transfer.pull.lending import LENT_S, PageLending
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, make_rank, new_incarnation
 from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer
 from transfer.pull.seals import TableSeals, new_table_key
 from transfer.pull.source import Source
-from transfer.pull.start import ShardMemory, fleet_keys, make_rank, start_thread
-from transfer.pull.thread import TransferThread
+from transfer.pull.thread import TransferThread, start_thread
 from transfer.wire.allowed_peers import AllowedPeers, host_of
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
+from transfer.wire.secret import fleet_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 import time
@@ -10,7 +11,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
 from numpy.typing import ArrayLike
 
 from transfer.errors import AgentError, EngineClosedError, HandshakeError, InvalidEngineError, TransferError
@@ -22,7 +25,6 @@ from transfer.plan.page_lists import PageLists
 from transfer.pull.lease import LEASE_SLOTS, LENT_SLOTS, Lease, LeaseBook
 from transfer.pull.page_checks import PageChecks, Verifier
 from transfer.pull.pull import Puller
-from transfer.pull.reader_agents import ReaderAgents
 from transfer.pull.remote import RemoteEngine
 from transfer.pull.staging_area import StagingArea
 from transfer.wire.messages import RankMetadata, decode_note, open_rank, sealed_rank
@@ -58,6 +60,64 @@ class RankIdentity:
 def new_incarnation() -> str:
     """Returns a name that no start of an engine has had before."""
     return uuid.uuid4().hex
+
+
+class ShardMemory(NamedTuple):
+    """What a rank registers: the layout of its shard, the address of each region of it, and the device of them all."""
+
+    layout: ShardLayout
+    bases: Sequence[int]
+    device: torch.device
+
+
+class ReaderAgents:
+    """Makes agents, lends each to one source, and takes it back when nothing moves over it any more.
+
+    What NIXL copies cannot be stopped, except by destroying the agent that does it. So the agent that reads is not the
+    one that serves peers, and not the one that reads from another source: one source's end costs no other anything. One
+    is kept ready, because making it takes 10 ms.
+
+    Args:
+        name: of the rank; agents are named after it and numbered, no name is used twice.
+        make: makes an agent of a name, and registers with it all memory that is read into.
+
+    Raises:
+        AgentError: NIXL refuses the first one.
+    """
+
+    def __init__(self, name: str, make: Callable[[str], Agent]) -> None:
+        self._names = (f"{name}/reader{number}" for number in itertools.count())
+        self._make = make
+        self._spare: list[Agent] = [make(next(self._names))]
+
+    def take(self) -> Agent:
+        """Returns an agent that knows no peer."""
+        return self._spare.pop() if self._spare else self._make(next(self._names))
+
+    def keep_ready(self) -> None:
+        """Makes one ahead of the next source, where there is none. For a moment in which nothing else is to be done."""
+        if not self._spare:
+            with suppress(AgentError):  # the next source's request will tell
+                self._spare.append(self._make(next(self._names)))
+
+    def give_back(self, agent: Agent, *, reuse: bool = True) -> None:
+        """Takes an agent back, its peers unloaded and nothing in flight. One that is not to be reused is destroyed."""
+        if self._spare or not reuse:
+            _close(agent)
+        else:
+            self._spare.append(agent)
+
+    def close(self) -> None:
+        """Destroys those that are not lent. Safe to call twice."""
+        while self._spare:
+            _close(self._spare.pop())
+
+
+def _close(agent: Agent) -> None:
+    try:
+        agent.close()
+    except AgentError as error:
+        log.warning("%s", error)
 
 
 class RankTransfer:
@@ -363,3 +423,20 @@ class RankTransfer:
             agent.close()
         except AgentError as error:
             log.warning("engine %r rank %d: %s", self.identity.engine_id, self.identity.rank, error)
+
+
+def make_rank(
+    identity: RankIdentity,
+    memory: ShardMemory,
+    *,
+    checks: bool = False,
+    verify: float = 0.0,
+    stuck_s: float = 30.0,
+    agent: Callable[[str, MemoryType], Agent] = Agent,
+) -> RankTransfer:
+    """Registers the memory of a rank with NIXL. Options and errors are those of `RankTransfer`."""
+    kind = MemoryType.VRAM if memory.device.type == "cuda" else MemoryType.DRAM
+    index = memory.device.index or 0
+    return RankTransfer(
+        identity, memory.layout, memory.bases, kind, index, checks=checks, verify=verify, stuck_s=stuck_s, agent=agent
+    )

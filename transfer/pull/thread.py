@@ -23,7 +23,10 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from weakref import WeakSet
 
+import torch
+
 from transfer.errors import EngineClosedError, TransferError
+from transfer.memory import MemoryType
 from transfer.plan.page_lists import PageLists
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import Event, ReplicaTransfer
@@ -295,3 +298,12 @@ class TransferThread:
             self._woken = time.perf_counter()
             while not self._wake.empty():  # it is awake for all of them
                 self._wake.get_nowait()
+
+
+def start_thread(replica: ReplicaTransfer, ring: Callable[[], None] = lambda: None) -> TransferThread:
+    """Starts the thread that owns a replica from now on; on a GPU one that has it as its device."""
+    thread = TransferThread(replica, ring)
+    rank = replica.ranks[0]
+    if rank.memory_type is MemoryType.VRAM:  # without a context in the thread, UCX does without the GPU's own paths
+        thread.call(lambda _: torch.cuda.set_device(rank.device))
+    return thread

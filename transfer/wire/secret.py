@@ -76,3 +76,15 @@ def read_secret(text: str) -> Secret | None:
     else:
         value = text.encode()
     return Secret(value.strip()) if text else None
+
+
+def fleet_keys(
+    where: str, secret: str, key: bytes = b"", keyring: Keyring | None = None
+) -> tuple[bytes, Keyring | None]:
+    """Returns the key of metadata and the keys of sockets: those of the fleet's secret, or else those given."""
+    shared = read_secret(secret)
+    if shared is None:
+        return key, keyring
+    if key or keyring is not None:
+        raise InvalidEngineError(f"{where}: a {'key' if key else 'keyring'} beside a shared secret; one is needed")
+    return shared.metadata_key, shared.keyring

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
+
 from tests.transfer.replicas import TOKENS, WHOLE, Clock, run
+from transfer.memory import MemoryType
+from transfer.plan.boxes import ShardLayout
 from transfer.plan.page_lists import PagesOfGroup
+from transfer.pull import rank
 from transfer.pull.pull_state import PullEvent
+from transfer.pull.rank import RankIdentity, ShardMemory, make_rank
 
 STUCK_S = 7.0
 
@@ -56,3 +63,19 @@ def test_leases_are_counted_by_how_they_ended(engine: Any) -> None:
     p.replica.revoke(p.offer("revoked", 3).lease_id, "an abort, before it expired")
     p.take()
     assert p.replica.stats.snapshot().leases == {"read": 1, "expired": 2, "other": 1}
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [("cpu", (MemoryType.DRAM, 0)), ("cuda", (MemoryType.VRAM, 0)), ("cuda:3", (MemoryType.VRAM, 3))],
+)
+def test_a_rank_has_the_memory_of_its_device(
+    monkeypatch: pytest.MonkeyPatch, device: str, expected: tuple[MemoryType, int]
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(rank, "RankTransfer", lambda *args, **options: made.append((args, options)))
+    memory = ShardMemory(ShardLayout((), (64,)), (4096,), torch.device(device))
+    make_rank(RankIdentity(engine_id="e", incarnation="i"), memory, verify=0.5)
+    ((args, options),) = made
+    assert args[1:] == (memory.layout, memory.bases, *expected)
+    assert options["verify"] == 0.5

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.transfer.fuzz import rank_metadata
 from transfer.errors import HandshakeError, InvalidEngineError, MetadataError
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
+from transfer.wire.keys import make_keyrings
 from transfer.wire.messages import MetadataReply, open_rank, sealed_rank
-from transfer.wire.secret import Secret, read_secret
+from transfer.wire.secret import Secret, fleet_keys, read_secret
 
 TEXT = "correct horse battery staple"
 
@@ -80,3 +82,26 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path.chmod(0o640)
     with pytest.raises(InvalidEngineError, match="others can read"):
         read_secret(f"file:{path}")
+
+
+def test_keys_are_those_given_or_those_of_the_secret() -> None:
+    (keyring,) = make_keyrings(1)
+    assert fleet_keys("e", "") == (b"", None)
+    assert fleet_keys("e", "", b"k", keyring) == (b"k", keyring)
+    key, shared = fleet_keys("e", TEXT)
+    assert len(key) == 32
+    assert shared is not None
+    assert fleet_keys("other", TEXT) == (key, shared)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((TEXT, b"k"), "engine 'e': a key beside a shared secret; one is needed"),
+        ((TEXT, b"", make_keyrings(1)[0]), "engine 'e': a keyring beside a shared secret; one is needed"),
+        (("short",), "has 5 bytes, at least 16"),
+    ],
+)
+def test_a_secret_stands_alone(options: Any, message: str) -> None:
+    with pytest.raises(InvalidEngineError, match=message):
+        fleet_keys("engine 'e'", *options)
