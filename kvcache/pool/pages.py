@@ -134,6 +134,9 @@ class PagePool:
     def release_each(self, pages: Pages) -> None:
         """`release` for pages that may be named several times, once for each holder that goes."""
         at = pages.astype(INDEX)
+        if not np.count_nonzero(self.holders[at] != _ONE):  # none is named twice
+            self.release(pages)
+            return
         first = np.unique(at, return_index=True)[1]
         if len(first) == len(at):
             self.release(pages)

@@ -446,18 +446,23 @@ class RowTables:
                 told, behind = self._told(group, int(rows[at]))
                 self._leave_to_readers(int(rows[at]), tables, max(int(before[at]), told), min(int(now[at]), behind))
             counts = now - before
-            at = np.repeat(np.arange(len(rows)), counts)
+            at = counts.nonzero()[0]
             if not at.size:
                 continue
-            columns = np.arange(len(at)) + np.repeat(before - np.cumsum(counts) + counts, counts)
+            columns = before[at]
+            if np.count_nonzero(counts[at] != 1):  # else each gives back one page, as in nearly all steps
+                at = np.repeat(np.arange(len(rows)), counts)
+                columns = np.arange(len(at)) + np.repeat(before - np.cumsum(counts) + counts, counts)
             mine = state.table[tables]
             pages = mine[:, rows[at], columns]
             mine[:, rows[at], columns] = NO_PAGE
             state.firsts[number, rows] = now
-            of_table: Ints = np.repeat(np.arange(int(tables.start), int(tables.stop)), len(at))
-            found.append((np.tile(-at, len(pages)), np.tile(columns, len(pages)), of_table, pages.ravel()))
+            of_tables: Ints = np.arange(int(tables.start), int(tables.stop))[:, None]
+            at, columns, of_table = (np.broadcast_to(key, pages.shape).ravel() for key in (-at, columns, of_tables))
+            found.append((at, columns, of_table, pages.ravel()))
         if found:
-            at, columns, of_table, pages = (np.concatenate(part) for part in zip(*found, strict=True))
+            parts = zip(*found, strict=True)
+            at, columns, of_table, pages = (part[0] if len(part) == 1 else np.concatenate(part) for part in parts)
             for tell in self._pool.journal.left:
                 tell(rows[-at], pages)
             self._pool.release_each(pages[np.lexsort((of_table, columns, at))])
