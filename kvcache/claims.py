@@ -156,7 +156,7 @@ class Claims:
         return [names[place] for place in places if place in names]
 
     def check(self) -> None:
-        """Raise `InvariantError` unless these are the rows that the replicas have bound, and to whom."""
+        """Raise `InvariantError` unless the replicas have bound these rows to the same requests."""
         rows = {
             request_id: replica_idx * self._rows_per_replica + row
             for replica_idx, replica in enumerate(self._replicas)

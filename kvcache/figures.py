@@ -42,12 +42,12 @@ class PoolFigures:
 
     @property
     def num_free_blocks(self) -> int:
-        """Pages of all replicas that a reservation can take; cached pages that nobody holds count."""
+        """Pages of all replicas that a reservation can take; cached pages without a holder count."""
         return sum(replica.pool.free_count for replica in self._replicas.each)
 
     @property
     def num_held_blocks(self) -> int:
-        """Pages of all replicas that somebody holds, or a transfer or a step in flight writes; not idle cached ones."""
+        """Pages of all replicas with a holder, or that a transfer or a step in flight writes; not idle cached ones."""
         return self.total_num_pages - self.num_free_blocks + sum(states.num_held for states in self.states)
 
     @property

@@ -75,7 +75,7 @@ def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
 
 
 def _close_unknown(replicas: Replicas, claims: Claims, mark: UnderWay) -> None:
-    """What an interrupted call has made, and nobody was given, is given up."""
+    """Give up leases and imports that an interrupted call has made and not returned."""
     call, about = mark.call or ("", None)
     if call == "import_block_table" and isinstance(about, str) and about in claims.places:
         replica, _, row = claims.locate(about, call)
@@ -88,7 +88,7 @@ def _close_unknown(replicas: Replicas, claims: Claims, mark: UnderWay) -> None:
 
 
 def _doubtful(claims: Claims, call: str, about: object) -> Iterable[RequestID]:
-    """Requests that are claimed and cannot go on, or of whose claim nobody was told."""
+    """Requests that are claimed and cannot go on, or whose claim was not reported to the caller."""
     named: list[RequestID] = []
     if call in _OF_A_REQUEST and isinstance(about, str):
         yield about

@@ -414,7 +414,7 @@ class Replicas:
         return lost
 
     def forget_idle(self) -> None:
-        """Forget every page that nobody holds."""
+        """Forget every page without a holder."""
         for tiers in self._all_tiers:
             tiers.reset()
         for replica in self.each:

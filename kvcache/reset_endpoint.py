@@ -26,7 +26,7 @@ def check_endpoint(endpoint_base: object) -> None:
 
 
 def open_endpoint(endpoint_base: str | None, *, caching: bool) -> "NoEndpoint":
-    """The endpoint; one on which nobody asks where there is to be none, or nothing to drop."""
+    """The endpoint; one that hears nothing if no address is given, or if there is no cache to drop."""
     if endpoint_base is None:
         return NoEndpoint()
     if not caching:

@@ -173,7 +173,7 @@ def _slab_pages(params: KVCacheParams, tables: LayerTables, page_size: int) -> i
 
 
 def _bytes_apart(params: KVCacheParams, requests: int) -> int:
-    """Bytes of a replica's states in memory of their own, on all its shards; page 0 is nobody's."""
+    """Bytes of a replica's states in memory of their own, on all its shards, page 0 included."""
     count = params.states_apart(requests)
     if params.states is None or not count:
         return 0

@@ -44,7 +44,7 @@ def ages_of(cells: Cells) -> NDArray[np.uint8]:
 
 
 def owners_of(cells: Cells) -> Cells:
-    """The number of each cell's owner (`Owners.numbers`); 0: nobody."""
+    """The number of each cell's owner (`Owners.numbers`); 0: no owner."""
     return cells >> np.uint32(OWNER_SHIFT)
 
 

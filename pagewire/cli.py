@@ -101,7 +101,7 @@ _COMMANDS: dict[str, _Command] = {
 
 
 class _Version(argparse.Action):
-    """Prints the version and ends. The distribution is looked up only when somebody asks."""
+    """Prints the version and ends. The distribution is looked up only on request."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib import metadata  # noqa: PLC0415

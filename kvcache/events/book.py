@@ -217,7 +217,7 @@ class EventBook:
         return ids
 
     def _forget_left(self) -> None:
-        """Forget what nobody has; of what something continues the hash stays."""
+        """Forget pages that no medium has; the hash of one that others continue stays."""
         left = np.unique(np.concatenate(self._left)) if self._left else np.zeros(0, np.int32)
         self._left = []
         while (left := left[~self._present[:, left].any(axis=0)]).size:

@@ -149,7 +149,7 @@ class _Stream:
         return room < _BYTES_A_TURN
 
     def take_joins(self) -> bool:
-        """Whether somebody has connected since this was asked last."""
+        """Whether a subscriber has connected since the last call."""
         found = False
         while self.joins.poll(0):
             self.joins.recv_multipart()
@@ -236,7 +236,7 @@ class _Worker:
         self._closing.set()
 
     def catch_up(self) -> None:
-        """Called by the loop: the log is as long as it may be. Waits for nobody, and takes some entries off it.
+        """Called by the loop: the log is as long as it may be. Does not wait, and takes some entries off it.
 
         While the thread uses the books the log grows on; at last its entries are dropped, and the books begun anew.
         """
@@ -287,7 +287,7 @@ class _Worker:
         return bool(entries or told)
 
     def _is_due(self) -> bool:
-        """Whether somebody is to be told everything now."""
+        """Whether a subscriber is to be told everything now."""
         now = time.monotonic()
         return bool(self._owed) and now >= max(self._owed[0], self._paid_at - _ANEW_AHEAD * self._anew_s)
 

@@ -242,7 +242,7 @@ class PrefixIndex:
             at, pages, buckets = at[lost], pages[lost], buckets[lost]
 
     def _changed(self, pages: Buckets | int, come: bool, digests: Digests | None = None) -> None:
-        """These pages are published by now, or not any more. Nothing else says so: who reads this misses none."""
+        """These pages are published by now, or not any more. Every change of the index passes here."""
         self.published[pages] = come
         self.generation += 1
         if told := self.journal.changed:

@@ -36,7 +36,7 @@ class OrderLog:
 
 
 class LruOrder(EvictionOrder):
-    """Least recently used order of the idle pages: published, held by nobody.
+    """Least recently used order of the idle pages, which are published and have no holder.
 
     A log of page ids, oldest first, in chunks. An entry counts only while the page's stamp names its place, so a page
     leaves from the middle by clearing its stamp. An empty chunk is used again; when there is none, two neighbours that

@@ -1,4 +1,4 @@
-"""`OverOrder`: an eviction order over another one. `CheckedOrder`: one over an order that somebody else has written."""
+"""`OverOrder`: an eviction order over another one. `CheckedOrder`: one over an order that a caller has written."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -117,7 +117,7 @@ class PagePool:
             self.idle.remove(idle)
 
     def release(self, pages: Pages) -> None:
-        """Drop one holder of each of `pages`, distinct and in logical order; what nobody uses is free.
+        """Drop one holder of each of `pages`, distinct and in logical order; unused pages are free.
 
         The tail goes first: of a prefix, the last pages are worth the least, as a hit needs all pages before them.
         """
@@ -164,7 +164,7 @@ class PagePool:
         self._writing += len(pages)
 
     def drop_writer(self, pages: Pages) -> None:
-        """That transfer is over for good: what nobody uses is free."""
+        """That transfer is over for good: its unused pages are free."""
         self.writers[pages] -= 1
         self._writing -= len(pages)
         if np.count_nonzero(unused := self._unused(pages)):
@@ -249,7 +249,7 @@ class PagePool:
         self._push_fresh(fresh[::-1])
 
     def _pop_and_tell(self, count: int) -> Pages:
-        """The next pages of the order; whoever asks is told why they go."""
+        """The next pages of the order, with the reasons of their eviction for a watcher."""
         pages, reasons = self.idle.pop_explained(count)
         for tell in self.journal.gone:
             tell(pages, BY_TURN if reasons is None else reasons)
@@ -260,7 +260,7 @@ class PagePool:
         return (self.holders[at] == 0) & (self.writers[at] == 0)
 
     def _park(self, pages: NDArray[np.intp]) -> None:
-        """Nobody holds these pages any more, but a step in flight may read and write them."""
+        """These pages have lost their last holder, but a step in flight may read and write them."""
         self.writers[pages] += 1
         self._writing += len(pages)
         self.parked[-1].append(pages)

@@ -48,7 +48,7 @@ class TenantQuotas:
         return self._owner[pages] != _NOBODY
 
     def disown(self, pages: Pages) -> None:
-        """`pages` have left the pool's cache: what comes into them is nobody's until somebody says whose."""
+        """`pages` have left the pool's cache: new content belongs to no tenant until one is named."""
         self._owner[pages] = _NOBODY
 
     def moved(self, sources: Pages, targets: Pages) -> None:
@@ -156,7 +156,7 @@ class TenantQuotas:
         return owner
 
     def _new_id(self) -> int:
-        """An id that nobody has: a new one, or that of a tenant without idle pages; else that of all others."""
+        """An unused id: a new one, or that of a tenant without idle pages; else the id that all others share."""
         if len(self._orders) < MOST_TENANTS:
             owner = len(self._orders) + 1
             self._orders[owner] = LruOrder(self._num_pages, self._log)
@@ -255,7 +255,7 @@ class QuotaOrder(OverOrder):
         return self._quotas.first() or self._order.first()
 
     def mend(self, pages: Indices) -> None:
-        """As the base. The quotas have none of the pages: whoever mends has cleared them."""
+        """As the base. The quotas have none of the pages: the caller has cleared them."""
         self._order.mend(pages)
         self._quotas.append(pages[np.argsort(self._order.positions(pages), kind="stable")])
         self.count = self._order.count

@@ -22,7 +22,7 @@ _HELD = 1 << 62
 
 
 class CachedSlabs:
-    """What is kept in slabs that nobody holds, least recently used first. Here: nothing, as nobody takes slabs."""
+    """Cached slabs without a holder, least recently used first. This base has none, because no caller takes slabs."""
 
     @property
     def num_idle(self) -> int:
@@ -39,7 +39,7 @@ class CachedSlabs:
 
 
 class PageMoves:
-    """The owner of all records of page ids, which can move held pages. Here: nobody, so that all of them stay."""
+    """The owner of all records of page ids, which can move held pages. This base moves none."""
 
     def staying(self) -> NDArray[np.bool_] | np.bool_:
         """The held pages that cannot be moved, `[num_pages + 1]`, or whether that is all of them."""
@@ -107,7 +107,7 @@ class SlabPool(PagePool):
     # ---- slabs
 
     def take_slab(self, *, moving: bool = True) -> int:
-        """A slab whose pages nobody holds by now; 0: none, or something cached in a slab would have to go first.
+        """A slab whose pages have no holder by now; 0 if there is none, or if a cached slab would have to go first.
 
         `moving`: held pages may be moved out of it, where every slab has some.
         """
@@ -164,7 +164,7 @@ class SlabPool(PagePool):
         self._place[pages[::-1]] = np.arange(self._bottom, self._bottom + self.slab_pages)
 
     def check(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """As the base, for the slabs too: nobody else holds their pages."""
+        """As the base, for the slabs too: their pages have no other holder."""
         of_slabs = np.flatnonzero(np.repeat(self.taken, self.slab_pages))
         holders[of_slabs] += 1
         super().check(holders, writers)
@@ -363,7 +363,7 @@ class SlabStates(PagePool, CachedSlabs):
             raise InvariantError(f"{self._fresh_count} pages are free, and not given back")
 
     def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """As the base. Those of these pages that somebody holds, or finds, are taken, and no other."""
+        """As the base. Those of these pages that are held or published are taken, and no other."""
         published = self.index.published
         self._slabs.taken[1:] = ((holders > 0) | (writers > 0) | published)[1:]
         self._used[published & (self._used == 0)] = self._slabs.clock

@@ -231,7 +231,7 @@ class Batch(Gathered, Sequence[Context]):
 
     @property
     def last_tokens(self) -> NDArray[np.integer[Any]]:
-        """The last token of each request, `[len]`: who streams or stops by it need not read the contexts for that."""
+        """The last token of each request, `[len]`: a loop that streams or stops by it need not read the contexts."""
         self.refresh()
         if self._together:
             return self._log[self._count - 1]
@@ -264,7 +264,7 @@ class Batch(Gathered, Sequence[Context]):
         return self._futures > 0
 
     def refresh(self) -> None:
-        """Read the contexts anew if one was moved by somebody else."""
+        """Read the contexts anew if one was moved by another call."""
         if self._stale or not self._together:
             self.gather()
 

@@ -1,4 +1,4 @@
-"""Pages by what they hold: which ones a prompt needs, and leases of those that are cached, whoever computed them."""
+"""Pages by content: those that a prompt needs, and leases of those that are cached, whichever request computed them."""
 
 from collections.abc import Sequence
 

@@ -87,7 +87,7 @@ class ImportCopier:
 
 
 class ImportBook:
-    """Imports from their beginning until nobody writes to their pages any more."""
+    """Imports from their beginning until no copier writes to their pages any more."""
 
     def __init__(self, pool: PagePool, rows: BlockRows, mark: UnderWay) -> None:
         self._mark = mark
@@ -105,7 +105,7 @@ class ImportBook:
         self.each.append(pending)
 
     def refuse_taken(self, pending: PendingImport) -> None:
-        """Raise `InvalidRequestError` if somebody writes to the pages of an import already."""
+        """Raise `InvalidRequestError` if a copier writes to the pages of an import already."""
         if pending in self.copiers:
             raise InvalidRequestError(f"request {pending.request_id!r}: the copier of its import was handed out before")
 
@@ -169,7 +169,7 @@ class ImportBook:
         return [pending.request_id for pending in over]
 
     def _is_written(self, pending: PendingImport) -> bool:
-        """Whether somebody may still write to its pages."""
+        """Whether a copier may still write to its pages."""
         copier = self.copiers.get(pending)
         return copier is not None and not copier.is_over
 

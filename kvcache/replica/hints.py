@@ -71,7 +71,7 @@ class ReplicaHints(PageReader):
             self._pool.idle.own(pages[rows == row], self._salt_of(row))
 
     def gone(self, pages: Pages, why: Reasons | int) -> None:
-        """The baselines forget pages that a tenant's quota has evicted: plain LRU would have kept them for nobody."""
+        """The baselines forget pages that a tenant's quota has evicted: plain LRU would have evicted them too."""
         if self._baselines:
             self._forget(self._pool.index.words_of(pages[np.broadcast_to(why == BY_QUOTA, len(pages))]))
 

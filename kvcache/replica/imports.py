@@ -183,7 +183,7 @@ def _check_digests(
 
 
 def _refuse_hole(replica: Replica, row: int, context: Context, table: BlockTable) -> None:
-    """What a table leaves out has to be here: what stands behind a hole is nobody's prefix."""
+    """Pages that a table leaves out have to be here: pages behind a hole are no prefix."""
     here = replica.find(context, row).end * replica.page_size
     if here < table.first_page * table.page_size:
         first = table.first_page * table.page_size
@@ -314,7 +314,7 @@ def _check_open(replica: Replica, row: int, context: Context, pending: PendingIm
 
 
 def _check_proof(replica: Replica, pending: PendingImport, proof: ImportProof | None) -> None:
-    """The bytes are there, and are what the table says: nobody knows but whoever copied them."""
+    """The bytes are there, and are those of the table: only the copier can know that."""
     start = f"request {pending.request_id!r}: commit_import"
     copier = replica.imports.copiers.get(pending)
     if proof is None:
@@ -362,7 +362,7 @@ def finish_import(
 
 
 def _publish_plain(replica: Replica, row: int, context: Context, cached: int) -> None:
-    """What `publish` does, where nobody but the row is to be told: without arrays of one, in half the time.
+    """As `publish`, if only the row is to be told: without arrays of one, in half the time.
 
     Leases know no page of the row yet: no block table is made of it while its import is pending.
     """

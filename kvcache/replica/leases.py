@@ -1,4 +1,4 @@
-"""`PageLease`: a hold on pages that outlives their request, for whoever still reads them.
+"""`PageLease`: a hold on pages that outlives their request, for readers of the pages.
 
 While its request is claimed, the request's row holds the pages. When the request leaves, in whatever way, they pass to
 every lease of it that is open, and go when the last of these ends. So no caller has to keep a request for the sake of
@@ -26,7 +26,7 @@ _NEVER = 1 << 62
 
 
 class HeldPages(NamedTuple):
-    """Pages of a pool that somebody holds: those of a replica's tokens, or of its states."""
+    """Held pages of a pool: those of a replica's tokens, or of its states."""
 
     pool: PagePool
     pages: Pages
@@ -84,7 +84,7 @@ class PageLeases:
         self.tell(row, int(self._rows.cached[row]))  # its block table may have been made before
 
     def grant_pages(self, lease: PageLease, pages: Pages, besides: Sequence[HeldPages] = ()) -> None:
-        """The lease is of published pages, whoever computed them, and of what goes with them."""
+        """The lease is of published pages, whichever request computed them, and of the states with them."""
         self._held[lease] = []
         for held in (HeldPages(self._pool, pages), *besides):
             self._hold(lease, held)
@@ -166,7 +166,7 @@ class PageLeases:
 
     @property
     def num_pages(self) -> int:
-        """Pages that leases hold, each counted once, whoever holds them besides."""
+        """Pages that leases hold, each counted once, whatever other holders they have."""
         return int(np.count_nonzero(self.holders())) if self._held else 0
 
     def holders(self, pool: PagePool | None = None) -> Ints:

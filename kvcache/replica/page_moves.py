@@ -1,4 +1,4 @@
-"""`ReplicaPageMoves`: held pages that give way to a slab are copied elsewhere, and named there by who holds them."""
+"""`ReplicaPageMoves`: held pages that give way to a slab are copied elsewhere, and their holders get the new ids."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ class ReplicaPageMoves(PageMoves):
         self._runs[rows] = False
 
     def told(self, row: int) -> None:
-        """Somebody was told of the row's pages: they stay while it is claimed."""
+        """The row's pages were told to another process: they stay while it is claimed."""
         self._told[row] = True
 
     def staying(self) -> NDArray[np.bool_]:

@@ -82,7 +82,7 @@ class Replica:
 
     @property
     def lends_any_part(self) -> bool:
-        """Whether pages from any page of a prompt on are of use to whoever has those before it."""
+        """Whether pages from any page of a prompt on are of use to a reader that has those before it."""
         return self.tables.is_plain and not self.states.keeps
 
     def keep(self, states: RequestStates) -> None:

@@ -53,7 +53,7 @@ class RequestStates:
 
     @property
     def may_lose_pages(self) -> bool:
-        """Whether the next claim may evict pages or states, and nobody knows which."""
+        """Whether the next claim may evict pages or states, and it cannot be known which."""
         return False
 
     def claim(self, request_id: RequestID, row: int) -> None:
@@ -100,7 +100,7 @@ class RequestStates:
         return found
 
     def copies(self, digests: Digests) -> Asked | None:  # noqa: ARG002 - as above
-        """After which of these pages the device keeps the state; None: nobody needs one."""
+        """The pages, of these, after which the device keeps the state; None if none is needed."""
         return None
 
     def bring_copy(self, wanted: FromBelow, digests: Digests) -> bool:  # noqa: ARG002 - as above

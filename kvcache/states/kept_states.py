@@ -1,4 +1,4 @@
-"""`KeptStates`: after which tokens a request's recurrent state is kept for others, and who goes on from one.
+"""`KeptStates`: the tokens after which a request's recurrent state is kept, and the requests that go on from one.
 
 A state is worth its memory where another request comes by: at the end of a prompt's last full page, for who asks the
 same again; where a prompt leaves what others had in common with it, for the next of them; after the last full page that

@@ -19,7 +19,7 @@ _LOOKED_AT = 128  # of a prompt's pages, at once, for the newest state after one
 
 
 class StateMemory:
-    """State pages in a `room`, which says who gives way to whom; copies that stay are kept below besides.
+    """State pages in a `room`, which decides what gives way; copies that stay are also kept in the lower tiers.
 
     A page has requests, leases and transfers as holders (`StatePages`).
     """

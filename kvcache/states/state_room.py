@@ -39,7 +39,7 @@ def most_states(num_pages: int, slab_pages: int) -> int:
 
 
 class StateRoom:
-    """Memory of their own for the states of one replica, of `num_pages` pages, and who holds which.
+    """Memory of their own for the states of one replica, of `num_pages` pages, and the holders of each.
 
     Copies, which nobody holds, go least recently used first; they are found by digests of `digest_words` words. Raises
     `PoolTooSmallError` if a device is too small.
@@ -68,22 +68,22 @@ class StateRoom:
 
     @property
     def num_idle(self) -> int:
-        """Copies that nobody holds."""
+        """Copies without a holder."""
         return self.pool.idle.count
 
     @property
     def num_held(self) -> int:
-        """Pages that somebody holds, or that a transfer writes."""
+        """Pages that have a holder, or that a transfer writes."""
         return self.pool.num_pages - self.pool.free_count
 
     @property
     def goes_next(self) -> int:
-        """The page whose copy is evicted for the next request; 0: none, or nobody knows."""
+        """The page whose copy is evicted for the next request; 0 if none is, or if it cannot be known."""
         return self.pool.next_evicted()
 
     @property
     def may_lose_pages(self) -> bool:
-        """Whether pages of tokens or copies may be evicted for the next request, and nobody knows which."""
+        """Whether pages of tokens or copies may be evicted for the next request, and it cannot be known which."""
         return False
 
     def make_room(self, *, moving: bool) -> bool:  # noqa: ARG002 - nothing else lies here

@@ -72,7 +72,7 @@ def open_draft(path: Path) -> Generator[int]:
 
 
 def remove_abandoned(folder: Path, names: list[str]) -> None:
-    """Remove the drafts among these names of a folder that nobody writes any more. Raises nothing."""
+    """Remove the drafts among these names of a folder whose writers are gone. Raises no error."""
     for path in [folder / name for name in names if _NAME.fullmatch(name)]:
         with contextlib.suppress(OSError), opened(path, _TO_LOCK) as file:
             locked = _lock(file)

@@ -132,7 +132,7 @@ class FileTier(LowerTier):
                 self._take_up()
 
     def reset(self) -> None:
-        """Forget every file, and let nobody find them: the folder starts anew."""
+        """Forget every file, so that no process finds them: the folder starts anew."""
         self._queue.clear()
         self.flush()
         wait([job.done for job in self._jobs])
@@ -289,7 +289,7 @@ class FileTier(LowerTier):
 def _write(
     folder: PageFolder, layout: FileFormat, names: Digests, pages: Sequence[Sequence[Part]], io: PageIO
 ) -> tuple[str, int]:
-    """Write a file of pages, into a folder that is made again where somebody has deleted or replaced it."""
+    """Write a file of pages. Its folder is made again if it was deleted or replaced."""
     try:
         return write_pages(folder.path, next(folder.drafts), layout, names, pages, io)
     except (FileNotFoundError, NotADirectoryError):  # or the draft was taken for abandoned: hardly twice

@@ -60,7 +60,7 @@ class HostTier:
 
 @dataclass(eq=False, slots=True)
 class HostLoad:
-    """Pages on their way back to the device: nobody else can find them, and nobody may read them yet."""
+    """Pages on their way back to the device: no other request can find them, and none may read them yet."""
 
     slots: Slots
     pages: Pages
@@ -156,7 +156,7 @@ class LowerTier:
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget all that is there, and let nobody find it any more."""
+        """Forget all pages, so that no request finds them any more."""
 
     @abstractmethod
     def close(self) -> None:
@@ -305,7 +305,7 @@ class ReplicaTier(PagesBelow, PageReader):
 
     @property
     def is_loading(self) -> bool:
-        """Whether copies to the device were begun whose end nobody has taken up."""
+        """Whether copies to the device were begun whose end was not taken up yet."""
         return bool(self._left)
 
     def poll(self) -> None:
@@ -537,7 +537,7 @@ class ReplicaTier(PagesBelow, PageReader):
         self.host.pool.release(load.slots)
 
     def _keep(self, pages: Pages) -> None:
-        """Let nobody else have `pages`, nor read them, until `_let_go`."""
+        """Keep `pages` from all others, and from readers, until `_let_go`."""
         self.pool.add_writer(pages)
 
     def _let_go(self, pages: Pages) -> None:

@@ -75,7 +75,7 @@ class PageFolder:
         return self._home / self._epoch
 
     def renew(self) -> Path:
-        """Start a new epoch, or join one that somebody else has started; the folder to remove."""
+        """Start a new epoch, or join one that another process has started; returns the folder to remove."""
         before, current = self.path, self._read_epoch()
         if current not in (None, self._epoch):
             self._epoch = current
@@ -92,7 +92,7 @@ class PageFolder:
         return before
 
     def make_again(self) -> None:
-        """Make the folder again, which somebody has deleted. Raises `OSError`."""
+        """Make the folder again after it was deleted. Raises `OSError`."""
         self._make_home()
         if self._read_epoch() is None:
             self._name_epoch(self._epoch)
@@ -174,7 +174,7 @@ class PageFolder:
         return name if _EPOCH.fullmatch(name) else None
 
     def _name_epoch(self, name: str, *, replace: bool = False) -> str:
-        """Name the epoch; without `replace` the one that somebody else has named meanwhile, if so."""
+        """Name the epoch; without `replace`, an epoch that another process has named meanwhile stands."""
         for _ in range(_TRIES):
             with contextlib.suppress(FileNotFoundError):  # another process removed the draft before it was locked
                 return self._try_to_name(name, replace=replace)
@@ -223,7 +223,7 @@ def _make_root(root: Path) -> None:
 
 
 def _make_own(path: Path) -> None:
-    """Make a folder that is its owner's alone, or tighten it. Raises `OSError` for a link, or somebody else's."""
+    """Make a folder that is its owner's alone, or tighten it. Raises `OSError` for a link, or another user's folder."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(_OWN_FOLDER)
     with opened_folder(path) as folder:

@@ -103,7 +103,7 @@ class Tiers:
 
     @property
     def is_loading(self) -> bool:
-        """Whether copies to the device were begun whose end nobody has taken up."""
+        """Whether copies to the device were begun whose end was not taken up yet."""
         return any(tier.is_loading for tier in self.replicas)
 
     def take_up(self) -> None:
@@ -142,7 +142,7 @@ class Tiers:
         self.host.pool.forget_idle()
 
     def stop(self) -> None:
-        """Return once nobody copies, reads or writes anything of the host's."""
+        """Return once no copy, read or write of host memory is under way."""
         for lower in self.lower:
             lower.settle()
 

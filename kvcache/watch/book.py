@@ -70,7 +70,7 @@ class PoolBook:
 
 
 class WatchBook:
-    """Looks at pools, as long as somebody asks for them.
+    """Looks at pools, as long as a watcher asks for them.
 
     `sizes` are a page's tokens and bytes, `beside` tells what others know, `names` how requests are shown. Only the
     thread that looks uses it.

@@ -53,7 +53,7 @@ _HERE = ("tcp://127.", "tcp://[::1]:", "tcp://localhost:", "ipc://", "inproc://"
 
 @dataclass(slots=True)
 class _Watcher:
-    """One who asks, and may do so again."""
+    """A watcher that has asked, and may do so again."""
 
     asked: AskLook | None = None  # what has no answer yet
     asked_at: float = 0.0
@@ -107,7 +107,7 @@ class _WatchThread:
             self._book = None
 
     def _hear(self) -> None:
-        """Take up questions, one of each watcher; who is one too many is told at once."""
+        """Take up questions, one of each watcher; a watcher too many is told at once."""
         with suppress(zmq.Again):
             for _ in range(_QUESTIONS):
                 sender, *rest = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -131,7 +131,7 @@ class _WatchThread:
         return len(self._watchers) < _MOST_WATCHERS
 
     def _answer(self) -> None:
-        """Look, and answer: who has had no look yet first, then who has waited longest. One look is for all of them."""
+        """Look, and answer: new watchers first, then those that have waited longest. One look is for all of them."""
         if self._book is not None and self._book.is_outdated:
             self._forget()
         book, owner = self._book, self._owner()
@@ -172,7 +172,7 @@ class _WatchThread:
 
 
 class Watch:
-    """Tells who asks what every page of some pools is doing: `pagewire top ADDRESS` shows it.
+    """Tells watchers what every page of some pools is doing: `pagewire top ADDRESS` shows it.
 
     It costs the loop nothing while nobody asks. Tokens are not shown, salts as digests of this process alone.
 
@@ -205,7 +205,7 @@ class Watch:
         self._thread.start()
 
     def attend(self) -> None:
-        """Called by the loop between two steps: recounts everything where somebody who watches has asked for it.
+        """Called by the loop between two steps: recounts everything if a watcher has asked for it.
 
         Else it costs a look at a flag. A recount takes as long as `check`; recounts have a tenth of the time at most.
         """

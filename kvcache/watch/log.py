@@ -179,7 +179,7 @@ def _by_reason(entry: PoolEntry) -> list[tuple[str, Words]]:
 
 
 class PrefixTree:
-    """Which page comes before which of a pool, as far as it was published, or in a row, since somebody watches.
+    """The page before each page of a pool, as far as it was published, or in a row, since a watcher came.
 
     A page's `born` is the number of the entry that published it: a page that is younger than one that follows it holds
     something else by now.

@@ -53,7 +53,7 @@ def pools_of(all_of: Replicas) -> list[WatchedPool]:
 
 
 class HostPool:
-    """The host tier, whose pages are nobody's."""
+    """The host tier, whose pages have no owner."""
 
     name = "host"
 

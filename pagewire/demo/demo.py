@@ -103,7 +103,7 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def serve_watched(fleet: Fleet, served: list[Served], options: DemoOptions, where: str) -> None:
-    """Serve every request, and while somebody looks again and again; what counts is the first time."""
+    """Serve every request, and with a viewer again and again; only the first time counts."""
     addresses = [ready.watch for ready in fleet.ready.values()]
     keys = ["--keyring", str(fleet.viewer_keys)] if options.curve else []
     with viewer(addresses, where, keys) as is_open:

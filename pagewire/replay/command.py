@@ -52,7 +52,7 @@ def run_replay(options: ReplayOptions) -> int:
 
 
 class _Show:
-    """Shows a replay at the speed that was asked for, beside the optimum, as long as somebody looks."""
+    """Shows a replay at the speed that was asked for, beside the optimum, until the viewer quits."""
 
     def __init__(self, options: ReplayOptions, trace: Sequence[Sequence[int]]) -> None:
         self._options = options
@@ -73,7 +73,7 @@ class _Show:
             yield
 
     def progress(self, done: int) -> None:
-        """Another request has run: wait for the next one's turn, where somebody looks."""
+        """Another request has run: with a viewer, wait for the next one's turn."""
         self._done += done
         self._due += done / self._options.speed
         if self._is_open():

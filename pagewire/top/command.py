@@ -38,7 +38,7 @@ class _WatchAddresses(msgspec.Struct):
 
 
 def run_top(options: TopOptions) -> int:
-    """Show the processes until somebody quits, or print one look where there is no terminal; the exit status.
+    """Show the processes until the viewer quits, or print one look if there is no terminal. Returns the exit status.
 
     A `KVCacheError` says in a sentence what does not work.
     """
@@ -96,7 +96,7 @@ def addresses_of(options: TopOptions) -> Sequence[str]:
 
 
 class TokenServer(Server):
-    """Textual's own server, for who brings the token: by the address that is printed, then by a cookie."""
+    """Textual's own server, for browsers that bring the token: by the address that is printed, then by a cookie."""
 
     def __init__(self, command: str, host: str, port: int, token: str) -> None:
         shown = f"[{host}]" if ":" in host else host
@@ -110,7 +110,7 @@ class TokenServer(Server):
         return f"{self.public_url}/?token={self._token}"
 
     async def make_app(self) -> web.Application:
-        """The application of `aiohttp`, which answers nobody without the token."""
+        """The application of `aiohttp`, which answers no request without the token."""
         app = await self._make_app()
         app.middlewares.append(self._middleware)
         return app

@@ -50,7 +50,7 @@ class LiveSource:
         self._check = dict.fromkeys(self.addresses, False)
 
     def poll(self, followed: dict[str, Followed]) -> list[Heard]:
-        """Take up what has come, and ask those who are due."""
+        """Take up the looks that have come, and ask the processes that are due."""
         found: list[Heard] = []
         for address, client in self._clients.items():
             while (frames := client.answer()) is not None:

@@ -33,7 +33,7 @@ def has_terminal() -> bool:
 
 
 def run_in_terminal(app: TopApp) -> int:
-    """Draw until somebody quits; the exit status. Raises `Interrupted` for a signal, with the terminal as it was."""
+    """Draw until the viewer quits: the exit status. Raises `Interrupted` for a signal, with the terminal as it was."""
     return _run(app, (0, 2), 128 + signal.SIGHUP)
 
 

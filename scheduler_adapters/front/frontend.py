@@ -147,7 +147,7 @@ class Frontend:
         return min(member.ready.max_tokens for member in self.members.values())
 
     async def run(self) -> None:
-        """Hear the processes, and tell them who is there, until cancelled."""
+        """Hear the processes, and tell them which processes there are, until cancelled."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.FD, self._poll)
         try:
@@ -323,7 +323,7 @@ class Frontend:
         return [one for one in self.members.values() if one.ready.role == role and not one.ready.draining]
 
     def _tell_members(self) -> None:
-        """Tell each process who is there; whoever cannot be told is gone."""
+        """Tell each process which processes there are; one that cannot be told is gone."""
         prefills = tuple(one.ready.listen for one in self._serving("prefill"))
         for name in list(self.members):
             self._send(name, msg.Members(prefills=prefills))

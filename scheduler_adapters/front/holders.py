@@ -1,4 +1,4 @@
-"""Which process has which pages, as their KV events tell: whom a request names that names nobody (`kv_sources`).
+"""The pages of each process, by KV events: the front names sources (`kv_sources`) for requests that name none.
 
 Kept are eight bytes of each page's digest, so this is a guess that now and then costs a question: a source is asked by
 whole digests, and says what it has. Where not every process publishes events, decode guesses by what it has asked for.
@@ -196,7 +196,7 @@ class PageHolders:
         return tuple(msg.KVSource(ready.pulse, ready.engines, count) for ready, count in known)
 
     def close(self) -> None:
-        """Follow nobody."""
+        """Stop following all processes."""
         self.follow(())
 
     def _poll(self) -> None:

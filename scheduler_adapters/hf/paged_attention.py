@@ -266,16 +266,16 @@ class PagedLatents:
         return latent, rotated
 
     def get_query_offset(self, layer_idx: int) -> int:  # noqa: ARG002  (of the interface)
-        """For a mask that nobody makes."""
+        """For a mask that is never made."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
-        """For a mask that nobody makes."""
+        """For a mask that is never made."""
         return query_length, 0
 
 
 def no_attention_mask(*_args: Any, **_kwargs: Any) -> None:
-    """The mask function that goes with `paged_attention_forward`: the tables say who sees whom."""
+    """The mask function that goes with `paged_attention_forward`: the tables say which tokens see which."""
 
 
 def _seen_by(module: torch.nn.Module, sliding_window: int | None) -> LayerGroup | None:

@@ -123,7 +123,7 @@ class Fleet:
 
     @property
     def viewer_keys(self) -> Path:
-        """With `curve` the keys of who watches the servers."""
+        """With `curve`, the keys of watchers of the servers."""
         return self._folder.path / "viewer.keys"
 
     def role(self, name: str) -> msg.Role:
@@ -380,7 +380,7 @@ class RunFolder:
 
 
 def _lock(folder: Path) -> int | None:
-    """The descriptor that holds the folder's lock; None where somebody else holds it, or the folder is gone.
+    """The descriptor that holds the folder's lock; None if another process holds it, or the folder is gone.
 
     A folder that was just made may be taken for an abandoned one by another run that starts, and be gone once locked.
     """

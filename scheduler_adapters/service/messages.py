@@ -68,14 +68,14 @@ KVSources = Annotated[tuple[KVSource, ...], Meta(max_length=8)]
 
 
 class Hello(Message, frozen=True, kw_only=True, tag=True):
-    """Decode to prefill, first of all on each connection: who asks."""
+    """Decode to prefill, first of all on each connection: the name of the decode process."""
 
     reader: Name  # the decode process; what it asked for on an earlier connection is over
     incarnation: Name  # random, new with each start
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag=True):
-    """Prefill to decode: who answers `Hello`, and what its engines are called."""
+    """Prefill to decode, the answer to `Hello`: the name of the prefill process and of its engines."""
 
     name: Name
     incarnation: Name
@@ -157,7 +157,7 @@ class Failed(OfAttempt, frozen=True, kw_only=True, tag=True):
 
 
 class Cancel(OfAttempt, frozen=True, kw_only=True, tag=True):
-    """Decode to prefill: nobody waits for this, and nothing of it is read any more."""
+    """Decode to prefill: this attempt is no longer wanted, and its pages are no longer read."""
 
     reason: Reason
 
@@ -229,7 +229,7 @@ class Left(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Members(Message, frozen=True, kw_only=True, tag=True):
-    """Frontend to server, again and again: who is there. It also shows that the server can still be reached."""
+    """Frontend to server, again and again: the processes there are. It also shows that the server can be reached."""
 
     prefills: Annotated[tuple[Name, ...], Meta(max_length=1024)]  # where prefill processes listen
 

@@ -52,7 +52,7 @@ class Waiting(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """A prompt that somebody is asked for, or a stretch of its pages that is pulled."""
+    """A prompt that a source is asked for, or a stretch of its pages that is pulled."""
 
     waiting: Waiting
     replica: int

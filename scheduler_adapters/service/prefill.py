@@ -104,7 +104,7 @@ class PrefillScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do before somebody asks for it: no request is here, and no question."""
+        """Whether the process is idle until a message comes: no request is here, and no question."""
         return not (self._requests or self._exchange.open_pulls or self._exchange.lending.is_asked)
 
     @property

@@ -1,4 +1,4 @@
-"""The prefill processes as a decode process sees them: who is there, what each has before it, and whom to ask."""
+"""The prefill processes as a decode process sees them: which there are, the load of each, and which to ask."""
 
 from __future__ import annotations
 

@@ -399,7 +399,7 @@ class DecodeRequest(TrackedRequest):
         chunkwise: bool,
         own: OwnPages | None = None,
     ) -> bool:
-        """Have the prompt computed; `own`: what is here of it. Whether somebody was there to take the message."""
+        """Have the prompt computed; `own`: its pages that are here. Returns whether a process took the message."""
         message = msg.Prefill(
             request_id=self.request_id,
             attempt=self.attempt,

@@ -1,4 +1,4 @@
-"""What a process of the service shows to who watches it, beside its pages: phases, leases, pulls and totals."""
+"""The view of a service's process for watchers, beside its pages: phases, leases, pulls and totals."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class PagewireCache(BasePrefixCache):
         return DecLockRefResult(delta=(self.pool.free_count - before) * self.page_size)
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Give pages that nobody has locked back to SGLang, least recently used first; as few as hold `num_tokens`."""
+        """Give pages without a lock back to SGLang, least recently used first; as few as hold `num_tokens`."""
         started = time.perf_counter()
         count = min(-(-max(0, params.num_tokens) // self.page_size), self.pool.free_count)
         if not count:
@@ -339,7 +339,7 @@ class PagewireCache(BasePrefixCache):
         return kept
 
     def _give_back(self, pages: Pages) -> None:
-        """Let SGLang have the pages, which nobody else holds, as free ones."""
+        """Let SGLang have the pages, which have no other holder, as free ones."""
         self.token_to_kv_pool_allocator.free_segment(self._slots(pages), start_pos=0)
 
     def _pages_of(self, slots: torch.Tensor) -> Pages:

@@ -248,12 +248,12 @@ class PagewireKVSender(CommonKVSender):
         self.kv_mgr.update_status(self.bootstrap_room, STATES.Transferring)
 
     def abort(self) -> None:
-        """End the request: nobody reads its pages when this returns."""
+        """End the request: no reader reads its pages when this returns."""
         super().abort()
         self._leases.close(self.bootstrap_room, "aborted at prefill")
 
     def clear(self) -> None:
-        """SGLang has done with the request, or releases its pages next: nobody reads them when this returns."""
+        """SGLang has done with the request, or releases its pages next: no reader reads them when this returns."""
         super().clear()
         with self.kv_mgr.failure_lock:
             reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "given up at prefill")

@@ -145,7 +145,7 @@ class RoomLeases:
         self.step()
 
     def close(self, room: int, reason: str) -> None:
-        """Forget a room: when this returns, nobody reads its pages any more."""
+        """Forget a room: when this returns, no reader reads its pages any more."""
         known = self._rooms.pop(room, None)
         if known is None:
             return
@@ -300,7 +300,7 @@ class FollowerLeases:
         self.step()
 
     def close(self, room: int, reason: str) -> None:
-        """Forget a room: when this returns, nobody reads its pages on this rank any more."""
+        """Forget a room: when this returns, no reader reads its pages on this rank any more."""
         if room in self._offered:
             self._worker.start_load_kv(ConnectorMetadata(reqs_not_processed={str(room): reason}))
         while room in self._offered:

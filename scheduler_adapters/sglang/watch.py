@@ -37,7 +37,7 @@ logger = logging.getLogger("pagewire.sglang")
 
 
 def watch(cache: object, settings: Settings) -> None:
-    """Begin to answer who watches, where `PAGEWIRE_WATCH` says so: one of the ranks that have the same pages.
+    """Begin to answer watchers at the address of `PAGEWIRE_WATCH`, on one of the ranks that have the same pages.
 
     Raises what `Watch` raises, where the endpoint cannot be bound.
     """

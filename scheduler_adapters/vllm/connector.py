@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 def log_as_vllm() -> None:
-    """Has our lines written as vLLM's are, with time and process, unless somebody else has said how."""
+    """Formats our log lines as vLLM's, with time and process, unless the program has set its own format."""
     ours = logging.getLogger("pagewire")
     if not ours.hasHandlers():
         theirs = logging.getLogger("vllm")

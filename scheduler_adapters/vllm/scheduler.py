@@ -100,7 +100,7 @@ class SchedulerSide:
         )
 
     def add(self, request: Request) -> None:
-        """A request has come. Its source, if it names one, is told that somebody waits."""
+        """A request has come. Its source, if it names one, is told that a reader waits."""
         request_id, params = request.request_id, request.kv_transfer_params
         try:
             wanted = (

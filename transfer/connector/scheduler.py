@@ -211,14 +211,14 @@ class NixlConnectorScheduler:
         return params_of(params)
 
     def abort(self, request_id: str, reason: str) -> bool:
-        """Ends a request's lease, whoever reads. Whether it has one: its pages may go once it is among the sent."""
+        """Ends a request's lease even if it is read; False if it has none. Its pages may go once it is in `sent`."""
         if (offer := self._offers.get(request_id)) is not None:
             offer.aborted = True
             self._metadata.reqs_not_processed[request_id] = reason
         return offer is not None
 
     def read(self, request_id: str, params: object, prompt: Prompt) -> Wanted | None:
-        """Returns whom a request's `kv_transfer_params` name as its source; None if they ask for no pages.
+        """Returns the source that a request's `kv_transfer_params` name; None if they ask for no pages.
 
         Args:
             request_id: the request.

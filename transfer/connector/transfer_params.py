@@ -1,4 +1,4 @@
-"""`kv_transfer_params`: the dict by which a prefill engine's answer tells a decode engine whom to ask for its pages.
+"""`kv_transfer_params`: the dict in a prefill engine's answer that names the source of its pages to a decode engine.
 
 It travels through proxies and HTTP bodies as JSON, so a reader trusts nothing in it. It is a pointer: which pages the
 lease holds, and of which tokens, the source says itself when it is asked (`transfer.pull.source.Wanted`). Every value
@@ -33,7 +33,7 @@ _NAMES = {name: f"remote_{name}" for name in ("engine_id", "request_id", "host",
 
 
 class _Pointer(msgspec.Struct, frozen=True, kw_only=True, rename=_NAMES):
-    """The part of the params that names a lease, and whom to ask for it."""
+    """The part of the params that names a lease and its source."""
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=_MAX_NAME)]
     host: Annotated[str, Meta(min_length=1, max_length=_MAX_NAME)]
@@ -68,7 +68,7 @@ class TransferParams(_Pointer, frozen=True, kw_only=True, rename=_NAMES):
     transfer_mode: Literal["pull"] = "pull"
 
     def wanted(self, prompt: Prompt) -> Wanted:
-        """Returns whom to ask, and for which tokens: those of the reader's own prompt, as far as the source has it."""
+        """Returns the source to ask, and the tokens: those of the reader's own prompt, as far as the source has it."""
         num_tokens = min(self.num_tokens, len(prompt.token_ids))
         return Wanted(self.address, self.engine_id, int(self.lease_id, 16), num_tokens, prompt.digest(num_tokens))
 

@@ -154,7 +154,7 @@ class KVTransferEngine:
 
     @property
     def suspect_peers(self) -> frozenset[str]:
-        """Peers with whom a transfer timed out, and none that we started has ended well since."""
+        """Peers with a transfer that timed out, and none that we started and that has ended well since."""
         return frozenset(self._suspects)
 
     @property

@@ -122,7 +122,7 @@ class Postings:
         self._here = f"engine {engine!r}"
 
     def requests(self, *, is_read: bool) -> dict[str, TransferReqData]:
-        """Returns the READs, or the WRITEs, that nobody has cleaned up."""
+        """Returns the READs, or the WRITEs, that are not cleaned up."""
         started = {name: posting.request for name, posting in self.started.items()}
         return {name: request for name, request in started.items() if request.is_read is is_read}
 
@@ -135,7 +135,7 @@ class Postings:
         self.started[posting.request.transfer_name] = posting
 
     def get(self, name: str) -> Posting:
-        """Returns a transfer that nobody has cleaned up."""
+        """Returns a transfer that is not cleaned up."""
         if name not in self.started:
             raise UnknownTransferError(
                 f"{self._here} has no transfer {name}: it was cleaned up or given up, or never started"

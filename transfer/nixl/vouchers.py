@@ -43,7 +43,7 @@ class Voucher:
             raise AgentError(f"vouching for {len(metadata)} bytes of metadata: {error}") from error
 
     def poll(self) -> None:
-        """Hangs up on those who have asked, now and then: they have what they came for once they are connected."""
+        """Closes the connections of askers, now and then: an asker has its answer once it is connected."""
         self._polls += 1
         if self._polls % _EVERY:
             return

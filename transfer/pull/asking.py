@@ -124,7 +124,7 @@ class PageAsks:
         return found
 
     def close(self) -> None:
-        """Asks nobody any more. Safe to call twice."""
+        """Ends all questions. Safe to call twice."""
         self._open.clear()
         self._client.close()
 

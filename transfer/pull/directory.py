@@ -193,7 +193,7 @@ class Directory:
         return [(peer, peer.candidate) for peer in same if peer.candidate is not None]
 
     def _on_alive(self, peer: Peer) -> None:
-        """An engine has said who it is: whoever waits for its place does so in vain."""
+        """An engine has said who it is: pulls that wait for another engine at its address fail."""
         self._on_ready(peer)
         address, engine_id = peer.place
         for other, candidate in self._candidates(engine_id):
@@ -225,7 +225,7 @@ class Directory:
                 self._forget(other, f"engine {engine_id!r} was started anew, at {address}")
 
     def watch(self, busy: Callable[[], set[Place]]) -> None:
-        """Asks for signs of life where they are due, and forgets who is idle. To be called often; mostly does nothing.
+        """Asks for signs of life that are due, and forgets idle sources. To be called often; mostly a no-op.
 
         `busy` returns the places that pulls go on from, or wait for.
         """

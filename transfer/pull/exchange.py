@@ -288,7 +288,7 @@ class PageExchange:
     def ask(
         self, replica: int, key: str, address: str, engine_id: str, wanted: PageDigests, timeout_s: float = 5.0
     ) -> None:
-        """Asks a source for pages by what they hold, whoever computed them. `Lent` comes out of `poll`.
+        """Asks a source for pages by content, whichever request computed them. `Lent` comes out of `poll`.
 
         The source leases the longest run of them, from the first on, that it holds, and that it lends: it may be
         shorter than it was yesterday, and none, which is no error. With the table of a `Lent` the pages are imported

@@ -1,4 +1,4 @@
-"""Leases: who may still read the pages of a request, until when, and the words in memory by which a reader can tell.
+"""Leases: the readers of a request's pages, their deadline, and the words in memory that show a reader if one stands.
 
 A lease stands while its random id stands in its *lease word*, eight bytes that every peer may READ. A reader copies the
 pages first and READs the word afterwards. If the id is still there, nothing had given the pages away when the last byte
@@ -236,7 +236,7 @@ class LeaseBook:
         lease.deadline = max(lease.deadline, min(self._clock() + lease.duration_s, lease.last_deadline))
 
     def end(self, lease_id: int, reason: str) -> Lease | None:
-        """Ends a lease, whoever still reads, and returns it, its word cleared; None if it has ended before.
+        """Ends a lease even if it is read, and returns it, its word cleared; None if it has ended before.
 
         For an abort, or where room is needed. Readers find out by their fence.
         """

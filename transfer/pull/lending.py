@@ -57,7 +57,7 @@ class _LentPages(NamedTuple):
 
 
 class PageLender:
-    """Leases pages of one replica to whoever asks for them by digest. `answer` is for any thread, all else the loop's.
+    """Leases pages of one replica to readers that ask by digest. Any thread may call `answer`, only the loop the rest.
 
     Its own requests come first. At most a `share` of its pages, and of the pages for recurrent states, is lent at a
     time, and beyond that readers get fewer. Leases of these pages have lease words of their own, and a reader gets each
@@ -115,7 +115,7 @@ class PageLender:
         self._most = 0
 
     def answer(self, query: ContentQuery) -> LeaseReply:
-        """What a reader who asks, or asks again, is told now."""
+        """The present answer to a reader that asks, or asks again."""
         with self._lock:
             known = self._answers.get(query.ask_id)
             if known is None and (most := self._too_many(query)):
@@ -270,7 +270,7 @@ class PageLending:
 
     @property
     def pages_lent(self) -> int:
-        """Pages that were leased to readers who asked for them."""
+        """Pages that were leased to readers that asked for them."""
         return sum(one.pages_lent for one in self.of)
 
     @property

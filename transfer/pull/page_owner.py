@@ -31,7 +31,7 @@ class FurtherPages(Protocol):
 
     @property
     def num_pages(self) -> int:
-        """Pages of a shard; page 0 of each, nobody's, is not counted."""
+        """Pages of a shard, without page 0, which has no owner."""
         ...
 
     def kinds(self, shard: int) -> Sequence[KindPages]:
@@ -96,5 +96,5 @@ class PageOwner(Protocol):
         """End a hold under which no reader reads any more."""
 
     def copier(self, pending: Any) -> Any:
-        """The one who may write to the pages of an import, and can prove that it did."""
+        """The only writer to the pages of an import, which can prove that it wrote them."""
         ...

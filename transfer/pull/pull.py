@@ -186,7 +186,7 @@ class Puller:
             self._advance(pull)
 
     def withdraw(self, key: str, reason: str) -> tuple[int, bool]:
-        """Gives a pull up for its owner, who learns here what has become of it.
+        """Gives a pull up for its owner. The result is its outcome.
 
         Returns:
             How many calls of `add` a fence has passed, and whether nothing of it is in flight: then its name is free,

@@ -393,7 +393,7 @@ class ReplicaTransfer:
         return [key for key, pull in self._pulls.items() if pull.source.place == place]
 
     def _start_all(self, peer: Peer) -> None:
-        """The source has just said who it is: what another start of it has promised comes to nothing."""
+        """The source has just said who it is: leases of another start of it are void."""
         for key in self._of(peer.place):
             if is_of_other_start(self._pulls[key].source, peer):
                 self._fail(key, f"engine {peer.place[1]!r} is not the start of it that granted the lease")

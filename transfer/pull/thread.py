@@ -263,7 +263,7 @@ class TransferThread:
             self._tell()
 
     def _tell(self) -> None:
-        """Hands events over, and wakes whoever waits for them."""
+        """Hands events over, and wakes threads that wait for them."""
         has_news = bool(self.replica.events) or self._failure is not None
         self.events.extend(self.replica.events)
         self.replica.events.clear()

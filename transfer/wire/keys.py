@@ -126,7 +126,7 @@ def save_keyring(keyring: Keyring, path: Path) -> None:
 
 
 def load_keyring(path: Path) -> Keyring:
-    """Returns the keyring in a file; `HandshakeError` if others can read it, nobody can, or it holds none."""
+    """Returns the keyring in a file; `HandshakeError` if other users can read it, we cannot, or it holds none."""
     try:
         return msgspec.json.decode(private_bytes(path), type=Keyring)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -114,7 +114,7 @@ class Pong(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_fi
 
 
 class Wanted(NamedTuple):
-    """Whom a reader asks for the pages of a request, and which tokens' they have to be.
+    """The source that a reader asks for the pages of a request, and the tokens that they must be of.
 
     Attributes:
         address: ZMQ endpoint of the handshake.

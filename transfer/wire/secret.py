@@ -21,7 +21,7 @@ _FILE, _VARIABLE = "file:", "env:"
 
 
 class Secret:
-    """A shared secret, of at least 16 bytes that nobody can guess, say 32 random ones. It shows itself in no message.
+    """A shared secret of at least 16 bytes that cannot be guessed, say 32 random ones. It appears in no message.
 
     Attributes:
         metadata_key: 32 bytes, of the digest over a rank's metadata.
