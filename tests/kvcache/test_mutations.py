@@ -24,6 +24,9 @@ from kvcache.replica.rows import BlockRows
 from kvcache.tiers.host_tier import HostTier, ReplicaTier
 from tests.kvcache.random_model.run import Model
 
+# They tell of the model, and nothing of the product.
+pytestmark = pytest.mark.ci
+
 LOOK_UP = Replica.look_up
 
 
