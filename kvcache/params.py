@@ -278,7 +278,7 @@ class KVCacheParams:
         copies, every = self.state_copies, self.state_every_pages
         if self.has_states_in_pages and copies is not None:
             raise InvalidParamsError(
-                f"state_copies is {copies}: with share_state_memory there are as many as the memory that is left holds"
+                f"state_copies is {copies}: with share_state_memory their number is not fixed, leave it out"
             )
         if not self.enable_prefix_caching and (copies or every):
             raise InvalidParamsError(

@@ -113,7 +113,7 @@ class StepsInFlight:
 
 
 def check_step(step: object, owner: StepsInFlight) -> StepInFlight:
-    """Raise `InvalidRequestError` unless it is a step of this manager."""
+    """Raise `InvalidRequestError` unless the step is one of this manager's."""
     if not isinstance(step, StepInFlight):
         raise InvalidRequestError(f"end_step: {type(step).__name__} is no step: one of fetch_ahead is needed")
     if step.owner is not owner:

@@ -66,7 +66,7 @@ class EventBook:
         # By source, the shared ones, whose numbers are below zero, last.
         self._shared = range(-len(_SHARED) * len(specs), 0)
         self._present = np.zeros((sources + len(self._shared), most + 1), np.bool_)
-        self._kids = np.zeros((sources, most + 1), np.int32)  # by source, how many that continue it are present
+        self._kids = np.zeros((sources, most + 1), np.int32)  # by source: the number of present pages that continue it
         self._refs = np.zeros(most + 1, np.int32)  # contents that continue it
         self._free = np.arange(most, 0, -1, dtype=np.int32)
         self._free_count = most

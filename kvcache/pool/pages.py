@@ -49,7 +49,7 @@ class PagePool:
         self._fresh_count = num_pages
         self.evictions = 0
         self.journal = self.index.journal
-        # Of each step in flight, oldest first, the pages that were let go while it was the newest one.
+        # For each step in flight, oldest first, the pages that were let go while it was the newest one.
         self.parked: list[list[NDArray[np.intp]]] = []
 
     @property

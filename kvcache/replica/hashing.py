@@ -1,10 +1,10 @@
 """Page hashes: the digest of page `i` covers every token from the first to the end of page `i`.
 
-One running hash takes the pages in turn and gives its digest after each. That makes the digests a chain (equal digest,
-equal prefix) at the cost of one update and one digest a page; hashing `parent + page` anew takes sha256 60 % longer.
+One running hash takes the pages in turn and gives its digest after each. So digests form a chain (equal digest, equal
+prefix) at the cost of one update and one digest a page; hashing `parent + page` anew takes sha256 60 % longer.
 
-hashlib needs two calls and an allocation for each page. Where `chained.c` was compiled it takes all pages of a call,
-or of a step, at once, with libcrypto's sha256 as hashlib has it: the digests are the same.
+hashlib needs two calls and an allocation for each page. If `chained.c` was compiled, it hashes all pages of a call, or
+of a step, at once, with libcrypto's sha256 as hashlib does: the digests are the same.
 """
 
 import functools

@@ -95,10 +95,10 @@ class TraceQuestion:
 def sweep(
     trace: Sequence[Blocks], question: TraceQuestion, progress: Callable[[TracePoint], None] = lambda _: None
 ) -> TracePlan:
-    """Replay the trace with what there is, and with less and more of it.
+    """Replay the trace with the given memory, and with less and more of it.
 
-    What is too little for the longest request is left out; `ReplayError` if that is what there is, or where the
-    tier does not hold two states. Recurrent states lie among the pages, as `share_memory` has them.
+    Sizes that are too small for the longest request are left out; `ReplayError` if the given one is, or if the tier
+    does not hold two states. Recurrent states lie among the pages, as `share_memory` has them.
     """
     if question.block_tokens % question.page_size:
         raise PlanError(f"--block-tokens is {question.block_tokens}: no multiple of the page size {question.page_size}")

@@ -82,7 +82,7 @@ def source_of(options: TopOptions) -> LiveSource | PlayedSource:
 
 
 def addresses_of(options: TopOptions) -> Sequence[str]:
-    """Those that were named, then those of the address file."""
+    """The addresses that were named, then those of the address file."""
     named = list(options.addresses)
     if options.address_file is not None:
         try:

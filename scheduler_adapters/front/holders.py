@@ -63,7 +63,7 @@ class PageSet:
         self._settle()
 
     def clear(self) -> None:
-        """None is there."""
+        """Forget all pages: the process has none any more."""
         self._sorted = np.zeros(0, np.uint64)
         self._come.clear()
         self._gone.clear()

@@ -328,7 +328,7 @@ def manager_for(
     devices: Sequence[torch.device | str],
     **kwargs: Any,
 ) -> PagedKVCacheManager:
-    """The manager that a model needs: its params have the model's states, where it has recurrent layers."""
+    """The manager that a model needs. Its params have the states of the model's recurrent layers, if there are some."""
     layers = num_layers_of(model.config)
     if recurrent_layers_of(model.config):
         params = dataclasses.replace(params, states=state_shape_of(model))

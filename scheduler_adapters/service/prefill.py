@@ -99,7 +99,7 @@ class PrefillScheduler:
 
     @property
     def open_requests(self) -> int:
-        """Requests on their way, or held for their reader, pulls of others, and leases of pages that were asked for."""
+        """Requests that are computed or held for a reader, pulls from other processes, leases of pages by content."""
         return len({*list(self._requests)} | self._exchange.open_pulls) + self._exchange.lending.num_leases
 
     @property

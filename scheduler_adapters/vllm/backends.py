@@ -106,7 +106,7 @@ def _cut_states(
 
 
 def layers_of(where: str, vllm_config: VllmConfig, names: Sequence[str]) -> dict[str, Any]:
-    """VLLM's layers of these names, all of which its model must have."""
+    """The layers of vLLM's model with these names, all of which it must have."""
     layer_type: Any = AttentionLayerBase
     found: dict[str, Any] = get_layers_from_vllm_config(vllm_config, layer_type, list(names))
     if missing := set(names) - set(found):

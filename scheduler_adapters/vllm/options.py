@@ -119,7 +119,7 @@ def _raise(faults: list[str]) -> None:
 
 
 def _vllms() -> dict[str, Any]:
-    """VLLM's own settings; a port that it cannot read as a number, as it is written."""
+    """The settings of vLLM itself. A port that it cannot read as a number is given as it is written."""
     try:
         port: Any = envs.VLLM_NIXL_SIDE_CHANNEL_PORT
     except ValueError:

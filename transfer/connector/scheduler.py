@@ -74,7 +74,7 @@ class NixlConnectorScheduler:
 
         Args:
             ranks: of each rank, what its `get_handshake_metadata` returned.
-            fingerprint: of the ranks' configs, where they know more than this one's; its own where None.
+            fingerprint: of the ranks' configs, if they know more than this one's; None: its own.
 
         Raises:
             HandshakeError: a rank is missing, or the endpoint is taken.

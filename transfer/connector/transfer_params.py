@@ -57,7 +57,7 @@ class TransferParams(_Pointer, frozen=True, kw_only=True, rename=_NAMES):
         num_tokens: tokens that it has computed. A smaller number has fewer loaded, a larger one fails.
         lease_id: in hexadecimal: as a number, many JSON readers would keep 53 bits of it.
         do_remote_prefill: pages are asked for.
-        do_remote_decode: pages are to be offered, which cannot be asked for as well.
+        do_remote_decode: pages are to be offered. It cannot be true together with `do_remote_prefill`.
         transfer_mode: who moves the pages: the reader.
     """
 

@@ -1,10 +1,9 @@
 """Leases: the readers of a request's pages, their deadline, and the words in memory that show a reader if one stands.
 
 A lease stands while its random id stands in its *lease word*, eight bytes that every peer may READ. A reader copies the
-pages first and READs the word afterwards. If the id is still there, nothing had given the pages away when the last byte
-was copied, because a lease is ended in one order only: the word is cleared, then the pages lose their holder. So
-whatever is written to the pages later is written after the word was cleared. `docs/concepts/protocol.md` has the
-whole argument.
+pages first and READs the word afterwards. If the id is still there, the pages had not been given away when the last
+byte was copied, because a lease is ended in one order only: the word is cleared, then the pages lose their holder. So
+all later writes to the pages come after the word was cleared. `docs/concepts/protocol.md` has the whole argument.
 
 The idea of a generation word that is read after the data is that of a seqlock (Lameter 2005; Boehm, MSPC 2012).
 """

@@ -94,7 +94,7 @@ class _KeyChecker:
         return key in self._lists[domain]
 
 
-_key_checker = cache(_KeyChecker)  # started at the first list, and there as long as the process
+_key_checker = cache(_KeyChecker)  # started for the first list of clients; lives as long as the process
 _one_at_a_time = threading.Lock()
 
 

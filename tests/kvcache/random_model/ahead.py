@@ -109,7 +109,7 @@ class AheadMoves(ImportMoves):
         raise AssertionError("a third step is in flight")
 
     def advance(self, flight: Flight) -> None:
-        """What runs now goes on with a future token, unless one is to come already, or the request has gone."""
+        """A request that runs now goes on with a future token, unless one is to come already, or it has gone."""
         may = [entry for entry in flight.entries if not entry.advanced and not entry.one.context.has_future_token]
         may = [entry for entry in may if self.live.get(entry.one.name) is entry.one]
         if flight.batch is not None and len(may) == len(flight.entries):
