@@ -15,8 +15,9 @@ from typing import NamedTuple, NoReturn
 
 from pagewire.arguments import add_options
 from pagewire.demo.options import DemoOptions
+from pagewire.distribution import DISTRIBUTION
 from pagewire.doctor.options import DoctorOptions
-from pagewire.extras import DISTRIBUTION, NotInstalledError, missing_line, needs_of, require
+from pagewire.extras import NotInstalledError, missing_line, needs_of, require
 from pagewire.plan.options import PlanOptions
 from pagewire.replay.options import ReplayOptions
 from pagewire.serve.listening import listen

@@ -13,7 +13,9 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
+DISTRIBUTION = "pagewire"
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters")
+"""The packages of this distribution below `pagewire`."""
 _ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import NamedTuple
 
-DISTRIBUTION = "pagewire"
+from pagewire.distribution import DISTRIBUTION, PACKAGES
+
 _SERVED = ("transformers", "nixl")
 EXTRAS: dict[str, tuple[str, ...]] = {
     "transfer": ("nixl",),
@@ -81,7 +82,7 @@ def needs_of(command: str, options: object) -> list[Need]:
 def missing_line(error: ImportError) -> str:
     """The line that says what to install for a package that cannot be imported. Raises `error` if it is our own."""
     package = (error.name or "").partition(".")[0]
-    if package in ("", "kvcache", "transfer", "scheduler_adapters", "pagewire"):
+    if package in ("", "pagewire", *PACKAGES):
         raise error  # a bug of ours
     extra = next((extra for extra, brought in EXTRAS.items() if package in brought), "")
     needed = f"'{DISTRIBUTION}[{extra}]'" if extra else DISTRIBUTION

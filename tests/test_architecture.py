@@ -27,7 +27,7 @@ VALUES = {
     },
     "transfer": {"errors", "memory", "spans", "stats"},
     "scheduler_adapters": {"base", "errors", "interrupts", "loop"},
-    "pagewire": {"arguments", "extras", "plots", "tables", "viewer"},
+    "pagewire": {"arguments", "distribution", "extras", "plots", "tables", "viewer"},
 }
 _MANAGER = {"kvcache values", "kvcache.replica", "kvcache"}
 # Each room, and the rooms that it may import.
