@@ -3,6 +3,8 @@
 A fork shares the full pages of its parent and copies the last one, so beams cost little memory. A draft is a token that
 the model has not confirmed: the request runs it with the others, keeps it if it was right and drops it if not.
 
+The model is that of `serving_loop.py`, beside this file.
+
     python examples/beams_and_drafts.py
 """
 

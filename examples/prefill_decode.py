@@ -4,6 +4,8 @@ The prefill process runs the prompts. For each it offers a lease and sends three
 can be read (`Source`), which pages (`BlockTable`), and the first new token. The decode process reserves pages, pulls,
 commits the import and decodes. The pipe stands for whatever channel the two sides have.
 
+The model is that of `serving_loop.py`, beside this file.
+
     python examples/prefill_decode.py
 """
 

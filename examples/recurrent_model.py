@@ -3,6 +3,8 @@
 A recurrent layer keeps one state of all tokens so far and writes over it. The manager gives each request a state page,
 keeps copies of states at the ends of pages, and finds a prefix as far as its pages and a state after them are cached.
 
+The model is that of `serving_loop.py`, beside this file.
+
     python examples/recurrent_model.py
 """
 
