@@ -53,7 +53,25 @@ def request_digest(request_id: str) -> str:
     return "#" + hashlib.blake2b(request_id.encode("utf-8", "surrogatepass"), digest_size=5).hexdigest()
 
 
-class AskLook(msgspec.Struct, frozen=True, kw_only=True):
+class _Versioned(msgspec.Struct, frozen=True):
+    """The field that all messages of all versions have: name and version. Looks that carry none are of version 1."""
+
+    type: str = ""
+
+
+def other_version(message: bytes, known: type[msgspec.Struct]) -> str:
+    """A sentence on a message of another version than the one that is known; empty if it is none of those."""
+    try:
+        found = msgspec.msgpack.decode(message, type=_Versioned).type
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+    tag = known.__struct_config__.tag
+    if found in ("", tag):
+        return ""
+    return f"it speaks {found[:40]!r}, and {tag!r} is known here: both sides need one version of pagewire"
+
+
+class AskLook(msgspec.Struct, frozen=True, kw_only=True, tag="ask_look/1"):
     """A watcher's question; one look is the answer. Without questions no look is made."""
 
     known: Count = 0  # the number of the last look that came; 0: none, the answer is whole
@@ -61,7 +79,7 @@ class AskLook(msgspec.Struct, frozen=True, kw_only=True):
     check: bool = False  # have the loop recount everything, which stops it meanwhile: `CheckReport` tells
 
 
-class WatchRefusal(msgspec.Struct, frozen=True, kw_only=True):
+class WatchRefusal(msgspec.Struct, frozen=True, kw_only=True, tag="watch_refusal/1"):
     """The answer in place of a look: there are too many watchers."""
 
     refused: Label  # why
@@ -141,7 +159,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[Label, tuple[Count, ...]]  # of each pool the pages by `PageState` at that moment
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True):
+class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
     """A look at a manager."""
 
     name: Label  # of the process

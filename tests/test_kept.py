@@ -10,7 +10,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 
+from kvcache.errors import WatchError
+from kvcache.replica.block_table import BlockTable
 from kvcache.tiers import page_files
 from kvcache.tiers.page_files import FileFormat, SystemIO, read_pages, read_rows, write_pages
 from kvcache.tiers.page_folder import namespace_of
@@ -36,6 +39,12 @@ KEPT = Path(__file__).parent / "kept"
 KEY = b"a key of this test"
 FILES = page_files._MAGIC.decode().replace("/", "-")
 RECORDING = sources._MAGIC.decode().strip().replace(" ", "-")
+
+
+def _tag(message: type[msgspec.Struct]) -> str:
+    return str(message.__struct_config__.tag).replace("/", "-")
+
+
 NAMES = {
     **{name: f"wire-{wire.PROTOCOL}-{name}.bin" for name in ("rank", "query", "lease", "reply", "note")},
     "engine": f"engine-{WIRE_VERSION}.bin",
@@ -43,6 +52,8 @@ NAMES = {
     "object": f"{FILES}-object.bin",
     "epoch": f"{FILES}-epoch.bin",
     "recording": f"{RECORDING}.bin",
+    "look": f"{_tag(Look)}.bin",
+    "table": f"{_tag(BlockTable)}.bin",
 }
 LAYOUT = FileFormat(bytes(range(16)), 32, 16)
 OBJECTS = ObjectFormat(LAYOUT, 2)
@@ -108,6 +119,25 @@ def test_a_recorded_look_is_played(tmp_path: Path) -> None:
     assert (look.name, look.number, look.pools[0].counts) == ("p", 1, (0, 1, 1, 0, 0, 0))
     assert look.owners.request_ids == ("r",)
     assert np.array_equal(followed.cells["0"], CELLS)
+
+
+def test_a_look_is_read() -> None:
+    followed = Followed()
+    look = followed.apply([kept("look"), b"", CELLS.tobytes()])
+    assert look == _look()
+    assert np.array_equal(followed.cells["0"], CELLS)
+
+
+def test_a_block_table_is_read() -> None:
+    assert msgspec.msgpack.decode(kept("table"), type=BlockTable) == _table()
+
+
+def test_a_look_and_a_table_of_another_version_are_refused_by_name() -> None:
+    look, table = (kept(name).replace(b"/1", b"/9", 1) for name in ("look", "table"))
+    with pytest.raises(WatchError, match="it speaks 'look/9', and 'look/1' is known here: both sides need one version"):
+        Followed().apply([look, b"", CELLS.tobytes()])
+    with pytest.raises(msgspec.ValidationError, match="block_table/9"):
+        msgspec.msgpack.decode(table, type=BlockTable)
 
 
 def test_namespaces_keep_their_names() -> None:
@@ -176,7 +206,7 @@ def _engine() -> bytes:
     return encode(sealed(found), KEY)
 
 
-def _recording(folder: Path) -> bytes:
+def _look() -> Look:
     owners = Owners(
         numbers=(7,),
         request_ids=("r",),
@@ -187,7 +217,7 @@ def _recording(folder: Path) -> bytes:
         tokens=(16,),
         prompts=(16,),
     )
-    look = Look(
+    return Look(
         name="p",
         incarnation="i",
         number=1,
@@ -199,6 +229,25 @@ def _recording(folder: Path) -> bytes:
         pools=(PoolLook(name="0", num_pages=2, counts=(0, 1, 1, 0, 0, 0)),),
         owners=owners,
     )
+
+
+def _table() -> BlockTable:
+    return BlockTable(
+        request_id="r",
+        replica_idx=1,
+        num_tokens=20,
+        page_size=16,
+        groups=((4, 5), (0, 7)),
+        fingerprint="f",
+        hash_algorithm="sha256",
+        digests=bytes(range(16)),
+        kinds=("window:1024",),
+        seals=(b"seal",),
+    )
+
+
+def _recording(folder: Path) -> bytes:
+    look = _look()
     path = folder / "recording.tmp"
     with sources._begun(path) as file:
         sources._write(file, Heard(1.0, "tcp://127.0.0.1:1", [msgspec.msgpack.encode(look), b"", CELLS.tobytes()]))
@@ -218,6 +267,8 @@ WRITERS: dict[str, Callable[[], bytes]] = {
     "object": _object,
     "epoch": lambda: OBJECTS.epoch_object("00000000000000ab"),
     "recording": lambda: _recording(KEPT),
+    "look": lambda: msgspec.msgpack.encode(_look()),
+    "table": lambda: msgspec.msgpack.encode(_table()),
 }
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from kvcache.sockets import BoundSocket, bound_socket
 from kvcache.watch.book import WatchBook, counted
 from kvcache.watch.names import WatchNames
 from kvcache.watch.pools import WatchedPool, pools_of
-from kvcache.watched import AskLook, Beside, CheckReport, WatchRefusal
+from kvcache.watched import AskLook, Beside, CheckReport, WatchRefusal, other_version
 
 _WAKE_MS = 200  # between two looks at whether the watch is closed, or its manager is gone
 _SHARE = 0.25  # the most of this thread's time for looks; further questions wait
@@ -111,9 +111,12 @@ class _WatchThread:
         with suppress(zmq.Again):
             for _ in range(_QUESTIONS):
                 sender, *rest = self._socket.recv_multipart(zmq.NOBLOCK)
+                asked = rest[-1] if len(rest) == 1 else b""
                 try:
-                    ask = msgspec.msgpack.decode(rest[-1] if len(rest) == 1 else b"", type=AskLook)
+                    ask = msgspec.msgpack.decode(asked, type=AskLook)
                 except (msgspec.DecodeError, UnicodeDecodeError):
+                    if why := other_version(asked, AskLook):
+                        self._send([sender, msgspec.msgpack.encode(WatchRefusal(refused=why))])
                     continue  # who does not speak as we do gets no answer
                 now = time.monotonic()
                 if sender not in self._watchers and not self._has_room(now):

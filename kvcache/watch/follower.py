@@ -11,7 +11,7 @@ import zmq
 from kvcache.arguments import shown
 from kvcache.errors import WatchError
 from kvcache.sockets import keep_alive
-from kvcache.watched import AskLook, Cells, Look, WatchRefusal
+from kvcache.watched import AskLook, Cells, Look, WatchRefusal, other_version
 
 _MOST_BYTES = 1 << 30
 _decoder, _refusals = msgspec.msgpack.Decoder(Look), msgspec.msgpack.Decoder(WatchRefusal)
@@ -44,7 +44,8 @@ class Followed:
         try:
             look = _decoder.decode(frames[0])
         except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
-            raise WatchError(f"{len(frames)} frames are no look: {error}") from error
+            why = other_version(frames[0], Look) if frames else ""
+            raise WatchError(why or f"{len(frames)} frames are no look: {error}") from error
         if look.base and (self.look is None or self.look.incarnation != look.incarnation):
             raise WatchError(f"look {look.number} is a difference to look {look.base}, which has not come")
         if look.base and self.look is not None and self.look.number < look.base:

@@ -455,6 +455,20 @@ def test_salts_cannot_be_tried_out_in_another_process() -> None:
     assert others.stdout.strip() != tenant_name("acme") == tenant_name("acme")
 
 
+def test_a_question_of_another_version_is_refused_with_both_versions() -> None:
+    with closing(ManagerWatch(manager_of(8))) as watch, closing(WatchClient(watch.address)) as client:
+        client._socket.send(msgspec.msgpack.encode({"type": "ask_look/9"}))
+        frames = client.answer(20.0)
+        assert frames is not None
+        with pytest.raises(WatchError, match="it speaks 'ask_look/9', and 'ask_look/1' is known here"):
+            Followed().apply(frames)
+        client._socket.send(b"\xc1")  # garbage gets no answer
+        client.ask(AskLook())
+        frames = client.answer(20.0)
+        assert frames is not None
+        assert Followed().apply(frames).number > 0
+
+
 def test_watchers_are_bounded_and_one_more_is_refused_at_once_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "_FORGET_S", 1.0)
     with closing(manager_of()) as manager, closing(Watcher(manager)) as watcher, ExitStack() as stack:
