@@ -1,25 +1,35 @@
-"""The pictures in `docs/guides/top.md`: `python -m tests.pagewire.top.pictures FOLDER [CHROMIUM]`.
+"""The pictures of the commands in `docs/guides`: `make pictures`, or `python -m tests.pagewire.pictures FOLDER`.
 
-Processes of the service under faults, and a pool of four million pages, drawn as `pagewire top` draws them and exported
-by Textual. Where the path of a Chromium is given, that browser opens, without a screen, the address that `pagewire demo
---top web --chaos 7` prints, and that of the large pool.
+Rich exports the output of `demo`, `doctor`, `plan`, `replay` and `serve` in a terminal. Textual exports `pagewire top`:
+processes of the service under faults in both themes, and a pool of four million pages. `--browser` names a Chromium. It
+opens, without a screen, the address that `pagewire demo --top web --chaos 7` prints, and that of the large pool.
+`--only` makes one picture.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import base64
+import io
+import json
+import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import aiohttp
 import msgspec
 import numpy as np
+from rich.console import Console
+from rich.text import Text
 
 from kvcache import TextContext
 from kvcache.watch.endpoint import ManagerWatch
@@ -31,24 +41,96 @@ from scheduler_adapters.service.server import ServerConfig
 from tests.kvcache.build import manager_of
 
 SIZE = (132, 40)
+COMMAND = (sys.executable, "-m", "pagewire")
+WIDTH = 100  # characters of what the other commands print
+CONFIG = Path(__file__).parent / "plan/configs/gemma-3-27b"
+_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
+_SERVE_S = 120.0
 _DRAWN_BYTES = 30_000  # of a picture: it shows more than Textual's page before the program has drawn anything
 
 
-def picture(addresses: list[str], path: Path, keys: list[str], seconds: float) -> None:
+def printed(path: Path, arguments: Sequence[str], shown: str = "", *, coloured: bool = True) -> None:
+    """The output of a command in a terminal, below its command line."""
+    environment = terminal() if coloured else None
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=True, env=environment)
+    export(path, f"pagewire {shown or ' '.join(arguments)}", done.stdout)
+
+
+def terminal() -> dict[str, str]:
+    """An environment in which rich takes a pipe for a terminal."""
+    return {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
+
+
+def export(path: Path, command: str, text: str) -> None:
+    """Draw a command line and what it has printed. The picture asks no other host for a font."""
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
+    console.print(Text(f"$ {command}", style="bold"))
+    for line in text.splitlines():
+        console.print(Text.from_ansi(line.rstrip("\n")))
+    path.write_text(_FONTS.sub("", console.export_svg(title="pagewire")))
+
+
+def demo(folder: Path) -> None:
+    """Eight prompts across two processes."""
+    printed(folder / "demo.svg", ["demo", "--requests", "8"], coloured=False)  # without the frames of its progress bar
+
+
+def doctor(folder: Path) -> None:
+    """The findings on this host."""
+    printed(folder / "doctor.svg", ["doctor"])
+
+
+def plan(folder: Path) -> None:
+    """A model with windows."""
+    arguments = ["--memory", "40GiB", "--prefill-speed", "40000", "--step-tokens", "2048"]
+    printed(
+        folder / "plan.svg", ["plan", "--model", str(CONFIG), *arguments], f"plan --model DIR {' '.join(arguments)}"
+    )
+
+
+def replay(folder: Path) -> None:
+    """Conversations that grow, some of which come back."""
+    rng, lines = random.Random(5), list[str]()
+    for turn in range(2000):
+        first = 10 + 50 * rng.randrange(turn // 4, turn // 2 + 2)
+        lines.append(json.dumps({"hash_ids": [*range(4), *range(first, first + turn % 50 + 1)]}))
+    with tempfile.TemporaryDirectory() as made:
+        trace = Path(made) / "conversations.jsonl"
+        trace.write_text("\n".join(lines) + "\n")
+        printed(folder / "replay.svg", ["replay", str(trace), "--capacity", "5000"], "replay TRACE --capacity 5000")
+
+
+def serve(folder: Path) -> None:
+    """A service that is watched, until it is told to drain."""
+    arguments = ["serve", "--prefills", "2", "--watch"]
+    command = [*COMMAND, *arguments, "--http-port", "0"]
+    program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=terminal())
+    assert program.stderr is not None
+    lines = list[str]()
+    for line in program.stderr:
+        lines.append(line)
+        if " serves at " in line:
+            program.send_signal(signal.SIGTERM)
+    program.wait(_SERVE_S)
+    export(folder / "serve.svg", f"pagewire {' '.join(arguments)}", "".join(lines))
+
+
+def picture(addresses: list[str], path: Path, keys: list[str], seconds: float, *, light: bool = False) -> None:
     """The screen after so long."""
-    app = TopApp(LiveSource(addresses, 4.0))
+    app = TopApp(LiveSource(addresses, 4.0), light=light)
 
     async def run() -> None:
         async with app.run_test(size=SIZE) as pilot:
             await pilot.pause(seconds)
             await pilot.press(*keys)
             await pilot.pause(0.6)
-            path.write_text(app.export_screenshot(title="pagewire top"))  # noqa: ASYNC240 - nobody else waits
+            drawn = _FONTS.sub("", app.export_screenshot(title="pagewire top"))
+            path.write_text(drawn)  # noqa: ASYNC240 - nobody else waits
 
     asyncio.run(run())
 
 
-def small(folder: Path) -> None:
+def small(folder: Path, chromium: str | None) -> None:
     """Two processes and misbehaving transfers, with requests of several tenants all the while."""
     config = ServerConfig(
         model=None, seed=0, page_size=16, cache_bytes=3 << 20, max_seq_len=1024, max_requests=8, token_budget=128,
@@ -62,9 +144,12 @@ def small(folder: Path) -> None:
         try:
             addresses = [ready.watch for ready in fleet.ready.values()]
             picture(addresses, folder / "top_small.svg", ["2"], 6.0)
+            picture(addresses, folder / "top_light.svg", ["1"], 4.0, light=True)
         finally:
             over.set()
             talking.join()
+    if chromium is not None:
+        browse(["demo", "--top", "web", "--chaos", "7"], folder / "top_small.png", chromium)
 
 
 def talk(fleet: Fleet, over: threading.Event) -> None:
@@ -84,7 +169,7 @@ def talk(fleet: Fleet, over: threading.Event) -> None:
 
 def browse(arguments: list[str], path: Path, chromium: str) -> None:
     """What a browser shows at the address that a command of ours prints."""
-    program = subprocess.Popen([sys.executable, "-m", "pagewire", *arguments], stdout=subprocess.PIPE, text=True)
+    program = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, text=True)
     assert program.stdout is not None
     try:
         url = next(line for line in program.stdout if "pagewire top: " in line).split("pagewire top: ")[1].strip()
@@ -151,15 +236,30 @@ def large(folder: Path, chromium: str | None) -> None:
     watch.close()
 
 
+PRINTED: dict[str, Callable[[Path], None]] = {
+    "demo": demo,
+    "doctor": doctor,
+    "plan": plan,
+    "replay": replay,
+    "serve": serve,
+}
+DRAWN: dict[str, Callable[[Path, str | None], None]] = {"top_small": small, "top_large": large}
+
+
 def main() -> None:
     """Make them."""
-    folder, chromium = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
-    started = time.monotonic()
-    small(folder)
-    if chromium is not None:
-        browse(["demo", "--top", "web", "--chaos", "7"], folder / "top_small.png", chromium)
-    large(folder, chromium)
-    print(f"made in {time.monotonic() - started:.0f} s")  # noqa: T201
+    parser = argparse.ArgumentParser(prog="python -m tests.pagewire.pictures", description=__doc__)
+    parser.add_argument("folder", type=Path, help="where they go")
+    parser.add_argument("--only", choices=(*PRINTED, *DRAWN), help="one of them")
+    parser.add_argument("--browser", metavar="FILE", help="a Chromium, for pictures of a browser")
+    chosen = parser.parse_args()
+    for name in [chosen.only] if chosen.only else [*PRINTED, *DRAWN]:
+        started = time.monotonic()
+        if name in PRINTED:
+            PRINTED[name](chosen.folder)
+        else:
+            DRAWN[name](chosen.folder, chosen.browser)
+        print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
