@@ -48,7 +48,7 @@ def _pulls(pool: str, thread: TransferThread) -> list[PullRow]:
     now = time.monotonic()
     every = thread.replica._pulls  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - read, and nothing else
     for key, pull in [(key, pull) for key, pull in list(every.items()) if not pull.refusal]:
-        parts = [part for part in (rank.puller.look_up(key) for rank in thread.replica.ranks) if part is not None]
+        parts = list(pull.reads)
         began = min((part.started for part in parts), default=None)
         row = PullRow(
             key=key,

@@ -164,7 +164,7 @@ class Reader:
         remote = self._remote(rank)
         start = now()
         puller.open(key, remote, lease, _TIMEOUT_S)
-        rank.add_pages(key, groups, last=fenced)
+        puller.add_pages(key, groups, last=fenced)
         begun = now()
         pull = None if fenced else puller.get(key)
         while not puller.events and (pull is None or pull.reading or pull.waiting):

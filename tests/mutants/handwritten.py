@@ -292,7 +292,7 @@ HANDWRITTEN: tuple[Module, ...] = (
         [
             Mutation("ReplicaTransfer._pull_at_once", "self.directory.use(", "self.directory.ready("),
             Mutation("ReplicaTransfer._collect_leases", "left.discard(at)", "left.clear()"),
-            Mutation("ReplicaTransfer._fail", "safe = not pull.open_ranks", "safe = True"),
+            Mutation("ReplicaTransfer._fail", "safe = pull.is_safe", "safe = True"),
         ],
     ),
     Module(

@@ -18,6 +18,7 @@ from contextlib import suppress
 from transfer.errors import AgentError, PullFailedError, TransferError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import WORD_BYTES, Handle
+from transfer.plan.page_lists import PageLists
 from transfer.pull.lease import CLEARED, LeaseRef, make_words
 from transfer.pull.parts import Part, is_over
 from transfer.pull.pull_state import PullEvent, PullTimes, RankPull, check_opening, how_ended
@@ -116,14 +117,14 @@ class Puller:
 
     def pull_at_once(
         self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float, part: Part
-    ) -> PullEvent | None:
+    ) -> PullEvent | RankPull:
         """A whole pull of one part that is posted in one transfer, from an engine of one rank.
 
         Where READ and fence have ended as they were posted, and the word is the lease's, it is over here. Else it is a
         pull as any other, from where it is. Raises as `open`.
 
         Returns:
-            The event of a pull that has ended well, which is not among `events`; None if it goes on.
+            The event of a pull that has ended well, which is not among `events`; else the pull.
         """
         check_opening(key, engine, lease, timeout_s, is_open=key in self._pulls)
         started = self._spoken[engine] = self._clock()
@@ -157,7 +158,7 @@ class Puller:
         elif slot >= 0:
             self._holds(pull, part.rank, slot)
         self._advance(pull)
-        return None
+        return pull
 
     def get(self, key: str) -> RankPull:
         """Returns a pull that can still be added to; a PullFailedError says why there is none."""
@@ -170,6 +171,21 @@ class Puller:
     def look_up(self, key: str) -> RankPull | None:
         """Returns a pull, whatever has become of it. Any thread may ask."""
         return self._pulls.get(key)
+
+    def add_pages(self, key: str, groups: PageLists, *, last: bool) -> None:
+        """Reads pages of a pull, or further ones, as `ReplicaTransfer.add_pages`.
+
+        Raises:
+            InvalidTransferError: pages or tokens that do not fit either layout. The pull has failed.
+            PullFailedError: there is no such pull, or it has failed.
+        """
+        pull = self.get(key)
+        try:
+            parts = pull.engine.parts(key, groups)
+        except Exception as error:
+            self.fail(key, str(error))
+            raise
+        self.add(key, parts, last=last)
 
     def add(self, key: str, parts: list[Part], *, last: bool) -> None:
         """Reads further parts of a pull, and fences it after the last. Raises as `get`."""
@@ -185,19 +201,16 @@ class Puller:
             self._fail(pull, reason)
             self._advance(pull)
 
-    def withdraw(self, key: str, reason: str) -> tuple[int, bool]:
-        """Gives a pull up for its owner. The result is its outcome.
+    def withdraw(self, pull: RankPull, reason: str) -> None:
+        """Gives a pull up for its owner, who has it, and sees in it what becomes of it.
 
-        Returns:
-            How many calls of `add` a fence has passed, and whether nothing of it is in flight: then its name is free,
-            and no event of it is left, which would be taken for one of the next pull of this name.
+        Of one that is over no event is left, which would be taken for one of the next pull of this name.
         """
-        passed = max([self.passed(key), *(event.passed for event in self.events if event.key == key)])
-        self.fail(key, reason)
-        if key in self._pulls:
-            return passed, False
-        self.events = deque(event for event in self.events if event.key != key)
-        return passed, True
+        if not (pull.is_over or pull.error):
+            self._fail(pull, reason)
+            self._advance(pull)
+        if pull.is_over:
+            self.events = deque(event for event in self.events if event.key != pull.key)
 
     def passed(self, key: str) -> int:
         """How many calls of `add` a fence has passed; 0 if there is no such pull."""
@@ -246,6 +259,7 @@ class Puller:
             return
         del self._pulls[pull.key]
         self._moving.pop(pull.key, None)
+        pull.is_over = True
         self.events.append(
             self._ended_well(pull) if not pull.error else PullEvent(pull.key, pull.error, True, pull.passed)
         )
@@ -253,7 +267,7 @@ class Puller:
     def _ended_well(self, pull: RankPull) -> PullEvent:
         if len(pull.told) < len(pull.engine.ranks):
             self._tell(pull, set(range(len(pull.engine.ranks))).difference(pull.told), "done")
-        now = self._clock()
+        now = pull.over_at = self._clock()
         self.ended.append(PullRecord(pull.num_bytes, pull.num_runs, pull.post_s, now - pull.started))
         return PullEvent(pull.key, "", True, 0, PullTimes(pull.fence_at, now) if pull.fence_at else None)
 

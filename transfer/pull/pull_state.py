@@ -26,7 +26,6 @@ FIRST_PAUSE_S = 1e-3
 # Default factories. Not `list[int]` and the like: calling such an alias takes 1 µs, and a pull has eight of them.
 _LIST = cast("Callable[[], list[Any]]", list)
 _SET = cast("Callable[[], set[Any]]", set)
-_DICT = cast("Callable[[], dict[Any, Any]]", dict)
 _DEQUE = cast("Callable[[], deque[Any]]", deque)
 
 
@@ -86,6 +85,8 @@ class RankPull:
     # of each READ of a lease word its handle, the rank of the source, and which word of the puller's it goes to
     fencing: list[tuple[Handle, int, int]] = field(default_factory=_LIST)
     fenced: bool = False  # the last fence has passed
+    is_over: bool = False  # it has its last event: nothing of it is in flight, or ever will be
+    over_at: float = 0.0  # where it has passed, on the puller's clock
     read_ranks: list[int] = field(default_factory=_LIST)  # of the source: the fence reads the words of these
     told: list[int] = field(default_factory=_LIST)  # of the source, those that know that this rank is done
 
@@ -128,11 +129,9 @@ class ReplicaPull:
         ask_at: when it is to be asked again.
         waits_for: what it has said was missing when it was last asked, and since when it has said so.
         waiting: pages to read.
-        open_ranks: those that may still read.
-        passed: of each rank, how many calls of `add_pages` a fence has passed.
+        reads: what each rank reads, in order, once the source is known.
         told: its owner knows that it has failed.
         refusal: what its source is to be told, of which the owner has had the last event.
-        times: of the last fence, over all ranks that are through.
         begins: of each group the first token that is read, where the source has named its blocks.
     """
 
@@ -143,14 +142,28 @@ class ReplicaPull:
     waits_for: tuple[str, float] = ("", math.inf)
     pause_s: float = FIRST_PAUSE_S
     waiting: deque[Reading] = field(default_factory=_DEQUE)
-    open_ranks: list[int] = field(default_factory=_LIST)
-    passed: dict[int, int] = field(default_factory=_DICT)
+    reads: list[RankPull] = field(default_factory=_LIST)
     started: bool = False
     error: str = ""
     told: bool = False
     refusal: str = ""
-    times: PullTimes | None = None
     begins: tuple[int, ...] = ()
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether no rank reads any more."""
+        return all(one.is_over for one in self.reads)
+
+    @property
+    def passed(self) -> int:
+        """How many calls of `add_pages` a fence has passed, on every rank."""
+        return min((one.passed for one in self.reads), default=0)
+
+    @property
+    def times(self) -> PullTimes | None:
+        """Those of the last fence over all ranks; None if none was timed."""
+        fence_at = max(one.fence_at for one in self.reads)
+        return PullTimes(fence_at, max(one.over_at for one in self.reads)) if fence_at else None
 
     def next_pages(self, key: str) -> Reading:
         """The first that wait, with the blocks that the source has named."""

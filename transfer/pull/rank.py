@@ -21,7 +21,6 @@ from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.nixl.settings import agreed_settings
 from transfer.plan.boxes import ShardLayout
-from transfer.plan.page_lists import PageLists
 from transfer.pull.lease import LEASE_SLOTS, LENT_SLOTS, Lease, LeaseBook
 from transfer.pull.page_checks import PageChecks, Verifier
 from transfer.pull.pull import Puller
@@ -307,21 +306,6 @@ class RankTransfer:
         if self._checks is not None and self._shows_checks:
             for group, ids in enumerate(pages):
                 self._checks.seal(group, ids)
-
-    def add_pages(self, key: str, groups: PageLists, *, last: bool) -> None:
-        """As `ReplicaTransfer.add_pages`, on this rank.
-
-        Raises:
-            InvalidTransferError: pages or tokens that do not fit either layout. The pull has failed.
-            PullFailedError: there is no such pull, or it has failed.
-        """
-        pull = self.puller.get(key)
-        try:
-            parts = pull.engine.parts(key, groups)
-        except Exception as error:
-            self.puller.fail(key, str(error))
-            raise
-        self.puller.add(key, parts, last=last)
 
     def poll(self) -> None:
         """Serves peers, books their notes, ends leases that are over and moves pulls on.

@@ -20,7 +20,7 @@ from transfer.memory import MemoryType
 from transfer.plan.page_lists import PageLists
 from transfer.pull.directory import Directory, Peer, Times
 from transfer.pull.lease import LeaseRef
-from transfer.pull.pull_state import PullEvent, PullTimes, Reading, ReplicaPull
+from transfer.pull.pull_state import PullEvent, Reading, ReplicaPull
 from transfer.pull.rank import RankTransfer
 from transfer.pull.source import Place, Source, check_tokens, nothing_of, source_in
 from transfer.stats import TransferStats
@@ -53,7 +53,6 @@ class Offered(NamedTuple):
     error: str
 
 
-_ALL = 1 << 62
 _REFUSED = "\0refused "  # names that no pull of an owner has
 _MAX_PAUSE_S = 0.25  # until a source is asked again: see `ReplicaPull`
 _SMALL_BYTES = 1 << 20
@@ -217,13 +216,13 @@ class ReplicaTransfer:
             return False
         try:
             remote.check_tables(key, source.lease, tables)
-            event = rank.puller.pull_at_once(key, remote, source.lease, timeout_s, part)
+            begun = rank.puller.pull_at_once(key, remote, source.lease, timeout_s, part)
         except TransferError:
             return False  # of which the long way tells
-        if event is not None:
-            self.events.append(event)
+        if isinstance(begun, PullEvent):
+            self.events.append(begun)
         else:
-            self._pulls[key] = ReplicaPull(source, self._clock() + timeout_s, open_ranks=[0], started=True)
+            self._pulls[key] = ReplicaPull(source, begun.deadline, reads=[begun], started=True)
         self._collect_pulls()
         return True
 
@@ -371,9 +370,9 @@ class ReplicaTransfer:
         return len(pulls) - failed, failed
 
     def _collect_pulls(self) -> None:
-        for at, rank in enumerate(self.ranks):
+        for rank in self.ranks:
             while rank.puller.events:
-                self._on_rank(at, rank.puller.events.popleft())
+                self._on_rank(rank.puller.events.popleft())
             while rank.puller.ended:
                 self.stats.record(rank.puller.ended.popleft())
 
@@ -431,44 +430,31 @@ class ReplicaTransfer:
 
     def _open(self, key: str, pull: ReplicaPull, source: Source) -> None:
         left = max(pull.deadline - self._clock(), 1e-3)
-        for at, rank in enumerate(self.ranks):
-            if (remote := rank.remote(source.engine_id)) is not None:
-                rank.puller.open(key, remote, source.lease, left)
-                pull.open_ranks.append(at)
+        for rank in self.ranks:
+            if (remote := rank.remote(source.engine_id)) is not None:  # as the directory has just found
+                pull.reads.append(rank.puller.open(key, remote, source.lease, left))
 
     def _read_next(self, key: str, pull: ReplicaPull, source: Source) -> None:
         """Reads the first pages that wait, on every rank."""
         reading = pull.next_pages(key)
-        self.ranks[0].puller.get(key).engine.check_tables(key, source.lease, reading.tables)
+        pull.reads[0].engine.check_tables(key, source.lease, reading.tables)
         for rank in self.ranks:
-            rank.add_pages(key, reading.groups, last=reading.last)
+            rank.puller.add_pages(key, reading.groups, last=reading.last)
         if pull.pages is not None:
-            remotes = [rank.remote(source.engine_id) for rank in self.ranks]
-            begins = [remote.begins(reading.groups) for remote in remotes if remote is not None]
+            begins = [one.engine.begins(reading.groups) for one in pull.reads]
             pull.begins = tuple(map(max, zip(*begins, strict=True)))  # of the rank where it is the latest
 
-    def _on_rank(self, at: int, event: PullEvent) -> None:
+    def _on_rank(self, event: PullEvent) -> None:
         if (pull := self._pulls.get(event.key)) is None:
             return
-        if event.safe and at in pull.open_ranks:
-            pull.open_ranks.remove(at)
-        if event.times is not None:
-            before = pull.times or event.times
-            pull.times = PullTimes(max(before.fence_at, event.times.fence_at), max(before.over_at, event.times.over_at))
         if event.error:
-            pull.passed[at] = max(pull.passed.get(at, 0), event.passed)
             self._fail(event.key, event.error)
             self.directory.check(pull.source.place)  # does it live, and is it still the one that we know?
-            return
-        pull.passed[at] = _ALL
-        if not pull.open_ranks and not pull.error:
+        elif not pull.error and all(one.fenced for one in pull.reads):
             del self._pulls[event.key]
             if pull.begins or len(self.ranks) > 1:
                 event = PullEvent(event.key, "", safe=True, times=pull.times, begins=pull.begins)
             self.events.append(event)
-
-    def _passed(self, pull: ReplicaPull) -> int:
-        return min((pull.passed.get(at, 0) for at in range(len(self.ranks))), default=0)
 
     def _fail(self, key: str, reason: str, *, is_failure: bool = True) -> None:
         """All or none: what one rank lacks, no rank needs. Tells of it at once, and again when the pages are safe."""
@@ -478,18 +464,16 @@ class ReplicaTransfer:
             pull.waiting.clear()
             if is_failure and not pull.refusal:
                 self.stats.record_failure(reason)
-            for at in list(pull.open_ranks):
-                pull.passed[at], is_safe = self.ranks[at].puller.withdraw(key, reason)
-                if is_safe:
-                    pull.open_ranks.remove(at)
-        if not pull.open_ranks:
+            for rank, one in zip(self.ranks, pull.reads, strict=False):  # not all, if a rank refused
+                rank.puller.withdraw(one, reason)
+        safe = pull.is_safe
+        if safe:
             del self._pulls[key]
             self._unstarted.discard(key)
-        if pull.refusal or (pull.open_ranks and pull.told):
+        if pull.refusal or (pull.told and not safe):
             return
         pull.told = True
-        safe = not pull.open_ranks
-        self.events.append(PullEvent(key, pull.error, safe=safe, passed=self._passed(pull) if safe else 0))
+        self.events.append(PullEvent(key, pull.error, safe=safe, passed=pull.passed if safe else 0))
 
     def _expire(self) -> None:
         now = self._clock()

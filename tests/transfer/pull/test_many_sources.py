@@ -14,6 +14,7 @@ from transfer.memory import MemoryType
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.parts import Part
 from transfer.pull.pull import LATELY_S
+from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankTransfer
 from transfer.wire.handshake import HandshakeClient, HandshakeServer
 
@@ -121,7 +122,7 @@ def test_a_source_of_which_few_pages_were_read_at_once_is_served(rank_of: Make) 
 
     there.agent.read, there.agent.read_word = lambda *_: None, fenced
     event = rank.puller.pull_at_once("r", there, lease, 600.0, Part(0, [(0, 8, 0)], [(0, 8, 0)], 8))  # type: ignore[arg-type]
-    assert event is not None
+    assert isinstance(event, PullEvent)
     for _ in range(3):
         rank.poll()
     assert there.polls == 3

@@ -13,7 +13,7 @@ from transfer.memory import MemoryType
 from transfer.pull.lease import LeaseRef
 from transfer.pull.parts import Part
 from transfer.pull.pull import Puller
-from transfer.pull.pull_state import PullEvent, PullTimes, how_ended
+from transfer.pull.pull_state import PullEvent, PullTimes, RankPull, how_ended
 from transfer.wire.messages import decode_note
 
 LEASE = LeaseRef(0xABCDEF, 2, 9.0)
@@ -100,8 +100,8 @@ class Rig:
         ]
         self.engine: Any = StandIn(engine_id="p", ranks=there, words=64, failure="", agent=self.agent)
 
-    def open(self, key: str = "r", **options: Any) -> None:
-        self.puller.open(key, self.engine, options.get("lease", LEASE), options.get("timeout_s", 100.0))
+    def open(self, key: str = "r", **options: Any) -> RankPull:
+        return self.puller.open(key, self.engine, options.get("lease", LEASE), options.get("timeout_s", 100.0))
 
     def add(self, *parts: Part, key: str = "r", last: bool = True) -> None:
         self.puller.add(key, list(parts), last=last)
@@ -258,7 +258,7 @@ def test_a_fence_that_brings_nothing_finds_no_word_of_an_earlier_pull_of_the_lea
     rig = Rig(ranks=1)
     rig.puller.words[:] = LEASE.lease_id
     rig.agent.at_once, rig.agent.word = at_once, None
-    assert rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()) is None
+    assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()), RankPull)
     (event,) = rig.polled()
     assert event.safe
     assert f"rank 0 had given the pages away: the lease {how_ended(LEASE)}: its lease word 2 holds 0x0," in event.error
@@ -537,23 +537,27 @@ def test_what_was_in_flight_of_an_abandoned_engine_is_given_back_once_its_agent_
     assert len(rig.puller) == 0
 
 
-def test_who_withdraws_a_pull_learns_what_became_of_it_and_no_event_of_it_is_left(rig: Rig) -> None:
+def test_who_withdraws_a_pull_sees_what_became_of_it_and_no_event_of_it_is_left(rig: Rig) -> None:
     for key, times in (("q", 2), ("r", 1)):
-        rig.open(key)
+        pull = rig.open(key)
         for _ in range(times):
             rig.add(part(0), key=key, last=False)
             rig.polled()
         rig.puller.fail(key, "lost")
-    assert rig.puller.withdraw("r", "late") == (1, True)
+    rig.puller.withdraw(pull, "late")
+    assert (pull.passed, pull.is_over, pull.error) == (1, True, "lost")
     assert [(event.key, event.passed) for event in rig.puller.events] == [("q", 2)]
-    rig.open()
+    pull = rig.open()
     rig.add(part(0), last=False)
     rig.polled()
-    assert rig.puller.withdraw("r", "left") == (1, True)
+    rig.puller.withdraw(pull, "left")
+    assert (pull.passed, pull.is_over, pull.error) == (1, True, "left")
+    assert [event.key for event in rig.puller.events] == ["q"]
     rig.agent.auto = False
-    rig.open()
+    pull = rig.open()
     rig.add(part(0))
-    assert rig.puller.withdraw("r", "left") == (0, False)
+    rig.puller.withdraw(pull, "left")
+    assert (pull.passed, pull.is_over) == (0, False)
     assert rig.puller.events[-1] == PullEvent("r", "left", safe=False)
 
 
@@ -615,7 +619,7 @@ def test_a_pull_that_is_over_as_it_is_posted_has_its_one_event_and_figures(timed
     rig.engine.agent = rig.agent
     asked = part(runs=3)
     event = rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, asked)
-    assert event is not None
+    assert isinstance(event, PullEvent)
     assert (event.key, event.error, event.safe, event.passed) == ("r", "", True, 0)
     assert (event.times is not None) == timed
     if event.times is not None:
@@ -639,7 +643,7 @@ def test_a_pull_that_is_not_over_as_it_is_posted_goes_on_as_any_other(ended: set
     """Its READ is on its way, or the fence after it."""
     rig = Rig(ranks=1)
     rig.agent.auto, rig.agent.at_once = False, ended
-    assert rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()) is None
+    assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()), RankPull)
     with pytest.raises(InvalidTransferError, match="request 'r'"):
         rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part())
     assert rig.polled() == []
@@ -660,7 +664,7 @@ def test_a_pull_that_is_not_over_as_it_is_posted_goes_on_as_any_other(ended: set
 def test_a_pull_of_which_nothing_can_be_posted_fails_and_keeps_no_word(refused: int) -> None:
     rig = Rig(ranks=1)
     rig.agent.at_once, rig.agent.raise_at = {0}, {refused: AgentError("no such address")}
-    assert rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()) is None
+    assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()), RankPull)
     (event,) = rig.polled()
     assert (event.key, event.safe) == ("r", True)
     assert "reading from engine 'p': no such address" in event.error
@@ -671,7 +675,7 @@ def test_a_pull_of_which_nothing_can_be_posted_fails_and_keeps_no_word(refused: 
 def test_a_word_that_is_another_fails_a_pull_at_once_too() -> None:
     rig = Rig(ranks=1)
     rig.agent.at_once, rig.agent.word = {0, 1}, 77
-    assert rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()) is None
+    assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()), RankPull)
     (event,) = rig.polled()
     assert "rank 0 had given the pages away" in event.error
     assert event.safe
@@ -685,7 +689,7 @@ def test_a_pull_at_once_waits_for_a_word_as_others_do() -> None:
     rig.add(part(), key="first")
     rig.agent.end(0)
     rig.polled()  # its fence has the only word
-    assert rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()) is None
+    assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()), RankPull)
     assert len(rig.puller) == 2
     rig.agent.auto = True
     assert [(event.key, event.error) for event in rig.polled(6)] == [("first", ""), ("r", "")]
@@ -919,7 +923,7 @@ def test_a_time_that_ends_before_the_first_renewal_is_kept_at_once_and_on_the_wa
     rig.open("opened", timeout_s=1.0)
     one = Rig(ranks=1)
     one.agent.auto = False
-    assert one.puller.pull_at_once("at once", one.engine, LEASE, 1.0, part()) is None
+    assert isinstance(one.puller.pull_at_once("at once", one.engine, LEASE, 1.0, part()), RankPull)
     for each in (rig, one):
         each.now += 0.99
         assert each.polled() == []
@@ -1001,7 +1005,6 @@ def test_a_fence_marks_what_was_asked_for_before_it_and_is_not_posted_again_for_
     assert rig.said("refused") == ["p/0", "p/1"], "who only served a mark has not been told that it is over"
     assert rig.puller.events[-1] == PullEvent("r", "enough", safe=True, passed=2)
     assert rig.puller.passed("r") == rig.puller.passed("nobody") == 0
-    assert rig.puller.withdraw("nobody", "never was") == (0, True)
 
 
 def test_a_mark_that_waits_for_a_word_is_posted_once_another_pull_gives_one_back() -> None:
@@ -1035,7 +1038,7 @@ def test_a_word_that_is_there_before_its_read_is_known_to_have_ended_does_not_en
         return handle
 
     rig.agent.read_word = at_once  # type: ignore[method-assign]
-    assert rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()) is None
+    assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()), RankPull)
     assert rig.polled() == []
     assert len(rig.puller._free) == 7
     rig.agent.end(1)
@@ -1054,7 +1057,7 @@ def test_a_part_of_a_pull_at_once_is_settled_when_its_read_has_ended_and_not_whe
     rig = Rig(ranks=1)
     rig.agent.auto = False
     rows = np.ones((2, 3), np.uint64)
-    assert rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, Slab(0, rows, rows, 100)) is None
+    assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, Slab(0, rows, rows, 100)), RankPull)
     rig.puller.fail("r", "enough")
     rig.puller.fail("r", "once more")
     assert settled == []

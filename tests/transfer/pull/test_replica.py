@@ -861,7 +861,7 @@ def test_pages_that_do_not_fit_fail_the_pull_of_the_rank_that_is_told_of_them(en
     lease, rank = p.offer(), d.ranks[0]
     rank.puller.open("r", rank.load(rank.inspect(p.card.ranks)), lease, 20.0)
     with pytest.raises(InvalidTransferError, match="pages for 0 groups"):
-        rank.add_pages("r", [], last=True)
+        rank.puller.add_pages("r", [], last=True)
     assert [(event.key, event.safe) for event in rank.puller.events] == [("r", True)]
 
 
