@@ -11,20 +11,11 @@ import msgspec
 from kvcache import KVCacheParams, TextContext
 from scheduler_adapters.hf import runner
 from scheduler_adapters.loop import Request
-from scheduler_adapters.service.server import ServerConfig, build_loop
+from scheduler_adapters.service.server import build_loop
+from tests.scheduler_adapters.server_config import server_config
 from transfer import PageExchange
 
-CONFIG = ServerConfig(
-    model=None,
-    seed=3,
-    page_size=8,
-    cache_bytes=1 << 20,
-    max_seq_len=512,
-    max_requests=4,
-    token_budget=64,
-    tp=1,
-    device="cpu",
-)
+CONFIG = server_config(seed=3, page_size=8, cache_bytes=1 << 20, max_seq_len=512)
 
 
 def serve(

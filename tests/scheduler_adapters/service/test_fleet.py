@@ -10,23 +10,13 @@ import pytest
 from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet
-from scheduler_adapters.service.server import ServerConfig
 from tests import forked
+from tests.scheduler_adapters.server_config import server_config
 from tests.scheduler_adapters.serving import own_tokens
 
 pytestmark = pytest.mark.slow
 
-CONFIG = ServerConfig(
-    model=None,
-    seed=0,
-    page_size=16,
-    cache_bytes=8 << 20,
-    max_seq_len=256,
-    max_requests=4,
-    token_budget=64,
-    tp=1,
-    device="cpu",
-)
+CONFIG = server_config()
 CONFIGS = [msgspec.structs.replace(CONFIG, role=role) for role in ("prefill", "decode")]
 PROMPT = tuple(range(60, 140))
 

@@ -19,6 +19,7 @@ from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet
 from scheduler_adapters.service.server import ServerConfig
 from scheduler_adapters.service.sockets import FrontendQueue, received
+from tests.scheduler_adapters.server_config import server_config
 from tests.scheduler_adapters.service.processes import Service, Side
 from tests.scheduler_adapters.serving import own_tokens
 
@@ -135,17 +136,7 @@ def test_a_refused_request_leaves_no_trace_of_its_id(model: Any, tmp_path: Path)
     service.close()
 
 
-CONFIG = ServerConfig(
-    model=None,
-    seed=0,
-    page_size=16,
-    cache_bytes=8 << 20,
-    max_seq_len=256,
-    max_requests=32,
-    token_budget=1024,
-    tp=1,
-    device="cpu",
-)
+CONFIG = server_config(max_requests=32, token_budget=1024)
 
 
 def configs(**changes: Any) -> list[ServerConfig]:

@@ -15,8 +15,8 @@ from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet
 from scheduler_adapters.service.pull_or_compute import PullOrCompute
-from scheduler_adapters.service.server import ServerConfig
 from tests import forked
+from tests.scheduler_adapters.server_config import server_config
 from tests.scheduler_adapters.service.processes import DEFAULT, NEW, Service, Side
 from tests.scheduler_adapters.serving import own_tokens
 from transfer.pull.lending import LENT_S
@@ -420,17 +420,7 @@ def test_a_process_that_drains_lends_nothing_more_and_waits_for_what_is_lent(
 
 # ---- real processes
 
-CONFIG = ServerConfig(
-    model=None,
-    seed=0,
-    page_size=16,
-    cache_bytes=8 << 20,
-    max_seq_len=4096,
-    max_requests=4,
-    token_budget=64,
-    tp=1,
-    device="cpu",
-)
+CONFIG = server_config(max_seq_len=4096)
 CONFIGS = [
     msgspec.structs.replace(CONFIG, name="p0"),
     msgspec.structs.replace(CONFIG, name="p1"),

@@ -17,9 +17,9 @@ from kvcache.watch.endpoint import ManagerWatch
 from kvcache.watch.follower import Followed, WatchClient
 from kvcache.watched import PageState
 from scheduler_adapters.service.fleet import Fleet
-from scheduler_adapters.service.server import ServerConfig
 from scheduler_adapters.service.watch import service_beside
 from tests.kvcache.watch.recount import assert_same
+from tests.scheduler_adapters.server_config import server_config
 from tests.scheduler_adapters.service.processes import Service, Side
 from transfer.wire.keys import load_keyring
 
@@ -79,18 +79,7 @@ def test_random_states_of_a_service_are_what_the_books_say(service: Service, mon
 @pytest.mark.usefixtures("forked_fleets")
 def test_processes_are_watched_with_keys_and_recount_when_they_are_asked(tiny_model: Any) -> None:
     del tiny_model
-    config = ServerConfig(
-        model=None,
-        seed=0,
-        page_size=16,
-        cache_bytes=1 << 22,
-        max_seq_len=256,
-        max_requests=4,
-        token_budget=64,
-        tp=1,
-        device="cpu",
-        watch="tcp://127.0.0.1:0",
-    )
+    config = server_config(cache_bytes=1 << 22, watch="tcp://127.0.0.1:0")
     configs = [msgspec.structs.replace(config, role=role) for role in ("prefill", "decode")]
     with Fleet(configs, curve=True) as fleet, ExitStack() as stack:
         addresses = {name: ready.watch for name, ready in fleet.ready.items()}

@@ -6,7 +6,6 @@ import gc
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ import msgspec
 import pytest
 
 from tests.transfer.pair_model import GroupSpec, Pair, RankCaches, Side, worker_config
-from tests.transfer.pair_ranks import EngineUnderTest, LocalRank, run_until, transfer
+from tests.transfer.pair_ranks import EngineUnderTest, run_until, transfer
 from transfer.connector.config import Timing
 from transfer.connector.host_buffer import HostBuffers
 from transfer.connector.metadata import ConnectorMetadata, SendRequest
@@ -35,20 +34,6 @@ HYBRID = (
     GroupSpec(kind="sliding_window", layers=(1,), window=9),
     GroupSpec(kind="mamba", layers=(2,)),
 )
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[..., EngineUnderTest]]:
-    engines: list[EngineUnderTest] = []
-
-    def make(engine_id: str, groups: Any = FULL, side: Side = PLAIN, **options: Any) -> EngineUnderTest:
-        ranks = [LocalRank() for _ in range(side.tp * side.pp)]
-        engines.append(EngineUnderTest(ranks, groups, side, engine_id, **options))
-        return engines[-1]
-
-    yield make
-    for one in engines:
-        one.close()
 
 
 def a_pair(groups: Any = FULL, source: Side = PLAIN, reader: Side = PLAIN, tokens: int = 21, computed: int = 0) -> Pair:

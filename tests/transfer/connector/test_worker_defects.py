@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -12,7 +11,7 @@ import pytest
 import zmq
 
 from tests.transfer.pair_model import GroupSpec, Pair, Side
-from tests.transfer.pair_ranks import EngineUnderTest, LocalRank, children, run_until, transfer
+from tests.transfer.pair_ranks import EngineUnderTest, children, run_until, transfer
 from tests.transfer.replicas import Engine, run
 from transfer.connector.config import Timing
 from transfer.connector.metadata import ConnectorMetadata, SendRequest
@@ -30,20 +29,6 @@ from transfer.wire.prompt import Prompt
 PLAIN = Side()
 PROMPT = Prompt(range(64))
 FULL = (GroupSpec(layers=(0, 1)),)
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[..., EngineUnderTest]]:
-    engines: list[EngineUnderTest] = []
-
-    def make(engine_id: str, groups: Any = FULL, side: Side = PLAIN, **options: Any) -> EngineUnderTest:
-        ranks = [LocalRank() for _ in range(side.tp * side.pp)]
-        engines.append(EngineUnderTest(ranks, groups, side, engine_id, **options))
-        return engines[-1]
-
-    yield make
-    for one in engines:
-        one.close()
 
 
 def check_exchange(engine: Any, pair: Pair) -> tuple[EngineUnderTest, EngineUnderTest]:

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.transfer.connector.test_worker import FULL, PLAIN, a_pair, load, offer
-from tests.transfer.pair_ranks import EngineUnderTest, LocalRank, run_until, transfer
+from tests.transfer.connector.test_worker import a_pair, load, offer
+from tests.transfer.pair_ranks import run_until, transfer
 from transfer.errors import MetadataError
 from transfer.wire.messages import open_rank
 
 SECRET, OTHER = "the secret of one fleet", "the secret of another one"
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[..., EngineUnderTest]]:
-    engines: list[EngineUnderTest] = []
-
-    def make(engine_id: str, **options: Any) -> EngineUnderTest:
-        engines.append(EngineUnderTest([LocalRank()], FULL, PLAIN, engine_id, **options))
-        return engines[-1]
-
-    yield make
-    for one in engines:
-        one.close()
 
 
 def test_engines_of_one_secret_read_from_each_other(engine: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,19 +16,6 @@ from transfer.pull.replica import LeaseOver
 
 LOCAL, REMOTE = [1, 2, 3], [5, 6, 9]
 GROUPS = [PagesOfGroup(LOCAL, REMOTE, (0, 3 * TOKENS))]
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[..., Engine]]:
-    engines: list[Engine] = []
-
-    def make(*args: Any, **options: Any) -> Engine:
-        engines.append(Engine(*args, **options))
-        return engines[-1]
-
-    yield make
-    for one in engines:
-        one.close()
 
 
 def pair(engine: Any, tp: tuple[int, int] = (1, 1), **options: Any) -> tuple[Engine, Engine]:
