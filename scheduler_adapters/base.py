@@ -12,10 +12,10 @@ Each task of a scheduler, and the method that performs it here:
     accept    `PageExchange.open_pull`, `PageExchange.read`               a read of the pages that a peer offered
     poll      `PageExchange.poll`                                         the outcome of both
 
-`ServingLoop` needs `Pages`; `PrefillScheduler` and `DecodeScheduler` need `PulledPages`. A manager implements both.
-Each end of a transfer is a `PageExchange` (`transfer.pull.exchange`). An engine that owns its pages (SGLang) has
-no use for `Pages`: its adapter follows the engine's own interface. `tests/scheduler_adapters/contract.py` states the
-rules that every adapter must keep, however it is built.
+`ServingLoop` needs `Pages`; `OverlappedLoop` needs `PagesAhead`; `PrefillScheduler` and `DecodeScheduler` need
+`PulledPages`. A manager implements all three. Each end of a transfer is a `PageExchange` (`transfer.pull.exchange`). An
+engine that owns its pages (SGLang) has no use for `Pages`: its adapter follows the engine's own interface.
+`tests/scheduler_adapters/contract.py` states the rules that every adapter must keep, however it is built.
 
 One thread, the scheduler's, makes all of these calls. Every error is a `KVCacheError` and leaves the state unchanged.
 `PagedKVCacheManager` documents the arguments, results and errors of each call. The docstrings here say only what a
@@ -23,7 +23,10 @@ scheduler may rely on.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvcache.layer_groups import LayerTables
 from kvcache.metrics import KVCacheMetrics
@@ -31,7 +34,23 @@ from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
 from kvcache.replica.contents import PageContents
 from kvcache.replica.context import Context
 from kvcache.replica.copier import ImportProof
+from kvcache.steps_in_flight import StepInFlight
 from kvcache.types import RaggedKVCacheInputs, RequestID
+
+
+class RunTokens(Protocol):
+    """What a model reads of a request: its tokens, and which of them it is to run. Any `Context` is one."""
+
+    @property
+    def request_id(self) -> RequestID: ...  # noqa: D102 - as in `Context`
+    @property
+    def tokens(self) -> NDArray[np.integer[Any]]: ...  # noqa: D102
+    @property
+    def start_idx(self) -> int: ...  # noqa: D102
+    @property
+    def active_idx(self) -> int: ...  # noqa: D102
+    @property
+    def active_length(self) -> int: ...  # noqa: D102
 
 
 class Pages(Protocol):
@@ -110,6 +129,20 @@ class Pages(Protocol):
 
     def check(self) -> None:
         """Recount everything. `InvariantError` names the first discrepancy: a bug of ours."""
+
+
+class PagesAhead(Pages, Protocol):
+    """Pages of a loop that plans a step while the one before it runs: `fetch_ahead` for `fetch`, and `end_step`.
+
+    A context goes on with a future token meanwhile, which is realized when the model has given it.
+    """
+
+    def fetch_ahead(self, batch: Sequence[Context], num_steps: int = 1) -> StepInFlight:
+        """The model's inputs, valid until `end_step`. No page is reused before it that the step may read or write."""
+        ...
+
+    def end_step(self, step: StepInFlight) -> None:
+        """The model has done the step."""
 
 
 class PulledPages(Pages, Protocol):

@@ -23,9 +23,9 @@ from kvcache.errors import (
     SequenceTooLongError,
     UnknownRequestError,
 )
-from kvcache.replica.context import Context, TextContext
+from kvcache.replica.context import TextContext
 from kvcache.types import Admission, RaggedKVCacheInputs
-from scheduler_adapters.base import Pages
+from scheduler_adapters.base import Pages, RunTokens
 
 _LONGEST_FETCH_S = 5.0  # the longest that a request waits for its own pages
 
@@ -39,7 +39,7 @@ class ModelRunner(Protocol):
 
     eos_token_ids: frozenset[int]
 
-    def run(self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
+    def run(self, batch: Sequence[RunTokens], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
         """The next token of each request of one replica, given that replica's shards."""
         ...
 
@@ -66,7 +66,7 @@ class Output(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class Entry:
     """A request on its way. The context knows how far it has come."""
 
     request: Request
@@ -101,8 +101,8 @@ class ServingLoop(Generic[PagesT_co]):
         # Called when a request starts to run, with its id, its replica and its number of cached tokens.
         self.on_admit: Callable[[str, int, int], None] | None = None
         # By id, in the order of their turn. A step looks at the first waiting request only.
-        self._waiting: OrderedDict[str, _Entry] = OrderedDict()
-        self._running: dict[str, _Entry] = {}
+        self._waiting: OrderedDict[str, Entry] = OrderedDict()
+        self._running: dict[str, Entry] = {}
         self._held: set[str] = set()
 
     @property
@@ -127,12 +127,12 @@ class ServingLoop(Generic[PagesT_co]):
         id, `InvalidRequestError` for no prompt, bad tokens, or a `max_new_tokens` below 1.
         """
         self._check_new(request.request_id)
-        self._waiting[request.request_id] = _Entry(request, context or self.context_for(request))
+        self._waiting[request.request_id] = Entry(request, context or self.context_for(request))
 
     def adopt(self, request: Request, context: TextContext) -> None:
         """Let a request join that was prefilled elsewhere: its context is claimed, its last token alone is to run."""
         self._check_new(request.request_id)
-        self._running[request.request_id] = _Entry(request, context, self.manager.get_replica(context))
+        self._running[request.request_id] = Entry(request, context, self.manager.get_replica(context))
 
     def knows(self, token: int) -> bool:
         """Whether the model has such a token."""
@@ -184,10 +184,17 @@ class ServingLoop(Generic[PagesT_co]):
         """Run the model once if any request can run. Returns the outputs, oldest request first."""
         outputs = self._reserve_running()
         outputs += self._admit()
-        running = list(self._running.values())
+        entries = self._plan([*self._running.values()])
+        return outputs + (self._run(entries) if entries else [])
+
+    def _plan(self, running: list[Entry]) -> list[Entry]:
+        """Which of these run, replica by replica, oldest first, as `fetch` has them; and what of their tokens."""
         counts = plan_chunks([entry.context.active_length for entry in running], self.token_budget)
-        batch = [(entry, count) for entry, count in zip(running, counts, strict=True) if count]
-        return outputs + (self._run(batch) if batch else [])
+        for entry, count in zip(running, counts, strict=True):
+            if count:
+                entry.context.set_token_indices(active_idx=entry.context.start_idx + count)
+        runs = [entry for entry, count in zip(running, counts, strict=True) if count]
+        return sorted(runs, key=lambda entry: entry.replica)
 
     def _reserve_running(self) -> list[Output]:
         """Pages for every running request. The oldest come first: they never give way to a newer one."""
@@ -204,7 +211,7 @@ class ServingLoop(Generic[PagesT_co]):
                 self._preempt(next(e for e in reversed(self._running.values()) if e.replica == entry.replica))
         return outputs
 
-    def _preempt(self, entry: _Entry) -> None:
+    def _preempt(self, entry: Entry) -> None:
         """Take the pages of a running request away. It comes back before all that wait, and finds what is left."""
         # It does not come straight back, to be preempted again: it needs all the pages that it gave back, and an older
         # request has taken some of them.
@@ -235,7 +242,7 @@ class ServingLoop(Generic[PagesT_co]):
                 self.on_admit(request_id, entry.replica, entry.context.start_idx)
         return outputs
 
-    def _fetches(self, entry: _Entry) -> bool:
+    def _fetches(self, entry: Entry) -> bool:
         """Whether pages of a waiting request are on their way, and it had better wait for them."""
         if not self.manager.prefetch(entry.context):
             return False
@@ -244,7 +251,7 @@ class ServingLoop(Generic[PagesT_co]):
             entry.fetching_since = now
         return now - entry.fetching_since < _LONGEST_FETCH_S
 
-    def _claim(self, entry: _Entry) -> bool:
+    def _claim(self, entry: Entry) -> bool:
         """A row and pages for a waiting request; False, and nothing taken, where one is short."""
         context = entry.context
         if self._has_windows:  # its first chunk begins with its first token, also where it was preempted
@@ -271,20 +278,20 @@ class ServingLoop(Generic[PagesT_co]):
             most = context.start_idx + max(2, self.token_budget)
             context.set_token_indices(active_idx=min(context.end_idx, most))
 
-    def _run(self, batch: list[tuple[_Entry, int]]) -> list[Output]:
-        """Run `count` tokens of each entry. Only a chunk that ends the known tokens yields one."""
-        batch = sorted(batch, key=lambda pair: pair[0].replica)  # fetch sorts by replica; stable, so age stays
-        for entry, count in batch:
-            entry.context.set_token_indices(active_idx=entry.context.start_idx + count)
-        entries = [entry for entry, _ in batch]
+    def _run(self, entries: list[Entry]) -> list[Output]:
+        """Run what is planned. Only a chunk that ends the known tokens yields a token."""
         yields = [entry.context.active_idx == entry.context.end_idx for entry in entries]
         tokens = self._next_tokens(entries)
         for entry, token in zip(entries, tokens, strict=True):
             entry.context.update(token)
         self.manager.step([entry.context for entry in entries])
-        return [self._output(entry, token) for entry, token, yes in zip(entries, tokens, yields, strict=True) if yes]
+        return [
+            self._output(entry, token, entry.context.current_length)
+            for entry, token, yes in zip(entries, tokens, yields, strict=True)
+            if yes
+        ]
 
-    def _next_tokens(self, entries: list[_Entry]) -> list[int]:
+    def _next_tokens(self, entries: list[Entry]) -> list[int]:
         inputs = self.manager.fetch([entry.context for entry in entries])
         replicas = self.manager.num_replicas
         shards = len(inputs) // replicas
@@ -295,9 +302,10 @@ class ServingLoop(Generic[PagesT_co]):
                 tokens += self.runner.run(contexts, inputs[replica * shards : (replica + 1) * shards])
         return tokens
 
-    def _output(self, entry: _Entry, token: int) -> Output:
+    def _output(self, entry: Entry, token: int, length: int) -> Output:
+        """Report the last token of a request that has so many, which ends with it or goes on."""
         request = entry.request
-        reason = finish_reason(request, entry.context.current_length, token, self.runner.eos_token_ids)
+        reason = finish_reason(request, length, token, self.runner.eos_token_ids)
         if reason:
             del self._running[request.request_id]
             if request.hold_pages:
@@ -306,7 +314,7 @@ class ServingLoop(Generic[PagesT_co]):
                 self.manager.release(request.request_id)
         return Output(request.request_id, token, reason)
 
-    def _fail(self, entry: _Entry, error: Exception) -> Output:
+    def _fail(self, entry: Entry, error: Exception) -> Output:
         self.abort(entry.request.request_id)
         return Output(entry.request.request_id, None, "error", str(error))
 

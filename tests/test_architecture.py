@@ -26,7 +26,7 @@ VALUES = {
         *("under_way", "version", "watched"),
     },
     "transfer": {"errors", "memory", "spans", "stats"},
-    "scheduler_adapters": {"base", "errors", "interrupts", "loop"},
+    "scheduler_adapters": {"base", "errors", "interrupts", "loop", "overlapped"},
     "pagewire": {"arguments", "distribution", "extras", "plots", "tables", "viewer"},
 }
 _MANAGER = {"kvcache values", "kvcache.replica", "kvcache"}

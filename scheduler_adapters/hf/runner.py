@@ -21,10 +21,10 @@ from kvcache.layer_groups import layer_tables
 from kvcache.manager import PagedKVCacheManager
 from kvcache.params import KVCacheParams
 from kvcache.quantization import KVCacheQuantizationConfig
-from kvcache.replica.context import Context
 from kvcache.states.state_layout import page_bytes, state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.types import RaggedKVCacheInputs
+from scheduler_adapters.base import RunTokens
 from scheduler_adapters.errors import MissingExtraError, ModelLoadError, UnsupportedModelError
 from scheduler_adapters.hf.paged_attention import PagedBatch, PagedLatents, no_attention_mask, paged_attention_forward
 from scheduler_adapters.hf.recurrent import (
@@ -102,7 +102,7 @@ class HFRunner:
         with paged_attention(model):  # a model that does not take the interface is refused here
             pass
 
-    def run(self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
+    def run(self, batch: Sequence[RunTokens], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
         """The greedy token after tokens `[start_idx, active_idx)` of each request, which are run.
 
         `inputs` were fetched for this batch: of one replica, one per shard. The token of a request whose
@@ -115,7 +115,7 @@ class HFRunner:
         return not self._states or self._states_of(request_id).draft(request_id)
 
     def verify(
-        self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs], drafted: Sequence[int]
+        self, batch: Sequence[RunTokens], inputs: Sequence[RaggedKVCacheInputs], drafted: Sequence[int]
     ) -> list[list[int]]:
         """Like `run`, for requests whose last active tokens are guesses; `drafted` has their number for each request.
 
@@ -128,7 +128,7 @@ class HFRunner:
 
     @torch.inference_mode()
     def logits(
-        self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs], drafted: Sequence[int] = ()
+        self, batch: Sequence[RunTokens], inputs: Sequence[RaggedKVCacheInputs], drafted: Sequence[int] = ()
     ) -> torch.Tensor:
         """Logits after the last active token of each request, `[batch, vocabulary]`, in the model's dtype.
 
@@ -138,7 +138,7 @@ class HFRunner:
             return self._logits(batch, inputs, drafted or [0] * len(batch))
 
     def _logits(
-        self, batch: Sequence[Context], inputs: Sequence[RaggedKVCacheInputs], before: Sequence[int]
+        self, batch: Sequence[RunTokens], inputs: Sequence[RaggedKVCacheInputs], before: Sequence[int]
     ) -> torch.Tensor:
         elsewhere = [shard.blocks.device for shard in inputs if shard.blocks.device != self.model.device]
         if elsewhere:
@@ -165,7 +165,7 @@ class HFRunner:
 
     def _forward_rows(
         self,
-        batch: Sequence[Context],
+        batch: Sequence[RunTokens],
         inputs: Sequence[RaggedKVCacheInputs],
         states: StatePages,
         length: int,
@@ -191,7 +191,7 @@ class HFRunner:
 
     def _forward(
         self,
-        batch: Sequence[Context],
+        batch: Sequence[RunTokens],
         inputs: Sequence[RaggedKVCacheInputs],
         spans: Sequence[tuple[int, int]],
         before: Sequence[int],

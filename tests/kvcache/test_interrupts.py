@@ -60,6 +60,8 @@ def test_every_call_after_an_interrupted_one_names_it_and_recover() -> None:
         "fork": lambda: manager.fork(context, other),
         "batch": lambda: manager.batch([context]),
         "fetch": lambda: manager.fetch([context]),
+        "fetch_ahead": lambda: manager.fetch_ahead([context]),
+        "end_step": lambda: manager.end_step(lease),  # type: ignore[arg-type]
         "step": lambda: manager.step([context]),
         "get_data_parallel_splits": lambda: manager.get_data_parallel_splits([context]),
         "block_table": lambda: manager.block_table("r"),
