@@ -29,6 +29,7 @@ NAMES = (
     "waiting",
     "layer_groups",
     "growth",
+    "overlap",
     "trace_replay",
     "trace_hints",
     "trace_routing",

@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 _MANAGER = (
     *("decode_step", "admission", "growing_conversation", "release", "evict", "memory", "recommend", "waiting"),
-    "layer_groups",
+    *("layer_groups", "overlap"),
 )
 _GROWTH = ("growth", "growth_transfer")
 _TRACES = ("trace_replay", "trace_hints", "trace_routing")

@@ -1,0 +1,146 @@
+"""What does it cost to plan a step while the one before it runs, and what does that gain?
+
+`cost`: the host's part of a decode step of a `Batch`: reserve, fetch, update and step; or fetched ahead: with tables of
+its own, a future token for each request, which is realized a step later, and the end of the step before.
+
+`gain`: a `ServingLoop` and an `OverlappedLoop` over a model that takes `model_ms` by itself, as a device does. Who
+waits for its tokens spins until that time is over, by the clock of the benchmark. `plan_ms` is what the plain loop
+takes of a step beside the model; an overlapped one hides it behind the model. Every request decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.decode_step import begun, bound
+from benchmarks.frame import WARM_UP, Row, now, options, pin, report, samples, settle, summary
+from benchmarks.pools import Prompts, expect, manager_of
+from kvcache import RaggedKVCacheInputs, StepInFlight
+from scheduler_adapters.base import RunTokens
+from scheduler_adapters.loop import Request, ServingLoop
+from scheduler_adapters.overlapped import OverlappedLoop, RunBatch
+
+PAGE_SIZE, PROMPT = 16, 256
+_STATISTICS = (
+    "cost: us_min and us_median are the minimum and the median of the n steps of a row; gain: *_ms are the least "
+    "means over 16 steps, gain_pct is the share of the plain step that the overlapped one saves"
+)
+
+
+def ahead(batch: int, steps: int) -> Callable[[], None]:
+    """One step of `batch` requests that is fetched ahead, while the step before it is in flight."""
+    manager, contexts = begun(batch, PAGE_SIZE, steps, full=False)
+    requests, tokens, before = manager.batch(contexts), np.ones(batch, np.int32), list[StepInFlight]()
+
+    def step() -> None:
+        manager.reserve_batch(requests)
+        planned = manager.fetch_ahead(requests)
+        if before:
+            requests.realize_future_tokens(tokens)
+            manager.end_step(before.pop())
+            manager.step(requests)
+        requests.update_with_future_tokens()
+        before.append(planned)
+
+    return step
+
+
+def cost(batch: int, repeats: int) -> list[Row]:
+    """The rows of a batch size: fetched, and fetched ahead."""
+    manager, contexts = begun(batch, PAGE_SIZE, repeats + WARM_UP, full=False)
+    kinds = {"fetch": bound(manager, contexts), "fetch_ahead": ahead(batch, repeats + WARM_UP)}
+    rows: list[Row] = []
+    for calls, step in kinds.items():
+        times = samples(repeats, lambda: None, lambda _, step=step: step())
+        rows.append({"what": "cost", "batch": batch, "calls": calls, **summary(times)})
+    return rows
+
+
+class Deadline(NamedTuple):
+    """The tokens of a step, and when they are there."""
+
+    tokens: list[int]
+    when: int
+
+    def result(self) -> list[int]:
+        """Wait for them."""
+        while now() < self.when:
+            pass
+        return self.tokens
+
+
+class Device:
+    """A model that takes so many milliseconds: a step that is launched goes on by itself."""
+
+    eos_token_ids = frozenset[int]()
+
+    def __init__(self, milliseconds: float) -> None:
+        self._ns = int(milliseconds * 1e6)
+
+    def run(self, batch: Sequence[RunTokens], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
+        """One token for each."""
+        return self.launch([(batch, inputs)]).result()
+
+    def launch(self, batches: Sequence[RunBatch]) -> Deadline:
+        """Begin a step."""
+        return Deadline([1 for batch, _ in batches for _ in batch], now() + self._ns)
+
+
+def step_ms(loop: ServingLoop, batch: int, steps: int) -> float:
+    """What a step takes in which all requests decode: the least mean over as many steps as a page has tokens."""
+    prompts = Prompts()
+    for number in range(batch):
+        loop.add(Request(f"r{number}", prompts.tokens(PROMPT).tolist(), steps + 20))
+    while len(loop.step()) < batch:
+        pass
+    settle()
+    times: list[float] = []
+    for _ in range(steps // PAGE_SIZE):
+        start = now()
+        for _ in range(PAGE_SIZE):
+            expect(len(loop.step()) == batch, "every request has a token each step")
+        times.append((now() - start) / 1e6 / PAGE_SIZE)
+    return min(times)
+
+
+def gain(batch: int, milliseconds: float, steps: int) -> Row:
+    """One row: what a step takes in both loops."""
+    pages = batch * -(-(PROMPT + steps + 20) // PAGE_SIZE) + 1
+
+    def manager() -> object:
+        return manager_of(pages, page_size=PAGE_SIZE, rows=batch)
+
+    model, budget = Device(milliseconds), batch * (PROMPT + 1)
+    plain = step_ms(ServingLoop(manager(), model, budget), batch, steps)  # type: ignore[arg-type]
+    overlapped = OverlappedLoop(manager(), model, budget)  # type: ignore[arg-type]
+    try:
+        hidden = step_ms(overlapped, batch, steps)
+    finally:
+        overlapped.close()
+    return {
+        "what": "gain",
+        "batch": batch,
+        "model_ms": milliseconds,
+        "plan_ms": round(plain - milliseconds, 3),
+        "plain_ms": round(plain, 3),
+        "overlapped_ms": round(hidden, 3),
+        "gain_pct": round(100 * (1 - hidden / plain), 1),
+    }
+
+
+def main() -> None:
+    """Run and report."""
+    chosen = options(__doc__)
+    pin()
+    batches, repeats = ([64], 32) if chosen.quick else ([1, 64, 256], 256)
+    rows = [row for batch in batches for row in cost(batch, repeats)]
+    for batch in batches:
+        rows += [gain(batch, milliseconds, min(repeats, 128)) for milliseconds in (0.5, 2.0, 10.0)]
+    report("overlap", rows, chosen, _STATISTICS)
+
+
+if __name__ == "__main__":
+    main()
