@@ -111,9 +111,8 @@ def transfer(here: Environment, _: Path) -> None:
 
 
 def serve(here: Environment, _: Path) -> None:
-    """The demo, which compares every output with the model's own."""
-    told = here.run(str(here.python.with_name("pagewire")), "demo", "--requests", "4", "--max-new-tokens", "8")
-    expect("yes" in told.splitlines()[-1] or "yes" in told.splitlines()[-2], told)
+    """The demo. Its status is 0 only if every output is the model's own and no page is left held."""
+    here.run(str(here.python.with_name("pagewire")), "demo", "--requests", "4", "--max-new-tokens", "8")
 
 
 STAGES: tuple[tuple[str, Callable[[Environment, Path], None]], ...] = (
