@@ -216,12 +216,6 @@ class Host:
             bucket = ("burst", "256kb", "latency", "20ms")
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *bucket)
 
-    def limit_buffers(self, size: int) -> None:
-        """Let sockets that are opened here from now on keep no more bytes than these unsent or unread."""
-        with self.inside():
-            for name in ("tcp_wmem", "tcp_rmem"):
-                Path("/proc/sys/net/ipv4", name).write_text(f"4096 16384 {size}")
-
     def move(self, number: int) -> None:
         """The host gives up its address and has another one."""
         self._ip("address", "del", f"{self.address}/24", "dev", "net0")

@@ -149,16 +149,6 @@ class Server:
             time.sleep(0.02)
         raise AssertionError(f"{self.role}: room {room} is {found!r}, {phase!r} expected:\n{self.tail()}")
 
-    def wait_log(self, text: str, timeout_s: float = ANSWER_S) -> str:
-        """Wait until its log has a text; the line."""
-        end = time.monotonic() + timeout_s
-        while time.monotonic() < end:
-            for line in self.log.read_text().splitlines():
-                if text in line:
-                    return line
-            time.sleep(0.05)
-        raise AssertionError(f"{self.role} does not log {text!r}:\n{self.tail()}")
-
     def hold(self, on: bool) -> None:
         self.ask("hold", on=on)
         self._until("held", ANSWER_S)

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)  # before anything is forked from here
 load_plugins()  # as every process of a server does
 BACKEND = "pagewire"
-ABORTED = {"type": "abort", "message": "aborted while it waited"}
 
 
 def server_arguments(options: Options) -> ServerArgs:

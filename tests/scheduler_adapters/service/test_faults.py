@@ -21,7 +21,6 @@ PROMPT = ByteTokenizer().encode("What a page holds, who may write to it, and whe
 OTHER = ByteTokenizer().encode("Something else, and short.")
 # A budget of 32 cuts PROMPT in five chunks, a pool of 20 pages holds it with 5 to spare.
 PREFILL, DECODE = Side(pages=20, budget=32), Side(pages=20)
-PATIENT = DecodeTimes()
 
 
 @pytest.fixture(scope="module")
