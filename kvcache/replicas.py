@@ -115,7 +115,7 @@ class Replicas:
         copies = params.routing.copy_pages and len(placed) > 1
         self._copies = PeerCopies(placed) if copies else None
         least = params.partial_reuse_min_tokens
-        self._partial = [PartialReuse(replica, least) for replica in self.each] if least else None
+        self._partial = [PartialReuse(replica, least) for replica in self.each] if least else []
         self._events: EventPublisher | None = None
         self._indexes: dict[int, PrefixIndex] = {}  # that these are of, by source
         self._log: EventLog | None = None  # what is written down for them
@@ -125,9 +125,7 @@ class Replicas:
     @property
     def metrics(self) -> KVCacheMetrics:
         """Counters over all replicas, since they were made."""
-        below = KVCacheMetrics() if self.tiers is None else self.tiers.metrics
-        if self.state_tiers is not None:
-            below += self.state_tiers.metrics
+        below = sum((tiers.metrics for tiers in self._all_tiers), KVCacheMetrics())
         for states in self.states:
             below += KVCacheMetrics(state_hits=states.pages.hits, state_evictions=states.pages.evictions)
         if self._copies is not None:
@@ -184,7 +182,7 @@ class Replicas:
             self._router.admitted(replica_idx, new_pages)
         # A step in flight may still write the page that would take the part.
         may_copy = first_time or (context.active_length > 1 and not self.steps.open)
-        if self._partial is not None and new_pages is not None and may_copy:
+        if self._partial and new_pages is not None and may_copy:
             self._reuse_part(self._partial[replica_idx], replica_idx, row, context)
         return new_pages is not None
 
@@ -299,7 +297,7 @@ class Replicas:
         if computed > self.capacity[row]:
             return False
         if replica.caching and computed >= rows.commit_at.item(row):
-            if self._partial is not None:
+            if self._partial:
                 return False
             first, last = rows.committed.item(row), computed // rows.page_size
             digests = self._hasher_of(0, row, context).digests(context.tokens, first, last)
@@ -353,7 +351,7 @@ class Replicas:
             self.each[share.replica].publish(share.rows, computed[share.at], pages)
         if looked is not None or len(full) < len(self.each):  # else that has told of all
             self._computed(gathered)
-        if self._partial is not None:
+        if self._partial:
             _learn(self._partial, gathered, full)
         if gathered.has_futures:
             gathered.due = UNKNOWN
@@ -407,7 +405,7 @@ class Replicas:
             replica.mend_pool()
         for tiers in self._all_tiers:
             tiers.mend()
-        for partial in self._partial or ():
+        for partial in self._partial:
             partial.clear()
         if self._events is not None:
             self._events.agree(self._indexes, self.each[0].tables.count)

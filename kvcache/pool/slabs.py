@@ -57,7 +57,7 @@ def num_slabs(num_pages: int, slab_pages: int) -> int:
 class SlabPool(PagePool):
     """A pool some of whose pages are taken as slabs. Slab s is the pages from `s * slab_pages` on, slab 0 never taken.
 
-    The pages of a slab that is taken have one holder. `cached` and `moves` are set by whoever takes slabs.
+    The pages of a slab that is taken have one holder. Whoever takes slabs sets `cached`, and calls `move_by`.
     """
 
     def __init__(self, num_pages: int, digest_words: int, slab_pages: int, order: EvictionOrder | None = None) -> None:
@@ -103,6 +103,10 @@ class SlabPool(PagePool):
         page = super().allocate_one()
         self._last_evicted = max(self._last_evicted, self._used.item(page))
         return page
+
+    def move_by(self, moves: PageMoves) -> None:
+        """Held pages give way to slabs from now on, as far as `moves` can move them."""
+        self.moves = moves
 
     # ---- slabs
 

@@ -64,11 +64,9 @@ class ReplicaStates(RequestStates):
             raise InvariantError("a manager without recurrent layers has no states")
         self._replica = replica = placed.replica
         words, pool = DIGEST_BYTES[params.hash_algorithm] // 8, replica.pool
-        self._moves: ReplicaPageMoves | None = None
+        self._moves = ReplicaPageMoves(replica, functools.partial(placed.copy_pages_of, placed))
         if isinstance(pool, SlabPool):
-            self._moves = pool.moves = ReplicaPageMoves(
-                replica, lambda sources, targets: placed.copy_pages_of(placed, sources, targets)
-            )
+            pool.move_by(self._moves)
             slabs = StateSlabs(state_layouts(params.states, len(devices)), pool, placed.rows)
             self.pages = StatePages(params.states, pool.num_slabs, devices, words, slabs, replica.mark)
         else:
@@ -97,8 +95,7 @@ class ReplicaStates(RequestStates):
 
     def claim(self, request_id: str, row: int) -> None:
         self.pages.allocate(request_id)
-        if self._moves is not None:
-            self._moves.claimed(row)
+        self._moves.claimed(row)
 
     def release(self, request_id: str) -> None:
         self._kept.leave(request_id)
@@ -189,13 +186,11 @@ class ReplicaStates(RequestStates):
 
     def fetched(self, rows: Rows) -> None:
         """A model reads the pages of these rows, until their `step`: they stay where they are."""
-        if self._moves is not None:
-            self._moves.fetched(rows)
+        self._moves.fetched(rows)
 
     def stepped(self, rows: Rows, computed: Ints) -> None:
         """It has run, up to these tokens: of those at the end of a page copies are kept, where they pay."""
-        if self._moves is not None:
-            self._moves.stepped(rows)
+        self._moves.stepped(rows)
         if self.keeps:
             self._kept.computed(rows, computed)
 
@@ -237,8 +232,7 @@ class ReplicaStates(RequestStates):
                     f"request {request_id!r}: its pages hold {table.num_tokens} tokens, its state has taken up {tokens}"
                 )
             self.pages.tell(request_id)
-        if self._moves is not None:
-            self._moves.told(self._replica.rows.row_of[request_id])
+        self._moves.told(self._replica.rows.row_of[request_id])
         return _with_state(table, self.pages.page_of(request_id))
 
     def begin_import(self, context: Context, pending: PendingImport) -> None:

@@ -111,7 +111,7 @@ class FileTier(LowerTier):
 
     def tick(self) -> None:
         self._take_up()
-        if self._writing is None and self._queue:
+        if self._queue and not self._writes:
             queued = sum(len(digests) for _, digests in self._queue)
             if queued >= self.pages_a_file or self._clock() - self._queue[0][0] > _LONGEST_QUEUED_S:
                 self._begin_write()
@@ -124,12 +124,11 @@ class FileTier(LowerTier):
 
     def flush(self) -> None:
         """Write everything that was offered, and wait for it."""
-        while self._writing is not None or self._queue:
-            if self._writing is None:
+        while self._writes or self._queue:
+            if not self._writes:
                 self._begin_write()
-            else:
-                wait([self._writing.done])
-                self._take_up()
+            wait([job.done for job in self._writes])
+            self._take_up()
 
     def reset(self) -> None:
         """Forget every file, so that no process finds them: the folder starts anew."""
@@ -251,7 +250,7 @@ class FileTier(LowerTier):
         parts = self._host.parts(slots)
         names = self._layout.names(digests, self._host.pool.index.tables_of(slots))
         named = self._writer.submit(_write, self._folder, self._layout, names, parts, self._write_io)
-        self._writing = Job(named, partial(self._take_written, named, names), slots)
+        self._writes.append(Job(named, partial(self._take_written, named, names), slots))
 
     def _unqueue(self, count: int) -> None:
         while count:

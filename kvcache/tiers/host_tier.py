@@ -103,7 +103,7 @@ class LowerTier:
         self._reader = ThreadPoolExecutor(1, f"pagewire-{of}-reads")
         self._writer = ThreadPoolExecutor(1, f"pagewire-{of}-writes")
         self._jobs: deque[Job] = deque()  # of the thread of reads, in order
-        self._writing: Job | None = None
+        self._writes: deque[Job] = deque()  # of the thread of writes: one at a time
         self._paused_until = 0.0  # after what has failed
         self.written: int = 0  # pages so far
         self.read: int = 0  # likewise
@@ -167,7 +167,7 @@ class LowerTier:
     @property
     def held_slots(self) -> list[Slots]:
         """The host slots of each open read and write."""
-        return [job.slots for job in (*self._jobs, *([self._writing] if self._writing else ()))]
+        return [job.slots for job in (*self._jobs, *self._writes)]
 
     def settle(self) -> None:
         """Wait until both threads have done all that they were given."""
@@ -178,7 +178,7 @@ class LowerTier:
     def mend(self) -> None:
         """Begin anew with nothing known of what is there, once the threads have settled."""
         self._jobs.clear()
-        self._writing = None
+        self._writes.clear()
 
     @abstractmethod
     def check(self) -> None:
@@ -187,15 +187,16 @@ class LowerTier:
     # ---- inside
 
     def _take_up_reads(self) -> None:
-        while self._jobs and self._jobs[0].done.done():
-            self._end(self._jobs.popleft())
+        self._take_up_from(self._jobs)
 
     def _take_up(self) -> None:
         """Take up all that the threads have done."""
         self._take_up_reads()
-        if self._writing is not None and self._writing.done.done():
-            job, self._writing = self._writing, None
-            self._end(job)
+        self._take_up_from(self._writes)
+
+    def _take_up_from(self, jobs: deque[Job]) -> None:
+        while jobs and jobs[0].done.done():
+            self._end(jobs.popleft())
 
     def _end(self, job: Job) -> None:
         try:

@@ -184,27 +184,26 @@ class ObjectTier(LowerTier):
 
     def tick(self) -> None:
         self._take_up()
-        if self._writing is not None or self._clock() < self._paused_until:
+        if self._writes or self._clock() < self._paused_until:
             return
         if self._epoch is None:
             if self._queue and not self._jobs:
                 self._ask([])
         elif self._untold:
             tell = partial(self._tell, self._epoch)
-            self._writing = self._job(self._writer, tell, self._take_told, [], NO_SLOTS)
+            self._writes.append(self._job(self._writer, tell, self._take_told, [], NO_SLOTS))
         elif self._queue:
             self._begin_write(self._epoch)
 
     def flush(self) -> None:
         """Write what is queued, and wait for it: `_LONGEST_FLUSH_S` at most, and only while the store answers."""
         deadline = self._clock() + _LONGEST_FLUSH_S
-        while (self._queue or self._untold or self._writing is not None) and self._clock() < deadline:
+        while (self._queue or self._untold or self._writes) and self._clock() < deadline:
             self.tick()
             if self._clock() < self._paused_until:
                 return
-            job = self._writing or (self._jobs[0] if self._jobs else None)
-            if job is not None:
-                wait([job.done], max(0.0, deadline - self._clock()))
+            if jobs := self._writes or self._jobs:
+                wait([jobs[0].done], max(0.0, deadline - self._clock()))
 
     def reset(self) -> None:
         """Forget all earlier objects. Processes that start later ignore them too, once the store has been told."""
@@ -426,7 +425,7 @@ class ObjectTier(LowerTier):
             pool.hold(slots)
             pages = [self._host.parts(each) for each in held]
             work = partial(self._write, epoch, batch, pages, frozenset(self._broken & batch.keys()))
-            self._writing = self._job(self._writer, work, partial(self._take_written, batch), [], slots)
+            self._writes.append(self._job(self._writer, work, partial(self._take_written, batch), [], slots))
 
     def _write(
         self, epoch: str, batch: dict[bytes, Digests], pages: list[list[list[Part]]], broken: frozenset[bytes]

@@ -98,15 +98,15 @@ def test_a_file_that_is_not_full_is_written_late(served: Make) -> None:
     for passed, writes in ((0.0, False), (0.99, False), (1.01, True)):
         now = 100.0 + passed
         files_of(it).tick()
-        assert (files_of(it)._writing is not None) == writes
+        assert bool(files_of(it)._writes) == writes
     files_of(it).flush()
     assert it.manager.metrics.file_blocks_written == 4
     now = 200.0
     it.serve([7, *range(48)])
     it.tiers.settle()
     files_of(it).tick()
-    assert files_of(it)._writing is not None  # a full one is written at once
-    assert len(files_of(it)._writing.slots) == 10
+    assert files_of(it)._writes  # a full one is written at once
+    assert len(files_of(it)._writes[0].slots) == 10
 
 
 def test_what_the_host_has_lost_comes_back_from_files(served: Make) -> None:
