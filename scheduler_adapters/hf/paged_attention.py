@@ -19,7 +19,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvcache.layer_groups import LayerGroup
 from kvcache.types import RaggedKVCacheInputs
 from scheduler_adapters.errors import UnsupportedModelError
-from scheduler_adapters.hf.quantized import dequantized, quantized
 
 NULL_PAGE = 0
 Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -340,3 +339,23 @@ def _refuse_unsupported(
     layer_types = getattr(getattr(module, "config", None), "layer_types", None)
     if layer_types and layer_types[int(module.layer_idx)] == "sliding_attention" and sliding_window is None:  # type: ignore[arg-type]
         raise UnsupportedModelError(f"{name} is a sliding-window layer but does not tell attention its window")
+
+
+def quantized(states: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of `dtype` and their scales, such that the largest value of each scale is the largest of the type.
+
+    `states` is `[tokens, heads, elements]`; of `scales` the pool's type and its last dimension are taken.
+    """
+    groups = states.float().reshape(*states.shape[:-1], scales.shape[-1], -1)
+    limit = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max
+    # In the type that is kept, so that what is read back is divided by what it is multiplied with.
+    found = (groups.abs().amax(-1, keepdim=True) / limit).clamp_min(torch.finfo(scales.dtype).tiny).to(scales.dtype)
+    values = groups / found.float()
+    values = values if dtype.is_floating_point else values.round()
+    return values.clamp(-limit, limit).to(dtype).flatten(-2), found.squeeze(-1)
+
+
+def dequantized(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Quantised values `[..., elements]`, multiplied by their scales, as elements of `dtype`."""
+    groups = values.float().reshape(*values.shape[:-1], scales.shape[-1], -1)
+    return (groups * scales.float()[..., None]).flatten(-2).to(dtype)

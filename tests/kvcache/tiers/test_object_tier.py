@@ -12,7 +12,7 @@ import pytest
 from kvcache import InvariantError
 from kvcache.pool.index import NO_PAGE
 from kvcache.tiers import object_tier as module
-from kvcache.tiers.read_rates import ReadRates
+from kvcache.tiers.object_tier import ReadRates
 from tests.kvcache.served import Served
 from tests.kvcache.tiers.stored_objects import COUNT, DAMAGE, StoredObjects, objects_of, settled
 

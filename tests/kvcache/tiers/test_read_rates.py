@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache.tiers.read_rates import ReadRates
+from kvcache.tiers.object_tier import ReadRates
 
 
 def rates(answer_s: float = 0.5, page_s: float = 0.125, compute_page_s: float | None = 0.25) -> ReadRates:
