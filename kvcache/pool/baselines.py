@@ -1,4 +1,4 @@
-"""Baselines: hits that plain LRU, or full trust in hints, would have had; and the share that hints earn by them."""
+"""Baselines: the hits of plain LRU, and of hints that are fully trusted; and the share that hints earn against them."""
 
 from collections import OrderedDict
 
@@ -11,42 +11,42 @@ from kvcache.pool.lru_order import LruOrder
 from kvcache.retention import PageHints
 
 Words = NDArray[np.uint64]
-"""The first word of each page's digest, in logical order: enough to tell pages apart, nearly always."""
+"""The first word of each page's digest, in logical order. It nearly always tells two pages apart."""
 
-# Pages that a baseline keeps, at least, where the pool has as many. Fewer cost less and say less: on public traces, by
-# three samplings, hit rates stayed within 0.4 points of those with every page looked at, with 4,096 within 0.2.
+# A baseline keeps at least this many pages, if the pool has as many. A smaller sample costs less and is less exact: on
+# public traces, over three samplings, its hit rates were within 0.4 points of an unsampled LRU; 4,096 gave 0.2.
 _LEAST_SAMPLE = 1024
 _FIRST_SHARE = 0.2
-_LEAST_SHARE = 0.02  # what is never asked could never prove right again
+_LEAST_SHARE = 0.02  # a share of 0 would ignore all hints, so they could never earn more
 _STEP = 8.0
 _CREDIT = 0.25  # of the pool's pages
 _CREDIT_OF_LOOKUPS = 0.01
 
 
 class LruBaseline:
-    """A plain LRU of digests, of as many pages as the pool has: one digest in `rate`, and so many times less room.
+    """A plain LRU of digests for a pool of `num_pages` pages. It samples one digest in `rate`, in as much less room.
 
-    The sample is by digest, so a page is in it at each of its uses or at none; counts of such a sample stand for the
-    whole (C. Waldspurger and others, "Efficient MRC construction with SHARDS", FAST 2015).
+    The sample is by digest: all uses of a page are in it, or none is. The counts of such a sample scale to the whole
+    pool (C. Waldspurger and others, "Efficient MRC construction with SHARDS", FAST 2015).
     """
 
     def __init__(self, num_pages: int) -> None:
         self.rate = 1
         while num_pages // (2 * self.rate) >= _LEAST_SAMPLE:
             self.rate *= 2
-        # None of these bits is set in the first word of a digest that is looked at: others than the prefix index takes.
+        # A digest is in the sample if its first word has none of these bits. The prefix index uses other bits.
         self.mask = np.uint64((self.rate - 1) << 32)
         self._room = max(1, num_pages // self.rate)  # as of the last visit
         self._kept: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     def count(self, words: Words) -> int:
-        """How many of `words` are looked at."""
+        """The number of `words` that are in the sample."""
         return len(self._sample(words))
 
     def visit(self, words: Words, room: int) -> int:
-        """A request comes for these pages: how many of those looked at it finds, from the first on. They stay.
+        """A request asks for these pages, which are the newest from now on. Returns how many sampled ones it finds.
 
-        `room`: pages of the pool that can hold what can be found, now.
+        Counts the run of hits from the first page. `room`: pages of the pool that can hold cached pages at present.
         """
         self._room = max(1, room // self.rate)
         sample, kept = self._sample(words), self._kept
@@ -55,11 +55,11 @@ class LruBaseline:
         return found
 
     def touch(self, words: Words) -> None:
-        """These pages were used, the first of them last."""
+        """These pages were used; the first one counts as used last."""
         self._touch(self._sample(words))
 
     def forget(self, words: Words) -> None:
-        """These pages left the pool by another's decision than that of any order."""
+        """These pages left the pool for another reason than eviction."""
         for word in self._sample(words):
             self._kept.pop(word, None)
 
@@ -81,11 +81,11 @@ class LruBaseline:
 
 
 class HintedBaseline:
-    """The order of a pool's hints at a `share` of its own, over the same sample of digests as an `LruBaseline` has.
+    """The hinted order of a pool, at a fixed `share`, over the same sample of digests as an `LruBaseline`.
 
-    The real cache shows what hints are worth at the share that they have now. A share may be too small to hold any page
-    until it is asked for again, and then right hints show nothing: this baseline tells them from wrong ones. Its calls
-    mean what those of an `LruBaseline` mean.
+    The real cache shows only what hints are worth at their present share. If that share is too small to keep any page
+    until its next request, right hints gain nothing and look like wrong ones. This baseline tells the two apart. Its
+    methods mean the same as those of `LruBaseline`.
     """
 
     def __init__(self, num_pages: int, rate: int, mask: np.uint64, share: float) -> None:
@@ -106,17 +106,17 @@ class HintedBaseline:
         return found
 
     def widen(self, width: float) -> None:
-        """A page of this order stands for so many of the pool."""
+        """A lead is counted in pages of the pool; each page of this order stands for `width` of them."""
         self._order.lead_by(max(1, int(self._most / width)))
 
     def touch(self, words: Words) -> None:
         self._append(self._take(words[self._sampled(words)].tolist()))
 
     def leave(self, words: Words, hints: PageHints | None) -> None:
-        """A request leaves these pages and says `hints` of them, or nothing."""
+        """A request releases these pages, with `hints` for them, or None."""
         at = self._sampled(words)
         pages = self._take(words[at].tolist())
-        if hints is not None:  # of those that were taken
+        if hints is not None:  # `_take` may have dropped the end
             at = at[: len(pages)]
             hints = hints.of(at)
         self._order.hint(pages, hints)
@@ -136,9 +136,9 @@ class HintedBaseline:
         return np.flatnonzero(words & self.mask == 0)
 
     def _take(self, words: list[int]) -> Pages:
-        """Take these pages out of the order, or make them by evicting the first. Drops the end of too many words."""
+        """Take these pages out of the order, evicting others to add new ones. Drops the end if there are too many."""
         del words[self._room :]
-        if len(set(words)) < len(words):  # pages that their first words do not tell apart: made to mislead us
+        if len(set(words)) < len(words):  # different pages with equal first words: only an attacker makes those
             words = []
         known = [self._ids[word] for word in words if word in self._ids]
         if known:
@@ -167,18 +167,18 @@ class HintedBaseline:
 
 
 class HintShare:
-    """Which share of a pool may follow hints. It is earned.
+    """The share of a pool's idle pages that follows hints. Hints have to earn it.
 
-    A page hit that plain LRU would have missed adds to the share, one that it would have had takes away from it, each
-    `_STEP` pages' worth. So wrong hints lose an eighth of the share that they had, in pages, and are out; right ones
-    have all that may be had after a few times the pool's pages. Measured on public traces at 1,000 to 30,000 blocks:
-    with hints that are all inverted the loss against plain LRU is 0.6 points of hit rate at most.
+    Each page hit that plain LRU would have missed adds `_STEP` pages to the share. Each hit that plain LRU would have
+    had and the cache missed takes as many away. So wrong hints are out after they have cost an eighth of their share,
+    in pages, and right hints have the largest share after a few times the pool's pages. On public traces at 1,000 to
+    30,000 blocks, hints that are all inverted lose at most 0.6 points of hit rate against plain LRU.
 
-    A share that holds less than what is hinted comes again for may hit nothing at all, and would stay as it is whatever
-    the hints are worth. So the largest share is tried beside the real one: while it promises more hits than plain LRU
-    and the real share have, the share follows what it promises. A promise is believed on credit. Pages that the real
-    cache hits less than plain LRU use the credit up; it is a part of the pool, and grows by a part of the lookups. That
-    bounds what a promise that does not come true can cost.
+    A share too small to keep a hinted page until its next request hits nothing, and would never change, whatever the
+    hints are worth. So a baseline tries the largest share beside the real one. While the baseline is ahead of plain LRU
+    and of the real share, the share follows the baseline. That promise is believed on credit. Pages that the real cache
+    hits less than plain LRU use up the credit, which begins as a part of the pool and grows by a part of the lookups.
+    The credit bounds the cost of a promise that does not come true.
 
     Attributes:
         value: the share now, 0.0 to `most`.
@@ -194,7 +194,7 @@ class HintShare:
     def learn(self, gained: int, promised: int, looked: int) -> None:
         """Adjust the share after a lookup of `looked` pages.
 
-        `gained`: hits above those of plain LRU; `promised`: the same for hints at their largest share.
+        `gained`: hits of the cache minus those of plain LRU. `promised`: the same for the largest share.
         """
         learned = promised if self._promise > 0 and self._credit > 0 else gained
         most = self._num_pages / _STEP

@@ -1,13 +1,14 @@
-"""`HintedOrder`: another order, biased by retention hints. Frees nothing.
+"""`HintedOrder`: an eviction order biased by retention hints, over another order. It frees no page.
 
-A bounded share of the idle pages follows the hints, the rest the other order, which is plain LRU as a rule:
+A bounded share of the idle pages follows the hints. The rest follows the other order, as a rule plain LRU:
 
     release ──► recent: the newest (1 - share), LRU ──oldest──► older: one LRU order a kind of hint ──► evicted
 
-`older` gives the page of the lowest rank. The rank of a page is its place in the LRU order plus a lead by its hint, of
-so many pool sizes: a page that is worth more lives so much longer, then it goes as if nobody had said anything. So a
-hint decays and never pins, and whatever the hints say, the cache holds what plain LRU would hold in a pool smaller by
-the share. Rejected: strict classes, which pin; and leads without a share, whose cost by wrong hints has no bound.
+`older` evicts the page of the lowest rank. The rank of a page is its place in the LRU order plus a lead, which its hint
+gives in pool sizes. A page of a higher level lives longer by that lead, then goes as if it had no hint. So a hint
+decays and never pins a page. Whatever the hints are, the cache keeps what plain LRU keeps in a pool that is smaller by
+the share.
+Rejected: strict classes, which pin pages; and leads without a share, as wrong hints would cost without bound.
 """
 
 import time
@@ -21,28 +22,28 @@ from kvcache.eviction_order import BY_HINT, EvictionOrder, Indices, Pages, Reaso
 from kvcache.pool.lru_order import LruOrder, OrderLog
 from kvcache.retention import LEVEL_OF, LEVELS, NEUTRAL, SHARED, PageHints, Times, merge_codes
 
-# Pool sizes that one level is worth. On public traces twice as much gives the same hits within 1 %, also where every
-# fifth hint is wrong, and half as much up to 4 % fewer.
+# The lead of one level, in pool sizes. On public traces a lead twice as long gives the same hits within 1 %, also if
+# every fifth hint is wrong; half as long gives up to 4 % fewer.
 _LEAD = 2
 _LAST = 1 << 62
 KINDS = SHARED + 1
-"""Kinds of hint, each of which has an order."""
+"""The number of kinds of hint. Each kind has an LRU order."""
 
 
 class HintedOrder(EvictionOrder):
-    """The idle pages of one pool in the order in which they go. See the module.
+    """The idle pages of one pool in their order of eviction, see the module's docstring.
 
-    `recent` has the pages that are idle now. `clock` gives seconds, for hints with a time to live.
+    `recent` holds the pages that are idle at present. `clock` returns seconds, for hints with a time to live.
 
     Attributes:
-        share: how much of the idle pages follows hints; `trust` changes it.
+        share: the share of idle pages that follows hints; `trust` changes it.
     """
 
     def __init__(
         self, num_pages: int, recent: EvictionOrder, clock: Callable[[], float] = time.monotonic, share: float = 0.0
     ) -> None:
         self.share = share
-        # The hint for each page, set while the page is not idle.
+        # The hint of each page. It is set while the page is not idle.
         self.codes = np.full(num_pages + 1, NEUTRAL, np.uint8)
         self._clock = clock
         self._num_pages = num_pages
@@ -51,17 +52,17 @@ class HintedOrder(EvictionOrder):
         self._log = OrderLog(num_pages, KINDS)
         self._older: dict[int, LruOrder] = {}  # by code
         self._settled = np.zeros(num_pages + 1, np.bool_)  # pages of `_older`
-        self._since = np.zeros(num_pages + 1, np.int64)  # of each page of `_older`, its place in the LRU order
+        self._since = np.zeros(num_pages + 1, np.int64)  # by page of `_older`: its place in the LRU order
         self._expires: Times | None = None
         self._places = 0
-        self._renewed = 0  # of the pages to be settled, in place of how many others left the order
+        self._renewed = 0  # pages that were put back into the order: as many settle next without a new place
         self.count = recent.count
 
     def trust(self, share: float) -> None:
         self.share = share
 
     def lead_by(self, pages: int) -> None:
-        """A lead is so many times that many pages long from now on; of the whole pool, unless told otherwise."""
+        """Set the length of a lead to `_LEAD` times `pages` a level. The default is the whole pool."""
         self._lead_pages = pages
 
     def hint(self, pages: Pages, hints: PageHints | None) -> None:
@@ -75,7 +76,7 @@ class HintedOrder(EvictionOrder):
     def forget(self, pages: Pages) -> None:
         self.codes[pages] = NEUTRAL
 
-    def renew(self, pages: Pages) -> None:  # a hint does not wear off by that
+    def renew(self, pages: Pages) -> None:  # the hints of renewed pages stay
         self._renewed += int(np.count_nonzero(self._settled[pages]))
 
     def moved(self, sources: Pages, targets: Pages) -> None:
@@ -85,7 +86,7 @@ class HintedOrder(EvictionOrder):
             self._expires[targets] = self._expires[sources]
 
     def append(self, pages: Pages | Indices) -> None:
-        if not len(pages):  # what has just left the order is made up for by who comes, not by who does not
+        if not len(pages):  # only a page that comes may push recent pages into `_older`
             return
         self._recent.append(pages)
         self.count += len(pages)
@@ -117,7 +118,7 @@ class HintedOrder(EvictionOrder):
         self.codes[gone] = NEUTRAL
         return gone, reasons
 
-    def leads(self, pages: Pages | Indices) -> NDArray[np.float64]:  # as far as hints are trusted
+    def leads(self, pages: Pages | Indices) -> NDArray[np.float64]:  # scaled by the share that hints have earned
         return (LEVEL_OF[self.codes[pages]].astype(np.float64) - NEUTRAL) * (_LEAD * self.share)
 
     def first_lead(self) -> float:
@@ -128,14 +129,14 @@ class HintedOrder(EvictionOrder):
     def first(self) -> int:
         return self._recent.first() if self.count == self._recent.count else self._older[self._lowest()[0]].first()
 
-    def positions(self, pages: Indices) -> Indices:  # settled pages by their place in the LRU order, below 0
+    def positions(self, pages: Indices) -> Indices:  # settled pages have negative positions, in LRU order
         return np.where(self._settled[pages], self._since[pages] - self._places, self._recent.positions(pages))
 
     def pages(self) -> Pages:
         return np.concatenate([*(order.pages() for order in self._older.values()), self._recent.pages()])
 
     def mend(self, pages: Indices) -> None:
-        """As the base; those that follow hints come before the others, as ever."""
+        """As the base. Pages that followed hints still come before the others."""
         settled = self._settled[pages]
         older = pages[settled]
         self._recent.mend(pages[~settled])
@@ -170,7 +171,7 @@ class HintedOrder(EvictionOrder):
         return taken[0] if len(taken) == 1 else np.concatenate(taken) if taken else np.zeros(0, np.int32)
 
     def _settle(self, pages: Pages) -> None:
-        """The oldest of the recent pages go to the orders of their hints."""
+        """Move `pages`, the oldest of `recent`, to the orders of their hints."""
         renewed = min(self._renewed, len(pages))
         self._renewed -= renewed
         self._since[pages] = self._places + np.maximum(0, np.arange(len(pages)) - renewed)
@@ -183,7 +184,7 @@ class HintedOrder(EvictionOrder):
             self._older[code].append(pages[codes == code])
 
     def _pop_older(self, most: int) -> Pages:
-        """The pages of the lowest rank, of one kind, as many as are below all others, `most` at most."""
+        """Pop the pages of the lowest rank: pages of one kind, up to `most`, that all rank below every other kind."""
         chosen, bound, now = self._lowest()
         order = self._older[chosen]
         pages = order.oldest(most)
@@ -196,7 +197,7 @@ class HintedOrder(EvictionOrder):
         return pages
 
     def _lowest(self) -> tuple[int, int, float]:
-        """The kind whose oldest page has the lowest rank, the lowest rank of another, and what time it is."""
+        """The kind whose oldest page has the lowest rank, the lowest rank of the other kinds, and the present time."""
         now = self._clock() if self._expires is not None else 0.0
         ranks: list[tuple[int, int]] = []
         for code, order in self._older.items():
@@ -211,9 +212,9 @@ class HintedOrder(EvictionOrder):
         return (int(LEVEL_OF[code]) - NEUTRAL) * _LEAD * self._lead_pages
 
     def _expired(self, code: int, pages: Pages, now: float) -> tuple[bool, int]:
-        """Whether the hint of the first of `pages`, oldest first, is worth nothing any more, and of how many in a row.
+        """Whether the hint of the first of `pages`, oldest first, has expired, and for how many in a row that holds.
 
-        The classes of time to live see to it that a page does not wait long behind one whose hint lives longer.
+        A kind has one class of time to live, so a page never waits long behind one whose hint lives longer.
         """
         if self._expires is None or code == SHARED or code < LEVELS:
             return False, len(pages)

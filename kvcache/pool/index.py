@@ -1,9 +1,9 @@
-"""`PrefixIndex`: page digest → page, for a whole prompt in a few numpy operations.
+"""`PrefixIndex`: digest → page, for a whole prompt in a few numpy operations.
 
-A hash table with chained buckets whose links are arrays: no Python object per page, and a removal frees its place at
-once. Open addressing was rejected: its tombstones ask for a rebuild of the whole table now and then. The chains are
-linked both ways, and the heads of the buckets are links as any other: so many removals are four operations, where
-following the chains of a full pool takes a dozen for each page that one of them is long.
+A hash table with chained buckets whose links are arrays: no Python object a page, and a removal frees its entry at
+once. Open addressing was rejected, as its tombstones call for a rebuild of the whole table now and then. The chains are
+doubly linked, and the heads of buckets are links like any other. So many pages are removed in four operations; a walk
+along the chains of a full pool would take a dozen operations a link of the longest chain.
 """
 
 import numpy as np
@@ -17,42 +17,42 @@ Digests = NDArray[np.uint64]
 Buckets = NDArray[np.intp]
 
 NO_PAGE = 0  # the null page is never published
-_FEW = 16  # chains that are followed one by one
+_FEW = 16  # up to so many chains are followed one by one
 _SIGNED = np.dtype(np.int64)
 INDEX = np.dtype(np.intp)
-"""The integer type that numpy uses for indexing; others take it about twice as long."""
+"""The integer type that numpy uses for indexing. Indexing with another type takes about twice as long."""
 
 
 class PrefixIndex:
-    """Published pages by digest, of `digest_words` 64-bit words. Every hit compares the whole digest."""
+    """Published pages by their digests of `digest_words` 64-bit words. A hit always compares the whole digest."""
 
     def __init__(self, num_pages: int, digest_words: int) -> None:
         self.digest_words = digest_words
         buckets = 1 << max(3, (num_pages - 1).bit_length())
         self._bucket_mask = buckets - 1
-        self._bucket_masks = np.array(self._bucket_mask)  # for arrays: a number takes twice as long
-        # The link of each page, then that of each bucket: the page that follows it in its chain, `NO_PAGE` at the end.
+        self._bucket_masks = np.array(self._bucket_mask)  # numpy takes twice as long for a Python int
+        # The link of each page, then of each bucket: the next page in its chain, `NO_PAGE` at the end.
         self._links = np.zeros(num_pages + 1 + buckets, np.int32)
-        self._before = np.zeros(num_pages + 1, np.int32)  # of each published page, which link names it
+        self._before = np.zeros(num_pages + 1, np.int32)  # by published page: the link that names it
         self._first = num_pages + 1  # the link of the first bucket
-        self._heads = self._links[self._first :]  # the same memory
+        self._heads = self._links[self._first :]  # a view
         self._digests = np.zeros((num_pages + 1, digest_words), np.uint64)
-        # The same memory, an item a page: here and below `put` and `take` last a quarter of what rows by index do.
+        # A view with one item a page. Here and below, `put` and `take` cost a quarter of indexing by rows.
         self._records = self._digests.view(f"V{8 * digest_words}").reshape(-1)
-        self._words = self._digests[:, 0]  # enough to tell two digests apart, nearly always
-        self._linked = np.zeros(len(self._links), np.bool_)  # whose link is one of a chain: buckets, published pages
+        self._words = self._digests[:, 0]  # the first word nearly always tells two digests apart
+        self._linked = np.zeros(len(self._links), np.bool_)  # the links that are in a chain: buckets, published pages
         self._linked[self._first :] = True
-        self.published = self._linked[: self._first]  # the same memory
+        self.published = self._linked[: self._first]  # a view
         self.generation = 0  # counts the changes: a match made at the same generation still stands
         self.journal = Journal()  # of the pool
-        self.tables: Buckets | None = None  # by page what is added to it, its block table; None: there is one
+        self.tables: Buckets | None = None  # by page: the block table that `find` adds to it; None: one table
 
     def find(self, digests: Digests) -> Pages:
-        """The published page of each digest, `NO_PAGE` where there is none. int32 `[len(digests)]`."""
+        """The published page of each digest, `NO_PAGE` if there is none. int32 `[len(digests)]`."""
         return self._find(digests, self._buckets(digests))
 
     def may_have(self, digests: Digests) -> bool:
-        """Whether a published page has the first word of the first digest: a cheap question before a costly one."""
+        """Whether a published page has the first word of the first digest: a cheap test before a full lookup."""
         word = digests.item(0)
         return self._follow(self._heads.item(word & self._bucket_mask), word) != NO_PAGE
 
@@ -64,10 +64,10 @@ class PrefixIndex:
         return pages[: (pages == NO_PAGE).argmax()]
 
     def publish(self, pages: Pages, digests: Digests) -> Pages:
-        """Make `pages` findable by `digests`, distinct; the page of each by now: one published before, if there is."""
+        """Publish `pages` under distinct `digests`. Returns the page of each digest: an older page, if one has it."""
         buckets = self._buckets(digests)
         winners = self._find(digests, buckets)
-        if not np.count_nonzero(winners):  # here and below: for few pages a fourth of what `any` and `all` take
+        if not np.count_nonzero(winners):  # here and below: for few pages a fourth of the cost of `any` and `all`
             self._insert(pages, digests, buckets)
             return pages
         missing = winners == NO_PAGE
@@ -76,7 +76,7 @@ class PrefixIndex:
         return winners
 
     def withdraw(self, pages: Pages) -> None:
-        """Remove published `pages`, all distinct."""
+        """Remove published `pages`, which are distinct."""
         if not pages.size:
             return
         at = pages.astype(INDEX)
@@ -85,7 +85,7 @@ class PrefixIndex:
 
     def _unlink_pages(self, at: Buckets) -> None:
         before = self._before[at]
-        # A page behind one that goes, too, waits for it: each of the two would rewrite a link that the other has read.
+        # If two neighbours in a chain go, the one behind waits: each would rewrite a link that the other has read.
         while (first := np.count_nonzero(linked := self._linked[link := before.astype(INDEX)])) < len(link):
             if not first:
                 raise InvariantError(f"page {at[0]} is not in the chain of its digest")
@@ -101,7 +101,7 @@ class PrefixIndex:
         self._unlink(at, before, link)
 
     def rename(self, pages: Pages, others: Pages) -> None:
-        """What is found in published `pages` is found in `others` from now on: nothing has come or gone."""
+        """Move the digests of published `pages` to `others`. Readers of the journal see no change."""
         self._digests[others] = digests = self.digests_of(pages)
         self.published[pages] = False
         self.generation += 1
@@ -110,7 +110,7 @@ class PrefixIndex:
         self._link(others, self._buckets(digests))
 
     def withdraw_one(self, page: int) -> None:
-        """`withdraw` for one page: a fifth of the cost."""
+        """`withdraw` for one page, at a fifth of the cost."""
         self._changed(page, False)
         self._unlink_one(page)
 
@@ -122,28 +122,28 @@ class PrefixIndex:
         self._before[after] = before
 
     def digests_of(self, pages: Pages | Buckets) -> Digests:
-        """Digests that `pages` are found by, or were when they were withdrawn, uint64 `[len(pages), words]`."""
+        """The digests under which `pages` are, or were last, published: uint64 `[len(pages), words]`."""
         return self._digests.take(pages, axis=0)
 
     def words_of(self, pages: NDArray[np.integer]) -> NDArray[np.uint64]:
-        """The first word of each of these digests, uint64 `[len(pages)]`."""
+        """The first word of the digest of each of `pages`, uint64 `[len(pages)]`."""
         return self._words[pages]
 
     def published_words(self, mask: np.uint64) -> Buckets:
-        """The published pages whose first word has none of the bits of `mask`."""
+        """The published pages whose first word has no bit of `mask`."""
         return np.flatnonzero(self.published & ((self._words & mask) == 0))
 
     def tables_of(self, pages: Pages) -> Buckets | None:
-        """The block table of each of `pages`, None if there is one."""
+        """The block table of each of `pages`; None if the replica has one."""
         return None if self.tables is None else self.tables[pages]
 
     def say_tables(self, pages: Pages, tables: Buckets | None) -> None:
-        """Say which block tables `pages` are of, before they are published."""
+        """Set the block tables of `pages` before they are published."""
         if self.tables is not None and tables is not None:
             self.tables[pages] = tables
 
     def mend(self) -> None:
-        """Rebuild the links from the published pages; keep one of two pages with equal digests. Notifies no reader."""
+        """Rebuild the links from the published pages. Of two pages with equal digests one stays. Notifies no reader."""
         pages = np.flatnonzero(self.published)
         _, once = np.unique(self._records[pages], return_index=True)
         pages = pages[np.sort(once)].astype(np.int32)
@@ -151,7 +151,7 @@ class PrefixIndex:
         stays[pages] = True
         self._links[:] = NO_PAGE
         self.generation += 1
-        self.published[:] = stays  # at once: what interrupts this forgets nothing that is published
+        self.published[:] = stays  # in one assignment: an interrupt here must not lose a published page
         self._link(pages, self._buckets(self.digests_of(pages)))
 
     def clear(self) -> None:
@@ -188,11 +188,11 @@ class PrefixIndex:
                 found[hits if places is None else places[hits]] = current[hits]
                 at[hits] = NO_PAGE
             current = self._links[at]
-            left = current.nonzero()[0]  # those that are behind others in their bucket
+            left = current.nonzero()[0]  # digests whose chains have not ended
             places = left if places is None else places[left]
             current, wanted = current[left], wanted[left]
         at_end = range(len(current)) if places is None else places.tolist()
-        word_of, link_of = self._words.item, self._links.item  # as `_follow`, for half of what the calls of it take
+        word_of, link_of = self._words.item, self._links.item  # inlines `_follow`, at half the cost
         for place, page, word in zip(at_end, current.tolist(), wanted.tolist(), strict=True):
             while page != NO_PAGE and word_of(page) != word:
                 page = link_of(page)  # noqa: PLW2901 - along the chain
@@ -205,13 +205,13 @@ class PrefixIndex:
         return found
 
     def _follow(self, page: int, word: int) -> int:
-        """The first page of a chain, from `page` on, whose digest has this first word."""
+        """The first page of a chain, from `page` on, whose digest has this first word; `NO_PAGE` if there is none."""
         while page != NO_PAGE and self._words.item(page) != word:
             page = self._links.item(page)
         return page
 
     def _find_exactly(self, found: Pages, digests: Digests, buckets: Buckets) -> None:
-        """Two digests share their first word: compare whole digests along the chains, one by one."""
+        """If two digests share their first word: compare whole digests along the chains, one by one."""
         for at in np.flatnonzero(found):
             page = self._heads[buckets[at]]
             while page != NO_PAGE and not np.array_equal(self._digests[page], digests[at]):
@@ -232,9 +232,9 @@ class PrefixIndex:
             heads = self._heads[buckets]
             self._heads[buckets] = pages
             self._links[at] = heads
-            # Where several pages go to one bucket one of them was written: it links to the old head, the rest go again.
+            # Of several pages for one bucket, one was written as its head and links to the old head. The rest go again.
             written = self._heads[buckets]
-            self._before[heads.astype(INDEX)] = written  # that of the null page is written, and never read
+            self._before[heads.astype(INDEX)] = written  # an entry for the null page is never read
             self._before[at] = buckets + self._first
             lost = (written != pages).nonzero()[0]
             if not lost.size:
@@ -242,7 +242,7 @@ class PrefixIndex:
             at, pages, buckets = at[lost], pages[lost], buckets[lost]
 
     def _changed(self, pages: Buckets | int, come: bool, digests: Digests | None = None) -> None:
-        """These pages are published by now, or not any more. Every change of the index passes here."""
+        """Mark `pages` as published (`come`) or not, and notify readers. Every change of the index passes here."""
         self.published[pages] = come
         self.generation += 1
         if told := self.journal.changed:
@@ -250,7 +250,7 @@ class PrefixIndex:
                 tell(pages, come, self._digests.item(pages, -1) if digests is None else digests)
 
     def _unlink(self, at: Buckets, before: Pages, link: Buckets) -> None:
-        """Take `at` out of their chains; `before` is the link of each that names it, and so is `link`, as an index."""
+        """Take `at` out of their chains. `before` has the link that names each page; `link` is the same as `INDEX`."""
         if self._links[link].astype(INDEX).tobytes() != at.tobytes():  # for few pages a third of a comparison
             raise InvariantError(f"page {at[self._links[link] != at][0]} is not in the chain of its digest")
         after = self._links[at]
@@ -258,5 +258,5 @@ class PrefixIndex:
         self._before[after.astype(INDEX)] = before
 
     def _buckets(self, digests: Digests) -> Buckets:
-        """The buckets of `digests`, signed: an `INDEX`."""
+        """The bucket of each digest, as `INDEX`."""
         return digests.view(_SIGNED)[:, 0] & self._bucket_masks

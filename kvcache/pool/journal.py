@@ -1,8 +1,8 @@
-"""`Journal`: what happens to the pages of one pool, told to its readers as it happens.
+"""`Journal`: reports to readers what happens to the pages of one pool.
 
-A reader is told before the call that has caused it returns, in the order in which readers came; who must save a page
-before it is written over comes first. Readers know nothing of each other. News that nobody reads costs one look at an
-empty tuple:
+A reader is called before the call that caused the change returns, in the order in which readers were added. A reader
+that saves pages before they are overwritten comes first. Readers do not know each other. A report that has no reader
+costs one look at an empty tuple:
 
     for tell in pool.journal.found:
         tell(pages)
@@ -20,48 +20,48 @@ Digests = NDArray[np.uint64]
 Indices = NDArray[np.intp]
 
 BY_RESET = 3
-"""Why pages went, beside `BY_TURN`, `BY_HINT` and `BY_QUOTA`: everything was forgotten."""
+"""The reason of evictions by a reset of the cache, beside `BY_TURN`, `BY_HINT` and `BY_QUOTA`."""
 
 
 class PageReader:
-    """A reader of a journal. It has the methods of the news that it reads, and is told of nothing else."""
+    """A reader of a journal. It overrides the methods of the reports that it wants, and gets no others."""
 
     def going(self, pages: Pages) -> None:
-        """The content of `pages` is in them for the last time: they are about to be written over."""
+        """`pages` are about to be overwritten: their content can be copied for the last time."""
 
     def gone(self, pages: Pages, why: Reasons | int) -> None:
-        """`pages` are evicted, each for its reason, or all for one. The index knows their digests for now."""
+        """`pages` were evicted, for one reason each or one for all. The index still has their digests for now."""
 
     def came(self, pages: Pages, digests: Digests) -> None:
-        """`pages` were published just now, and hold what no tier below has brought."""
+        """`pages` were just published. Pages that were fetched from a lower tier are not reported."""
 
     def followed(self, pages: Pages, parents: Pages) -> None:
-        """Each of `pages`, published just now, follows one of `parents` in its prompt; 0: it begins it."""
+        """Each of `pages`, just published, follows the page in `parents` in its prompt; 0: it begins the prompt."""
 
     def found(self, pages: Pages) -> None:
-        """A request goes on with published `pages`."""
+        """A request reuses published `pages`."""
 
     def left(self, rows: NDArray[np.int64], pages: Pages) -> None:
-        """`pages` are about to leave these rows, as no later query of theirs sees them."""
+        """`pages` are about to leave these rows, because later queries no longer see them."""
 
     def changed(self, pages: Indices | int, come: bool, digests: Digests | int) -> None:
-        """The index has `pages` by now, or not any more: their digests; of one page that went the last word alone."""
+        """`pages` were published (`come`) or withdrawn. For one withdrawn page, `digests` is only the last word."""
 
 
 class Journal:
-    """The readers of one pool's pages, by what they read."""
+    """The readers of one pool's reports, by report."""
 
     def __init__(self) -> None:
         self.readers: tuple[PageReader, ...] = ()
         self._sort()
 
     def read(self, reader: PageReader, *, saves: bool = False) -> None:
-        """Tell `reader` from now on. `saves`: before all others. Any thread may call this, and `end`."""
+        """Add `reader`. `saves`: it comes before all others. Any thread may call this, and `end`."""
         self.readers = (reader, *self.readers) if saves else (*self.readers, reader)
         self._sort()
 
     def end(self, reader: PageReader) -> None:
-        """Tell `reader` no more."""
+        """Remove `reader`."""
         self.readers = tuple(one for one in self.readers if one is not reader)
         self._sort()
 

@@ -1,4 +1,4 @@
-"""`LruOrder`: pages in the order in which they came, leaving from its old end or from anywhere."""
+"""`LruOrder`: pages in the order in which they were appended. They leave from the old end or from the middle."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from kvcache.eviction_order import EvictionOrder, Indices, Pages
 from kvcache.pool.index import INDEX
 
 CHUNK = 1 << 12  # entries
-_BITS, _NOWHERE = np.array(12, np.int32), np.array(-1, np.int32)  # numpy takes twice as long for a number of Python's
+_BITS, _NOWHERE = np.array(12, np.int32), np.array(-1, np.int32)  # numpy takes twice as long for a Python int
 _SCAN = 64
 _NEAR = 8  # entries that are looked at one by one
 _LAST = 1 << 62
@@ -17,12 +17,12 @@ class OrderLog:
     """The storage for the entries of up to `most_orders` orders. A page is in one order at a time."""
 
     def __init__(self, num_pages: int, most_orders: int = 1) -> None:
-        # Twice the pool: if no chunk is spare, two neighbours of some order then fit into one. Two more chunks for each
+        # Twice the pool: if no chunk is spare, two neighbours of some order fit into one. Two more chunks for each
         # order hold its oldest and its newest entries.
         chunks = 2 * -(-num_pages // CHUNK) + 2 * most_orders
         self.entries = np.zeros((chunks, CHUNK), np.int32)
         self.stamp = np.full(num_pages + 1, -1, np.int32)
-        self.live = np.zeros(chunks, np.int32)  # entries of each chunk that count
+        self.live = np.zeros(chunks, np.int32)  # by chunk: the number of its entries that count
         self.spare = list(range(chunks))
         self.orders: list[LruOrder] = []
 
@@ -36,26 +36,26 @@ class OrderLog:
 
 
 class LruOrder(EvictionOrder):
-    """Least recently used order of the idle pages, which are published and have no holder.
+    """The least recently used order of idle pages, which are published and have no holder.
 
-    A log of page ids, oldest first, in chunks. An entry counts only while the page's stamp names its place, so a page
-    leaves from the middle by clearing its stamp. An empty chunk is used again; when there is none, two neighbours that
-    fit into one are merged. There are chunks for twice the pool, so two such neighbours exist. No call costs more than
-    what it changes and one chunk: a log squeezed as a whole stops a server of 4 million pages for 50 ms now and then.
+    It is a log of page ids in chunks, oldest first. An entry counts only while the page's stamp names its place, so a
+    page leaves from the middle by clearing its stamp. An empty chunk is reused. If no chunk is spare, two neighbours
+    that fit into one are merged; as there are chunks for twice the pool, such neighbours exist. The cost of a call is
+    bounded by its pages and one chunk. Squeezing the whole log would stop a server of 4 million pages for 50 ms.
     """
 
     by_age = True
 
     def __init__(self, num_pages: int, log: OrderLog | None = None) -> None:
-        self.log = log = log or OrderLog(num_pages)  # of its own, or of several orders of the same pages
+        self.log = log = log or OrderLog(num_pages)  # its own, or shared by several orders of the same pages
         self._log, self._stamp, self._live, self._spare = log.entries, log.stamp, log.live, log.spare
         self._family = log.orders
-        self.chunks: list[int] = []  # of the log, those that are this order's, oldest first
+        self.chunks: list[int] = []  # this order's chunks of the log, oldest first
         self.begin()
-        self._family.append(self)  # last: whoever clears the log begins each of its orders anew
+        self._family.append(self)  # last: `OrderLog.clear` calls `begin` of each order in it
 
     def begin(self) -> None:
-        """The order is empty, and has no chunk of the log but a spare one."""
+        """Empty the order; it keeps one spare chunk of the log."""
         self.chunks.clear()
         self._head = 0  # entries of the oldest chunk that need not be looked at again
         self._filled = CHUNK  # entries of the newest chunk
@@ -67,7 +67,7 @@ class LruOrder(EvictionOrder):
         self.begin_with(pages[np.argsort(np.where(known, self.positions(pages), _LAST), kind="stable")])
 
     def begin_with(self, pages: Indices) -> None:
-        """Just these pages are in the order, oldest first, and none in another one of its log."""
+        """Make this order consist of `pages`, oldest first. Every other order of its log is emptied."""
         self.log.clear()
         self.append(pages)
 
@@ -91,7 +91,7 @@ class LruOrder(EvictionOrder):
         self._stamp[pages] = _NOWHERE
         self.count -= len(pages)
         first = chunks.item(0)
-        if (each := chunks.tobytes()) == each[:4] * len(pages):  # they came together, as the pages of a request do
+        if (each := chunks.tobytes()) == each[:4] * len(pages):  # one chunk has them all, as is usual for a request
             self._live[first] = live = self._live.item(first) - len(pages)
             if not live:
                 self._give_up(first)
@@ -105,7 +105,7 @@ class LruOrder(EvictionOrder):
             raise InvariantError(f"idle order: {count} pages asked for, {self.count} are there")
         chunk, head = self.chunks[0], self._head
         left = self._live.item(chunk) - count
-        if left > 0 and left + count == self._end_of(chunk) - head:  # none has left from its middle: half the cost
+        if left > 0 and left + count == self._end_of(chunk) - head:  # no gaps in the chunk: half the cost
             pages = self._log[chunk, head : head + count].copy()
             self._stamp[pages.astype(INDEX)] = _NOWHERE
             self._live[chunk], self._head = left, head + count
@@ -129,13 +129,13 @@ class LruOrder(EvictionOrder):
         return taken[0].copy() if len(taken) == 1 else np.concatenate(taken) if taken else np.zeros(0, np.int32)
 
     def pop_one(self) -> int:
-        """`pop(1)`, where there is a page: a tenth of the cost."""
+        """`pop(1)` at a tenth of the cost. The order must not be empty."""
         chunk, log, stamp, at = self.chunks[0], self._log, self._stamp, self._head
         start, last = chunk * CHUNK, at + _NEAR
-        # A page of the chunk is there, or none in the order and its head is 0: no need to ask where the chunk ends.
+        # The oldest chunk has a live entry, or the order is empty with head 0: the end of the chunk needs no test.
         while stamp.item(page := log.item(chunk, at)) != start + at:
             at += 1
-            if at == last:  # many that left from the middle
+            if at == last:  # a long gap
                 return int(self.pop(1)[0])
         stamp[page] = -1
         self.count -= 1
@@ -147,7 +147,7 @@ class LruOrder(EvictionOrder):
         return page
 
     def oldest(self, most: int) -> Pages:
-        """The oldest page and some that follow it, `most` at most; they stay. None if the order is empty."""
+        """The oldest page and up to `most - 1` that follow it, without removing them. Empty if the order is empty."""
         chunk = self.chunks[0]
         last = self._end_of(chunk)
         while True:
@@ -162,7 +162,7 @@ class LruOrder(EvictionOrder):
 
     def positions(self, pages: Indices) -> Indices:
         chunks = list(self.chunks)
-        places = np.full(len(self._live) + 1, -1, np.int64)  # the last one is that of the chunk -1
+        places = np.full(len(self._live) + 1, -1, np.int64)  # the last entry is for the stamp -1 of absent pages
         places[chunks] = np.arange(len(chunks)) * CHUNK
         stamps = self._stamp[pages]
         return places[stamps // CHUNK] + stamps % CHUNK
@@ -184,8 +184,8 @@ class LruOrder(EvictionOrder):
             raise InvariantError("idle order: a chunk is lost, or used twice")
 
     def squeeze(self) -> bool:
-        """Put the two neighbours with the fewest entries that count into one chunk. False: none fit."""
-        # The newest chunk is written to, and is left alone while it is not full.
+        """Merge the two neighbouring chunks with the fewest live entries. Returns False if no two fit into one."""
+        # The newest chunk is left out while it is being filled.
         chunks = self.chunks if self._filled == CHUNK else self.chunks[:-1]
         live = self._live[chunks]
         pairs = live[:-1] + live[1:]
@@ -204,7 +204,7 @@ class LruOrder(EvictionOrder):
         return True
 
     def _entries(self, chunk: int, first: int, end: int) -> Pages:
-        """The entries from `first` to `end` of a chunk that count; where all do a view of the log."""
+        """The live entries `first` to `end` of a chunk; a view of the log if all are live."""
         pages, start = self._log[chunk, first:end], chunk * CHUNK
         counts = self._stamp[pages.astype(INDEX)] == np.arange(start + first, start + end, dtype=np.int32)
         return pages if np.count_nonzero(counts) == len(pages) else pages[counts]
@@ -213,14 +213,14 @@ class LruOrder(EvictionOrder):
         return self._filled if chunk == self.chunks[-1] else CHUNK
 
     def _give_up(self, chunk: int) -> None:
-        """No entry of the chunk counts any more."""
+        """Return a chunk without live entries to the spare ones."""
         if chunk == self.chunks[0]:
             self._head = 0
         if len(self.chunks) == 1:
             self._filled = 0
             return
         if chunk == self.chunks[-1]:
-            self._filled = CHUNK  # the one before it is full, and is the newest now
+            self._filled = CHUNK  # the chunk before it is the newest now, and is full
         self.chunks.remove(chunk)
         self._spare.append(chunk)
 

@@ -1,4 +1,4 @@
-"""`OverOrder`: an eviction order over another one. `CheckedOrder`: one over an order that a caller has written."""
+"""`OverOrder`: an eviction order over another one. `CheckedOrder`: checks an order that a caller supplies."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ from kvcache.retention import PageHints
 
 
 class OverOrder(EvictionOrder):
-    """Passes on all that an order over `order` has nothing to add to."""
+    """Base of orders that wrap `order`. It delegates every call that a subclass does not override."""
 
     def __init__(self, order: EvictionOrder) -> None:
         self._order = order
@@ -53,12 +53,12 @@ class OverOrder(EvictionOrder):
 
 
 class CheckedOrder(OverOrder):
-    """An order of a caller's own, which is not believed: no page leaves it that is not idle.
+    """Checks a caller's own order: only idle pages may leave it.
 
-    A page that is handed out while a request holds it would be written over. Each `pop` of a wrong order raises
-    `InvariantError` with what was wrong. The call that needed the pages is interrupted then, and `recover` mends.
+    If an order handed out a page that a request holds, that page would be overwritten. Each wrong result raises
+    `InvariantError`, which says what was wrong. The call that needed the pages is interrupted, and `recover` mends it.
 
-    Raises `InvalidParamsError` for what is no empty `EvictionOrder`.
+    Raises `InvalidParamsError` if `order` is not an empty `EvictionOrder`.
     """
 
     def __init__(self, num_pages: int, order: EvictionOrder) -> None:
@@ -116,7 +116,7 @@ class CheckedOrder(OverOrder):
         return pages
 
     def _idle_ones(self, pages: object, count: int, call: str) -> Pages:
-        """A copy of `pages`, which its maker cannot change any more. Raises unless they are `count` idle ones."""
+        """A copy of `pages`, safe from later changes. Raises unless they are `count` distinct idle pages."""
         if type(pages) is not np.ndarray or pages.dtype.kind not in "iu" or pages.shape != (count,):
             raise InvariantError(f"{self._name}: {call} gave {pages!r:.100}: {count} page numbers are needed")
         wide = pages.astype(np.int64)

@@ -1,4 +1,4 @@
-"""`PagePool`: the state of every page of one replica. The only file that frees a page.
+"""`PagePool`: the state of every page of one replica. Only this file frees pages.
 
 A page is in exactly one state:
 
@@ -7,10 +7,10 @@ A page is in exactly one state:
                  publish │  │ hold (a prefix hit)
                          ▼  │
                        held ──release──► idle ──evict──► held
-                                         published, findable, free to be taken: least recently used first
+                                         published, findable, may be evicted: least recently used first
 
-A page with a writer (a transfer that may still put bytes there) is neither fresh nor idle, whoever held it. A page that
-its last holder lets go while a step is in flight is parked: it has that step as a writer.
+A page with a writer, a transfer that may still put bytes there, is neither fresh nor idle, even without a holder. A
+page that loses its last holder while a step is in flight is parked: that step counts as its writer.
 """
 
 from collections.abc import Callable
@@ -24,32 +24,32 @@ from kvcache.pool.index import INDEX, NO_PAGE, Digests, PrefixIndex
 from kvcache.pool.journal import BY_RESET
 from kvcache.pool.lru_order import LruOrder
 
-_ONE = np.array(1, np.int32)  # numpy takes twice as long for a number of Python's
+_ONE = np.array(1, np.int32)  # numpy takes twice as long for a Python int
 
 
 class PagePool:
-    """Holders, writers and free order of the pages 1 to `num_pages`, in arrays. The null page, 0, is none of them.
+    """Holders, writers and free order of the pages 1 to `num_pages`, in arrays. Page 0 is the null page.
 
     Attributes:
-        idle: the order of the idle pages; `follow` has them in another one.
+        idle: the eviction order of the idle pages; `follow` replaces it.
     """
 
-    beside = 0  # pages that each request takes beside those of its tokens
-    width = 1.0  # pages that are cached, for each that is published
+    beside = 0  # pages that a request takes in addition to those of its tokens
+    width = 1.0  # cached pages for each published page
 
     def __init__(self, num_pages: int, digest_words: int, order: EvictionOrder | None = None) -> None:
         self.num_pages = num_pages
         self.holders = np.zeros(num_pages + 1, np.int32)
         self.writers = np.zeros(num_pages + 1, np.int16)
-        self._writing = 0  # the sum of them: while it is 0, as mostly, no page need be asked
+        self._writing = 0  # the sum of `writers`: while it is 0, as it mostly is, no page is tested
         self.index = PrefixIndex(num_pages, digest_words)
         self.idle = order or LruOrder(num_pages)
-        # A stack whose top is its end: filled downwards, so that the first pages handed out are 1, 2, 3 and so on.
+        # A stack whose top is its end. It is filled downwards, so the first pages handed out are 1, 2, 3 and so on.
         self._fresh = np.arange(num_pages, 0, -1, dtype=np.int32)
         self._fresh_count = num_pages
         self.evictions = 0
         self.journal = self.index.journal
-        # For each step in flight, oldest first, the pages that were let go while it was the newest one.
+        # For each step in flight, oldest first: the pages that were released while it was the newest step.
         self.parked: list[list[NDArray[np.intp]]] = []
 
     @property
@@ -58,11 +58,11 @@ class PagePool:
         return self._fresh_count + self.idle.count
 
     def follow(self, order: EvictionOrder) -> None:
-        """Idle pages go as `order` says from now on, which has just those that are idle now."""
+        """Replace the eviction order by `order`, which must hold exactly the pages that are idle now."""
         self.idle = order
 
     def allocate(self, count: int) -> Pages:
-        """Hand out `count` pages of `free_count`, with one holder each, ascending: neighbours transfer as one run."""
+        """Allocate `count` pages, with one holder each. Ascending, so that neighbours transfer as one run."""
         if count == 1:
             return np.array([self.allocate_one()], np.int32)
         fresh = min(count, self._fresh_count)
@@ -72,7 +72,7 @@ class PagePool:
             told = self.journal
             evicted = self._pop_and_tell(count - fresh) if told.gone else self.idle.pop(count - fresh)
             ascending = evicted.copy()
-            ascending.sort()  # what is known of neighbours is in the same cache line
+            ascending.sort()  # neighbouring pages share cache lines of the arrays
             self.index.withdraw(ascending)
             self.evictions += len(evicted)
             for save in told.going:
@@ -80,12 +80,12 @@ class PagePool:
             pages = np.sort(np.concatenate((pages, evicted))) if fresh else ascending
         else:
             pages = pages.copy()
-            pages.sort()  # half of what `np.sort` takes
+            pages.sort()  # half the cost of `np.sort`
         self.holders[pages.astype(INDEX)] = _ONE
         return pages
 
     def allocate_one(self) -> int:
-        """`allocate(1)`, for the one page that a request grows by: a sixth of the cost."""
+        """`allocate(1)` at a sixth of the cost, for the page by which a request grows."""
         if self._fresh_count:
             self._fresh_count -= 1
             page = int(self._fresh[self._fresh_count])
@@ -101,7 +101,7 @@ class PagePool:
         return page
 
     def next_evicted(self) -> int:
-        """The page that `allocate_one` evicts; 0: none, as there is one that is fresh, or none at all."""
+        """The page that `allocate_one` would evict; 0 if a page is fresh, or if none is free."""
         return 0 if self._fresh_count or not self.idle.count else self.idle.first()
 
     def hold(self, pages: Pages) -> None:
@@ -111,15 +111,15 @@ class PagePool:
         if np.count_nonzero(holders) or (self._writing and np.count_nonzero(self.writers[at])):
             idle = at[(holders == 0) & (self.writers[at] == 0)]
             self.holders[at] = holders + 1
-        else:  # as those of a prompt that nobody runs: a comparison takes three times as long as a count
+        else:  # usual for a prompt that no running request shares: `count_nonzero` costs a third of a comparison
             idle, self.holders[at] = at, _ONE
         if idle.size:
             self.idle.remove(idle)
 
     def release(self, pages: Pages) -> None:
-        """Drop one holder of each of `pages`, distinct and in logical order; unused pages are free.
+        """Drop one holder of each of `pages`, distinct and in logical order. Pages without a holder or writer are free.
 
-        The tail goes first: of a prefix, the last pages are worth the least, as a hit needs all pages before them.
+        The last page is released first, and so evicted first: a hit on a page needs all pages before it.
         """
         at = pages.astype(INDEX)
         holders = self.holders[at] - _ONE
@@ -132,9 +132,9 @@ class PagePool:
         self._free(at[::-1])
 
     def release_each(self, pages: Pages) -> None:
-        """`release` for pages that may be named several times, once for each holder that goes."""
+        """`release` for pages that may occur several times, once for each holder to drop."""
         at = pages.astype(INDEX)
-        if not np.count_nonzero(self.holders[at] != _ONE):  # none is named twice
+        if not np.count_nonzero(self.holders[at] != _ONE):  # with one holder each, no page can occur twice
             self.release(pages)
             return
         first = np.unique(at, return_index=True)[1]
@@ -149,22 +149,22 @@ class PagePool:
         self._free(pages[self._unused(pages)][::-1].astype(INDEX))
 
     def rewrite(self, pages: Pages, digests: Digests, write: Callable[[Pages], None]) -> None:
-        """Have `write` put other content into idle `pages`, which are found by these `digests` then, and used last."""
+        """Let `write` replace the content of idle `pages`, then publish them under `digests` as the newest pages."""
         self.idle.renew(pages)
         self.idle.remove(pages)
         self.idle.forget(pages)
         self.index.withdraw(pages)
-        write(pages)  # while nobody can find them
+        write(pages)  # the index does not find them meanwhile
         self.index.publish(pages, digests)
         self._free(pages.astype(INDEX))
 
     def add_writer(self, pages: Pages) -> None:
-        """A transfer may write to `pages`, which are held, until `drop_writer`."""
+        """Add a writer to held `pages`: a transfer that may write to them until `drop_writer`."""
         self.writers[pages] += 1
         self._writing += len(pages)
 
     def drop_writer(self, pages: Pages) -> None:
-        """That transfer is over for good: its unused pages are free."""
+        """Drop a writer: the transfer cannot write any more. Pages without a holder or writer are free."""
         self.writers[pages] -= 1
         self._writing -= len(pages)
         if np.count_nonzero(unused := self._unused(pages)):
@@ -172,13 +172,13 @@ class PagePool:
             let_go(pages[unused][::-1].astype(INDEX))
 
     def begin_step(self) -> None:
-        """A step is in flight: what is let go from now on is free once it has ended."""
+        """A step is now in flight. Pages released from now on are free only once it has ended."""
         self.parked.append([])
 
     def end_step(self, at: int) -> None:
-        """The step at this place among those in flight has ended: what was parked for it is free.
+        """The step at index `at` of those in flight has ended. The pages that were parked for it are free.
 
-        An older step may read these pages too: they stay parked for that one.
+        If an older step is in flight, it may read these pages too, so they are parked for that step.
         """
         parked = self.parked.pop(at)
         if at:
@@ -191,11 +191,11 @@ class PagePool:
                 self._free(pages[unused])
 
     def would_be_taken(self, pages: Pages) -> int:
-        """How many of `pages` are free now: `hold` takes them from what `allocate` can hand out."""
+        """How many of `pages` are free now: `hold` of them lowers `free_count` by as many."""
         return int(np.count_nonzero(self._unused(pages)))
 
     def would_be_freed(self, pages: Pages) -> int:
-        """How many of `pages` `release` makes free: those with one holder and no writer. None with a step in flight."""
+        """How many of `pages` `release` would free: those with one holder and no writer. 0 if a step is in flight."""
         if self.parked:
             return 0
         return int(np.count_nonzero((self.holders[pages] == 1) & (self.writers[pages] == 0)))
@@ -210,7 +210,7 @@ class PagePool:
         return len(pages)
 
     def check(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """Raise `InvariantError` at the first page whose state is not what these recounts `[num_pages + 1]` say."""
+        """Compare the state with these recounts `[num_pages + 1]`. Raises `InvariantError` at the first difference."""
         for name, have, want in (("holders", self.holders, holders), ("writers", self.writers, writers)):
             for page in np.flatnonzero(have != want)[:1]:
                 raise InvariantError(f"page {page} has {have[page]} {name}, but {want[page]} are counted")
@@ -231,9 +231,9 @@ class PagePool:
         self.index.check()
 
     def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """Take these recounts `[num_pages + 1]` for true, and follow from them which pages are fresh and idle.
+        """Replace the counts by these recounts `[num_pages + 1]`, and derive the fresh and the idle pages from them.
 
-        Published pages are findable as before. For what an interrupt has left: nothing else is believed.
+        Published pages stay published. After an interrupt, no other state is trusted.
         """
         self.holders[:], self.writers[:] = holders, writers
         self._writing = int(writers.sum())
@@ -243,13 +243,13 @@ class PagePool:
         self._begin_with(np.flatnonzero(unused & ~self.index.published), np.flatnonzero(unused & self.index.published))
 
     def _begin_with(self, fresh: NDArray[np.intp], idle: NDArray[np.intp]) -> None:
-        """Just these pages are fresh, and these idle."""
+        """Set the fresh and the idle pages."""
         self.idle.mend(idle)
         self._fresh_count = 0
         self._push_fresh(fresh[::-1])
 
     def _pop_and_tell(self, count: int) -> Pages:
-        """The next pages of the order, with the reasons of their eviction for a watcher."""
+        """Pop the next pages of the order, and tell readers the reasons of their eviction."""
         pages, reasons = self.idle.pop_explained(count)
         for tell in self.journal.gone:
             tell(pages, BY_TURN if reasons is None else reasons)
@@ -260,7 +260,7 @@ class PagePool:
         return (self.holders[at] == 0) & (self.writers[at] == 0)
 
     def _park(self, pages: NDArray[np.intp]) -> None:
-        """These pages have lost their last holder, but a step in flight may read and write them."""
+        """Park pages that have lost their last holder: a step in flight may still read and write them."""
         self.writers[pages] += 1
         self._writing += len(pages)
         self.parked[-1].append(pages)

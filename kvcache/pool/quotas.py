@@ -1,9 +1,9 @@
-"""`QuotaOrder`: the idle pages that a tenant has above its quota go first, its oldest ones before the others.
+"""`QuotaOrder`: evicts the idle pages that a tenant has above its quota first, the oldest of the tenant's first.
 
-A tenant is a `cache_salt`; requests without one are nobody's. A quota bounds idle pages alone: what runs is the
-scheduler's to admit, and an idle page above its quota stays findable until its place is needed.
+A tenant is a `cache_salt`; pages of requests without one have no tenant. A quota limits idle pages only: the scheduler
+admits running requests. An idle page above the quota stays findable until its memory is needed.
 
-Where slabs of pages hold something that is cached, too, each counts as all its pages, and is named by the first.
+If the pool also caches states in slabs, a slab counts as all its pages, and its first page stands for it.
 """
 
 from collections import Counter
@@ -17,12 +17,12 @@ from kvcache.eviction_order import BY_QUOTA, BY_TURN, EvictionOrder, Indices, Pa
 from kvcache.pool.lru_order import LruOrder, OrderLog
 from kvcache.pool.over_order import OverOrder
 
-MOST_TENANTS = 1024  # with idle pages at a time; those beyond share one quota
+MOST_TENANTS = 1024  # tenants with idle pages at a time; those beyond share one quota
 _NOBODY, _OTHERS = 0, 1
 
 
 class TenantQuotas:
-    """The idle pages of each tenant, oldest first, and its share of the pool: one for all, or by salt."""
+    """The idle pages of each tenant, oldest first, and its quota: a share of the pool, for all tenants or by salt."""
 
     def __init__(self, num_pages: int, share: float, shares: Mapping[str, float]) -> None:
         self._num_pages = num_pages
@@ -37,26 +37,26 @@ class TenantQuotas:
         self._over: set[int] = set()
         self.slab_pages = 1
         self._is_slab = np.zeros(num_pages + 1, np.bool_)
-        self._slabs: Counter[int] = Counter()  # of each tenant
+        self._slabs: Counter[int] = Counter()  # by tenant
 
     def own(self, pages: Pages, salt: str | None) -> None:
-        """`pages`, not idle, are the tenant's."""
+        """Assign `pages`, which are not idle, to the tenant of `salt`; None: to no tenant."""
         self._owner[pages] = _NOBODY if salt is None else self._id_of(salt)
 
     def owned(self, pages: Pages) -> NDArray[np.bool_]:
-        """Which of `pages` are a tenant's."""
+        """Which of `pages` have a tenant."""
         return self._owner[pages] != _NOBODY
 
     def disown(self, pages: Pages) -> None:
-        """`pages` have left the pool's cache: new content belongs to no tenant until one is named."""
+        """`pages` have left the cache. They have no tenant until `own` names one."""
         self._owner[pages] = _NOBODY
 
     def moved(self, sources: Pages, targets: Pages) -> None:
-        """What is in `sources`, not idle, is in `targets` by now, whose tenant goes along."""
+        """The content of `sources`, not idle, was moved to `targets`, which take over the tenants."""
         self._owner[targets] = self._owner[sources]
 
     def append(self, pages: Pages | Indices, *, slabs: bool = False) -> None:
-        """`pages`, or `slabs`, are idle now, the youngest of their tenants'."""
+        """`pages` became idle, and are the newest of their tenants. `slabs`: each page stands for a slab."""
         owners = self._owner[pages]
         for owner in set(owners.tolist()) - {_NOBODY}:
             mine = pages[owners == owner]
@@ -91,7 +91,7 @@ class TenantQuotas:
         return np.concatenate(taken) if taken else np.zeros(0, np.int32)
 
     def _pop_each(self, owner: int, most: int, *, slabs: bool) -> list[Pages]:
-        """Take entries of a tenant with both pages and slabs, up to the first of the other kind."""
+        """Pop entries of a tenant that has both pages and slabs, up to the first of the other kind."""
         order, taken = self._orders[owner], list[Pages]()
         while len(taken) < most and self._surplus(owner) > 0 and self._is_slab[order.first()] == slabs:
             taken.append(order.pop(1))
@@ -99,12 +99,12 @@ class TenantQuotas:
         return taken
 
     def first(self, *, slabs: bool = False) -> int:
-        """The page, or slab, that `pop_surplus` would take out first; 0: none."""
+        """The page, or with `slabs` the slab, that `pop_surplus` would take out first; 0 if there is none."""
         firsts = (self._orders[owner].first() for owner in sorted(self._over))
         return next((page for page in firsts if self._is_slab[page] == slabs), 0)
 
     def clear(self) -> None:
-        """None of the pages and slabs is idle; whose they are, is known still."""
+        """Empty the orders of idle pages and slabs. Pages keep their tenants."""
         known = {_OTHERS, *self._ids.values()}
         for owner in self._orders.keys() - known:
             del self._orders[owner]
@@ -134,7 +134,7 @@ class TenantQuotas:
         return self._orders[owner].count + self._slabs[owner] * (self.slab_pages - 1) - self._quotas[owner]
 
     def _forget_slabs(self, owner: int, gone: Pages | Indices) -> None:
-        """Those of these that are slabs are none of the tenant's any more."""
+        """Do not count the slabs among `gone` for the tenant any more."""
         if self._slabs[owner]:
             self._slabs[owner] -= int(np.count_nonzero(self._is_slab[gone]))
             self._is_slab[gone] = False
@@ -156,7 +156,7 @@ class TenantQuotas:
         return owner
 
     def _new_id(self) -> int:
-        """An unused id: a new one, or that of a tenant without idle pages; else the id that all others share."""
+        """An unused id: a new one, or that of a tenant without idle pages; else `_OTHERS`, which tenants share."""
         if len(self._orders) < MOST_TENANTS:
             owner = len(self._orders) + 1
             self._orders[owner] = LruOrder(self._num_pages, self._log)
@@ -168,14 +168,14 @@ class TenantQuotas:
 
 
 class SlabQuotas:
-    """The quotas of what is cached in slabs, by their numbers, in one with those of the pages beside them."""
+    """The quotas of slabs, by slab number. They share the quotas of the pages in `quotas`."""
 
     def __init__(self, quotas: TenantQuotas, slab_pages: int) -> None:
         self._quotas, self._slab_pages = quotas, slab_pages
         quotas.slab_pages = slab_pages
 
     def own(self, slabs: Pages, salt: str | None) -> None:
-        """As `TenantQuotas.own`, and so on for the other calls."""
+        """As `TenantQuotas.own`; the other methods correspond likewise."""
         self._quotas.own(slabs * self._slab_pages, salt)
 
     def owned(self, slabs: Pages) -> NDArray[np.bool_]:
@@ -207,7 +207,7 @@ class SlabQuotas:
 
 
 class QuotaOrder(OverOrder):
-    """Another `order`, before whose pages those go that are above the `quotas`."""
+    """Wraps `order`: pages above the `quotas` are evicted before any page of it."""
 
     def __init__(self, order: EvictionOrder, quotas: TenantQuotas | SlabQuotas) -> None:
         super().__init__(order)
@@ -255,7 +255,7 @@ class QuotaOrder(OverOrder):
         return self._quotas.first() or self._order.first()
 
     def mend(self, pages: Indices) -> None:
-        """As the base. The quotas have none of the pages: the caller has cleared them."""
+        """As the base. The caller must have cleared the quotas before."""
         self._order.mend(pages)
         self._quotas.append(pages[np.argsort(self._order.positions(pages), kind="stable")])
         self.count = self._order.count
@@ -277,7 +277,7 @@ class QuotaOrder(OverOrder):
         return surplus
 
     def _with(self, surplus: Pages, rest: Pages) -> Pages:
-        """All pages that went: the surplus, and `rest`, which the other order gave."""
+        """Join the popped pages: the surplus, and `rest`, which the wrapped order gave."""
         self._quotas.remove(rest)
         self._quotas.disown(rest)
         self.count = self._order.count

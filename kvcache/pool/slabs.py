@@ -1,14 +1,13 @@
-"""`SlabPool`: one memory for pages of tokens and for slabs, neighbouring pages that hold a recurrent state.
+"""`SlabPool`: one memory for pages of tokens and for slabs, runs of pages that hold a recurrent state.
 
-A slab is `slab_pages` pages from a multiple of it on, as much as a recurrent state takes. Pages are handed out as by
-any pool. A slab is taken where its pages cost least: none is used, or all are idle and were used longest ago, in which
-case they are evicted; or held ones are moved elsewhere. A slab that is given back is pages again. So no memory is set
-apart for either, and the only loss is the part of a slab that a state does not fill.
+A slab is `slab_pages` pages, as many as a state takes, and begins at a multiple of `slab_pages`. Pages are allocated as
+in any pool. A slab is taken where that costs least: its pages are all fresh; or they are idle and least recently used,
+and are evicted; or held pages of it are moved elsewhere. The pages of a slab that is given back are fresh again. So no
+memory is reserved for either kind. The only loss is the part of a slab that its state does not fill.
 
-Cached slabs (`CachedSlabs`) and idle pages are evicted by their last use: a slab goes where it was last used before the
-page that was evicted last. Where there are hints, both were used so much later, or earlier, as their hints say, as far
-as these are trusted, and a slab goes before the page that would go next. Slabs and pages that a tenant has above its
-quota go before all others.
+Cached slabs (`CachedSlabs`) and idle pages are evicted by their last use: a slab goes if it was last used before the
+page that was evicted last. With hints, the last use of both is shifted by their leads, as far as hints are trusted, and
+a slab goes before the next page if its use is older. Slabs and pages above a tenant's quota go before all others.
 """
 
 import numpy as np
@@ -22,42 +21,42 @@ _HELD = 1 << 62
 
 
 class CachedSlabs:
-    """Cached slabs without a holder, least recently used first. This base has none, because no caller takes slabs."""
+    """The cached slabs without a holder, least recently used first. This base is empty: no caller takes slabs."""
 
     @property
     def num_idle(self) -> int:
-        """Slabs that may be given up."""
+        """The number of slabs that can be given up."""
         return 0
 
     @property
     def oldest_use(self) -> int:
-        """When the first of them was used, as `SlabPool.use_of` says."""
+        """The last use of the oldest slab, as defined by `SlabPool.use_of`."""
         return _HELD
 
     def give_up_oldest(self) -> None:
-        """Forget the copy in the oldest slab, and give the slab back."""
+        """Evict the copy in the oldest slab, and give the slab back."""
 
 
 class PageMoves:
-    """The owner of all records of page ids, which can move held pages. This base moves none."""
+    """Moves held pages: it owns all records of page ids. This base moves none."""
 
     def staying(self) -> NDArray[np.bool_] | np.bool_:
-        """The held pages that cannot be moved, `[num_pages + 1]`, or whether that is all of them."""
+        """Which pages cannot be moved while held, bool `[num_pages + 1]`; one bool stands for all pages."""
         return np.True_
 
     def move(self, sources: Pages, targets: Pages) -> None:
-        """Copy the held `sources` to as many held `targets`, and name these in their place."""
+        """Copy the held `sources` to as many held `targets`, and replace their ids in every record."""
 
 
 def num_slabs(num_pages: int, slab_pages: int) -> int:
-    """The slabs of a pool of so many pages: slab 0, which has the null page, is none."""
+    """The number of slabs in a pool of `num_pages` pages. Slab 0 contains the null page and does not count."""
     return (num_pages + 1) // slab_pages - 1
 
 
 class SlabPool(PagePool):
-    """A pool some of whose pages are taken as slabs. Slab s is the pages from `s * slab_pages` on, slab 0 never taken.
+    """A pool in which pages can be taken as slabs. Slab s is `slab_pages` pages from `s * slab_pages` on; s > 0.
 
-    The pages of a slab that is taken have one holder. Whoever takes slabs sets `cached`, and calls `move_by`.
+    Each page of a taken slab has one holder. The caller that takes slabs sets `cached`, and calls `move_by`.
     """
 
     def __init__(self, num_pages: int, digest_words: int, slab_pages: int, order: EvictionOrder | None = None) -> None:
@@ -68,25 +67,25 @@ class SlabPool(PagePool):
         self.cached = CachedSlabs()
         self.moves = PageMoves()
         self.moved = 0  # pages, so far
-        self.clock = 1  # counts the pages that were let go
-        self._used = np.zeros(num_pages + 1, np.int64)  # of idle pages, by this clock; of fresh ones 0
-        # How much later they were used, by what was said of them when they were let go; None: by age alone.
+        self.clock = 1  # the number of pages released so far
+        self._used = np.zeros(num_pages + 1, np.int64)  # by page, in that clock: idle ones' last use; 0 if fresh
+        # By page: the lead of its hint when it was released, added to `_used`; None: eviction is by age alone.
         self._later: Indices | None = None
         self._last_evicted = 0  # the last use of the page that was evicted last
-        # A lower bound on the last use of each slab's youngest page; `_ages_back` has the last slab first. Uses do not
-        # update it, so the oldest slab is checked before it is taken.
+        # A lower bound on the last use of each slab's youngest page. Uses do not update it, so the oldest slab is
+        # checked before it is taken. `_ages_back` has the last slab first.
         self._ages = np.zeros(num_pages // slab_pages + 1, np.int64)
         self._ages_back = self._ages[self.num_slabs : 0 : -1]
-        # The fresh pages lie in a part of this that moves up as slabs are taken from below, and down as they come back:
-        # by less than the pages of one more slab than are taken.
+        # The fresh pages are a section of this stack. It moves up as slabs are taken from below, and down as they come
+        # back. It never moves by the pages of more than one slab beyond those taken.
         self._stack: Pages = np.concatenate((self._fresh, np.zeros(slab_pages, np.int32)))
         self._bottom = 0
-        self._place = np.arange(num_pages, -1, -1)  # of each fresh page where it lies
+        self._place = np.arange(num_pages, -1, -1)  # by fresh page: its place in `_stack`
         self._fresh: Pages = self._stack
 
     @property
     def free_count(self) -> int:
-        """Pages that `allocate` can hand out: the fresh and the idle ones, and those of slabs that may be given up."""
+        """Pages that `allocate` can hand out: fresh and idle ones, and those of slabs that can be given up."""
         return self._fresh_count + self.idle.count + self.cached.num_idle * self.slab_pages
 
     def allocate(self, count: int) -> Pages:
@@ -111,9 +110,9 @@ class SlabPool(PagePool):
     # ---- slabs
 
     def take_slab(self, *, moving: bool = True) -> int:
-        """A slab whose pages have no holder by now; 0 if there is none, or if a cached slab would have to go first.
+        """Take a slab and return its number. Returns 0 if there is none, or if a cached slab has to go first.
 
-        `moving`: held pages may be moved out of it, where every slab has some.
+        `moving`: if every slab has held pages, they may be moved out of one.
         """
         chosen, age = self._oldest_slab()
         if age and self._evict_due():
@@ -127,20 +126,20 @@ class SlabPool(PagePool):
         return chosen
 
     def can_take_slab(self) -> bool:
-        """Whether `take_slab` would give one, or could once all that is cached in slabs is given up."""
+        """Whether `take_slab` would return a slab, now or once all cached slabs are given up."""
         if self.cached.num_idle:
             return True
         return self._oldest_slab()[1] < _HELD or self._cheapest_to_move() > 0
 
     @property
     def has_fresh_slab(self) -> bool:
-        """Whether `take_slab` takes one of fresh pages, and nothing is evicted or moved for it."""
+        """Whether `take_slab` would find a slab of fresh pages, so that nothing is evicted or moved."""
         return not self._oldest_slab()[1]
 
     def use_of(self, order: EvictionOrder, used: Indices) -> int:
-        """When what goes next of an order was used, later or earlier as its hint says; below 0 if a quota is full.
+        """The last use of the next entry of `order` to be evicted, shifted by its hint; negative if above a quota.
 
-        `used`: by the clock. A hint counts as it stands now, and not once its time is over.
+        `used`: last uses by the clock. A hint counts with its present lead, and not once it has expired.
         """
         if due := order.due():
             return int(used[due]) - _HELD
@@ -148,12 +147,12 @@ class SlabPool(PagePool):
 
     @property
     def width(self) -> float:
-        """Pages that are cached, those of slabs with them, for each that is published."""
+        """Cached pages, including those of cached slabs, for each published page."""
         published = np.count_nonzero(self.index.published)
         return 1.0 + self.cached.num_idle * self.slab_pages / published if published else 1.0
 
     def give_back(self, slab: int) -> None:
-        """The slab is pages again, fresh ones."""
+        """Return a taken slab to the pool; its pages are fresh."""
         pages = self._pages_of(slab)
         self.taken[slab] = False
         self.holders[pages] = 0
@@ -162,13 +161,13 @@ class SlabPool(PagePool):
             return
         if self._later is not None:
             self._later[pages] = 0
-        self._ages[slab] = self._used[pages] = 0  # below all others: it is the last to be handed out page by page
+        self._ages[slab] = self._used[pages] = 0  # at the bottom of the stack: handed out as single pages last
         self._lie_from(self._bottom - self.slab_pages, self._fresh_count + self.slab_pages)
         self._fresh[: self.slab_pages] = pages[::-1]
         self._place[pages[::-1]] = np.arange(self._bottom, self._bottom + self.slab_pages)
 
     def check(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """As the base, for the slabs too: their pages have no other holder."""
+        """As the base. Also checks that the pages of taken slabs have no other holder."""
         of_slabs = np.flatnonzero(np.repeat(self.taken, self.slab_pages))
         holders[of_slabs] += 1
         super().check(holders, writers)
@@ -186,7 +185,7 @@ class SlabPool(PagePool):
                 raise InvariantError(f"slab {slab} was used at {self._age_of(slab)}, and is taken to be younger")
 
     def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """As the base. `taken` already marks the slabs in use; the pages of those have no other holder."""
+        """As the base. `taken` must already mark the slabs in use, whose pages have no other holder."""
         holders[np.flatnonzero(np.repeat(self.taken, self.slab_pages))] += 1
         super().mend(holders, writers)
 
@@ -218,12 +217,12 @@ class SlabPool(PagePool):
         super()._push_fresh(pages)
 
     def _lie_from(self, bottom: int, count: int) -> None:
-        """The fresh pages are `count` from `bottom` on."""
+        """Set the section of fresh pages: `count` of them from `bottom` on."""
         self._bottom, self._fresh_count = bottom, count
         self._fresh = self._stack[bottom:]
 
     def _take_fresh(self, pages: Pages) -> None:
-        """These are fresh no more: from the bottom others come to where they lay."""
+        """Remove `pages` from the fresh ones, and fill their places with others from the bottom of the section."""
         at, above = self._place[pages], self._bottom + len(pages)
         lower = np.zeros(len(pages), np.bool_)
         lower[at[at < above] - self._bottom] = True
@@ -233,7 +232,7 @@ class SlabPool(PagePool):
         self._lie_from(above, self._fresh_count - len(pages))
 
     def _make_room(self, count: int) -> None:
-        """Give up cached slabs where idle pages are too few, or younger."""
+        """Give up cached slabs if there are too few idle pages, or if the slabs are older than the next page."""
         cached = self.cached
         while count > self._fresh_count and cached.num_idle:
             if count <= self._fresh_count + self.idle.count and cached.oldest_use > self._next_use():
@@ -241,11 +240,11 @@ class SlabPool(PagePool):
             cached.give_up_oldest()
 
     def _next_use(self) -> int:
-        """When the page that goes next was used; without hints the one that went last tells it well enough."""
+        """The last use of the page to be evicted next. Without hints that of the last evicted page is close enough."""
         return self.use_of(self.idle, self._used) if self._later is not None else self._last_evicted
 
     def _oldest_slab(self) -> tuple[int, int]:
-        """The slab whose pages were used longest ago, the last of these, and when; `_HELD`: all have held pages."""
+        """The slab whose youngest page has the oldest use, and that use; `_HELD` if every slab has a held page."""
         while True:
             slab = self.num_slabs - int(self._ages_back.argmin())
             age = self._age_of(slab)
@@ -254,7 +253,7 @@ class SlabPool(PagePool):
             self._ages[slab] = age
 
     def _age_of(self, slab: int) -> int:
-        """When the youngest page of the slab was used; `_HELD` where one is."""
+        """The last use of the slab's youngest page; `_HELD` if a page of it is held."""
         pages = slice(slab * self.slab_pages, (slab + 1) * self.slab_pages)
         if np.count_nonzero(self.holders[pages]) or np.count_nonzero(self.writers[pages]):
             return _HELD
@@ -262,7 +261,7 @@ class SlabPool(PagePool):
         return int(used.max())
 
     def _cheapest_to_move(self) -> int:
-        """The slab of the fewest held pages, all of which can move to free ones elsewhere; 0: there is none."""
+        """The slab with the fewest held pages, if all of them can move to free pages elsewhere; 0 if there is none."""
         if self._fresh_count + self.idle.count < self.slab_pages:
             return 0
         in_slabs = slice(self.slab_pages, (self.num_slabs + 1) * self.slab_pages)
@@ -274,7 +273,7 @@ class SlabPool(PagePool):
         return slab if of_slabs[slab - 1] < self.num_pages else 0
 
     def _clear(self, slab: int) -> None:
-        """Evict, or move away, what is in the pages of a slab, and take it."""
+        """Take a slab: evict its idle pages, and move its held pages elsewhere."""
         pages = self._pages_of(slab)
         unused = pages[self._unused(pages)]
         idle = self.index.published[unused]
@@ -284,7 +283,7 @@ class SlabPool(PagePool):
         self.holders[pages[self.holders[pages] == 0]] = 1
         self.taken[slab] = True
         if held.size:
-            for save in self.journal.going:  # whoever is to copy them knows them by where they lie
+            for save in self.journal.going:  # pending copies name these pages by their present ids
                 save(held)
             targets = self.allocate(len(held))
             self.holders[targets] = self.holders[held]
@@ -294,7 +293,7 @@ class SlabPool(PagePool):
             self.moved += len(held)
 
     def _evict(self, pages: Pages) -> None:
-        """Idle pages go, whichever is next in their order."""
+        """Evict these idle pages, whatever their places in the order."""
         if not pages.size:
             return
         self.idle.remove(pages)
@@ -302,7 +301,7 @@ class SlabPool(PagePool):
         self._drop(pages)
 
     def _evict_due(self) -> bool:
-        """Evict the pages that tenants have above their quotas, up to the first slab; whether there were some."""
+        """Evict pages above their tenants' quotas, up to the first slab. Returns whether there were any."""
         evicted = False
         while self.idle.due():
             pages = self.idle.pop(1)
@@ -312,7 +311,7 @@ class SlabPool(PagePool):
         return evicted
 
     def _drop(self, pages: Pages, why: int = BY_TURN) -> None:
-        """These left the order: they are found no more."""
+        """Withdraw pages that have left the order from the index, and notify readers."""
         self.index.withdraw(pages)
         self.evictions += len(pages)
         for save in self.journal.going:
@@ -325,17 +324,17 @@ class SlabPool(PagePool):
 
 
 class SlabStates(PagePool, CachedSlabs):
-    """The states in slabs: page s of this pool is slab s of `slabs`.
+    """The pool of states in slabs: page s of this pool is slab s of `slabs`.
 
-    A slab is given back as soon as nobody holds its state, and nobody can find it. Slabs that are not taken count as
-    held, as the pages of tokens hold them.
+    A slab is given back as soon as its state has no holder and is not published. Slabs that are not taken count as held
+    here, because the pages of tokens have them.
     """
 
     def __init__(self, slabs: SlabPool) -> None:
         super().__init__(slabs.num_slabs, slabs.index.digest_words)
         self._slabs = slabs
         self._fresh_count, self.holders[1:] = 0, 1
-        self._used = np.zeros(slabs.num_slabs + 1, np.int64)  # of copies, by the clock of the slabs
+        self._used = np.zeros(slabs.num_slabs + 1, np.int64)  # by copy: its last use by the clock of `slabs`
         slabs.cached = self
 
     @property
@@ -350,9 +349,9 @@ class SlabStates(PagePool, CachedSlabs):
         self.release(np.array([self.allocate_one()], np.int32))
 
     def take(self, *, moving: bool) -> bool:
-        """Take a slab that the pages of tokens can do without; False: a copy has to go for one, or there is none.
+        """Take a slab from the pages of tokens. Returns False if a copy has to go first, or if there is no slab.
 
-        `moving`: held pages may be moved for it.
+        `moving`: held pages may be moved to clear one.
         """
         if slab := self._slabs.take_slab(moving=moving):
             self.holders[slab] = 0
@@ -360,14 +359,14 @@ class SlabStates(PagePool, CachedSlabs):
         return slab > 0
 
     def check(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """As the base, of pages that are taken; and none of these is free."""
+        """As the base, for the taken slabs. Also checks that none of them is fresh."""
         self._hold_others(holders)
         super().check(holders, writers)
         if self._fresh_count:
             raise InvariantError(f"{self._fresh_count} pages are free, and not given back")
 
     def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
-        """As the base. Those of these pages that are held or published are taken, and no other."""
+        """As the base. Marks exactly the slabs that are held or published as taken."""
         published = self.index.published
         self._slabs.taken[1:] = ((holders > 0) | (writers > 0) | published)[1:]
         self._used[published & (self._used == 0)] = self._slabs.clock
