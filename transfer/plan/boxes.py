@@ -1,9 +1,8 @@
-"""Where the KV of one shard lies in memory, as peers tell it to each other. Pure arithmetic.
+"""Describes where the KV of one shard lies in memory, in the form that peers exchange. Pure arithmetic.
 
-A model's KV is a logical tensor `[layer, side, head, token, dim]`, and what a shard holds of it is a set of boxes:
-ranges of the axes, each with one stride. Recurrent state is the same with other names: a channel (or an SSM head) lies
-on the head axis, and a page holds the one state of a request. The constructors for the layouts of the field are in
-`transfer.plan.shapes`.
+A model's KV is a logical tensor `[layer, side, head, token, dim]`. A shard holds a set of boxes of it: ranges of the
+axes, with one stride for each axis. Recurrent state uses the same axes: channels (or SSM heads) lie on the head axis,
+and a page holds the one state of a request. `transfer.plan.shapes` builds the layouts of common engines.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 from transfer.errors import MetadataError
 
 Index: TypeAlias = tuple[int, int, int, int]
-"""A place in the logical tensor: layer, side, head, dim. Tokens come with the page."""
+"""A place in the logical tensor: layer, side, head, dim. The token is given by the page instead."""
 
 Sizes: TypeAlias = tuple[int, int, int, int, int]
 """One number for each of layer, side, head, token, dim."""
@@ -26,7 +25,7 @@ AXES = ("layer", "side", "head", "token", "dim")
 KV = "kv"
 SCALES = "scales"
 
-# Far above any model that exists; so low that no sum or product of a few of them leaves 63 bits.
+# Far above any real model, yet so low that sums and products of a few of them stay within 63 bits.
 MAX_REGIONS = 1 << 14
 MAX_GROUPS = 1 << 8
 MAX_BOXES = 1 << 12
@@ -41,18 +40,19 @@ class Box(msgspec.Struct, frozen=True, omit_defaults=True):
     """A part of the pages of a shard that one stride for each axis describes.
 
     Attributes:
-        kind: the logical tensor that it is part of: "kv", its "scales", or "conv.x", "conv.B", "conv.C", "ssm" for
-            recurrent state. Only boxes of one kind meet.
-        dtype: name of the element type ("bfloat16").
+        kind: the logical tensor that the box is part of: "kv", its "scales", or "conv.x", "conv.B", "conv.C", "ssm" for
+            recurrent state. Only boxes of one kind are intersected.
+        dtype: name of the element type, such as "bfloat16".
         itemsize: bytes of one element.
         region: index of the registered region that the box lies in.
         offset: bytes from the start of the region to the first element of page 0.
         page_stride: bytes from one page to the next.
         first: the first layer, side, head and dim held, in the model's own numbering.
         extent: how many layers, sides, heads, tokens and dims are held.
-        strides: bytes between neighbours along layer, side, head, token and dim; without effect where the extent is 1.
-        of_page: its elements are of all tokens of a page, as a scale of all that the page holds is. Its extent has one
-            token, and both sides' pages must be of one size.
+        strides: bytes between neighbours along layer, side, head, token and dim; ignored along an axis whose extent is
+            1.
+        of_page: each element belongs to all tokens of a page, such as one scale for the whole page. The extent then has
+            one token, and both sides need equal page sizes.
     """
 
     kind: str
@@ -87,10 +87,10 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
         num_pages: pages of the pool.
         boxes: the contents of a page; empty if this shard has no layer of the group. Boxes of several groups may share
             memory, because their pages never do.
-        window: tokens that a sliding window looks back; 0 for all.
-        state: recurrent state: a request has one page, whatever its number of tokens.
-        block_pages: pages of a block, as this shard's scheduler names blocks in a request's list: block b is
-            `block_pages` pages from page b * block_pages on. More than 1 if a kernel takes fewer tokens at a time.
+        window: tokens that a sliding window looks back; 0 for full attention.
+        state: True for recurrent state: a request then has one page, however many tokens it has.
+        block_pages: pages in one block of this shard's scheduler. Block b covers pages b * block_pages to (b + 1) *
+            block_pages - 1. It is above 1 if the kernel's page holds fewer tokens than the scheduler's block.
     """
 
     page_size: int
@@ -102,7 +102,7 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ShardLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard_layout/1"):
-    """All that a shard holds.
+    """The layout of everything that a shard holds.
 
     Attributes:
         groups: in the order of a request's page lists; the same on all shards of all peers.
@@ -114,11 +114,14 @@ class ShardLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard_la
 
 
 def sub_box(box: Box, first: Index, end: Index) -> Box:
-    """The part of `box` from `first` to before `end`, which must lie within it and hold something."""
+    """The part of `box` from `first` up to, but not including, `end`.
+
+    The part must lie within the box and be non-empty.
+    """
     (layer, side, head, dim), (layer_end, side_end, head_end, dim_end) = first, end
     first_layer, first_side, first_head, first_dim = box.first
     by_layer, by_side, by_head, _, by_dim = box.strides
-    # Written out: at first contact there is a part for each layer of each rank.
+    # Written out for speed: at first contact there is a part for each layer of each rank.
     skipped = (layer - first_layer) * by_layer + (side - first_side) * by_side
     skipped += (head - first_head) * by_head + (dim - first_dim) * by_dim
     return Box(
@@ -136,12 +139,12 @@ def sub_box(box: Box, first: Index, end: Index) -> Box:
 
 
 def check(layout: ShardLayout) -> ShardLayout:
-    """Returns `layout` if all that it can address lies within its regions, each element at an address of its own.
+    """Returns `layout` if all elements lie within their regions, none is held twice, and those of a box do not overlap.
 
     A layout that passes is safe to plan with: no sum of its numbers overflows, and no address leaves a region.
 
     Raises:
-        MetadataError: naming the group, the box, the value and the limit.
+        MetadataError: a value is out of range; the message names the group, the box, the value and the limit.
     """
     _limit("a shard", "regions", len(layout.region_bytes), 1, MAX_REGIONS)
     _limit("a shard", "groups", len(layout.groups), 1, MAX_GROUPS)
@@ -180,7 +183,8 @@ def _check_box(where: str, box: Box, group: Group, region_bytes: tuple[int, ...]
     end = box.offset + (group.num_pages - 1) * box.page_stride + box.span
     if end > limit:
         _refuse(f"{where}: reaches byte {end} of region {box.region}, which has {limit}")
-    # Sorted by stride, each axis must step over all that the smaller ones span: then no two elements share an address.
+    # The axes are sorted by stride. If each one steps over the full span of the smaller ones, no two elements share an
+    # address.
     covered = box.itemsize
     for n, step, axis in sorted(axes, key=lambda item: item[1]):
         if step < covered and n > 1:
@@ -189,7 +193,7 @@ def _check_box(where: str, box: Box, group: Group, region_bytes: tuple[int, ...]
 
 
 def _check_disjoint(where: str, boxes: tuple[Box, ...]) -> None:
-    """No element may be held twice: a pull would write it twice, from two places."""
+    """Refuses boxes that hold the same element: a pull would write that element twice, from two places."""
     if len(boxes) < 2:
         return
     kinds = {box.kind: number for number, box in enumerate(boxes)}

@@ -1,4 +1,4 @@
-"""One group of a plan: a pull is cut where a page of either side ends, and pieces that lie alike have the same runs."""
+"""Plans one group: cuts a pull at the page ends of both sides; pieces at the same place in their pages share runs."""
 
 from __future__ import annotations
 
@@ -15,30 +15,42 @@ from transfer.plan.intersection import Ints, Stack
 from transfer.plan.runs import PagePairs, PageRuns, Runs, concatenated, joined, no_runs, page_runs, token_runs
 
 MAX_RUNS = 1 << 25
-"""The most runs of one pull: a gigabyte of descriptors, and a minute on the wire. Only layouts that scatter single
-elements need more, and only a malicious peer has such a layout."""
+"""The most runs of one pull. Their descriptors take a gigabyte and a minute on the wire.
+
+Only a layout that scatters single elements needs more, and only a malicious peer has such a layout.
+"""
 
 MAX_TOKEN = 1 << 62
 
 _MAX_KEPT = 1 << 20
-"""Runs of pages that a group keeps, 56 bytes each. A pull needs those of one to three kinds of pieces; where page sizes
-have an odd ratio, of up to as many as the two pages have tokens."""
+"""The most runs of pages that a group caches, at 56 bytes each.
+
+A pull needs the runs of one to three kinds of pieces; if the page sizes have an odd ratio, it needs up to as many kinds
+as the two pages have tokens.
+"""
 
 
 class PieceKind(NamedTuple):
-    """Those pieces of a pull that lie alike in their two pages. A piece ends where a page of either side does."""
+    """The pieces of a pull that lie at the same place in their two pages.
 
-    local_token: int  # tokens of the page before the piece
+    A piece ends where a page of either side ends.
+    """
+
+    local_token: int  # offset of the piece in its local page, in tokens
     remote_token: int
     num_tokens: int
-    local: Ints  # int64 `[pieces]`, indices into the list of pages, evenly spaced
+    local: Ints  # int64 `[pieces]`, evenly spaced indices into the list of pages
     remote: Ints
 
 
 def cut(tokens: tuple[int, int], local_size: int, remote_size: int) -> list[PieceKind]:
-    """`tokens`, at least one, as pieces for two page sizes: of few kinds, whatever the length."""
+    """Cuts `tokens` (at least one) into pieces for two page sizes.
+
+    The number of kinds does not grow with the length.
+    """
     start, stop = tokens
-    if local_size == remote_size and start % local_size == stop % local_size == 0:  # the common case, with no search
+    # the common case; skips the search below
+    if local_size == remote_size and start % local_size == stop % local_size == 0:
         pages = np.arange((stop - start) // local_size, dtype=np.int64)
         return [PieceKind(0, 0, local_size, pages, pages)]
     ends = [np.arange(_up(start + 1, size), stop, size) for size in (local_size, remote_size)]
@@ -46,7 +58,7 @@ def cut(tokens: tuple[int, int], local_size: int, remote_size: int) -> list[Piec
     begin, num_tokens = cuts[:-1], np.diff(cuts)
     local, remote = begin // local_size, begin // remote_size
     kinds = np.stack([begin - local * local_size, begin - remote * remote_size, num_tokens])
-    order = np.lexsort(kinds)  # stable, so that pieces of a kind stay in order
+    order = np.lexsort(kinds)  # stable, so that pieces of one kind stay in order
     kinds, local, remote = kinds[:, order], (local - local[0])[order], (remote - remote[0])[order]
     firsts = np.flatnonzero((kinds[:, 1:] != kinds[:, :-1]).any(axis=0)) + 1
     found: list[PieceKind] = []
@@ -57,7 +69,7 @@ def cut(tokens: tuple[int, int], local_size: int, remote_size: int) -> list[Piec
 
 
 class GroupPlan:
-    """One group of the plan: `stacks` are the pairs of boxes that hold something in common."""
+    """The plan of one group. `stacks` are the pairs of local and remote boxes that have elements in common."""
 
     def __init__(self, where: str, local: Group, remote: Group, stacks: tuple[Stack, ...]) -> None:
         self.where = where
@@ -71,7 +83,7 @@ class GroupPlan:
         self._num_kept = 0
 
     def page_runs(self, kind: PieceKind, *, flowing: bool = True) -> tuple[PageRuns, ...]:
-        """The runs of one piece of a kind, those of stacks that flow included or not; made once."""
+        """The runs of one piece of a kind, with or without the stacks that flow; cached."""
         key = (kind.local_token, kind.remote_token, kind.num_tokens, flowing)
         found = self._kept.get(key)
         if found is None:
@@ -84,7 +96,13 @@ class GroupPlan:
         return found
 
     def tokens(self, tokens: tuple[int, int]) -> tuple[int, int]:
-        """The tokens that are copied: up to the nearer page end of the two sides; none where none is needed."""
+        """The tokens that are copied: `tokens`, extended to the nearer page end of the two sides.
+
+        Empty if there is nothing to copy.
+
+        Raises:
+            InvalidTransferError: a token is out of range, or there are more tokens than the local pool holds.
+        """
         start, stop = tokens
         if not (start >= 0 and stop <= MAX_TOKEN):
             raise InvalidTransferError(f"{self.where}: tokens {start} to {stop}: they count from 0 to {MAX_TOKEN}")
@@ -98,26 +116,26 @@ class GroupPlan:
         return start, min(_up(stop, self.local.page_size), _up(stop, self.remote.page_size))
 
     def local_pages(self, pages: ArrayLike, tokens: tuple[int, int]) -> Ints:
-        """int64 `[pages]`: the local pages of a list that hold `tokens`, all of which the pool has."""
+        """int64 `[pages]`: the local pages that hold `tokens`. Raises `InvalidTransferError` if one is missing."""
         return _pages_of(f"{self.where}: local", pages, tokens, self.local)
 
     def remote_pages(self, pages: ArrayLike, tokens: tuple[int, int]) -> Ints:
-        """int64 `[pages]`: the remote pages of a list that hold `tokens`, likewise."""
+        """int64 `[pages]`: the remote pages that hold `tokens`; raises as `local_pages`."""
         return _pages_of(f"{self.where}: remote", pages, tokens, self.remote)
 
     def refuse_repeated(self, pairs: PagePairs) -> None:
-        """A local page must not be named twice: two pages of the request would share it."""
+        """Raises `InvalidTransferError` if a local page is named twice: two pages of the request would share it."""
         if pairs.repeated is not None:
             raise InvalidTransferError(f"{self.where}: local page {pairs.repeated} is named twice")
 
     def size(self, tokens: tuple[int, int]) -> tuple[int, int]:
-        """Runs, where no two pages are neighbours, and bytes of a pull of `tokens`, as `tokens` has rounded them."""
+        """Runs and bytes of a pull of `tokens` (already rounded by `tokens()`), if no two pages are neighbours."""
         found = self._lengths(cut(tokens, self.local.page_size, self.remote.page_size))
         num_bytes = sum(places * int(length.sum()) for places, length in found)
         return sum(places * len(length) for places, length in found), num_bytes
 
     def _lengths(self, kinds: list[PieceKind]) -> list[tuple[int, Ints]]:
-        """How often each set of runs occurs, and their bytes."""
+        """Pairs of a count and the run lengths, in bytes, that occur so many times."""
         found: list[tuple[int, Ints]] = []
         for kind in kinds:
             found += [(len(kind.local), runs.length) for runs in self.page_runs(kind, flowing=len(kinds) == 1)]
@@ -135,7 +153,7 @@ class GroupPlan:
         local_pages, remote_pages = self.local_pages(local, tokens), self.remote_pages(remote, tokens)
         kinds = cut(tokens, self.local.page_size, self.remote.page_size)
         alike = len(kinds) == 1
-        if not alike:  # if page sizes are equal, the pairs below show repeated pages without this check
+        if not alike:  # with equal page sizes, the pairs below find repeated pages themselves
             self.refuse_repeated(PagePairs(local_pages, local_pages))
         count = sum(places * len(length) for places, length in self._lengths(kinds))
         if count > MAX_RUNS:
@@ -144,7 +162,7 @@ class GroupPlan:
             )
         found: list[Runs] = []
         for kind in kinds:
-            # Where all pieces are alike they are the pages: each takes one.
+            # If all pieces are alike, each piece takes one page.
             pages = (local_pages, remote_pages) if alike else (local_pages[kind.local], remote_pages[kind.remote])
             pairs = PagePairs(*pages)
             self.refuse_repeated(pairs)
@@ -156,7 +174,7 @@ class GroupPlan:
     def _flow(
         self, kinds: list[PieceKind], local_pages: Ints, remote_pages: Ints, local_bases: Ints, remote_bases: Ints
     ) -> Iterator[Runs]:
-        """The runs of stacks whose tokens go on from piece to piece, which are joined before they are spread."""
+        """The runs of stacks whose tokens continue from piece to piece. They are joined before they are spread."""
         local_page = np.concatenate([local_pages[kind.local] for kind in kinds])
         remote_page = np.concatenate([remote_pages[kind.remote] for kind in kinds])
         repeats = [len(kind.local) for kind in kinds]
@@ -186,7 +204,7 @@ def _pages_of(where: str, pages: ArrayLike, tokens: tuple[int, int], group: Grou
             f"{group.page_size} tokens"
         )
     found = found[:needed]
-    if int(found.view(np.uint64).max()) >= group.num_pages:  # a negative id is a huge one
+    if int(found.view(np.uint64).max()) >= group.num_pages:  # as uint64 a negative id is huge
         wrong = found[(found < 0) | (found >= group.num_pages)][0]
         raise InvalidTransferError(f"{where} page {wrong}: the pool has {group.num_pages}")
     return found

@@ -1,4 +1,4 @@
-"""The intersection of two sets of boxes: pairs of strided boxes, stacked if only their starts differ."""
+"""Intersects two sets of boxes. The result is pairs of strided boxes, stacked if only their starts differ."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from transfer.plan.boxes import DIM, TOKEN, Box
 
 Ints: TypeAlias = NDArray[np.int64]
 Axis: TypeAlias = tuple[int, int, int]
-"""Elements, then bytes between neighbours on the local and on the remote side."""
+"""Number of elements, then the bytes between neighbours on the local and on the remote side."""
 
 _FOUR = [0, 1, 2, DIM]
-"""The axes without the token, whose range comes with each pull."""
-# Columns of a table of boxes; the first and the end of four axes, the strides of all five.
+"""The axes without the token axis, whose range comes with each pull."""
+# Columns of a table of boxes: the first and the end cover four axes, the strides all five.
 _KIND, _REGION, _OFFSET, _PAGE, _FIRST, _END, _STRIDES = 0, 1, 2, 3, slice(4, 8), slice(8, 12), slice(12, 17)
 
 
@@ -27,11 +27,11 @@ class Stack:
     """Pairs of boxes that differ only in where they start, each cut to what both sides hold.
 
     Attributes:
-        local_region: int64 `[pairs]`, as the next three.
+        local_region: int64 `[pairs]`, as the next three fields.
         local_offset: bytes from the region's start to the first common element of page 0.
-        axes: layer, side, head and dim, those with more than one common element.
-        token: bytes between neighbouring tokens, local and remote; 0 if the elements are of all tokens of a page.
-        local_page: bytes between neighbouring pages, as `remote_page`.
+        axes: those of layer, side, head and dim that have more than one common element.
+        token: bytes between neighbouring tokens, local and remote; 0 if each element belongs to all tokens of a page.
+        local_page: bytes between neighbouring local pages; `remote_page` likewise.
     """
 
     local_region: Ints
@@ -45,11 +45,11 @@ class Stack:
     remote_page: int
 
     def tokens(self, num_tokens: int) -> tuple[Axis, ...]:
-        """The axis of some tokens of a page, where there are several of them."""
+        """The token axis for `num_tokens` tokens of a page; empty if one token has everything."""
         return ((num_tokens, *self.token),) if num_tokens > 1 and any(self.token) else ()
 
     def flows(self, local_page_size: int, remote_page_size: int) -> bool:
-        """Whether runs can go on from one piece of a page to the next: tokens, then pages, abut on a side."""
+        """Whether a run can continue into the next piece: tokens abut, and pages abut on at least one side."""
         run, _ = merged(self.itemsize, self.axes)
         local_token, remote_token = self.token
         return run == local_token == remote_token and (
@@ -58,7 +58,7 @@ class Stack:
 
 
 def merged(itemsize: int, axes: Iterable[Axis]) -> tuple[int, list[Axis]]:
-    """The bytes that are contiguous on both sides, and the axes that are left, largest local stride first."""
+    """Returns the bytes that are contiguous on both sides, and the remaining axes, largest local stride first."""
     run, left = itemsize, sorted(axes, key=lambda axis: (axis[1], axis[2]))
     while True:
         found = next((axis for axis in left if axis[1] == run and axis[2] == run), None)
@@ -69,10 +69,10 @@ def merged(itemsize: int, axes: Iterable[Axis]) -> tuple[int, list[Axis]]:
 
 
 def common(where: str, local: Sequence[Box], remote: Sequence[Box]) -> tuple[Stack, ...]:
-    """Everything that a local and a remote box of one kind both hold; tokens left open.
+    """Returns everything that a local and a remote box of one kind both hold, for any range of tokens.
 
     Raises:
-        MetadataError: two boxes that meet differ in the type of their elements.
+        MetadataError: two boxes that overlap differ in the type of their elements.
     """
     if not local or not remote:
         return ()
@@ -104,14 +104,14 @@ def common(where: str, local: Sequence[Box], remote: Sequence[Box]) -> tuple[Sta
 
 
 def _table(boxes: Sequence[Box], kinds: dict[str, int]) -> Ints:
-    """int64 `[boxes, 17]`."""
+    """int64 `[boxes, 17]`: one row for each box."""
     rows = ((kinds.setdefault(box.kind, len(kinds)), box) for box in boxes)
     columns = [
         (kind, box.region, box.offset, box.page_stride, *box.first, *box.end, *box.strides) for kind, box in rows
     ]
     table = np.array(columns, np.int64)
     table[[box.of_page for box in boxes], _STRIDES.start + TOKEN] = 0
-    # Where a page holds one token, the next token is the next page.
+    # If a page holds one token, the next token is the next page.
     one_token = np.array([box.extent[TOKEN] == 1 and not box.of_page for box in boxes])
     table[one_token, _STRIDES.start + TOKEN] = table[one_token, _PAGE]
     return table

@@ -1,4 +1,4 @@
-"""Which pages a pull reads of each group, and into which; a source may name them by the blocks of its scheduler."""
+"""The pages that a pull reads and writes for each group. A source may name its pages by the blocks of its scheduler."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from transfer.plan.intersection import Ints
 
 
 class PagesOfGroup(NamedTuple):
-    """What is read of one group of layers. Any tuple of this shape serves as well, as `kvcache`'s `PageCopy` does.
+    """What a pull reads of one group of layers. Any tuple of this shape serves as well, such as `kvcache`'s `PageCopy`.
 
     Attributes:
-        local: our pages of the logical pages that the tokens touch, in our page size.
-        remote: the source's pages of those that they touch in its page size.
-        tokens: first token, and the one after the last; nothing before the first is written.
+        local: the local pages that the tokens touch, counted in our page size.
+        remote: the source's pages that the tokens touch, counted in its page size.
+        tokens: the first token, and the one after the last. Nothing before the first token is written.
     """
 
     local: ArrayLike
@@ -28,15 +28,15 @@ class PagesOfGroup(NamedTuple):
 
 
 class BlocksOfGroup(NamedTuple):
-    """What is read of one group of layers, the source's side named as its scheduler does: by blocks.
+    """What a pull reads of one group of layers, with the source's pages named by the blocks of its scheduler.
 
     Attributes:
-        local: our pages of the logical pages that the tokens touch, in our page size.
-        tokens: first token, and the one after the last.
-        needed: the first token that must be read. Those before it, from the first one on, only where the source has
-            them: with a sliding window, the page that holds `needed` begins before it, and elsewhere on each side.
-        blocks: the source's blocks; the last one holds token `end` - 1, or the state after it. The source says them:
-            `with_blocks` puts them in, and `end`.
+        local: the local pages that the tokens touch, counted in our page size.
+        tokens: the first token, and the one after the last.
+        needed: the first token that must be read. Earlier ones in `tokens` are read only if the source has them: under
+            a sliding window, the page that holds `needed` begins before it, and page ends may differ on the two sides.
+        blocks: the source's blocks; the last one holds token `end` - 1, or the state after it. `with_blocks` fills in
+            `blocks` and `end` from the source's answer.
         end: tokens that the source has computed.
     """
 
@@ -50,13 +50,13 @@ class BlocksOfGroup(NamedTuple):
 PageList: TypeAlias = tuple[ArrayLike, ArrayLike, tuple[int, int]]
 """A `PagesOfGroup`, or a tuple of its shape."""
 PageLists: TypeAlias = Sequence[PageList | BlocksOfGroup]
-"""What is read of each group of a layout, in order."""
+"""One entry for each group of a layout, in order."""
 
 NOTHING = PagesOfGroup((), (), (0, 0))
 
 
 class _NamedBlocks(Protocol):
-    """What a source says that it holds of a request."""
+    """The blocks that a source names for a request."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -66,10 +66,10 @@ class _NamedBlocks(Protocol):
 
 
 def with_blocks(where: str, groups: PageLists, there: _NamedBlocks) -> PageLists:
-    """Returns what is read, with the blocks that the source has named of each group.
+    """Returns `groups` with the source's blocks filled in for each group that asks by blocks.
 
     Raises:
-        InvalidTransferError: it has named those of another number of groups.
+        InvalidTransferError: the source names blocks for another number of groups.
     """
     if len(groups) != len(there.block_ids):
         raise InvalidTransferError(f"{where}: the source has {len(there.block_ids)} groups, ours are {len(groups)}")
@@ -80,12 +80,12 @@ def with_blocks(where: str, groups: PageLists, there: _NamedBlocks) -> PageLists
 
 
 def pages_of(where: str, named: PageList | BlocksOfGroup, local: Group, remote: Group) -> PageList:
-    """The pages of both sides, from the first token on that the source has.
+    """Returns the pages of both sides, starting at the first token that the source has.
 
-    A source may leave out the blocks that a sliding window does not reach, so its list is counted from its end.
+    A source may leave out the blocks that a sliding window does not reach, so its list is counted from the end.
 
     Raises:
-        InvalidTransferError: the blocks do not hold the tokens, or are more than its tokens can fill.
+        InvalidTransferError: the blocks do not hold the tokens that are needed, or are more than its tokens can fill.
     """
     if not isinstance(named, BlocksOfGroup):
         return named
@@ -123,7 +123,7 @@ def pages_of(where: str, named: PageList | BlocksOfGroup, local: Group, remote: 
 
 
 def first_read(named: BlocksOfGroup, remote: Group) -> int:
-    """The first token that `pages_of` reads: later than the first of `tokens` where the source's blocks begin later."""
+    """The first token that `pages_of` reads: the later of the starts of `tokens` and of the source's blocks."""
     start, stop = named.tokens
     if start >= stop or remote.state:
         return start
@@ -132,5 +132,5 @@ def first_read(named: BlocksOfGroup, remote: Group) -> int:
 
 
 def kernel_pages(pages: ArrayLike, ratio: int) -> Ints:
-    """int64 `[pages * ratio]`: the kernel's pages of each logical page, where a kernel's page holds fewer tokens."""
+    """int64 `[pages * ratio]`: the kernel pages of each logical page, if a kernel's page holds fewer tokens."""
     return np.add.outer(np.asarray(pages, np.int64) * ratio, np.arange(ratio)).reshape(-1)

@@ -1,8 +1,8 @@
-"""From the layouts of two shards and two lists of pages to the runs of bytes that a pull copies.
+"""Turns the layouts of two shards and two lists of pages into the runs of bytes that a pull copies.
 
-One rule for every pair of layouts: a box of the local shard and a box of the remote one are intersected, axis by axis.
-Tensor and pipeline parallelism, replicated heads, page sizes, the order of axes, tensors apart or together: none is a
-case of its own. `transfer.plan.source_ranks` says which remote shards to plan with.
+One rule covers every pair of layouts: each local box is intersected with each remote box, axis by axis. Tensor and
+pipeline parallelism, replicated heads, page sizes, axis orders, and separate or packed tensors need no special cases.
+`transfer.plan.source_ranks` chooses the remote shards to plan with.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from transfer.plan.runs import LONGEST_RUN, Runs, keep_memory
 from transfer.plan.staging import MAX_COPIES, StagingPlan, copies_of, copy_us, wire_us
 
 MOST_FEW = 64
-"""Runs up to which a list of tuples takes less time than arrays do."""
+"""Up to this many runs, a list of tuples is faster than arrays."""
 
 RunRows: TypeAlias = list[tuple[int, int, int]]
 """Address, bytes and device of each run."""
 
 
 class _Run(NamedTuple):
-    """A run of page 0 on both sides: addresses, bytes, and bytes from a page to the next."""
+    """A run of page 0 on both sides: addresses, length in bytes, and bytes from one page to the next."""
 
     local: int
     remote: int
@@ -39,13 +39,13 @@ class _Run(NamedTuple):
 
 
 class Plan:
-    """What a shard copies from another one, for any pages. Made by `plan`; not safe for several threads at once.
+    """The copy from one remote shard to the local shard, for any pages. Made by `plan`. Not thread-safe.
 
     Attributes:
         groups: one for each group of the layouts.
-        rank: of the other shard.
-        bases: int64 `[regions]`, address of each region here and there.
-        devices: that they are on.
+        rank: rank of the remote shard.
+        bases: int64 `[regions]` each: addresses of the local and of the remote regions.
+        devices: device index of the local and of the remote regions.
     """
 
     def __init__(
@@ -59,7 +59,10 @@ class Plan:
         self._runs_of_page: list[tuple[_Run, ...]] | None = None
 
     def pages(self, named: PageLists) -> list[PageList]:
-        """The page lists of a pull, blocks turned into pages by `pages_of`; none of a group with nothing in common."""
+        """Returns the page lists of a pull, with blocks turned into pages by `pages_of`.
+
+        A group that is named by blocks and has nothing in common with this remote shard gets no pages.
+        """
         return [
             NOTHING
             if isinstance(one, BlocksOfGroup) and not group.stacks
@@ -68,19 +71,19 @@ class Plan:
         ]
 
     def begins(self, named: PageLists) -> list[int]:
-        """The first token that is read of each group whose blocks the source has named; 0 of any other group."""
+        """The first token that is read of each group whose blocks the source has named; 0 for any other group."""
         return [
             first_read(one, group.remote) if isinstance(one, BlocksOfGroup) and group.stacks else 0
             for group, one in zip(self.groups, named, strict=True)
         ]
 
     def runs(self, group: int, local_pages: ArrayLike, remote_pages: ArrayLike, tokens: tuple[int, int]) -> Runs:
-        """The runs that bring `tokens` of one request from the remote pages to the local ones.
+        """Returns the runs that copy `tokens` of one request from the remote pages to the local ones.
 
-        Nothing before the first token is written: the pages before it may be shared. After the last one, the rest of
-        its page is copied along, up to the nearer page end of the two sides. A state group has one page on each side,
-        and takes any tokens that are not empty. The pages of a side are integers, best as an array, from the page that
-        holds the first token on; what is left over is ignored.
+        Nothing before the first token is written, because the pages before it may be shared. After the last token, the
+        rest of its page is copied too, up to the nearer page end of the two sides. A state group has one page on each
+        side and accepts any non-empty range of tokens. The pages of a side are integers, preferably an array, and start
+        with the page that holds the first token. Surplus pages are ignored.
 
         Raises:
             InvalidTransferError: too few pages for the tokens, a page that the pool does not have, a local page named
@@ -90,13 +93,13 @@ class Plan:
         return self.groups[group].runs(local_pages, remote_pages, tokens, *self.bases)
 
     def few(self, named: PageLists) -> tuple[RunRows, RunRows, int] | None:
-        """The descriptors of both sides, and their bytes, of the runs that `runs` gives for all groups.
+        """Returns the descriptors of both sides, and their total bytes, for the runs of all groups.
 
-        In plain Python, for a page or two: the calls into numpy would take eight times as long as the sums. None where
-        they are many, or `runs` has to be asked: page sizes that differ, tokens within a page, states, a source's
-        blocks, and whatever is wrong.
+        This is plain Python for a page or two, where calls into numpy would take eight times as long as the arithmetic.
+        Returns None if there are many runs, or if only `runs` handles the case: page sizes that differ, tokens within a
+        page, states, blocks of a source, and invalid input.
         """
-        if self._runs_of_page is None:  # not at first contact, which would wait for it
+        if self._runs_of_page is None:  # made on first use, because first contact would wait for it
             self._runs_of_page = [self._of_page_0(group) for group in self.groups]
         here: RunRows = []
         there: RunRows = []
@@ -111,7 +114,7 @@ class Plan:
                 for ours, theirs in zip(*pairs, strict=True):
                     local, remote = first_local + ours * local_page, first_remote + theirs * remote_page
                     if local == our_end and remote == their_end and joined + length <= LONGEST_RUN:
-                        joined += length  # neighbours on both sides: NIXL takes 2 to 4 µs for each run
+                        joined += length  # these pages are neighbours on both sides: NIXL takes 2 to 4 µs for each run
                         here[-1], there[-1] = (here[-1][0], joined, our_device), (there[-1][0], joined, their_device)
                     else:
                         joined = length
@@ -122,7 +125,7 @@ class Plan:
         return (here, there, num_bytes) if len(here) <= MOST_FEW else None
 
     def _of_page_0(self, group: GroupPlan) -> tuple[_Run, ...]:
-        """The runs of a page of a group; none where they are not for `few`."""
+        """The runs of page 0 of a group; empty if `few` does not handle the group."""
         size, (ours, theirs) = group.local.page_size, (bases.tolist() for bases in self.bases)
         if group.local.state or size != group.remote.page_size:
             return ()
@@ -142,21 +145,21 @@ class Plan:
         return tuple(found) if len(found) <= MOST_FEW else ()
 
     def staging(self, group: int) -> StagingPlan:
-        """The other way for a group: whole remote pages into a staging area, and home from there. Host memory only."""
+        """The staged plan of a group: whole remote pages go to a staging area and are copied home. Host memory only."""
         found = self._staging.get(group)
         if found is None:
             found = self._staging[group] = StagingPlan(self.groups[group])
         return found
 
     def prefers_staging(self, group: int, tokens: tuple[int, int]) -> bool:
-        """Whether a pull of `tokens` is estimated to take less time staged than with direct runs."""
+        """Whether staging a pull of `tokens` is estimated to take less time than direct runs."""
         plan = self.groups[group]
         rounded = plan.tokens(tokens)
         if rounded[0] == rounded[1]:
             return False
         runs, num_bytes = plan.size(rounded)
         direct = wire_us(runs, num_bytes)
-        # What is copied home is what direct runs would copy: as many bytes, and as many runs.
+        # The copy home moves the same bytes, in as many runs, as direct runs would.
         home = copy_us(runs, num_bytes)
         if home >= direct or copies_of(plan) > MAX_COPIES:
             return False
@@ -170,10 +173,10 @@ def plan(
     devices: tuple[int, int] = (0, 0),
     rank: int = 0,
 ) -> Plan:
-    """What `local` copies from `remote`: all that both hold. Both must have passed `transfer.plan.boxes.check`.
+    """Plans the copy of everything that both shards hold. Both layouts must have passed `transfer.plan.boxes.check`.
 
-    `bases` are the addresses of each region, here and there (0 where only the shape of a plan is of interest),
-    `devices` what they are on, and `rank` that of the other shard.
+    `bases` are the addresses of the local and the remote regions. None stands for zeros, if only the plan's shape
+    matters. `devices` are the device indices of the two sides, and `rank` is the rank of the remote shard.
 
     Raises:
         MetadataError: the sides differ in the number or the kind of their groups, or in the type of common elements.
@@ -199,7 +202,7 @@ def _plan_group(where: str, local: Group, remote: Group) -> GroupPlan:
 
 
 def _check_of_page(where: str, local: Group, remote: Group) -> None:
-    """Refuse scales of whole pages where the other side's are of other pages, or of tokens."""
+    """Refuses scales of whole pages if the other side's are for pages of another size, or for tokens."""
     ours, theirs = ({box.kind: box.of_page for box in group.boxes} for group in (local, remote))
     for kind in ours.keys() & theirs.keys():
         same_pages = ours[kind] == theirs[kind] and local.page_size == remote.page_size
@@ -212,7 +215,7 @@ def _check_of_page(where: str, local: Group, remote: Group) -> None:
 
 
 def _few_pages(group: GroupPlan, num_runs: int, named: PageList | BlocksOfGroup) -> tuple[list[int], list[int]] | None:
-    """The local and the remote pages, pair by pair, where they are few and nothing is wrong with them."""
+    """The local and the remote pages, paired, if they are few and valid; else None."""
     if not num_runs or isinstance(named, BlocksOfGroup):
         return None
     local, remote, (start, stop) = named
@@ -227,7 +230,7 @@ def _few_pages(group: GroupPlan, num_runs: int, named: PageList | BlocksOfGroup)
 
 
 def _listed(pages: Any, count: int, pool: int) -> list[int] | None:
-    """The first `count` pages, where there are as many, and the pool has them."""
+    """The first `count` pages as a list, or None if there are too few or one is not in a pool of `pool` pages."""
     try:
         found = _integers(pages[:count])
         least, most = (found[0], found[0]) if len(found) == 1 else (min(found), max(found))

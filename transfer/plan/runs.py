@@ -1,6 +1,6 @@
-"""Runs of bytes: from strided boxes to those of a page, made once, and from these to all pages of a pull.
+"""Runs of bytes: strided boxes give the runs of one page, made once, and these give the runs of all pages of a pull.
 
-All that is done for a pull is numpy over whole batches: nothing loops over its pages or runs.
+The work for each pull is numpy over whole batches; nothing loops over pages or runs.
 """
 
 from __future__ import annotations
@@ -15,25 +15,28 @@ from numpy.typing import NDArray
 from transfer.plan.intersection import Ints, Stack, merged
 
 LONGEST_RUN = 512 << 10
-"""Bytes of a run on the wire: more is cut, so that a transfer can end within. UCX copies as much in a system call."""
+"""The most bytes of a run on the wire. Longer runs are cut, so that a transfer can end early.
+
+UCX copies as much in one system call.
+"""
 _BOTH_STEP = (1 << 32) + 1
-_LARGEST_BLOCK = (32 << 20) - (64 << 10)  # bytes; glibc's largest threshold, less what it adds to a block
+_LARGEST_BLOCK = (32 << 20) - (64 << 10)  # bytes: glibc's largest threshold, less its overhead for a block
 _NEXT_LOCAL = 1 << 31
-"""Least difference of the keys of two pairs of pages, in order, whose local pages differ."""
+"""Two sorted keys of page pairs differ by at least this much if their local pages differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
     """Runs of bytes to copy. No two write the same byte.
 
-    They are the fewest that a pair of pages takes, and those of neighbouring pages are joined where a region's page is
-    one run. (Where it is several, the last one of a page may meet the first of the next. Joining these would save one
-    run of a page's many, and cost a sort over all.)
+    They are the fewest that a pair of pages needs. Runs of neighbouring pages are joined if the page of a region is a
+    single run. If it has several runs, the last one of a page may abut the first of the next; joining these would save
+    one run of each page's many but needs a sort over all.
 
     Attributes:
-        local: int64 `[runs]`, absolute address of each run on the reader's side.
-        remote: int64 `[runs]`, on the other side.
-        length: int64 `[runs]`, bytes.
+        local: int64 `[runs]`, absolute address of each run in the reader's memory.
+        remote: int64 `[runs]`, absolute address of each run in the source's memory.
+        length: int64 `[runs]`, in bytes.
     """
 
     local: Ints
@@ -51,11 +54,11 @@ class Runs:
     def descriptors(
         self, local_device: int = 0, remote_device: int = 0
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """The local and the remote side as NIXL takes them: uint64 `[runs, 3]` of address, bytes, device."""
+        """The local and the remote descriptors for NIXL: uint64 `[runs, 3]` of address, bytes and device."""
         return self._rows(self.local, local_device), self._rows(self.remote, remote_device)
 
     def shortened(self, longest: int) -> Runs:
-        """The same bytes in runs of `longest` bytes at the most."""
+        """Returns the same bytes in runs of at most `longest` bytes."""
         if not len(self) or int(self.length.max()) <= longest:
             return self
         counts = -(-self.length // longest)
@@ -76,24 +79,24 @@ class Runs:
 
 @cache
 def keep_memory() -> None:
-    """Has the C library keep the memory of large arrays for the next ones: up to 64 MiB, from the first plan on.
+    """Makes the C library keep freed memory of large arrays, up to 64 MiB, for reuse. Runs once, with the first plan.
 
-    glibc maps what is larger than a threshold anew each time, and the page faults of 131,072 descriptors take ten times
-    as long as their arithmetic (5.7 ms against 0.55). It raises the threshold to the largest block that it has seen
-    freed, up to 32 MiB, so it is shown one: untouched, in microseconds. (`mallopt` would fix the threshold for good,
-    and end that adaption for the whole program.)
+    glibc maps each block above a threshold anew, and the page faults of 131,072 descriptors take ten times as long as
+    their arithmetic (5.7 ms against 0.55 ms). It raises the threshold to the largest block that it has seen freed, up
+    to 32 MiB. This function therefore allocates and frees one such block; the block is never touched, so that this
+    takes microseconds. (`mallopt` would fix the threshold and turn off that adaptation for the whole program.)
     """
     np.empty(_LARGEST_BLOCK, np.uint8)
 
 
 def no_runs() -> Runs:
-    """Nothing to copy."""
+    """Returns runs that copy nothing."""
     none = np.empty(0, np.int64)
     return Runs(none, none, none)
 
 
 def concatenated(parts: Sequence[Runs]) -> Runs:
-    """All of `parts`, one after another."""
+    """Returns all of `parts`, one after another."""
     if len(parts) == 1:
         return parts[0]
     if not parts:
@@ -106,7 +109,7 @@ def concatenated(parts: Sequence[Runs]) -> Runs:
 
 
 def joined(runs: Runs) -> Runs:
-    """The same bytes in the fewest runs, sorted by local address."""
+    """Returns the same bytes in the fewest runs, sorted by local address."""
     order = np.argsort(runs.local)
     local, remote, length = runs.local[order], runs.remote[order], runs.length[order]
     meets = (local[:-1] + length[:-1] == local[1:]) & (remote[:-1] + length[:-1] == remote[1:])
@@ -115,12 +118,12 @@ def joined(runs: Runs) -> Runs:
 
 
 class PagePairs:
-    """Pages of both sides, paired, sorted by the local one. `repeated` is a local page that is named twice, or None."""
+    """Pairs of a local and a remote page, sorted by the local one. `repeated` is a local page named twice, or None."""
 
     __slots__ = ("_local", "_remote", "_steps", "repeated")
 
     def __init__(self, local: Ints, remote: Ints) -> None:
-        # Both ids in one number: one sort carries both along, and one difference says that both step by 1.
+        # Both ids share one number: one sort moves both, and one difference shows that both step by 1.
         keys = (local << 32) | remote
         steps = keys[1:] - keys[:-1]
         self.repeated: int | None = None
@@ -133,11 +136,11 @@ class PagePairs:
         self._local, self._remote, self._steps = local, remote, steps
 
     def single(self) -> tuple[Ints, Ints, None]:
-        """Local and remote page of each pair."""
+        """The local and the remote page of each pair."""
         return self._local, self._remote, None
 
     def chained(self) -> tuple[Ints, Ints, Ints | None]:
-        """First local and remote page of each stretch of neighbours, and how many pages it has (None: one each)."""
+        """The first local and remote page of each chain of neighbours, and its length (None if all have one page)."""
         breaks = np.flatnonzero(self._steps != _BOTH_STEP) + 1
         if len(breaks) == len(self._steps):
             return self.single()
@@ -147,43 +150,46 @@ class PagePairs:
 
 @dataclass(frozen=True, slots=True)
 class PageRuns:
-    """Runs of a page, those that share their page strides: int64 `[runs]` each, in bytes."""
+    """The runs of a page that share their page strides: int64 `[runs]` each, in bytes."""
 
     local_region: Ints
     local_offset: Ints  # from the start of the region, in page 0
     remote_region: Ints
     remote_offset: Ints
     length: Ints
-    local_page: int  # from a page to the next
+    local_page: int  # from one page to the next
     remote_page: int
-    chains: bool  # each run fills its page on both sides, so those of neighbouring pages join
+    chains: bool  # each run fills its page on both sides, so runs of neighbouring pages join
 
     def over(self, pages: PagePairs, local_bases: Ints, remote_bases: Ints) -> Runs:
-        """The runs of all pairs of pages."""
+        """Returns the runs of all pairs of pages."""
         local, remote, counts = pages.chained() if self.chains else pages.single()
         length = self.length[:, None] if counts is None else self.length[:, None] * counts
         return self.spread(local * self.local_page, remote * self.remote_page, length, local_bases, remote_bases)
 
     def spread(self, local: Ints, remote: Ints, length: Ints, local_bases: Ints, remote_bases: Ints) -> Runs:
-        """Each run at each place: bytes from page 0 on both sides, int64 `[places]`; `length` broadcasts to both."""
+        """Repeats each run at each place.
+
+        `local` and `remote` are bytes from page 0, int64 `[places]`; `length` broadcasts.
+        """
         local = np.add.outer(local_bases[self.local_region] + self.local_offset, local)
         remote = np.add.outer(remote_bases[self.remote_region] + self.remote_offset, remote)
         return Runs(local.reshape(-1), remote.reshape(-1), np.broadcast_to(length, local.shape).reshape(-1))
 
 
 _LOCAL_REGION, _LOCAL, _REMOTE_REGION, _REMOTE, _LENGTH, _LOCAL_PAGE, _REMOTE_PAGE = range(7)
-"""Rows of a table of runs: the fields of `PageRuns`."""
+"""Rows of a table of runs; they are the fields of `PageRuns`."""
 _PLACE = [_LOCAL_REGION, _REMOTE_REGION, _LOCAL_PAGE, _REMOTE_PAGE]
 
 
 def page_runs(stacks: Iterable[Stack], local_token: int, remote_token: int, num_tokens: int) -> tuple[PageRuns, ...]:
-    """The fewest runs of a pair of pages: `num_tokens`, from `local_token` and `remote_token` of their page on."""
+    """Returns the fewest runs that copy `num_tokens` between two pages, from the given token of each page."""
     tables = [_expanded(stack, local_token, remote_token, num_tokens) for stack in stacks]
     return runs_of_table(_abutting_joined(np.concatenate(tables, axis=1))) if tables else ()
 
 
 def runs_of_table(table: Ints) -> tuple[PageRuns, ...]:
-    """The runs in a table, int64 `[7, runs]` of the fields of `PageRuns`, those with equal page strides together."""
+    """Groups the runs of a table by page strides. `table` is int64 `[7, runs]` with the fields of `PageRuns`."""
     chains = (table[_LENGTH] == table[_LOCAL_PAGE]) & (table[_LENGTH] == table[_REMOTE_PAGE])
     keys = np.stack([table[_LOCAL_PAGE], table[_REMOTE_PAGE], chains])
     alike: dict[tuple[int, ...], list[int]] = {}
@@ -193,7 +199,7 @@ def runs_of_table(table: Ints) -> tuple[PageRuns, ...]:
 
 
 def token_runs(stack: Stack) -> PageRuns:
-    """The runs of a pair of pages for their first token, which go on with the next ones."""
+    """The runs that copy the first token of a pair of pages; the runs of the following tokens continue them."""
     return _of_table(_expanded(stack, 0, 0, 1), chains=False)
 
 
@@ -203,7 +209,7 @@ def _of_table(table: Ints, chains: bool) -> PageRuns:
 
 
 def _expanded(stack: Stack, local_token: int, remote_token: int, num_tokens: int) -> Ints:
-    """int64 `[7, runs]`: each pair of boxes in runs."""
+    """int64 `[7, runs]`: the runs of each pair of boxes."""
     local_step, remote_step = stack.token
     run, left = merged(stack.itemsize, (*stack.axes, *stack.tokens(num_tokens)))
     local = stack.local_offset + local_token * local_step
@@ -221,7 +227,7 @@ def _expanded(stack: Stack, local_token: int, remote_token: int, num_tokens: int
 
 
 def _abutting_joined(table: Ints) -> Ints:
-    """Joins runs that abut on both sides in every pair of pages; sorted by local region and offset."""
+    """Joins runs that abut on both sides in every pair of pages. The result is sorted by local region and offset."""
     table = table[:, np.lexsort((table[_LOCAL], table[_LOCAL_REGION]))]
     before, after = table[:, :-1], table[:, 1:]
     meets = (before[_PLACE] == after[_PLACE]).all(axis=0)

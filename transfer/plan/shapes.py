@@ -1,4 +1,4 @@
-"""The layouts of the field as boxes: our own pools, per-layer tensors of any axis order, latents, recurrent state."""
+"""Builds boxes for the layouts in use: our own pools, per-layer tensors of any axis order, latents, recurrent state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKED_NHD = "page,token,head,side,dim"
 PACKED_HND = "page,head,token,side,dim"
 """`[N, H, T, 2 * D]` (vLLM 0.33)."""
 LATENT = "page,token,dim"
-"""`[N, T, D]`: multi-head latent attention, one side, one head, held by every rank."""
+"""`[N, T, D]`: multi-head latent attention. It has one side and one head, and every rank holds all of it."""
 
 
 def from_tensor(
@@ -46,8 +46,8 @@ def from_tensor(
     Args:
         shape: elements of each dimension.
         strides: bytes (not elements) between neighbours of each dimension.
-        axes: a name for each dimension, comma-separated, of page, layer, side, head, token and dim. An axis that is not
-            named has one element. A dimension that holds two axes (packed K and V) is given as two.
+        axes: comma-separated name of each dimension: page, layer, side, head, token or dim. An axis that is not named
+            has one element. A dimension that packs two axes (K and V) is given as two.
         dtype: name of the element type.
         itemsize: bytes of an element.
         region: region that the tensor lies in.
@@ -56,7 +56,7 @@ def from_tensor(
         first: as in `Box`.
 
     Raises:
-        InvalidEngineError: the axes do not fit the shape, or one has no name or another's.
+        InvalidEngineError: the number of axes differs from the shape, or a name is unknown or repeated.
     """
     names = axes.split(",")
     if len(set(names)) != len(names) or not set(names) <= {"page", *AXES}:
@@ -83,14 +83,14 @@ def _five(found: dict[str, int], default: int) -> Sizes:
 
 
 def dense_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Bytes between neighbours of each dimension of a dense tensor."""
+    """The bytes between neighbours along each dimension of a dense tensor."""
     return tuple(math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape)))
 
 
 def dense(layout: PageLayout, num_pages: int, first_layer: int = 0) -> ShardLayout:
-    """A pool of `kvcache`: one region over all layers, page after page, each dense in the order of `layout`.
+    """Returns the layout of a `kvcache` pool: one region over all layers, dense pages in `layout`'s order.
 
-    `num_pages` counts the null page too; `first_layer` is the model's first one that this pipeline stage holds.
+    `num_pages` includes the null page. `first_layer` is the first model layer that this pipeline stage holds.
     """
     boxes = [_box_of(layout, layout.page_bytes, first_layer)]
     if layout.scales is not None:
@@ -101,7 +101,7 @@ def dense(layout: PageLayout, num_pages: int, first_layer: int = 0) -> ShardLayo
 
 
 def _box_of(layout: PageLayout, page_bytes: int, first_layer: int) -> Box:
-    """The values of a layout, in pages of `page_bytes`."""
+    """The box of a layout whose pages are `page_bytes` apart."""
     axes = layout.order.split(",")
     return from_tensor(
         [1, *(layout.extents[axis] for axis in axes)],
@@ -114,9 +114,9 @@ def _box_of(layout: PageLayout, page_bytes: int, first_layer: int) -> Box:
 
 
 def with_states(layout: ShardLayout, kinds: Sequence[KindPages], num_pages: int) -> ShardLayout:
-    """The layout of a shard with the states of its requests, `num_pages` of each kind, as a further group.
+    """Adds a group to the layout of a shard: the recurrent states of its requests, `num_pages` pages of each kind.
 
-    `num_pages` counts page 0 too. Tensors that are the states' alone are regions after those that there are.
+    `num_pages` includes page 0. State tensors with memory of their own become regions after the existing ones.
     """
     boxes, sizes = list[Box](), list(layout.region_bytes)
     for one in kinds:
@@ -130,10 +130,10 @@ def with_states(layout: ShardLayout, kinds: Sequence[KindPages], num_pages: int)
 
 
 def of_tables(layout: ShardLayout, tables: LayerTables) -> ShardLayout:
-    """A `dense` pool that several block tables share: a group for each of them, over the same pages.
+    """Returns a `dense` pool that several block tables share: one group for each table, over the same pages.
 
-    The layers of a page are numbered by their place in it, whichever the table's are: both sides have the same tables.
-    Where a table has fewer layers than a page, its empty places are copied along: a page stays one run of bytes.
+    Layers are numbered by their place in the page, whichever table they belong to; both sides have the same tables. If
+    a table has fewer layers than a page, its empty places are copied too, so that a page stays one run of bytes.
     """
     windows = [table.group.window if table.group.kind == "window" else 0 for table in tables.tables]
     groups = tuple(msgspec.structs.replace(layout.groups[0], window=window) for window in windows)

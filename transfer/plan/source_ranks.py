@@ -1,4 +1,4 @@
-"""From which shards of a peer a shard reads what: each element once, and no more shards than are needed."""
+"""Chooses the remote shards that a shard reads from: each element is read once, from no more shards than needed."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from transfer.errors import MetadataError
 from transfer.plan.boxes import Box, Group, Index, ShardLayout, sub_box
 
 _NOBODY = -1
-_MAX_CELLS = 1 << 24  # 128 layers of 64 heads on 64 ranks are a million; only a peer that lies has more
+_MAX_CELLS = 1 << 24  # 128 layers of 64 heads on 64 ranks, K and V apart, are a million; only a malicious peer has more
 BoxSlices: TypeAlias = tuple[slice, ...]
-"""A box of cells: a slice of each axis."""
+"""A box of cells, as one slice for each axis."""
 Corners: TypeAlias = tuple[Index, Index]
-"""A box of cells: its first one, and the one after its last on each axis."""
+"""A box of cells, as its first cell and the cell after its last one on each axis."""
 
 
 def sources(local: ShardLayout, remotes: Sequence[ShardLayout], local_rank: int) -> list[tuple[int, ShardLayout]]:
-    """The remote shards to read from, and the part of `local` that each of them fills.
+    """Returns the remote shards to read from, and the part of `local` that each of them fills.
 
     Data that only one remote shard holds is read from it. Data that several shards hold (replicated heads, latents) is
-    read from one that is read from anyway, else from any of them; the choice depends on the reader's rank, so that
-    readers spread. `remotes` are the checked layouts of all ranks of the peer, over all its pipeline stages.
+    read from a shard that is needed anyway if there is one, otherwise from any of them. The choice depends on the
+    reader's rank, so that readers spread over the shards. `remotes` are the checked layouts of all ranks of the peer,
+    over all its pipeline stages.
 
-    Returns pairs of an index into `remotes`, ascending, and `local` with its boxes cut to the part that this shard
-    fills. The parts are disjoint, and together they are `local`.
+    The result is pairs of an index into `remotes`, ascending, and `local` with its boxes cut to the part that this
+    shard fills. The parts are disjoint, and together they cover `local`.
 
     Raises:
-        MetadataError: an element that no remote shard holds, naming its group, kind, layer and head; or a remote shard
-            with another number of groups.
+        MetadataError: no remote shard holds an element (the message names its group, kind, layer and head), or a remote
+            shard has another number of groups.
     """
     for number, remote in enumerate(remotes):
         if len(remote.groups) != len(local.groups):
@@ -65,7 +66,7 @@ def _with_boxes(layout: ShardLayout, boxes: list[list[Box]]) -> ShardLayout:
 
 
 class _Grid:
-    """The elements of one kind of one group, in cells: no box of any shard ends within a cell."""
+    """The elements of one kind of one group, divided into cells. Every box of every shard ends at a cell's edge."""
 
     def __init__(self, where: str, kind: str, local: Group, remotes: Sequence[Group]) -> None:
         held = [[box for box in group.boxes if box.kind == kind] for group in (local, *remotes)]
@@ -101,10 +102,10 @@ class _Grid:
         self.owner = np.full(self.needed.shape, _NOBODY, np.int64)
 
     def choose(self, used: NDArray[np.bool_], local_rank: int, *, forced: bool) -> None:
-        """Gives an owner to the cells that only one shard holds (`forced`), or to the others; marks it in `used`."""
+        """Assigns owners to the cells that only one shard holds (`forced`) or to the others; marks them in `used`."""
         count = self.holders.sum(axis=-1)
         todo = self.needed & ((count == 1) if forced else (count > 1))
-        # Few sets of holders occur: one for each replicated head at the most.
+        # Few distinct sets of holders occur: at most one for each replicated head.
         rows = self.holders[todo]
         owners = np.empty(len(rows), np.int64)
         sets, inverse = np.unique(rows, axis=0, return_inverse=True)
@@ -116,7 +117,7 @@ class _Grid:
         self.owner[todo] = owners
 
     def parts(self) -> Iterator[list[tuple[int, Index, Index]]]:
-        """For each local box its parts, as few as straight cuts allow: the owner, the first and the last place."""
+        """Yields the parts of each local box, as few as straight cuts allow: owner, first place and end."""
         known: dict[tuple[bytes, tuple[int, ...]], list[Corners]] = {}
         for cells in self.cells:
             inside = self.owner[cells]
@@ -139,7 +140,7 @@ class _Grid:
 
 
 def _uniform(owner: NDArray[np.int64], at: Index) -> Iterator[Corners]:
-    """Cuts an array of owners that lies at `at` into boxes of one owner each: their first cells and their ends."""
+    """Cuts an array of owners that starts at `at` into boxes with one owner each: their first cells and their ends."""
     for axis in range(owner.ndim):
         along = np.moveaxis(owner, axis, 0).reshape(owner.shape[axis], -1)
         changes = (np.flatnonzero((along[1:] != along[:-1]).any(axis=1)) + 1).tolist()

@@ -1,8 +1,8 @@
-"""Pulling whole remote pages into a staging area and moving their elements home from there.
+"""Pulls whole remote pages into a staging area and copies their elements home from there.
 
-For layouts whose runs are too short for the wire: between tokens-first and heads-first pages a run is one head of one
-token, a few hundred bytes, and each costs a system call. The pages arrive as they lie on the remote side, and numpy
-copies with strides then do the rest. Host memory only. Which way is cheaper is estimated from measured costs.
+This is for layouts whose runs are too short for the wire. Between tokens-first and heads-first pages, a run is one head
+of one token: a few hundred bytes, each of which costs a system call. Staged pages arrive as they lie on the remote
+side, and strided numpy copies rearrange them. Host memory only. Measured costs decide which way is cheaper.
 """
 
 from __future__ import annotations
@@ -23,32 +23,35 @@ from transfer.plan.runs import PagePairs, Runs, concatenated, no_runs, runs_of_t
 Bytes: TypeAlias = NDArray[np.uint8]
 
 
-# What a transfer costs between two processes of one host, as `python -m benchmarks.plan` fits it, rounded (three runs
-# on a busy machine gave 2.6 to 2.8 µs, 8.7 to 10.4 GB/s, 3.1 to 3.8 ns, 9.2 to 12.2 GB/s). So a run of less than some
-# 28 KB costs more on the wire than its bytes cost in a copy.
-_RUN_US = 2.6  # of one run on the wire, whatever its length: a system call
+# Costs of a transfer between two processes of one host, as fitted by `python -m benchmarks.plan` and rounded. Three
+# runs on a busy machine gave 2.6 to 2.8 µs, 8.7 to 10.4 GB/s, 3.1 to 3.8 ns and 9.2 to 12.2 GB/s. A run below about 28
+# KB thus costs more on the wire than in a copy.
+_RUN_US = 2.6  # one run on the wire, whatever its length: a system call
 _WIRE_GBPS = 10.0
-_COPY_RUN_NS = 3.5  # of one run in a strided copy
+_COPY_RUN_NS = 3.5  # one run in a strided copy
 _COPY_GBPS = 11.0
 MAX_COPIES = 1 << 14
-"""Strided copies of one pull. A tensor for each layer, with K and V apart and heads outside of pages, takes thousands;
-only a layout that scatters its elements takes more."""
-_LINE = 64  # bytes of a cache line: where each segment of the staging area begins
-_NEVER = 1 << 63  # stride of the pages of a pool that has one
+"""The most strided copies of one pull.
+
+Per-layer tensors with separate K and V and heads outside of pages take thousands; only a layout that scatters its
+elements takes more.
+"""
+_LINE = 64  # bytes of a cache line; each segment of the staging area begins at one
+_NEVER = 1 << 63  # page stride of a pool that has a single page
 
 
 def wire_us(runs: int, num_bytes: int) -> float:
-    """Microseconds of `runs` on the wire."""
+    """Estimated microseconds of `runs` runs on the wire."""
     return runs * _RUN_US + num_bytes / _WIRE_GBPS / 1e3
 
 
 def copy_us(runs: int, num_bytes: int) -> float:
-    """Microseconds of a strided copy."""
+    """Estimated microseconds of a strided copy."""
     return (runs * _COPY_RUN_NS + num_bytes / _COPY_GBPS) / 1e3
 
 
 class _Segment(NamedTuple):
-    """Bytes that are pulled of each remote page in one piece, and how far apart they are staged."""
+    """A stretch of bytes that is pulled from each remote page as one run, and the page stride at which it is staged."""
 
     region: int
     offset: int
@@ -58,7 +61,7 @@ class _Segment(NamedTuple):
 
 
 class _StridedCopy(NamedTuple):
-    """A pair of boxes, or a slice of it, that lies in one segment on the remote side; offsets are of page 0."""
+    """A pair of boxes, or a slice of one, whose remote side lies in one segment. Offsets are for page 0."""
 
     stack: Stack
     inner: tuple[Axis, ...]
@@ -68,23 +71,22 @@ class _StridedCopy(NamedTuple):
     remote_offset: int
 
     def remote_end(self, page_size: int) -> int:
-        """The end of its last element of remote page 0."""
+        """Byte offset in the remote region where its last element of page 0 ends."""
         steps = sum((n - 1) * step for n, _, step in self.inner) + (page_size - 1) * self.stack.token[1]
         return self.remote_offset + steps + self.stack.itemsize
 
 
 def copies_of(plan: GroupPlan) -> int:
-    """The strided copies that staging a group takes for pages that lie alike."""
+    """The number of strided copies for each kind of pieces when a group is staged."""
     pages = [_NEVER if plan.remote.num_pages == 1 else stack.remote_page for stack in plan.stacks]
     outer = [[n for n, _, step in stack.axes if step >= page] for stack, page in zip(plan.stacks, pages, strict=True)]
     return sum(len(stack.local_region) * prod(steps) for stack, steps in zip(plan.stacks, outer, strict=True))
 
 
 class StagingPlan:
-    """One group of a plan, staged. Made by `Plan.staging`; refused if it takes more than `MAX_COPIES`.
+    """The staged pull of one group. Made by `Plan.staging`; raises `InvalidTransferError` above `MAX_COPIES` copies.
 
-    The staging area holds, for each segment, that segment of every remote page of the pull, in the order of the
-    request.
+    The staging area holds one segment after another. Each holds its part of every remote page, in the request's order.
     """
 
     def __init__(self, plan: GroupPlan) -> None:
@@ -95,7 +97,7 @@ class StagingPlan:
         self._copies = [one for stack in plan.stacks for one in _copies(stack, _NEVER if single else stack.remote_page)]
         self._copies.sort(key=lambda copy: (copy.remote_region, copy.stack.remote_page, copy.remote_offset))
         self._segments, self._segment_of = _segments(self._copies, plan.remote.page_size, single=single)
-        # Each segment is a local region of its own.
+        # Each segment acts as a local region of its own.
         rows = [
             (at, 0, one.region, one.offset, one.length, one.staged_page, one.remote_page)
             for at, one in enumerate(self._segments)
@@ -103,13 +105,16 @@ class StagingPlan:
         self._page_runs = runs_of_table(np.array(rows, np.int64).reshape(-1, 7).T.copy())
 
     def num_bytes(self, tokens: tuple[int, int]) -> int:
-        """Bytes of the staging area that a pull of `tokens` needs."""
+        """The bytes of staging area that a pull of `tokens` needs."""
         return self._layout(self._num_pages(self._plan.tokens(tokens)))[1]
 
     def runs(
         self, remote_pages: ArrayLike, tokens: tuple[int, int], staging_base: int, remote_bases: ArrayLike
     ) -> Runs:
-        """The runs that bring the remote pages of `tokens` to the staging area at `staging_base`; as `Plan.runs`."""
+        """The runs that copy the remote pages of `tokens` to the staging area at `staging_base`.
+
+        Raises as `Plan.runs`.
+        """
         tokens = self._plan.tokens(tokens)
         if tokens[0] == tokens[1]:
             return no_runs()
@@ -122,7 +127,7 @@ class StagingPlan:
     def permute(
         self, local_pages: ArrayLike, tokens: tuple[int, int], staging: Bytes, regions: Sequence[Bytes]
     ) -> None:
-        """Moves what `runs` brought to its places in the local pages: the same elements that direct runs write.
+        """Copies the staged elements into the local pages: the same elements that direct runs would write.
 
         `staging` is uint8 `[num_bytes(tokens)]` or longer, `regions` uint8 over each local region, all contiguous.
 
@@ -147,13 +152,13 @@ class StagingPlan:
                 at = int(starts[number]) + copy.remote_offset - segment.offset
                 ours, theirs = self._views(copy, kind, regions, staging, at, segment.staged_page)
                 views.append((ours, local, theirs, taken))
-        for ours, local, theirs, taken in views:  # nothing is written before all is known to fit
+        for ours, local, theirs, taken in views:  # nothing is written until every copy is known to fit
             ours[local] = theirs[taken]
 
     def _views(
         self, copy: _StridedCopy, kind: PieceKind, regions: Sequence[Bytes], staging: Bytes, at: int, staged_page: int
     ) -> tuple[NDArray[np.void], NDArray[np.void]]:
-        """The same elements of all local and of all staged pages, in runs."""
+        """Views of the same elements in all local pages and in all staged pages, one item for each run."""
         local_step, remote_step = copy.stack.token
         run, left = merged(copy.stack.itemsize, (*copy.inner, *copy.stack.tokens(kind.num_tokens)))
         sizes = [n for n, _, _ in left]
@@ -162,7 +167,7 @@ class StagingPlan:
         theirs = (int(kind.remote[-1]) + 1, *sizes), (staged_page, *(step for _, _, step in left))
         offset = copy.local_offset + kind.local_token * local_step
         at += kind.remote_token * remote_step
-        # numpy checks that the views lie within the memory.
+        # numpy raises if a view leaves its memory.
         try:
             return (
                 np.ndarray(ours[0], dtype, regions[copy.local_region], offset, ours[1]),
@@ -178,18 +183,18 @@ class StagingPlan:
         return 0 if tokens[0] == tokens[1] else -(-tokens[1] // size) - tokens[0] // size
 
     def _layout(self, num_pages: int) -> tuple[Ints, int]:
-        """Where each segment begins in the staging area, and how long that is."""
+        """The start of each segment in the staging area, and the size of the area, both in bytes."""
         sizes = np.array([_lines(segment.staged_page * num_pages) for segment in self._segments], np.int64)
         return np.cumsum(sizes) - sizes, int(sizes.sum())
 
     def size(self, tokens: tuple[int, int]) -> tuple[int, int]:
-        """Runs, where no two pages are neighbours, and bytes on the wire for `tokens`, rounded."""
+        """Runs and bytes on the wire for `tokens` (already rounded), if no two pages are neighbours."""
         pages = self._num_pages(tokens)
         return pages * len(self._segments), pages * sum(segment.length for segment in self._segments)
 
 
 def _copies(stack: Stack, remote_page: int) -> list[_StridedCopy]:
-    """The pairs of boxes of a stack; cut further along axes that step over whole remote pages (K and V apart)."""
+    """The pairs of boxes of a stack, cut further along axes that step over whole remote pages (K and V apart)."""
     inner = tuple(axis for axis in stack.axes if axis[2] < remote_page)
     outer = [axis for axis in stack.axes if axis[2] >= remote_page]
     found: list[_StridedCopy] = []
@@ -203,10 +208,10 @@ def _copies(stack: Stack, remote_page: int) -> list[_StridedCopy]:
 
 
 def _segments(copies: Sequence[_StridedCopy], page_size: int, *, single: bool) -> tuple[list[_Segment], list[int]]:
-    """Segments of a remote page that hold all of `copies`, sorted, and the segment of each.
+    """Returns the segments of a remote page that hold all of `copies` (sorted), and the segment of each copy.
 
-    A gap between two copies is pulled along where that costs less than a run of its own; but no segment is longer than
-    a page, for the bytes of the next page would be pulled twice.
+    A gap between two copies is pulled too if that costs less than a separate run. No segment is longer than a page,
+    because the bytes of the next page would be pulled twice.
     """
     worth = int(_RUN_US * _WIRE_GBPS * 1e3)
     found: list[_Segment] = []
@@ -224,14 +229,14 @@ def _segments(copies: Sequence[_StridedCopy], page_size: int, *, single: bool) -
         else:
             found.append(_Segment(copy.remote_region, copy.remote_offset, end - copy.remote_offset, page, 0))
         segment_of.append(len(found) - 1)
-    # A segment that is a whole page is staged without gaps, so that neighbouring remote pages arrive as one run.
+    # A whole-page segment is staged without gaps, so that neighbouring remote pages arrive as one run.
     return [
         one._replace(staged_page=one.length if one.length == one.remote_page else _lines(one.length)) for one in found
     ], segment_of
 
 
 def _evenly(places: Ints) -> slice:
-    """Evenly spaced indices as a slice."""
+    """Returns evenly spaced indices as a slice."""
     first, last = int(places[0]), int(places[-1])
     return slice(first, last + 1, max(1, (last - first) // max(1, len(places) - 1)))
 

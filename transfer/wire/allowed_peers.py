@@ -1,4 +1,4 @@
-"""Which hosts a reader may contact. The address of a source comes with the request, so it may be anything."""
+"""The hosts that a reader may contact. A source's address arrives with the request, so it is not to be trusted."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
 """Hosts that may always be contacted, as may endpoints that do not leave this host."""
 
 _LOCAL = ("ipc://", "inproc://")
-# ZMQ takes more than this, say a source address and a semicolon before the host, which a check would have to know.
+# ZMQ accepts more forms than this, such as a source address and a semicolon before the host. The check refuses them.
 _TCP = re.compile(r"tcp://(?:\[(?P<six>[0-9a-fA-F:.%a-z]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>\d{1,5})")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 class AllowedPeers:
-    """Addresses, networks ("10.0.0.0/8") and host names, beside the loopback; `InvalidEngineError` at anything else.
+    """An allow-list of addresses, networks ("10.0.0.0/8") and host names, in addition to the loopback.
 
-    A name is on the list only if it stands there itself: no name is looked up to decide that.
+    A host name matches only an identical entry: names are never resolved. An entry that is none of the three raises
+    `InvalidEngineError`.
     """
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
@@ -36,7 +37,7 @@ class AllowedPeers:
                 self._names.add(entry.lower())
 
     def check(self, address: str) -> None:
-        """Raises a `HandshakeError`, which names it and the list, where an endpoint is not on the list, or is none."""
+        """Raises a `HandshakeError` if the endpoint is malformed or its host is not on the list."""
         if address.startswith(_LOCAL):
             return
         host = _host(address)
@@ -61,12 +62,12 @@ def _host(endpoint: str) -> str:
 
 
 def host_of(endpoint: str) -> tuple[str, ...]:
-    """Returns the host of an endpoint of our own, as an entry of the list; nothing where it stands for all of them."""
+    """Returns the host of one of our own endpoints as a list entry, or an empty tuple if it is a wildcard address."""
     host = _host(endpoint.replace(":*", ":0"))
     return () if host in ("", "0.0.0.0", "::") else (host,)  # noqa: S104  (nothing binds here)
 
 
 def listed_peers(option: str | Iterable[object], endpoint: str) -> tuple[str, ...]:
-    """Returns the entries of an option, a list or one string with commas, after the host of our own endpoint."""
+    """Returns the host of our own endpoint, then the entries of an option: a list, or one comma-separated string."""
     entries = option.split(",") if isinstance(option, str) else [str(entry) for entry in option]
     return tuple(dict.fromkeys([*host_of(endpoint), *(entry.strip() for entry in entries if entry.strip())]))

@@ -1,9 +1,9 @@
-"""The side channel: an engine answers queries for its metadata and signs of life, a reader asks many at once.
+"""The side channel: an engine serves its metadata, its leases and signs of life, and a reader queries many engines.
 
-The server is a ROUTER on a thread of its own, which nothing that is received can end. The client belongs to the thread
-that calls it, and never waits: every peer has its own socket and its own deadline. A peer that cannot be reached is
-given up after a question's time-out. One that is reached and says nothing is asked again, and has six times as long: on
-a host with ten processes for each core, sources were seen to answer after more than five seconds.
+The server is a ROUTER socket on a thread of its own; no message that it receives can end that thread. The client
+belongs to the thread that calls it and never blocks: each peer has its own socket and its own deadline. A peer that
+cannot be reached is given up after one time-out. A peer that is reached but silent is asked again and gets six
+time-outs: on a host with ten processes for each core, sources took more than five seconds to answer.
 """
 
 from __future__ import annotations
@@ -52,15 +52,17 @@ log = logging.getLogger("pagewire.handshake")
 
 MAX_QUERY_BYTES = MAX_DIGEST_BYTES + (1 << 16)
 _BATCH = 64
-# An engine asks a source once, and for a sign of life once a second; a host may run many engines.
+# An engine asks a source for metadata once and pings it once a second. A host may run many engines.
 _QUERIES_PER_S = 100
-_PATIENCE = 6  # times its time-out a question waits for a peer that can be reached, and says nothing
-_UNREAD = 128  # questions of a peer that wait for the thread; the others wait at the peer
-_HOLD_S = 0.1  # a question for pages by content, whose answer is being made: then the reader hears what it waits for
+_PATIENCE = 6  # a silent but reachable peer is given up after this many time-outs
+_UNREAD = 128  # questions of one peer that queue here; further ones wait at the peer
+# how long a content query is held while its answer is prepared, before the reader is told what it waits for
+_HOLD_S = 0.1
 _MOST_HELD = 256
-_LEASES_PER_S = 4000  # of each rank of a reader: each asks for each request, and again while its lease is being granted
+# per rank of a reader, which asks once for each request and again while its lease is being granted
+_LEASES_PER_S = 4000
 
-# A REQ socket puts an empty frame first. A reader asks as many ranks as it has, over one connection.
+# A REQ socket puts an empty frame first. A reader asks for all its ranks over one connection.
 _LIMITS = Limits(message_bytes=MAX_QUERY_BYTES, per_second=4 * _LEASES_PER_S)
 
 Done: TypeAlias = "Callable[[Answer | TransferError], None]"
@@ -73,16 +75,16 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
 
 @dataclass(frozen=True)
 class EngineCard:
-    """What an engine tells of itself.
+    """What an engine tells its readers about itself.
 
     Attributes:
         engine_id: the engine.
         incarnation: random, new with each start.
-        ranks: of each rank, what `sealed_rank` returned.
-        compatibility: what a reader must have in common with it.
-        leased: says what a lease of its holds, in the server's thread; None where readers learn that in another way.
-        lent: says what it leases by content, in the server's thread; None if it does not. An answer that only says
-            what is waited for is held back for a moment: `HandshakeServer.look_again`.
+        ranks: the sealed metadata of each rank, from `sealed_rank`.
+        compatibility: entries that a reader must share.
+        leased: answers a lease query; called on the server's thread. None if readers learn of leases in another way.
+        lent: answers a content query; called on the server's thread. None if the engine lends no pages by content. An
+            answer that only says what is waited for is held back briefly: see `HandshakeServer.look_again`.
     """
 
     engine_id: str
@@ -98,8 +100,8 @@ def differences(
 ) -> str:
     """Returns the entries in which two compatibility maps differ, with both values; empty if they agree.
 
-    If two values are lists of equally many properties, only the properties that differ are named. `where` names their
-    place, then ours: the text is read in the reader's log.
+    If two values are lists of equally many properties, only the properties that differ are named. `where` labels their
+    value, then ours; the text appears in the reader's log.
     """
     found: list[str] = []
     for key in sorted({*ours, *theirs}):
@@ -114,7 +116,7 @@ def differences(
 
 
 class _Held(NamedTuple):
-    """A question that is answered once there is more to say than what is waited for, or at `until`."""
+    """A content query whose answer is held until the engine has more to say than "waiting", or until `until`."""
 
     envelope: list[bytes]
     query: ContentQuery
@@ -122,14 +124,14 @@ class _Held(NamedTuple):
 
 
 class HandshakeServer:
-    """Answers for one or several engines of this process, until `close`; for more of them by `serve`.
+    """Answers the queries of readers for one or more engines of this process, until `close`.
 
-    It binds the loopback unless told otherwise: whoever reaches it learns addresses of this process. `secure` sets the
-    socket's CURVE options before that; None for plain sockets.
+    It binds the loopback by default, because its answers reveal memory addresses of this process. `secure` sets the
+    socket's CURVE options before the bind; None leaves the socket plain.
 
     Attributes:
-        endpoint: as bound, with the port that a `:0` turned into.
-        counts: how many queries were answered or refused, were malformed, came too fast, or failed to be answered.
+        endpoint: the bound address, with the port that a `:0` resolved to.
+        counts: queries that were answered, refused, malformed, throttled, or failed.
     """
 
     def __init__(
@@ -143,8 +145,8 @@ class HandshakeServer:
         self._lease_throttle = Throttle(_LEASES_PER_S, time.monotonic)
         self._cards = {card.engine_id: card for card in cards}
         self._stopping = False
-        self._held: dict[tuple[bytes, int], _Held] = {}  # by asker and question
-        # An answer beyond what waits for a peer is dropped.
+        self._held: dict[tuple[bytes, int], _Held] = {}  # by the asker's identity and the query id
+        # ZMQ drops an answer if this many already wait for its peer.
         options = {zmq.MAXMSGSIZE: MAX_QUERY_BYTES, zmq.RCVHWM: _UNREAD, zmq.SNDHWM: 1000}
         try:
             self._socket = listening("handshake", zmq.ROUTER, bind, options, _LIMITS, secure)
@@ -162,12 +164,13 @@ class HandshakeServer:
         self.close()
 
     def serve(self, card: EngineCard) -> None:
-        """Answers for this engine as well, or anew: its ranks have changed."""
+        """Adds an engine, or replaces its card after its ranks changed."""
         self._cards = {**self._cards, card.engine_id: card}  # replaced as a whole: the thread reads it at any time
 
     def look_again(self) -> None:
-        """A card has more to say to those whose questions are held: they need not ask again."""
-        if self._thread.is_alive():  # else this is a fork, and would wake the server of its parent
+        """Answers the held queries whose cards now have more to say, so that readers need not ask again."""
+        # in a forked child the thread is absent, and a write would wake the parent's server
+        if self._thread.is_alive():
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
@@ -183,7 +186,7 @@ class HandshakeServer:
     def _main(self) -> None:
         waited = zmq.Poller()
         waited.register(self._socket, zmq.POLLIN)
-        waited.register(self._wake, zmq.POLLIN)  # a wait with an end would wake an idle engine again and again
+        waited.register(self._wake, zmq.POLLIN)  # a poll with a time-out would wake an idle engine again and again
         while not self._stopping:
             try:
                 ready = dict(waited.poll(self._wait_ms()))
@@ -196,12 +199,12 @@ class HandshakeServer:
                         self._answer(self._socket.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 continue
-            except Exception:  # whatever a peer sends, the next peer is answered
+            except Exception:  # a bad query must not keep the server from the next peer
                 log.exception("a handshake query could not be answered")
                 self.counts["failed"] += 1
 
     def _wait_ms(self) -> int | None:
-        """Until the first held question is to be answered; None where there is none."""
+        """Milliseconds until the first held query must be answered; None if none is held."""
         if not self._held:
             return None
         return max(0, math.ceil((min(held.until for held in self._held.values()) - time.monotonic()) * 1e3))
@@ -228,7 +231,7 @@ class HandshakeServer:
             query = _refusal(str(error)[:500])
         throttle = self._lease_throttle if isinstance(query, LeaseQuery | ContentQuery) else self._throttle
         if not throttle.admits(identity):
-            self.counts["throttled"] += 1  # no answer either: that is what it asks for too often
+            self.counts["throttled"] += 1  # without an answer, because the peer asks too often
             return
         if isinstance(query, QueryRefusal):
             self.counts["malformed"] += 1
@@ -276,23 +279,23 @@ def _refusal(reason: str, query_id: int = -1) -> QueryRefusal:
 
 @dataclass(slots=True)
 class _Asked:
-    """A question. Where no answer comes it is sent again, for a busy peer is no dead one."""
+    """An open question. It is sent again if no answer comes, because a silent peer may only be busy."""
 
     address: str
     message: bytes
     timeout_s: float
     begin: float
-    deadline: float  # the peer is out of reach since `timeout_s`
+    deadline: float  # pushed back while the peer can be reached
     done: Done
     send_at: float = -math.inf
     refused: HandshakeError | None = None
 
 
 class HandshakeClient:
-    """Asks any number of engines at once. Single-threaded; `poll` delivers what has come, and what has timed out.
+    """Queries any number of engines at once. Single-threaded; `poll` delivers the answers and the time-outs.
 
-    `allowed` says who may be asked, this host alone where None: no socket is opened to anybody else. `secure` is as in
-    `HandshakeServer`; with it, whoever answers has the keys of the fleet (`is_keyed`).
+    `allowed` limits the peers that may be contacted, to this host if None. No socket is opened to any other peer.
+    `secure` is as in `HandshakeServer`; with it, every peer that answers has the keys of the fleet (`is_keyed`).
     """
 
     def __init__(
@@ -317,13 +320,13 @@ class HandshakeClient:
         self._ask(address, query, done, timeout_s)
 
     def ask_leased(self, wanted: Wanted, done: Done, timeout_s: float = 5.0) -> None:
-        """Asks an engine what a lease of its holds. `done` gets a `LeaseReply`, or the error."""
+        """Asks an engine which pages a lease holds. `done` gets a `LeaseReply`, or the error."""
         _, engine_id, lease_id, num_tokens, _ = wanted
         query = LeaseQuery(query_id=next(self._ids), engine_id=engine_id, lease_id=lease_id, num_tokens=num_tokens)
         self._ask(wanted.address, query, done, timeout_s)
 
     def ask_content(self, address: str, query: ContentQuery, done: Done, timeout_s: float = 5.0) -> None:
-        """Asks an engine for pages by what they hold. `done` gets a `LeaseReply`, or the error."""
+        """Asks an engine for pages by content digest. `done` gets a `LeaseReply`, or the error."""
         self._ask(address, msgspec.structs.replace(query, query_id=next(self._ids)), done, timeout_s)
 
     def ping(self, address: str, engine_id: str, done: Done, timeout_s: float = 2.0) -> None:
@@ -337,14 +340,14 @@ class HandshakeClient:
         try:
             self._allowed.check(address)
             self._send(asked, now)
-        except (zmq.ZMQError, TypeError, ValueError) as error:  # the address came with a request: it may be anything
-            asked.deadline = -math.inf  # reported by the next poll, never from within this call
+        except (zmq.ZMQError, TypeError, ValueError) as error:  # the address came with a request and may be malformed
+            asked.deadline = -math.inf  # the next poll reports it: `done` must not run within this call
             asked.refused = HandshakeError(f"cannot ask {address[:100]!r}: {error}")
         except HandshakeError as error:
             asked.deadline, asked.refused = -math.inf, error
 
     def _send(self, asked: _Asked, now: float) -> None:
-        """Sends a question, where a connection stands; else a later poll tries."""
+        """Sends a question if the peer is connected; otherwise a later poll tries again."""
         with suppress(zmq.Again):
             self._socket(asked.address).send(asked.message, zmq.NOBLOCK)
             asked.send_at = now + asked.timeout_s / 2
@@ -356,7 +359,8 @@ class HandshakeClient:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_METADATA_BYTES + (1 << 16))
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # what can be sent has somebody at its other end
+            # only a connected peer accepts messages, so a send that succeeds proves that it was reached
+            socket.setsockopt(zmq.IMMEDIATE, 1)
             keep_alive(socket)
             try:
                 if self._secure is not None:
@@ -374,14 +378,14 @@ class HandshakeClient:
         return bool(self._asked)
 
     def poll(self) -> None:
-        """Hands every answer and every time-out to the `done` of its question."""
+        """Hands every answer and every time-out to the `done` callback of its question."""
         if not self._asked:
             return
-        for address in {asked.address for asked in self._asked.values()}:  # of hundreds that are known mostly one
+        for address in {asked.address for asked in self._asked.values()}:  # usually one address of hundreds
             socket = self._sockets.get(address)
             for _ in range(_BATCH):
                 if socket is None or socket.closed:
-                    break  # what the last answer said made its asker forget this address
+                    break  # the previous answer's callback called `forget` for this address
                 try:
                     data = socket.recv(zmq.NOBLOCK)
                 except zmq.Again:
@@ -389,7 +393,8 @@ class HandshakeClient:
                 self._deliver(address, data)
         now = self._clock()
         for query_id, asked in list(self._asked.items()):
-            if asked.refused is None and asked.send_at <= now:  # this thread may have been away for longer than that
+            # this thread may have been away for longer than that: ask again
+            if asked.refused is None and asked.send_at <= now:
                 self._send(asked, now)
             if asked.deadline <= now:
                 del self._asked[query_id]
@@ -406,7 +411,7 @@ class HandshakeClient:
             return
         asked = self._asked.get(answer.query_id)
         if asked is None or asked.address != address:
-            return  # late, an answer to nothing, or to a question that another peer was asked
+            return  # a late answer, or one from a peer that was not asked
         del self._asked[answer.query_id]
         if isinstance(answer, QueryRefusal):
             asked.done(HandshakeError(f"{asked.address} refuses: {answer.reason}"))
@@ -416,7 +421,7 @@ class HandshakeClient:
             asked.done(answer)
 
     def forget(self, address: str) -> None:
-        """Closes the socket to an address, where no other question waits for it."""
+        """Closes the socket to an address unless a question still waits for it."""
         if any(asked.address == address for asked in self._asked.values()):
             return
         if (socket := self._sockets.pop(address, None)) is not None:

@@ -1,8 +1,9 @@
 """Access control for the ZMQ sockets of a fleet: CURVE keys with an allow-list, and a throttle.
 
-One file per process turns it on. The engines of a fleet share the *service* key pair, by which a client knows that it
-speaks to an engine of the fleet. Every client has its own pair, and an engine admits the clients on its list. CURVE
-is ZeroMQ's own encryption and authentication (RFC 26); a client without a key gets no answer at all.
+A keyring file for each process turns access control on. The engines of a fleet share the *service* key pair, which
+proves to a client that its peer is an engine of the fleet. Every client has its own pair, and an engine admits the
+clients on its list. CURVE is ZeroMQ's own encryption and authentication (RFC 26); a client without a key gets no answer
+at all.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ Key: TypeAlias = Annotated[str, Meta(pattern="^[!-~]{40}$")]
 
 
 class Keyring(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of one process, as its file holds them: Z85 text, 40 characters each.
+    """The keys of one process as its file holds them: Z85 text, 40 characters each.
 
     Attributes:
-        service_public: of the fleet's engines.
-        service_secret: likewise; empty in a process that only asks.
-        public: of this process as a client.
-        secret: likewise.
-        allowed: public keys of the clients that an engine lets in.
+        service_public: public key of the fleet's engines.
+        service_secret: secret key of the fleet's engines; empty in a process that only asks.
+        public: public key of this process as a client.
+        secret: secret key of this process as a client.
+        allowed: public keys of the clients that an engine admits.
     """
 
     service_public: Key
@@ -47,17 +48,17 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
         return f"Keyring(service_public={self.service_public!r}, public={self.public!r}, ...)"
 
     def secure_client(self, socket: zmq.Socket[bytes]) -> None:
-        """Makes a socket that has not connected yet speak only to engines of the fleet, as this client."""
+        """Sets the CURVE options of an unconnected client socket, which then speaks only to engines of the fleet."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.service_public.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.encode())
 
     def secure_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Makes a socket that has not bound yet let in only the clients on the list.
+        """Sets the CURVE options of an unbound server socket, which then admits only the clients on the list.
 
         Raises:
-            HandshakeError: this keyring has no service key, or the socket is of another context than the process's
-                own (`zmq.Context.instance()`): nobody would look at the list there, and every key would be let in.
+            HandshakeError: this keyring has no service key, or the socket's context is not `zmq.Context.instance()`.
+                The key checker serves that context alone; a socket of another context would admit every key.
         """
         if not self.service_secret:
             raise HandshakeError("keyring: an engine needs the service key, this file has none")
@@ -71,7 +72,7 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _KeyChecker:
-    """Tells ZMQ, which asks one handler in each process, whether a key is on the list of a domain."""
+    """Answers ZMQ's key checks for every socket of the process: ZMQ allows one handler per context."""
 
     def __init__(self) -> None:
         self._lists: dict[str, frozenset[bytes]] = {}
@@ -80,7 +81,7 @@ class _KeyChecker:
         self._handler.start()
 
     def domain_of(self, allowed: frozenset[bytes]) -> str:
-        """The domain in which these keys enter, and no others."""
+        """Returns the ZAP domain that admits exactly these keys."""
         for domain, known in self._lists.items():
             if known == allowed:
                 return domain
@@ -90,16 +91,16 @@ class _KeyChecker:
         return domain
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a key enters: called by the handler's thread."""
+        """Whether `key` is admitted to `domain`. Called by the handler's thread."""
         return key in self._lists[domain]
 
 
-_key_checker = cache(_KeyChecker)  # started for the first list of clients; lives as long as the process
+_key_checker = cache(_KeyChecker)  # started with the first allow-list; lives as long as the process
 _one_at_a_time = threading.Lock()
 
 
 def make_keyrings(clients: int) -> list[Keyring]:
-    """Returns the keyrings of a new fleet of so many processes: each may ask, and each may run an engine."""
+    """Returns the keyrings of a new fleet of `clients` processes. Each process may ask, and each may run an engine."""
     service_public, service_secret = _key_pair()
     pairs = [_key_pair() for _ in range(clients)]
     allowed = tuple(public for public, _ in pairs)
@@ -117,7 +118,7 @@ def _key_pair() -> tuple[str, str]:
 
 
 def save_keyring(keyring: Keyring, path: Path) -> None:
-    """Writes a keyring to a new file that only its owner can read; `HandshakeError` if that cannot be."""
+    """Writes a keyring to a new file that only its owner can read. Raises `HandshakeError` if the write fails."""
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(keyring)))
@@ -126,7 +127,7 @@ def save_keyring(keyring: Keyring, path: Path) -> None:
 
 
 def load_keyring(path: Path) -> Keyring:
-    """Returns the keyring in a file; `HandshakeError` if other users can read it, we cannot, or it holds none."""
+    """Returns the keyring in a file. Raises `HandshakeError` if others can read the file, or it holds no keyring."""
     try:
         return msgspec.json.decode(private_bytes(path), type=Keyring)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -134,16 +135,20 @@ def load_keyring(path: Path) -> Keyring:
 
 
 def private_bytes(path: Path) -> bytes:
-    """Returns what is in a file that its owner alone may read; `OSError` if it is not that."""
+    """Returns the contents of a file that only its owner may read.
+
+    Raises `OSError` if others may read it, or we cannot.
+    """
     if path.stat().st_mode & 0o077:
         raise PermissionError(f"others can read it; its mode must be 600: {str(path)!r}")
     return path.read_bytes()
 
 
 class Throttle:
-    """Lets each sender have so many messages a second, and all of them together ten times that. Bounded memory.
+    """Limits the messages of each sender to `per_second`, and those of all senders to ten times that. Bounded memory.
 
-    A token bucket for each sender, of two seconds; the least recently heard are forgotten, and get a full one again.
+    Each sender has a token bucket that holds two seconds' worth. The least recently heard senders are forgotten and
+    start again with a full bucket.
     """
 
     def __init__(self, per_second: float, clock: Callable[[], float]) -> None:
@@ -153,7 +158,7 @@ class Throttle:
         self._all = (20 * per_second, clock())
 
     def admits(self, sender: bytes) -> bool:
-        """Whether a message of this sender may be answered now."""
+        """Whether a message of this sender may be answered now; counts it if so."""
         now = self._clock()
         tokens, since = self._buckets.pop(sender, (2 * self._rate, now))
         tokens, of_all = self._refilled(tokens, now - since, 1), self._refilled(self._all[0], now - self._all[1], 10)

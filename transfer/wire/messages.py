@@ -1,7 +1,7 @@
 """The messages between ranks: their metadata, the handshake's messages, and readers' notes.
 
-Every struct is tagged; the first one that a stranger sends also carries a version. Everything is decoded by schema. A
-peer's description of itself is checked here, before NIXL sees any of it, because wrong bytes can crash NIXL.
+Every message is tagged with its type and a version, and decoded by schema. A peer's description of itself is checked
+here, before NIXL sees any of it, because wrong bytes can crash NIXL.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from transfer.memory import MemoryType
 from transfer.plan.boxes import ADDRESS_LIMIT, ShardLayout, check
 
 PROTOCOL = 3
-"""Version of everything in this file. Peers of another version are refused by name."""
+"""Version of everything in this file. A peer of another version is refused with an error that names both."""
 
 MAX_RANKS = 4096
 MAX_METADATA_BYTES = 16 << 20
 MAX_NOTE_BYTES = 1024
 MAX_DIGEST_BYTES = 1 << 19
-"""The most bytes of digests in a question for pages: 16,384 by sha256. For longer prompts they are the first pages."""
+"""The most digest bytes in a content query: 16,384 digests by sha256. A longer prompt sends only its first pages."""
 MAX_LEASE_S = 86_400.0
 MAX_TOKENS = (1 << 31) - 1
 _Name = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -32,12 +32,12 @@ _T = TypeVar("_T")
 
 
 class RankMetadata(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="rank/2"):
-    """One rank of an engine: what a reader needs to pull from it. Safe to send between processes.
+    """One rank of an engine: what a reader needs in order to pull from it. Safe to send between processes.
 
     Attributes:
         engine_id: the engine; all its ranks share it.
-        incarnation: random, new with each start: nothing learnt from another incarnation is ever used with it.
-        rank: of `ranks`, tensor-parallel and pipeline ranks counted together.
+        incarnation: random, new with each start. Nothing learnt from one incarnation is used with another.
+        rank: number of this rank among `ranks`, counting tensor-parallel and pipeline ranks together.
         ranks: ranks of the engine that hold pages.
         hostname: machine that the rank runs on.
         agent_name: name of its NIXL agent; never used twice.
@@ -45,13 +45,13 @@ class RankMetadata(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
         memory_type: memory of the regions.
         layout: geometry of its pages.
         bases: address of each region of the layout.
-        device: index of the device that they are on; 0 for host memory.
+        device: index of the device that holds the regions; 0 for host memory.
         words_addr: address of the lease words, in host memory.
         words: number of lease words.
-        checks_addrs: per group of the layout, address of its page checks in host memory; empty if it makes none.
-        compatibility: what must agree for the bytes to mean the same: model, cache dtype and so on.
+        checks_addrs: address of the page checks of each group, in host memory; empty if the rank makes none.
+        compatibility: entries that must agree for the bytes to mean the same: model, cache dtype and so on.
         settings: effective settings of UCX and NIXL that must agree.
-        table_key: of the seals of the engine's block tables (`transfer.pull.seals`); empty if it makes no tables.
+        table_key: key of the seals of the engine's block tables (`transfer.pull.seals`); empty if it seals none.
         digest: keyed digest over all other fields; `sealed_rank` fills it in.
     """
 
@@ -79,9 +79,9 @@ class MetadataQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
     """Asks an engine for the metadata of all its ranks.
 
     Attributes:
-        query_id: comes back in the answer.
-        engine_id: the engine that is expected there; empty for any.
-        compatibility: the asker's; an engine with another one refuses and names both.
+        query_id: repeated in the answer.
+        engine_id: the engine expected at the address; empty for any.
+        compatibility: entries of the reader; an engine with other values refuses and names the differences.
     """
 
     query_id: int
@@ -99,7 +99,7 @@ class MetadataReply(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tru
 
 
 class Ping(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="ping/1"):
-    """Asks whether an engine lives; the only one there where `engine_id` is empty."""
+    """Asks for a sign of life from an engine; an empty `engine_id` means any engine at the address."""
 
     query_id: int
     engine_id: str = ""
@@ -114,14 +114,14 @@ class Pong(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_fi
 
 
 class Wanted(NamedTuple):
-    """The source that a reader asks for the pages of a request, and the tokens that they must be of.
+    """A lease that a reader asks a source for, and the prompt that its pages must hold.
 
     Attributes:
-        address: ZMQ endpoint of the handshake.
-        engine_id: the engine there.
-        lease_id: the lease under which it holds the pages.
-        num_tokens: how many tokens of the request are to be read at most, from the first on.
-        digest: of these tokens, and of what else their KV depends on, as the reader knows them.
+        address: ZMQ endpoint of the source's handshake server.
+        engine_id: the source.
+        lease_id: the lease under which the source holds the pages.
+        num_tokens: most tokens of the request to read, counted from its first.
+        digest: the reader's own digest of these tokens and of everything else that their KV depends on.
     """
 
     address: str
@@ -132,12 +132,12 @@ class Wanted(NamedTuple):
 
     @property
     def place(self) -> tuple[str, str]:
-        """Address and engine."""
+        """Address and engine id of the source."""
         return (self.address, self.engine_id)
 
 
 class LeaseQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="lease-query/1"):
-    """Asks an engine what it holds under a lease, for a reader of the first `num_tokens` tokens of a request."""
+    """Asks an engine which pages a lease holds, on behalf of a reader of a request's first `num_tokens` tokens."""
 
     query_id: int
     engine_id: str
@@ -146,14 +146,14 @@ class LeaseQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, 
 
 
 class LeaseReply(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="lease-reply/1"):
-    """Answers a `LeaseQuery`, or a `ContentQuery`.
+    """Answers a `LeaseQuery` or a `ContentQuery`.
 
     Attributes:
-        query_id: of the question.
-        pages: sealed `LeasedPages` where the lease stands on every rank.
-        error: why nothing can be read under it. Where this is empty as well, nothing can be read yet: the reader asks
-            again.
-        waits_for: what it is that has not happened yet, for the reader to tell where it waits in vain.
+        query_id: id of the question.
+        pages: sealed `LeasedPages`, once every rank has granted the lease.
+        error: why nothing can be read under the lease. If `pages` and `error` are both empty, nothing can be read yet
+            and the reader asks again.
+        waits_for: the event that the lease still waits for; a reader that times out reports it.
     """
 
     query_id: int
@@ -163,24 +163,23 @@ class LeaseReply(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, 
 
 
 class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="content/1"):
-    """Asks an engine for pages by what they hold: to lease the longest run of them, from the first on, that it has.
+    """Asks an engine to lease the longest run of the named pages that it has, starting with the first.
 
-    A `LeaseReply` answers it: `LeasedPages` without a page if the engine has none, or lends no more. A serving loop
-    decides what is leased, so the first answers say that nothing is known yet, and the reader asks again.
+    A `LeaseReply` answers it. Its `LeasedPages` are empty if the engine has none of the pages, or lends no more. A
+    serving loop decides what is leased, so the first answers say that nothing is known yet, and the reader asks again.
 
     Attributes:
-        query_id: comes back in the answer.
-        engine_id: the engine that is expected there.
+        query_id: repeated in the answer.
+        engine_id: the engine expected at the address.
         ask_id: random; the same in each repetition of the question.
-        reader: the name of the reader, for the engine's own books.
-        asker: the reading process, the same in all its questions; the engine lends it each page once at a time.
-        compatibility: the asker's compatibility map, as in a `MetadataQuery`.
-        kind: the contents that the asker keeps of a token (`kvcache.layout.kv_kind`); an engine with others refuses.
+        reader: name of the reader, for the engine's own records.
+        asker: id of the reading process, the same in all its questions. The engine lends it each page once at a time.
+        compatibility: the reader's compatibility map, as in a `MetadataQuery`.
+        kind: what the reader stores for each token (`kvcache.layout.kv_kind`); an engine with another kind refuses.
         page_size: tokens of a page.
         hash_algorithm: the algorithm of the digests.
-        digests: the digests of the pages, one after another; empty once the engine has answered that it knows the
-            question.
-        first_page: the index in its prompt of the first page; a digest names all pages before it, wherever they lie.
+        digests: the digests of the pages, concatenated; empty once the engine has answered that it knows the question.
+        first_page: index in the prompt of the first page asked for. Each digest covers all earlier pages of the prompt.
     """
 
     query_id: int
@@ -197,19 +196,19 @@ class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
 
 
 class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="pages/2"):
-    """What an engine holds under a lease that stands on all its ranks.
+    """The pages that an engine holds under a lease that all its ranks have granted.
 
     Attributes:
         engine_id: the engine.
-        incarnation: the start of it that has granted the lease.
+        incarnation: the incarnation of the engine that granted the lease.
         lease_id: the lease.
-        slot: of the lease word on every rank.
-        duration_s: seconds that a renewal lasts.
+        slot: index of the lease word on every rank.
+        duration_s: how long a renewal lasts, in seconds.
         num_tokens: tokens whose KV the pages hold.
-        block_ids: for each group of layers its blocks; the last one holds the last token, or the state after it.
-        prompt_digest: of as many tokens as were asked for, from the first on, and of what else their KV depends on; of
-            pages that were asked for by what they hold the digest of the last one.
-        table_seal: of the block table that the reader makes of pages that it has asked for by what they hold.
+        block_ids: the blocks of each group of layers. The last block holds the last token, or the state after it.
+        prompt_digest: digest of the first `num_tokens` tokens that were asked for, and of everything else that their KV
+            depends on. For a `ContentQuery` it is the digest of the last page.
+        table_seal: seal of the block table that a reader builds from the pages of a `ContentQuery`.
         digest: keyed digest over all other fields; `sealed_pages` fills it in.
     """
 
@@ -226,7 +225,7 @@ class LeasedPages(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True,
 
 
 class QueryRefusal(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="refusal/1"):
-    """Answers what cannot be answered otherwise. `query_id` is -1 if the message had none."""
+    """Refuses a query, with the reason. `query_id` is -1 if the message had none."""
 
     reason: str
     query_id: int = -1
@@ -235,14 +234,15 @@ class QueryRefusal(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True
 class ReaderNote(msgspec.Struct, frozen=True, array_like=True, tag="note/1"):
     """A note from one rank of a reading engine about a lease, sent as a NIXL notification.
 
-    It names the reader, and counts nothing.
+    Notes are idempotent: each names the reading rank, so that a repeated note counts once.
 
     Attributes:
         lease_id: the lease.
         engine_id: the reading engine.
-        rank: the rank that speaks, of `ranks`.
+        rank: the sending rank, one of `ranks`.
         ranks: ranks of the reading engine.
-        verdict: "done": it has read what it needs; "refused": it will not read (any more); "renew": it still waits.
+        verdict: "done": the rank has read all that it needs. "refused": it will not read, or not read on. "renew": it
+            still waits or reads.
         reason: the reason of a refusal.
     """
 
@@ -271,17 +271,17 @@ def encode_message(message: Query | Answer | ReaderNote | RankMetadata) -> bytes
 
 
 def decode_query(data: bytes) -> Query:
-    """Returns the query in `data`; a `MetadataError` if there is none of this version."""
+    """Returns the query in `data`. Raises `MetadataError` if it holds no query of this version."""
     return _decoded(_queries, data, "query")
 
 
 def decode_answer(data: bytes) -> Answer:
-    """Returns the answer in `data`; a `MetadataError` if there is none of this version."""
+    """Returns the answer in `data`. Raises `MetadataError` if it holds no answer of this version."""
     return _decoded(_answers, data, "answer")
 
 
 def decode_note(data: bytes) -> ReaderNote | None:
-    """Returns the note in `data`; None if it is none, is too long, or is out of range."""
+    """Returns the note in `data`, or None if it is malformed, too long, or its rank is out of range."""
     if len(data) > MAX_NOTE_BYTES:
         return None
     try:
@@ -304,12 +304,12 @@ def _digest(message: RankMetadata | LeasedPages, key: bytes) -> bytes:
 
 
 def sealed_rank(rank: RankMetadata, key: bytes = b"") -> bytes:
-    """Returns the encoded metadata of a rank, its digest made with `key`, which all peers must share."""
+    """Returns the encoded metadata of a rank, sealed with a digest under `key`, which all peers must share."""
     return _encoder.encode(msgspec.structs.replace(rank, digest=_digest(rank, key)))
 
 
 def sealed_pages(pages: LeasedPages, key: bytes = b"") -> bytes:
-    """Returns what a lease holds, encoded as `sealed_rank` does it."""
+    """Returns the encoded pages of a lease, sealed as by `sealed_rank`."""
     return _encoder.encode(msgspec.structs.replace(pages, digest=_digest(pages, key)))
 
 
@@ -319,9 +319,10 @@ def _check_seal(where: str, message: RankMetadata | LeasedPages, key: bytes) -> 
 
 
 def open_pages(data: bytes, engine_id: str, lease_id: int | None, key: bytes = b"") -> LeasedPages:
-    """Decodes the result of `sealed_pages`. Raises `MetadataError` if it is not of this lease of this engine.
+    """Decodes the result of `sealed_pages`. With `lease_id` None, any lease of the engine is accepted.
 
-    `lease_id` None: any lease of this engine is taken.
+    Raises:
+        MetadataError: the bytes are malformed, the seal does not match, or they are of another engine or lease.
     """
     pages = _decoded(_pages, data, "pages of a lease")
     lease_id = pages.lease_id if lease_id is None else lease_id
@@ -333,7 +334,7 @@ def open_pages(data: bytes, engine_id: str, lease_id: int | None, key: bytes = b
 
 
 def open_rank(data: bytes, key: bytes = b"") -> RankMetadata:
-    """Returns the metadata that `sealed_rank` encoded; a `MetadataError` if it is not that, or does not add up."""
+    """Decodes the result of `sealed_rank`. Raises `MetadataError` if it is malformed, altered or inconsistent."""
     if len(data) > MAX_METADATA_BYTES:
         raise MetadataError(f"{len(data)} bytes of rank metadata, at most {MAX_METADATA_BYTES} are read")
     rank = _decoded(_ranks, data, "rank metadata")

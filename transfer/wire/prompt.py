@@ -1,4 +1,7 @@
-"""`Prompt`: what the KV of a request depends on. Its digest is by what a reader knows that pages are of its request."""
+"""`Prompt`: everything that the KV of a request depends on.
+
+A reader compares its digest to know that pages are its own.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ _PERSON = b"pagewire prompt"
 
 
 class Prompt(NamedTuple):
-    """The tokens of a request, and what else its KV depends on.
+    """The tokens of a request, and everything else that its KV depends on.
 
     Attributes:
-        token_ids: all of which the KV is read or leased, or more; below 2**31.
-        salt: requests of different salts share nothing.
-        keys: `(position, key)`: what the KV depends on from this token on, say an adapter, or the content of an image.
+        token_ids: at least all tokens whose KV is read or leased; each below 2**31.
+        salt: requests with different salts share no pages.
+        keys: pairs `(position, key)`. From this token on the KV also depends on the key: an adapter, or the content of
+            an image.
     """
 
     token_ids: Sequence[int] | NDArray[np.int32]
@@ -29,15 +33,15 @@ class Prompt(NamedTuple):
     keys: tuple[tuple[int, bytes], ...] = ()
 
     def digest(self, num_tokens: int) -> bytes:
-        """Returns 32 bytes that are those of another prompt only where its first tokens are the same.
+        """Returns 32 bytes that identify the first `num_tokens` tokens, the salt, and all keys at these tokens.
 
-        And its salt, and all keys of these tokens. The digest is the same in every process and on every machine, and
-        nobody can find two prompts that have one.
+        The digest is the same in every process and on every machine. It is collision-resistant: two different prompts
+        do not share one.
         """
-        salt = self.salt.encode(errors="surrogatepass")  # whatever JSON may hold
+        salt = self.salt.encode(errors="surrogatepass")  # JSON may hold lone surrogates
         keys = sorted(key for key in self.keys if key[0] < num_tokens)
         found = hashlib.blake2b(digest_size=32, person=_PERSON)
-        # Each part goes in after its length: no two prompts give the same bytes.
+        # Each part is preceded by its length, so that no two prompts give the same bytes.
         found.update(struct.pack("<QQQ", num_tokens, len(salt), len(keys)) + salt)
         for position, key in keys:
             found.update(struct.pack("<QQ", position, len(key)) + key)
@@ -46,10 +50,10 @@ class Prompt(NamedTuple):
 
 
 def _packed(token_ids: Sequence[int] | NDArray[np.int32]) -> bytes:
-    """Tokens as little-endian int32."""
+    """Tokens as little-endian int32 bytes."""
     if isinstance(token_ids, np.ndarray):
         return token_ids.astype("<i4", copy=False).tobytes()
-    packed = array("i", token_ids)  # a third of the time that numpy takes for a list
+    packed = array("i", token_ids)  # takes a third of the time that numpy needs for a list
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()

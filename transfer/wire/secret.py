@@ -1,8 +1,4 @@
-"""One shared secret for a fleet, from which the key of metadata digests and the keys of the sockets are derived.
-
-Any process with the secret belongs to the fleet, as a source and as a reader. A process with another secret, or none,
-gets no answer.
-"""
+"""One shared secret for a fleet. The key of metadata digests and the keys of the sockets are derived from it."""
 
 from __future__ import annotations
 
@@ -21,11 +17,11 @@ _FILE, _VARIABLE = "file:", "env:"
 
 
 class Secret:
-    """A shared secret of at least 16 bytes that cannot be guessed, say 32 random ones. It appears in no message.
+    """A shared secret of at least 16 bytes. It must be hard to guess, such as 32 random bytes, and is never sent.
 
     Attributes:
-        metadata_key: 32 bytes, of the digest over a rank's metadata.
-        keyring: keys of the sockets of the side channel. All who know the secret have the same.
+        metadata_key: 32 bytes; the key of the digests over rank metadata.
+        keyring: keys of the side channel's sockets, the same for every process with the secret.
     """
 
     def __init__(self, value: bytes) -> None:
@@ -48,7 +44,7 @@ def _derived(root: bytes, purpose: bytes) -> bytes:
 
 
 def _key_pair(seed: bytes) -> tuple[str, str]:
-    """The CURVE keys whose secret half is these 32 bytes."""
+    """Returns the CURVE key pair whose secret half is these 32 bytes."""
     secret = zmq.utils.z85.encode(seed)
     return zmq.curve_public(secret).decode(), secret.decode()
 
@@ -57,8 +53,8 @@ def read_secret(text: str) -> Secret | None:
     """Returns the secret that a configuration names; None if it names none.
 
     Args:
-        text: "file:" and a path, whose file only its owner may read; "env:" and the name of an environment variable; or
-            the secret itself. Space around the secret does not count.
+        text: "file:" and a path, to a file that only its owner may read; "env:" and the name of an environment
+            variable; or the secret itself. Surrounding whitespace is stripped.
 
     Raises:
         InvalidEngineError: there is no such file or variable, others may read the file, or the secret is too short.
@@ -81,7 +77,11 @@ def read_secret(text: str) -> Secret | None:
 def fleet_keys(
     where: str, secret: str, key: bytes = b"", keyring: Keyring | None = None
 ) -> tuple[bytes, Keyring | None]:
-    """Returns the key of metadata and the keys of sockets: those of the fleet's secret, or else those given."""
+    """Returns the metadata key and the keyring: those of the fleet's secret if it is set, otherwise those given.
+
+    Raises:
+        InvalidEngineError: a key or a keyring is given beside a secret, or `read_secret` refuses the secret.
+    """
     shared = read_secret(secret)
     if shared is None:
         return key, keyring
