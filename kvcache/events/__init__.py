@@ -1,5 +1,5 @@
-"""KV events: what the caches hold, told to routers in vLLM's wire format by a thread of its own.
+"""KV events: a thread of its own reports the contents of the caches to routers, in vLLM's wire format.
 
-Imports `kvcache.pool` and the values of `kvcache`. Start reading at `log.py`, what the serving loop writes down,
-`book.py`, what follows from it, and `publisher.py`, who sends it; `wire.py` is the format.
+Imports `kvcache.pool` and the values of `kvcache`. Start reading at `log.py`, the record of the serving loop; `book.py`
+derives the events from it, `publisher.py` sends them, and `wire.py` has the format.
 """

@@ -1,7 +1,7 @@
-"""`EventBook`: what a subscriber should know, in arrays, and the events that bring it there.
+"""`EventBook`: the state that subscribers should know, in arrays, and the events that bring them there.
 
-A page's content is kept once, under its hash, whoever has it: its tokens, the page that it continues, and who has it
-now. So the whole state can be told at any time, and a page that goes from one medium to another needs no tokens.
+The content of a page is kept once, under its hash: its tokens, the page that it continues, and the sources that have it
+now. So the whole state can be announced at any time. A page that moves to another medium needs no tokens from the loop.
 """
 
 import functools
@@ -29,7 +29,7 @@ from kvcache.events.wire import (
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
 
 Ids = NDArray[np.int32]
-"""Contents by their number here; 0 is none."""
+"""Contents by their number in this book; 0 is none."""
 
 _TOKENS_AN_EVENT = 1 << 14
 _SHARED = {HOST: CPU, FILES: STORAGE}
@@ -37,22 +37,22 @@ _NOTHING: tuple[str | None, BlockKeys | None] = (None, None)
 
 
 class Told(NamedTuple):
-    """An event, and the source that it is of."""
+    """An event, and its source."""
 
     source: int
     event: KVEvent
 
 
 class EventBook:
-    """The contents of `ranks` replicas and the tiers that they share, `capacity` pages in all media together.
+    """The contents of `ranks` replicas and of the tiers that they share, up to `capacity` pages in all media together.
 
-    Not thread-safe. `specs` says what each block table keeps: its number is the group of its events, and the pages of
-    each table of a rank, and of each shared tier, are a source of their own.
+    Not thread-safe. `specs` describes each block table; a table's number is the group of its events. Each table of a
+    rank, and of a shared tier, is a source of its own.
     """
 
     def __init__(self, ranks: int, capacity: int, page_size: int, *specs: CacheSpec) -> None:
         self.begun_anew = functools.partial(EventBook, ranks, capacity, page_size, *specs)
-        # What is present, a parent for each, and what goes before the next end of a call.
+        # Room for present pages, for a parent of each, and for pages that leave before the next end of a call.
         most = 4 * capacity
         self._sources = sources = ranks * len(specs)
         self._page_size = page_size
@@ -60,21 +60,21 @@ class EventBook:
         self._index = PrefixIndex(most, 1)  # hash → content
         self._tokens = np.zeros((most + 1, page_size), np.int32)
         self._parent = np.zeros(most + 1, np.int32)
-        self._depth = np.zeros(most + 1, np.int32)  # which page of its prompt
-        self._described = np.zeros(most + 1, np.bool_)  # tokens and parent are known; else the hash is all
-        self._keys: dict[int, tuple[str | None, BlockKeys | None]] = {}  # adapter and extra keys of those that have any
-        # By source, the shared ones, whose numbers are below zero, last.
+        self._depth = np.zeros(most + 1, np.int32)  # the page's place in its prompt
+        self._described = np.zeros(most + 1, np.bool_)  # tokens and parent are known; otherwise only the hash is
+        self._keys: dict[int, tuple[str | None, BlockKeys | None]] = {}  # by content with any: adapter and extra keys
+        # By source. Shared sources have negative numbers, so they are the last rows.
         self._shared = range(-len(_SHARED) * len(specs), 0)
         self._present = np.zeros((sources + len(self._shared), most + 1), np.bool_)
         self._kids = np.zeros((sources, most + 1), np.int32)  # by source: the number of present pages that continue it
         self._refs = np.zeros(most + 1, np.int32)  # contents that continue it
         self._free = np.arange(most, 0, -1, dtype=np.int32)
         self._free_count = most
-        self._left: list[Ids] = []  # perhaps of no use any more
+        self._left: list[Ids] = []  # contents that may be unused by now
         self._told: list[Told] = []
 
     def apply(self, entries: Sequence[Entry]) -> list[Told]:
-        """What is to be told of these entries of the log, in order."""
+        """The events that follow from these entries of the log, in order."""
         self._told = []
         for entry in entries:
             if entry is None:
@@ -85,7 +85,7 @@ class EventBook:
                 source, come, digests = entry
                 hashes = hashes_of(digests if isinstance(digests, np.ndarray) else np.array([[digests]], np.uint64))
                 change = self._come if come else self._go
-                if isinstance(source, np.ndarray):  # of several block tables
+                if isinstance(source, np.ndarray):  # pages of several block tables
                     for one in np.unique(source).tolist():
                         change(one, hashes[source == one])
                 else:
@@ -93,11 +93,11 @@ class EventBook:
         return self._told
 
     def is_of(self, source: int, rank: int) -> bool:
-        """Whether the stream of a rank tells of a source."""
+        """Whether the stream of a rank reports a source."""
         return source < 0 or source // len(self._specs) == rank
 
     def state(self, rank: int) -> Iterator[BlockStored]:
-        """All that is there of a rank, as events: what they continue comes before them."""
+        """The whole state of a rank as events. A page comes after the page that it continues."""
         tables = len(self._specs)
         for source in (*range(rank * tables, (rank + 1) * tables), *reversed(self._shared)):
             ids = np.flatnonzero(self._present[source]).astype(np.int32)
@@ -108,11 +108,11 @@ class EventBook:
                 yield self._bare(source, ids[~known])
 
     def hashes(self, source: int) -> Hashes:
-        """The hashes of all pages that a source has."""
+        """The hashes of all pages of a source."""
         return self._index.words_of(np.flatnonzero(self._present[source]))
 
     def differences(self, source: int, digests: Digests) -> list[Entry]:
-        """What is to be applied so that a source has just the pages of these digests."""
+        """The entries that make the pages of a source exactly those of these digests."""
         have, want = self.hashes(source), hashes_of(digests)
         gone, come = have[~np.isin(have, want)], digests[~np.isin(want, have)]
         return [
@@ -124,7 +124,7 @@ class EventBook:
 
     def _describe(self, hashers: Sequence[Hashed], firsts: Ints, lasts: Ints, tokens: PageTokens) -> None:
         width = hashers[0].width
-        # Copies, as the loop appends to what is known: of each request its pages, and the one before, here 0 of page 0.
+        # Copies, as the loop appends to `known`. For each request: its pages and the one before; zeros before page 0.
         known = b"".join(
             hasher.known[(first - 1) * width : last * width] if first else bytes(width) + hasher.known[: last * width]
             for hasher, first, last in zip(hashers, firsts.tolist(), lasts.tolist(), strict=True)
@@ -158,7 +158,7 @@ class EventBook:
         self._tell_known(ids)
 
     def _tell_known(self, ids: Ids) -> None:
-        """These are described by now: of those that are there already the hash alone was told."""
+        """Announce the pages that are now described, and that are present: only their hashes were announced before."""
         for source in (*range(self._sources), *reversed(self._shared)):
             there = ids[self._present[source, ids]]
             if source >= 0:
@@ -180,8 +180,8 @@ class EventBook:
         if not orphaned.size:
             self._tell(source, ids)
             return
-        # Dynamo's index has dropped what continues a page that went, and takes nothing up whose parent it lacks: all
-        # that is below one that comes back is told behind it, also what comes back at the same time.
+        # If a page is removed, Dynamo's index drops the pages that continue it, and it takes up no page without a known
+        # parent. So if a page comes back, all pages below it are announced again behind it.
         below = self._below(source, orphaned)
         self._tell(source, ids[~np.isin(ids, below)])
         for run in self._chains(below):
@@ -204,7 +204,7 @@ class EventBook:
     # ---- contents
 
     def _ids(self, hashes: Hashes) -> Ids:
-        """The contents of these hashes; those that are new are known by their hash alone."""
+        """The contents of these hashes. New ones are added, with only their hash known."""
         ids = self._index.find(hashes[:, None])
         if (ids == NO_PAGE).any():
             new = np.unique(hashes[ids == NO_PAGE])
@@ -217,7 +217,7 @@ class EventBook:
         return ids
 
     def _forget_left(self) -> None:
-        """Forget pages that no medium has; the hash of one that others continue stays."""
+        """Forget pages that no medium has. A page that others continue keeps its hash."""
         left = np.unique(np.concatenate(self._left)) if self._left else np.zeros(0, np.int32)
         self._left = []
         while (left := left[~self._present[:, left].any(axis=0)]).size:
@@ -235,7 +235,7 @@ class EventBook:
             left = parents[(self._refs[parents] == 0) & ~self._described[parents] & self._index.published[parents]]
 
     def _below(self, source: int, ids: Ids) -> Ids:
-        """What is present of all that continues `ids`."""
+        """The present pages that continue `ids`, directly or further down."""
         there = np.flatnonzero(self._present[source] & self._described).astype(np.int32)
         there = there[np.argsort(self._parent[there], kind="stable")]
         parents, below = self._parent[there], np.zeros(len(self._parent), np.bool_)
@@ -247,9 +247,9 @@ class EventBook:
         return np.flatnonzero(below).astype(np.int32)
 
     def _chains(self, ids: Ids) -> Iterator[Ids]:
-        """`ids` as runs in which each continues the one before; a run comes after what it continues."""
+        """Split `ids` into runs in which each page continues the one before. A run comes after what it continues."""
         follows, parents = np.zeros(len(self._parent), np.int32), self._parent[ids]
-        follows[parents] = ids  # of several that continue one, the last goes on with its run
+        follows[parents] = ids  # if several pages continue one, the last of them stays in its run
         heads = ids[(follows[parents] != ids) | ~np.isin(parents, ids)]
         for head in heads[np.argsort(self._depth[heads], kind="stable")].tolist():
             run = [head]
@@ -263,7 +263,7 @@ class EventBook:
         self._told += [Told(source, event) for event in self._stored(source, ids)]
 
     def _stored(self, source: int, ids: Ids) -> Iterator[BlockStored]:
-        """Events for stored pages: one for each run of consecutive pages of a prompt; very long runs are split."""
+        """Events for stored pages, one a run of consecutive pages of a prompt. Very long runs are split."""
         size, most = self._page_size, max(1, _TOKENS_AN_EVENT // self._page_size)
         for start in range(0, len(ids), most):
             some = ids[start : start + most]
@@ -291,10 +291,10 @@ class EventBook:
                 )
 
     def _bare(self, source: int, ids: Ids) -> BlockStored:
-        """As vLLM's offloading tells of blocks of which it knows but the hash: of files that were there before."""
+        """An event for blocks known only by hash, such as files found at the start, as vLLM's offloading sends it."""
         group, hashes = self._group(source), self._index.words_of(ids).tolist()
         event = BlockStored(hashes, None, [], 0, None, self._medium(source), None, group_idx=group)
-        if len(self._specs) > 1:  # vLLM has no such event of several groups
+        if len(self._specs) > 1:  # vLLM never sends this event with several groups
             spec = self._specs[group]
             event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window = spec.kind, spec.window
             event.kv_cache_spec_attention_chunk_size = spec.chunk

@@ -1,6 +1,6 @@
-"""The serving loop's record of changes to its caches: a few tuples a call, which refer to data that it has anyway.
+"""The serving loop's record of changes to its caches: a few tuples a call, which refer to existing data.
 
-The loop looks up, encodes and copies no single pages here. `EventBook` turns the entries into events in another thread.
+The loop looks up, encodes and copies no single pages here. `EventBook` makes events of the entries in another thread.
 """
 
 from collections import deque
@@ -14,15 +14,15 @@ from kvcache.pool.index import Digests, PrefixIndex
 from kvcache.pool.journal import Indices, PageReader
 
 HOST, FILES = -1, -2
-"""Sources that all ranks share. With several block tables each table is a source: the number of the replica, or one of
-these, times the number of tables, plus the number of the page's table.
+"""Sources that all ranks share. With several block tables each table is a source. Its number is the replica's number,
+or one of these, times the number of tables, plus the number of the table.
 """
 MOST_ENTRIES = 1 << 14
-"""With more entries than this the loop has to help."""
+"""If the log is longer than this, the loop helps the thread."""
 
 
 class Hashed(Protocol):
-    """The hasher of a request's pages: a `PrefixHasher`. It only ever adds digests of pages."""
+    """The hasher of a request's pages: a `PrefixHasher`. It only appends digests of pages."""
 
     known: bytearray
     width: int
@@ -35,35 +35,35 @@ PageTokens = NDArray[np.int32] | Sequence[bytes]
 Described = tuple[Sequence[Hashed], Ints, Ints, PageTokens]
 """For each request: its hasher, its first and last newly hashed page, and the int32 bytes of the pages' tokens.
 
-The other thread may read it at once. It is a plain tuple, because making an object with named fields takes the loop
-longer than everything else that it records.
+The other thread may read it at once. It is a plain tuple: an object with named fields would cost the loop more than all
+else that it records.
 """
 Change = tuple[int | Indices, bool, Digests | int]
-"""A source's number, whether its pages came (True) or went, and their digests; for one page that went, the last word.
+"""The source, whether its pages came (True) or went, and their digests. One page that went has only the last word.
 
-Where the pages of several block tables are in one index a number of each page.
+If one index holds pages of several block tables, the source is an array with a number for each page.
 """
 Entry = Change | Described | None
-"""A change of an index; pages, described before they come; or the end of a call: what it described has come by then."""
+"""A change of an index; a description of pages, before they come; or None at the end of a call, when they have come."""
 
 
 class EventLog:
-    """Entries of one manager, oldest first: its loop appends, `take` removes."""
+    """The entries of one manager, oldest first. Its loop appends; `take` of the thread removes them."""
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque()
         self.describe: Callable[[Described], None] = self.entries.append
-        self.full: Callable[[], None] | None = None  # called by the loop where nobody takes the entries
+        self.full: Callable[[], None] | None = None  # called by the loop if the thread does not keep up
 
     def watch(self, index: PrefixIndex, source: int) -> None:
-        """Write down every change of the index from now on; what is in it by now has come now."""
+        """Record every change of the index from now on. Pages that it already has are recorded as coming now."""
         changes = IndexChanges(self.entries, index, source)
         index.journal.read(changes)
         if (there := np.flatnonzero(index.published)).size:
             changes.changed(there, come=True, digests=index.digests_of(there))
 
     def end_call(self) -> None:
-        """A call of the manager is at its end."""
+        """Record the end of a call of the manager."""
         entries = self.entries
         entries.append(None)
         if len(entries) > MOST_ENTRIES and self.full is not None:
@@ -71,7 +71,7 @@ class EventLog:
 
 
 class IndexChanges(PageReader):
-    """Writes down what changes of one index, which is the `source` of this number."""
+    """Records the changes of one index under the number of its `source`."""
 
     def __init__(self, entries: deque[Entry], index: PrefixIndex, source: int) -> None:
         self._append, self._index, self._source = entries.append, index, source

@@ -1,9 +1,9 @@
-"""`EventPublisher`: the thread that makes events of what a manager's loop writes down, and sends them.
+"""`EventPublisher`: the thread that makes events of the loop's record, and sends them.
 
-Nothing that a subscriber does reaches the loop: it appends to a log, and this thread takes from it. Every buffer has an
-end. Where a message is lost at one, a gap in the sequence says so, and a replay heals it: by the last batches, or by
-`AllBlocksCleared` and everything that is there now, under the number that was asked for. The sequence begins at the
-clock in microseconds, and the first event is `AllBlocksCleared`: a subscriber of before a restart sees it as later.
+No subscriber can delay the loop: it only appends to a log, and this thread takes entries from it. Every buffer is
+bounded. If a buffer drops a message, subscribers see a gap in the sequence and can ask for a replay. The replay has the
+last batches, or of `AllBlocksCleared` and the whole state under the requested number. The sequence begins at the
+clock in microseconds, and the first event is `AllBlocksCleared`. So a subscriber sees a restart as later messages.
 """
 
 import bisect
@@ -28,33 +28,33 @@ from kvcache.kv_events import KVEvents
 from kvcache.pool.index import PrefixIndex
 from kvcache.sockets import SUBSCRIPTIONS, bound_socket
 
-_LOOK_MS = 5  # between two looks at the log, where it was empty
-# Python runs one thread at a time, and takes the turn away from none for 5 ms: so this one gives it up by itself, after
-# so many entries, and while it tells of so many tokens. The pause is long enough for a thread that waits.
+_LOOK_MS = 5  # between two looks at an empty log
+# Python switches threads only after 5 ms unless the running thread waits. So this thread pauses by itself after so many
+# entries, and after so many tokens of events. The pause is long enough to wake a waiting thread.
 _ENTRIES_A_TURN = 16
 _TOKENS_A_TURN = 1 << 11
 _PAUSE_S = 5e-5
-# Where the thread is starved the loop helps it, by so many entries a call. What is to be told of them waits for the
-# thread; above so many events everything is told anew.
+# If the thread is starved, the loop applies so many entries a call. Their events wait for the thread. If more events
+# than this wait, they are dropped, and the whole state is announced anew.
 _ENTRIES_OF_LOOP = 128
 _MOST_UNTOLD = 1 << 12
-_LOST_AT = 4 * MOST_ENTRIES  # above so many entries, which nobody has come to, they are dropped
-_QUIET_S = 1.0  # then an empty batch goes out: who has missed the last one learns of it
+_LOST_AT = 4 * MOST_ENTRIES  # a log with more unread entries is dropped
+_QUIET_S = 1.0  # after this an empty batch is sent, so that a subscriber which missed the last one sees the gap
 _RING_BYTES = 64 << 20
 _TOKENS_A_BATCH = 1 << 16
-_REPLAYED = 1000  # batches that a replay sends at most; who lacks more gets the state
+_REPLAYED = 1000  # the most batches of a replay; a subscriber that lacks more gets the whole state
 _REPLAY_SHARE = 0.2  # of this thread's time, for replays
-_BYTES_A_TURN = 1 << 18  # of an answer, with what a message costs beside its bytes; the rest waits for the next turns
+_BYTES_A_TURN = 1 << 18  # of an answer, including a cost for each message; later turns send the rest
 _MESSAGE_COST = 1 << 12
-_UNREAD = 16  # messages that wait for a peer; the others wait here, of one answer at a time
-_UNREAD_S = 2.0  # that a peer may take nothing of its answer; then the rest is dropped
+_UNREAD = 16  # messages that wait in the socket for a peer; the rest of the one answer waits in `_unsent`
+_UNREAD_S = 2.0  # if a peer takes nothing of its answer for so long, the rest is dropped
 # The share of this thread's time that goes into announcing the whole state to new subscribers, and to those that have
 # missed too much. The pause after an announcement is bounded; a few announcements may run ahead of the share, since
 # several subscribers may come back one after the other.
 _ANEW_SHARE = 0.2
 _LEAST_ANEW_S, _MOST_ANEW_S = 0.5, 10.0
 _ANEW_AHEAD = 2
-_JOIN_S = 0.25  # from a connection on, until its subscription is here
+_JOIN_S = 0.25  # from a connection until its subscription has surely arrived
 _END_S = 1.0
 
 _log = logging.getLogger("pagewire")
@@ -70,10 +70,10 @@ class _Stream:
         self._ring: deque[tuple[int, bytes]] = deque()
         self._ring_bytes = 0
         self._most = options.buffer_steps
-        self.sequence = time.time_ns() // 1000  # of the next batch
+        self.sequence = time.time_ns() // 1000  # the number of the next batch
         self.sent_at = 0.0
-        self._unsent: deque[tuple[bytes, ...]] = deque()  # what is left of the answer under way, its first for the peer
-        self._taken_at = 0.0  # when the peer took something of it last; 0: nothing yet
+        self._unsent: deque[tuple[bytes, ...]] = deque()  # the rest of the present answer; each begins with the peer
+        self._taken_at = 0.0  # when the peer last took a message of it; 0: not yet
         self.pub = bound_socket("kv_events", zmq.PUB, address, options.hwm, options.secure, SUBSCRIPTIONS)
         self.replay = None
         if replay_address is not None:
@@ -82,12 +82,12 @@ class _Stream:
             except InvalidParamsError:
                 self.pub.close()
                 raise
-            self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says of a peer that its queue is full, or that it is gone
+            self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sends fail if a peer's queue is full or the peer is gone
         self.joins = self.pub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
     @property
     def addresses(self) -> tuple[str, str | None]:
-        """Where the sockets are bound."""
+        """The addresses to which the sockets are bound."""
         return self.pub.address, None if self.replay is None else self.replay.address
 
     def send(self, events: Sequence[KVEvent]) -> None:
@@ -103,14 +103,13 @@ class _Stream:
 
     @property
     def is_answering(self) -> bool:
-        """Whether an answer is under way."""
+        """Whether an answer is not yet fully sent."""
         return bool(self._unsent)
 
     def answer(self, book: EventBook) -> bool:
-        """Begin to answer one request for a replay of the batches from a number on.
+        """Begin to answer one request for a replay from a batch number on. `reply` sends the answer.
 
-        Returns False if those are no longer kept: the answer is then the whole state. The answer is made now; `reply`
-        sends it.
+        Returns False if those batches are no longer kept; the answer is then the whole state.
         """
         if self.replay is None:
             return True
@@ -128,10 +127,10 @@ class _Stream:
         return known
 
     def reply(self) -> bool:
-        """Send a part of the answer under way, as much as its reader takes; whether it took any.
+        """Send a part of the present answer, as much as the peer takes. Returns whether it took any.
 
-        A peer that has taken something may read on; of one that takes nothing for long, or whose queue was full when it
-        asked, or that is gone, the rest is dropped.
+        The rest is dropped if the peer is gone, if it takes nothing for `_UNREAD_S`, or if its queue was already full
+        when it asked.
         """
         room, now = _BYTES_A_TURN, time.monotonic()
         while self._unsent and room > 0 and self.replay is not None:
@@ -141,7 +140,7 @@ class _Stream:
                 if now - self._taken_at > _UNREAD_S:
                     self._unsent.clear()
                 break
-            except zmq.ZMQError:  # it is gone
+            except zmq.ZMQError:  # the peer is gone
                 self._unsent.clear()
                 break
             room -= _MESSAGE_COST + len(self._unsent.popleft()[-1])
@@ -166,8 +165,8 @@ class _Stream:
     def _state(self, book: EventBook, first: int) -> Iterable[tuple[int, bytes]]:
         """All cached pages, in batches numbered from `first` on, none above the last number that was sent.
 
-        The subscriber also receives the batches sent since its question. They do no harm: the last event about a page
-        is the one that holds.
+        The subscriber also receives the batches sent since its request. They do no harm, because the last event about
+        a page decides.
         """
         parts = list(batched(chain([AllBlocksCleared()], book.state(self.rank))))
         count = min(len(parts), max(1, self.sequence - first))
@@ -187,15 +186,15 @@ class _Worker:
         self._log = log
         self._book = book
         self._closing = threading.Event()
-        self._applying = threading.Lock()  # the loop applies entries itself where the thread does not get to it
-        self._behind = True  # subscribers are to be told everything anew
-        self._untold: list[Told] = []  # of entries that the loop has applied
-        self._lost = False  # entries were dropped: what the books say is no more true
-        self._replay_at = 0.0  # when the next question is answered, at the earliest
-        self._owed: list[float] = []  # from when on those wait who are to be told everything, ascending; none moves
-        self._told_anew_at = 0.0  # when everybody was told everything last
-        self._anew_s = _LEAST_ANEW_S  # in which that is paid off
-        self._paid_at = 0.0  # when all of it will have been
+        self._applying = threading.Lock()  # held to use the book; the loop applies entries too if the thread is late
+        self._behind = True  # subscribers need the whole state
+        self._untold: list[Told] = []  # events of entries that the loop has applied
+        self._lost = False  # entries were dropped, so the book is wrong
+        self._replay_at = 0.0  # the earliest time of the next replay
+        self._owed: list[float] = []  # the times, ascending, at which subscribers need the whole state; none is moved
+        self._told_anew_at = 0.0  # the time of the last announcement of the whole state
+        self._anew_s = _LEAST_ANEW_S  # the pause that one announcement costs
+        self._paid_at = 0.0  # when the pauses of all announcements are over
         self._poller = zmq.Poller()
         try:
             for rank in range(ranks):
@@ -216,7 +215,7 @@ class _Worker:
                     self._poll(0)
                 else:
                     self._poll(_LOOK_MS)
-            except Exception:  # noqa: BLE001 - what could not be sent is told anew
+            except Exception:  # noqa: BLE001 - the whole state is announced anew
                 _log.exception("KV events: a turn failed")
                 self._behind = True
                 time.sleep(_QUIET_S)
@@ -225,7 +224,7 @@ class _Worker:
         for stream in self.streams:
             stream.send([AllBlocksCleared()])
         deadline = time.monotonic() + _END_S
-        while time.monotonic() < deadline:  # Dynamo's listener waits for its answer without an end
+        while time.monotonic() < deadline:  # Dynamo's listener waits for its answer without a timeout
             asked = self._answer(dict(self._poller.poll(0)))
             if not self._reply() and not asked and not self._is_answering():
                 break
@@ -236,9 +235,9 @@ class _Worker:
         self._closing.set()
 
     def catch_up(self) -> None:
-        """Called by the loop: the log is as long as it may be. Does not wait, and takes some entries off it.
+        """Called by the loop if the log is too long. Applies some entries, and never waits.
 
-        While the thread uses the books the log grows on; at last its entries are dropped, and the books begun anew.
+        While the thread uses the book, the log grows on. At `_LOST_AT` entries its content is dropped, and the book emptied.
         """
         entries = self._log.entries
         if self._applying.acquire(blocking=False):
@@ -250,10 +249,10 @@ class _Worker:
                 self._applying.release()
         elif len(entries) > _LOST_AT:
             entries.clear()
-            self._lost = True  # after that: who begins anew sees none of those entries
+            self._lost = True  # set last, so that a new book gets none of the dropped entries
 
     def agree(self, indexes: Mapping[int, PrefixIndex], tables: int) -> None:
-        """Called by the loop: what was written down is applied, then what the books and the indexes do not agree in."""
+        """Called by the loop: apply the whole log, then the differences between the book and the indexes."""
         with self._applying:
             self._untold += self._apply(self._take(len(self._log.entries)))
             for number, index in indexes.items():
@@ -264,7 +263,7 @@ class _Worker:
                     self._untold += self._apply(self._book.differences(number + table, mine))
 
     def turn(self) -> bool:
-        """Tell what was written down since the last turn; whether there was anything."""
+        """Send the events of the entries since the last turn. Returns whether there were any."""
         with self._applying:
             if self._lost:
                 self._lost = False
@@ -287,19 +286,19 @@ class _Worker:
         return bool(entries or told)
 
     def _is_due(self) -> bool:
-        """Whether a subscriber is to be told everything now."""
+        """Whether the whole state is to be announced now."""
         now = time.monotonic()
         return bool(self._owed) and now >= max(self._owed[0], self._paid_at - _ANEW_AHEAD * self._anew_s)
 
     def _owe(self, at: float) -> None:
-        """Announce the whole state at the time `at`. This moves no announcement that is due already."""
-        if (at := math.ceil(at * 100) / 100) not in self._owed:  # so many a second at most
+        """Announce the whole state at the time `at`. Announcements that are already due stay."""
+        if (at := math.ceil(at * 100) / 100) not in self._owed:  # at most 100 a second
             bisect.insort(self._owed, at)
 
     def _apply(self, entries: Sequence[Entry]) -> list[Told]:
         try:
             return self._book.apply(entries)
-        except Exception:  # noqa: BLE001 - what is told is not worth the manager; of what is there by now nothing is told
+        except Exception:  # noqa: BLE001 - events must not stop the manager; present pages are no longer reported
             _log.exception("KV events: what was written down cannot be followed, and is begun anew")
             self._begin_anew()
             return []
@@ -319,7 +318,7 @@ class _Worker:
             stream.send([])
 
     def _poll(self, timeout_ms: int) -> None:
-        """Answer a question of each rank, part by part, unless replays have had their share of the time."""
+        """Answer one replay request a rank, in parts, unless replays have used up their share of the time."""
         started = time.monotonic()
         if started < self._replay_at:
             time.sleep(timeout_ms / 1000)
@@ -327,23 +326,23 @@ class _Worker:
         ready = dict(self._poller.poll(0 if self._is_answering() else timeout_ms))
         started = time.monotonic()
         if any([stream.joins in ready and stream.take_joins() for stream in self.streams]):  # noqa: C419 - of each
-            # A new or returning subscriber may be unable to ask: vLLM's router asks prefill processes for no replay.
+            # A new subscriber cannot always ask: vLLM's router asks prefill processes for no replay.
             self._owe(started + _JOIN_S)
         asked = self._answer(ready)
         if self._reply() or asked:
             now = time.monotonic()
             self._replay_at = now + (now - started) * (1 / _REPLAY_SHARE - 1)
-        elif self._is_answering():  # its reader takes its time
+        elif self._is_answering():  # its peer reads slowly
             time.sleep(timeout_ms / 1000)
 
     def _answer(self, ready: Container[object]) -> bool:
-        """Begin to answer a question of each rank that has none under way; whether there was any."""
+        """Begin to answer a request of each rank that is not answering. Returns whether there was any."""
         asked = [stream for stream in self.streams if stream.replay in ready and not stream.is_answering]
         for stream in asked:
-            with self._applying:  # the loop may be called to help
-                # vLLM's router takes a replay up only where it leads without a gap to what it has heard.
+            with self._applying:  # `catch_up` of the loop uses the book too
+                # vLLM's router uses a replay only if it leads without a gap to the batches that it has received.
                 if not stream.answer(self._book):
-                    self._owe(time.monotonic() + _JOIN_S)  # one who is new asks, too: both are told at once
+                    self._owe(time.monotonic() + _JOIN_S)  # merged with that of a new connection, which also asks
         return bool(asked)
 
     def _reply(self) -> bool:
@@ -354,7 +353,7 @@ class _Worker:
 
     def _take(self, most: int) -> list[Entry]:
         taken: list[Entry] = []
-        with contextlib.suppress(IndexError):  # the loop may drop them all meanwhile
+        with contextlib.suppress(IndexError):  # `catch_up` of the loop may clear the log meanwhile
             while len(taken) < most:
                 taken.append(self._log.entries.popleft())
         return taken
@@ -365,7 +364,7 @@ class _Worker:
 
 
 class EventPublisher:
-    """Publishes the log of one manager until it is closed, or forgotten.
+    """Publishes the log of one manager until it is closed or garbage-collected.
 
     Raises `InvalidParamsError` if an address cannot be bound, and what `options.secure` raises.
     """
@@ -379,20 +378,20 @@ class EventPublisher:
         self._finalizer = weakref.finalize(self, self._worker.stop)
 
     def agree(self, indexes: Mapping[int, PrefixIndex], tables: int) -> None:
-        """Tell what these indexes, by their sources, have come to have or to lack while nobody wrote it down.
+        """Report changes of these indexes, keyed by source, that were not recorded.
 
-        `tables`: block tables of an index of pages.
+        `tables`: the number of block tables in an index of pages.
         """
         self._worker.agree(indexes, tables)
 
     def close(self) -> None:
-        """Tell what is left, and that it is gone. Waits a second at most. Safe twice."""
+        """Send the remaining events and `AllBlocksCleared`. Waits at most a second. Safe to call twice."""
         self._finalizer()
         self._thread.join(_END_S)
 
 
 def batched(events: Iterable[KVEvent]) -> Iterable[list[KVEvent]]:
-    """The events, in parts of not too many tokens."""
+    """Split events into parts with a bounded number of tokens."""
     part: list[KVEvent] = []
     tokens = unpaused = 0
     for event in events:

@@ -1,7 +1,7 @@
-"""KV events as vLLM 0.33 puts them on the wire: msgpack maps with their kind under "type", in batches of one rank.
+"""KV events as vLLM 0.33 sends them: msgpack maps with their kind under "type", in batches of one rank.
 
-Fields, their order and their defaults are those of vLLM's `kv_events.py`: what is None there is left out here, too. One
-field is ours, the last, in events of chunked local attention alone; readers skip what they do not know.
+Fields, their order and their defaults are those of vLLM's `kv_events.py`. A field that is None there is left out here,
+too. The last field is ours; only events of chunked local attention have it, and readers skip unknown fields.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ _IDENTIFIER_BYTES = 32
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Consecutive blocks of one prompt are there. `token_ids` are those of all of them, `extra_keys` has each one's.
+    """Consecutive blocks of one prompt were stored. `token_ids` has the tokens of all, `extra_keys` an item a block.
 
-    Fields that we never set are here for the bytes: how many there are decides how a map begins.
+    Fields that we never set are declared so that the bytes match: their number decides how a map begins.
     """
 
     block_hashes: list[int]
-    parent_block_hash: int | None  # of the block before the first of them; None: they begin a prompt
+    parent_block_hash: int | None  # the block before the first one; None: the blocks begin a prompt
     token_ids: list[int]
     block_size: int
     lora_id: int | None
@@ -46,7 +46,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class CacheSpec(NamedTuple):
-    """The kind of the layers of a group of blocks, in vLLM's terms."""
+    """The kind of layers of a group of blocks, in vLLM's terms."""
 
     kind: str
     window: int | None = None  # tokens, of a sliding window
@@ -54,7 +54,7 @@ class CacheSpec(NamedTuple):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """These blocks are in this medium no more."""
+    """These blocks are no longer in this medium."""
 
     block_hashes: list[int]
     medium: str | None
@@ -80,7 +80,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def hashes_of(digests: NDArray[np.uint64]) -> Hashes:
-    """The hashes of pages that have these digests, uint64 `[pages, words]`."""
+    """The hashes of pages with these digests, uint64 `[pages, words]`."""
     return digests[:, -1].byteswap()
 
 
