@@ -237,7 +237,7 @@ class _Worker:
     def catch_up(self) -> None:
         """Called by the loop if the log is too long. Applies some entries, and never waits.
 
-        While the thread uses the book, the log grows on. At `_LOST_AT` entries its content is dropped, and the book emptied.
+        The log grows on while the thread uses the book. Beyond `_LOST_AT` entries it is dropped, and the book emptied.
         """
         entries = self._log.entries
         if self._applying.acquire(blocking=False):

@@ -1,4 +1,4 @@
-"""`WatchBook`: makes looks of some pools, and remembers when each cell has changed."""
+"""`WatchBook`: makes looks of some pools, and remembers in which look each cell last changed."""
 
 import secrets
 import time
@@ -16,15 +16,15 @@ from kvcache.watched import Beside, Cells, CheckReport, Look, Owners, PageState,
 
 _TREE_ROWS = 64
 _TREE_SHARE = 0.03  # of the time, for the tree of each pool
-_AT_ONCE = 512  # entries of the loop that are applied, in a millisecond; then the interpreter is the loop's
+_AT_ONCE = 512  # log entries applied at a time, in about a millisecond; then the loop may have the interpreter
 _PAUSE_S = 1e-4
-_MOST_CHANGED = 0.4  # of a pool's cells; beyond that it is told whole, which is shorter
+_MOST_CHANGED = 0.4  # of a pool's cells; if more have changed, sending all of them is shorter
 
 Frames = list[NDArray[np.uint32]]
 
 
 class PoolBook:
-    """The cells of one pool as of the last look, and of each the look in which it came to be so."""
+    """The cells of one pool as of the last look, and the number of the look in which each changed last."""
 
     def __init__(self, watched: WatchedPool) -> None:
         self.watched, self.name, self.pool = watched, watched.name, watched.pool
@@ -40,7 +40,7 @@ class PoolBook:
         self.cells = cells
 
     def since(self, base: int) -> Frames:
-        """The pages that have changed after a look, and their cells; all of them where there is none, or many have."""
+        """Changed pages since look `base` and their cells; no pages and all cells if `base` is 0 or many changed."""
         if base:
             pages = np.flatnonzero(self._changed > base)
             if len(pages) < _MOST_CHANGED * len(self.cells):
@@ -48,7 +48,7 @@ class PoolBook:
         return [np.zeros(0, np.uint32), self.cells]
 
     def take(self, evictions: EvictionBook) -> None:
-        """Apply what the loop has written down."""
+        """Apply the entries that the loop has recorded."""
         for _ in range(0, len(self.log), _AT_ONCE):
             entries = self.log.take(_AT_ONCE)
             evictions.apply(self.name, entries)
@@ -56,12 +56,12 @@ class PoolBook:
             time.sleep(_PAUSE_S)
 
     def plant(self) -> None:
-        """The tree begins with what the requests have that run."""
+        """Add the prefixes of running requests to the tree."""
         for pages in self.watched.prefixes():
             self.tree.add_row(pages)
 
     def tree_rows(self) -> tuple[TreeRow, ...]:
-        """The largest parts of the tree. A large tree is looked at less often."""
+        """The largest parts of the tree. The result is kept, for longer if the tree is large."""
         started = time.monotonic()
         if started >= self._tree_at:
             self._tree_rows = self.tree.rows(self.name, _TREE_ROWS)
@@ -72,8 +72,8 @@ class PoolBook:
 class WatchBook:
     """Looks at pools, as long as a watcher asks for them.
 
-    `sizes` are a page's tokens and bytes, `beside` tells what others know, `names` how requests are shown. Only the
-    thread that looks uses it.
+    `sizes` are a page's tokens and bytes. `beside` returns what other components know. `names` decides how requests are
+    shown. Only the thread that looks uses this object.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class WatchBook:
     ) -> None:
         self.incarnation = secrets.token_hex(8)
         self.number = 0
-        self.cost_s = 0.0  # processor time of the last look
-        self.beside_s = 0.0  # that part of it in which numpy goes over whole pools, mostly without the interpreter
-        self.check: tuple[float, CheckReport] | None = None  # when it was made
+        self.cost_s = 0.0  # processor time of the last look, in seconds
+        self.beside_s = 0.0  # the part of it in which numpy reads whole pools, mostly without the interpreter
+        self.check: tuple[float, CheckReport] | None = None  # the time of the last recount, and its result
         self._name, self._sizes, self._beside = name, sizes, beside
         self._metrics, self._names = metrics, names
         self._evictions = EvictionBook()
@@ -100,7 +100,7 @@ class WatchBook:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether a pool is another one by now."""
+        """Whether a pool was replaced by another one."""
         return any(one.pool is not one.watched.pool for one in self._pools)
 
     def forget(self) -> None:
@@ -109,7 +109,7 @@ class WatchBook:
             pool.log.end()
 
     def update(self) -> None:
-        """Look."""
+        """Make a new look: read all cells, and apply the logs."""
         self.number += 1
         self.beside_s = 0.0
         for pool in self._pools:

@@ -1,8 +1,8 @@
-"""One cell for each page of a pool, read beside the loop in a few numpy operations over the arrays that it keeps.
+"""One cell for each page of a pool, read from another thread in a few numpy operations over the loop's arrays.
 
-Safe in another thread: the arrays are never moved, what is a list or a dict is copied in one step first, and a page's
-state follows from its own holders, writers and digest. So a cell is right by itself, as of a moment within the look,
-and while the loop rests all cells are what `check` recounts. numpy gives the interpreter up meanwhile: the loop runs.
+That is safe: the arrays are never moved, lists and dicts are first copied in one step, and a page's state follows from
+its own holders, writers and digest. So each cell is right for some moment within the look. While the loop rests, all
+cells agree with the recount of `check`. numpy releases the interpreter meanwhile, so the loop runs.
 """
 
 from typing import NamedTuple
@@ -14,12 +14,12 @@ from kvcache.pool.pages import PagePool
 from kvcache.replica.replica import Replica
 from kvcache.watched import AGE_SHIFT, MOST_OWNERS, OWNER_SHIFT, SHARED_BIT, STATE_BITS, Cells, PageState
 
-# What a page under a lease is where no row has it, and one of an import that was given up.
+# The state of a page that no row has: under a lease it is LEASED, in an abandoned import QUARANTINED.
 _BECOMES = ((PageState.HELD, PageState.LEASED), (PageState.WRITTEN, PageState.QUARANTINED))
 
 
 class Holding(NamedTuple):
-    """Pages that no row has: under a lease, or of an import that was given up."""
+    """Pages that no row has: a lease holds them, or an abandoned import may still write to them."""
 
     what: object
     request_id: str
@@ -27,14 +27,14 @@ class Holding(NamedTuple):
 
 
 class OwnerNumbers:
-    """Numbers of what holds pages, each kept while it is there. Rows have their own, from 1 on."""
+    """Numbers for holders of pages other than rows. A holder keeps its number while it exists. Rows have 1 and up."""
 
     def __init__(self, rows: int) -> None:
         self._next = self._first = rows + 1
-        self._known: dict[int, tuple[object, int]] = {}  # by id; what is kept has its id to itself
+        self._known: dict[int, tuple[object, int]] = {}  # by id, which stays unique because the object is kept here
 
     def of(self, holdings: list[Holding]) -> list[int]:
-        """The number of each; those that are not named any more are forgotten."""
+        """The number of each holding. Holdings that are not in the list are forgotten."""
         known = self._known
         self._known = {id(one.what): known.get(id(one.what)) or (one.what, self._new()) for one in holdings}
         return [self._known[id(one.what)][1] for one in holdings]
@@ -52,13 +52,13 @@ def leased(replica: Replica) -> list[Holding]:
 
 
 def quarantined(replica: Replica) -> list[Holding]:
-    """The pages that transfers in flight may still write, for imports that were given up."""
+    """The pages of abandoned imports, which transfers in flight may still write."""
     given_up = (pending for pending in list(replica.imports.each) if pending.closed)
     return [Holding(pending, pending.request_id, pending.written) for pending in given_up]
 
 
 def pool_cells(pool: PagePool) -> Cells:
-    """State and age by the pool alone: uint32 `[num_pages + 1]`."""
+    """State and age of each page, from the pool alone: uint32 `[num_pages + 1]`."""
     holders = pool.holders
     cells = (pool.index.published & (holders == 0)).astype(np.uint32)  # PageState.IDLE is 1
     cells[holders > 0] = PageState.HELD
@@ -74,7 +74,7 @@ def pool_cells(pool: PagePool) -> Cells:
 
 
 def replica_cells(replica: Replica, numbers: OwnerNumbers) -> Cells:
-    """`pool_cells` of a replica, with whose each page is."""
+    """`pool_cells` of a replica, with the owner of each page."""
     cells, rows = pool_cells(replica.pool), replica.rows
     owner = np.zeros(len(cells), np.uint32)
     taken = np.flatnonzero(rows.num_pages)

@@ -1,8 +1,8 @@
 """`Watch`: answers watchers of some pools in its own thread. `ManagerWatch`: the same for a manager's pools.
 
-A look is made on request, by this thread and not by the loop. A copy of the arrays of 4 million pages takes
-milliseconds, which no step can spare; reading in another thread costs the loop nothing (`cells.py` says why that is
-safe). A recount must run in the loop's thread, so it waits until the loop calls `attend`.
+A look is made on request, by this thread and not by the loop. Copying the arrays of 4 million pages takes milliseconds,
+too long for a step; reading them in another thread costs the loop nothing (`cells.py` says why that is safe). A recount
+must run in the loop's thread, so it waits until the loop calls `attend`.
 """
 
 import logging
@@ -29,7 +29,7 @@ from kvcache.watch.names import WatchNames
 from kvcache.watch.pools import WatchedPool, pools_of
 from kvcache.watched import AskLook, Beside, CheckReport, WatchRefusal, other_version
 
-_WAKE_MS = 200  # between two looks at whether the watch is closed, or its manager is gone
+_WAKE_MS = 200  # between two tests whether the watch is closed, or its manager is gone
 _SHARE = 0.25  # the most of this thread's time for looks; further questions wait
 # The share of the loop's time that looks may cost by holding the interpreter. Looks are spaced accordingly, up to a
 # limit, if the rest of the process is always busy. If it mostly waits for its model, looks disturb nothing.
@@ -41,7 +41,7 @@ _CHECK_SHARE = 0.1  # the share of the loop's time for recounts
 _MOST_WAITING = 64  # answers that wait for a slow watcher; further ones are dropped
 _MOST_WATCHERS = 64  # watchers that have asked in the last `_FORGET_S`; any others are refused
 _TURN_S = 0.1  # processor time for the answers of one look; the remaining watchers get the next one
-_QUESTIONS = 256  # taken up at once
+_QUESTIONS = 256  # the most questions read at a time
 _REFUSAL = msgspec.msgpack.encode(
     WatchRefusal(
         refused=f"{_MOST_WATCHERS} watch already, which is the most; a place is free {_FORGET_S:.0f} s after one goes"
@@ -53,9 +53,9 @@ _HERE = ("tcp://127.", "tcp://[::1]:", "tcp://localhost:", "ipc://", "inproc://"
 
 @dataclass(slots=True)
 class _Watcher:
-    """A watcher that has asked, and may do so again."""
+    """A watcher that has asked and may ask again."""
 
-    asked: AskLook | None = None  # what has no answer yet
+    asked: AskLook | None = None  # the question that is not answered yet
     asked_at: float = 0.0
     answered_at: float = 0.0  # 0: never
 
@@ -88,7 +88,7 @@ class _WatchThread:
                     self._forget()
             except zmq.ContextTerminated:
                 break
-            except Exception:  # noqa: BLE001 - who asked asks again, and what was followed is begun anew
+            except Exception:  # noqa: BLE001 - watchers ask again, and get a new book
                 _log.exception("watch: a look failed")
                 self._forget()
                 self._watchers.clear()
@@ -107,7 +107,7 @@ class _WatchThread:
             self._book = None
 
     def _hear(self) -> None:
-        """Take up questions, one of each watcher; a watcher too many is told at once."""
+        """Read questions; only the last one of each watcher counts. Watchers beyond the limit are refused at once."""
         with suppress(zmq.Again):
             for _ in range(_QUESTIONS):
                 sender, *rest = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -117,7 +117,7 @@ class _WatchThread:
                 except (msgspec.DecodeError, UnicodeDecodeError):
                     if why := other_version(asked, AskLook):
                         self._send([sender, msgspec.msgpack.encode(WatchRefusal(refused=why))])
-                    continue  # who does not speak as we do gets no answer
+                    continue  # a malformed question gets no answer
                 now = time.monotonic()
                 if sender not in self._watchers and not self._has_room(now):
                     self._send([sender, _REFUSAL])
@@ -134,7 +134,7 @@ class _WatchThread:
         return len(self._watchers) < _MOST_WATCHERS
 
     def _answer(self) -> None:
-        """Look, and answer: new watchers first, then those that have waited longest. One look is for all of them."""
+        """Make one look for all, and send it to new watchers first, then to those that have waited longest."""
         if self._book is not None and self._book.is_outdated:
             self._forget()
         book, owner = self._book, self._owner()
@@ -146,7 +146,7 @@ class _WatchThread:
         started = time.thread_time()
         book.update()
         book.check = self.checked
-        made: dict[int, list[Any]] = {}  # by the look that they are a difference to
+        made: dict[int, list[Any]] = {}  # by base: the look that its watchers know
         waiting = [(sender, watcher) for sender, watcher in self._watchers.items() if watcher.asked is not None]
         for sender, watcher in sorted(waiting, key=lambda one: one[1].answered_at):
             ask, watcher.asked = watcher.asked, None
@@ -165,26 +165,27 @@ class _WatchThread:
         self._due = time.monotonic() + _pause(book.cost_s, book.cost_s - book.beside_s, busy)
 
     def _send(self, parts: Sequence[Any]) -> bool:
-        """Whether its watcher is still there."""
+        """Send without waiting. Returns whether the watcher is still there."""
         try:
-            # The frames are sent from where they lie: a look makes new ones, and changes none.
+            # The frames are not copied: a look makes new arrays, and never changes old ones.
             self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
-            return error.errno == zmq.EAGAIN  # it takes nothing
+            return error.errno == zmq.EAGAIN  # the watcher's queue is full
         return True
 
 
 class Watch:
-    """Tells watchers what every page of some pools is doing: `pagewire top ADDRESS` shows it.
+    """Shows watchers what every page of some pools is doing; `pagewire top ADDRESS` is one.
 
-    It costs the loop nothing while nobody asks. Tokens are not shown, salts as digests of this process alone.
+    It costs the loop nothing while no watcher asks. Tokens are never shown. Salts are shown only as digests that are
+    valid for this process.
 
     Args:
-        owner: watched until `close`, or until it is forgotten: nothing that the thread keeps may have it.
+        owner: watched until `close`, or until it is garbage-collected: nothing that the thread keeps may refer to it.
         make_book: makes a book of the owner, for the thread.
-        recount: recounts everything in the loop's thread; `InvariantError` if the books do not agree.
-        pools: those to count after that.
-        endpoint: bound; of this host alone without `secure`. Port 0: any free one, see `address`.
+        recount: recounts everything in the loop's thread; raises `InvariantError` if the counts disagree.
+        pools: returns the pools whose pages are counted after a recount.
+        endpoint: the address to bind. Without `secure` it must be of this host. Port 0: any free port, see `address`.
         secure: prepares the socket before it is bound: `Keyring.secure_server` of `transfer` turns CURVE on.
 
     Raises `InvalidParamsError` if the endpoint cannot be bound, and what `secure` raises.
@@ -210,7 +211,7 @@ class Watch:
     def attend(self) -> None:
         """Called by the loop between two steps: recounts everything if a watcher has asked for it.
 
-        Else it costs a look at a flag. A recount takes as long as `check`; recounts have a tenth of the time at most.
+        Otherwise it only tests a flag. A recount takes as long as `check`; recounts use at most a tenth of the time.
         """
         if not self._worker.check_asked or time.monotonic() < self._check_due:
             return
@@ -226,7 +227,7 @@ class Watch:
         self._worker.checked = (started, CheckReport(age_s=0.0, seconds=seconds, error=error, counts=counts))
 
     def close(self) -> None:
-        """End the thread, and close the socket. Safe twice."""
+        """End the thread and close the socket. Safe to call twice."""
         self._worker.closing.set()
         self._thread.join(2.0)
 
@@ -235,13 +236,13 @@ class ManagerWatch(Watch):
     """`Watch` of a manager.
 
     Args:
-        manager: watched until `close`, or until it is forgotten.
-        endpoint: bound; of this host alone without `secure`. Port 0: any free one, see `address`.
-        name: of the process, as it is shown.
+        manager: watched until `close`, or until it is garbage-collected.
+        endpoint: the address to bind. Without `secure` it must be of this host. Port 0: any free port, see `address`.
+        name: the name under which this process is shown.
         secure: prepares the socket before it is bound: `Keyring.secure_server` of `transfer` turns CURVE on.
-        beside: what is shown beside the manager's own, say `transfers_of(exchange)` of `transfer.watch`; another thread
-            than the loop's calls it.
-        clear_names: show ids of requests; None: with `secure` alone. Otherwise `request_digest` stands for each.
+        beside: returns further data to show, for example `transfers_of(exchange)` of `transfer.watch`. It is called in
+            another thread than the loop's.
+        clear_names: show the ids of requests; None: only if `secure` is given. Otherwise their `request_digest`.
 
     Raises `InvalidParamsError` if the endpoint cannot be bound, and what `secure` raises.
     """
@@ -276,9 +277,10 @@ def _clocks() -> tuple[float, float]:
 
 
 def _pause(cost_s: float, held_s: float, busy: float) -> float:
-    """Seconds after a look that took so long, and so long with the interpreter, while the others had a share of a core.
+    """Seconds to wait after a look, by its processor time `cost_s`.
 
-    Two threads that both need the interpreter take it from each other; how often both do follows from the share.
+    `held_s`: the part of it that held the interpreter. `busy`: the cores that other threads used since the last look.
+    Two threads that both need the interpreter delay each other; `busy` says how often that happens.
     """
     for_the_loop = min(_MOST_S, held_s * min(1.0, busy) / _LOOP_SHARE)
     return max(_LEAST_S, cost_s * (1 / _SHARE - 1), for_the_loop)

@@ -1,4 +1,4 @@
-"""The other end of a watch: asks for looks, and has the cells of every pool as of the last one."""
+"""The watcher's side of a watch: asks for looks, and keeps the cells of every pool as of the last one."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,11 +18,11 @@ _decoder, _refusals = msgspec.msgpack.Decoder(Look), msgspec.msgpack.Decoder(Wat
 
 
 class Followed:
-    """The state of one watched process, by the looks that have come.
+    """The state of one watched process, as of the last look received.
 
     Attributes:
-        look: the last one; None before the first.
-        cells: of each pool, uint32 `[num_pages + 1]`.
+        look: the last look; None before the first.
+        cells: by pool name, uint32 `[num_pages + 1]`.
     """
 
     def __init__(self) -> None:
@@ -31,13 +31,13 @@ class Followed:
 
     @property
     def ask(self) -> AskLook:
-        """The question for what follows the last look."""
+        """The question for the changes since the last look."""
         if self.look is None:
             return AskLook()
         return AskLook(known=self.look.number, incarnation=self.look.incarnation)
 
     def apply(self, frames: Sequence[Any]) -> Look:
-        """Take a look up. `WatchError`: it is none, or does not follow the last one; the state is as before."""
+        """Apply a look. Raises `WatchError`, and changes nothing, if it is malformed or does not follow."""
         if len(frames) == 1:
             with suppress(msgspec.DecodeError, UnicodeDecodeError):
                 raise WatchError(f"it refuses to be watched: {_refusals.decode(frames[0]).refused}")
@@ -63,7 +63,7 @@ class Followed:
 
 
 def _changes(look: Look, at: int, frames: Sequence[Any], known: Mapping[str, Cells]) -> tuple[Cells, Cells]:
-    """The pages of a pool that have changed, and their cells: checked, as they index our memory."""
+    """The changed pages of a pool, and their cells. They are checked, as they index our memory."""
     pool = look.pools[at]
     try:
         pages, cells = (np.frombuffer(frame, np.uint32) for frame in frames[1 + 2 * at : 3 + 2 * at])
@@ -81,7 +81,7 @@ class WatchClient:
     """Asks one address for looks. Never waits.
 
     `secure` prepares the socket: `Keyring.secure_client` of `transfer` turns CURVE on. Raises `WatchError` if the
-    address is none.
+    address is invalid.
     """
 
     def __init__(self, address: str, secure: Callable[[Any], None] | None = None) -> None:
@@ -101,16 +101,16 @@ class WatchClient:
             raise WatchError(f"{shown(address)} cannot be watched: {error}") from error
 
     def ask(self, ask: AskLook) -> None:
-        """Send a question, where one can be sent at all."""
+        """Send a question. It is dropped if the socket's queue is full."""
         with suppress(zmq.Again):
             self._socket.send(msgspec.msgpack.encode(ask), zmq.NOBLOCK)
 
     def answer(self, timeout_s: float = 0.0) -> list[bytes] | None:
-        """The frames of one look; None: there is none within the time."""
+        """The frames of one look; None if none comes within the time, in seconds."""
         if not self._socket.poll(int(timeout_s * 1000)):
             return None
         return self._socket.recv_multipart()
 
     def close(self) -> None:
-        """Close the socket. Safe twice."""
+        """Close the socket. Safe to call twice."""
         self._socket.close()

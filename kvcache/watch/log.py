@@ -1,4 +1,4 @@
-"""The loop's record of a pool while it is watched, and what is derived from it: evictions, and the prefix tree."""
+"""The loop's record of a watched pool, and what is derived from it: evictions, and the prefix tree."""
 
 import time
 from collections import Counter, deque
@@ -16,8 +16,8 @@ from kvcache.watched import EvictionRow, TreeRow
 
 Words: TypeAlias = NDArray[np.uint64]
 
-_ENTRIES = 1 << 15  # that wait for the thread; beyond that the oldest are lost
-_EVICTED = 1 << 16  # pages of which it is seen that they are asked for again
+_ENTRIES = 1 << 15  # the most entries that wait for the thread; beyond that the oldest are lost
+_EVICTED = 1 << 16  # the most evicted pages that are remembered, to see whether they are published again
 _SHOWN = 32
 _SPREAD_S = 0.25  # evictions of one reason within this time are shown as one
 _PUBLISHED = -1  # in place of the number of an eviction
@@ -26,9 +26,9 @@ REASONS = ("LRU", "hint", "quota", "reset")  # by their numbers in the journal
 
 
 class PoolEntry(NamedTuple):
-    """An event of some pages. `words` name their content; `more` is why they went, or which pages they follow.
+    """A report about some pages. `words` name their content; `more` has reasons of evictions, or preceding pages.
 
-    Entries of found pages have no words, as no reader needs them.
+    Entries of found pages have no words, as nothing reads them.
     """
 
     what: str
@@ -39,14 +39,14 @@ class PoolEntry(NamedTuple):
 
 
 class PoolLog(PageReader):
-    """News of a pool, as the loop writes them down: it appends, and nothing else."""
+    """The record of a pool. The loop only appends to it."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._entries: deque[PoolEntry] = deque(maxlen=_ENTRIES)
 
     def begin(self) -> None:
-        """Have everything written down from now on."""
+        """Start to record."""
         self._pool.journal.read(self)
 
     def end(self) -> None:
@@ -54,7 +54,7 @@ class PoolLog(PageReader):
         self._entries.clear()
 
     def take(self, most: int) -> list[PoolEntry]:
-        """The oldest entries, in order; they are no longer here."""
+        """Remove and return the oldest entries, at most `most`, in order."""
         return [self._entries.popleft() for _ in range(min(most, len(self._entries)))]
 
     def __len__(self) -> int:
@@ -86,10 +86,10 @@ class _Evicted:
 
 
 class EvictionBook:
-    """The last evictions of all pools, and which of their pages were asked for again.
+    """The last evictions of all pools, and how many of their pages were published again.
 
-    The loop writes a thousand entries between two looks, and no dict is as cheap as it would have to be, for each page,
-    while the loop waits for the interpreter: so many entries are applied at once, by a sort that lets the loop go on.
+    The loop writes a thousand entries between two looks. A dict lookup a page would be too slow while the loop waits
+    for the interpreter. So many entries are applied at once by a numpy sort, during which the loop runs.
     """
 
     def __init__(self) -> None:
@@ -97,14 +97,14 @@ class EvictionBook:
         self.again: Counter[str] = Counter()
         self._last: deque[_Evicted] = deque(maxlen=_SHOWN)
         self._latest: dict[tuple[str, str], _Evicted] = {}  # by pool and reason
-        self._count = 0  # evictions, which are numbered
-        # The last evicted pages that were not published since: their words, ascending, and numbers of evictions.
+        self._count = 0  # the number of evictions so far; each has a number
+        # The last evicted pages that were not published since: their words, ascending, and the numbers of evictions.
         self._words = _NO_WORDS
         self._numbers: NDArray[np.int64] = np.zeros(0, np.int64)
         self._by_number: dict[int, _Evicted] = {}
 
     def apply(self, pool: str, entries: Sequence[PoolEntry]) -> None:
-        """Book what has happened to pages of a pool."""
+        """Count the evictions and publications of these entries of a pool."""
         words, numbers = list[Words](), list[int]()
         for entry in entries:
             if entry.what == "published":
@@ -130,9 +130,9 @@ class EvictionBook:
         return one.number
 
     def _count_again(self, words: Words, numbers: NDArray[np.int64]) -> None:
-        """Process words in order of time: each was evicted by the eviction of its number, or was published.
+        """Process words in order of time: each was evicted, by the eviction of its number, or published.
 
-        The words follow the known ones, and a stable sort by word puts each behind the previous event of the same
+        The new words follow the known ones. A stable sort by word puts each behind the previous event of the same
         content.
         """
         words, numbers = np.concatenate((self._words, words)), np.concatenate((self._numbers, numbers))
@@ -153,7 +153,7 @@ class EvictionBook:
         self._by_number = {number: self._by_number[number] for number in known}
 
     def rows(self) -> tuple[EvictionRow, ...]:
-        """The last first."""
+        """The last evictions, newest first."""
         now = time.monotonic()
         return tuple(
             EvictionRow(
@@ -169,7 +169,7 @@ class EvictionBook:
 
 
 def _by_reason(entry: PoolEntry) -> list[tuple[str, Words]]:
-    """The words of what was evicted, by the reason; nearly always there is one."""
+    """The words of evicted pages by reason. There is nearly always one reason."""
     if not entry.words.size:
         return []
     codes = set(entry.more.reshape(-1).tolist())
@@ -179,10 +179,10 @@ def _by_reason(entry: PoolEntry) -> list[tuple[str, Words]]:
 
 
 class PrefixTree:
-    """The page before each page of a pool, as far as it was published, or in a row, since a watcher came.
+    """The preceding page of each page of a pool, for pages published, or in a row, since the watch began.
 
-    A page's `born` is the number of the entry that published it: a page that is younger than one that follows it holds
-    something else by now.
+    `_born` has the number of the entry that published each page. If a page's parent is younger than the page itself,
+    the parent was overwritten with other content.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -193,12 +193,12 @@ class PrefixTree:
         self._clock = 1
 
     def add_row(self, pages: NDArray[np.int32]) -> None:
-        """Published pages of a request, from its first on, that was there before anybody watched."""
+        """Add the published pages, from the first on, of a request that was there before the watch began."""
         new = self._born[pages] == 0
         self._plant(pages[new], np.concatenate((pages[:1] * 0, pages[:-1]))[new], self._clock)
 
     def apply(self, entries: Sequence[PoolEntry]) -> None:
-        """Take up what has happened, many entries at once: of a page that is published twice the last one counts."""
+        """Apply many entries at once. If a page is published twice, the last one counts."""
         found, found_at = list[NDArray[np.int32]](), list[int]()
         pages, parents, born = list[NDArray[np.int32]](), list[NDArray[Any]](), list[int]()
         for entry in entries:
@@ -213,7 +213,7 @@ class PrefixTree:
         if pages:
             self._plant(np.concatenate(pages), np.concatenate(parents), _each(born, pages))
         if found:
-            # Pages found before they were last published had other content.
+            # A page found before it was last published had other content then.
             hits, at = np.concatenate(found), _each(found_at, found)
             np.add.at(self._hits, hits[at >= self._born[hits]], np.uint32(1))
 
@@ -221,7 +221,7 @@ class PrefixTree:
         self._parent[pages], self._born[pages], self._hits[pages] = parents, born, 0
 
     def rows(self, pool: str, most: int) -> tuple[TreeRow, ...]:
-        """The parts between branchings that have the most pages, with those that follow; each after its parent."""
+        """The largest parts of the tree, each a run without branches, by its pages and all below. `most` at most."""
         known = np.flatnonzero(self._pool.index.published & (self._born > 0))
         if not known.size:
             return ()
@@ -232,7 +232,7 @@ class PrefixTree:
         branches = np.bincount(up[known], minlength=len(up))
         is_head = (up[known] == 0) | (branches[up[known]] > 1)
         heads = known[is_head]
-        first = up.copy()  # of each page the first one of its part: by doubling the steps that are taken at once
+        first = up.copy()  # by page: the first page of its part, found by doubling the steps
         first[heads] = heads
         while not np.array_equal(further := first[first], first):
             first = further
@@ -249,12 +249,12 @@ class PrefixTree:
 
 
 def _each(clocks: list[int], pages: list[NDArray[np.int32]]) -> NDArray[np.uint32]:
-    """The clock of each entry, once for each of its pages."""
+    """The clock of each entry, repeated for each of its pages."""
     return np.repeat(np.array(clocks, np.uint32), [len(some) for some in pages])
 
 
 def _with_below(heads: NDArray[np.intp], before: NDArray[np.int32], own: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Pages of each part with all that follow it: level by level, from the deepest up."""
+    """By part: its pages and all pages below it. Sums level by level, from the deepest up."""
     level, reached = np.zeros(len(own), np.int32), before == 0
     levels = [reached]
     level[heads[reached]] = 1

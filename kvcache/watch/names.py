@@ -1,6 +1,6 @@
 """Names under which a watch shows requests and tenants.
 
-A salt may be a secret, and whoever knows a request's id may ask for its pages.
+A salt may be a secret, and a process that knows a request's id may ask for its pages.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import msgspec
 
 from kvcache.watched import Beside, request_digest
 
-_KEY = secrets.token_bytes(16)  # of this process: nobody can try salts out against what is shown
+_KEY = secrets.token_bytes(16)  # unique to this process, so that guessed salts cannot be tested against shown names
 _MOST_KEPT = 1 << 14
 
 
@@ -24,7 +24,7 @@ def tenant_name(salt: str) -> str:
 
 
 class WatchNames:
-    """Names of requests and tenants as they are shown; `are_clear`: those of requests are their ids."""
+    """The names under which requests and tenants are shown. `are_clear`: requests are shown by their ids."""
 
     def __init__(self, *, are_clear: bool) -> None:
         self._are_clear = are_clear
@@ -40,7 +40,7 @@ class WatchNames:
         return [_kept(self._tenants, one, tenant_name) for one in salts]
 
     def beside(self, beside: Beside) -> Beside:
-        """Leases and pulls under those names. Phases keep their ids: they are looked up by them."""
+        """Replace the ids of leases and pulls by names. Phases keep their ids, by which they are looked up."""
         if self._are_clear:
             return beside
         replace = msgspec.structs.replace
@@ -49,13 +49,13 @@ class WatchNames:
         return beside._replace(leases=leases, pulls=pulls)
 
     def error(self, text: str, ids: Iterable[str]) -> str:
-        """What a recount has found, without the ids of these requests."""
+        """The error of a recount, with the ids of these requests replaced by names."""
         if not text or self._are_clear:
             return text
         longest_first = sorted(filter(None, ids), key=len, reverse=True)
         if not longest_first:
             return text
-        # In one pass: what stands for an id may have a shorter one in it.
+        # In one pass: a digest that was put in could contain a shorter id.
         return re.sub("|".join(map(re.escape, longest_first)), lambda found: request_digest(found[0]), text)
 
 

@@ -1,4 +1,4 @@
-"""Pools as a watch reads them, beside the loop: the cells of one, and whose its pages are."""
+"""Pools as a watch reads them from its own thread: the cells of a pool, and the owners of its pages."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ OwnerColumns: TypeAlias = tuple[list[Any], ...]
 
 
 class WatchedPool(Protocol):
-    """A pool that is watched. Another thread than the loop's reads it."""
+    """A watched pool. Another thread than the loop's reads it."""
 
     @property
     def name(self) -> str:
-        """The number of its replica, or the tier."""
+        """The number of its replica, or the name of the tier."""
         ...
 
     @property
     def pool(self) -> PagePool:
-        """Its pages; where they are others than before, they are watched anew."""
+        """The pool itself. If it is replaced by another object, the watch begins anew."""
         ...
 
     def cells(self) -> Cells:
@@ -36,16 +36,16 @@ class WatchedPool(Protocol):
         ...
 
     def owners(self, phases: Mapping[str, str]) -> OwnerColumns:
-        """Whose pages there are, and in which phase: as `phases` has it by request id, else as can be seen."""
+        """The owners of pages and their phases: from `phases` by request id, else derived from the rows."""
         ...
 
     def prefixes(self) -> Iterable[NDArray[np.int32]]:
-        """Published pages of requests that run, each time from the first on."""
+        """For each running request, its published pages from the first on."""
         ...
 
 
 def pools_of(all_of: Replicas) -> list[WatchedPool]:
-    """Those of a manager: its replicas, then the host tier where it has one."""
+    """The pools of a manager: its replicas, then the host tier if it has one."""
     found: list[WatchedPool] = [ReplicaPool(str(at), replica) for at, replica in enumerate(all_of.each)]
     if all_of.tiers is not None:
         found.append(HostPool(all_of.tiers.host.pool))
@@ -71,7 +71,7 @@ class HostPool:
 
 
 class ReplicaPool:
-    """A replica of a manager: pages are its requests', and of leases and imports of released ones."""
+    """A replica of a manager. Requests own its pages, and so do leases and imports of released requests."""
 
     def __init__(self, name: str, replica: Replica) -> None:
         self.name, self.pool = name, replica.pool
