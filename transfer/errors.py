@@ -1,6 +1,6 @@
-"""Errors of transfers between engines. Each is also the built-in error that code for the documented API catches.
+"""Errors of transfers between engines. Each also derives from the built-in error that existing callers catch.
 
-If a call raises an error, it did nothing, and the engine and its other peers keep working.
+A call that raises one of them has done nothing. The engine and its other peers keep working.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ class TransferError(KVCacheError, RuntimeError):
 
 
 class InvalidEngineError(TransferError, ValueError):
-    """Tensors or sizes that no engine can be built over."""
+    """The tensors, sizes or settings are ones that no engine can be built from."""
 
 
 class InvalidTransferError(TransferError, ValueError):
-    """Pages, replicas or a request that do not fit the two engines they name."""
+    """The pages, the replicas or the request do not fit the two engines that are named."""
 
 
 class MetadataError(TransferError, ValueError):
-    """Metadata that is damaged, of another version, or does not fit our engine. NIXL has seen none of it."""
+    """Metadata is damaged, of another version, or does not fit our engine. None of it has reached NIXL."""
 
 
 class SettingsMismatchError(MetadataError):
-    """The peer's UCX or NIXL settings differ from ours. Connecting all the same crashes the source process."""
+    """The peer's UCX or NIXL settings differ from ours. A connection despite that would crash the source process."""
 
 
 class AlreadyConnectedError(TransferError, ValueError):
@@ -45,14 +45,14 @@ class TransferIncompleteError(TransferError, ValueError):
 
 
 class TransferTimeoutError(TransferError, TimeoutError):
-    """The transfer did not end in time. It was given up; its local pages are in quarantine until it has ended."""
+    """The transfer did not end in time and was given up. Its local pages stay in quarantine until it has ended."""
 
 
 class AgentError(TransferError):
     """NIXL refused a call or failed in it.
 
     Attributes:
-        peer_lost: NIXL says that the other process is gone, so the connection to it is dead as well.
+        peer_lost: True if NIXL reports that the other process is gone; the connection to it is dead as well.
     """
 
     def __init__(self, message: str, *, peer_lost: bool = False) -> None:
@@ -65,7 +65,7 @@ class TransferFailedError(TransferError):
 
 
 class PeerFailedError(TransferFailedError, ConnectionError):
-    """The peer is gone. Its transfers fail, other peers go on; `disconnect` it before its successor connects."""
+    """The peer is gone and its transfers fail. Call `disconnect` for it before its successor connects."""
 
 
 class EngineClosedError(TransferError):
@@ -77,16 +77,16 @@ class NoFreePortError(TransferError):
 
 
 class InvalidLeaseError(TransferError, ValueError):
-    """A lease that cannot be granted as asked, or that is booked wrongly."""
+    """A lease cannot be granted as asked, or its records are inconsistent."""
 
 
 class HandshakeError(TransferError, ConnectionError):
-    """A peer did not answer, refused, or told of itself what does not go with us. Only its requests fail."""
+    """A peer did not answer, refused, or described itself in a way that does not fit us. Only its requests fail."""
 
 
 class PullFailedError(TransferError):
-    """A pull came to nothing. Its destination pages hold anything and must not be read."""
+    """A pull failed. The contents of its destination pages are undefined and must not be read."""
 
 
 class TransferParamsError(TransferError, ValueError):
-    """`kv_transfer_params` that cannot be used. Names the request, the key, its value and what may be there."""
+    """`kv_transfer_params` cannot be used. The message names the request, the key, its value and what is allowed."""

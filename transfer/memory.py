@@ -1,4 +1,4 @@
-"""The kinds of memory that pages may lie in."""
+"""The kinds of memory that hold pages."""
 
 from __future__ import annotations
 

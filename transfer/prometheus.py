@@ -1,4 +1,4 @@
-"""What Prometheus reads of leases and pulls: `REGISTRY.register(TransferCollector(exchange, engine="0"))`."""
+"""Prometheus metrics of leases and pulls: `REGISTRY.register(TransferCollector(exchange, engine="0"))`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _REPLICA = ("replica",)
 
 
 def _each(read: Callable[[ReplicaTransfer], float]) -> Callable[[Transfers], Iterator[Sample]]:
-    """One figure for each replica."""
+    """Returns a function that yields one sample for each replica."""
     return lambda owner: (((number,), read(thread.replica)) for number, thread in enumerate(owner.threads))
 
 
 def _by(label: Sequence[str], read: Callable[[ReplicaTransfer, str], float]) -> Callable[[Transfers], Iterator[Sample]]:
-    """One figure for each replica and each value of a label."""
+    """Returns a function that yields one sample for each replica and each value of a label."""
 
     def samples(owner: Transfers) -> Iterator[Sample]:
         for number, thread in enumerate(owner.threads):
@@ -149,9 +149,9 @@ OF_EXCHANGE = (
 
 
 class TransferCollector(FamilyCollector):
-    """Leases, pulls and handshakes of an exchange, or leases and pulls of a `NixlConnectorWorker`, since its start.
+    """Collects the leases, pulls and handshakes of an exchange, or the leases and pulls of a `NixlConnectorWorker`.
 
-    `labels` are those of the process, say `engine="0"`: every sample has them. Raises nothing, see `FamilyCollector`.
+    `labels` are added to every sample, for example `engine="0"`. A scrape raises nothing; see `FamilyCollector`.
     """
 
     def __init__(self, source: PageExchange | Transfers, **labels: object) -> None:

@@ -1,9 +1,9 @@
-"""A span of OpenTelemetry for each hand-over: where the time goes until a request has its pages.
+"""An OpenTelemetry span for each hand-over, which shows where the time goes until a request has its pages.
 
-One span, and no children: a hand-over has six parts that follow one another, so each is an attribute, which can be
-searched for and summed up, and an event that shows where it begins; as spans they would be seven times the volume. The
-parts sum to the whole. Imported only where hand-overs are traced: it needs `opentelemetry-api` (the extra `observe`).
-Spans go where the process's own tracer provider sends them, and nowhere where it has none.
+A hand-over has six consecutive parts. Each is an attribute of one span, which can be searched and summed, and an event
+that marks its start. Six child spans would take seven times the volume. The parts sum to the duration of the span.
+Import this module only if hand-overs are traced, because it needs `opentelemetry-api` (the extra `observe`). The
+process's own tracer provider decides where spans go; without one they are dropped.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ PARTS = {
     "fence": "all data is here, and the lease words are read",
     "commit": "it passed; until the loop has taken the pages up",
 }
-"""The parts of a hand-over, in order. A part that was not reached (a failure, or no page to read) counts as 0 s."""
+"""The parts of a hand-over, in order.
+
+A part that was not reached, after a failure or with no page to read, takes 0 s.
+"""
 
 NAME = "kv_handover"
-"""The name of the spans."""
+"""The name of every span."""
 
 
 class HandoverSpan:
-    """When each part of a hand-over began, on a monotonic clock; a span once it has ended. Good for several, in turn.
+    """Records when each part of a hand-over began, and emits a span at its end. Can be reused for the next hand-over.
 
     Args:
-        carrier: the headers that the request came with; `traceparent` among them joins the span to its trace.
-        attributes: of every span.
-        clock: seconds, of the same clock as the times that `begin` is told.
+        carrier: headers of the request; a `traceparent` among them joins the span to its trace.
+        attributes: attributes of every span.
+        clock: a monotonic clock in seconds, the same one that the times passed to `begin` come from.
     """
 
     def __init__(
@@ -51,16 +54,19 @@ class HandoverSpan:
         self._begun: list[tuple[str, float]] = []
 
     def begin(self, part: str, at: float | None = None) -> None:
-        """A part begins, now or `at` a time; the one before it is over.
+        """Begins a part, now or at time `at`, and ends the part before it.
 
-        A time that another thread or host has read is held between the beginning of the part before and now.
+        A time that another thread or host has read is clamped between the start of the previous part and now.
         """
         now = self._clock()
         at = now if at is None else min(at, now)
         self._begun.append((part, max(at, self._begun[-1][1]) if self._begun else at))
 
     def end(self, error: str = "", **attributes: str | int) -> None:
-        """End the hand-over, which is over or has failed. A no-op if none has begun since the last end."""
+        """Ends the hand-over and emits its span, as an error if `error` is set.
+
+        A no-op if no part has begun since the last end.
+        """
         begun, self._begun = self._begun, []
         if not begun:
             return

@@ -1,4 +1,4 @@
-"""Statistics of transfers: counters of data, time and failures, and the figures of the last pulls."""
+"""Statistics of transfers: counters of data, time and failures, and records of the latest pulls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PULL_BUCKETS: dict[str, tuple[float, ...]] = {
     "num_bytes": tuple(float(2**i) for i in range(11, 36, 2)),
     "num_runs": tuple(float(4**i) for i in range(10)),
 }
-"""Upper bounds of the histograms of pulls, by field of `PullRecord`."""
+"""Upper bounds of the histogram buckets of pulls, by field of `PullRecord`."""
 _KINDS = (
     ("timed out", "timeout"),
     ("had given the pages away", "lease_over"),
@@ -37,22 +37,22 @@ _KINDS = (
     ("has ended, or engine", "lease_over"),
     ("it holds the pages of", "refused"),
 )
-"""What a reason of ours says, and what kind of failure that is: the first that fits."""
+"""Pairs of a text and a kind of failure. The first text that occurs in a failure's reason decides its kind."""
 FAILURES = tuple(dict.fromkeys([*(kind for _, kind in _KINDS), "other"]))
 
 
 def failure_kind(reason: str) -> str:
-    """One of `FAILURES`: what a counter may be labelled with, where the reason has names and numbers in it."""
+    """Returns the kind of a failure, one of `FAILURES`. Unlike the reason, it is safe as a metric label."""
     return next((kind for said, kind in _KINDS if said in reason), "other")
 
 
 class Buckets:
-    """How many figures lay below which bounds, and their sum: what a histogram of Prometheus is made of.
+    """The buckets of a Prometheus histogram, and the sum of its figures.
 
     Attributes:
-        bounds: upper ones, ascending; each is of its own bucket.
-        counts: figures in each bucket, those above all bounds at the end.
-        total: their sum.
+        bounds: upper bounds, ascending and inclusive.
+        counts: figures in each bucket; the last entry counts those above all bounds.
+        total: sum of the figures.
     """
 
     __slots__ = ("bounds", "counts", "total")
@@ -69,7 +69,7 @@ class Buckets:
 
 
 class PullRecord(msgspec.Struct, frozen=True):
-    """One pull of one rank that ended well. Seconds and bytes."""
+    """One successful pull of one rank, in seconds and bytes."""
 
     num_bytes: int
     num_runs: int
@@ -81,17 +81,17 @@ class StatsSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Counters at one moment, and percentiles over the pulls since the last snapshot.
 
     Attributes:
-        pulls: pulls of ranks that ended well.
+        pulls: successful pulls, counted for each rank.
         failed_pulls: requests whose pull failed.
-        failed_handshakes: sources that did not answer, or not well.
-        leases: ended leases, by how they ended: "read", "expired", or "other".
-        num_bytes: read in all.
-        num_runs: descriptors posted in all.
-        interval_pulls: pulls since the last snapshot; at most the last 4,096 are kept.
-        records: each of these.
-        total_ms: p50 and p90 of the time from the start of such a pull to its end.
-        post_ms: likewise, of the time that its posts took.
-        mb_per_s: bytes over time of such pulls, each counted alone, in 1e6 bytes a second.
+        failed_handshakes: sources that gave no answer, or an unusable one.
+        leases: ended leases by outcome: "read", "expired" or "other".
+        num_bytes: bytes read in total.
+        num_runs: descriptors posted in total.
+        interval_pulls: successful pulls since the last snapshot, at most 4,096.
+        records: the record of each of these pulls.
+        total_ms: p50 and p90 of their duration, in milliseconds.
+        post_ms: p50 and p90 of the time that their posts took, in milliseconds.
+        mb_per_s: their bytes over the sum of their durations, in 1e6 bytes a second.
     """
 
     pulls: int
@@ -117,13 +117,13 @@ class StatsSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferStats:
-    """Counts what one replica does. One thread counts; the attributes are totals that any other may read meanwhile.
+    """Counts what one replica does. One thread writes; any other thread may read the attributes at any time.
 
     Attributes:
-        failed_handshakes: sources that did not answer, or not well.
+        failed_handshakes: sources that gave no answer, or an unusable one.
         failures: requests whose pull failed, by kind (`FAILURES`).
-        leases: leases that have ended, by how: "read", "expired", or "other".
-        buckets: of pulls of ranks that ended well, by field of `PullRecord`.
+        leases: ended leases by outcome: "read", "expired" or "other".
+        buckets: histograms of successful pulls of ranks, by field of `PullRecord`.
     """
 
     def __init__(self) -> None:
@@ -136,13 +136,14 @@ class TransferStats:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that were read in all."""
+        """Bytes read in total."""
         return int(self.buckets["num_bytes"].total)
 
     def record(self, pull: PullRecord) -> None:
-        """Counts a rank's pull that has ended well."""
+        """Counts a successful pull of one rank."""
         total_s, post_s, num_bytes, num_runs = self._of_pulls
-        total_s.counts[bisect_left(total_s.bounds, pull.total_s)] += 1  # as `Buckets.add`, which takes twice as long
+        # inlined `Buckets.add`, which takes twice as long
+        total_s.counts[bisect_left(total_s.bounds, pull.total_s)] += 1
         total_s.total += pull.total_s
         post_s.counts[bisect_left(post_s.bounds, pull.post_s)] += 1
         post_s.total += pull.post_s
@@ -157,11 +158,11 @@ class TransferStats:
         self.failures[failure_kind(reason)] += 1
 
     def record_lease(self, reason: str) -> None:
-        """Counts a lease that has ended."""
+        """Counts an ended lease by its reason."""
         self.leases[reason if reason == "read" else "expired" if reason.startswith("expired") else "other"] += 1
 
     def snapshot(self) -> StatsSnapshot:
-        """Returns the counters, and begins a new interval."""
+        """Returns the counters and begins a new interval."""
         records, self._last = list(self._last), deque(maxlen=_LAST)
         seconds = sum(record.total_s for record in records)
         return StatsSnapshot(

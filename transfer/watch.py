@@ -1,4 +1,4 @@
-"""What a watch tells of leases and pulls: `ManagerWatch(manager, beside=transfers_of(exchange))`."""
+"""The leases and pulls that a watch shows: `ManagerWatch(manager, beside=transfers_of(exchange))`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Transfers(Protocol):
 
 
 def transfers_of(owner: Transfers) -> Callable[[], Beside]:
-    """Reads leases, pulls, bytes and failures of an exchange or a connector's worker: in the thread of the watch."""
+    """Returns a reader of the leases, pulls, bytes and failures of `owner`. It runs on the thread of the watch."""
     return lambda: Beside(
         leases=tuple(row for at, thread in enumerate(owner.threads) for row in _leases(str(at), thread)),
         pulls=tuple(row for at, thread in enumerate(owner.threads) for row in _pulls(str(at), thread)),
@@ -33,7 +33,7 @@ def transfers_of(owner: Transfers) -> Callable[[], Beside]:
 
 
 def _leases(pool: str, thread: TransferThread) -> list[LeaseRow]:
-    """Those that stand, by the book of the first rank: every rank has them."""
+    """The open leases, as recorded by the first rank; every rank has the same."""
     book = thread.replica.ranks[0].leases
     rows: list[LeaseRow] = []
     for lease in filter(None, map(book.find, book.ids())):
@@ -46,7 +46,7 @@ def _leases(pool: str, thread: TransferThread) -> list[LeaseRow]:
 def _pulls(pool: str, thread: TransferThread) -> list[PullRow]:
     rows: list[PullRow] = []
     now = time.monotonic()
-    every = thread.replica._pulls  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - read, and nothing else
+    every = thread.replica._pulls  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - only read
     for key, pull in [(key, pull) for key, pull in list(every.items()) if not pull.refusal]:
         parts = list(pull.reads)
         began = min((part.started for part in parts), default=None)

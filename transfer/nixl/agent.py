@@ -1,7 +1,7 @@
-"""A NIXL agent: memory it registers, peers it knows, transfers it posts. The only importer of nixl.
+"""A NIXL agent: the memory that it registers, the peers that it knows, the transfers that it posts.
 
-nixl is imported when the first agent is made. Its settings are environment variables: NIXL reads them when it is
-imported, UCX when an agent is made. They are set for that moment only.
+nixl is imported when the first agent is made. Its settings are environment variables, which NIXL reads on import and
+UCX reads when an agent is made. They are set only for that moment.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Handle: TypeAlias = Any
-"""A transfer of NIXL's in flight. Dead once released: NIXL crashes on its next use."""
+"""A NIXL transfer in flight. A released handle must not be used again: NIXL would crash."""
 
 Descriptors: TypeAlias = "npt.NDArray[np.uint64]"
 """uint64 `[runs, 3]`: address, bytes and device of each run."""
 
 RunList: TypeAlias = "Descriptors | list[tuple[int, int, int]]"
-"""The same, or a list where there are few: an array of one row takes 2 µs to make."""
+"""`Descriptors`, or a list if there are few runs: an array of one row takes 2 µs to make."""
 
 BACKGROUND_RUNS = 128
-"""Transfers of so many runs are copied by a thread of NIXL's, smaller ones by the thread that posts them."""
+"""A NIXL thread copies transfers of at least this many runs. The posting thread copies smaller ones."""
 
 WORD_BYTES = 8
-"""The bytes that `read_word` reads."""
+"""The number of bytes that `read_word` reads."""
 
 _FIRST = [0]
 _agents: WeakSet[Any] = WeakSet()
@@ -47,8 +47,8 @@ _making = [threading.Lock()]  # held while the environment has an agent's settin
 
 
 def _keep_in_fork() -> None:
-    """Keeps every agent in a fork for ever: NIXL's destructor would wait there for a thread that a fork has not."""
-    _making[0] = threading.Lock()  # a thread that the fork has not may have held it
+    """Keeps every agent alive in a forked child, where NIXL's destructor would wait for a thread that is gone."""
+    _making[0] = threading.Lock()  # a thread of the parent may have held the lock
     for agent in _agents:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
 
@@ -58,7 +58,7 @@ os.register_at_fork(after_in_child=_keep_in_fork)
 
 @cache
 def _errors() -> tuple[type[Exception], ...]:
-    """NIXL's exceptions have no base class of their own; its bindings add built-in ones for bad arguments."""
+    """Returns the exceptions that NIXL raises. They share no base class, and its bindings add built-in ones."""
     bindings = importlib.import_module("nixl._bindings")
     found = [value for name, value in vars(bindings).items() if name.startswith("nixl") and name.endswith("Error")]
     return (*found, RuntimeError, ValueError, TypeError)
@@ -71,7 +71,7 @@ def _agent_error(doing: str, error: Exception) -> AgentError:
 
 @contextmanager
 def nixl_errors(doing: str) -> Generator[None]:
-    """Turns what NIXL raises within into an `AgentError` that says what was being done."""
+    """Turns NIXL's exceptions within the block into an `AgentError` that says what was being done."""
     try:
         yield
     except _errors() as error:
@@ -80,7 +80,7 @@ def nixl_errors(doing: str) -> Generator[None]:
 
 @contextmanager
 def _environment(settings: Mapping[str, str]) -> Generator[None]:
-    """Set environment variables within the block, one thread at a time; afterwards they are as they were."""
+    """Sets environment variables within the block, for one thread at a time, and restores them afterwards."""
     with _making[0]:
         before = {name: os.environ.get(name) for name in settings}
         os.environ.update(settings)
@@ -95,19 +95,20 @@ def _environment(settings: Mapping[str, str]) -> Generator[None]:
 
 
 class Agent:
-    """One NIXL agent over any number of regions, for one thread. What NIXL refuses or fails in is an `AgentError`.
+    """One NIXL agent over any number of regions. Single-threaded. Raises `AgentError` if NIXL refuses or fails.
 
-    Transfers name addresses, which are handed over as arrays. Lists that NIXL prepares ahead would save 16 ns a
-    descriptor; against the 1.3 to 2.2 µs that each costs in the post that is nothing, while they must describe a whole
-    pool at first contact, can merge only within their own rows, and die with each connection. Words are the exception
-    (`read_word`): few, read again and again, one at a time, so that a list of one saves a third of the call.
+    Transfers name addresses, passed as arrays. Descriptor lists that NIXL prepares in advance would save 16 ns a
+    descriptor, of the 1.3 to 2.2 µs that each costs in the post. They would have to describe a whole pool at first
+    contact, can merge only within their own rows, and die with each connection. `read_word` is the exception: words are
+    few and are read repeatedly, one at a time, so that a prepared list of one word saves a third of the call.
 
     Args:
         name: a name that no agent has had before.
         memory_type: memory that most of its regions live in; decides the transports.
-        background_runs: transfers of so many runs are copied by a thread of NIXL's, and the post returns at once unless
-            that thread is at work. A post of fewer returns when all is copied: faster than waking the thread.
-        files: parameters of NIXL's POSIX plugin, for an agent that moves bytes to files, and knows no peers.
+        background_runs: a NIXL thread copies transfers of at least this many runs, and the post returns at once unless
+            that thread is busy. The post of a smaller transfer returns when everything is copied, which is faster than
+            waking the thread.
+        files: parameters of NIXL's POSIX plugin, for an agent that moves bytes to files and knows no peers.
 
     Attributes:
         backend: NIXL's handle of the plugin.
@@ -125,7 +126,8 @@ class Agent:
         self.memory_type = memory_type
         self._registered: list[Any] = []
         self._voucher: Voucher | None = None
-        self._words: dict[tuple[str, int], int] = {}  # lists of one word, by peer and address; "" stands for ours
+        # prepared lists of one word, by peer and address; "" is this agent
+        self._words: dict[tuple[str, int], int] = {}
         self._owner = os.getpid()
         plugin = "UCX" if files is None else "POSIX"
         params = {"num_threads": "1", "split_batch_size": str(background_runs)} if files is None else dict(files)
@@ -138,10 +140,10 @@ class Agent:
                 ) from error
             config = api.nixl_agent_config(
                 enable_prog_thread=False,  # NIXL's own thread spins: it takes a whole core for each agent
-                enable_listen_thread=False,  # it would answer anyone; metadata travels in messages of our own
+                enable_listen_thread=False,  # it would answer any process; our own messages carry the metadata
                 listen_port=0,
                 backends=[],
-                # Without locks, a second thread means a crash.
+                # Without locks, a call from a second thread would crash.
                 sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
             )
             with nixl_errors(f"making NIXL agent {name!r}"):
@@ -149,8 +151,9 @@ class Agent:
                 _agents.add(self._agent)
                 self._agent.create_backend(plugin, params)
                 self.backend = int(self._agent.backends[plugin])
-        # For `post`, without NIXL's wrappers in Python, which look at each argument's type first: 3 of 11 µs. The agent
-        # of the bindings is not among them: it ends with its last name, and `close` has to be the end of it.
+        # `post` calls the bindings directly: NIXL's Python wrappers first check the type of each argument, which takes
+        # 3 of 11 µs. The agent of the bindings is not stored here, because it ends with its last reference and `close`
+        # must end it.
         bindings: Any = importlib.import_module("nixl._bindings")
         self._descriptors, self._ended, self._self = (
             bindings.nixlXferDList,
@@ -162,8 +165,8 @@ class Agent:
     def register(self, regions: Sequence[tuple[int, int, int]], memory_type: MemoryType | None = None) -> Any:
         """Registers (address, bytes, device) of regions, and returns NIXL's record of them.
 
-        They must stay mapped until `close`, and while any peer lives that may read them. They are of the agent's own
-        type of memory where none is given.
+        The regions must stay mapped until `close`, and as long as any peer lives that may read them. `memory_type`
+        defaults to the agent's own.
         """
         rows = [(*region, "") for region in regions]
         with nixl_errors(f"agent {self.name!r}: registering {len(rows)} regions"):
@@ -172,32 +175,35 @@ class Agent:
 
     @property
     def is_open(self) -> bool:
-        """Whether `close` has not been called yet."""
+        """Whether the agent is not closed."""
         return self._agent is not None
 
     @property
     def is_own(self) -> bool:
-        """Whether this process has made it, and not one that this is a fork of: there it is of no use."""
+        """Whether this process made the agent. A forked child cannot use the agent of its parent."""
         return self._owner == os.getpid()
 
     @property
     def plugins(self) -> list[str]:
-        """The plugins that this NIXL has, by name; not all of them load on every host."""
+        """Names of the plugins of this NIXL. Not all of them load on every host."""
         with nixl_errors(f"agent {self.name!r}: its plugins"):
             return sorted(self._agent.get_plugin_list())
 
     @property
     def metadata(self) -> bytes:
-        """The current metadata that another NIXL agent loads to reach this one."""
+        """The current metadata, which another NIXL agent loads to reach this one."""
         with nixl_errors(f"agent {self.name!r}: its metadata"):
             return bytes(self._agent.get_agent_metadata())
 
     def vouch(self, metadata: bytes) -> None:
-        """Says to readers on this host that this metadata is the agent's own: see `transfer.nixl.vouchers`."""
+        """Vouches to readers on this host that this metadata is the agent's own; see `transfer.nixl.vouchers`."""
         self._voucher = Voucher(metadata)
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
-        """Loads a peer. The caller has checked the metadata's length and digest: wrong bytes can crash the process."""
+        """Loads a peer.
+
+        The caller must have checked the metadata's length and digest: wrong bytes can crash the process.
+        """
         with nixl_errors(f"agent {self.name!r}: loading agent {peer!r}"):
             found = self._agent.add_remote_agent(metadata)
         loaded = found.decode(errors="replace") if isinstance(found, bytes) else str(found)
@@ -206,7 +212,7 @@ class Agent:
             raise AgentError(f"agent {self.name!r}: the metadata of {peer!r} is that of {loaded!r}")
 
     def remove_peer(self, peer: str) -> None:
-        """Unloads a peer. All handles of transfers with it must be released before."""
+        """Unloads a peer. All handles of transfers with it must be released first."""
         with nixl_errors(f"agent {self.name!r}: unloading agent {peer!r}"):
             for key in [key for key in self._words if key[0] == peer]:
                 self._agent.agent.releasedDlistH(self._words.pop(key))
@@ -221,14 +227,16 @@ class Agent:
         note: bytes = b"",
         memory_types: tuple[MemoryType, MemoryType] | None = None,
     ) -> tuple[Handle, bool]:
-        """Starts a READ into our memory or a WRITE into a peer's: its handle, and whether it has ended already.
+        """Starts a READ into our memory or a WRITE into a peer's. Returns its handle and whether it has already ended.
 
-        Both sides are registered memory, in runs of the same lengths. The peer gets the note, if there is one, once all
-        bytes have arrived. `memory_types` are of the local and the remote memory, the agent's own where None.
+        Both sides are registered memory, in runs of equal lengths. The peer gets the note, if there is one, once all
+        bytes have arrived. `memory_types` are the types of the local and the remote memory; None means the agent's own
+        for both.
         """
         here, there = memory_types or (self.memory_type, self.memory_type)
         agent, bound = self._agent, self._agent.agent
-        try:  # not `nixl_errors`: a READ of one page takes 10 µs, two context managers and their messages would add 4
+        # not `nixl_errors`: a READ of one page takes 10 µs, and two context managers with their messages would add 4
+        try:
             local_list = self._descriptors(agent.nixl_mems[here.value], local)
             remote_list = self._descriptors(agent.nixl_mems[there.value], remote)
             made = bound.createXferReq(agent.nixl_ops[operation], local_list, remote_list, peer, note, [])
@@ -244,10 +252,13 @@ class Agent:
         remote: RunList,
         memory_types: tuple[MemoryType, MemoryType] = (MemoryType.DRAM, MemoryType.DRAM),
     ) -> Handle | None:
-        """Starts to READ runs of a peer's memory into ours: its handle, or None if it has ended as it was posted."""
+        """Starts to READ runs of a peer's memory into ours.
+
+        Returns the handle, or None if the READ has already ended.
+        """
         here, there = memory_types
         agent, bound = self._agent, self._agent.agent
-        try:  # `_value_`: what `value` gives, in a third of the time
+        try:  # `_value_` is `value` in a third of the time
             local_list = self._descriptors(agent.nixl_mems[here._value_], local)
             remote_list = self._descriptors(agent.nixl_mems[there._value_], remote)
             made = bound.createXferReq(agent.nixl_ops["READ"], local_list, remote_list, peer, b"", [])
@@ -256,7 +267,7 @@ class Agent:
         return self._posted(bound, made)
 
     def read_word(self, peer: str, local: int, remote: int, note: bytes) -> Handle | None:
-        """As `read` of 8 bytes of host memory, from an address of the peer's to one of ours; with a note."""
+        """Like `read`, for 8 bytes of host memory from one address of the peer to one of ours, with a note."""
         agent, bound, words = self._agent, self._agent.agent, self._words
         try:
             if (here := words.get(("", local))) is None:
@@ -273,7 +284,7 @@ class Agent:
         return self._agent.agent.prepXferDlist(owner, words, [])
 
     def _posted(self, bound: Any, made: int) -> Handle | None:
-        """Posts a transfer by the number that the bindings know it by: a handle around it takes as long to release."""
+        """Posts a transfer by its raw number: making and releasing a handle object would double the cost."""
         try:
             has_ended = bound.postXferReq(made) == self._ended
         except _errors() as error:
@@ -284,12 +295,12 @@ class Agent:
             return self._handle(bound, made)
         try:
             bound.releaseXferReq(made)
-        except _errors():  # it has ended, which is all that counts
+        except _errors():  # the transfer has ended, so a failed release does not matter
             pass
         return None
 
     def start(self, handle: Handle) -> bool:
-        """Posts a transfer that was made, and tells whether it has ended already. An error releases the handle."""
+        """Posts a transfer. Returns whether it has already ended. Releases the handle on an error."""
         try:
             return self._agent.transfer(handle) == "DONE"
         except _errors() as error:
@@ -298,28 +309,31 @@ class Agent:
             raise _agent_error(f"agent {self.name!r}: posting", error) from error
 
     def done(self, handle: Handle) -> bool:
-        """Whether a transfer has ended well; moves it on, and sends its note at the end. After an error: release it."""
+        """Whether a transfer has ended well. Also drives it, and sends its note at the end.
+
+        Release the handle on an error.
+        """
         try:
             return self._agent.check_xfer_state(handle) == "DONE"
         except _errors() as error:
             raise _agent_error(f"agent {self.name!r}: transfer", error) from error
 
     def release(self, handle: Handle) -> None:
-        """Releases a handle, for the last use of it. A copy in flight is not stopped by that."""
+        """Releases a handle, which must not be used again. This does not stop a copy in flight."""
         try:
             handle.release()
         except _errors() as error:
             raise _agent_error(f"agent {self.name!r}: releasing a transfer", error) from error
 
     def notify(self, peer: str, message: bytes) -> None:
-        """Sends a peer a message on its own. It may be lost when the peer is stopped, and never blocks."""
+        """Sends a message to a peer without blocking. It may be lost if the peer is stopped."""
         with nixl_errors(f"agent {self.name!r}: notifying {peer!r}"):
             self._agent.send_notif(peer, message)
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """Returns the (agent name, message) pairs that came in since the last call. Also serves peers' transfers.
+        """Returns the (agent name, message) pairs that arrived since the last call. Also serves the peers' transfers.
 
-        The agent name is what the sender wrote: nothing proves it.
+        The agent name is the sender's own claim; nothing proves it.
         """
         if self._voucher is not None:
             self._voucher.poll()
@@ -330,14 +344,16 @@ class Agent:
         return [(sender, message) for sender, messages in arrived.items() for message in messages]
 
     def close(self, *, in_flight: bool = False) -> None:
-        """Destroys the NIXL agent. Safe to call twice. Every handle is released, and every peer removed, before.
+        """Destroys the NIXL agent. Safe to call twice. The caller first releases every handle and removes every peer.
 
-        Waits for a copy that its thread is at; no byte moves afterwards: the last barrier before the memory of a
-        transfer that never ended can be used again. In a fork of its process it only forgets the agent.
+        This waits for the copy that the agent's thread is working on. No byte moves afterwards: this is the last
+        barrier before the memory of a transfer that never ended can be used again. In a forked child it only drops the
+        reference.
 
         Args:
-            in_flight: a handle was released before its transfer had ended. Memory is then given back by the agent's
-                own destructor, after its worker has stopped: earlier, the worker would use it after it is freed.
+            in_flight: True if a handle was released before its transfer ended. The agent's own destructor then
+                deregisters the memory, after its worker has stopped. Otherwise the worker could use memory that is
+                already freed.
         """
         if self._voucher is not None:
             self._voucher.close()

@@ -1,8 +1,8 @@
-"""An agent that misbehaves as NIXL and networks do, by a seed: for tests, and for `pagewire demo --chaos`.
+"""An agent with random faults like those of NIXL and networks, driven by a seed.
 
-It wraps the real agent: bytes move through NIXL, and what goes wrong goes wrong with real transfers. Each fault stands
-for one that was seen (short reads reported as done, copies that go on after an error, notifications lost with a stopped
-peer) or that a network may add.
+Tests and `pagewire demo --chaos` use it. It wraps the real agent: bytes move through NIXL, and faults hit real
+transfers. Each fault stands for one that was observed (short reads reported as done, copies that continue after an
+error, notifications lost with a stopped peer) or that a network may add.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Fault = Literal["delay", "refuse", "break", "short", "corrupt", "drop", "duplica
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How often what happens, each a share of the READs or of the notifications.
+    """The probability of each fault, per READ or per notification.
 
     Attributes:
-        delay: a READ is posted only some polls later: what it finds then is what has become of the pages.
-        refuse: a READ is not taken.
-        break_: a READ ends in an error after some of its runs have arrived.
-        short: a READ ends well, and its last run has not arrived.
-        corrupt: a READ ends well, with one bit wrong.
+        delay: a READ is posted some polls later, and reads whatever its pages hold by then.
+        refuse: a READ is refused.
+        break_: a READ ends in an error after half of its runs have arrived.
+        short: a READ reports success although its last run has not arrived.
+        corrupt: a READ reports success with one wrong bit.
         drop: a notification is lost.
-        duplicate: a notification comes twice.
-        late: a notification comes some polls later, after younger ones.
-        polls: the most polls that anything is put off.
+        duplicate: a notification arrives twice.
+        late: a notification arrives some polls later, after younger ones.
+        polls: the longest delay, in polls.
     """
 
     delay: float = 0.2
@@ -53,7 +53,7 @@ class Rates:
 
     @property
     def kinds(self) -> list[Fault]:
-        """The faults that can happen at these rates."""
+        """The faults with a probability above 0."""
         faults: tuple[Fault, ...] = get_args(Fault)
         return [fault for fault in faults if getattr(self, "break_" if fault == "break" else fault) > 0]
 
@@ -63,7 +63,7 @@ _HOST = MemoryType.DRAM, MemoryType.DRAM
 
 @dataclass(eq=False)
 class _ChaosRead:
-    """A READ as its owner sees it: not posted yet, posted, or broken. `flip`: the byte that a corrupt one changes."""
+    """A READ as its owner sees it: not posted yet, posted, or broken. `flip` is the address of the byte to corrupt."""
 
     post: Callable[[], tuple[Handle, bool]]
     polls: int
@@ -74,7 +74,10 @@ class _ChaosRead:
 
 
 class ChaosAgent(Agent):
-    """The real agent, with faults in between: given the same calls, `seed` decides each, and `faults` counts them."""
+    """The real agent, with faults injected.
+
+    `seed` decides each of them for a given series of calls; `faults` counts them.
+    """
 
     def __init__(
         self, name: str, memory_type: MemoryType = MemoryType.DRAM, *, seed: int = 0, rates: Rates | None = None
@@ -95,11 +98,11 @@ class ChaosAgent(Agent):
     def read(
         self, peer: str, local: RunList, remote: RunList, memory_types: tuple[MemoryType, MemoryType] = _HOST
     ) -> Handle | None:
-        """As `Agent.read`, or not."""
+        """Like `Agent.read`, with faults."""
         return self._read(peer, local, remote, b"", memory_types)
 
     def read_word(self, peer: str, local: int, remote: int, note: bytes) -> Handle | None:
-        """As `Agent.read_word`, or not."""
+        """Like `Agent.read_word`, with faults."""
         return self._read(peer, [(local, WORD_BYTES, 0)], [(remote, WORD_BYTES, 0)], note, _HOST)
 
     def _read(
@@ -131,7 +134,7 @@ class ChaosAgent(Agent):
         return read
 
     def done(self, handle: Handle) -> bool:
-        """As `Agent.done`, for a handle of `read`."""
+        """Like `Agent.done`, for a handle of `read`."""
         if handle.polls > 0:
             handle.polls -= 1
             return False
@@ -151,17 +154,17 @@ class ChaosAgent(Agent):
         return True
 
     def release(self, handle: Handle) -> None:
-        """As `Agent.release`, for a handle of `read`."""
+        """Like `Agent.release`, for a handle of `read`."""
         if handle.posted:
             super().release(handle.handle)
 
     def notify(self, peer: str, message: bytes) -> None:
-        """As `Agent.notify`, or not."""
+        """Like `Agent.notify`, except that the message may be dropped."""
         if not self._happens("drop", self.rates.drop):
             super().notify(peer, message)
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """As `Agent.notifications`, some of them later, or twice."""
+        """Like `Agent.notifications`, except that some arrive later or twice."""
         self._polls += 1
         for arrived in super().notifications():
             for _ in range(2 if self._happens("duplicate", self.rates.duplicate) else 1):

@@ -1,7 +1,7 @@
-"""Bytes between host memory and files through NIXL's POSIX plugin: what a file tier may use in place of preadv.
+"""Moves bytes between host memory and files through NIXL's POSIX plugin. A file tier may use it in place of preadv.
 
-It has the shape of `kvcache.types.PageIO`, and is handed over as
-`KVCacheParams(file_tier_io=NixlFileIO)`. On a local disk it is no faster than the default (`benchmarks.tiers`).
+It implements `kvcache.types.PageIO` and is passed as `KVCacheParams(file_tier_io=NixlFileIO)`. On a local disk it is no
+faster than the default (`benchmarks.tiers`).
 """
 
 from __future__ import annotations
@@ -27,24 +27,32 @@ _POLL_S = 20e-6
 
 
 class NixlFileIO:
-    """Moves parts of registered memory, uint8 tensors on the CPU, to and from open files. One thread uses it.
+    """Moves parts of registered memory (uint8 tensors on the CPU) to and from open files. Single-threaded.
 
-    The queue is "uring" or "aio", as the plugin was built with; None leaves it the choice. `AgentError` if NIXL is
-    missing, or has no POSIX plugin, or not this queue.
+    `queue` is "uring" or "aio", whichever the plugin was built with; None lets the plugin choose.
+
+    Raises:
+        AgentError: NIXL is missing, or has no POSIX plugin, or its plugin lacks this queue.
     """
 
     def __init__(self, memory: Sequence[torch.Tensor], queue: str | None = None) -> None:
         files = {} if queue is None else {"use_aio": "false", "use_uring": "false", f"use_{queue}": "true"}
         self._agent = _FileAgent(f"files@{uuid.uuid4().hex}", files=files)
-        self._memory = list(memory)  # stays mapped while it is registered
+        self._memory = list(memory)  # keeps the memory mapped while it is registered
         self._agent.register([(region.data_ptr(), region.numel(), 0) for region in self._memory])
 
     def write(self, file: int, parts: Sequence[Part], offset: int) -> None:
-        """Write the parts, one after another, from `offset` on. Raises `OSError` if not all of them are written."""
+        """Writes the parts, one after another, starting at `offset`.
+
+        Raises `OSError` if not all of them are written.
+        """
         self._move("WRITE", file, parts, offset)
 
     def read(self, file: int, parts: Sequence[Part], offset: int) -> None:
-        """Fill the parts, one after another, with what lies from `offset` on. Raises `OSError` if that is less."""
+        """Fills the parts, one after another, from the file at `offset`.
+
+        Raises `OSError` if the file has too few bytes.
+        """
         self._move("READ", file, parts, offset)
 
     def _move(self, operation: Literal["READ", "WRITE"], file: int, parts: Sequence[Part], offset: int) -> None:
@@ -65,7 +73,10 @@ class _FileAgent(Agent):
     def move(
         self, operation: Literal["READ", "WRITE"], here: Descriptors, there: Descriptors, file: tuple[int, int, int]
     ) -> None:
-        """Copies runs between memory and a file, (start, bytes, descriptor), and waits for the end."""
+        """Copies runs between memory and a file, given as (start, bytes, descriptor).
+
+        Blocks until the copy has ended.
+        """
         agent = self._agent
         with nixl_errors(f"agent {self.name!r}: {operation} of {len(here)} parts"):
             registered = agent.register_memory([(*file, "")], "FILE")

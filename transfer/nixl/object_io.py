@@ -1,9 +1,9 @@
 """Objects of an S3 store through NIXL's OBJ plugin: `KVCacheParams(object_tier_io=NixlObjects(bucket))`.
 
-The plugin works in a process of its own, `object_store.py`, which shares only the memory that the bytes pass through.
-For a call of the plugin has no end where a store does not answer (25 s where nothing listens, 59 s and more where
-nobody replies, whatever the settings), a READ that is given up goes on writing, and one of NIXL's two wheels has a
-plugin that does not load without a library of CUDA's. A process can be ended at any time, and writes nothing after it.
+The plugin runs in a process of its own, `object_store.py`, which shares only the memory that the bytes pass through.
+There are three reasons. A call of the plugin hangs if the store does not answer: 25 s if nothing listens, 59 s and more
+if nothing replies, whatever the settings. A READ that is given up keeps writing. And the plugin of one of NIXL's two
+wheels needs a CUDA library to load. A process can be killed at any time, and writes nothing afterwards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvcache.errors import InvalidParamsError
 
 _PROGRAM = Path(__file__).with_name("object_store.py")
 _START_S = 30.0
-_SHOWN = 400  # bytes of what the process has said of an error
+_SHOWN = 400  # bytes of the process's error output that an error shows
 _T = TypeVar("_T")
 
 
@@ -40,7 +40,7 @@ class _Store(NamedTuple):
 
 
 class _Range(Protocol):
-    """`kvcache.types.ObjectRange`."""
+    """The shape of `kvcache.types.ObjectRange`."""
 
     @property
     def key(self) -> str: ...
@@ -54,17 +54,17 @@ class _Range(Protocol):
 
 @dataclass(frozen=True)
 class NixlObjects:
-    """A bucket of an S3 store, as `KVCacheParams(object_tier_io=...)` takes it. Raises `InvalidParamsError`.
+    """A bucket of an S3 store, for `KVCacheParams(object_tier_io=...)`. Invalid values raise `InvalidParamsError`.
 
-    Credentials are found as the AWS SDK finds them (its environment variables, files and roles), or given in `settings`
-    as `access_key` and `secret_key`. Anyone who may write to the bucket is trusted: checksums guard only against
+    Credentials are found as the AWS SDK finds them (its environment variables, files and roles), or are given in
+    `settings` as `access_key` and `secret_key`. Every writer to the bucket is trusted: checksums guard only against
     accidents.
     """
 
     bucket: str
-    endpoint: str | None = None  # URL of a store that is not AWS's; a scheme of http is taken from it
-    prefix: str = ""  # of the key of every object, "kv/" say
-    settings: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # more parameters of the plugin
+    endpoint: str | None = None  # URL of a store other than AWS's; its scheme may be http
+    prefix: str = ""  # prefix of every object's key, such as "kv/"
+    settings: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # further parameters of the plugin
 
     def __post_init__(self) -> None:
         given: dict[object, object] = {"bucket": self.bucket, "prefix": self.prefix, **self.settings}
@@ -79,7 +79,7 @@ class NixlObjects:
             raise InvalidParamsError(f"NixlObjects: endpoint is {self.endpoint!r}: a URL of http or https is needed")
 
     def __call__(self, size: int, timeout_s: float) -> NixlObjectIO:
-        """An object that moves objects through `size` bytes of memory; each call takes at most `timeout_s` seconds."""
+        """Returns an I/O object with `size` bytes of memory. Each of its calls takes at most `timeout_s` seconds."""
         given = {"bucket": self.bucket, "num_threads": "8"}
         if self.endpoint is not None:
             given |= {"endpoint_override": self.endpoint, "scheme": self.endpoint.partition("://")[0]}
@@ -96,29 +96,29 @@ class NixlObjectIO:
         self._file = os.memfd_create("pagewire-objects", os.MFD_CLOEXEC)
         os.ftruncate(self._file, size)
         self._memory = np.frombuffer(mmap.mmap(self._file, size), np.uint8)
-        self._said = os.memfd_create("pagewire-object-log", os.MFD_CLOEXEC)  # what the process writes to stderr
+        self._said = os.memfd_create("pagewire-object-log", os.MFD_CLOEXEC)  # the process's standard error
         fcntl.fcntl(self._said, fcntl.F_SETFL, os.O_APPEND)
         self._process: _Store | None = None
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:
-        """The memory that bytes are read into and written from."""
+        """The memory that objects are read into and written from."""
         return self._memory
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        """Whether there is an object for each key."""
+        """Returns whether an object exists for each key. Raises `OSError` if the store fails."""
         return self._ask({"call": "exist", "keys": [self._prefix + key for key in keys]}, list[bool])
 
     def write(self, objects: Sequence[_Range]) -> None:
-        """Write whole objects."""
+        """Writes whole objects. Raises `OSError` if one could not be written."""
         self._ask({"call": "write", "ranges": self._rows(objects)}, list[bool])
 
     def read(self, ranges: Sequence[_Range]) -> list[bool]:
-        """Whether each range was read."""
+        """Reads ranges. Returns whether each was read; raises `OSError` if the store fails."""
         return self._ask({"call": "read", "ranges": self._rows(ranges)}, list[bool])
 
     def close(self) -> None:
-        """End the process, for good. Safe twice."""
+        """Kills the process for good. Safe to call twice."""
         self._end()
         for file in (self._file, self._said):
             with contextlib.suppress(OSError):
@@ -136,7 +136,7 @@ class NixlObjectIO:
         return [(self._prefix + one.key, one.offset, one.start, one.size) for one in ranges]
 
     def _ask(self, question: dict[str, object], answer: type[_T]) -> _T:
-        """One call. After any failure the process is ended, and the next call starts another."""
+        """Makes one call. Any failure ends the process, and the next call starts another."""
         os.ftruncate(self._said, 0)
         try:
             if self._process is None:
@@ -163,7 +163,7 @@ class NixlObjectIO:
         return _Store(process, ours)
 
     def _exchange(self, store: _Store, question: dict[str, object], seconds: float) -> Any:
-        """A question and its answer, a line of JSON each. Raises `OSError`."""
+        """Sends a question and returns the answer, each one line of JSON. Raises `OSError` or a decoding error."""
         deadline, channel, line = time.monotonic() + seconds, store.channel, b""
         channel.settimeout(seconds)
         channel.sendall(msgspec.json.encode(question) + b"\n")

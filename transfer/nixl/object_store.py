@@ -1,8 +1,8 @@
-"""A process that calls NIXL's OBJ plugin for `object_io.py`, which ends it when a call takes too long.
+"""A process that calls NIXL's OBJ plugin for `object_io.py`, which kills it when a call takes too long.
 
-It is a program, and imports neither our packages nor torch: so it is there in a second, and takes 60 MB. Its arguments
-are two descriptors that it has inherited, a socket and a file of memory. A question is a line of JSON, and so is its
-answer: {"answer": ...} or {"error": "..."}. It ends when the socket does, whatever NIXL is doing.
+It is a script and imports neither our packages nor torch, so that it starts within a second and takes 60 MB. Its
+arguments are two inherited descriptors: a socket and a memory file. A question is a line of JSON, and so is its answer:
+{"answer": ...} or {"error": "..."}. The process ends when the socket closes, whatever NIXL is doing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import time
 from typing import Any
 
 os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-_WHEELS = ("nixl_cu12", "nixl_cu13")  # the plugin of the first needs no library of CUDA's
+_WHEELS = ("nixl_cu12", "nixl_cu13")  # the first wheel's plugin needs no CUDA library
 _POLL_S = 2e-4
 _NAME = "objects"
 
 
 class _Plugin:
-    """An agent of the OBJ plugin, over the memory. What NIXL raises goes through."""
+    """An agent with the OBJ plugin over the shared memory. NIXL's exceptions pass through."""
 
     def __init__(self, settings: dict[str, str], memory: mmap.mmap) -> None:
         api, self._agent = _make_agent(settings)
@@ -46,7 +46,7 @@ class _Plugin:
         return self._move("READ", ranges)
 
     def _move(self, operation: str, ranges: list[tuple[str, int, int, int]]) -> list[bool]:
-        """Each range in a transfer of its own, all at once: so that one that fails fails alone."""
+        """Moves all ranges at once, each in a transfer of its own, so that one failure leaves the others alone."""
         agent = self._agent
         objects = agent.register_memory(
             [(0, offset + size, at, key) for at, (key, offset, _, size) in enumerate(ranges)], "OBJ"
@@ -74,19 +74,19 @@ class _Plugin:
     def _state(call: Any, handle: Any) -> str:
         try:
             return str(call(handle))
-        except Exception:  # noqa: BLE001 - NIXL's errors have no base of their own
+        except Exception:  # noqa: BLE001 - NIXL's errors share no base class
             return "ERR"
 
 
 def _make_agent(settings: dict[str, str]) -> tuple[Any, Any]:
-    """The module of the first NIXL wheel whose plugin loads, and an agent of it."""
+    """Returns the module of the first NIXL wheel whose plugin loads, and an agent with that plugin."""
     errors: list[str] = []
     for wheel in _WHEELS:
         try:
             api: Any = importlib.import_module(f"{wheel}._api")
             agent = api.nixl_agent(_NAME, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
             agent.create_backend("OBJ", settings)
-        except Exception as error:  # noqa: BLE001 - as above, and whatever a wheel for another machine raises
+        except Exception as error:  # noqa: BLE001 - as above, and anything that a wheel for another machine raises
             errors.append(f"{wheel}: {type(error).__name__}: {error}")
         else:
             return api, agent
@@ -104,11 +104,11 @@ def _listen(channel: socket.socket, questions: queue.SimpleQueue[dict[str, Any]]
     with channel.makefile("rb") as lines:
         for line in lines:
             questions.put(json.loads(line))
-    os._exit(0)  # who asked has ended, or asks no more: nothing is left to be done well
+    os._exit(0)  # the parent has ended or closed the socket, so there is nothing left to finish
 
 
 def main() -> None:
-    """Answer questions until the socket ends."""
+    """Answers questions until the socket closes."""
     channel, memory = socket.socket(fileno=int(sys.argv[1])), mmap.mmap(int(sys.argv[2]), 0)
     questions: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, questions), daemon=True).start()
@@ -117,11 +117,11 @@ def main() -> None:
         question = questions.get()
         try:
             reply: dict[str, Any] = {"answer": None}
-            if plugin is None:  # the first question says which store
+            if plugin is None:  # the first question carries the store's settings
                 plugin = _Plugin(question["settings"], memory)
             else:
                 reply = {"answer": _answer(plugin, question)}
-        except Exception as error:  # noqa: BLE001 - it is answered, and who asked decides
+        except Exception as error:  # noqa: BLE001 - the parent gets the error and decides
             reply = {"error": f"{type(error).__name__}: {error}"}
         channel.sendall(json.dumps(reply).encode() + b"\n")
 

@@ -1,8 +1,8 @@
-"""The settings under which agents may meet, as environment variables of UCX and NIXL.
+"""The environment variables of UCX and NIXL that agents need in order to connect safely.
 
-UCX reads the environment once, when the first agent is made. The settings here are for CMA between processes of one
-host: data moves by `process_vm_readv`, and notifications and the detection of a dead peer go over shared memory, at a
-tenth of the latency of TCP and without a listening socket.
+UCX reads the environment once, when the first agent is made. The settings here choose CMA between processes of one
+host: data moves by `process_vm_readv`, while notifications and the detection of a dead peer use shared memory. That has
+a tenth of the latency of TCP and needs no listening socket.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _DEFAULTS = {
-    "UCX_DEBUG_SIGNO": "0",  # by default UCX takes SIGHUP for a debugger, also from a program that handles it
-    "UCX_KEEPALIVE_INTERVAL": "1s",  # the default of 20 s is how long a message to a dead peer is taken silently
-    # By default TCP gives a connection up after many minutes, and tries again ever more seldom: after a minute without
-    # a link the first READ waited for another one.
+    "UCX_DEBUG_SIGNO": "0",  # by default UCX claims SIGHUP for its debugger, even from a program that handles it
+    # with the default of 20 s, a message to a dead peer is accepted silently for that long
+    "UCX_KEEPALIVE_INTERVAL": "1s",
+    # By default TCP gives a connection up after many minutes and retries ever more rarely: after a minute without a
+    # link, the first READ waited for another minute.
     "UCX_TCP_USER_TIMEOUT": "15s",
-    "UCX_TCP_SYN_CNT": "3",  # 15 s of attempts to connect
+    "UCX_TCP_SYN_CNT": "3",  # 15 s of connection attempts
     "UCX_LOG_LEVEL": "error",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "NIXL_LOG_LEVEL": "ERROR",  # NIXL's INFO lines go to stdout
 }
-# A READ over TCP is answered in messages of at most so many bytes. With 8 KiB, as shipped, the system calls cost a
-# quarter of the rate or more. A message longer than its receiver's buffer is written beyond it, so both sides agree.
+# The largest message, in bytes, that answers a READ over TCP. With the default of 8 KiB, system calls cost a quarter of
+# the rate or more. A message longer than the receiver's buffer is written beyond it, so both sides must agree.
 _TCP_SEGMENTS = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
 _HOST_TRANSPORTS = "posix,sysv,cma"
 _SHARED_MEMORY = ("posix", "sysv")
@@ -44,16 +45,14 @@ _TRUE = {"y", "yes", "1", "on", "true"}
 def effective_settings(
     memory_type: MemoryType = MemoryType.DRAM, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Returns the environment variables that agents run with: those that are set, and our defaults for the others.
+    """Returns the environment variables that agents run with: those already set, and our defaults for the others.
 
-    A variable that is set is never changed. The transports are chosen for host memory only, since a GPU needs those
-    that UCX finds there. Shared-memory transports are told to report a dead peer wherever they are named.
-
-    They are for agents that register this type of memory, in this environment or the process's own.
+    A variable that is set is never changed. The transports are chosen for host memory only; a GPU needs those that UCX
+    finds itself. Shared-memory transports always report a dead peer. `environ` defaults to the process's environment.
     """
     environ = os.environ if environ is None else environ
     settings = {key: environ.get(key, value) for key, value in _DEFAULTS.items()}
-    # UCX refuses to send more than it can receive: one of the two that is set is left alone with its own default.
+    # UCX refuses to send more than it can receive. If one of the two is set, neither gets our default.
     settings |= {} if _TCP_SEGMENTS.keys() & environ.keys() else _TCP_SEGMENTS
     transports = environ.get("UCX_TLS", _HOST_TRANSPORTS if memory_type is MemoryType.DRAM else None)
     if transports is not None:
@@ -67,10 +66,10 @@ def effective_settings(
 def agreed_settings(
     memory_type: MemoryType = MemoryType.DRAM, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Returns what two processes must have in common, in one spelling: transports, protocols and NIXL's version.
+    """Returns the settings that two processes must share, normalised: transports, protocols and NIXL's version.
 
-    Where they differ, the first contact crashes a process or never ends. Between hosts the segments of TCP count, too:
-    a READ of longer ones than the reader has room for corrupts its memory.
+    If they differ, the first contact crashes a process or never ends. Between hosts the TCP segment sizes count too: a
+    READ of longer segments than the reader's buffer corrupts its memory.
     """
     environ = os.environ if environ is None else environ
     effective = dict(environ) | effective_settings(memory_type, environ)
@@ -86,13 +85,13 @@ def agreed_settings(
 
 
 def settings_fingerprint(memory_type: MemoryType = MemoryType.DRAM, environ: Mapping[str, str] | None = None) -> str:
-    """Returns a digest of `agreed_settings`: two processes may connect only if theirs are equal. Changes nothing."""
+    """Returns a digest of `agreed_settings`. Two processes may connect only if their digests are equal."""
     data = msgspec.msgpack.encode(agreed_settings(memory_type, environ))
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def reaches_other_hosts(settings: Mapping[str, str]) -> bool:
-    """Tells whether the transports in `settings` go further than the machine they start on."""
+    """Whether a transport in `settings` reaches other hosts."""
     return not _transports(settings.get("UCX_TLS", "all")) <= _THIS_HOST_ONLY
 
 

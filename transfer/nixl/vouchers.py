@@ -1,10 +1,10 @@
-"""How a NIXL agent says to readers on its host that a description of it is its own.
+"""Lets a NIXL agent prove to readers on its host that a description of it is its own.
 
-What NIXL loads names the processes to contact, in bytes that only UCX reads. One wrong byte there, and the process that
-is contacted dies of it, which may be anybody's. So an agent whose metadata no key vouches for listens at a socket that
-is named by the digest of the metadata. The kernel tells who listens: agents reach each other through shared memory only
-where they run as one user, and who runs as this user needs no lie to end our processes. The name is abstract: it is
-gone with the process, and there is no file.
+NIXL metadata names the processes to contact, in bytes that only UCX can read. A single wrong byte can kill the process
+that is contacted, which may be any process. An agent whose metadata no key authenticates therefore listens on a socket
+that is named by the digest of the metadata. The kernel tells a reader which user owns the listener. Agents reach each
+other through shared memory only if they run as one user, and a process of that user can kill ours without this detour.
+The socket name is abstract: it disappears with the process and leaves no file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transfer.errors import AgentError
 
 _WAITING = 4096
 _EVERY = 1024
-_CREDENTIALS = struct.Struct("3i")  # of Linux: pid, user, group
+_CREDENTIALS = struct.Struct("3i")  # Linux's ucred: pid, user, group
 
 
 def _name(metadata: bytes) -> str:
@@ -30,7 +30,10 @@ def _socket() -> socket.socket:
 
 
 class Voucher:
-    """Stands for an agent's metadata until it is closed, or the process ends. `AgentError` if it cannot listen."""
+    """Vouches for an agent's metadata until it is closed or the process ends.
+
+    Raises `AgentError` if it cannot listen.
+    """
 
     def __init__(self, metadata: bytes) -> None:
         self._polls = 0
@@ -43,28 +46,28 @@ class Voucher:
             raise AgentError(f"vouching for {len(metadata)} bytes of metadata: {error}") from error
 
     def poll(self) -> None:
-        """Closes the connections of askers, now and then: an asker has its answer once it is connected."""
+        """Closes pending connections once in 1,024 calls. A reader has its answer as soon as it is connected."""
         self._polls += 1
         if self._polls % _EVERY:
             return
         try:
             while True:
                 self._listening.accept()[0].close()
-        except OSError:  # nobody is left
+        except OSError:  # no connection is left
             return
 
     def __del__(self) -> None:
-        """An agent that was dropped vouches for nothing."""
+        """Stops vouching for an agent that was dropped without `close`."""
         if hasattr(self, "_listening"):
             self.close()
 
     def close(self) -> None:
-        """Stands for nothing any more. Safe to call twice."""
+        """Stops vouching. Safe to call twice."""
         self._listening.close()
 
 
 def is_vouched(metadata: bytes) -> bool:
-    """Whether a process of this user on this host says that some metadata is that of an agent of its own."""
+    """Whether a process of this user on this host vouches for the metadata."""
     with _socket() as asking:
         try:
             asking.connect(_name(metadata))
