@@ -1,18 +1,19 @@
 """`DraftedPages`: the second state pages of requests that run drafted tokens, which may be taken away again.
 
-A state cannot go back. So such a run reads it from the request's own page, and writes the new one to a second page;
-`StatePages.settle` says which of the two the request goes on with. An engine that speculates does, for each step,
+A state cannot go back. So a run of drafted tokens reads the request's own page and writes the new state to a second
+one. `StatePages.settle` then decides with which of the two pages the request continues. A speculating engine does in
+each step:
 
-1. reserve as ever, for as many further steps as there may be guesses: `maybe_reserve(context, 1 + guesses)`;
-2. where all known tokens are active, and `HFRunner.draft` says True: put the guesses behind them (`update`), and set
-   `start_idx` back to what it was. Elsewhere the request runs without;
-3. `fetch`, and `HFRunner.verify`, which gives the model's own token before and after each guess;
-4. take the wrong guesses away (`set_token_indices(active_idx=..., end_idx=...)`), and `update` with the token after
-   the right ones;
-5. `step`. Where guesses were wrong, `start_idx` is then before all that ran, and what stays runs again with the next.
+1. Reserve as usual, for one step and as many more as there may be guesses: `maybe_reserve(context, 1 + guesses)`.
+2. If all known tokens are active and `HFRunner.draft` returns True, append the guesses (`update`), and set `start_idx`
+   back to its former value. Otherwise the request runs without guesses.
+3. `fetch`, then `HFRunner.verify`, which returns the model's own token before and after each guess.
+4. Remove the wrong guesses (`set_token_indices(active_idx=..., end_idx=...)`), and `update` with the token after the
+   right ones.
+5. `step`. If guesses were wrong, `start_idx` is then before all tokens that ran; those that stay run again next time.
 
-Guesses that end with the page cost no page, and leave the copies of states as they were. Where each step has a wrong
-guess, more and more runs again: now and then a step without guesses brings the state up.
+Guesses that end with the page cost no page, and leave the copies of states unchanged. If each step has a wrong guess,
+more and more tokens run again; an occasional step without guesses brings the state up to date.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from kvcache.errors import InvariantError, StatePageError
 
 
 class DraftedPages:
-    """The page that a request's next run writes; `tokens`: the number of tokens in each page's state."""
+    """The page that each request's next run writes. `tokens`: by page, the number of tokens in its state."""
 
     def __init__(self, tokens: NDArray[np.int64]) -> None:
         self.page_of: dict[str, int] = {}
         self._tokens = tokens
 
     def goes_on_from(self, request_id: str, before: int, start: int) -> int:
-        """From which token a request with a second page runs next if `start` tokens stay: `start`, or `before`.
+        """The token at which a request with a second page runs next if `start` tokens stay: `start`, or `before`.
 
-        Its states are that after `before` tokens, and that after all drafted ones: where some are taken away, those
-        that stay run again. Raises `StatePageError` for a `start` before all of these tokens, or after.
+        It has two states: after `before` tokens, and after all drafted ones. If some drafted tokens are removed, those
+        that stay run again. Raises `StatePageError` if `start` is not between the two.
         """
         after = int(self._tokens[self.page_of[request_id]])
-        if not after:  # it did not run
+        if not after:  # the drafted tokens did not run
             return start
         if not before <= start <= after:
             raise StatePageError(
@@ -49,7 +50,7 @@ class DraftedPages:
         return start if start == after else before
 
     def written(self, request_ids: Sequence[str], pages: torch.Tensor) -> torch.Tensor:
-        """Where the next states of requests with these `pages` go, int64 `[requests]`."""
+        """The pages to which the next states of requests with these `pages` go, int64 `[requests]`."""
         if not self.page_of:
             return pages
         own: list[int] = pages.cpu().numpy().tolist()
@@ -57,16 +58,16 @@ class DraftedPages:
         return torch.tensor(found, device=pages.device)
 
     def forget_run(self, request_id: str) -> None:
-        """The request goes on from another state: what is in its second page is of no use."""
+        """The request resumes from another state, so the state in its second page is dropped."""
         if (page := self.page_of.get(request_id)) is not None:
             self._tokens[page] = 0
 
     def check_booked(self, request_id: str) -> None:
-        """Raise `StatePageError` if drafted tokens ran, and no `step` has said which stay."""
+        """Raise `StatePageError` if drafted tokens ran and no `step` has said which of them stay."""
         if (page := self.page_of.get(request_id)) is not None and self._tokens[page]:
             raise StatePageError(f"request {request_id!r}: drafted tokens ran, and no step has booked them")
 
     def check(self, request_ids: Iterable[str]) -> None:
-        """Raise `InvariantError` unless all with a second page are of these requests, which have a first one."""
+        """Raise `InvariantError` unless all requests with a second page are among these, which have a first one."""
         if odd := self.page_of.keys() - set(request_ids):
             raise InvariantError(f"{sorted(odd)} have a second state page, and no first one")

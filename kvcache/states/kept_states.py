@@ -1,9 +1,13 @@
-"""`KeptStates`: the tokens after which a request's recurrent state is kept, and the requests that go on from one.
+"""`KeptStates`: the tokens after which a request's state is kept, and the resumption of requests from kept states.
 
-A state is worth its memory where another request comes by: at the end of a prompt's last full page, for who asks the
-same again; where a prompt leaves what others had in common with it, for the next of them; after the last full page that
-a request came to, for the next turn of its conversation; and each `every` pages, if that is asked for. A prompt runs
-in chunks that end there, as only then its state is that of these tokens.
+A copy of a state is worth its memory if another request can resume from it. Copies are kept
+
+- at the end of a prompt's last full page, for the same prompt again,
+- at the end of the prefix that a prompt shares with earlier ones, for the next prompt with that prefix,
+- after the last full page that a request has reached, for the next turn of its conversation,
+- and every `every` pages, if that is configured.
+
+Prompts run in chunks that end at these tokens, because a state exists only right after its last token.
 """
 
 from __future__ import annotations
@@ -18,17 +22,17 @@ from kvcache.states.state_pages import StatePages
 
 
 class KeptStates:
-    """The rule for one replica, over the copies in `pages`. `every`: pages of tokens between two copies, 0 for none."""
+    """The rule for one replica, with copies in `pages`. `every`: pages of tokens between two copies, 0 for none."""
 
     def __init__(self, pages: StatePages, replica: Replica, every: int) -> None:
         self._pages, self._replica = pages, replica
         self._spacing = every * replica.page_size
-        self._ends: dict[str, tuple[int, ...]] = {}  # of each request tokens after which chunks of its prompt end
+        self._ends: dict[str, tuple[int, ...]] = {}  # by request: tokens after which chunks of its prompt end
 
     def planned(self, request_id: str, context: Context, plan: Reservation, reached: int) -> Reservation:
-        """The reservation with its chunk cut at the first end in it; `reached`: columns whose pages were found."""
+        """The reservation, with its chunk cut at the first such end. `reached`: columns whose pages were found."""
         start, active, of_prompt = plan.start, plan.active, self._ends.get(request_id, ())
-        # Not of one token, for which nothing was looked up: a chunk that comes first, or a fork that decodes.
+        # Chunks of one token had no lookup: a first chunk of one token, or a fork that decodes.
         if not of_prompt and (plan.cached or active - start > 1):
             last, size = context.current_length - 1, self._replica.page_size
             of_prompt = (reached * size, last - last % size)
@@ -38,21 +42,21 @@ class KeptStates:
         return plan._replace(active=active, state=StatePlan(digest, of_prompt))
 
     def reserved(self, request_id: str, plan: StatePlan, start: int) -> None:
-        """The request runs on from `start`: what was found comes into its page."""
+        """The request runs from `start`: the state that was found, if any, is copied into its page."""
         if plan.digest is not None:
             self._pages.resume(request_id, plan.digest, start)
         if plan.ends:
             self._ends[request_id] = plan.ends
 
     def computed(self, stepped: Rows, computed: Ints) -> None:
-        """Keep the states of those rows of a step that are at the end of a page now: so many tokens are computed."""
+        """After a step: keep the states of the rows whose `computed` tokens now end a page."""
         size, rows = self._replica.page_size, self._replica.rows
         at = ((computed % size == 0) & (computed > 0)).nonzero()[0]
         if not at.size:
             return
         ended, tokens = rows_at(stepped, at), computed[at]
         pages = rows.table[0, ended, tokens // size - 1]
-        if len(there := pages.nonzero()[0]) < len(pages):  # a window has moved on: nothing was computed just now
+        if len(there := pages.nonzero()[0]) < len(pages):  # a row whose window has moved on computed nothing just now
             ended, tokens, pages = ended[there], tokens[there], pages[there]
         of_rows: list[int] = ended.tolist()
         counts: list[int] = tokens.tolist()
@@ -65,25 +69,25 @@ class KeptStates:
             self._pages.keep(name, digests[place : place + 1], count, passing=not stay[place])
 
     def _stays(self, request_id: str, tokens: int) -> bool:
-        """Whether the copy of a state after so many tokens stays when the request has come further."""
+        """Whether the copy of a state after so many tokens stays once the request has gone further."""
         return tokens in self._ends.get(request_id, ()) or (self._spacing > 0 and tokens % self._spacing == 0)
 
     def digest_at(self, context: Context, tokens: int) -> Digests:
-        """The digest of a request's first `tokens` tokens, full pages: `[1, words]`."""
+        """The digest of a request's first `tokens` tokens, which are full pages: `[1, words]`."""
         last = tokens // self._replica.page_size
         hasher = self._replica.hasher(self._replica.rows.row_of[context.request_id], context)
         return hasher.digests(context.tokens, last - 1, last)
 
     def leave(self, request_id: str) -> None:
-        """The request is released."""
+        """Forget a released request."""
         self._ends.pop(request_id, None)
 
     def mend(self) -> None:
-        """The rows are mended: of others nothing is known."""
+        """Forget requests that no mended row has."""
         for request_id in self._ends.keys() - self._replica.rows.row_of.keys():
             del self._ends[request_id]
 
     def check(self) -> None:
-        """Raise `InvariantError` if something is known of a request that is not claimed."""
+        """Raise `InvariantError` if there are ends for a request that is not claimed."""
         if odd := self._ends.keys() - self._replica.rows.row_of.keys():
             raise InvariantError(f"ends of chunks are known of {sorted(odd)}, which are not claimed")

@@ -1,4 +1,4 @@
-"""`ReplicaStates`: the recurrent states of one replica, as the calls of a manager meet them."""
+"""`ReplicaStates`: the recurrent states of one replica, as a manager's calls use them."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from kvcache.states.state_pages import StatePages
 from kvcache.states.state_room import StateSlabs, pages_of_slab
 
 Step = Callable[[Gathered, Callable[[], None] | None], None]
-"""A step of what is gathered, and what is to be done besides once its tokens are published."""
+"""Steps the gathered requests. The second argument is called once their tokens are published."""
 
 
 def slab_pages_of(params: KVCacheParams, layouts: Sequence[PageLayout]) -> int:
-    """Pages that a request takes for its state, which lies among them; 0: none. `layouts`: of a page on each shard."""
+    """The pages that a request's state takes among the token pages; 0: none. `layouts`: of a page on each shard."""
     if params.states is None or not params.has_states_in_pages:
         return 0
     return pages_of_slab(state_layouts(params.states, len(layouts)), layouts)
 
 
 class ReplicaStates(RequestStates):
-    """The states of a replica's requests: each has a page from `claim` to `release`.
+    """The states of a replica's requests. Each request has a state page from `claim` to `release`.
 
-    In memory of their own there is one for each of `requests`, and copies. In that of the token pages (`SlabPool`)
-    these may be moved for a state that is claimed or forked; but none that a model reads (from `fetch` to `step`), or
-    that a lease, an import or a block table names.
+    With memory of their own, states have a page for each of `requests`, and pages for copies. In the memory of token
+    pages (`SlabPool`), held token pages may be moved to make room for a state that is claimed or forked. Pages that a
+    model reads (from `fetch` to `step`), or that a lease, an import or a block table names, are never moved.
 
-    Raises `InvalidParamsError` for shards that cannot share the heads, `PoolTooSmallError` if there is no room.
+    Raises `InvalidParamsError` if the shards cannot share the heads, `PoolTooSmallError` if there is no room.
     """
 
     groups = 1
@@ -99,7 +99,7 @@ class ReplicaStates(RequestStates):
 
     def release(self, request_id: str) -> None:
         self._kept.leave(request_id)
-        if self.pages.holds(request_id):  # it was not interrupted in its claim
+        if self.pages.holds(request_id):  # False if its claim was interrupted
             self.pages.release(request_id)
 
     # ---- what is cached
@@ -116,7 +116,7 @@ class ReplicaStates(RequestStates):
         return self.pages.there(digests)
 
     def ask(self, digests: Digests, first: int) -> tuple[bool, Digests]:
-        """As the base. If the end of a run of pages is in an object of its own, a state is after it."""
+        """As the base. If an object holds only the end of a run of pages, there is a state after that run."""
         tables, tier = self._replica.tables, self._replica.tier
         found = tables.from_below(digests, tier.has, None, first)
         behind = digests[: found.reach + tier.longest_tail]
@@ -135,7 +135,7 @@ class ReplicaStates(RequestStates):
         return self.pages.bring_newest(digests, wait=wait)
 
     def ends(self, request_id: str | None, digests: Digests) -> Asked:
-        """As the base: where there is a copy. Nowhere for a state that others were promised."""
+        """As the base: where there is a copy. None for a request whose own state is promised to readers."""
         if request_id is not None and self.pages.is_promised(request_id):
             return np.zeros(len(digests), np.bool_)
         return self.pages.kept_after(digests)
@@ -144,7 +144,7 @@ class ReplicaStates(RequestStates):
         return tables.run(first, digests)
 
     def up_to_state(self, found: Found, row: int | None, context: Context, hasher: PrefixHasher | None = None) -> Found:
-        """As the base. The claim of a request takes room for its state: the copy that goes for it does not count."""
+        """As the base. Claiming a request evicts a copy to make room for its state; that copy does not count."""
         if not found.num_columns:
             return found
         replica, pages = self._replica, self.pages
@@ -156,13 +156,13 @@ class ReplicaStates(RequestStates):
         return self.pages.index.find(digests) != NO_PAGE
 
     def bring_copy(self, wanted: FromBelow, digests: Digests) -> bool:
-        """As the base, if half of the free pages have room for it beside the wanted ones."""
+        """As the base, if half of the free pages suffice for it and the wanted pages."""
         if self.pages.below.is_bringing:
             return True
         pool, end = self._replica.pool, wanted.pages
         if not end or pool.free_count // 2 - pool.would_be_taken(wanted.here) < pool.beside:
             return False
-        pool.hold(wanted.here)  # what makes room for the state is not what is needed beside it
+        pool.hold(wanted.here)  # making room for the state must not evict the pages needed with it
         coming = self.pages.bring_copy(digests[end - 1 : end], end * self._replica.page_size)
         pool.release(wanted.here)
         return coming
@@ -185,11 +185,11 @@ class ReplicaStates(RequestStates):
         self._kept.reserved(self._name(row), plan, start)
 
     def fetched(self, rows: Rows) -> None:
-        """A model reads the pages of these rows, until their `step`: they stay where they are."""
+        """A model reads the pages of these rows until their `step`, so they are not moved."""
         self._moves.fetched(rows)
 
     def stepped(self, rows: Rows, computed: Ints) -> None:
-        """It has run, up to these tokens: of those at the end of a page copies are kept, where they pay."""
+        """The rows have run up to these tokens. States at the end of a page are copied as `KeptStates` decides."""
         self._moves.stepped(rows)
         if self.keeps:
             self._kept.computed(rows, computed)
@@ -218,10 +218,10 @@ class ReplicaStates(RequestStates):
         return [self.pages.held_copy(digest)]
 
     def name(self, table: BlockTable, *, full_pages: bool) -> BlockTable:
-        """As the base: the state stays with these tokens while it is leased.
+        """As the base. The state stays as it is while it is leased.
 
-        Raises `StatePageError` if a run was not booked, or the state is of other tokens; with `full_pages` it is not
-        told of yet, and may be.
+        Raises `StatePageError` if a run was not booked, or if the state is of other tokens. With `full_pages` the state
+        is not yet reported to readers, and may be of other tokens.
         """
         request_id = table.request_id
         if not full_pages:
@@ -244,7 +244,7 @@ class ReplicaStates(RequestStates):
 
     def commit_import(self, request_id: str, tokens: int) -> None:
         self.pages.commit_import(request_id, tokens)
-        if self.keeps:  # it may be all that the request is for
+        if self.keeps:  # the import may be all that the request is for
             self._kept.computed(np.array([self._replica.rows.row_of[request_id]]), np.array([tokens]))
 
     # ---- hints and quotas
@@ -265,9 +265,9 @@ class ReplicaStates(RequestStates):
     def mend(self, ended: Iterable[str]) -> Iterable[str]:
         self._kept.mend()
         below = self.pages.below
-        below.mend(())  # what is on its way holds pages
+        below.mend(())  # copies on their way hold pages, so they are ended first
         self.pages.mend(self._replica.rows.row_of, self._written, self._leased)
-        below.mend(())  # what waits to be copied down is found in pages
+        below.mend(())  # copies that wait are looked up in the mended pages
         return ended
 
     @property
@@ -280,7 +280,7 @@ class ReplicaStates(RequestStates):
         return [int(part.dst_pages[0]) for part in parts]
 
     def goes_on(self, request_id: str, start: int) -> bool:
-        """As the base; no drafted run waits to be booked either."""
+        """As the base. Also False if a drafted run is not booked."""
         pages = self.pages
         return request_id not in pages.drafts.page_of and pages.tokens_of(request_id) == start
 
@@ -294,10 +294,11 @@ def _with_state(table: BlockTable, page: int) -> BlockTable:
 
 
 def step_drafted(each: Sequence[ReplicaStates], gathered: Gathered, step: Step) -> None:
-    """`step` of requests some of which ran drafted tokens; those that had some taken away are set back.
+    """`step` of requests of which some ran drafted tokens.
 
-    That is to where their state is (`start_idx`). Raises `StatePageError` if that is before all that ran, or after;
-    and as `step`. Nothing has changed then.
+    A request that had drafted tokens removed gets its `start_idx` set back to where its state is. Raises
+    `StatePageError` if a `start_idx` is before or after all tokens that ran, and what `step` raises. Nothing has
+    changed then.
     """
     drafted: list[tuple[Context, StatePages]] = []
     owners: list[int] = gathered.replicas.tolist()

@@ -1,16 +1,16 @@
-"""`StateHints`: retention hints and tenant quotas, as they hold for copies of recurrent states.
+"""`StateHints`: retention hints and tenant quotas for copies of recurrent states.
 
-A prefix is found only up to a copy, so a hint that keeps its pages has to keep one. A copy has the hint of the last
-page of its tokens. That it stays longer is said of those alone that a request would go on from which comes for what the
-hint is for: the newest copy before the end of each range, of all that the request has come to (the next turn of its
-conversation), and of its prompt (the same again, or a next turn without what the model thought in between). A copy is
-as large as thousands of tokens' pages, and nobody goes on from those before the newest. That it goes first is said of
-all of them: nobody will come.
+A prefix is found only up to a copy of its state, so a hint that keeps its pages must keep a copy, too. A copy has the
+hint of the last page of its tokens. A hint to stay longer applies only to copies from which a likely next request would
+resume. These are the newest copies before the end of each hinted range, of all tokens of the request (the next turn of
+its conversation), and of its prompt (the same prompt again, or a next turn without the model's reasoning). A copy is as
+large as the pages of thousands of tokens, and no request resumes from older copies. A hint to go first applies to all
+copies, as no request will come for any of them.
 
-The copies are in an order of their own, such a one as pages have; in one memory with these `SlabPool` says whether a
-copy or a page goes next. In memory of their own a tenant's quota is a share of the state pages; in one memory its pages
-and its copies, each as large as its slab, count together. The baselines know no copies: whether hints are worth
-anything shows in pages.
+The copies have an eviction order of their own, of the same kind as pages. If both share one memory, `SlabPool` decides
+whether a copy or a page goes next. With memory of their own, a tenant's quota is a share of the state pages. In one
+memory its pages and its copies, each as large as a slab, count together. The baselines know no copies: pages show what
+hints are worth.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from kvcache.states.state_pages import StatePages
 
 
 class StateHints:
-    """The rule for the copies of one replica's states, as `RequestStates` has it."""
+    """The rule for the copies of one replica's states; `RequestStates` documents its calls."""
 
     def __init__(self, pages: StatePages, replica: Replica, params: KVCacheParams) -> None:
         self._replica = replica
-        self._slab_pages = replica.pool.beside  # of a slab, 0 for none
+        self._slab_pages = replica.pool.beside  # pages of a slab; 0 if states have memory of their own
         self._pool = pages.pool
         self._params = params
         self._quotas: TenantQuotas | SlabQuotas | None = None
 
     def begin(self, quotas: TenantQuotas | None) -> None:
-        """As `RequestStates.follow_hints`: the copies are in such an order, too, from now on."""
+        """As `RequestStates.follow_hints`: give the copies such an eviction order, too."""
         pool, params = self._pool, self._params
-        if not pool.idle.by_age:  # they are
+        if not pool.idle.by_age:  # they have one
             return
         order: EvictionOrder = HintedOrder(pool.num_pages, pool.idle)
         if quotas is not None:
@@ -60,7 +60,7 @@ class StateHints:
     def leave(self, row: int, digests: Digests, hints: PageHints | None, ends: Sequence[int], share: float) -> None:
         """As `RequestStates.leave_hinted`.
 
-        Others will come for each range that a hint is for, for the prompt, and for all of what the row has come to.
+        Later requests are expected to resume at the end of each hinted range, of the prompt, or of all tokens.
         """
         order, size, salt = self._pool.idle, self._replica.page_size, self._replica.salt(row)
         order.trust(share)
@@ -72,7 +72,7 @@ class StateHints:
         said, owned = _said_of(hints, columns, columns_before), self._owned(salt, copies)
         if not np.count_nonzero(touched := said | owned):
             return
-        at = np.flatnonzero(touched)[::-1]  # the newest copy first: what is released last goes first
+        at = np.flatnonzero(touched)[::-1]  # `release` takes the last one first, so the oldest copy goes first
         self._pool.hold(copies[at])
         order.own(copies[owned], salt)
         if hints is not None:
@@ -80,14 +80,14 @@ class StateHints:
         self._pool.release(copies[at])
 
     def _owned(self, salt: str | None, copies: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """The copies that the tenant shall own and that have no owner yet, as a mask."""
+        """A mask of the copies that have no owner yet, if the tenant is to own them."""
         if self._quotas is None or salt is None:
             return np.zeros(len(copies), np.bool_)
         return ~self._quotas.owned(copies)
 
 
 def _said_of(hints: PageHints | None, columns: NDArray[np.intp], ends: Sequence[int]) -> NDArray[np.bool_]:
-    """Whether `hints` apply to each copy after the pages of `columns`; `ends`: columns that others come up to."""
+    """A mask of the copies, after the pages of `columns`, that `hints` apply to. `ends`: where requests may resume."""
     if hints is None:
         return np.zeros(len(columns), np.bool_)
     said = LEVEL_OF[hints.codes[columns]] < NEUTRAL

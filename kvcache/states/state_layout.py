@@ -1,4 +1,4 @@
-"""Where the state of recurrent layers lies in state pages, on each shard. Pure arithmetic.
+"""The layout of the states of recurrent layers in state pages, on each shard. Pure arithmetic.
 
 A recurrent layer keeps no key and value per token. It keeps the last few inputs of a convolution and one matrix per
 head, and overwrites both with every token. So a state is a page of one token, in four pools:
@@ -7,9 +7,9 @@ head, and overwrites both with every token. So a state is a page of one token, i
     conv.B   the same for the channels of B, conv.C for those of C
     ssm      a head for each head: `head_dim × d_state` elements
 
-These are the names of Mamba-2. A gated delta network has values for x, queries for B, keys for C. Mamba-1 convolves x
-alone, and each of its channels is a head; so does a short convolution, which has no matrices. Linear attention without
-a convolution has matrices alone.
+These are Mamba-2's names. In a gated delta network x stands for values, B for queries and C for keys. Mamba-1 convolves
+only x, and each of its channels is a head. A short convolution does the same and has no matrices. Linear attention
+without a convolution has only matrices.
 
 A shard holds a range of the heads, the channels of x that belong to these heads, and the channels of B and C that
 belong to their groups. All layers of a request lie in one page of each pool, head-major as pages of keys and values
@@ -30,8 +30,8 @@ from kvcache.state_shape import CONV_KINDS, SSM_KIND, StateShape
 def state_layouts(shape: StateShape, shards: int) -> list[Mapping[str, PageLayout]]:
     """The page of each kind on each of `shards` shards.
 
-    Heads are split evenly. Groups are too; where there are fewer groups than shards, several shards hold the same one.
-    Raises `InvalidParamsError` for shards that can neither split nor share evenly.
+    Heads are split evenly, and so are groups. If there are fewer groups than shards, several shards hold the same
+    group. Raises `InvalidParamsError` if the shards can neither split nor share them evenly.
     """
     if shape.heads % shards or (shape.groups % shards and shards % shape.groups):
         raise InvalidParamsError(
@@ -55,7 +55,7 @@ def state_layouts(shape: StateShape, shards: int) -> list[Mapping[str, PageLayou
 
 
 def page_bytes(layouts: list[Mapping[str, PageLayout]]) -> int:
-    """Bytes that a state takes on all shards together."""
+    """The bytes of a state on all shards together."""
     return sum(layout.page_bytes for kinds in layouts for layout in kinds.values())
 
 
@@ -65,9 +65,9 @@ def _page(layers: int, first: int, count: int, dim: int, dtype: torch.dtype) -> 
 
 
 class StateViews:
-    """The states of some kinds as layers of a model read and write them, on any shards: views of their blocks.
+    """Views of states in the form that a model's layers read and write, over any number of shards.
 
-    Blocks are `[shard][kind]`; `matrix` is the shape of a head's.
+    `blocks` are `[shard][kind]`; `matrix` is the shape of a head's matrix.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class StateViews:
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def write(self, layer: int, pages: torch.Tensor, kinds: Sequence[str], states: torch.Tensor) -> None:
-        """Put what `read` gives, changed, back in its place, on every shard that holds it."""
+        """Write states in the form that `read` returns, to every shard that holds them."""
         before = 0
         for kind in kinds:
             for layout, view in self.each[kind]:

@@ -1,4 +1,4 @@
-"""`StateMemory`: the state pages of one replica, whoever has them: their memory, and which gives way to which."""
+"""`StateMemory`: the state pages of one replica: their memory, what is found in it, and the copies below it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvcache.state_shape import StateShape
 from kvcache.states.state_layout import StateViews
 from kvcache.states.state_room import StateRoom, one_page
 
-_LOOKED_AT = 128  # of a prompt's pages, at once, for the newest state after one of them
+_LOOKED_AT = 128  # pages of a prompt that are looked at together for the newest state
 
 
 class StateMemory:
-    """State pages in a `room`, which decides what gives way; copies that stay are also kept in the lower tiers.
+    """State pages in a `room`, which decides what is evicted for a page. Kept copies also go to the lower tiers.
 
-    A page has requests, leases and transfers as holders (`StatePages`).
+    Requests, leases and transfers hold the pages; see `StatePages`.
     """
 
     def __init__(self, shape: StateShape, room: StateRoom) -> None:
@@ -29,12 +29,12 @@ class StateMemory:
         self.layouts, self.blocks, self.num_pages = room.layouts, room.blocks, room.pool.num_pages
         self._views = StateViews(self.layouts, self.blocks, shape.matrix)
         self._tokens = np.zeros(self.num_pages + 1, np.int64)
-        self._told = np.zeros(self.num_pages + 1, np.int64)  # tokens of the state that a table named last
+        self._told = np.zeros(self.num_pages + 1, np.int64)  # tokens of the state that a block table last named
         self.below = PagesBelow()
 
     @property
     def tensors(self) -> list[list[torch.Tensor]]:
-        """Memory of their own, `[shard][kind]`; none where they lie in the token pages'."""
+        """The states' own memory, `[shard][kind]`; empty lists if they lie in the token pages."""
         return self._room.tensors
 
     @property
@@ -80,7 +80,7 @@ class StateMemory:
     # ---- what is found, here and below
 
     def kept_after(self, digests: Digests, *, but: int = NO_PAGE) -> NDArray[np.bool_]:
-        """For each of these digests, whether a copy of the state after its page is on the device or in host memory.
+        """Whether there is a copy of the state after the page of each digest, on the device or in host memory: a mask.
 
         `but`: a page whose copy does not count.
         """
@@ -97,18 +97,18 @@ class StateMemory:
         return last_end(self.kept_after(digests))
 
     def there(self, digests: Digests) -> NDArray[np.bool_]:
-        """`kept_after`, and those that are known to lie in files or objects."""
+        """`kept_after`, plus copies that are known to be in files or objects."""
         found = self.kept_after(digests)
         return found | self.below.has(digests[None], ~found[None])[0]
 
     def ask(self, digests: Digests) -> bool:
-        """Have asked for the last copies of these of which nothing is known; whether an answer is on its way."""
+        """Ask the lower tiers for the last copies that are not known yet. Returns whether an answer is on its way."""
         return ask_newest(self.below, digests[self.longest(digests) :])
 
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
-        """Have the last copy of these that lies below host memory brought there, where `longest` finds no later one.
+        """Bring the last copy below host memory up to the host, if it is later than `longest`. True if one is coming.
 
-        Whether it is on its way. `wait`: for a while.
+        `wait`: wait a while for it.
         """
         return bring_newest(self.below, digests[self.longest(digests) :], wait=wait)
 
@@ -123,16 +123,16 @@ class StateMemory:
         self._tokens[target] = self._tokens[source]
 
     def _found(self, digest: Digests) -> int:
-        """The copy of this digest, which is used now; `NO_PAGE` where there is none."""
+        """The copy under this digest, marked as just used; `NO_PAGE` if there is none."""
         copy = int(self.pool.index.find(digest)[0])
         if copy != NO_PAGE:
             self.pool.hold(one_page(copy))
-            self.pool.idle.hint(one_page(copy), None)  # whoever said that it goes first was wrong
+            self.pool.idle.hint(one_page(copy), None)  # a hint that it goes first was wrong
             self._let_go(copy)
         return copy
 
     def _forget(self, digest: Digests) -> None:
-        """The copy of this digest, if there is one, is not found any more; its page is free."""
+        """Withdraw the copy under this digest, if there is one, and free its page."""
         copy = int(self.pool.index.find(digest)[0])
         if copy == NO_PAGE:
             return
@@ -144,13 +144,13 @@ class StateMemory:
         self._let_go(copy)
 
     def _keep_below(self, copy: int, digest: Digests) -> None:
-        """The copy of this digest, `NO_PAGE` for none, stays: it is to be kept below, too."""
+        """Store a copy that stays in the lower tiers, too. `copy` may be `NO_PAGE`."""
         if copy != NO_PAGE:
             for tell in self.pool.journal.came:
                 tell(one_page(copy), digest)
 
     def _spare(self, copies: NDArray[np.int32]) -> None:
-        """What is to be copied down from these is copied now: they are about to be written over."""
+        """These copies are about to be overwritten: make their pending copies to the lower tiers now."""
         for save in self.pool.journal.going:
             save(copies)
 
@@ -161,9 +161,9 @@ class StateMemory:
 
 
 def ask_newest(tier: PagesBelow, digests: Digests) -> bool:
-    """Have asked for the last of these states, of which nothing is known; whether an answer is on its way.
+    """Ask for the last states that are not known yet. Returns whether an answer is on its way.
 
-    Further back only where there is none.
+    Asks further back only if no later state is known to be there.
     """
     before = tier.answers
     for end in range(len(digests), 0, -_LOOKED_AT):
@@ -173,13 +173,13 @@ def ask_newest(tier: PagesBelow, digests: Digests) -> bool:
             return True
         if there.any():
             break
-    return tier.answers != before  # an answer that has come just now may lead to more
+    return tier.answers != before  # an answer that has just come may allow a further question
 
 
 def bring_newest(tier: PagesBelow, digests: Digests, *, wait: bool) -> bool:
-    """Have the last of these states that there is brought to the host, which has none; is it on its way?
+    """Bring the last of these states that a lower tier has to the host, which has none. True if it is on its way.
 
-    Where it cannot be read the one before it, and so on. `wait`: for a while, and not for answers.
+    If it cannot be read, the one before it is tried, and so on. `wait`: wait a while for it, and not for answers.
     """
     before = tier.answers
     for end in range(len(digests), 0, -_LOOKED_AT):
@@ -195,11 +195,11 @@ def bring_newest(tier: PagesBelow, digests: Digests, *, wait: bool) -> bool:
                 return True
             if tier.slots(some[0, at : at + 1]).all():
                 return False
-    return tier.answers != before  # an answer that has come just now may lead to more
+    return tier.answers != before  # an answer that has just come may allow a further question
 
 
 def _ask(tier: PagesBelow, digests: Digests, there: Asked) -> bool:
-    """Have asked for those that are later than what is `there`; whether an answer is on its way."""
+    """Ask for the states later than the last one of `there`. Returns whether an answer is on its way."""
     later = np.ones_like(there)
     later[:, : there.shape[1] - int(there[0, ::-1].argmax()) if there.any() else 0] = False
     return tier.ask(digests, later)

@@ -1,9 +1,10 @@
-"""State pages: what the recurrent layers of a hybrid model keep of a request, one page for each kind of state.
+"""State pages: the states of a hybrid model's recurrent layers for a request, one page for each kind of state.
 
-`kvcache.states.state_layout` says what lies in a page. A state is of all tokens before it, and is written over
-with each that follows: others can go on from it only where a copy was kept. Copies are pages of the same pool, found by
-the digest of the last page of their tokens, held by nobody, and evicted least recently used first: by other copies, and
-by requests that begin. Which states are kept is for `kept_states` to say, how guessed tokens run for `drafted_pages`.
+`kvcache.states.state_layout` describes a page. A state covers all tokens before it, and each further token overwrites
+it. So other requests can resume from a state only if a copy was kept. Copies are pages of the same pool, found by the
+digest of the last page of their tokens. They have no holder, and are evicted least recently used first, for other
+copies and for new requests. `kept_states` decides which states are kept, and `drafted_pages` describes how guessed
+tokens run.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from kvcache.under_way import UnderWay
 
 
 class PassingCopies(dict[str, Digests]):
-    """By request the digest, `[1, words]`, of the copy in `pool` that goes along with it, from page to page.
+    """By request, the digest `[1, words]` of its passing copy in `pool`, the copy of its last full page.
 
-    Such a copy is of the last full page that its request has come to, and the next one takes its place. Where nobody
-    holds it, the next one is put where it lies: a step of many requests takes no page for that, and asks for none.
+    The next copy replaces it. If the copy has no holder, the next one is written to the same page. So a step of many
+    requests allocates no page.
     """
 
     def renew(
         self, pool: PagePool, request_ids: Sequence[str], digests: Digests, write: Callable[[Pages], None]
     ) -> bool:
-        """Have `write` write the copies of all these requests, found by `digests` from now on, and used last.
+        """Let `write` overwrite the copies of all these requests, and publish them under `digests` as the newest.
 
-        False, and nothing has changed: one of them has none, or somebody holds it, or one of `digests` is kept by now.
+        Returns False, and changes nothing, if a request has no copy, a copy has a holder, or a digest is already kept.
         """
         before = [self[request_id] for request_id in request_ids if request_id in self]
         if not before:
@@ -58,16 +59,15 @@ class PassingCopies(dict[str, Digests]):
 
 
 class StatePages(StateMemory):
-    """The state pages of one process: memory, which page a request has, and how far the state in it has come.
+    """The state pages of one replica: their memory, the page of each request, and the tokens that each state covers.
 
-    A `PagePool` tracks holders and writers as for any other page: the request and its leases hold the page; a transfer
-    writes to it. This class adds the rules for states alone: a state cannot go back, and a leased state does not
-    advance past the tokens that its reader was told of. The manager checks which calls a request may make
-    (`ReplicaStates`).
+    A `PagePool` tracks holders and writers as for any other page: the request and its leases hold the page, and a
+    transfer writes to it. This class adds the rules of states. A state cannot go back, and a leased state does not
+    advance past the tokens that its reader knows. The manager checks which calls a request may make (`ReplicaStates`).
 
-    There are `num_pages` pages on each shard's device: one for each request that may hold a state at a time, and the
-    rest for copies. Copies are found by digests of `digest_words` words. Raises `InvalidParamsError` if the shards
-    cannot share the heads, and `PoolTooSmallError` if a device is too small.
+    Each shard's device has `num_pages` pages: one for each request that may hold a state at a time, and the rest for
+    copies. Copies are found by digests of `digest_words` words. Raises `InvalidParamsError` if the shards cannot share
+    the heads, and `PoolTooSmallError` if a device is too small.
 
     With `slabs` the pages are these slabs in the memory of token pages, and `num_pages` has no effect. A slab is taken
     for a state, and given back when the state has no holder and is not a copy. Token pages use the other slabs.
@@ -87,16 +87,16 @@ class StatePages(StateMemory):
         super().__init__(shape, room)
         self.read, self.write = self._views.read, self._views.write
         self._page_of: dict[str, int] = {}
-        self._before: dict[int, int] = {}  # of a page that a transfer writes the copy that it came from
-        self._saved: dict[int, list[torch.Tensor]] = {}  # or what was in it, in host memory
+        self._before: dict[int, int] = {}  # by page that a transfer writes: the copy from which it was resumed
+        self._saved: dict[int, list[torch.Tensor]] = {}  # or else its former content, in host memory
         self._passing = PassingCopies()
-        self.hits = 0  # requests that went on from a copy
+        self.hits = 0  # requests that resumed from a copy
         self.drafts = DraftedPages(self._tokens)
 
     # ---- who holds what
 
     def allocate(self, request_id: str) -> int:
-        """A zeroed page for a request without: the state before its first token. Raises `NoFreeStatePageError`."""
+        """Give a request a zeroed page, the state before its first token. Raises `NoFreeStatePageError`."""
         if not self._room.make_room(moving=True):
             raise NoFreeStatePageError(f"request {request_id!r}: all {self.num_pages} state pages are held")
         page = self._page_of[request_id] = self.pool.allocate_one()
@@ -104,10 +104,10 @@ class StatePages(StateMemory):
         return page
 
     def release(self, request_id: str) -> None:
-        """Give the request's page back; it is free once no lease holds it, and no transfer writes it."""
+        """Give the request's page back. It is free once no lease holds it and no transfer writes it."""
         page = self.page_of(request_id)
         del self._page_of[request_id]
-        if (stays := self._passing.pop(request_id, None)) is not None:  # what it came to last stays, to be found
+        if (stays := self._passing.pop(request_id, None)) is not None:  # the copy of its last full page stays
             self._keep_below(int(self.pool.index.find(stays)[0]), stays)
         self._let_go(page)
         self._drop_drafted(request_id)
@@ -124,22 +124,22 @@ class StatePages(StateMemory):
         return page
 
     def tokens_of(self, request_id: str) -> int:
-        """Tokens that the request's state has taken up. Raises `StatePageError` while a transfer writes it."""
+        """The number of tokens in the request's state. Raises `StatePageError` while a transfer writes it."""
         page = self.page_of(request_id)
         if self.pool.writers[page]:
             raise StatePageError(f"request {request_id!r}: state page {page} is being written by a transfer")
         return int(self._tokens[page])
 
     def fork(self, parent: str, child: str) -> None:
-        """Copy the parent's state into the child's page; both hold one."""
+        """Copy the parent's state into the child's page. Both have a page already."""
         self._copy(self.page_of(parent), self.page_of(child))
 
-    # ---- copies that others go on from
+    # ---- copies that other requests resume from
 
     def keep(self, request_id: str, digest: Digests, tokens: int, *, passing: bool) -> None:
-        """Keep a copy of the request's state, if it is that after `tokens` tokens and a page is left for it.
+        """Keep a copy of the request's state, if that covers `tokens` tokens and a page is left for the copy.
 
-        `digest`, `[1, words]`: of the last page of these tokens. `passing`: the copy goes with the request's next one.
+        `digest`, `[1, words]`: of the last page of these tokens. `passing`: the request's next copy replaces this one.
         """
         page, pool = self.page_of(request_id), self.pool
         if self._tokens[page] != tokens:
@@ -159,7 +159,7 @@ class StatePages(StateMemory):
             self._keep_below(copy, digest)
 
     def keep_passing(self, request_ids: Sequence[str], digests: Digests, tokens: NDArray[np.int64]) -> bool:
-        """`keep` of several requests whose copies go with the next ones, at once. False: they need it one by one."""
+        """`keep` with `passing` for several requests at once. Returns False if `keep` must be called for each."""
         pages = [self.page_of(request_id) for request_id in request_ids]
         if np.count_nonzero(self._tokens[pages] != tokens):
             return False
@@ -172,13 +172,13 @@ class StatePages(StateMemory):
         return self._passing.renew(self.pool, request_ids, digests, write)
 
     def copy_of(self, digest: Digests) -> StateCopy | None:
-        """The copy under this digest, for another replica; None: the device has none."""
+        """The copy under this digest, for another replica; None if the device has none."""
         if (page := int(self.pool.index.find(digest)[0])) == NO_PAGE:
             return None
         return StateCopy([blocks[page] for blocks in chain.from_iterable(self.blocks)], int(self._tokens[page]))
 
     def take_copy(self, copy: StateCopy, digest: Digests) -> HeldPages | None:
-        """Keep another replica's copy here, too. Its page, which the caller holds; None if no page is left."""
+        """Keep another replica's copy here, too. Returns its page, held for the caller; None if no page is left."""
         if not self._room.make_room(moving=True):
             return None
         page = self.pool.allocate_one()
@@ -190,9 +190,9 @@ class StatePages(StateMemory):
         return HeldPages(self.pool, one_page(page))
 
     def bring_copy(self, digest: Digests, tokens: int) -> bool:
-        """Keep the state that the host has under this digest, after `tokens`, on the device, too.
+        """Copy the host's state under this digest, after `tokens` tokens, to the device, and keep it there.
 
-        Whether it is on its way. False if the device has it, the host has not, or no page is left.
+        Returns whether it is on its way: False if the device has it, the host has not, or no page is left.
         """
         absent, slots = self.pool.index.find(digest)[0] == NO_PAGE, self.below.slots(digest)
         if not absent or not slots.all() or not self._room.make_room(moving=False):
@@ -205,7 +205,7 @@ class StatePages(StateMemory):
         return True
 
     def resume(self, request_id: str, digest: Digests, tokens: int) -> None:
-        """Copy the state that is kept under `digest`, after `tokens`, into the request's page: it goes on from there.
+        """Copy the state kept under `digest`, after `tokens` tokens, into the request's page, which resumes from it.
 
         Raises `InvariantError` if there is none.
         """
@@ -214,7 +214,7 @@ class StatePages(StateMemory):
             self._copy(copy, page)
         elif not (slots := self.below.slots(digest)).all():
             raise InvariantError(f"request {request_id!r}: the state that it was to go on from is not kept")
-        else:  # what reads the page from now on reads that; it has one more holder until the copy is over
+        else:  # later reads of the page see this state; the copy holds the page until it is over
             self.below.hold(slots)
             self.below.restore(page, one_page(page), slots)
             self.below.arrive(np.array([page]))
@@ -224,20 +224,23 @@ class StatePages(StateMemory):
         self.hits += 1
 
     def forget_copies(self) -> None:
-        """Give up every copy."""
+        """Drop every copy."""
         self.pool.forget_idle()
         self._passing.clear()
 
     # ---- tokens that may be taken away again
 
     def draft(self, request_id: str) -> bool:
-        """Have a second page for the request's next run, until `settle`. False: none is left. Raises as `tokens_of`."""
+        """Give the request a second page for its next run, until `settle`. Returns False if none is left.
+
+        Raises as `tokens_of`.
+        """
         self._mark.check("draft")
         self.tokens_of(request_id)
         if request_id in self.drafts.page_of:
             return True
         self._mark.call = ("draft", request_id)
-        there = self._room.make_room(moving=False)  # a fetch may have told where the token pages are
+        there = self._room.make_room(moving=False)  # after a fetch, token pages must stay where they are
         if there:
             page = self.pool.allocate_one()
             self._tokens[page] = self._told[page] = 0
@@ -246,10 +249,10 @@ class StatePages(StateMemory):
         return there
 
     def settle(self, request_id: str, start: int) -> None:
-        """The request runs next from `start`, where one of its two states is: it has that page alone."""
+        """The request runs next from `start`, after which one of its two states is. It keeps only that page."""
         drafted, page = self.drafts.page_of[request_id], self._page_of[request_id]
         if self._tokens[drafted] == start:
-            if self.pool.holders[page] > 1:  # leases know the state by this page
+            if self.pool.holders[page] > 1:  # leases name the state by this page
                 self._copy(drafted, page)
             else:
                 self._page_of[request_id], self.drafts.page_of[request_id] = drafted, page
@@ -259,12 +262,12 @@ class StatePages(StateMemory):
         if (page := self.drafts.page_of.pop(request_id, None)) is not None:
             self._let_go(page)
 
-    # ---- pages that a transfer fills
+    # ---- pages that a transfer writes
 
     def begin_import(self, request_id: str, digest: Digests | None = None) -> int:
-        """The request's page, which belongs to a transfer from now on; the request cannot run.
+        """Hand the request's page to a transfer. The request cannot run until the import ends.
 
-        `digest`: of the copy that the page has, where it has one. It is kept until nothing writes the page any more.
+        `digest`: of the copy from which the page was resumed, if any. The copy is held as long as the page is written.
         """
         page = self.page_of(request_id)
         self._drop_drafted(request_id)
@@ -272,18 +275,18 @@ class StatePages(StateMemory):
         if digest is not None and (copy := self._found(digest)):
             self.pool.hold(one_page(copy))
             self._before[page] = copy
-        elif digest is not None:  # evicted for the import's own pages, or it came from below
+        elif digest is not None:  # the copy was evicted for the import's own pages, or the state came from below
             self._saved[page] = [blocks[page].to("cpu", copy=True) for blocks in chain.from_iterable(self.blocks)]
         return page
 
     def commit_import(self, request_id: str, tokens: int) -> None:
-        """Every byte of the page has arrived: it is the state after `tokens` tokens."""
+        """The transfer has written the whole page: it is the state after `tokens` tokens."""
         page = self.page_of(request_id)
         self._end_import(page)
         self._tokens[page] = tokens
 
     def cancel_import(self, page: int) -> None:
-        """Nothing writes the page any more: it is as before the import, or free if its request is gone."""
+        """The transfer is over without a state: the page is as before the import, or free if its request is gone."""
         if copy := self._before.get(page):
             self._copy(copy, page)
         elif saved := self._saved.get(page):
@@ -299,33 +302,33 @@ class StatePages(StateMemory):
         if copy := self._before.pop(page, None):
             self._let_go(copy)
 
-    # ---- pages that others read
+    # ---- pages that other managers read
 
     def held(self, request_id: str) -> HeldPages:
-        """The request's page, for a lease, which holds it also when the request is released meanwhile."""
+        """The request's page, for a lease. The lease keeps it even if the request is released meanwhile."""
         return HeldPages(self.pool, one_page(self.page_of(request_id)))
 
     def held_copy(self, digest: Digests) -> HeldPages:
-        """The copy under this digest, which there is, for a lease: it is used now."""
+        """The copy under this digest, which must exist, for a lease. It counts as just used."""
         return HeldPages(self.pool, one_page(self._found(digest)))
 
     def tell(self, request_id: str) -> None:
-        """A table has named the request's state as it is now: while it is leased it stays so."""
+        """A block table has named the request's present state, which must not change while it is leased."""
         self._told[self.page_of(request_id)] = self.tokens_of(request_id)
 
     def is_promised(self, request_id: str) -> bool:
-        """Whether others were told of the request's state as it is, under a lease: nothing may be written over it."""
+        """Whether a leased block table names the request's present state, so that nothing may overwrite it."""
         page = self.page_of(request_id)
         return 0 < self._tokens[page] == self._told[page] and self.pool.holders[page] > 1
 
     # ---- what a model reads and writes
 
     def pages_at(self, request_ids: Sequence[str], tokens: Sequence[int]) -> torch.Tensor:
-        """The requests' pages, int64 `[requests]`, whose states have taken up just `tokens`.
+        """The requests' pages, int64 `[requests]`, whose states must cover exactly `tokens`.
 
-        A state cannot go back, and does not say by itself how far it is: a step run twice would take tokens up twice.
-        And it is written over: one that others were told of, under a lease, cannot run on. Raises
-        `UnknownRequestError`, and `StatePageError` for a state that is elsewhere, or leased, or that a transfer writes.
+        A state cannot go back, and does not record how far it is, so a step that ran twice would count its tokens
+        twice. A run overwrites the state, so a leased one cannot run on. Raises `UnknownRequestError`, and
+        `StatePageError` if a state covers other tokens, is leased, or is being written by a transfer.
         """
         pages = [self.page_of(request_id) for request_id in request_ids]
         if not self.drafts.page_of and self._all_run_on(np.array(pages, np.int64), tokens):
@@ -348,25 +351,25 @@ class StatePages(StateMemory):
         return torch.tensor(pages, device=self.blocks[0][0].device)
 
     def _all_run_on(self, pages: NDArray[np.int64], tokens: Sequence[int]) -> bool:
-        """Whether none of these may be what `pages_at` refuses: what a step of many requests asks."""
+        """Whether `pages_at` surely accepts all of these: a quick test for steps of many requests."""
         has = self._tokens[pages]
-        told = (has > 0) & (has == self._told[pages])  # under a lease or not: rare enough to look at one by one
+        told = (has > 0) & (has == self._told[pages])  # perhaps leased: rare, so those are tested one by one
         return not np.count_nonzero((has != tokens) | (self.pool.writers[pages] > 0) | told)
 
     def advance(self, pages: torch.Tensor, tokens: Sequence[int]) -> None:
-        """Every layer of `pages` has been written: their states have taken up `tokens`."""
+        """Every layer of `pages` has been written: their states now cover `tokens`."""
         self._tokens[pages.cpu().numpy()] = tokens
 
-    # ---- as others see them
+    # ---- for transfers, recovery and checks
 
     def kinds(self, shard: int) -> list[KindPages]:
-        """Where the states of each kind lie on a shard, `num_pages` and page 0."""
+        """The layout of each kind of state on a shard, including page 0."""
         return self._room.kinds(shard)
 
     def mend(self, request_ids: Iterable[str], written: Sequence[int], leased: Ints) -> None:
         """Rebuild the holders after an interrupt, from the claimed requests, pages in transfer, and open leases.
 
-        `leased`: how many of these hold each page. Copies that are intact stay.
+        `leased`: the number of leases on each page. Intact copies stay.
         """
         claimed = {*request_ids}
         for of_requests in (self._page_of, self.drafts.page_of, self._passing):
@@ -374,7 +377,7 @@ class StatePages(StateMemory):
                 del of_requests[request_id]
         own = {*self._page_of.values()}
         for request_id, page in list(self.drafts.page_of.items()):
-            if page in own or request_id not in self._page_of:  # interrupted while it took the other's place
+            if page in own or request_id not in self._page_of:  # `settle` was interrupted
                 del self.drafts.page_of[request_id]
         self._before = {page: copy for page, copy in self._before.items() if page in written}
         self._saved = {page: saved for page, saved in self._saved.items() if page in written}
@@ -388,7 +391,7 @@ class StatePages(StateMemory):
         return [*self._page_of.values(), *self.drafts.page_of.values()]
 
     def _counted(self, written: Sequence[int], leased: Ints | int) -> tuple[Ints, Ints]:
-        """How many hold each page, those of token pages left out, and how many transfers write it."""
+        """The holders and the writers of each page, as arrays, without the slabs that token pages hold."""
         coming = [int(pages[0]) for pages in self.below.coming()]
         held = [*self._own, *self._before.values(), *coming]
         holders, writers = (
@@ -397,9 +400,9 @@ class StatePages(StateMemory):
         return holders + leased, writers
 
     def check(self, request_ids: Iterable[str], written: Sequence[int] = (), leased: Ints | int = 0) -> None:
-        """Recount: just these requests have a page, transfers write `written`, and page 0 is empty.
+        """Recount: exactly these requests have a page, transfers write `written`, and page 0 is empty.
 
-        `leased`: how many leases hold each page.
+        `leased`: the number of leases on each page.
 
         Raises `InvariantError` at the first discrepancy.
         """

@@ -1,8 +1,8 @@
-"""`StateRoom`: where the recurrent states of a replica lie: in memory of their own, or in slabs of the token pages'.
+"""`StateRoom`: the memory of a replica's recurrent states: their own, or slabs of the token pages' memory.
 
-In slabs (`StateSlabs`) one budget is for both. A slab (`kvcache.pool.slabs`) is as many neighbouring pages as hold a
-state on every shard. State page s is slab s: its kinds lie one behind the other from the slab's first byte on, each
-aligned.
+With slabs (`StateSlabs`) states and token pages share one budget. A slab (`kvcache.pool.slabs`) is a run of as many
+pages as hold a state on every shard. State page s is slab s. Its kinds lie one behind the other from the slab's first
+byte on, each aligned.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool, SlabStates, num_slabs
 from kvcache.storage import allocate_blocks
 
-_ALIGNED = 16  # bytes, of slabs and of the kinds in them
+_ALIGNED = 16  # alignment in bytes, of slabs and of the kinds in them
 
 StateLayouts = Sequence[Mapping[str, PageLayout]]
 
 
 def pages_of_slab(states: StateLayouts, pages: Sequence[PageLayout]) -> int:
-    """The least number of pages whose bytes, aligned, hold a state on each shard."""
+    """The least number of pages that hold a state on each shard, and whose bytes are a multiple of the alignment."""
     count = max(-(-kind_offsets(kinds)[-1] // page.page_bytes) for kinds, page in zip(states, pages, strict=True))
     while any(count * page.page_bytes % _ALIGNED for page in pages):
         count += 1
@@ -34,15 +34,15 @@ def pages_of_slab(states: StateLayouts, pages: Sequence[PageLayout]) -> int:
 
 
 def most_states(num_pages: int, slab_pages: int) -> int:
-    """The states that there may be in so many pages of a replica, if no token had one."""
+    """The most states that fit into so many pages of a replica, if no tokens are cached."""
     return num_slabs(num_pages, slab_pages)
 
 
 class StateRoom:
-    """Memory of their own for the states of one replica, of `num_pages` pages, and the holders of each.
+    """Memory of their own for the states of one replica, of `num_pages` pages, and the holders of each page.
 
-    Copies, which nobody holds, go least recently used first; they are found by digests of `digest_words` words. Raises
-    `PoolTooSmallError` if a device is too small.
+    Copies have no holder and are evicted least recently used first. They are found by digests of `digest_words` words.
+    Raises `PoolTooSmallError` if a device is too small.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class StateRoom:
 
     @property
     def tensors(self) -> list[list[torch.Tensor]]:
-        """Memory of their own, `[shard][kind]`."""
+        """The memory of the states, `[shard][kind]`."""
         return self.blocks
 
     @property
     def num_free(self) -> int:
-        """Pages that can be given: those of copies count."""
+        """Pages that can be allocated, including those of copies."""
         return self.pool.free_count
 
     @property
@@ -83,15 +83,15 @@ class StateRoom:
 
     @property
     def may_lose_pages(self) -> bool:
-        """Whether pages of tokens or copies may be evicted for the next request, and it cannot be known which."""
+        """Whether token pages or copies may be evicted for the next request, and it cannot be known which."""
         return False
 
-    def make_room(self, *, moving: bool) -> bool:  # noqa: ARG002 - nothing else lies here
-        """Whether a page can be had, for which a copy may have to go. `moving`: token pages may be moved for it."""
+    def make_room(self, *, moving: bool) -> bool:  # noqa: ARG002 - no token pages lie here
+        """Whether a page can be allocated, perhaps by evicting a copy. `moving`: token pages may be moved for it."""
         return self.pool.free_count > 0
 
     def kinds(self, shard: int) -> list[KindPages]:
-        """Where the states of each kind lie on a shard."""
+        """The layout of each kind of state on a shard."""
         return [
             KindPages(kind, layout, region, offset=0, stride=layout.page_bytes)
             for region, (kind, layout) in enumerate(self.layouts[shard].items())
@@ -104,9 +104,10 @@ class StateRoom:
 
 
 class StateSlabs(StateRoom):
-    """The slabs of one replica's pages: `rows` are these, `[pages, words]`, on each shard.
+    """The slabs of one replica's token pages as the memory of its states.
 
-    `SlabStates` takes slabs and gives them back. Raises `PoolTooSmallError` if no slab has room.
+    `rows`: these token pages by shard, `[pages, words]`. `SlabStates` takes slabs and gives them back. Raises
+    `PoolTooSmallError` if the pool has no slab.
     """
 
     def __init__(self, layouts: StateLayouts, slabs: SlabPool, rows: Sequence[torch.Tensor]) -> None:
@@ -126,12 +127,12 @@ class StateSlabs(StateRoom):
 
     @property
     def tensors(self) -> list[list[torch.Tensor]]:
-        """None: they lie in the token pages'."""
+        """Empty lists, as states lie in the token pages."""
         return [[] for _ in self.blocks]
 
     @property
     def num_free(self) -> int:
-        """Whether a page can be given."""
+        """1 if a page can be allocated, else 0."""
         return int(self._slabs.can_take_slab())
 
     @property
@@ -158,7 +159,7 @@ class StateSlabs(StateRoom):
         ]
 
     def check(self) -> None:
-        """As the base: here page 0 is the pages' own."""
+        """As the base, except that page 0 belongs to the token pages and is not checked."""
 
 
 def one_page(page: int) -> NDArray[np.int32]:
@@ -167,7 +168,7 @@ def one_page(page: int) -> NDArray[np.int32]:
 
 
 def kind_offsets(kinds: Mapping[str, PageLayout]) -> list[int]:
-    """Bytes from the start of a state to each of its kinds, one behind another, and to the end of the last."""
+    """The byte offsets of each kind in a state, one behind another, and the end of the last."""
     at = [0]
     for page in kinds.values():
         at.append(-(-(at[-1] + page.page_bytes) // _ALIGNED) * _ALIGNED)

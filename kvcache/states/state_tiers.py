@@ -30,11 +30,11 @@ from kvcache.tiers.tiers import Kept, TierRoom, Tiers, make_tiers
 
 _GB = 2**30
 _LEAST_SLOTS = 2  # one is read from a file while another is held
-_SHARE = 0.025  # of the time that passes, for copies that take the loop's own
+_SHARE = 0.025  # of the time that passes, for copies that run in the loop's thread
 
 
 class StateTier(ReplicaTier):
-    """One replica's side of the host tier of states. A state that comes back is read at once, in the device's order."""
+    """One replica's side of the host tier of states. A returning state is read at once, in the device's order."""
 
     def _keep(self, pages: Pages) -> None:
         self.pool.hold(pages)
@@ -44,9 +44,9 @@ class StateTier(ReplicaTier):
 
 
 def divide_tiers(params: KVCacheParams, shards: int) -> TierRoom:
-    """Divide host memory and files between pages and states on so many shards; pages have what no state fills.
+    """Divide host memory and files between pages and states on so many shards. Pages get what the states leave over.
 
-    Raises `PoolTooSmallError` for room for fewer than two states.
+    Raises `PoolTooSmallError` if there is room for fewer than two states.
     """
     space, most = (int((size or 0) * _GB) for size in (params.host_kvcache_swap_space_gb, params.file_tier_max_gb))
     if params.states is None or not params.enable_kvcache_swapping_to_host:
