@@ -1,4 +1,4 @@
-"""Where evicted pages go: host memory and files, and the copies between them and the devices.
+"""Host memory, files and objects for evicted pages, and the copies between them and the devices.
 
 Imports `kvcache.pool`, `kvcache.replica` and the values of `kvcache`. Start reading at `tiers.py`.
 """

@@ -1,8 +1,7 @@
-"""Files in our own folders, accessible to their owner alone and never opened through a link; and drafts of them.
+"""Files in folders of our own, and drafts of them. Only their owner may access them, and none is opened through a link.
 
-A draft is a file that is being written; no process reads it before it is whole. Its writer holds a lock on it. The
-kernel releases the lock when the process ends, however it ends, so a draft without a lock is left from a killed
-process.
+A draft is a file that is being written. No process reads it before it is whole. Its writer holds a lock on it, which
+the kernel releases when the process ends, however it ends. So a draft without a lock was left by a killed process.
 """
 
 import contextlib
@@ -16,19 +15,19 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 OWN_FILE = 0o600
-"""Prompts can be told from KV: files are for their owner alone, whatever the umask."""
+"""Prompts can be derived from KV, so only the owner may access a file, whatever the umask."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-# Without waiting, where the name is a pipe's.
+# O_NONBLOCK: opening a pipe of that name must not wait.
 TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _TO_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _TO_LOCK = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _NAME = re.compile(r"[0-9a-f]{16}-[0-9]+\.tmp")
-_ABANDONED_S = 3600.0  # where the file system has no locks: a file that is being written is younger
+_ABANDONED_S = 3600.0  # on a file system without locks, an older draft counts as abandoned
 
 
 @contextlib.contextmanager
 def opened_folder(path: Path) -> Generator[int]:
-    """The descriptor of a folder, which is no link. Raises `OSError`."""
+    """Open a folder that is not a link, and yield its descriptor. Raises `OSError`."""
     folder = os.open(path, _FOLDER)
     try:
         yield folder
@@ -38,7 +37,7 @@ def opened_folder(path: Path) -> Generator[int]:
 
 @contextlib.contextmanager
 def opened(path: Path, flags: int = TO_READ) -> Generator[int]:
-    """The descriptor of a file of a folder of ours. Neither is a link, which could name anybody's. Raises `OSError`."""
+    """Open a file in a folder and yield its descriptor. Neither may be a link. Raises `OSError`."""
     with opened_folder(path.parent) as folder:
         file = os.open(path.name, flags, OWN_FILE, dir_fd=folder)
     try:
@@ -48,22 +47,22 @@ def opened(path: Path, flags: int = TO_READ) -> Generator[int]:
 
 
 def list_folder(path: Path) -> list[str]:
-    """The names in a folder, which is no link. Raises `OSError`."""
+    """The names in a folder that is not a link. Raises `OSError`."""
     with opened_folder(path) as folder:
-        return os.listdir(folder)  # noqa: PTH208 - a path cannot be held to what was opened
+        return os.listdir(folder)  # noqa: PTH208 - a path could name another folder by now
 
 
 def draft_names() -> Iterator[str]:
-    """Names that no process has used before, for any thread."""
+    """Names that no process has used before. Any thread may draw from the iterator."""
     return map(f"{secrets.token_hex(8)}-{{}}.tmp".format, itertools.count())
 
 
 @contextlib.contextmanager
 def open_draft(path: Path) -> Generator[int]:
-    """The descriptor of a new file, for its owner alone. It counts as being written until it is closed.
+    """Create a file for its owner alone, and yield its descriptor. It counts as being written until it is closed.
 
-    A process that starts may take it for abandoned, and remove it, just before it is locked. It cannot be renamed then
-    (FileNotFoundError): who writes it begins again under another name. Raises `OSError` if it cannot be made.
+    A process that starts may take the draft for abandoned and remove it just before it is locked. Renaming it then
+    raises FileNotFoundError, and the writer begins again under another name. Raises `OSError` if it cannot be created.
     """
     with opened(path, _TO_WRITE) as file:
         os.fchmod(file, OWN_FILE)
@@ -72,7 +71,7 @@ def open_draft(path: Path) -> Generator[int]:
 
 
 def remove_abandoned(folder: Path, names: list[str]) -> None:
-    """Remove the drafts among these names of a folder whose writers are gone. Raises no error."""
+    """Remove the drafts among these names of a folder whose writers have ended. Never raises."""
     for path in [folder / name for name in names if _NAME.fullmatch(name)]:
         with contextlib.suppress(OSError), opened(path, _TO_LOCK) as file:
             locked = _lock(file)
@@ -81,7 +80,7 @@ def remove_abandoned(folder: Path, names: list[str]) -> None:
 
 
 def _lock(file: int) -> bool | None:
-    """Whether we hold the lock now; None if the file system has no locks."""
+    """Try to lock the file. Returns whether that succeeded, or None if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

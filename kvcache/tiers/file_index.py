@@ -1,4 +1,4 @@
-"""`FileIndex`: page digest → file and place, and which file goes first."""
+"""`FileIndex`: page digest → file and place in it, and the order in which files are removed."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ NO_ENTRY = NO_PAGE
 @dataclass(eq=False, slots=True)
 class _File:
     number: int
-    entries: Entries  # by place in the file; NO_ENTRY for a page that is not looked for here
+    entries: Entries  # by place in the file; NO_ENTRY for a page that is no longer found here
     size: int
 
 
 class FileIndex:
-    """The pages of all known files, of `max_bytes` together. An entry stands for one page; arrays have what is kept."""
+    """The pages of all known files, of `max_bytes` together. An entry is the index of a page in the arrays."""
 
     def __init__(self, max_bytes: int, page_bytes: int, digest_words: int) -> None:
         capacity = max_bytes // page_bytes
@@ -35,8 +35,8 @@ class FileIndex:
         self._files: OrderedDict[str, _File] = OrderedDict()  # least recently used first
         self._names: dict[int, str] = {}
         self._numbers = 0
-        self.bytes = 0  # of all files together
-        # For the caller's own use; an entry keeps it when it is given to another page.
+        self.bytes = 0  # the size of all files together
+        # Set and cleared by the caller; an entry keeps its mark if it is given to another page.
         self.reading = np.zeros(capacity + 1, np.bool_)
 
     def __contains__(self, name: str) -> bool:
@@ -47,23 +47,23 @@ class FileIndex:
         return frozenset(self._files)
 
     def find(self, digests: Digests) -> Entries:
-        """The entry of each page, `NO_ENTRY` where there is none."""
+        """The entry of each page, `NO_ENTRY` if there is none."""
         return self.pages.find(digests)
 
     def whereabouts(self, entries: Entries) -> list[tuple[str, int, NDArray[np.intp]]]:
-        """Each run of `entries` that lies side by side in a file: the file, its first place, and where in `entries`."""
+        """The runs of `entries` that are adjacent in a file: the file, the first place, the indices in `entries`."""
         files, places = self._file_of[entries], self._place_of[entries]
         cuts = np.flatnonzero((np.diff(files) != 0) | (np.diff(places) != 1)) + 1
         runs = np.split(np.arange(len(entries)), cuts)
         return [(self._names[int(files[at[0]])], int(places[at[0]]), at) for at in runs if at.size]
 
     def use(self, entries: Entries) -> None:
-        """The pages of these entries were used just now: their files go last."""
+        """Mark the files of these entries as just used, so that they are removed last."""
         for number in np.unique(self._file_of[entries]).tolist():
             self._files.move_to_end(self._names[number])
 
     def room_for(self, size: int) -> list[str]:
-        """Forget the least recently used files until there is room for one of `size` bytes; which ones."""
+        """Forget the least recently used files until `size` more bytes fit. Returns their names."""
         names: list[str] = []
         while self._files and self.bytes + size > self._max_bytes:
             names.append(next(iter(self._files)))
@@ -71,16 +71,16 @@ class FileIndex:
         return names
 
     def add(self, name: str, size: int, digests: Digests, tables: NDArray[np.intp] | None = None) -> None:
-        """A file of these pages, distinct, for which there is room. One that is known by this name is replaced.
+        """Add a file of these distinct pages, for which there must be room. It replaces a known file of this name.
 
-        `tables`: of each page its block table, where there are several.
+        `tables`: the block table of each page, if there are several.
         """
         self.forget(name)
         count = len(digests)
         self._free_count -= count
         entries = self._free[self._free_count : self._free_count + count].copy()
         self.pages.say_tables(entries, tables)
-        known = self.pages.publish(entries, digests) != entries  # another file has the page, too
+        known = self.pages.publish(entries, digests) != entries  # pages that another file has, too
         self._give_back(entries[known])
         self._numbers += 1
         self._file_of[entries], self._place_of[entries] = self._numbers, np.arange(count)
@@ -90,7 +90,7 @@ class FileIndex:
         self.bytes += size
 
     def forget(self, name: str) -> None:
-        """The file is gone, or was never known."""
+        """Forget a file. A no-op if it is not known."""
         file = self._files.pop(name, None)
         if file is None:
             return
@@ -101,7 +101,7 @@ class FileIndex:
         self.bytes -= file.size
 
     def drop(self, entries: Entries) -> None:
-        """Look for these pages no more; the others of their files stay."""
+        """Forget these pages. The other pages of their files stay."""
         for entry in entries.tolist():
             self._files[self._names[int(self._file_of[entry])]].entries[self._place_of[entry]] = NO_ENTRY
         self.pages.withdraw(entries)

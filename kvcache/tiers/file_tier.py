@@ -1,7 +1,6 @@
-"""The file tier: pages of the host tier in a folder, found by their digests. Outlives the process.
+"""The file tier: pages of the host tier in a folder, found by their digests. It outlives the process.
 
-Several processes may share the folder: each looks for the others' files now
-and then, and takes a file that is gone for a miss.
+Several processes may share the folder. Each looks for the others' files now and then. A file that is gone is a miss.
 """
 
 import contextlib
@@ -28,23 +27,23 @@ from kvcache.tiers.page_folder import PageFolder, Scan
 from kvcache.types import PageIO, Part
 
 MakeIO = Callable[[Sequence[torch.Tensor]], PageIO]
-"""Makes what moves the bytes for one thread, given the host memory that it moves them from and to."""
+"""Makes the object that moves bytes for one thread between files and the given host memory."""
 
 FILE_BYTES = 16 << 20
-_LONGEST_QUEUED_S = 1.0  # then a file is written that is not full
-_LONGEST_WAIT_S = 0.1  # of a reservation, for pages that are on their way
+_LONGEST_QUEUED_S = 1.0  # after this a file is written even if it is not full
+_LONGEST_WAIT_S = 0.1  # for a reservation that waits for pages being read
 _RESCAN_S = 5.0
 _PAUSE_S = 10.0  # after a write that failed
-# What is wrong with the bytes of a file, and not with a call of the system.
+# Refusals due to the bytes of a file, not to a failed system call.
 _DAMAGE = frozenset({FileRefusal.CUT, FileRefusal.FOREIGN, FileRefusal.CORRUPTED})
 
 _log = logging.getLogger("pagewire")
 
 
 class FileTier(LowerTier):
-    """Files of pages below a host tier, least recently used first, of `max_bytes` together.
+    """Files of pages below a host tier, removed least recently used first, of `max_bytes` together.
 
-    `make_io` is called once for each of the two threads. Raises `PoolTooSmallError` if not a file of one page fits.
+    `make_io` is called once for each of the two threads. Raises `PoolTooSmallError` if `max_bytes` cannot hold a page.
     """
 
     def __init__(self, folder: PageFolder, layout: FileFormat, max_bytes: int, host: HostTier, make_io: MakeIO) -> None:
@@ -55,27 +54,27 @@ class FileTier(LowerTier):
         self._layout = layout
         self._max_bytes = max_bytes
         self._read_io, self._write_io = make_io(host.memory), make_io(host.memory)
-        # A small host tier must not stand still while a file is written from its slots.
+        # Files are small enough that a small host tier can still be used while one is written from its slots.
         most = (FILE_BYTES // layout.page_bytes, host.pool.num_pages // 4, layout.most_in(max_bytes))
         self.pages_a_file = max(1, min(most))
         self._index = FileIndex(max_bytes, layout.page_bytes, layout.digest_bytes // 8)
         if layout.tables > 1:
             self._index.pages.tables = np.zeros(len(self._index.pages.published), np.intp)
-        self._queue: deque[tuple[float, Digests]] = deque()  # when they were offered
+        self._queue: deque[tuple[float, Digests]] = deque()  # the time of each offer, and its pages
         self._scan: Future[Scan] | None = None
         self._scanned = self._clock()
         self._take_up_scan(folder.scan(layout, frozenset(), first=True))
 
     # ---- up: from files to host slots
 
-    def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:  # noqa: ARG002 - what there is, is known
+    def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:  # noqa: ARG002 - all is known here
         self._take_up_reads()
         found = np.zeros_like(asked)
         found[asked] = self._index.find(digests[asked]) != NO_ENTRY
         return found
 
     def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:  # noqa: ARG002 - it always pays
-        """As the base. `wait`, for at most `_LONGEST_WAIT_S`, for those that are on their way."""
+        """As the base. `wait`: wait for the reads under way, at most `_LONGEST_WAIT_S`."""
         names = digests.swapaxes(0, 1)[wanted.T][: self._host.pool.free_count // 2]
         entries = self._index.find(names)
         absent = (self._host.pool.index.find(names) == NO_PAGE) & ~self._index.reading[entries]
@@ -91,18 +90,18 @@ class FileTier(LowerTier):
 
     @property
     def generation(self) -> int:
-        """Counts the pages that come to files and go."""
+        """Counts the pages that were added or removed."""
         return self._index.pages.generation
 
     # ---- down: from host slots to files
 
     def offer(self, digests: Digests) -> None:
-        """The host tier has these pages now: they are written, if they are still there when their turn comes."""
+        """The host tier has these pages now. They are written later, if they are still there."""
         if self._clock() >= self._paused_until:
             self._queue.append((self._clock(), digests))
 
     def used(self, digests: Digests) -> None:
-        """A request has used these pages: their files stay longer, and what was dropped is written again."""
+        """A request has used these pages. Their files are kept longer, and pages without a file are written again."""
         entries = self._index.find(digests)
         known = entries != NO_ENTRY
         self._index.use(entries[known])
@@ -131,7 +130,7 @@ class FileTier(LowerTier):
             self._take_up()
 
     def reset(self) -> None:
-        """Forget every file, so that no process finds them: the folder starts anew."""
+        """Forget every file, and start a new epoch, so that no process finds the old files."""
         self._queue.clear()
         self.flush()
         wait([job.done for job in self._jobs])
@@ -144,23 +143,23 @@ class FileTier(LowerTier):
         self._writer.submit(self._folder.remove, self._folder.renew())
 
     def close(self) -> None:
-        """End the threads, once all that was begun is done. Safe twice."""
+        """Finish everything that was begun, and end the threads. Safe to call twice."""
         self._reader.shutdown()
-        self._take_up_reads()  # the slots of what was still being read
+        self._take_up_reads()  # frees the slots of the last reads
         self._writer.shutdown()
 
     @property
     def files_refused(self) -> int:
-        """Files that lay in the folder and were not taken up. `PageFolder.refusals` has the reasons."""
+        """Files in the folder that were not accepted. `PageFolder.refusals` has the reasons."""
         return self._folder.refusals.total()
 
     @property
     def index(self) -> PrefixIndex:
-        """The pages of all files that are known."""
+        """The pages of all known files."""
         return self._index.pages
 
     def mend(self) -> None:
-        """As the base: the next look at the folder finds what is there."""
+        """As the base. The next scan of the folder finds its files again."""
         super().mend()
         self._scan = None
         self._queue.clear()
@@ -188,7 +187,7 @@ class FileTier(LowerTier):
             self._jobs.append(Job(done, take, slots[at]))
 
     def _read_file(self, path: Path, first: int, names: Digests, pages: list[list[Part]]) -> list[FileRefusal | None]:
-        """In the thread of reads. The file counts as used just now: for other processes, and for the next start."""
+        """Runs in the read thread. Also marks the file as just used, for other processes and for the next start."""
         refusals = read_pages(path, self._layout, first, names, pages, self._read_io)
         with contextlib.suppress(OSError):
             os.utime(path, follow_symlinks=False)
@@ -210,7 +209,10 @@ class FileTier(LowerTier):
         digests: Digests,
         tables: NDArray[np.intp] | None,
     ) -> None:
-        """The pages of these `entries`, of block `tables` where there are several, are in `slots`, or are refused."""
+        """End a read into `slots`: publish the pages that were read, and drop the entries of those that were refused.
+
+        `tables`: the block table of each page, if there are several.
+        """
         refusals = done.result()
         right = np.array([refusal is None for refusal in refusals], np.bool_)
         self._index.reading[entries] = False
@@ -219,14 +221,14 @@ class FileTier(LowerTier):
         self.read += int(right.sum())
         self.refusals.update(refusal for refusal in refusals if refusal)
         if not right.all():
-            still = self._index.find(digests) == entries  # not replaced meanwhile
+            still = self._index.find(digests) == entries  # entries that were not replaced meanwhile
             self._lose(entries[~right & still], set(refusals))
 
     def _lose(self, entries: Entries, refusals: set[FileRefusal | None]) -> None:
-        """These pages, all of one file, could not be read. A file whose bytes are wrong is removed.
+        """Drop pages of one file that could not be read. If the bytes of the file are wrong, remove the file.
 
-        Otherwise each start, and each process that shares the folder, would find the damaged page again, in place of
-        the copy that has been written since. The other pages of the file are written again when they are used.
+        If it stayed, each start and each process that shares the folder would find the damaged page again, and not the
+        copy that is written next. The other pages of the file are written again when they are used.
         """
         names = {name for name, _, _ in self._index.whereabouts(entries)}
         self._index.drop(entries)
@@ -239,7 +241,7 @@ class FileTier(LowerTier):
         digests = np.concatenate([offered for _, offered in self._queue])[: self.pages_a_file]
         self._unqueue(len(digests))
         slots = self._host.pool.index.find(digests)
-        _, once = np.unique(slots, return_index=True)  # offered twice, it is written once
+        _, once = np.unique(slots, return_index=True)  # a page that was offered twice is written once
         once = np.sort(once)
         once = once[(slots[once] != NO_PAGE) & (self._index.find(digests[once]) == NO_ENTRY)]
         slots, digests = slots[once], digests[once]
@@ -288,9 +290,9 @@ class FileTier(LowerTier):
 def _write(
     folder: PageFolder, layout: FileFormat, names: Digests, pages: Sequence[Sequence[Part]], io: PageIO
 ) -> tuple[str, int]:
-    """Write a file of pages. Its folder is made again if it was deleted or replaced."""
+    """Write a file of pages. If the folder was deleted or replaced, it is made again."""
     try:
         return write_pages(folder.path, next(folder.drafts), layout, names, pages, io)
-    except (FileNotFoundError, NotADirectoryError):  # or the draft was taken for abandoned: hardly twice
+    except (FileNotFoundError, NotADirectoryError):  # or the draft was removed as abandoned, which hardly happens twice
         folder.make_again()
         return write_pages(folder.path, next(folder.drafts), layout, names, pages, io)

@@ -1,8 +1,8 @@
-"""The host tier: pages in host memory, and what one replica does with them.
+"""The host tier: pages in host memory, and the part of one replica in it.
 
-A page that a replica publishes is copied into a host slot soon after (write-through); a prompt whose pages have left
-the device takes them up from there. Slots are kept as device pages are: a `PagePool` says which are published, held by
-a copy, or idle, least recently used first.
+A page that a replica publishes is copied into a host slot soon after (write-through). If a prompt's pages have left the
+device, they are copied back from there. Slots are managed like device pages: a `PagePool` says which are published,
+held by a copy, or idle, and evicts idle ones least recently used first.
 """
 
 import time
@@ -27,14 +27,14 @@ from kvcache.replica.rows import Pages, Rows, as_rows
 from kvcache.storage import allocate_host_rows
 from kvcache.tiers.page_files import FileRefusals
 
-_BROUGHT_BYTES = 8 << 20  # for others than our rows, between two steps
+_BROUGHT_BYTES = 8 << 20  # copied between two steps for requests of other replicas
 
 
 class HostTier:
-    """Slots of host memory, each for one page of any replica: the shards of a page side by side, one array a shard.
+    """Slots of host memory, one for a page of any replica. The shards of a page lie at its slot in one array each.
 
-    Slot 0 stands for none. `pinned`: a GPU copies from and to the memory. `tables`: the pages are of several block
-    tables, and the index says of which. Raises `PoolTooSmallError`.
+    Slot 0 is the null slot. `pinned`: a GPU copies from and to the memory. `tables`: pages belong to several block
+    tables, and the index records which. Raises `PoolTooSmallError`.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class HostTier:
         owner = self if pinned else None
         self.memory = [allocate_host_rows(num_slots + 1, size, owner) for size in shard_bytes]
         self._rows = [memory.numpy() for memory in self.memory]
-        self.lower: list[LowerTier] = []  # where the pages are that left it, the nearest first
+        self.lower: list[LowerTier] = []  # the tiers below, nearest first
 
     def touch(self, slots: Slots) -> None:
-        """Published `slots`, in logical order, were used just now: they go last, and their tail first of them."""
+        """Mark published `slots`, in logical order, as just used. The last of them is evicted first."""
         self.pool.hold(slots)
         self.pool.release(slots)
 
@@ -60,16 +60,16 @@ class HostTier:
 
 @dataclass(eq=False, slots=True)
 class HostLoad:
-    """Pages on their way back to the device: no other request can find them, and none may read them yet."""
+    """Pages that are being copied back to the device. No other request finds them, and none may read them yet."""
 
     slots: Slots
     pages: Pages
-    marks: list[CopyMark] | None = None  # None until it is begun, then one for each shard that copies beside us
-    digests: Digests | None = None  # of pages that no row has: they are published when they are there
+    marks: list[CopyMark] | None = None  # None until the copy begins, then one for each shard's asynchronous copy
+    digests: Digests | None = None  # for pages that no row has: they are published when the copy is over
 
 
 class HostStore(NamedTuple):
-    """Pages whose copies into host slots run beside us."""
+    """Pages whose copies into host slots run asynchronously."""
 
     pages: Pages
     slots: Slots
@@ -79,61 +79,61 @@ class HostStore(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """What a thread of a tier does."""
+    """Work of a thread of a tier."""
 
     done: Future[Any]
-    take: Callable[[], None]  # takes its result up, in the loop's thread; raises what the thread has raised
-    slots: Slots  # held until it is done
-    names: Sequence[bytes] = ()  # of objects that are asked for or read
-    era: int = 0  # resets of its tier before it
+    take: Callable[[], None]  # handles the result in the loop's thread; raises the thread's error
+    slots: Slots  # held until the work is done
+    names: Sequence[bytes] = ()  # objects that are looked up or read
+    era: int = 0  # the number of resets of its tier before it
 
 
 class LowerTier:
-    """Where the pages are that the host tier does not have: files or objects, which outlive the process.
+    """A tier below the host tier: files or objects, which outlive the process.
 
-    The loop's thread keeps all books. Two threads of the tier's own move the bytes, one for reads and one for writes,
-    from and to host slots that are held meanwhile. The loop takes up what they have done when it comes by.
+    All state belongs to the loop's thread. Two threads of the tier move the bytes, one for reads and one for writes.
+    The host slots that they read or write are held meanwhile. The loop polls for their results.
     """
 
-    asks = False  # whether somebody has to be asked for what is there
+    asks = False  # whether a remote store has to be asked which pages it has
 
     def __init__(self, host: HostTier, of: str) -> None:
         self._host = host
         self._clock = time.monotonic
         self._reader = ThreadPoolExecutor(1, f"pagewire-{of}-reads")
         self._writer = ThreadPoolExecutor(1, f"pagewire-{of}-writes")
-        self._jobs: deque[Job] = deque()  # of the thread of reads, in order
-        self._writes: deque[Job] = deque()  # of the thread of writes: one at a time
-        self._paused_until = 0.0  # after what has failed
+        self._jobs: deque[Job] = deque()  # of the read thread, in order
+        self._writes: deque[Job] = deque()  # of the write thread, one at a time
+        self._paused_until = 0.0  # set after a failure
         self.written: int = 0  # pages so far
-        self.read: int = 0  # likewise
-        self.refusals = FileRefusals()  # pages that were wrong, cut short or gone when they were to be read
+        self.read: int = 0  # pages so far
+        self.refusals = FileRefusals()  # pages that were wrong, cut short or gone when they were read
 
     # ---- up, to host slots
 
     @property
     @abstractmethod
     def generation(self) -> int:
-        """Counts what has become known of what is there."""
+        """Changes whenever more is known about which pages the tier has."""
 
     @abstractmethod
     def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:
-        """Which of the `asked` pages are known to be there; `perhaps`: and those of which nothing is known yet."""
+        """Which `asked` pages the tier is known to have; with `perhaps`, also those not known to be absent."""
 
-    def ask(self, digests: Digests, perhaps: Asked) -> bool:  # noqa: ARG002 - all is known
-        """Ask for these pages, of which nothing is known; whether an answer is on its way, and in time."""
+    def ask(self, digests: Digests, perhaps: Asked) -> bool:  # noqa: ARG002 - everything is known
+        """Ask for pages that are not known yet. Returns whether an answer is on its way and may be waited for."""
         return False
 
     @abstractmethod
     def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:
-        """Begin to read the `wanted` pages, all of which there are, by column, as far as the host has room.
+        """Begin to read the `wanted` pages, which the tier has, column by column, as far as the host has room.
 
-        `gain`: of how many pages the tokens need not be computed then. `wait`: for a while.
+        `gain`: the number of pages whose tokens then need not be computed. `wait`: wait a while for them.
         """
 
     @abstractmethod
     def brings(self, digests: Digests, wanted: Asked) -> bool:
-        """Whether some of the `wanted` pages are on their way up, and not for too long."""
+        """Whether some `wanted` pages are being read, and may still be waited for."""
 
     # ---- down, from host slots
 
@@ -144,15 +144,15 @@ class LowerTier:
         """A request has used these pages."""
 
     def ended(self, digests: Digests) -> None:
-        """A request of these pages, `[tables, pages, words]`, is over."""
+        """A request with these pages, `[tables, pages, words]`, has ended."""
 
     @abstractmethod
     def tick(self) -> None:
-        """Take up what the threads have done, and give them what is due. Never waits."""
+        """Handle the results of the threads, and give them new work. Never waits."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Write what is to be written, and wait for it."""
+        """Write all pending pages, and wait for that."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -160,29 +160,29 @@ class LowerTier:
 
     @abstractmethod
     def close(self) -> None:
-        """End the threads, once what they are at is done. Safe twice."""
+        """End the threads once their present work is done. Safe to call twice."""
 
     # ---- after an interrupt, and recounts
 
     @property
     def held_slots(self) -> list[Slots]:
-        """The host slots of each open read and write."""
+        """The host slots of each read and write under way."""
         return [job.slots for job in (*self._jobs, *self._writes)]
 
     def settle(self) -> None:
-        """Wait until both threads have done all that they were given."""
+        """Wait until both threads have done all their work."""
         for thread in (self._reader, self._writer):
-            with suppress(RuntimeError):  # it has ended
+            with suppress(RuntimeError):  # the thread has ended
                 thread.submit(_nothing).result()
 
     def mend(self) -> None:
-        """Begin anew with nothing known of what is there, once the threads have settled."""
+        """Forget which pages the tier has. The threads must have settled."""
         self._jobs.clear()
         self._writes.clear()
 
     @abstractmethod
     def check(self) -> None:
-        """Raise `InvariantError` if the books do not agree."""
+        """Raise `InvariantError` if the counts disagree."""
 
     # ---- inside
 
@@ -190,7 +190,7 @@ class LowerTier:
         self._take_up_from(self._jobs)
 
     def _take_up(self) -> None:
-        """Take up all that the threads have done."""
+        """Handle all results of the threads."""
         self._take_up_reads()
         self._take_up_from(self._writes)
 
@@ -214,18 +214,18 @@ class LowerTier:
 
     @abstractmethod
     def _fail(self, error: OSError) -> None:
-        """A thread has met this error: pause."""
+        """A thread has raised this error: pause."""
 
 
 def _nothing() -> None:
-    """What a thread does last of all that it was given."""
+    """Marks the end of a thread's queued work."""
 
 
 class ReplicaTier(PagesBelow, PageReader):
-    """One replica's side of the host tier: the pages to be copied there, and those on their way back.
+    """One replica's side of the host tier: the pages to be copied there, and those being copied back.
 
-    `PagesBelow` documents the methods that a replica calls. The tier reads from the pool's journal which pages to copy,
-    and when a copy can wait no longer.
+    `PagesBelow` documents the methods that a replica calls. The pool's journal reports which pages to copy, and which
+    copies can wait no longer.
     """
 
     keeps = True
@@ -239,10 +239,10 @@ class ReplicaTier(PagesBelow, PageReader):
         every: Callable[[Digests], Digests] | None = None,
         longest_tail: int = 0,
     ) -> None:
-        """`every`, `longest_tail`: where there are objects, which are written when a request is over.
+        """`every`, `longest_tail`: given if there are objects, which are written when a request ends.
 
-        `every` gives, of the first table's digests, those of all tables' pages. `longest_tail`: most pages of an object
-        that has not all, as its last page is one after which there is a state; 0: there are no such objects.
+        `every` returns the digests of all tables' pages, given those of the first table. `longest_tail`: the most pages
+        of a tail object, which ends at a page after which there is a state; 0 if there are no such objects.
         """
         self.host = host
         self.pool = pool
@@ -251,13 +251,13 @@ class ReplicaTier(PagesBelow, PageReader):
         self._movers = movers
         self._at_once = all(mover.at_once for mover in movers)
         self._no_digests: Digests = pool.index.digests_of(NO_SLOTS)
-        self.storing = np.zeros(pool.num_pages + 1, np.bool_)  # whether it waits to be copied, or is being copied
-        # Published pages to be copied to the host, oldest first, with their digests; an entry without pages says that
-        # those digests were used, or, `[tables, pages, words]`, that their request is over.
+        self.storing = np.zeros(pool.num_pages + 1, np.bool_)  # by page: its copy is queued or runs
+        # Published pages to be copied to the host, oldest first, with their digests. An entry without pages says that
+        # these digests were used, or, with `[tables, pages, words]`, that their request has ended.
         self.waiting: deque[tuple[Pages, Digests]] = deque()
-        self._loads: dict[int, list[HostLoad]] = {}  # by row, what is on its way back for it
-        self._left: list[HostLoad] = []  # begun, and their rows do not wait for them any more
-        self.stores: deque[HostStore] = deque()  # copies that are begun and not over, oldest first
+        self._loads: dict[int, list[HostLoad]] = {}  # by row: its pages that are to be copied back
+        self._left: list[HostLoad] = []  # running copies for which no row waits any more
+        self.stores: deque[HostStore] = deque()  # running copies to the host, oldest first
         self.stored = self.loaded = 0  # pages so far
         self.brought_at_once = max(1, _BROUGHT_BYTES // sum(memory.shape[1] for memory in host.memory))
         pool.journal.read(self, saves=True)
@@ -265,8 +265,8 @@ class ReplicaTier(PagesBelow, PageReader):
     # ---- to the host
 
     def came(self, pages: Pages, digests: Digests) -> None:
-        """`pages` are to be copied."""
-        new = ~self.storing[pages]  # a fork publishes again what it shares
+        """Queue `pages` to be copied."""
+        new = ~self.storing[pages]  # a fork publishes shared pages again
         if not new.all():
             pages, digests = pages[new], digests[new]
         if pages.size:
@@ -274,8 +274,8 @@ class ReplicaTier(PagesBelow, PageReader):
             self.waiting.append((pages, digests))
 
     def store(self, most: int) -> int:
-        """Copy, or begin to copy, the `most` pages that wait longest; returns how many were taken off the queue."""
-        self._pass_uses()  # where copies that ran beside us held them up
+        """Copy, or begin to copy, the `most` pages that wait longest. Returns how many were taken off the queue."""
+        self._pass_uses()  # asynchronous copies may have held them up
         pages, digests = self._take(most)
         if not pages.size:
             return 0
@@ -297,24 +297,24 @@ class ReplicaTier(PagesBelow, PageReader):
         return len(pages)
 
     def going(self, pages: Pages) -> None:
-        """What is still to be copied of `pages` is copied now."""
+        """`pages` are about to be overwritten: make their pending copies now."""
         while self.storing[pages].any():
             if self.stores:
-                self._await_stores()  # copies that run beside us, on their way since an earlier step
+                self._await_stores()  # asynchronous copies, begun in an earlier step
             else:
                 self.store(self._next_entry())
 
     @property
     def is_loading(self) -> bool:
-        """Whether copies to the device were begun whose end was not taken up yet."""
+        """Whether asynchronous copies to the device have begun and their end was not handled yet."""
         return bool(self._left)
 
     def poll(self) -> None:
-        """Take up what the copies beside us have brought to its end."""
+        """Handle the ends of asynchronous copies."""
         while self.stores and all(mark.over() for mark in self.stores[0].marks):
             pages, slots, digests, _ = self.stores.popleft()
             self.storing[pages] = False
-            # Another replica may have stored the same content meanwhile: then this slot is free again.
+            # If another replica has stored the same content meanwhile, this slot is free again.
             self.host.pool.index.publish(slots, digests)
             self.host.pool.release(slots)
             for lower in self.lower:
@@ -322,7 +322,7 @@ class ReplicaTier(PagesBelow, PageReader):
         for load in [load for load in self._left if all(mark.over() for mark in load.marks or ())]:
             self._left.remove(load)
             if load.digests is not None:
-                self.pool.index.publish(load.pages, load.digests)  # a row may have brought the same: then it is free
+                self.pool.index.publish(load.pages, load.digests)  # if a row has brought the same, these are free
             self._end(load)
 
     def forget_waiting(self) -> None:
@@ -331,10 +331,10 @@ class ReplicaTier(PagesBelow, PageReader):
         self.waiting.clear()
 
     def leave(self, row: int, pages: Pages, names: Digests, ends: Callable[[Digests], Asked]) -> None:
-        """The row no longer needs the pages being restored for it; a running copy keeps its pages until its end.
+        """The row no longer needs the pages being restored for it. A running copy keeps its pages until its end.
 
-        The use of `pages` counts once the last of them are copied. Otherwise these would be evicted last, after the
-        first pages, without which they are worthless.
+        The use of `pages` counts only when the last of them are copied. Otherwise the last pages would look more recent
+        than the first ones, without which they are worthless.
         """
         for load in self._loads.pop(row, ()):
             if load.marks is None:
@@ -409,7 +409,7 @@ class ReplicaTier(PagesBelow, PageReader):
     def ask(self, digests: Digests, perhaps: Asked) -> bool:
         left, coming = perhaps & ~self.host_has(digests, perhaps), False
         for lower in self.lower:
-            if lower.asks:  # one that is left alone may have nothing
+            if lower.asks:  # during a pause after a failure, `has_of` finds nothing to ask for
                 coming |= lower.ask(digests, lower.has_of(digests, left, perhaps=True))
             left = left & ~lower.has_of(digests, left, perhaps=False)
         return coming
@@ -418,10 +418,10 @@ class ReplicaTier(PagesBelow, PageReader):
         slots = self.slots(digests[wanted])
         if np.count_nonzero(slots) == len(slots):
             return False
-        self.host.touch(slots[slots != NO_PAGE])  # what is fetched must not push out what is needed beside it
+        self.host.touch(slots[slots != NO_PAGE])  # fetched pages must not evict the pages needed with them
         coming = False
         for lower in self.lower:
-            there = lower.has_of(digests, wanted, perhaps=False)  # first, as it takes up what has come
+            there = lower.has_of(digests, wanted, perhaps=False)  # first, as it also handles finished reads
             wanted = wanted & ~self.host_has(digests, wanted)
             there &= wanted
             lower.fetch(digests, there, wait=wait, gain=gain)
@@ -434,17 +434,17 @@ class ReplicaTier(PagesBelow, PageReader):
         self._keep(pages)
         self._begin(load)
         self._left.append(load)
-        self.poll()  # a copy that has taken the caller's time is over
+        self.poll()  # a synchronous copy is already over
 
     def arrive(self, rows: Rows) -> None:
-        """Copies that take the caller's time are made now, not before: a request that is given up first costs none."""
+        """Synchronous copies are made only now, so that a request which is given up before costs none."""
         asked = as_rows(rows) if self._loads else np.zeros(0, np.int64)
         for row in [row for row in self._loads if (asked == row).any()]:
             for load in self._loads[row]:
                 for mark in self._begin(load):
                     mark.order()
                 self._left.append(load)
-            del self._loads[row]  # last: what interrupts a load has it begun again
+            del self._loads[row]  # last, so that an interrupted load is begun again
         self.poll()
 
     def coming(self, row: int | None = None) -> list[Pages]:
@@ -464,7 +464,7 @@ class ReplicaTier(PagesBelow, PageReader):
 
     @property
     def open_loads(self) -> list[HostLoad]:
-        """Every load that is not over: recounted by `check`."""
+        """Every load that is not over; `check` recounts them."""
         return [*self._left, *(load for loads in self._loads.values() for load in loads)]
 
     def mend(self, rows: Iterable[int]) -> None:
@@ -484,7 +484,7 @@ class ReplicaTier(PagesBelow, PageReader):
                 self.storing[pages[stay]] = True
                 kept.append((pages[stay], digests[stay]))
         self.waiting = kept
-        # A page may have been published just before the interrupt, or have left the queue and come no further.
+        # A page may have been published, or taken off the queue, just before the interrupt.
         published = np.flatnonzero(index.published & ~self.storing).astype(np.int32)
         digests = index.digests_of(published)
         absent = self.host.pool.index.find(digests) == NO_PAGE
@@ -509,7 +509,7 @@ class ReplicaTier(PagesBelow, PageReader):
         return len(self.waiting[0][0]) if self.waiting else 0
 
     def _pass_uses(self) -> None:
-        """Let the uses count that no page waits before."""
+        """Apply the uses at the head of the queue, before which no page waits."""
         while self.waiting and not self.waiting[0][0].size and not self.stores:
             _, digests = self.waiting.popleft()
             if digests.ndim > 2:
@@ -538,7 +538,7 @@ class ReplicaTier(PagesBelow, PageReader):
         self.host.pool.release(load.slots)
 
     def _keep(self, pages: Pages) -> None:
-        """Keep `pages` from all others, and from readers, until `_let_go`."""
+        """Keep `pages` from being allocated or read until `_let_go`."""
         self.pool.add_writer(pages)
 
     def _let_go(self, pages: Pages) -> None:

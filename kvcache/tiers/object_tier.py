@@ -1,20 +1,20 @@
-"""The object tier: pages of the host tier in an object store, found by their digests. Outlives the machine.
+"""The object tier: pages of the host tier in an object store, found by their digests. It outlives the machine.
 
-The loop's thread keeps all books. The tier has two threads that talk to the store, one to ask and read, one to write.
-The loop never waits for them: pages that have not arrived are computed. A store that fails, or does not answer in time,
-is not used for a while.
+All state belongs to the loop's thread. Two threads of the tier talk to the store: one asks and reads, one writes. The
+loop never waits for them: pages that have not arrived are computed. A store that fails, or does not answer in time, is
+not used for a while.
 
 A prompt's pages are written when its request is released, all pages of an object together. Objects are neither listed
 nor deleted: the bucket's own rules expire them, and a missing object is a miss.
 
-Each block table has its own objects. They cover the same pages of a prompt, and the digest of the last page names each
-object as it names this table's pages. The objects of all tables that begin at one page are written before those of the
-next page, as far as the host has them whole; those of a window include pages that the request has dropped. A lookup
-asks for the objects that the longest prefix needs: all objects of full layers, and those of a window that cover the
-tokens seen at its end.
+Each block table has its own objects, which cover the same pages of a prompt. An object is named by the digest of its
+last page in this table. The objects of all tables that begin at one page are written before those of the next page, if
+the host has all of their pages. Those of a window include pages that the request has dropped. A lookup asks for the
+objects that the longest prefix needs: all objects of full layers, and those objects of a window that cover the tokens
+seen at the end of the prefix.
 
-A lookup takes two rounds, so that windows are asked for where the full layers' objects end. A third round asks for all
-windows if those are missing.
+A lookup takes two rounds, because the first says where the objects of full layers end, and so which windows to ask for.
+If those windows are missing, a third round asks for all windows.
 """
 
 import logging
@@ -37,18 +37,18 @@ from kvcache.tiers.page_files import FileRefusal
 from kvcache.tiers.page_objects import ObjectFormat
 from kvcache.types import MakeObjectIO, ObjectIO, ObjectRange, Part
 
-_TRY_S = 30.0  # then pages are read that are cheaper to compute: the store may have become faster
+_TRY_S = 30.0  # after this, pages that are cheaper to compute are read anyway: the store may have become faster
 _WEIGHT = 0.25  # of the newest figure in a running mean
-MEMORY_BYTES = 16 << 20  # that a thread moves at once, or one object if that is larger
+MEMORY_BYTES = 16 << 20  # moved by a thread at a time; or one object, if that is larger
 _FIRST_EPOCH = "0" * 16  # of a namespace that was never reset
 _PAUSE_S = 10.0  # after the store failed
-_ABSENT_S = 10.0  # that an object is taken for absent once the store has said so
+_ABSENT_S = 10.0  # for which an object counts as absent after the store has said so
 _LONGEST_FLUSH_S = 10.0
 _MOST_KNOWN = 1 << 16  # objects
 MOST_ASKED = 256  # objects of a table in one question to the store
-MOST_QUEUED = 256  # objects of a table to be written
+MOST_QUEUED = 256  # objects of a table that wait to be written
 _PRESENT, _UNKNOWN, _ABSENT = 1, 0, -1
-_States = NDArray[np.int8]  # of each table and object
+_States = NDArray[np.int8]  # `[tables, objects]`
 
 _log = logging.getLogger("pagewire")
 _T = TypeVar("_T")
@@ -58,13 +58,13 @@ class ObjectPiece(NamedTuple):
     """Pages of one object that are to be read."""
 
     name: bytes
-    skip: int  # pages of the object before them
+    skip: int  # pages of the object before these
     digests: Digests
-    table: int  # the block table of its pages
+    table: int  # the block table of these pages
 
 
 class _LeftAloneError(CancelledError):
-    """The store was not called, as it had failed just before."""
+    """The store was not called because it had just failed."""
 
 
 class ReadRates:
@@ -105,10 +105,11 @@ def _mean(before: float | None, newest: float) -> float:
 class ObjectTier(LowerTier):
     """Objects of pages below a host tier, and below the file tier if there is one.
 
-    `make_io` is called once for each of the two threads. A request waits for the list of its objects, and then for
-    their pages, at most `timeout_s` each. `compute_page_s`: seconds that the model takes for a page's tokens; None:
-    reading always pays. `windows`: for each block table, whether later queries see only some of its pages. `apart`: the
-    pages are states, of which one is read, however long the prompt is, and each is written as soon as the host has it.
+    `make_io` is called once for each of the two threads. A request waits at most `timeout_s` to learn which objects
+    exist, and then at most `timeout_s` for their pages. `compute_page_s`: seconds that the model takes for a page's
+    tokens; None: reading always pays. `windows`: for each block table, whether later queries see only some of its
+    pages. `apart`: the pages are states. A request reads only one of them, however long its prompt is, and each is
+    written as soon as the host has it.
     """
 
     asks = True
@@ -136,19 +137,19 @@ class ObjectTier(LowerTier):
         self._read_io, self._write_io = make_io(size, timeout_s), make_io(size, timeout_s)
         self._era = 0  # resets so far
         self._epoch: str | None = None  # None: not known yet
-        self._untold = False  # whether the store has still to be told of a new epoch
-        self._known: OrderedDict[bytes, float | None] = OrderedDict()  # until when it is absent; None: it is there
-        self._broken: set[bytes] = set()  # objects to be written over
-        self._busy: dict[bytes, float] = {}  # objects asked for or being read, and until when a request waits for them
-        self._queue: OrderedDict[bytes, Digests] = OrderedDict()  # objects to be written
-        self.failures = 0  # calls of the store that failed, or took too long
+        self._untold = False  # whether a new epoch is still to be written to the store
+        self._known: OrderedDict[bytes, float | None] = OrderedDict()  # by object: None if present, else absent until
+        self._broken: set[bytes] = set()  # objects to be overwritten
+        self._busy: dict[bytes, float] = {}  # by object that is looked up or read: until when a request waits for it
+        self._queue: OrderedDict[bytes, Digests] = OrderedDict()  # objects to be written, with their pages
+        self.failures = 0  # calls of the store that failed or timed out
         self._ask([])
 
     # ---- up: from objects to host slots
 
     @property
     def generation(self) -> int:
-        """Counts the answers that said what there is."""
+        """Counts the answers about single objects."""
         return self._answers
 
     def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:
@@ -185,7 +186,7 @@ class ObjectTier(LowerTier):
             pages = digests[table, begin : begin + count]
             name = pages[-1].tobytes()
             if name in self._busy:
-                break  # what follows is worth nothing before it has come
+                break  # later pages are worth nothing before this object has come
             missing = wanted[table, begin : begin + count].nonzero()[0]
             run = pages[missing[0] : missing[-1] + 1][:room]
             if len(run):
@@ -199,17 +200,17 @@ class ObjectTier(LowerTier):
     # ---- down: from host slots to objects
 
     def offer(self, digests: Digests) -> None:
-        """The host tier has these pages now. Which of them make an object, is known when a request ends."""
+        """The host tier has these pages now. States are queued to be written; pages wait until their request ends."""
         if self._apart:
             self.ended(digests[None])
 
     def used(self, digests: Digests) -> None:
-        """A request has used these pages. `ended` says which are to be written."""
+        """A request has used these pages. States are queued to be written; pages wait until their request ends."""
         if self._apart:
             self.ended(digests[None])
 
     def ended(self, digests: Digests) -> None:
-        """A request of these pages, `[tables, pages, words]`, is over: what the host has of them is written."""
+        """A request with these pages, `[tables, pages, words]`, has ended. Queues the objects that the store lacks."""
         if self._clock() < self._paused_until:
             return
         for begin, end in self._layout.bounds(digests.shape[1]):
@@ -233,7 +234,7 @@ class ObjectTier(LowerTier):
             self._begin_write(self._epoch)
 
     def flush(self) -> None:
-        """Write what is queued, and wait for it: `_LONGEST_FLUSH_S` at most, and only while the store answers."""
+        """Write the queued objects, and wait for that: at most `_LONGEST_FLUSH_S`, and only while the store answers."""
         deadline = self._clock() + _LONGEST_FLUSH_S
         while (self._queue or self._untold or self._writes) and self._clock() < deadline:
             self.tick()
@@ -243,7 +244,7 @@ class ObjectTier(LowerTier):
                 wait([jobs[0].done], max(0.0, deadline - self._clock()))
 
     def reset(self) -> None:
-        """Forget all earlier objects. Processes that start later ignore them too, once the store has been told."""
+        """Forget all earlier objects. Processes that start later ignore them too, once the store has the new epoch."""
         self._era += 1
         self._epoch = secrets.token_hex(8)
         self._untold = True
@@ -262,7 +263,7 @@ class ObjectTier(LowerTier):
 
     @property
     def longest_tail(self) -> int:
-        """Most pages of an object that has not all."""
+        """The most pages of a tail object; 0 if there are none."""
         return self._layout.count - 1 if self._layout.tails else 0
 
     def mend(self) -> None:
@@ -290,7 +291,7 @@ class ObjectTier(LowerTier):
         return Job(done, lambda: take(done.result()), slots, names, self._era)
 
     def _tried(self, work: Callable[[], _T]) -> _T:
-        """Runs in a thread of the tier. Once the store has failed, work that waits in line is skipped."""
+        """Runs in a thread of the tier. After a failure of the store, queued work is skipped for a while."""
         if self._clock() < self._paused_until:
             raise _LeftAloneError
         try:
@@ -300,7 +301,7 @@ class ObjectTier(LowerTier):
             raise
 
     def _end(self, job: Job) -> None:
-        """As the base. A job from before a reset is dropped."""
+        """As the base. The result of a job from before a reset is dropped."""
         if job.era != self._era:
             self._give_back(job)
             return
@@ -321,14 +322,14 @@ class ObjectTier(LowerTier):
             self._known.popitem(last=False)
 
     def _begin(self, work: Callable[[], _T], take: Callable[[_T], None], names: list[bytes], slots: Slots) -> None:
-        """Have the thread of reads do this, after what it has to do already."""
+        """Queue work for the read thread."""
         self._busy.update(dict.fromkeys(names, self._clock() + self._timeout_s))
         self._jobs.append(self._job(self._reader, work, take, names, slots))
 
     # ---- what is there
 
     def _ask(self, names: list[bytes]) -> None:
-        """Ask which of these objects there are."""
+        """Ask the store which of these objects exist."""
 
         def take(answer: tuple[str, list[bool]]) -> None:
             self._epoch, there = answer
@@ -338,7 +339,7 @@ class ObjectTier(LowerTier):
         self._begin(partial(self._asked, self._epoch, names), take, names, NO_SLOTS)
 
     def _asked(self, epoch: str | None, names: list[bytes]) -> tuple[str, list[bool]]:
-        """The epoch, and for each object whether it is there. Runs in the thread of reads."""
+        """The epoch, and whether each object exists. Runs in the read thread."""
         epoch = self._find_epoch(self._read_io) if epoch is None else epoch
         began = self._clock()
         there = self._read_io.exist([self._layout.key(epoch, name) for name in names]) if names else []
@@ -365,9 +366,9 @@ class ObjectTier(LowerTier):
         self._untold = False
 
     def _over(self, pages: Asked) -> Asked:
-        """The objects over these pages, `[tables, objects]`.
+        """The objects that contain these pages, `[tables, objects]`.
 
-        The end of a prompt that is larger than the host tier is left out: it would evict the prompt's own first pages.
+        The end of a prompt that is too long for the host tier is left out: it would evict the prompt's own first pages.
         """
         if self._apart:
             return pages
@@ -379,7 +380,7 @@ class ObjectTier(LowerTier):
         return np.logical_or.reduce(covered.reshape(self._tables, objects, count), axis=2)
 
     def _names(self, digests: Digests, objects: Asked) -> list[bytes]:
-        """By page, then by table."""
+        """The names of these objects, ordered by page, then by table."""
         count, pages = self._layout.count, digests.shape[1]
         last = digests[:, [min((at + 1) * count, pages) - 1 for at in range(objects.shape[1])]]
         return [name.tobytes() for name in last.swapaxes(0, 1)[objects.T]]
@@ -391,7 +392,7 @@ class ObjectTier(LowerTier):
         return states
 
     def _waits(self, digests: Digests, objects: Asked) -> bool:
-        now = self._clock()  # what has come since `has_of` is looked at by whoever asks again
+        now = self._clock()  # results that came since `has_of` are handled at the next call
         return any(self._busy.get(name, now) > now for name in self._names(digests, objects))
 
     # ---- reads
@@ -443,13 +444,13 @@ class ObjectTier(LowerTier):
             self.refusals.update(wrong)
             if wrong:
                 self._know(piece.name, self._clock() + _ABSENT_S)
-                # Also an object that could not be read: an empty one exists, and gives no byte of any range.
+                # Also if an object could not be read: an empty one exists, but has no byte of any range.
                 self._broken.add(piece.name)
 
     # ---- writes
 
     def _begin_write(self, epoch: str) -> None:
-        """Write the objects that have waited longest, of which the host still has every page."""
+        """Write the objects that have waited longest, if the host still has all their pages."""
         pool, batch, held = self._host.pool, dict[bytes, Digests](), list[Slots]()
         while self._queue and len(batch) < self._objects_at_once:
             name, digests = self._queue.popitem(last=False)
@@ -458,7 +459,7 @@ class ObjectTier(LowerTier):
                 batch[name] = digests
                 held.append(slots)
         if batch:
-            slots = np.unique(np.concatenate(held))  # some pages are in a tail, and in an object
+            slots = np.unique(np.concatenate(held))  # a page may be in a tail and in a full object
             pool.hold(slots)
             pages = [self._host.parts(each) for each in held]
             work = partial(self._write, epoch, batch, pages, frozenset(self._broken & batch.keys()))
@@ -467,7 +468,7 @@ class ObjectTier(LowerTier):
     def _write(
         self, epoch: str, batch: dict[bytes, Digests], pages: list[list[list[Part]]], broken: frozenset[bytes]
     ) -> list[bytes]:
-        """In the thread of writes: write the objects that are not there, or broken; which those were."""
+        """Runs in the write thread. Writes the objects that are absent or broken, and returns their names."""
         io, size, ranges, written = self._write_io, self._layout.object_bytes, list[ObjectRange](), list[bytes]()
         keys = [self._layout.key(epoch, name) for name in batch]
         there = io.exist(keys)
@@ -484,5 +485,5 @@ class ObjectTier(LowerTier):
     def _take_written(self, batch: dict[bytes, Digests], written: list[bytes]) -> None:
         self.written += sum(len(batch[name]) for name in written)
         self._broken.difference_update(written)
-        for name in batch.keys() - self._broken:  # one that was found broken meanwhile is written next time
+        for name in batch.keys() - self._broken:  # an object that was found broken meanwhile is written again
             self._know(name, None)

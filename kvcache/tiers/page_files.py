@@ -1,18 +1,18 @@
-"""Files of pages: how they are laid out, written and read back. A page is given back right, or not at all.
+"""Files of pages: their layout, writing and reading. A read returns the right page or none.
 
 A file holds a run of pages that were written together, then a row for each page, then a footer:
 
     page 0 │ page 1 │ … │ row 0 │ row 1 │ … │ footer
                           digest, checksum    magic, namespace, page bytes, count, checksums of rows and footer
 
-Where pages are of several block tables a digest is followed by the number of its page's.
+If pages belong to several block tables, each digest is followed by the number of its page's table.
 
-One file a page was rejected: on a local disk a new file costs 15 to 1,000 µs, many pages' worth of writing. The pages
-come first and are of one size, so each can be read alone; a file that was cut short has no footer where one belongs.
+One file a page was rejected: on a local disk a new file costs 15 to 1,000 µs, the time to write many pages. Pages come
+first and have one size, so each can be read alone. A file that was cut short has no footer at its end.
 
-A page's checksum covers the namespace, the digest and the page, so a page that lies in another's place, or belongs to
-another model, is refused as a corrupted one is. It guards against accidents: who may write to the folder may write
-anything, with a checksum to match.
+A page's checksum covers the namespace, the digest and the page. So a page in another page's place, or of another model,
+is refused like a corrupted one. Checksums guard against accidents only: a user who may write to the folder can write
+anything, with matching checksums.
 """
 
 import errno
@@ -39,24 +39,24 @@ _MAGIC = b"pgwire/1"
 _FOOTER = struct.Struct("<8s16sQII16s")
 _SUM_BYTES = 16
 _Move = Callable[[int, Sequence[Part], int], int]
-_MOST_PARTS = 1024  # of one preadv or pwritev
+_MOST_PARTS = 1024  # in one preadv or pwritev
 
 
 class FileRefusal(StrEnum):
-    """Why a page, or a file, is not read."""
+    """Why a page or a file is not read."""
 
-    GONE = "gone"  # no file of this name any more
-    UNREADABLE = "unreadable"  # a link, a folder, a pipe; or the system fails to read it
-    CUT = "cut"  # not of the size of a file, or it ends before the page
-    FOREIGN = "foreign"  # pages of another model or layout, or of other digests than it is known for
-    CORRUPTED = "corrupted"  # its checksum is another
+    GONE = "gone"  # there is no file of this name any more
+    UNREADABLE = "unreadable"  # it is a link, a folder or a pipe, or the system fails to read it
+    CUT = "cut"  # its size is not that of a file of pages, or it ends before the page
+    FOREIGN = "foreign"  # it has pages of another model or layout, or other digests than expected
+    CORRUPTED = "corrupted"  # its checksum does not match
 
 
 FileRefusals = Counter[FileRefusal]
 
 
 class SystemIO:
-    """preadv and pwritev: as fast as NIXL's POSIX plugin or faster, whichever queue that uses (`benchmarks.tiers`)."""
+    """preadv and pwritev. As fast as NIXL's POSIX plugin or faster, whatever queue that uses (`benchmarks.tiers`)."""
 
     def write(self, file: int, parts: Sequence[Part], offset: int) -> None:
         _all_of(cast("_Move", os.pwritev), file, parts, offset)
@@ -85,10 +85,10 @@ def _all_of(call: _Move, file: int, parts: Sequence[Part], offset: int) -> None:
 class FileFormat:
     """The layout of all files of one folder."""
 
-    namespace: bytes  # 16 bytes that name all that a page depends on besides its tokens
+    namespace: bytes  # 16 bytes that identify all that a page depends on besides its tokens
     page_bytes: int  # of one page, all shards together
     digest_bytes: int  # of one digest
-    tables: int = 1  # block tables that pages are of
+    tables: int = 1  # the number of block tables
 
     @property
     def name_bytes(self) -> int:
@@ -104,13 +104,13 @@ class FileFormat:
         return digests if tables is None else np.column_stack((digests, tables.astype(np.uint64)))
 
     def digests_and_tables(self, names: Digests) -> tuple[Digests, NDArray[np.intp] | None]:
-        """What `names` were made of."""
+        """The digests and block tables from which `names` were made."""
         if self.tables == 1:
             return names, None
         return np.ascontiguousarray(names[:, :-1]), names[:, -1].astype(np.intp)
 
     def refuses(self, names: Digests) -> bool:
-        """Whether they name a page twice, or a block table that there is not."""
+        """Whether `names` contain a page twice, or an unknown block table."""
         unknown = self.tables > 1 and bool((names[:, -1] >= self.tables).any())
         return unknown or len({row.tobytes() for row in names}) < len(names)
 
@@ -135,7 +135,7 @@ class FileFormat:
         return digest + self.checksum(digest, parts)
 
     def judge(self, row: bytes, digest: bytes, parts: Sequence[Part]) -> FileRefusal | None:
-        """What is wrong with a page that is to have this digest, and was found with this row."""
+        """The fault of a page that should have this digest and has this row in its file; None if it is right."""
         if row[: self.name_bytes] != digest:
             return FileRefusal.FOREIGN
         return None if row == self.row(digest, parts) else FileRefusal.CORRUPTED
@@ -163,10 +163,10 @@ def write_pages(
             io.write(file, [part for parts in pages for part in parts], 0)
             end = rows + layout.footer(rows, len(names))
             SystemIO().write(file, [np.frombuffer(end, np.uint8)], len(names) * layout.page_bytes)
-            os.close(os.dup(file))  # a file system over a network says only now what it could not write
+            os.close(os.dup(file))  # a network file system reports failed writes only at close
             try:
                 path.rename(folder / name)
-            except IsADirectoryError:  # somebody's folder has the name
+            except IsADirectoryError:  # a folder has this name
                 name = f"{secrets.token_hex(16)}.pages"
                 path.rename(folder / name)
     except OSError:
@@ -176,9 +176,9 @@ def write_pages(
 
 
 def read_rows(path: Path, layout: FileFormat) -> Digests | FileRefusal:
-    """The names of the pages of a file, uint64 `[pages, words]`, or why it is not whole, or not of ours.
+    """The names of the pages of a file, uint64 `[pages, words]`, or why the file is refused.
 
-    A file that others may read is made its owner's alone. Raises `OSError`.
+    Takes away the rights of others to a file. Raises `OSError`.
     """
     with opened(path) as file:
         status = os.fstat(file)
@@ -195,7 +195,7 @@ def read_rows(path: Path, layout: FileFormat) -> Digests | FileRefusal:
 
 
 def _judge(layout: FileFormat, status: os.stat_result, count: int, end: bytes) -> FileRefusal | None:
-    """What is wrong with a file whose rows and footer are `end`."""
+    """The fault of a file whose rows and footer are `end`; None if it is right."""
     if not stat.S_ISREG(status.st_mode):
         return FileRefusal.UNREADABLE
     rows, footer = end[: count * layout.row_bytes], end[count * layout.row_bytes :]

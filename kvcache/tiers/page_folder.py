@@ -1,4 +1,4 @@
-"""The folder of page files: names of its files, and other files that lie there."""
+"""The folder of page files: the files in it, the epoch that a reset renews, and the rights to it."""
 
 import contextlib
 import hashlib
@@ -38,28 +38,28 @@ class Scan(NamedTuple):
 
 
 def namespace_of(*fields: str) -> bytes:
-    """16 bytes that differ where one of the fields does."""
+    """16 bytes that differ if any field differs."""
     joined = b"".join(struct.pack("<I", len(field.encode())) + field.encode() for field in ("files/1", *fields))
     return hashlib.sha256(joined).digest()[:16]
 
 
 class PageFolder:
-    """Files of one namespace, in the folder of the current epoch.
+    """The files of one namespace, in the folder of the current epoch.
 
-    `root/<namespace>/current` names that folder. A reset starts a new epoch, because earlier files must not be found
-    again, here or after a restart. A process that shares the folder and was not reset stays in the old one, which is
-    deleted under it: that process only misses, and reads no wrong page.
+    `root/<namespace>/current` names that folder. A reset starts a new epoch, so that earlier files are not found again,
+    neither here nor after a restart. A process that shares the folder and was not reset stays in the old one, which is
+    deleted. That process then only misses, and reads no wrong page.
 
-    Only its owner may access a folder (0700). An existing folder with wider rights is tightened; a link, or another
-    user's folder, is refused. A root that holds other things than tiers keeps its rights, and is refused if other users
-    may rename its contents. A deleted folder is made again at the next write.
+    Only the owner may access a folder (0700). An existing folder with wider rights is tightened. A link, or another
+    user's folder, is refused. A root that contains other things than tiers keeps its rights, and is refused if other
+    users may rename its contents. A deleted folder is made again at the next write.
 
     Raises `InvalidParamsError` if nothing can be written there, or if other users could write there.
     """
 
     def __init__(self, root: Path, namespace: bytes) -> None:
         self.drafts = draft_names()
-        self.refusals = FileRefusals()  # why files that lay there were not taken up
+        self.refusals = FileRefusals()  # the reasons for which files were not accepted
         self._refused: set[str] = set()
         try:
             self._root = _own_link(root)
@@ -75,7 +75,7 @@ class PageFolder:
         return self._home / self._epoch
 
     def renew(self) -> Path:
-        """Start a new epoch, or join one that another process has started; returns the folder to remove."""
+        """Start a new epoch, or join one that another process has started. Returns the folder to remove."""
         before, current = self.path, self._read_epoch()
         if current not in (None, self._epoch):
             self._epoch = current
@@ -85,7 +85,7 @@ class PageFolder:
             self._make_home()
             self._name_epoch(self._epoch, replace=True)
             self._make_epoch()
-        except OSError as error:  # a full disk, say: without a name the next start finds none of the old files, either
+        except OSError as error:  # such as a full disk: without `current`, the next start finds no old file either
             _log.warning("file tier: a reset cannot name its new folder: %s", error)
             with contextlib.suppress(OSError):
                 (self._home / _CURRENT).unlink(missing_ok=True)
@@ -99,7 +99,7 @@ class PageFolder:
         self._make_epoch()
 
     def scan(self, layout: FileFormat, known: frozenset[str], *, first: bool = False) -> Scan:
-        """What is in the folder beside the files `known`. What is broken is removed; `first`: what others left, too."""
+        """Find files that are not `known`, and remove broken ones. `first`: remove abandoned drafts and epochs, too."""
         if first:
             self._tidy()
         seen, found = set[str](), list[tuple[int, str, int, NDArray[np.uint64]]]()
@@ -134,8 +134,8 @@ class PageFolder:
             if not isinstance(found, FileRefusal):
                 return [(status.st_mtime_ns, name, layout.size_of(len(found)), found)]
             with contextlib.suppress(OSError):
-                path.unlink()  # cut short when a machine failed, say: its name is ours, nobody misses it
-        if name not in self._refused:  # what cannot be removed is looked at again and again
+                path.unlink()  # for example cut short when a machine failed; no other program uses such names
+        if name not in self._refused:  # a file that cannot be removed is found again at each scan
             self._refused.add(name)
             self.refusals[found] += 1
         return []
@@ -158,7 +158,7 @@ class PageFolder:
         _make_own(self._home)
 
     def _make_epoch(self) -> None:
-        """Make the folder of the epoch; a new one, where something else has taken its place."""
+        """Make the folder of the epoch. If something else has its name, start a new epoch."""
         try:
             _make_own(self.path)
         except (NotADirectoryError, PermissionError):
@@ -174,7 +174,7 @@ class PageFolder:
         return name if _EPOCH.fullmatch(name) else None
 
     def _name_epoch(self, name: str, *, replace: bool = False) -> str:
-        """Name the epoch; without `replace`, an epoch that another process has named meanwhile stands."""
+        """Name the epoch. Without `replace`, an epoch that another process has named meanwhile is kept."""
         for _ in range(_TRIES):
             with contextlib.suppress(FileNotFoundError):  # another process removed the draft before it was locked
                 return self._try_to_name(name, replace=replace)
@@ -193,7 +193,7 @@ class PageFolder:
             except FileExistsError:
                 if named := self._read_epoch():
                     return named
-                draft.replace(current)  # what has the name is broken
+                draft.replace(current)  # `current` is broken
             finally:
                 draft.unlink(missing_ok=True)
         return name
@@ -204,26 +204,26 @@ def _new_epoch() -> str:
 
 
 def _own_link(root: Path) -> Path:
-    """The folder that the root names. Raises `OSError` for a link that neither its owner nor the system has made."""
+    """The folder that `root` names. Raises `OSError` for a link that neither its owner nor the system has made."""
     if root.is_symlink() and root.lstat().st_uid not in (os.geteuid(), 0):
         raise PermissionError(f"{root} is a link that user {root.lstat().st_uid} has made")
     return root.resolve()
 
 
 def _make_root(root: Path) -> None:
-    """Make the root. Raises `OSError` if others may rename what is in it, and put folders in the place of ours."""
+    """Make the root. Raises `OSError` if other users may rename its contents, and so replace our folders."""
     with contextlib.suppress(FileExistsError):
         root.mkdir(_OWN_FOLDER)
     status = root.stat()
     if status.st_uid == os.geteuid() and all(_HOME.fullmatch(name) for name in list_folder(root)):
-        if not status.st_mode & stat.S_ISVTX:  # one that is made to be shared stays so
+        if not status.st_mode & stat.S_ISVTX:  # a root with the sticky bit is meant to be shared
             _make_own(root)
     elif status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
         raise PermissionError(f"others may rename what is in it: mode {stat.S_IMODE(status.st_mode):o}")
 
 
 def _make_own(path: Path) -> None:
-    """Make a folder that is its owner's alone, or tighten it. Raises `OSError` for a link, or another user's folder."""
+    """Make a folder for its owner alone, or tighten its rights. Raises `OSError` for a link or a folder of others."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(_OWN_FOLDER)
     with opened_folder(path) as folder:

@@ -1,14 +1,15 @@
-"""Objects of pages: which pages lie in which, and how. Packing, and judging what was read; nothing here moves bytes.
+"""Objects of pages: their pages, layout, packing and checks. This module moves no bytes.
 
-An object holds `count` pages that follow each other in a prompt, each with its row, as a file of pages has it:
+An object holds `count` consecutive pages of a prompt, each with its row as in a file of pages:
 
     page 0 │ row 0 │ page 1 │ row 1 │ …
              digest, checksum
 
-The prompt's pages 0 to `count` are one, the next `count` another, and its last pages, where they are fewer, are none,
-or with `tails` one of fewer pages: where others go on only from the end of a run, whichever page that is. An object is
-named by the digest of its last page, which covers the tokens of all: so a prompt alone says which objects to ask for,
-and no list of them is kept or read. Some of its pages that lie side by side are one range.
+The first `count` pages of a prompt are one object, the next `count` pages another. If fewer pages are left at the end,
+they form no object, or with `tails` a shorter one. Tails are for states: other requests resume only at the end of a
+run, which may be any page. An object is named by the digest of its last page, which covers the tokens of all its pages.
+So a prompt alone determines which objects to ask for, and no list of them is kept or read. Adjacent pages of an object
+can be read as one range.
 """
 
 import re
@@ -28,11 +29,11 @@ _EPOCH_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ObjectFormat:
-    """The layout of all objects of one namespace, which names `count` as well."""
+    """The layout of all objects of one namespace. `count` is part of the namespace."""
 
     page: FileFormat
     count: int  # pages of an object
-    tails: bool = False  # whether the last pages of a run, where they are fewer, are an object, too
+    tails: bool = False  # whether the last pages of a run, if fewer than `count`, form an object, too
 
     @property
     def record_bytes(self) -> int:
@@ -55,7 +56,7 @@ class ObjectFormat:
 
     @property
     def epoch_key(self) -> str:
-        """The object that names the epoch."""
+        """The key of the object that names the epoch."""
         return f"{self.page.namespace.hex()}/current"
 
     def epoch_object(self, epoch: str) -> bytes:
@@ -63,23 +64,23 @@ class ObjectFormat:
         return text + xxhash.xxh3_128_digest(self.page.namespace + text)
 
     def epoch_of(self, content: bytes) -> str | None:
-        """The epoch that an object names; None if it is broken, or another namespace's."""
+        """The epoch that an object's content names; None if it is broken, or of another namespace."""
         text = content[:_EPOCH_BYTES]
         right = _EPOCH.fullmatch(text) and content == self.epoch_object(text.decode())
         return text.decode() if right else None
 
     def pack(self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]) -> None:
-        """Lay pages and their rows into `records`, one after another."""
+        """Write pages and their rows into `records`, one after another."""
         for digest, parts, page, row in self._records(records, digests, pages):
             np.concatenate(parts, out=page)
             row[:] = np.frombuffer(self.page.row(digest, parts), np.uint8)
 
     def blank(self, records: Part) -> None:
-        """Make rows of no page, so that what a read leaves out is seen."""
+        """Clear the rows, so that pages which a read leaves out are detected."""
         records.reshape(-1, self.record_bytes)[:, self.page.page_bytes :] = 0
 
     def unpack(self, records: Part, digests: Digests, pages: Sequence[Sequence[Part]]) -> list[FileRefusal | None]:
-        """Copy pages out of `records`, and say what is wrong with each: then its bytes mean nothing."""
+        """Copy pages out of `records`, and return the fault of each. The bytes of a faulty page are undefined."""
         found: list[FileRefusal | None] = []
         for digest, parts, page, row in self._records(records, digests, pages):
             at = 0

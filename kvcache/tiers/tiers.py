@@ -23,13 +23,13 @@ from kvcache.tiers.page_files import FileFormat, FileRefusal, SystemIO
 from kvcache.tiers.page_folder import PageFolder, namespace_of
 from kvcache.tiers.page_objects import ObjectFormat
 
-_SHARE = 0.05  # of the time that passes, for copies that take the loop's own
-_MOST_CREDIT_S = 0.005  # what a long step leaves to spend at once
+_SHARE = 0.05  # of the time that passes, for copies that run in the loop's thread
+_MOST_CREDIT_S = 0.005  # the most unused time that may be spent at once
 _BATCH_BYTES = 1 << 20  # copied between two looks at the clock
 
 
 class TierRoom(NamedTuple):
-    """How much of the host memory and of the files there is for pages, and how much for states."""
+    """The division of host memory and files between pages and states."""
 
     host_bytes: int  # for pages
     file_bytes: int  # likewise
@@ -38,10 +38,10 @@ class TierRoom(NamedTuple):
 
 
 class Tiers:
-    """The host tier of a manager, and files and objects below it, shared by its replicas.
+    """The host tier of a manager, and the files and objects below it, shared by its replicas.
 
-    Published pages are copied a few at a time, at each `fetch`, for at most a `share` of the time that has passed: that
-    bounds what a step pays, whatever its length. What an eviction is about to overwrite is copied then and there.
+    Published pages are copied a few at a time, at each `fetch`, for at most a `share` of the time that has passed. That
+    bounds the cost of a step, whatever its length. Pages that are about to be overwritten are copied immediately.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Tiers:
         self.host = host
         self.replicas = replicas
         self.files = files
-        self.lower = host.lower  # the replicas', too
+        self.lower = host.lower  # the same list as the replicas have
         self.lower += [tier for tier in (files, objects) if tier is not None]
         self._noun = counted_as  # in metrics: "blocks", or "states"
-        # These also when they are closed.
+        # For metrics, also after `close`.
         self._counted = [] if files is None else [files]
         self._counted_objects = [] if objects is None else [objects]
         self._batch = max(1, _BATCH_BYTES // sum(memory.shape[1] for memory in host.memory))
@@ -89,7 +89,7 @@ class Tiers:
         return KVCacheMetrics(**counts)
 
     def tick(self) -> None:
-        """A step is about to run: copy what its share of the time allows."""
+        """A step is about to run: make as many copies as their share of the time allows."""
         now = self._clock()
         self._credit = min(self._credit + self.share * (now - self._seen), _MOST_CREDIT_S)
         self._seen = now
@@ -103,11 +103,11 @@ class Tiers:
 
     @property
     def is_loading(self) -> bool:
-        """Whether copies to the device were begun whose end was not taken up yet."""
+        """Whether copies to the device have begun and their end was not handled yet."""
         return any(tier.is_loading for tier in self.replicas)
 
     def take_up(self) -> None:
-        """Take up what copies have brought to the device, where no step is about to run that would."""
+        """Handle the ends of copies to the device, if no step that does so is about to run."""
         for tier in self.replicas:
             if tier.is_loading:
                 tier.poll()
@@ -123,7 +123,7 @@ class Tiers:
             lower.flush()
 
     def close(self, *, flush: bool = True) -> None:
-        """Copy and write what is left, with `flush`, and do without files and objects from now on. Safe twice."""
+        """With `flush`, copy and write everything pending. Then close files and objects. Safe to call twice."""
         if self.lower and flush:
             self.flush()
         for lower in self.lower:
@@ -132,7 +132,7 @@ class Tiers:
         self.files = None
 
     def reset(self) -> None:
-        """Forget every page: what is on its way back arrives first, as it is promised."""
+        """Forget every page. Copies to the device finish first, because requests rely on them."""
         for tier in self.replicas:
             tier.forget_waiting()
             tier.store_all()
@@ -147,9 +147,9 @@ class Tiers:
             lower.settle()
 
     def mend(self) -> None:
-        """Rebuild the holders of slots after an interrupt, after `stop`, and once the replicas' sides are mended.
+        """Rebuild the holders of slots after an interrupt. `stop`, and `mend` of the replicas' sides, must come before.
 
-        Reads and writes that were running are given up. Files are searched and objects asked for again.
+        Reads and writes that were running are dropped. Files are searched and objects asked for again.
         """
         for lower in self.lower:
             lower.mend()
@@ -157,7 +157,7 @@ class Tiers:
         self.host.pool.mend(holders, np.zeros_like(holders))
 
     def _holders(self) -> Ints:
-        """How many open copies hold each slot: int64 `[slots + 1]`."""
+        """The number of open copies that hold each slot: int64 `[slots + 1]`."""
         held = [load.slots for tier in self.replicas for load in tier.open_loads]
         held += [store.slots for tier in self.replicas for store in tier.stores]
         for lower in self.lower:
@@ -168,7 +168,7 @@ class Tiers:
         return holders
 
     def check(self) -> None:
-        """Raise `InvariantError` at the first slot or mark that a recount of the open copies does not give."""
+        """Recount the open copies. Raises `InvariantError` at the first slot or mark that differs."""
         for lower in self.lower:
             lower.check()
         holders = self._holders()
@@ -195,24 +195,24 @@ def _check_queue(tier: ReplicaTier, number: int) -> None:
 
 
 class Kept(NamedTuple):
-    """The things that tiers keep, pages of tokens or states, and how many."""
+    """What tiers keep, pages of tokens or states, and how much of it."""
 
     noun: str  # in metrics: "blocks", or "states"
-    shard_bytes: Sequence[int]  # of one, on each shard
+    shard_bytes: Sequence[int]  # of a page or state, on each shard
     slots: int  # in host memory
     file_bytes: int  # in files
-    fingerprint: str  # names all that one depends on besides its tokens and their salt, which its digest covers
-    windows: Sequence[bool] = (False,)  # of each block table whether later queries do not see all of its pages
-    files_named: tuple[str, ...] = ()  # fields of the namespace of files, besides
-    objects_named: tuple[str, ...] = ()  # fields of the namespace of objects, besides
+    fingerprint: str  # identifies all that the content depends on besides tokens and salt, which the digest covers
+    windows: Sequence[bool] = (False,)  # for each block table, whether later queries see only some of its pages
+    files_named: tuple[str, ...] = ()  # further fields of the namespace of files
+    objects_named: tuple[str, ...] = ()  # further fields of the namespace of objects
     an_object: int = 1  # how many an object holds
-    tails: bool = False  # whether the last ones of a prompt, where they are fewer, are an object, too
-    apart: bool = False  # whether a request needs one alone
+    tails: bool = False  # whether the last ones of a prompt, if fewer than `an_object`, form an object, too
+    apart: bool = False  # whether a request needs only one
     share: float = _SHARE
 
 
 Sides = Callable[[HostTier, ObjectTier | None], Sequence[ReplicaTier]]
-"""Makes each replica's side of a host tier, below which there may be objects."""
+"""Makes each replica's side of a host tier, given the objects below it if there are any."""
 
 
 def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, sides: Sides, *, pinned: bool) -> Tiers:
@@ -232,7 +232,7 @@ def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, sides: Sides, 
     if params.object_tier_io is not None:
         of_objects = ObjectFormat(layout(*kept.objects_named), kept.an_object, kept.tails)
         speed = params.object_tier_tokens_per_s
-        seconds = None if speed is None else page_size / speed  # that the model computes for the tokens of a page
+        seconds = None if speed is None else page_size / speed  # in which the model computes a page's tokens
         io, timeout = params.object_tier_io, params.object_tier_timeout_s
         objects = ObjectTier(of_objects, host, io, timeout, seconds, kept.windows, apart=kept.apart)
     return Tiers(host, sides(host, objects), files, objects, share=kept.share, counted_as=kept.noun)
