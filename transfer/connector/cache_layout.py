@@ -1,4 +1,4 @@
-"""Where the registered caches of a rank lie: torch tensors of any strides as the regions and boxes of its shard."""
+"""Turns the registered caches of a rank, torch tensors of any strides, into the regions and boxes of its shard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transfer.plan.shapes import from_tensor
 from transfer.pull.rank import ShardMemory
 
 Cache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
-"""A layer's tensor; or several: K and V apart, or the parts of a state."""
+"""A layer's tensor, or several of them: K and V apart, or the parts of a state."""
 
 
 def tensors_of(cache: Cache) -> tuple[torch.Tensor, ...]:
@@ -25,7 +25,7 @@ def tensors_of(cache: Cache) -> tuple[torch.Tensor, ...]:
 
 
 class _Storages:
-    """The torch storages that tensors are views of, each as one region: layers and groups may share them."""
+    """The torch storages behind the tensors, one region each. Layers and groups may share a storage."""
 
     def __init__(self) -> None:
         self.bases: list[int] = []
@@ -33,7 +33,7 @@ class _Storages:
         self._known: dict[int, int] = {}
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """The region of a tensor, and the bytes from its start to the tensor."""
+        """Returns the region of a tensor and its offset in that region, in bytes."""
         storage = tensor.untyped_storage()
         base = storage.data_ptr()
         if base not in self._known:
@@ -44,7 +44,7 @@ class _Storages:
 
 
 def cache_layout(config: WorkerConfig, caches: Mapping[str, Cache], cross_layer: Sequence[str] = ()) -> ShardMemory:
-    """Returns the memory of a rank's caches, checked against the config."""
+    """Returns the memory of a rank's caches, checked against the config. Raises `InvalidEngineError` on a mismatch."""
     where = f"engine {config.engine_id!r} rank {config.rank}"
     tensors = {name: tensors_of(cache) for name, cache in caches.items()}
     devices = {tensor.device for found in tensors.values() for tensor in found}
@@ -99,7 +99,7 @@ def _group(
 
 
 def _layer_run(label: str, group: GroupConfig, names: Sequence[str]) -> tuple[int, int]:
-    """The first layer of a cross-layer tensor, and how many it holds."""
+    """Returns the first layer of a cross-layer tensor, and how many layers it holds."""
     if strange := [name for name in names if name not in group.layers]:
         raise InvalidEngineError(f"{label}: layer {strange[0]!r} is not in its group")
     numbers = [group.layers[name] for name in names]
@@ -110,7 +110,7 @@ def _layer_run(label: str, group: GroupConfig, names: Sequence[str]) -> tuple[in
 
 @dataclass(frozen=True)
 class _Layer:
-    """Makes the boxes of a layer, or of several that lie in one tensor, and adds how many pages the tensors have."""
+    """Makes the boxes of a layer, or of several that share a tensor. Adds the tensors' numbers of pages to `sizes`."""
 
     label: str
     config: WorkerConfig
@@ -120,7 +120,7 @@ class _Layer:
     storages: _Storages
 
     def attention(self, tensors: tuple[torch.Tensor, ...], sizes: set[int]) -> list[Box]:
-        """The boxes of keys and values, or of a latent."""
+        """Returns the boxes of keys and values, or of a latent."""
         group = self.group
         names, sides = group.axes.split(","), 1 if group.kind == "mla" else 2
         if len(tensors) not in {1, sides}:
@@ -144,7 +144,7 @@ class _Layer:
         return boxes
 
     def state(self, tensors: tuple[torch.Tensor, ...], sizes: set[int]) -> list[Box]:
-        """The boxes of a recurrent state, part after part of each tensor's channels."""
+        """Returns the boxes of a recurrent state; each part takes the next channels of its tensor."""
         boxes: list[Box] = []
         taken, channels = [0] * len(tensors), [0] * len(tensors)
         for part in self.group.state:
@@ -224,7 +224,7 @@ def _bytes(tensor: torch.Tensor) -> list[int]:
 
 
 def _split_sides(tensor: torch.Tensor, names: list[str]) -> tuple[list[int], list[int]]:
-    """Sizes, and strides in bytes. Where K and V share the last dimension, it is two."""
+    """Returns sizes, and strides in bytes. A last dimension that K and V share is split in two."""
     shape, strides = list(tensor.shape), _bytes(tensor)
     if names[-2:] == ["side", "dim"] and len(shape) == len(names) - 1 and shape[-1] % 2 == 0:
         shape[-1:] = [2, shape[-1] // 2]
@@ -233,7 +233,7 @@ def _split_sides(tensor: torch.Tensor, names: list[str]) -> tuple[list[int], lis
 
 
 def _merge_last(label: str, tensor: torch.Tensor, dimensions: int) -> tuple[list[int], list[int]]:
-    """Sizes, and strides in bytes, with all dimensions from the last named one on as one."""
+    """Returns sizes, and strides in bytes, with the dimensions after the named ones merged into the last."""
     shape, strides = list(tensor.shape), _bytes(tensor)
     for axis in range(len(shape) - 1, dimensions - 1, -1):
         if strides[axis - 1] != strides[axis] * shape[axis] and shape[axis - 1] > 1:

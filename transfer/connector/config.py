@@ -1,7 +1,7 @@
-"""What a connector worker is told: which rank it is, and how the caches of its model lie in memory.
+"""The configuration of a connector worker: its rank, and how the caches of its model lie in memory.
 
-Every struct is plain data that pickles and encodes: who plans a deployment makes one for each rank. The names of
-groups, blocks and kernel blocks are those of vLLM, whose tensors these are.
+Every struct is plain data that pickles and encodes; a deployment makes one for each rank. Groups, blocks and kernel
+blocks are named as in vLLM, which owns the tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAYOUTS = {
     "packed": PACKED_HND,
     "packed-NHD": PACKED_NHD,
     "mla": LATENT,
-    # vLLM 0.33's own names: layers, blocks, heads, tokens, and the content of both sides, in the order in memory
+    # the names of vLLM 0.33: layers, blocks, heads, tokens, content of both sides, in memory order
     "LBHNC": PACKED_HND,
     "LBNHC": PACKED_NHD,
     "LHBNC": "head,page,token,side,dim",
@@ -46,9 +46,9 @@ LAYOUTS = {
     "cross-layer": "page,layer,side,head,token,dim",
     "cross-layer-NHD": "page,layer,side,token,head,dim",
 }
-"""Names of layouts, and the axes of a tensor of each, as `transfer.plan.shapes` names them.
+"""The layouts by name, and the axes of a tensor of each, named as in `transfer.plan.shapes`.
 
-They name the dimensions of the tensor, outermost first; how they lie in memory its strides say. Packed sides,
+The axes name the dimensions of the tensor, outermost first; its strides give the order in memory. Packed sides,
 "side,dim", may be one dimension of twice the size.
 """
 
@@ -57,7 +57,7 @@ _AXES = {"page", "layer", "side", "head", "token", "dim"}
 
 
 def share(units: int, ranks: int, rank: int) -> range:
-    """The units (heads or groups of channels) that rank `rank` of `ranks` holds: an even share, or one, replicated."""
+    """Returns the units (heads or channel groups) of rank `rank` of `ranks`: an even share, or one replicated unit."""
     if ranks >= units:
         first = rank * units // ranks
         return range(first, first + 1)
@@ -65,19 +65,19 @@ def share(units: int, ranks: int, rank: int) -> range:
 
 
 class StatePart(msgspec.Struct, frozen=True, kw_only=True):
-    """Channels of a recurrent state that are split over tensor-parallel ranks in one way.
+    """Channels of a recurrent state that are split over tensor-parallel ranks in the same way.
 
-    A Mamba 2 layer has four: x (a unit for each head, of head_dim channels), B and C (a unit for each group, of d_state
-    channels), all in the convolution's tensor, one after another; and the SSM's state (a unit for each head).
+    A Mamba 2 layer has four parts. x (one unit per head, of head_dim channels), B and C (one unit per group, of d_state
+    channels each) follow one another in the convolution's tensor. The fourth is the SSM state (one unit per head).
 
     Attributes:
-        kind: names it on both sides: "conv.x", "conv.B", "conv.C", "ssm".
-        units: that the model has. Ranks hold even shares, or one unit each where there are more ranks.
+        kind: name of the part on both sides: "conv.x", "conv.B", "conv.C", "ssm".
+        units: units of the whole model. Ranks hold even shares, or one replicated unit each if there are more ranks.
         width: channels of a unit.
         dtype: name of the element type.
-        tensor: which of the layer's tensors holds it.
-        axes: of that tensor: "page,head,dim" where channels come first ("DS"), "page,dim,head" otherwise. Further
-            dimensions belong to "dim", the last one.
+        tensor: index of the layer's tensor that holds the part.
+        axes: axes of that tensor: "page,head,dim" if channels come first ("DS"), otherwise "page,dim,head". Further
+            dimensions are merged into the last one.
     """
 
     kind: str
@@ -89,22 +89,22 @@ class StatePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers that share a block table, of the whole model. Ranks register those that they have.
+    """The layers of the whole model that share a block table. Ranks register the layers that they have.
 
     Attributes:
-        layers: name of each layer to its number in the model.
-        kind: what the layers keep.
-        block_size: tokens of a block, as the scheduler counts.
+        layers: number in the model of each layer, by name.
+        kind: the kind of cache that the layers have.
+        block_size: tokens of a block of the scheduler.
         layout: a name of `LAYOUTS`, or the axes themselves. Not used for "mamba".
-        kernel_block_size: tokens of a page as the tensors have them; 0 if it is the block size.
-        num_kv_heads: heads of the model.
+        kernel_block_size: tokens of a page of the tensors; 0 if it equals the block size.
+        num_kv_heads: KV heads of the model.
         head_dim: elements of a head, or of a latent.
         dtype: name of the element type.
-        window: tokens that a sliding window counts, the one that looks included.
-        state: what a state consists of, in the order in memory.
-        content: names what else of a page both sides must have alike; nothing where empty.
-        whole_pages: only the engine knows what lies where in a head of a page: pages are moved as a whole, to pages of
-            the same size.
+        window: tokens of a sliding window, including the current one; 0 for full attention.
+        state: parts of a recurrent state, in memory order.
+        content: a name for further page contents that both sides must share; empty if there are none.
+        whole_pages: True if only the engine knows the contents of a head of a page. Pages are then moved as a whole, to
+            pages of the same size.
     """
 
     layers: dict[str, int]
@@ -127,34 +127,34 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_state(self) -> bool:
-        """Whether a request has one block, whatever its tokens."""
+        """Whether a request has one block, however many tokens it has."""
         return self.kind == "mamba"
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page in memory; 1 for a state."""
+        """Tokens of a page of the tensors; 1 for a state."""
         return 1 if self.is_state else self.kernel_block_size or self.block_size
 
     @property
     def block_pages(self) -> int:
-        """Pages in memory of a block."""
+        """Pages of the tensors in one block."""
         return 1 if self.is_state else self.block_size // self.page_size
 
     def needed(self, num_tokens: int) -> int:
-        """The first token that is needed to compute token `num_tokens` next."""
+        """The first token that is needed to compute token `num_tokens` next: the start of the window, or 0."""
         return max(0, num_tokens - self.window + 1) if self.window else 0
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds.
+    """Time limits, all in seconds.
 
     Attributes:
-        lease: that a lease lasts without a word of its readers.
-        load: until a load fails by itself.
-        handshake: that a source may take to answer.
-        heartbeat: between signs of life of a source while it is read from.
-        dead_after: of silence until it is given up.
-        idle: until an unused source is forgotten.
+        lease: duration of a lease that no reader renews.
+        load: time after which a load fails.
+        handshake: time that a source has to answer.
+        heartbeat: interval between pings to a source that is read from.
+        dead_after: silence after which a source is given up.
+        idle: time after which an unused source is forgotten.
     """
 
     lease: float = 30.0
@@ -166,27 +166,28 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank.
+    """The configuration of one rank.
 
     Attributes:
-        engine_id: shared by all ranks of the engine; no other engine has it.
+        engine_id: shared by all ranks of the engine, and by no other engine.
         incarnation: random, new with each start, shared by all ranks (`transfer.pull.rank.new_incarnation`).
-        groups: the same on all ranks, and in the same order on peers.
-        model: name of the weights, the same on peers.
-        compatibility: whatever else must agree with a peer, such as a quantisation.
-        tp_rank: of `tp_size` tensor-parallel ranks.
+        groups: the same on all ranks, and in the same order on all peers.
+        model: name of the weights; peers must have the same.
+        compatibility: anything else that must agree with a peer, such as a quantisation.
+        tp_rank: number of this rank among `tp_size` tensor-parallel ranks.
         tp_size: tensor-parallel ranks.
-        pp_rank: of `pp_size` pipeline stages.
+        pp_rank: number of this rank's pipeline stage among `pp_size`.
         pp_size: pipeline stages.
-        kv_buffer_device: "cpu" to move pages through host memory; otherwise the caches' own device.
-        registrable: kinds of devices whose memory NIXL can register.
-        page_checks: a source notes a checksum of each page that it leases.
-        verify: share of the pages that a reader compares with them.
-        key: of the digests over metadata; one of `secret` where that is given.
-        secret: shared by all engines of a fleet: turns on keys for metadata and for the sockets of the side channel.
-            "file:PATH", "env:NAME", or the secret itself, which is never shown.
-        allowed_peers: addresses, networks and host names of sources that may be contacted, beside this host.
-        timing: limits.
+        kv_buffer_device: "cpu" to move pages through host memory; otherwise pages move from the caches' own device.
+        registrable: device types whose memory NIXL can register.
+        page_checks: True if a source records a checksum of each page that it leases.
+        verify: share of the pages, 0 to 1, that a reader compares with these checksums.
+        key: key of the digests over metadata. Leave it empty if `secret` is given.
+        secret: secret shared by all engines of a fleet. It turns on keys for metadata and for the sockets of the side
+            channel. Either "file:PATH", "env:NAME", or the secret itself; `repr` never shows it.
+        allowed_peers: addresses, networks and host names of the sources that may be contacted, in addition to this
+            host.
+        timing: time limits.
     """
 
     engine_id: str
@@ -214,7 +215,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rank(self) -> int:
-        """The number of this rank among `ranks`: pipeline stage by pipeline stage."""
+        """The number of this rank among `ranks`, counted pipeline stage by pipeline stage."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
@@ -223,11 +224,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.tp_size * self.pp_size
 
     def fingerprint(self) -> dict[str, str]:
-        """The settings that must agree with a peer, by name.
+        """Returns the settings that must agree with a peer, by name.
 
-        A refused peer is told each that differs, with both values.
-
-        Layouts, page sizes and parallelism are not included, because the plan takes any, unless pages are moved whole.
+        A refused peer is told each difference, with both values. Layouts, page sizes and parallelism are not included,
+        because the plan handles any combination. The page size is included if pages are moved whole.
         """
         groups = {f"group {number}": _described(group) for number, group in enumerate(self.groups)}
         return {"model": self.model, "protocol": str(PROTOCOL)} | groups | self.compatibility
@@ -243,7 +243,7 @@ def _described(group: GroupConfig) -> str:
 
 
 def check_config(config: WorkerConfig) -> WorkerConfig:
-    """Returns `config` if it is one that a worker can be made of."""
+    """Returns `config` if a worker can be made from it. Raises `InvalidEngineError` otherwise."""
     where = f"engine {config.engine_id!r} rank {config.rank}"
     if fault := next(_faults(config), ""):
         raise InvalidEngineError(f"{where}: {fault}")
@@ -253,7 +253,7 @@ def check_config(config: WorkerConfig) -> WorkerConfig:
 
 
 def _faults(config: WorkerConfig) -> Iterator[str]:
-    """What is wrong; whoever asks for the next fault has seen to those before it."""
+    """Yields the faults of a config. A later check relies on earlier ones, so only the first fault is meaningful."""
     if not config.engine_id or not config.incarnation or not config.groups:
         yield "an engine id, an incarnation and at least one group are needed"
     for name, rank, size in (("tp", config.tp_rank, config.tp_size), ("pp", config.pp_rank, config.pp_size)):

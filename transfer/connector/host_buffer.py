@@ -1,4 +1,4 @@
-"""Host memory in place of a device's that NIXL cannot register: pages are copied to it and back."""
+"""Host buffers for device memory that NIXL cannot register: pages are copied between the two."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Direction: TypeAlias = Literal["d2h", "h2d"]
 CopyBlocks: TypeAlias = Callable[
     [Mapping[str, Cache], Mapping[str, Cache], Sequence[int], Sequence[int], Direction], None
 ]
-"""Copies pages of some layers: from caches, to caches by the same names, page ids there and here, direction.
+"""Copies pages of some layers: (source caches, target caches of the same names, source pages, target pages, direction).
 
 It returns when the copy is done.
 """
 
-# Heads before tokens: then any range of heads of a page is one run for every TP ratio, whatever the device's order.
+# With heads before tokens, any range of heads of a page is one run for every TP ratio, whatever the device's order.
 _ORDER = ("page", "layer", "head", "side", "token", "dim")
 
 
 def needs_host_buffer(config: WorkerConfig, device: torch.device) -> bool:
-    """Whether pages on a device have to go through host memory."""
+    """Whether pages on a device must go through host memory. Raises `InvalidEngineError` if they must but may not."""
     registrable = device.type in config.registrable and device.type in {"cpu", "cuda"}
     if not registrable and config.kv_buffer_device != "cpu":
         raise InvalidEngineError(
@@ -36,10 +36,10 @@ def needs_host_buffer(config: WorkerConfig, device: torch.device) -> bool:
 
 
 class HostBuffers:
-    """One host tensor for each registered tensor, of the same shape, and the pages that go between them.
+    """One host tensor for each registered tensor, of the same shape. Moves pages between the two.
 
-    The copies have the names of the caches, in `caches`; their strides may differ. `copy` moves pages, and may be
-    replaced.
+    `caches` holds the host tensors under the names of the device caches; their strides may differ. `copy` is the
+    function that copies pages, and may be replaced.
     """
 
     def __init__(self, config: WorkerConfig, caches: Mapping[str, Cache]) -> None:
@@ -77,7 +77,7 @@ class HostBuffers:
         target_pages: Sequence[int],
         direction: Direction,  # noqa: ARG002 -- of the interface; the devices say it already
     ) -> None:
-        """Copies pages by index, on whatever devices the tensors are."""
+        """Copies pages by index between tensors on any devices."""
         for name, cache in source.items():
             for there, here in zip(tensors_of(cache), tensors_of(target[name]), strict=True):
                 axis = _page_axis(there, self._group_of[name])
@@ -87,7 +87,7 @@ class HostBuffers:
 
 
 def _names(tensor: torch.Tensor, group: GroupConfig) -> list[str]:
-    """Names of a tensor's dimensions; fewer than it has where one stands for several."""
+    """The names of a tensor's dimensions, without "side" if no dimension of its own has it; empty for a state."""
     if group.is_state:
         return []
     names = group.axes.split(",")
@@ -103,6 +103,6 @@ def _host_copy(tensor: torch.Tensor, group: GroupConfig) -> torch.Tensor:
     names = _names(tensor, group)
     by_place = sorted(range(tensor.dim()), key=lambda axis: _ORDER.index(names[axis]) if names else axis)
     shape = [tensor.shape[axis] for axis in by_place]
-    # Written to once, so that its pages are there: the first READ of untouched memory is many times slower.
+    # `zeros` writes to the memory, so that it is mapped: the first READ of untouched memory is many times slower.
     memory = torch.zeros(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return memory.permute([by_place.index(axis) for axis in range(tensor.dim())])

@@ -1,4 +1,4 @@
-"""A layer's pages as our boxes have them, read and put back element by element: to see that the boxes are right."""
+"""Reads and writes a layer's pages through our boxes, element by element, to check that the boxes are right."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _BoxView(NamedTuple):
-    """A box: its first element of a head's content, and integers `[pages, sides, heads, tokens, dims]`, as they lie."""
+    """A box as integers `[pages, sides, heads, tokens, dims]`, and its first element in a head's content."""
 
     first: int
     elements: torch.Tensor
 
 
 class LayerView:
-    """One attention layer of a rank.
+    """One attention layer of a rank, seen through its boxes.
 
     Args:
         memory: the rank's boxes.
-        caches: the tensors that they were made of.
+        caches: the tensors that the boxes were made from.
         group: number of the layer's group.
-        layer: its number in the model.
+        layer: number of the layer in the model.
 
     Attributes:
-        num_pages: pages that it has.
-        page_size: tokens of each.
-        heads: heads of a token.
+        num_pages: pages of the layer.
+        page_size: tokens of a page.
+        heads: heads of a token on this rank.
         content: elements of a head: keys and values, or a latent.
         itemsize: bytes of an element.
     """
@@ -54,7 +54,7 @@ class LayerView:
             self._boxes.append(_BoxView(box.first[1] * box.extent[4], view))
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
-        """The bits of some pages as integers: `[pages * tokens, heads, content]`, in host memory."""
+        """Returns the bits of some pages as integers `[pages * tokens, heads, content]`, in host memory."""
         shape = (len(pages) * self.page_size, self.heads, self.content)
         found = torch.empty(shape, dtype=_RAW[self.itemsize])
         for first, elements in self._boxes:
@@ -63,7 +63,7 @@ class LayerView:
         return found
 
     def write(self, pages: Sequence[int], found: torch.Tensor) -> None:
-        """Puts back what `read` has returned."""
+        """Writes back what `read` returned."""
         for first, elements in self._boxes:
             _, sides, heads, tokens, dims = elements.shape
             held = found[..., first : first + sides * dims].reshape(len(pages), tokens, heads, sides, dims)

@@ -1,4 +1,4 @@
-"""What a scheduler tells its workers each step, and what they tell it: plain data that pickles and encodes."""
+"""The messages between a scheduler and its workers in each step: plain data that pickles and encodes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from transfer.wire.messages import Wanted
 
 
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages that a request needs from elsewhere; where its source was held before, once more, now with blocks.
+    """The pages that a request loads from a source.
+
+    A request whose source was held without blocks (`NixlConnectorScheduler.hold`) gets a second one, now with its
+    blocks.
 
     Attributes:
-        wanted: the source, and which tokens' pages it is to have.
-        local_block_ids: for each group, our blocks from the one that holds the first token on that is to be read. More
-            of them than the tokens need are left alone. Without any group nothing is read yet: the source's lease is
-            renewed until there are blocks.
-        first_blocks: for each group, which block of the request the first of them is.
-        num_computed_tokens: tokens that are here already.
-        num_tokens: tokens that are wanted at most.
+        wanted: the source's lease, and the tokens whose pages it must hold.
+        local_block_ids: our blocks of each group, starting with the one that holds the first token to read. Blocks
+            beyond the tokens are left alone. Without any group nothing is read yet, and the source's lease is renewed
+            until the blocks arrive.
+        first_blocks: index in the request of the first of these blocks, for each group.
+        num_computed_tokens: tokens that are already local.
+        num_tokens: most tokens to load.
     """
 
     wanted: Wanted
@@ -31,18 +34,18 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that are to be here in the end."""
+        """The number of tokens that are local once the load is done."""
         return min(self.wanted.num_tokens, self.num_tokens)
 
 
 class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease that is to stand over pages of a request.
+    """A lease that the workers are to grant over a request's pages.
 
     Attributes:
-        lease: a new id, a free slot, and seconds.
-        engines: reading engines that must have ended before the lease does.
-        running: the request is still computed; no time runs before it is among `reqs_computed`.
-        block_ids: for each group, the blocks under it, where page checks are made; empty otherwise.
+        lease: a new id, a free slot, and the duration in seconds.
+        engines: reading engines that must finish before the lease ends.
+        running: True while the request is still computed. The lease's time starts once `reqs_computed` names it.
+        block_ids: the leased blocks of each group if page checks are made; otherwise empty.
     """
 
     lease: LeaseRef
@@ -54,17 +57,17 @@ class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
 class ConnectorMetadata(msgspec.Struct, kw_only=True):
     """One step's work for every worker, by request.
 
-    A request that is to be sent is named before its lease leaves the scheduler, not when it was part of a batch: a
-    reader that comes early finds no lease, instead of pages that nobody knows it may read.
+    A request is named in `reqs_to_send` before its lease leaves the scheduler, rather than when it was part of a batch.
+    A reader that comes early then finds no lease, instead of pages that no rank has leased.
 
     Attributes:
-        reqs_to_recv: loads to begin or to go on with.
-        reqs_to_save: for each group, blocks that are to be copied to host buffers; with these alone.
+        reqs_to_recv: loads to begin or to continue.
+        reqs_to_save: blocks of each group to copy to host buffers, if there are any.
         reqs_to_send: leases to grant.
-        reqs_computed: requests whose pages are all computed: the time of their leases runs.
-        reqs_not_processed: requests whose leases end now, and why.
-        reqs_to_cancel: loads to give up, and why.
-        to_give_back: leases of other engines under which nothing is read, and why.
+        reqs_computed: requests whose pages are all computed, so that the time of their leases starts.
+        reqs_not_processed: requests whose leases end now, with the reason.
+        reqs_to_cancel: loads to give up, with the reason.
+        to_give_back: leases of other engines that will not be read, with the reason.
     """
 
     reqs_to_recv: dict[str, LoadRequest] = {}
@@ -77,17 +80,17 @@ class ConnectorMetadata(msgspec.Struct, kw_only=True):
 
 
 class WorkerOutput(msgspec.Struct, kw_only=True):
-    """The events of one rank since it was last asked. Each request is named once.
+    """The events of one rank since they were last taken. Each request is named once.
 
     Attributes:
-        offered: requests whose lease stands; with a reason, those whose lease was not granted.
-        sent: requests whose lease has ended, with "read" or the reason. Their pages may be freed.
-        received: requests whose load has ended, successfully or not: none of its transfers is in flight any more.
-        failed: requests whose load failed, with the reason; among `received` now or later.
-        block_ids_with_errors: blocks of failed loads, of every group: their contents must not be used.
-        times: for loads that succeeded, if loads are timed: when the last fence was posted and when it had passed.
-        unwritten: for loads that succeeded, by group: the token before which the group's blocks were not written, if
-            they begin before it; among `received` at the same time.
+        offered: requests whose lease was granted (empty reason), or was not (with the reason).
+        sent: requests whose lease has ended, with "read" or the reason. The rank no longer needs their pages.
+        received: requests whose load has ended, successfully or not. None of its transfers is in flight any more.
+        failed: requests whose load failed, with the reason. They are in `received` now or later.
+        block_ids_with_errors: blocks of failed loads, of every group. Their contents must not be used.
+        times: for timed loads that succeeded: when the last fence was posted, and when it had passed.
+        unwritten: for loads that succeeded, by group: the first token that was written, if the group's blocks begin
+            before it. The request is in `received` at the same time.
     """
 
     offered: dict[str, str] = {}
@@ -99,7 +102,7 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
     unwritten: dict[str, dict[int, int]] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything has happened."""
+        """Whether there is any event."""
         return any(getattr(self, name) for name in self.__struct_fields__)
 
 
@@ -107,15 +110,14 @@ class Progress(msgspec.Struct, kw_only=True):
     """What a scheduler learns from its workers' outputs. Each request is named once in each field.
 
     Attributes:
-        offered: requests whose lease stands on every rank.
-        sent: requests whose lease has ended on every rank, and how: "read", or why else. Their pages may go.
-        received: requests whose load is over on every rank, well or not: their pages may be used, or go.
-        failed: requests whose load failed, and why; among `received` now or later.
-        block_ids_with_errors: blocks of theirs, of every group.
-        unwritten: of requests that are among `received` at the same time and have not failed, by group, the token
-            before which nothing of the group's blocks was written, where these begin before it. The request itself
-            needs no token before it. But the block that holds this token, and those before it, must not be found by
-            others: what they hold is not the KV of all their tokens.
+        offered: requests whose lease was granted on every rank.
+        sent: requests whose lease has ended on every rank, with "read" or another reason. Their pages may be freed.
+        received: requests whose load has ended on every rank, successfully or not. Their pages may be used or freed.
+        failed: requests whose load failed, with the reason. They are in `received` now or later.
+        block_ids_with_errors: blocks of failed loads, of every group.
+        unwritten: for loads that succeeded, by group: the first token that was written, if the group's blocks begin
+            before it. The request itself needs no earlier token. Other requests must not find the block that holds this
+            token or any block before it in the prefix cache, because they lack the KV of some of their tokens.
     """
 
     offered: set[str] = set()
@@ -127,5 +129,5 @@ class Progress(msgspec.Struct, kw_only=True):
 
 
 def as_blocks(groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Block ids of each group as plain integers."""
+    """Returns the block ids of each group as plain integers."""
     return tuple(tuple(int(block) for block in group) for group in groups)

@@ -1,4 +1,4 @@
-"""`Offer`: the lease of one request at its source, on all ranks, and what readers are told that it holds."""
+"""`Offer`: the lease of one request on all ranks of its source, and the answer to readers that ask for its pages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transfer.wire.prompt import Prompt
 
 
 class Held(NamedTuple):
-    """The pages of a request, once they are computed.
+    """The pages of a request that readers may read once they are computed.
 
     Attributes:
         prompt: the prompt whose KV they hold.
-        num_tokens: the number of its tokens, from the first on, that they hold.
-        block_ids: for each group its blocks; the last one holds the last token, or the state after it.
+        num_tokens: tokens that they hold, from the first on.
+        block_ids: the blocks of each group. The last block holds the last token, or the state after it.
     """
 
     prompt: Prompt
@@ -27,31 +27,37 @@ class Held(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """Every rank grants the lease and ends it on its own. The scheduler's thread writes, that of the server reads."""
+    """A lease that every rank grants and ends on its own.
+
+    The scheduler's thread writes it; the server's thread reads it.
+    """
 
     lease: LeaseRef
     ranks: int
-    held: Held | None = None  # None while the request is computed
-    offered: set[int] = field(default_factory=set[int])  # ranks on which it has stood
-    over: set[int] = field(default_factory=set[int])  # ranks on which it has ended, or was not granted
-    reason: str = "read"  # or the first other one why it ended on a rank
-    aborted: bool = False  # its end was asked for
+    held: Held | None = None  # None until `params` names the pages
+    offered: set[int] = field(default_factory=set[int])  # ranks that have granted it
+    over: set[int] = field(default_factory=set[int])  # ranks on which it has ended, or that did not grant it
+    reason: str = "read"  # or the first other reason why it ended on a rank
+    aborted: bool = False  # the scheduler has asked for its end
 
     @property
     def ended(self) -> str:
-        """Why nothing can be read under it any more; empty while something can, or will."""
+        """Why nothing can be read under the lease any more; empty while it is open or still being granted."""
         if self.aborted:
             return "it is being ended"
         return f"it has ended on ranks {sorted(self.over)[:16]}: {self.reason}" if self.over else ""
 
     @property
     def missing(self) -> str:
-        """Why it does not stand on every rank; empty if it does."""
+        """Why the lease is not open on every rank; empty if it is."""
         left = sorted(set(range(self.ranks)) - self.offered)
         return self.ended or (f"ranks {left[:16]} have not granted it yet" if left else "")
 
     def answer(self, query: LeaseQuery, config: WorkerConfig, key: bytes) -> LeaseReply:
-        """Says what it holds, once it stands on every rank and the pages are computed; until then, to ask again."""
+        """Returns the leased pages once every rank has granted the lease and the pages are known.
+
+        Until then the answer says what is waited for, and the reader asks again.
+        """
         held, count = self.held, query.num_tokens
         error = self.ended
         if held is not None and not error and not 0 <= count <= held.num_tokens:

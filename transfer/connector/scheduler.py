@@ -1,8 +1,9 @@
-"""`NixlConnectorScheduler`: the scheduler's side of the connector workers, for a source and for a reader.
+"""`NixlConnectorScheduler`: the scheduler's side of the connector workers, at a source and at a reader.
 
-A scheduler tells it of requests, ships what `build_metadata` returns to every worker once a step, and hands back what
-each worker's `take_output` returned. At a source a request goes through `offer`, then `params` once its lease stands,
-and then is among the sent: its pages may go. At a reader: `read` what came, `load`, and it is among the received.
+An engine's scheduler tells it of requests, sends the result of `build_metadata` to every worker once a step, and passes
+the result of each worker's `take_output` to `update`. At a source, a request goes through `offer`, then `params` once
+its lease is granted; when it is in `sent`, its pages may be freed. At a reader, it goes through `read` with the
+parameters that came with it, then `load`, until it is in `received`.
 """
 
 from __future__ import annotations
@@ -24,31 +25,34 @@ from transfer.wire.prompt import Prompt
 from transfer.wire.secret import fleet_keys
 
 _LARGEST_BLOCK = 4096
-"""Tokens. A reader's blocks of a window begin before the window does, by up to a block of its own: a source names its
-blocks from there on, as far as it has them, for readers with blocks of up to this size."""
+"""In tokens. A reader's first block can begin before the window does, by up to one of its own blocks.
+
+A source therefore names that many earlier tokens, as far as it has them, for readers with blocks of up to this size.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """The load of one request: what was asked of every rank, which ranks are done, and whether one has failed."""
+    """The load of one request: the work that every rank was asked for, the ranks that are done, and whether one failed."""
 
     asked: LoadRequest
     received: set[int] = field(default_factory=set[int])
     failed: bool = False
-    unwritten: dict[int, int] = field(default_factory=dict[int, int])  # as in `Progress`, of the ranks that are done
+    unwritten: dict[int, int] = field(default_factory=dict[int, int])  # as in `Progress`, for the ranks that are done
 
 
 class NixlConnectorScheduler:
-    """Leases and loads of one engine, over all its ranks. For one thread.
+    """Leases and loads of one engine, over all its ranks. Single-threaded.
 
     Args:
-        config: of any of the ranks.
+        config: the config of any of the ranks.
         host: name or address under which readers reach this process.
-        bind: ZMQ endpoint of the handshake server; the loopback, and a free port, unless told otherwise.
-        keyring: keys for the side channel; those of the config's shared secret, or plain sockets, where None.
+        bind: ZMQ endpoint of the handshake server; by default the loopback and a free port.
+        keyring: keys for the side channel. None takes those of the config's shared secret, or plain sockets without
+            one.
 
     Raises:
-        InvalidEngineError: a config that no engine can be made of.
+        InvalidEngineError: no engine can be made from the config.
     """
 
     def __init__(
@@ -70,11 +74,12 @@ class NixlConnectorScheduler:
         self._loads: dict[str, _Load] = {}
 
     def set_handshake_metadata(self, ranks: Mapping[int, bytes], fingerprint: Mapping[str, str] | None = None) -> str:
-        """Starts to answer for the engine. Returns the endpoint that readers are told.
+        """Starts to answer handshakes for the engine. Returns the endpoint for readers.
 
         Args:
-            ranks: of each rank, what its `get_handshake_metadata` returned.
-            fingerprint: of the ranks' configs, if they know more than this one's; None: its own.
+            ranks: the result of `get_handshake_metadata` of each rank.
+            fingerprint: fingerprint of the ranks' configs, if they know more than this config; None takes this
+                config's.
 
         Raises:
             HandshakeError: a rank is missing, or the endpoint is taken.
@@ -95,10 +100,10 @@ class NixlConnectorScheduler:
 
     @property
     def address(self) -> str:
-        """Endpoint of the handshake, as readers are told.
+        """Endpoint of the handshake server, as readers see it.
 
         Raises:
-            HandshakeError: there is none yet.
+            HandshakeError: the server has not been started.
         """
         return f"tcp://{self._host}:{self._port}"
 
@@ -116,16 +121,18 @@ class NixlConnectorScheduler:
         engines: int = 1,
         block_ids: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Asks every rank for a lease over a request's pages. The caller holds them until it is among the sent.
+        """Asks every rank for a lease over a request's pages.
+
+        The caller keeps the pages until the request is in `sent`.
 
         Args:
             request_id: the request.
-            running: it is still computed; no time runs until `computed`.
-            engines: reading engines that must have ended before the lease does.
-            block_ids: for each group its blocks, where page checks are made.
+            running: True while the request is still computed. The lease's time starts with `computed`.
+            engines: reading engines that must finish before the lease ends.
+            block_ids: the blocks of each group, if page checks are made.
 
         Raises:
-            InvalidLeaseError: it has a lease, or no slot is free.
+            InvalidLeaseError: the request has a lease, or no slot is free.
         """
         if request_id in self._offers:
             raise InvalidLeaseError(f"request {request_id!r}: its lease has not ended on every rank yet")
@@ -139,16 +146,16 @@ class NixlConnectorScheduler:
         )
 
     def computed(self, request_id: str) -> None:
-        """Says that all pages of a request are written: from now on the time of its lease runs."""
+        """Reports that all pages of a request are written, which starts the time of its lease."""
         self._metadata.reqs_computed.append(request_id)
 
     def is_offered(self, request_id: str) -> bool:
-        """Whether a request's lease stands on every rank."""
+        """Whether every rank has granted the request's lease, and none has ended it."""
         offer = self._offers.get(request_id)
         return offer is not None and not offer.missing
 
     def _leased(self, query: LeaseQuery) -> LeaseReply:
-        """What a lease holds, for a reader that asks. In the thread of the handshake's server."""
+        """Answers a reader's query for a lease. Runs on the handshake server's thread."""
         offer = self._by_lease.get(query.lease_id)
         if offer is None:
             error = f"lease {query.lease_id:#018x} has ended, or engine {self.config.engine_id!r} never had it"
@@ -164,22 +171,22 @@ class NixlConnectorScheduler:
         *,
         first_blocks: Sequence[int] = (),
     ) -> dict[str, Any]:
-        """Returns `kv_transfer_params` for the reader of a request that has a lease, and records the lease's pages.
+        """Returns the `kv_transfer_params` for the reader of a leased request, and records the pages under the lease.
 
-        The parameters are a pointer: a reader that asks for the lease with them is told of its pages, once the lease
-        stands on every rank. Blocks of a sliding window that no reader's first block reaches are left out.
+        The parameters are a pointer: a reader that asks for the lease with them is told its pages once every rank has
+        granted it. Blocks before the sliding window that no reader needs are left out.
 
         Args:
             request_id: the request.
-            prompt: its tokens, and anything else that its KV depends on.
-            block_ids: for each group its blocks, none of which it has given back: a reader may read all of each. Blocks
-                beyond those that the tokens fill are left out. For a state only the last one is used.
+            prompt: its tokens, and everything else that its KV depends on.
+            block_ids: the blocks of each group. The caller must still hold all of them, because a reader may read each
+                in full. Blocks beyond the tokens are left out. For a state only the last one is used.
             num_tokens: tokens whose pages are written, or will be by the end of the current step.
-            first_blocks: for each group, the index in the request of its first block; 0 for all if empty.
+            first_blocks: index in the request of the first block of each group; all 0 if empty.
 
         Raises:
-            InvalidLeaseError: it has no lease, or that has ended on a rank.
-            InvalidTransferError: too few blocks or tokens, or blocks of another number of groups.
+            InvalidLeaseError: the request has no lease, or its lease has ended on a rank.
+            InvalidTransferError: there are too few blocks or tokens, or blocks of another number of groups.
         """
         offer = self._offers.get(request_id)
         if offer is None or offer.ended:
@@ -211,23 +218,27 @@ class NixlConnectorScheduler:
         return params_of(params)
 
     def abort(self, request_id: str, reason: str) -> bool:
-        """Ends a request's lease even if it is read; False if it has none. Its pages may go once it is in `sent`."""
+        """Ends a request's lease even while it is read. Returns False if it has none.
+
+        Its pages may be freed once the request is in `sent`.
+        """
         if (offer := self._offers.get(request_id)) is not None:
             offer.aborted = True
             self._metadata.reqs_not_processed[request_id] = reason
         return offer is not None
 
     def read(self, request_id: str, params: object, prompt: Prompt) -> Wanted | None:
-        """Returns the source that a request's `kv_transfer_params` name; None if they ask for no pages.
+        """Returns the source's lease that a request's `kv_transfer_params` name, or None if they ask for no pages.
 
         Args:
             request_id: the request.
-            params: from outside.
-            prompt: of the request: the pages must be those of its tokens. It may have more than the source has
+            params: untrusted data from outside.
+            prompt: the request's prompt, which the pages must match. It may have more tokens than the source has
                 computed, or fewer.
 
         Raises:
-            TransferParamsError: (a ValueError) names the request, the key, its value, and what may be there.
+            TransferParamsError: (a ValueError) a parameter is invalid; names the request, the key, its value and the
+                limits.
         """
         found, count = read_params(request_id, params), len(prompt.token_ids)
         if found is not None and found.num_tokens > count and any(group.is_state for group in self.config.groups):
@@ -238,20 +249,20 @@ class NixlConnectorScheduler:
         return None if found is None else found.wanted(prompt)
 
     def give_back(self, params: object, reason: str) -> None:
-        """Has a source told that nothing is read under the lease that a request's params name, if they name one.
+        """Tells a source that the lease named by a request's params will not be read. A no-op if they name none.
 
-        For a request that takes no load: its params are wrong, or its name is that of another load.
+        Use this for a request that takes no load: its params are invalid, or another load has its name.
         """
         if (wanted := pointer_in(params)) is not None:
             self._metadata.to_give_back.append((wanted, reason))
 
     def hold(self, request_id: str, wanted: Wanted) -> None:
-        """Tells a source that a request waits for its pages, which has no blocks yet: the lease is renewed until then.
+        """Has a source's lease renewed for a request that has no blocks yet.
 
-        The time of the load runs from now on. `load` goes on with it; `cancel` gives it up, and the source is told.
+        The time limit of the load starts now. `load` continues it; `cancel` gives it up and tells the source.
 
         Raises:
-            InvalidTransferError: the request has a load that is not over.
+            InvalidTransferError: the request has a load that has not ended.
         """
         if request_id in self._loads:
             raise InvalidTransferError(f"request {request_id!r}: its load has not ended on every rank yet")
@@ -268,22 +279,22 @@ class NixlConnectorScheduler:
         *,
         first_blocks: Sequence[int] = (),
     ) -> None:
-        """Has every rank read the pages of a request. If no page is missing, it only notifies the source.
+        """Has every rank read the pages of a request. If no page is missing, this only notifies the source.
 
-        A request whose source is held (`hold`) is among the received afterwards even if no page was missing.
+        A request whose source is held (`hold`) appears in `received` even if no page was missing.
 
         Args:
             request_id: the request.
             wanted: the result of `read`.
-            block_ids: for each group our blocks to read into, for all pages to come. For a state only the last one.
+            block_ids: the local blocks of each group to read into, for all pages to load. For a state only the last one
+                is used.
             num_tokens: the tokens of the request.
-            num_computed_tokens: tokens that are already here.
-            first_blocks: for each group, the index in the request of its first block; if empty, the block that holds
-                the first missing token.
+            num_computed_tokens: tokens that are already local.
+            first_blocks: index in the request of the first block of each group. If empty, the first block is the one
+                that holds the first missing token.
 
         Raises:
-            InvalidTransferError: the request has a load that is not over, or blocks of another number of groups.
-            TransferParamsError: the source's pages cannot be used.
+            InvalidTransferError: the request has a load that has not ended, or blocks of another number of groups.
         """
         missing = min(wanted.num_tokens, num_tokens) > num_computed_tokens
         groups, load = self.config.groups, self._loads.get(request_id)
@@ -302,7 +313,7 @@ class NixlConnectorScheduler:
             num_tokens=num_tokens,
         )
         if load is not None and request_id in self._metadata.reqs_to_recv:
-            del self._loads[request_id]  # no rank has heard yet that its source is held
+            del self._loads[request_id]  # no rank has been told to hold its source yet
             load = None
         self._metadata.reqs_to_recv[request_id] = asked
         if load is not None:
@@ -311,22 +322,22 @@ class NixlConnectorScheduler:
             self._loads[request_id] = _Load(asked)
 
     def cancel(self, request_id: str, reason: str) -> bool:
-        """Gives a load up. Whether there is one: its pages may go once the request is among the received."""
+        """Gives a load up. Returns whether there is one; its pages may be freed once the request is in `received`."""
         if request_id in self._loads:
             self._metadata.reqs_to_cancel[request_id] = reason
         return request_id in self._loads
 
     def save(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
-        """Has every rank copy blocks of a request to its host buffers, if any, before they are told of in `params`."""
+        """Has every rank copy a request's blocks to its host buffers, if it has any. Must precede `params` for them."""
         self._metadata.reqs_to_save[request_id] = as_blocks(block_ids)
 
     def build_metadata(self) -> ConnectorMetadata:
-        """Returns a step's work for the workers, the same for all, and begins the next step's."""
+        """Returns a step's work, the same for every worker, and begins the next step's."""
         metadata, self._metadata = self._metadata, ConnectorMetadata()
         return metadata
 
     def update(self, rank: int, output: WorkerOutput) -> Progress:
-        """Books what a worker told, and returns what that makes known.
+        """Records a worker's output, and returns what the scheduler learns from it.
 
         Raises:
             InvalidTransferError: the engine has no such rank.
@@ -348,7 +359,7 @@ class NixlConnectorScheduler:
         return progress
 
     def _lease_over(self, rank: int, request_id: str, reason: str, progress: Progress) -> None:
-        """The request's pages go when every rank's lease has ended."""
+        """Records the end of a lease on one rank. The request is in `sent` once every rank's lease has ended."""
         if (offer := self._offers.get(request_id)) is None:
             return
         offer.over.add(rank)
@@ -360,7 +371,10 @@ class NixlConnectorScheduler:
             progress.sent[request_id] = offer.reason
 
     def _book_loads(self, rank: int, output: WorkerOutput, progress: Progress) -> None:
-        """A load has failed when one rank's has, which the others give up then; it is over when every rank's is."""
+        """A load fails with the first rank that fails, and the others then give it up.
+
+        It ends when every rank's has.
+        """
         for request_id, reason in output.failed.items():
             load = self._loads.get(request_id)
             if load is not None and not load.failed:
@@ -381,14 +395,14 @@ class NixlConnectorScheduler:
                         progress.unwritten[request_id] = load.unwritten
 
     def close(self) -> None:
-        """Ends the handshake server. Safe to call twice."""
+        """Stops the handshake server. Safe to call twice."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
 
 
 def _kept(where: str, group: GroupConfig, blocks: Sequence[int], first: int, num_tokens: int) -> list[int]:
-    """The blocks that a reader can need, the last of which holds the last token."""
+    """Returns the blocks that a reader can need; the last one holds the last token."""
     if group.is_state:
         return list(blocks[-1:])
     end = -(-num_tokens // group.block_size)

@@ -1,9 +1,9 @@
 """`kv_transfer_params`: the dict in a prefill engine's answer that names the source of its pages to a decode engine.
 
-It travels through proxies and HTTP bodies as JSON, so a reader trusts nothing in it. It is a pointer: which pages the
-lease holds, and of which tokens, the source says itself when it is asked (`transfer.pull.source.Wanted`). Every value
-is checked here; whether the engine and the lease exist is checked where they are asked for, and fails that request
-alone. The keys are those of vLLM's connector, and that of the lease.
+It travels through proxies and HTTP bodies as JSON, so a reader trusts nothing in it. It is only a pointer: the source
+itself says which pages the lease holds, and for which tokens, when it is asked (`transfer.wire.messages.Wanted`). Every
+value is checked here. Whether the engine and the lease exist is checked when they are asked for, and a failure fails
+only that request. The keys are those of vLLM's connector, and `lease_id`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_NAME = 512
 _PRINTABLE = "printable text is expected"
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 80
-# A host name, an IPv4 or a bracketed IPv6 address: nothing else gets into an endpoint.
+# A host name, an IPv4 or a bracketed IPv6 address. Other text must not get into an endpoint.
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]")
 _LEASE_ID = re.compile(r"0x(?=.*[1-9a-f])[0-9a-f]{1,16}")
 _NAMES = {name: f"remote_{name}" for name in ("engine_id", "request_id", "host", "port", "num_tokens")}
@@ -47,18 +47,18 @@ class _Pointer(msgspec.Struct, frozen=True, kw_only=True, rename=_NAMES):
 
 
 class TransferParams(_Pointer, frozen=True, kw_only=True, rename=_NAMES):
-    """What `kv_transfer_params` say. Made by a source, or checked by `read_params`.
+    """The contents of `kv_transfer_params`. Made by a source, or checked by `read_params`.
 
     Attributes:
         engine_id: the source.
-        request_id: as the source calls it; for logs.
-        host: name or address of its handshake.
-        port: likewise.
-        num_tokens: tokens that it has computed. A smaller number has fewer loaded, a larger one fails.
-        lease_id: in hexadecimal: as a number, many JSON readers would keep 53 bits of it.
-        do_remote_prefill: pages are asked for.
-        do_remote_decode: pages are to be offered. It cannot be true together with `do_remote_prefill`.
-        transfer_mode: who moves the pages: the reader.
+        request_id: the source's name for the request; for logs.
+        host: name or address of the source's handshake server.
+        port: port of the handshake server.
+        num_tokens: tokens that the source has computed. A smaller number loads fewer; a larger one makes the load fail.
+        lease_id: in hexadecimal, because many JSON readers keep only 53 bits of a number.
+        do_remote_prefill: True to ask for pages.
+        do_remote_decode: True to offer pages. It cannot be true together with `do_remote_prefill`.
+        transfer_mode: "pull": the reader moves the pages.
     """
 
     do_remote_prefill: bool = True
@@ -68,18 +68,22 @@ class TransferParams(_Pointer, frozen=True, kw_only=True, rename=_NAMES):
     transfer_mode: Literal["pull"] = "pull"
 
     def wanted(self, prompt: Prompt) -> Wanted:
-        """Returns the source to ask, and the tokens: those of the reader's own prompt, as far as the source has it."""
+        """Returns the lease to ask for, with as many tokens of the reader's own prompt as the source has computed."""
         num_tokens = min(self.num_tokens, len(prompt.token_ids))
         return Wanted(self.address, self.engine_id, int(self.lease_id, 16), num_tokens, prompt.digest(num_tokens))
 
 
 def params_of(params: TransferParams) -> dict[str, Any]:
-    """Returns the dict for a reader: plain JSON."""
+    """Returns the dict for a reader, as plain JSON values."""
     return msgspec.json.decode(msgspec.json.encode(params))
 
 
 def read_params(request_id: str, params: object) -> TransferParams | None:
-    """Returns what a dict from outside says, or None if it asks for no pages from elsewhere."""
+    """Returns the checked contents of a dict from outside, or None if it asks for no pages.
+
+    Raises:
+        TransferParamsError: the dict asks for pages, and a value is missing or invalid.
+    """
     if params is None:
         return None
     if not _is_dict(params):
@@ -93,7 +97,8 @@ def read_params(request_id: str, params: object) -> TransferParams | None:
         found = msgspec.convert(known, TransferParams)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$.")
-        key, *steps = re.findall(r"\w+", path or reason.rpartition(" ")[2])  # of what is missing the last word
+        # a missing key is the last word of the message
+        key, *steps = re.findall(r"\w+", path or reason.rpartition(" ")[2])
         raise _refusal(request_id, known, (key, *map(int, steps)), reason) from error
     faults = _faults(found)
     if not found.request_id.isprintable():
@@ -106,7 +111,7 @@ def read_params(request_id: str, params: object) -> TransferParams | None:
 def pointer_in(params: object) -> Wanted | None:
     """Returns the lease that a dict from outside names, so that it can be given back even if the rest is malformed.
 
-    None if the dict asks for no pages, or names no lease.
+    Returns None if the dict asks for no pages, or names no valid lease.
     """
     if not _is_dict(params) or params.get("do_remote_prefill") in (None, False):
         return None
@@ -118,7 +123,7 @@ def pointer_in(params: object) -> Wanted | None:
 
 
 def _faults(found: _Pointer) -> dict[str, str]:
-    """What is expected in place of each value that has the right type and is wrong all the same, by its key."""
+    """What is expected in place of each value that has the right type but is invalid, by key."""
     faults: dict[str, str] = {}
     if not found.engine_id.isprintable():
         faults["remote_engine_id"] = _PRINTABLE
@@ -132,7 +137,7 @@ def _faults(found: _Pointer) -> dict[str, str]:
 def _refusal(request_id: str, params: dict[str, Any], place: tuple[Any, ...], reason: str) -> TransferParamsError:
     try:
         shown = _short(reduce(getitem, place, params))
-    except (LookupError, TypeError):  # it is not there, or what it is in has no order
+    except (LookupError, TypeError):  # the value is missing, or its container cannot be indexed
         shown = "missing" if place[0] not in params else _short(params[place[0]])
     where = "".join(f"[{step!r}]" for step in place)
     return TransferParamsError(f"request {request_id!r}: kv_transfer_params{where} is {shown}: {reason}")
@@ -145,5 +150,5 @@ def _is_dict(value: object) -> TypeGuard[Mapping[object, object]]:
 def _short(value: object) -> str:
     try:
         return _repr.repr(value)
-    except ValueError:  # Python spells no integer of more than some thousand digits
+    except ValueError:  # Python formats no integer of more than a few thousand digits
         return f"an object of {type(value).__name__}"

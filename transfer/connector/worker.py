@@ -1,8 +1,8 @@
 """`NixlConnectorWorker`: one rank of an engine, between the step loop that runs its model and the transfer thread.
 
-The names and their meaning are those of vLLM's worker of this name. Nothing in it knows of tensor parallelism, page
-sizes, layouts or replicated heads: all that is in the boxes of the two sides, and follows from the plan. The loop hands
-work over and takes events; only set-up waits.
+Its methods have the names and meanings of vLLM's worker of this name. It knows nothing of tensor parallelism, page
+sizes, layouts or replicated heads: the boxes of the two sides carry all that, and the plan follows from them. The loop
+hands work over and takes events; only set-up and `take_output` wait.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from transfer.wire.messages import Wanted
 from transfer.wire.secret import fleet_keys
 
 _GRANT_S = 5.0
-"""Most that a step waits for its leases to stand. Readers ask again where they come later."""
+"""In seconds: the longest that a step waits for its leases to be granted. A reader that comes earlier asks again."""
 
 
 class NixlConnectorWorker:
-    """Moves the pages of one rank. All methods are for one thread, that of the step loop.
+    """Moves the pages of one rank. Single-threaded: all methods are for the thread of the step loop.
 
     Args:
-        config: which rank this is, and its caches.
-        keyring: keys for the side channel; those of the config's shared secret, or plain sockets, where None.
+        config: the rank, and the layout of its caches.
+        keyring: keys for the side channel. None takes those of the config's shared secret, or plain sockets without
+            one.
 
     Raises:
-        InvalidEngineError: a config that no worker can be made of.
+        InvalidEngineError: no worker can be made from the config.
     """
 
     def __init__(self, config: WorkerConfig, keyring: Keyring | None = None) -> None:
@@ -62,24 +63,25 @@ class NixlConnectorWorker:
         """Registers the caches of this rank's layers, and starts to serve and to read.
 
         Args:
-            kv_caches: each layer's tensor, as its group's layout names the dimensions; or several tensors: K and V
-                apart, or the parts of a state. They must stay alive while any peer lives that may read them.
+            kv_caches: the tensor of each layer, with its dimensions in the order of its group's layout; or several
+                tensors for a layer: K and V apart, or the parts of a state. They must stay alive while any peer that
+                may read them lives.
 
         Raises:
-            InvalidEngineError: tensors that do not fit the config, or a device that NIXL cannot register.
+            InvalidEngineError: the tensors do not fit the config, or NIXL cannot register their device.
             AgentError: NIXL cannot be used.
         """
         self._register(kv_caches, ())
 
     def register_cross_layers_kv_caches(self, kv_cache: torch.Tensor, layers: Sequence[str] = ()) -> None:
-        """Registers one tensor that holds the caches of several layers, of a model with one group.
+        """Registers one tensor that holds the caches of several layers, for a model with one group.
 
         Args:
             kv_cache: the tensor; the layout of the group names its dimensions, "layer" among them.
-            layers: those that it holds, in order; all of the group where empty.
+            layers: the layers that it holds, in order; all layers of the group if empty.
 
         Raises:
-            InvalidEngineError: as `register_kv_caches`; or the model has several groups.
+            InvalidEngineError: as for `register_kv_caches`; or the model has several groups.
         """
         if len(self.config.groups) != 1:
             raise InvalidEngineError(
@@ -120,13 +122,13 @@ class NixlConnectorWorker:
         )
         self._thread = start_thread(replica)
         self._events = self._thread.events
-        # Also where the worker is dropped, or the interpreter ends: NIXL left open aborts the process.
+        # Runs also if the worker is dropped or the interpreter exits: an open NIXL agent would abort the process.
         self._close = weakref.finalize(self, self._thread.close)
 
     def initialize_host_xfer_buffer(self, kv_caches: Mapping[str, Cache]) -> HostBuffers:
-        """Makes host memory of the size of the caches, as they will be registered.
+        """Allocates host memory of the size of the caches, which will be registered in their place.
 
-        `register_kv_caches` does it where it is needed.
+        `register_kv_caches` calls this if the device needs it.
         """
         self._host = HostBuffers(self.config, kv_caches)
         if self._copy is not None:
@@ -134,7 +136,10 @@ class NixlConnectorWorker:
         return self._host
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocks) -> None:
-        """Sets the function that copies pages between the device and host buffers. A no-op without host buffers."""
+        """Sets the function that copies pages between the device and host buffers.
+
+        Has no effect without host buffers.
+        """
         self._copy = copy_operation
         if self._host is not None:
             self._host.copy = copy_operation
@@ -150,24 +155,24 @@ class NixlConnectorWorker:
         return self._rank.metadata
 
     def add_remote_agent(self, address: str, ranks: Sequence[bytes]) -> str:
-        """Loads an engine whose metadata arrived by another way than the handshake. Returns its id.
+        """Loads an engine whose metadata did not arrive through the handshake. Returns its id.
 
         Args:
-            address: ZMQ endpoint where the engine answers liveness checks, as requests will name it.
+            address: ZMQ endpoint where the engine answers pings, as requests will name it.
             ranks: the result of `get_handshake_metadata` on each of its ranks.
 
         Raises:
-            TransferError: the engine does not fit ours; the error has both values. No part of it stays loaded.
+            TransferError: the engine does not fit ours; the message has both values. No part of it stays loaded.
         """
         return self._running().add_engine(address, ranks)
 
     def start_load_kv(self, metadata: ConnectorMetadata) -> None:
-        """Takes over a step's work: leases to grant, start, end and give back; loads to begin, go on with, give up.
+        """Starts a step's work: leases to grant, start, end and give back; loads to begin, continue and give up.
 
-        What is wrong with one load fails that load alone; `get_finished` tells.
+        An error in one load fails that load alone, and `get_failed_loads` reports it.
 
         Raises:
-            InvalidTransferError: a request is named that is being sent, or loaded, already. Nothing was done.
+            InvalidTransferError: a named request already has a lease or a load. Nothing was done.
             EngineClosedError: the worker was shut down, or its thread has died.
         """
         thread, leases = self._running(), self._book.leases
@@ -200,7 +205,7 @@ class NixlConnectorWorker:
     def _load(self, thread: TransferThread, request_id: str, asked: LoadRequest) -> None:
         before = self._book.find(request_id)
         if before is not None and (before.error or before.cancelled):
-            return  # it came to nothing meanwhile; until it is among the received, its request takes no new load
+            return  # the load has failed or was cancelled; its request takes no new one until it is in `received`
         load = before or self._book.begin(request_id)
         try:
             groups = self._book.ask(load, asked)
@@ -220,10 +225,10 @@ class NixlConnectorWorker:
         return kernel_pages(blocks, self.config.groups[group].block_pages).tolist()
 
     def save_kv_to_host(self, metadata: ConnectorMetadata) -> None:
-        """Copies the blocks of `reqs_to_save` to host buffers; before their leases are granted.
+        """Copies the blocks of `reqs_to_save` to host buffers. Must precede the grant of their leases.
 
         Raises:
-            InvalidTransferError: blocks for another number of groups than there are.
+            InvalidTransferError: the blocks are of another number of groups than the config has.
         """
         if self._host is None:
             return
@@ -246,21 +251,21 @@ class NixlConnectorWorker:
                     self._host.restore(number, pages)
 
     def _are_granted(self) -> bool:
-        """Whether every lease stands that was asked for, or is known not to."""
+        """Whether every requested lease has been granted or refused."""
         if self._book.ungranted:
             self._drain()
         return not self._book.ungranted
 
     def _output(self) -> WorkerOutput:
-        """The events since the output was last taken, up to now."""
+        """Processes the pending events. Returns everything since the output was last taken."""
         self._drain()
         return self._book.output
 
     def take_output(self) -> WorkerOutput:
-        """Returns all events since the output was last taken, for the scheduler's side.
+        """Returns all events since the last call, for the scheduler's side.
 
-        Waits until the requested leases stand: that takes a fraction of a millisecond, mostly while the model runs. An
-        idle engine makes no next step, so the scheduler would otherwise never learn of them.
+        It first waits until the requested leases are granted, which takes a fraction of a millisecond, mostly while the
+        model runs. An idle engine makes no further step, so the scheduler would otherwise never learn of them.
 
         Raises:
             EngineClosedError: the transfer thread has died.
@@ -272,11 +277,11 @@ class NixlConnectorWorker:
         return output
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """Returns the requests that are done on this rank since the last call, each once.
+        """Returns the requests that have finished on this rank since the last call, each once.
 
         Returns:
-            Those whose lease has ended, so that their pages may go once all ranks say so; and those whose load is over,
-            well or not: nothing of it is in flight any more.
+            The requests whose lease has ended, whose pages may be freed once all ranks report them; and the requests
+                whose load has ended, successfully or not, with nothing left in flight.
 
         Raises:
             EngineClosedError: the transfer thread has died.
@@ -288,22 +293,22 @@ class NixlConnectorWorker:
         return set(sent), received
 
     def get_failed_loads(self) -> dict[str, str]:
-        """Returns the loads that have failed since the last call, each once, and why.
+        """Returns the loads that have failed since the last call, each once, with the reason.
 
-        A request is among the received of `get_finished` then or later: until it is, its pages stay out of use.
+        `get_finished` returns such a request as received then or later. Until it does, its pages must not be reused.
         """
         output = self._output()
         failed, output.failed = output.failed, {}
         return failed
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns our blocks, of every group, of the loads that have failed since the last call."""
+        """Returns the local blocks, of every group, of the loads that have failed since the last call."""
         output = self._output()
         blocks, output.block_ids_with_errors = output.block_ids_with_errors, set()
         return blocks
 
     def get_kv_connector_stats(self) -> StatsSnapshot | None:
-        """Returns counters, and percentiles since the last call; None if nothing has happened since."""
+        """Returns counters, and percentiles since the last call. Returns None if there was no event since."""
         self._drain()
         if not self._has_news or self._thread is None:
             return None
@@ -312,7 +317,7 @@ class NixlConnectorWorker:
 
     @property
     def threads(self) -> list[TransferThread]:
-        """The thread that counts what this rank does; none before it has caches, or after its end."""
+        """The transfer thread of this rank, for statistics. Empty before `register_kv_caches` and after `shutdown`."""
         return [] if self._thread is None else [self._thread]
 
     @property
@@ -332,7 +337,7 @@ class NixlConnectorWorker:
             self._thread.raise_failure()
 
     def shutdown(self) -> None:
-        """Ends every lease and load. No byte moves afterwards; what was open is told by the next `get_finished`.
+        """Ends every lease and load. No byte moves afterwards. The next `get_finished` reports those that were open.
 
         Safe to call twice, and after a failed start.
         """

@@ -1,4 +1,4 @@
-"""The leases and loads of one worker, by request: the pages of each load, its outcome, and events to report."""
+"""Records the leases and loads of one worker by request: the pages and outcome of each load, and events to report."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ _NONE = BlocksOfGroup((), (0, 0), 0)
 
 @dataclass(slots=True, eq=False)
 class OpenLoad:
-    """One load, from its first request to its end."""
+    """One load, from its first `LoadRequest` to its end."""
 
     request_id: str
-    key: str  # its name among the pulls; no two loads have one
-    pages: list[list[int]]  # the pages of each group that it writes to
-    # For each group the first token of its blocks that is not here, and the token from which it asks on.
+    key: str  # key of its pull, unique to this load
+    pages: list[list[int]]  # for each group, the pages that it writes to
+    # For each group: the first missing token of its blocks, and the first token that it asks for.
     begins: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    blocks: set[int] = field(default_factory=set[int])  # of all groups
-    closed: bool = False  # its pages were asked for; before, there are no blocks yet
-    silent: bool = True  # there is nothing to read: the source is told, and nobody waits
-    cancelled: bool = False  # given up by its owner
+    blocks: set[int] = field(default_factory=set[int])  # blocks of all groups
+    closed: bool = False  # its pages were asked for; until then it has no blocks
+    silent: bool = True  # nothing is to be read: only the source is told, and no event is reported
+    cancelled: bool = False  # cancelled by the scheduler
     error: str = ""
 
 
 class WorkerBook:
-    """The leases and loads of a worker, and what has happened to them. For the thread that runs the model."""
+    """The leases and loads of a worker, and their events. For the thread that runs the model."""
 
     def __init__(self, groups: Sequence[GroupConfig]) -> None:
-        self.leases: dict[str, int] = {}  # ids of those that were asked for and have not ended, by request
-        self.ungranted: set[str] = set()  # of these, those of which the transfer thread has said nothing yet
-        self.whole_pages = False  # a load must begin with a page: host buffers are copied back page by page
+        self.leases: dict[str, int] = {}  # ids of the leases that were asked for and have not ended, by request
+        # requests among these whose lease the transfer thread has neither granted nor refused yet
+        self.ungranted: set[str] = set()
+        # host buffers are copied back page by page, so a load must begin at the start of a page
+        self.whole_pages = False
         self.output = WorkerOutput()
         self._groups = groups
         self._numbers = itertools.count()
@@ -48,16 +50,16 @@ class WorkerBook:
         self._by_key: dict[str, OpenLoad] = {}
 
     def lease(self, request_id: str, lease_id: int) -> None:
-        """Books a lease that the transfer thread is asked for."""
+        """Records a lease that the transfer thread is asked for."""
         self.leases[request_id] = lease_id
         self.ungranted.add(request_id)
 
     def find(self, request_id: str) -> OpenLoad | None:
-        """The load of a request that is going on."""
+        """Returns the open load of a request, or None."""
         return self._by_request.get(request_id)
 
     def check_new(self, step: ConnectorMetadata) -> None:
-        """Raises InvalidTransferError if a request has a lease already, or a load that asked for all its pages."""
+        """Raises `InvalidTransferError` if a request already has a lease, or a load that asked for all its pages."""
         for request_id in step.reqs_to_send:
             if request_id in self.leases:
                 raise InvalidTransferError(f"request {request_id!r}: its lease {self.leases[request_id]:#x} stands")
@@ -69,13 +71,17 @@ class WorkerBook:
                 )
 
     def begin(self, request_id: str) -> OpenLoad:
-        """Books a load."""
+        """Records a new load."""
         load = OpenLoad(request_id, f"{request_id}#{next(self._numbers)}", [[] for _ in self._groups])
         self._by_request[request_id] = self._by_key[load.key] = load
         return load
 
     def ask(self, load: OpenLoad, asked: LoadRequest) -> list[BlocksOfGroup] | None:
-        """Books what is asked for, and returns what of each group is to be read; None if there are no blocks yet."""
+        """Records the blocks of a load. Returns what to read of each group, or None if there are no blocks yet.
+
+        Raises:
+            InvalidTransferError: the blocks do not fit the groups or the tokens.
+        """
         if not asked.local_block_ids:
             load.silent = False
             return None
@@ -120,18 +126,18 @@ class WorkerBook:
             raise InvalidTransferError(
                 f"{where}: our blocks begin with token {first * group.block_size}, token {begin} is the first to read"
             )
-        # From the page that holds token `begin` on, up to the one that holds the last.
+        # The pages from the one that holds token `begin` to the one that holds the last token.
         pages = kernel_pages(blocks[skipped:], group.block_pages)[begin % group.block_size // group.page_size :]
         pages = pages[: -(-stop // group.page_size) - begin // group.page_size]
         return BlocksOfGroup(pages, (begin, stop), needed)
 
     def fail(self, load: OpenLoad, reason: str, *, safe: bool) -> None:
-        """Books a failure, and the end of the load where nothing of it is in flight."""
+        """Records a failure. `safe` says that nothing of the load is in flight, so that it ends now."""
         load.silent = False
         self.on_pull(PullEvent(load.key, reason, safe))
 
     def on_pull(self, event: PullEvent) -> OpenLoad | None:
-        """Books what became of a load. Returns it if it has just ended well."""
+        """Records the outcome of a pull. Returns the load if it has just ended successfully."""
         load = self._by_key.get(event.key)
         if load is None:
             return None
@@ -152,7 +158,7 @@ class WorkerBook:
         return None if load.error else load
 
     def on_lease(self, event: Offered | LeaseOver) -> None:
-        """Books what became of a lease; of an earlier one of the request nothing counts."""
+        """Records the outcome of a lease. Events of an earlier lease of the request are ignored."""
         if self.leases.get(event.request_id) != event.lease_id:
             return
         self.ungranted.discard(event.request_id)
@@ -166,13 +172,13 @@ class WorkerBook:
 
 def _begins(group: GroupConfig, read: BlocksOfGroup, first: int, stop: int) -> tuple[int, int]:
     if group.is_state:
-        return stop, stop  # its block holds one token's state, and all of that
+        return stop, stop  # a state block holds one token's state, and is written as a whole
     start, end = read.tokens
     return first, start if start < end else stop
 
 
 def _unwritten(load: OpenLoad, begins: Sequence[int]) -> dict[int, int]:
-    """By group the first token that was written, where its blocks begin before it."""
+    """By group, the first token that was written, if the group's blocks begin before it."""
     return {
         group: max(asked, read)
         for group, ((first, asked), read) in enumerate(zip(load.begins, begins or [0] * len(load.begins), strict=True))
@@ -181,6 +187,6 @@ def _unwritten(load: OpenLoad, begins: Sequence[int]) -> dict[int, int]:
 
 
 def _naming(load: OpenLoad, reason: str) -> str:
-    """The reason by the name that the scheduler knows, in place of the key, which only the transfer thread does."""
+    """Names the request in a failure's reason instead of the pull's key, which only the transfer thread knows."""
     reason = reason.removeprefix(f"request {load.key!r}: ")
     return reason if repr(load.request_id) in reason else f"request {load.request_id!r}: {reason}"
