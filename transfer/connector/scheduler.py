@@ -33,7 +33,7 @@ A source therefore names that many earlier tokens, as far as it has them, for re
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """The load of one request: the work that every rank was asked for, the ranks that are done, and whether one failed."""
+    """The load of one request: what every rank was asked for, the ranks that are done, and whether one failed."""
 
     asked: LoadRequest
     received: set[int] = field(default_factory=set[int])
