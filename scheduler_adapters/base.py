@@ -39,7 +39,7 @@ from kvcache.types import RaggedKVCacheInputs, RequestID
 
 
 class RunTokens(Protocol):
-    """What a model reads of a request: its tokens, and which of them it is to run. Any `Context` is one."""
+    """The part of a request that a model reads: its tokens, and the range to run. Any `Context` satisfies it."""
 
     @property
     def request_id(self) -> RequestID: ...  # noqa: D102 - as in `Context`
@@ -73,7 +73,7 @@ class Pages(Protocol):
 
     @property
     def layer_tables(self) -> LayerTables:
-        """Its block tables. With several, some have pages only for the part of a prompt that may run next."""
+        """The block tables of a request. With several, some have pages only for the next part of a prompt."""
         ...
 
     @property
@@ -92,7 +92,10 @@ class Pages(Protocol):
         ...
 
     def get_or_recommend_replica(self, context: Context) -> int:
-        """The replica where the request is claimed, or best claimed. The advice is valid until the next call."""
+        """Returns the replica where the request is claimed, or should be claimed.
+
+        Advice is valid until the next call.
+        """
         ...
 
     def get_replica(self, context: Context) -> int:
@@ -100,49 +103,54 @@ class Pages(Protocol):
         ...
 
     def prefetch(self, context: Context) -> bool:
-        """Load cached pages of a waiting request; returns whether some are on their way. Needs no release."""
+        """Loads cached pages of a waiting request. Returns whether some are being fetched. Needs no release."""
         ...
 
     def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
-        """Take a row, but no page, until `release`. Raises `NoFreeRowError` if all are claimed: the request waits."""
+        """Takes a row, but no page, until `release`. Raises `NoFreeRowError` if all rows are claimed."""
 
     def maybe_reserve(self, data: Context, num_steps: int = 1) -> bool:
-        """Take pages before each `fetch`, until `release`. False: none was taken; try again after another's release."""
+        """Takes pages before each `fetch`, until `release`. Returns False, with none taken, if too few are free."""
         ...
 
     def fetch(self, batch: Sequence[Context], num_steps: int = 1) -> list[RaggedKVCacheInputs]:
-        """The model's inputs: views, valid until the next `maybe_reserve`, `step` or `release` of any request."""
+        """Returns the model's inputs: views that are valid until the next `maybe_reserve`, `step` or `release`."""
         ...
 
     def step(self, batch: Sequence[Context]) -> None:
-        """Publish the pages computed so far, after the model and `context.update`. Page ids may change."""
+        """Publishes the pages computed so far, after the model and `context.update`. Page ids may change."""
 
     def block_table(self, request_id: RequestID, *, full_pages: bool = False, first_page: int = 0) -> BlockTable:
-        """The pages that a claimed request had computed by its last `step`, for a peer to read under a lease.
+        """Returns the pages that a claimed request had computed by its last `step`, for a peer to read under a lease.
 
-        Pages before `first_page` may be left out: the peer already knows them.
+        Pages before `first_page` may be left out, because the peer already knows them.
         """
         ...
 
     def release(self, request_id: RequestID) -> None:
-        """Give back row and pages, at any time between steps. Leased or imported pages stay with lease or import."""
+        """Gives back the row and pages, at any time between steps.
+
+        Leased or imported pages stay with the lease or import.
+        """
 
     def check(self) -> None:
-        """Recount everything. `InvariantError` names the first discrepancy: a bug of ours."""
+        """Recounts everything. An `InvariantError` names the first discrepancy, which is a bug of the manager."""
 
 
 class PagesAhead(Pages, Protocol):
-    """Pages of a loop that plans a step while the one before it runs: `fetch_ahead` for `fetch`, and `end_step`.
+    """Pages of a loop that plans one step while the previous one runs.
 
-    A context goes on with a future token meanwhile, which is realized when the model has given it.
+    It calls `fetch_ahead` instead of `fetch`, and `end_step`.
+
+    Meanwhile a context holds a future token in place of the one that the model has not returned yet.
     """
 
     def fetch_ahead(self, batch: Sequence[Context], num_steps: int = 1) -> StepInFlight:
-        """The model's inputs, valid until `end_step`. No page is reused before it that the step may read or write."""
+        """Returns the model's inputs, valid until `end_step`. Until then no page of the step is reused."""
         ...
 
     def end_step(self, step: StepInFlight) -> None:
-        """The model has done the step."""
+        """Reports that the model has finished the step."""
 
 
 class PulledPages(Pages, Protocol):
@@ -154,27 +162,27 @@ class PulledPages(Pages, Protocol):
 
     @property
     def contents(self) -> PageContents:
-        """Pages by content: the pages that a prompt needs, and those cached of it."""
+        """The pages by content: those that a prompt needs, and those of them that are cached."""
         ...
 
     def import_block_table(
         self, context: Context, table: BlockTable, num_steps: int = 1, *, partial: bool = False
     ) -> PendingImport | None:
-        """Reserve pages, and say which to read; None: too few are free. `commit_import` or `cancel_import` must follow.
+        """Reserves pages and says which to read; None if too few are free.
 
-        Until then no other request can find or get these pages, even if the request is released in the meantime.
+        Ends with `commit_import` or `cancel_import`.
         """
         ...
 
     def extend_import(self, context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> PageCopy:
-        """The pages to read in addition to those named before: the source of a `partial` import has computed more."""
+        """Returns the further pages to read, after the source of a `partial` import has computed more."""
         ...
 
     def commit_import(self, context: Context, pending: PendingImport, proof: ImportProof | None = None) -> None:
-        """Commit an import: every page was read under its lease, as the `proof` of the pull's last event shows.
-
-        If the request has been released in the meantime, call `cancel_import` instead.
-        """
+        """Commits an import after every page was read under its lease, as `proof`, from the pull's last event, shows."""
 
     def cancel_import(self, pending: PendingImport) -> None:
-        """Give up an import, at any time. No request gets its pages while a pull may still write them. Safe twice."""
+        """Gives up an import, at any time. No request gets its pages while a pull may still write them.
+
+        Safe to call twice.
+        """

@@ -4,7 +4,7 @@ from kvcache.errors import KVCacheError
 
 
 class AdapterError(KVCacheError):
-    """Base of what the adapters raise on purpose."""
+    """Base of the errors that the adapters raise."""
 
 
 class MissingExtraError(AdapterError, ImportError):
@@ -12,27 +12,27 @@ class MissingExtraError(AdapterError, ImportError):
 
 
 class ModelLoadError(AdapterError, ValueError):
-    """A model directory that cannot be loaded whole."""
+    """A model directory cannot be loaded completely."""
 
 
 class UnsupportedModelError(AdapterError, ValueError):
-    """A model whose attention needs something that the paged attention does not compute."""
+    """The model's attention needs a feature that the paged attention does not compute."""
 
 
 class GenerationError(AdapterError, RuntimeError):
-    """A batch that cannot be generated to its end. Its pages are released."""
+    """A batch could not be generated to its end. Its pages have been released."""
 
 
 class PromptsError(AdapterError, ValueError):
-    """A prompts file that cannot be read, or a prompt that can never be served."""
+    """A prompts file cannot be read, or one of its prompts can never be served."""
 
 
 class ReplayError(AdapterError, ValueError):
-    """A trace that cannot be read, or not be replayed as it was asked for."""
+    """A trace cannot be read, or cannot be replayed as requested."""
 
 
 class PlanError(AdapterError, ValueError):
-    """A config that is not understood, with file, field and what may be there; or a choice that does not fit it."""
+    """A config is not understood (the message has the file, the field and its limits), or an option does not fit it."""
 
 
 class ServiceError(AdapterError, RuntimeError):
@@ -40,12 +40,12 @@ class ServiceError(AdapterError, RuntimeError):
 
 
 class RefusedError(ServiceError):
-    """A request to a process that drains, or has as many as it may have: another one may take it, or it later."""
+    """A process takes no new request because it drains or is full. Another process may take it, or this one later."""
 
 
 class MessageError(ServiceError, ValueError):
-    """Bytes from another process that are no message, or hold a value out of range."""
+    """Bytes from another process are no valid message."""
 
 
 class IllegalMoveError(ServiceError):
-    """A request was to go where its table has no move to: a bug of ours."""
+    """A request was to move to a state that its table does not allow. This is a bug of the service."""

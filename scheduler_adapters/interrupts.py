@@ -1,4 +1,4 @@
-"""Signals that end a command: each becomes an exception, so that everything the command has made is ended with it."""
+"""Turns the signals that end a command into exceptions, so that the command cleans up everything that it has made."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from contextlib import contextmanager
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_ENDING_S = 10.0  # a command that is told to end is left alone for so long: ending takes less
+_ENDING_S = 10.0  # further signals are ignored for this long, because cleaning up takes less
 _AGAIN_S = 0.01
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal has told the command to end; `status` is the exit status that says so, by the convention of shells."""
+    """A signal has told the command to end.
+
+    `status` is the matching exit status of a shell, 128 + the signal's number.
+    """
 
     def __init__(self, number: int) -> None:
         self.signal = signal.Signals(number)
@@ -26,11 +29,11 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def raised() -> Generator[None]:
-    """Within the block, a signal raises `Interrupted` in the main thread; a signal that is ignored stays ignored.
+    """Makes signals raise `Interrupted` in the main thread within the block. An ignored signal stays ignored.
 
-    A second signal within ten seconds does nothing: the first is still being obeyed. Where a signal comes within a
-    finalizer or a callback of the garbage collector, Python throws the exception away: the signal is sent once more.
-    Where it is the cause of another exception, as Python makes one of what is raised in `__set_name__`, it is raised.
+    A second signal within ten seconds has no effect, because the command is still handling the first. Python discards
+    an exception that is raised in a finalizer or a garbage collector callback; the signal is then sent again. If Python
+    wraps `Interrupted` in another exception, as it does in `__set_name__`, the block raises the original.
     """
     obeyed, hook = float("-inf"), sys.unraisablehook
 
@@ -68,9 +71,9 @@ def raised() -> Generator[None]:
 
 @contextmanager
 def held() -> Generator[None]:
-    """A signal that comes within the block acts at its end, so that whatever is made in the block is also booked.
+    """Delays signals until the end of the block, so that an object made in the block is also recorded.
 
-    Does nothing outside of the main thread, where no signal is handled.
+    Has no effect outside of the main thread, where Python handles no signal.
     """
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -2,11 +2,9 @@
 
 Each `step` does five things, in this order:
 
-    reserve   pages for what every running request adds; short of pages, the newest request is preempted
-    admit     waiting requests, oldest first, while rows and pages last
-    plan      who runs how many tokens: one for each that decodes, the rest of the budget for prompts
-    run       fetch, model, update, step
-    finish    release what ended; report tokens
+reserve pages for what every running request adds; short of pages, the newest request is preempted admit waiting
+requests, oldest first, while rows and pages last plan how many tokens each request runs: one if it decodes; prompts
+share the rest of the budget run fetch, model, update, step finish release what ended; report tokens
 """
 
 import time
@@ -30,7 +28,7 @@ from scheduler_adapters.base import Pages, RunTokens
 _LONGEST_FETCH_S = 5.0  # the longest that a request waits for its own pages
 
 FinishReason = Literal["eos", "length", "error"]
-# The owner of the loop may know a richer type of pages: `DecodeScheduler` also fills them from elsewhere.
+# The owner of the loop may need a richer type: `DecodeScheduler` also imports pages.
 PagesT_co = TypeVar("PagesT_co", bound=Pages, covariant=True)
 
 
@@ -40,18 +38,18 @@ class ModelRunner(Protocol):
     eos_token_ids: frozenset[int]
 
     def run(self, batch: Sequence[RunTokens], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
-        """The next token of each request of one replica, given that replica's shards."""
+        """Returns the next token of each request of one replica, given the inputs of that replica's shards."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asks for."""
+    """A request of a client."""
 
     request_id: str  # unique among the requests that the loop knows
     prompt: Sequence[int]  # tokens, at least one
     max_new_tokens: int  # most tokens to generate, at least one
-    hold_pages: bool = False  # keep its pages at its end until `free` is called, because another process reads them
+    hold_pages: bool = False  # keep the pages at its end until `free` is called, because another process reads them
     cache_salt: str | None = None  # requests with different salts never share a page
     ignore_eos: bool = False  # continue after an end-of-sequence token
 
@@ -67,19 +65,19 @@ class Output(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A request on its way. The context knows how far it has come."""
+    """A queued or running request. Its context records its progress."""
 
     request: Request
     context: TextContext
     replica: int = 0
-    fetching_since: float | None = None  # when its pages were first found to be on their way
+    fetching_since: float | None = None  # when a fetch of its pages was first seen
 
 
 class ServingLoop(Generic[PagesT_co]):
     """Serves requests from one manager with one model. Not thread-safe: one thread calls it.
 
-    Others may hold pages of the manager too (pulls, handed-over requests). A step runs `token_budget` tokens at most,
-    but at least one for each running request that decodes.
+    Pulls and handed-over requests may hold pages of the manager too. A step runs at most `token_budget` tokens, but at
+    least one for each running request that decodes.
     """
 
     def __init__(self, manager: PagesT_co, runner: ModelRunner, token_budget: int = 512) -> None:
@@ -91,16 +89,17 @@ class ServingLoop(Generic[PagesT_co]):
         # A runner without a vocabulary takes every token.
         self.vocab_size: int | None = getattr(runner, "vocab_size", None)
         self._has_windows = bool(manager.layer_tables.kinds_named)
-        # A claim takes a state where these share the pages' memory: nothing may go for one whose pages do not fit.
+        # If states share the memory of pages, a claim takes a state page. `admission` then checks first that the
+        # request's pages fit too.
         shares = getattr(manager, "slab_pages", 0) > 0
         self._admission: Callable[[TextContext], Admission] | None = (
             getattr(manager, "admission", None) if shares else None
         )
-        self.preemptions = 0  # requests that had to give way
-        self.fetching = False  # whether the first waiting request waits for its own pages, from files or objects
+        self.preemptions = 0  # how often a request was preempted
+        self.fetching = False  # whether the first waiting request waits for its own pages from files or objects
         # Called when a request starts to run, with its id, its replica and its number of cached tokens.
         self.on_admit: Callable[[str, int, int], None] | None = None
-        # By id, in the order of their turn. A step looks at the first waiting request only.
+        # By id, oldest first. A step looks only at the first waiting request.
         self._waiting: OrderedDict[str, Entry] = OrderedDict()
         self._running: dict[str, Entry] = {}
         self._held: set[str] = set()
@@ -121,7 +120,7 @@ class ServingLoop(Generic[PagesT_co]):
         return len(self._waiting)
 
     def add(self, request: Request, context: TextContext | None = None) -> None:
-        """Queue a request; `context`: what `context_for` made of it before, where it did.
+        """Queues a request. `context` is the result of `context_for` if that was called before.
 
         Raises `PromptTooLongError` if it can never fit, `AlreadyClaimedError` if the loop knows a request of that
         id, `InvalidRequestError` for no prompt, bad tokens, or a `max_new_tokens` below 1.
@@ -130,16 +129,19 @@ class ServingLoop(Generic[PagesT_co]):
         self._waiting[request.request_id] = Entry(request, context or self.context_for(request))
 
     def adopt(self, request: Request, context: TextContext) -> None:
-        """Let a request join that was prefilled elsewhere: its context is claimed, its last token alone is to run."""
+        """Adds a request that was prefilled elsewhere.
+
+        Its context is claimed, and only its last token is left to run.
+        """
         self._check_new(request.request_id)
         self._running[request.request_id] = Entry(request, context, self.manager.get_replica(context))
 
     def knows(self, token: int) -> bool:
-        """Whether the model has such a token."""
+        """Whether the model's vocabulary has this token."""
         return self.vocab_size is None or 0 <= token < self.vocab_size
 
     def context_for(self, request: Request) -> TextContext:
-        """The context of a new request, checked against the cache. Raises as `add` does."""
+        """Returns the context of a new request, checked against the cache. Raises as `add` does."""
         self._check_new(request.request_id)
         if request.max_new_tokens < 1:
             raise InvalidRequestError(
@@ -164,14 +166,14 @@ class ServingLoop(Generic[PagesT_co]):
         return context
 
     def free(self, request_id: str) -> None:
-        """Give back the pages of an ended request that had `hold_pages`; `UnknownRequestError` if it holds none."""
+        """Gives back the pages of an ended request with `hold_pages`. Raises `UnknownRequestError` if it holds none."""
         if request_id not in self._held:
             raise UnknownRequestError(f"request {request_id!r} holds no pages after its end")
         self._held.remove(request_id)
         self.manager.release(request_id)
 
     def abort(self, request_id: str) -> bool:
-        """Forget a request, wherever it is; False if the loop does not know it."""
+        """Forgets a request in any state. Returns False if the loop does not know it."""
         if request_id in self._held:
             self.free(request_id)
             return True
@@ -181,14 +183,17 @@ class ServingLoop(Generic[PagesT_co]):
         return self._waiting.pop(request_id, None) is not None
 
     def step(self) -> list[Output]:
-        """Run the model once if any request can run. Returns the outputs, oldest request first."""
+        """Runs the model once if any request can run. Returns the outputs, oldest request first."""
         outputs = self._reserve_running()
         outputs += self._admit()
         entries = self._plan([*self._running.values()])
         return outputs + (self._run(entries) if entries else [])
 
     def _plan(self, running: list[Entry]) -> list[Entry]:
-        """Which of these run, replica by replica, oldest first, as `fetch` has them; and what of their tokens."""
+        """Chooses the requests that run and the tokens that each runs.
+
+        Sorted by replica, oldest first, as `fetch` needs.
+        """
         counts = plan_chunks([entry.context.active_length for entry in running], self.token_budget)
         for entry, count in zip(running, counts, strict=True):
             if count:
@@ -197,7 +202,10 @@ class ServingLoop(Generic[PagesT_co]):
         return sorted(runs, key=lambda entry: entry.replica)
 
     def _reserve_running(self) -> list[Output]:
-        """Pages for every running request. The oldest come first: they never give way to a newer one."""
+        """Reserves pages for every running request, oldest first.
+
+        An old request therefore never gives way to a newer one.
+        """
         outputs = list[Output]()
         for entry in list(self._running.values()):
             while entry.request.request_id in self._running:
@@ -212,8 +220,11 @@ class ServingLoop(Generic[PagesT_co]):
         return outputs
 
     def _preempt(self, entry: Entry) -> None:
-        """Take the pages of a running request away. It comes back before all that wait, and finds what is left."""
-        # It does not come straight back, to be preempted again: it needs all the pages that it gave back, and an older
+        """Releases a running request and puts it first in the queue.
+
+        It finds its cached pages again when it is readmitted.
+        """
+        # It is not readmitted and preempted again at once: it needs all the pages that it gave back, and an older
         # request has taken some of them.
         request_id = entry.request.request_id
         del self._running[request_id]
@@ -229,7 +240,7 @@ class ServingLoop(Generic[PagesT_co]):
             request_id, entry = next(iter(self._waiting.items()))
             self.fetching = self._fetches(entry)
             if self.fetching:
-                break  # the others run on meanwhile
+                break  # the running requests continue meanwhile
             try:
                 admitted = self._claim(entry)
             except (PromptTooLongError, SequenceTooLongError) as error:
@@ -243,7 +254,7 @@ class ServingLoop(Generic[PagesT_co]):
         return outputs
 
     def _fetches(self, entry: Entry) -> bool:
-        """Whether pages of a waiting request are on their way, and it had better wait for them."""
+        """Whether a waiting request should wait for pages that are being fetched for it."""
         if not self.manager.prefetch(entry.context):
             return False
         now = time.monotonic()
@@ -252,9 +263,9 @@ class ServingLoop(Generic[PagesT_co]):
         return now - entry.fetching_since < _LONGEST_FETCH_S
 
     def _claim(self, entry: Entry) -> bool:
-        """A row and pages for a waiting request; False, and nothing taken, where one is short."""
+        """Takes a row and pages for a waiting request. Returns False, with nothing taken, if either is short."""
         context = entry.context
-        if self._has_windows:  # its first chunk begins with its first token, also where it was preempted
+        if self._has_windows:  # the first chunk begins with the first token, also after a preemption
             context.set_token_indices(start_idx=0, active_idx=min(context.end_idx, self.token_budget))
         if self._admission is not None and not self._admission(context).fits:
             return False
@@ -272,14 +283,14 @@ class ServingLoop(Generic[PagesT_co]):
         return reserved
 
     def _choose_chunk(self, context: TextContext) -> None:
-        """Say what of a prompt runs in a step at most: several block tables have pages for that alone."""
+        """Limits the part of a prompt that runs in one step: with several block tables, only that part gets pages."""
         if self._has_windows and context.active_length > 1:
-            # One token would be a decode step, for which no prefix is looked up.
+            # A single token would count as a decode step, which looks up no prefix.
             most = context.start_idx + max(2, self.token_budget)
             context.set_token_indices(active_idx=min(context.end_idx, most))
 
     def _run(self, entries: list[Entry]) -> list[Output]:
-        """Run what is planned. Only a chunk that ends the known tokens yields a token."""
+        """Runs the planned requests. Only a chunk that reaches the end of the known tokens yields a token."""
         yields = [entry.context.active_idx == entry.context.end_idx for entry in entries]
         tokens = self._next_tokens(entries)
         for entry, token in zip(entries, tokens, strict=True):
@@ -303,7 +314,7 @@ class ServingLoop(Generic[PagesT_co]):
         return tokens
 
     def _output(self, entry: Entry, token: int, length: int) -> Output:
-        """Report the last token of a request that has so many, which ends with it or goes on."""
+        """Reports the newest token of a request of `length` tokens, and releases the request if that token ends it."""
         request = entry.request
         reason = finish_reason(request, length, token, self.runner.eos_token_ids)
         if reason:
@@ -324,10 +335,10 @@ class ServingLoop(Generic[PagesT_co]):
 
 
 def plan_chunks(pending: Sequence[int], budget: int) -> list[int]:
-    """How many tokens each running request runs in one step: 0 to its `pending` ones, which have pages to run in.
+    """Returns how many tokens each running request runs in one step: 0 to its `pending` tokens, oldest request first.
 
-    Oldest first. 1 pending means: it decodes, and decodes always run. Prompts share what they leave of the budget, and
-    get at least one token, so that a prompt behind any number of decodes still gets on.
+    A request with 1 pending token decodes, and always runs. Prompts share the rest of the budget, and together get at
+    least one token, so that a prompt makes progress behind any number of decodes.
     """
     left = max(1, budget - sum(count == 1 for count in pending))
     counts: list[int] = []
@@ -341,7 +352,7 @@ def plan_chunks(pending: Sequence[int], budget: int) -> list[int]:
 def finish_reason(
     request: Request, length: int, token: int, eos_token_ids: frozenset[int]
 ) -> Literal["eos", "length"] | None:
-    """Why a request of now `length` tokens ends with `token`, or None if it goes on."""
+    """Returns why a request that now has `length` tokens ends with `token`, or None if it continues."""
     if token in eos_token_ids and not request.ignore_eos:
         return "eos"
     return "length" if length - len(request.prompt) >= request.max_new_tokens else None

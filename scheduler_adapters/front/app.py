@@ -1,9 +1,10 @@
-"""The HTTP of the front: OpenAI's paths, `/health`, `/fleet` with the counters of each process, and metrics.
+"""The HTTP API of the front: OpenAI's paths, `/health`, `/fleet` with the counters of each process, and metrics.
 
-The same below `/processes/NAME`, for a router that chooses a prefill and a decode process itself, as vLLM's does. It
-asks the one and carries `kv_transfer_params` to the other: of ours they say who is to compute the prompt, and who may
-have pages of it (`kv_sources`, which any request may name).
-That process is asked for it by decode, which reads the first pages while the last ones are computed.
+The same paths exist below `/processes/NAME`, for a router that chooses the prefill and the decode process itself, as
+vLLM's router does. The router asks the prefill process and carries `kv_transfer_params` to the decode process. Our
+parameters name the process that is to compute the prompt, and the processes that may have pages of it (`kv_sources`,
+which any request may name). The prefill process computes nothing yet: decode asks it for the prompt, and reads the
+first pages while the last ones are computed.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 _MAX_BODY = 32 << 20  # bytes
-_GONE = 499  # status of an answer that nobody reads, as nginx has it
+_GONE = 499  # status for a client that has disconnected, as in nginx
 _LONGEST_TRACEPARENT = 256
 _PREFILL, _SOURCES = "prefill_process", "kv_sources"  # in `kv_transfer_params`
 _LONGEST_NAME = 256
 
 
 def make_app(frontend: Frontend, served: ServedModel) -> Starlette:
-    """The application: requests to a frontend, in OpenAI's form."""
+    """Returns the application that serves OpenAI's API from a frontend."""
 
     async def models(_: Request) -> Response:
         return _json({"object": "list", "data": [{"id": served.name, "object": "model", "owned_by": "pagewire"}]})
@@ -83,9 +84,9 @@ def make_app(frontend: Frontend, served: ServedModel) -> Starlette:
 
 
 async def _answered(frontend: Frontend, served: ServedModel, kind: RequestKind, request: Request) -> Response:
-    """The answer to a request, from the process that its path names, or whichever."""
+    """Answers a request, with the process that its path names or with any."""
     data = await _body(request)
-    asked = await asyncio.to_thread(read_request, kind, data, served)  # long texts take long to tokenize
+    asked = await asyncio.to_thread(read_request, kind, data, served)  # tokenizing a long text would block the loop
     submit = _submit(asked, room_for(asked, frontend.capacity), request.headers.get("traceparent", ""))
     answer, name = Answer(asked, served.tokenizer), ""
     if "name" in request.path_params:
@@ -102,7 +103,7 @@ async def _answered(frontend: Frontend, served: ServedModel, kind: RequestKind, 
 
 
 def _process(frontend: Frontend, request: Request) -> msg.Ready:
-    """The process that the path names."""
+    """Returns the process that the path names. Raises `OpenAIError` if it is absent or drains."""
     name = request.path_params["name"]
     member = frontend.members.get(name)
     if member is None or member.ready.draining:
@@ -112,19 +113,20 @@ def _process(frontend: Frontend, request: Request) -> msg.Ready:
 
 
 def _prefilled_later(asked: ClientRequest, name: str, answer: Answer) -> Json:
-    """What a router is told that has chosen a prefill process: nothing has run."""
+    """Answers a router that has chosen a prefill process. Nothing has run yet."""
     if not asked.transfer.get("do_remote_decode"):
         reason = f"{name!r} is a prefill process: it computes prompts for decode processes (do_remote_decode)"
         raise OpenAIError(reason, param="kv_transfer_params")
     answer.add((), "length", 0)
     whole = answer.whole()
-    del whole["usage"]["prompt_tokens_details"]  # what was cached is not known yet; the router would tell its client
+    # the cached tokens are not known yet, and the router would pass them to its client
+    del whole["usage"]["prompt_tokens_details"]
     named = {_SOURCES: asked.transfer[_SOURCES]} if _SOURCES in asked.transfer else {}
     return whole | {"kv_transfer_params": {"do_remote_prefill": True, _PREFILL: name, **named}}
 
 
 def _observed(frontend: Frontend) -> list[Route]:
-    """The routes for operators."""
+    """Returns the routes for operators."""
     registry = registry_of(FrontCollector(frontend))
 
     async def health(_: Request) -> Response:
@@ -149,7 +151,7 @@ def _observed(frontend: Frontend) -> list[Route]:
 
 
 def _where(ready: msg.Ready) -> Json:
-    """Where a router hears of a process's pages, and how it names it as a source of them."""
+    """Returns where a router hears of a process's pages, and how the router names it as a source of pages."""
     source = {"address": ready.pulse, "engines": ready.engines}
     return {"kv_events": ready.kv_events, "kv_replay": ready.kv_replay, "kv_source": source}
 
@@ -159,7 +161,7 @@ def _json(content: object, status: int = 200) -> Response:
 
 
 def _told(error: OpenAIError | ServiceError) -> OpenAIError:
-    """An error in the form that a client gets."""
+    """Converts an error to the form that a client gets."""
     if isinstance(error, OpenAIError):
         return error
     return OpenAIError(str(error), status=503 if isinstance(error, RefusedError) else 500)
@@ -175,7 +177,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _submit(asked: ClientRequest, most: int, traceparent: str) -> msg.Submit:
-    """The message that asks the service for tokens. An overlong trace header is ignored, as W3C specifies."""
+    """Returns the message that asks the service for tokens. An overlong trace header is ignored, as W3C specifies."""
     prefill: Any = asked.transfer.get(_PREFILL, "")
     if not isinstance(prefill, str) or len(prefill) > _LONGEST_NAME:
         raise OpenAIError(f"{_PREFILL} is {str(prefill)[:100]!r}: the name of a process", param="kv_transfer_params")
@@ -192,7 +194,7 @@ def _submit(asked: ClientRequest, most: int, traceparent: str) -> msg.Submit:
 
 
 def _sources(transfer: Json) -> msg.KVSources:
-    """The processes that may have pages of the prompt. The process that asks them checks `allowed_peers` itself."""
+    """Returns the processes that may have pages of the prompt. The asking process checks `allowed_peers` itself."""
     try:
         sources = msgspec.convert(transfer.get(_SOURCES, ()), msg.KVSources)
     except msgspec.ValidationError as error:
@@ -212,7 +214,7 @@ async def _whole(all_news: AsyncGenerator[msg.Tokens], answer: Answer) -> Json:
 
 
 async def _parts(all_news: AsyncGenerator[msg.Tokens], answer: Answer, *, include_usage: bool) -> AsyncGenerator[bytes]:
-    """The events of a stream. Closing this generator ends the request: a client that stops reading closes it."""
+    """Yields the events of a stream. If a client stops reading, this generator is closed and the request ends."""
     try:
         async with aclosing(all_news) as news:
             async for one in news:
@@ -229,7 +231,7 @@ def _event(content: Json) -> bytes:
 
 
 async def _unless_gone(request: Request, work: Awaitable[Json]) -> Json | None:
-    """The result of `work`. If the client hangs up first, `work` is cancelled and the result is None."""
+    """Returns the result of `work`. If the client hangs up first, `work` is cancelled and the result is None."""
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,9 +1,9 @@
-"""`Frontend`: which processes there are, which decode process a request goes to, and what becomes of it.
+"""`Frontend`: tracks the processes of the fleet, assigns each request to a decode process, and follows its outcome.
 
-Each process connects to the front, repeats `Ready`, and is told in return which other processes are there. A process
-counts as gone when nothing can be sent to it any more, when its `Pulse` says so, or when another one takes its name.
-Its requests then go to another decode process, with the tokens that the client already has: greedy decoding continues
-from them as the lost process would have.
+Each process connects to the front, repeats `Ready`, and is told the other processes. The front counts a process as lost
+if it cannot be sent a message, if its `Pulse` ends, or if another process takes its name. The requests of a lost decode
+process go to another one, together with the tokens that the client already has. Greedy decoding continues from these
+tokens exactly as the lost process would have.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from transfer.wire.keys import Keyring
 
 MAX_ATTEMPTS = 3
 ROLES: tuple[msg.Role, ...] = ("prefill", "decode")
-_TICK_S = 0.25  # between two checks of the processes
-_WAIT_S = 10.0  # that a request waits for a decode process, if there is none
-_DRAIN_S = 600.0  # that a process has to end its requests
+_TICK_S = 0.25  # interval between two checks of the processes
+_WAIT_S = 10.0  # how long a request waits if there is no decode process
+_DRAIN_S = 600.0  # how long a draining process has to end its requests
 _ASK_S = 10.0
-_UNSENT_S = 10.0  # between two log lines about requests that were not sent whole
+_UNSENT_S = 10.0  # interval between two log lines about requests that were not sent completely
 
 log = logging.getLogger("pagewire.front")
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A process of the fleet, as it said itself.
+    """A process of the fleet.
 
     Attributes:
-        ready: the latest of what it said.
-        serials: of the requests that it has of us.
-        stats: its counters, when they were asked for last.
-        pulse: tells that it is gone.
+        ready: its latest `Ready` message.
+        serials: serials of the requests that it works on for this front.
+        stats: its latest counters, or None until it answers.
+        pulse: reports that the process is gone.
     """
 
     ready: msg.Ready
@@ -73,9 +73,9 @@ class FrontCounts:
     Attributes:
         open: requests that have not ended yet.
         ended: requests that have ended, by outcome.
-        lost: attempts that ended with their decode process, or that it refused.
-        unsent: requests whose client closed the connection before it had sent the whole request.
-        cached_tokens: prompt tokens that prefill had cached, of requests that ended well.
+        lost: attempts whose decode process was lost or refused the request.
+        unsent: requests whose client closed the connection before it had sent everything.
+        cached_tokens: prompt tokens of successful requests that prefill had cached.
         computed_tokens: the other prompt tokens of these requests.
         new_tokens: tokens sent to clients.
         first_token: seconds until each request's first token.
@@ -92,20 +92,20 @@ class FrontCounts:
 
 
 class Placement(Protocol):
-    """Says which prefill process is to compute a prompt."""
+    """Chooses the prefill process that computes a prompt."""
 
     async def place(self, request_id: str, prompt: Sequence[int], prefills: Collection[str]) -> str:
-        """The name of one of these processes; empty to leave it to the decode process. Books it as its load."""
+        """Returns the name of one of these processes, and reserves its load. Empty leaves the choice to decode."""
         ...
 
     async def prefilled(self, request_id: str) -> None:
-        """The prompt of a request has run."""
+        """Reports that the prompt of a request has been computed."""
 
     async def over(self, request_id: str) -> None:
-        """The request has ended, in whatever way. Safe twice, and for one that was never placed."""
+        """Reports that a request has ended. Safe to call twice, and for a request that was never placed."""
 
     async def follow(self, members: Sequence[msg.Ready]) -> None:
-        """These prefill processes are there now."""
+        """Sets the prefill processes that serve now."""
 
 
 class Frontend:
@@ -113,13 +113,14 @@ class Frontend:
 
     Args:
         socket: a bound ROUTER (`sockets.bind_router`), to which the processes connect.
-        placement: of prompts; None leaves it to the decode processes, which guess by what each was asked for before.
-        keyring: of the fleet; None if it has none.
+        placement: chooses prefill processes. None leaves that to the decode processes, which guess from the prompts
+            that each prefill process was asked for.
+        keyring: keys of the fleet; None if it has none.
 
     Attributes:
-        members: who is there, by name.
-        left: the last counters of those that have drained, by name.
-        counts: what became of requests.
+        members: the processes of the fleet, by name.
+        left: the last counters of the processes that have drained, by name.
+        counts: counts of requests by outcome.
     """
 
     def __init__(self, socket: Socket, placement: Placement | None = None, keyring: Keyring | None = None) -> None:
@@ -132,7 +133,7 @@ class Frontend:
         self._holders = PageHolders(self._context)
         self._keyring = keyring
         self._attempts: dict[int, _Attempt] = {}
-        # From the clock, so that those of an earlier frontend of the same processes do not come again.
+        # Starts at the clock, so that serials of an earlier frontend of the same processes do not recur.
         self._serials = itertools.count(time.time_ns() // 1000)
         self._changed = asyncio.Event()
         self._is_due = False
@@ -140,14 +141,14 @@ class Frontend:
 
     @property
     def capacity(self) -> int:
-        """Most tokens of a request, new ones included. `RefusedError` if a kind of process is missing."""
+        """The most tokens of a request, including new ones. Raises `RefusedError` if a kind of process is missing."""
         for role in ROLES:
             if not self._serving(role):
                 raise RefusedError(f"no {role} process takes requests now")
         return min(member.ready.max_tokens for member in self.members.values())
 
     async def run(self) -> None:
-        """Hear the processes, and tell them which processes there are, until cancelled."""
+        """Receives messages of the processes, and tells each of them the others, until cancelled."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.FD, self._poll)
         try:
@@ -169,21 +170,23 @@ class Frontend:
     # ---- requests
 
     def count_unsent(self) -> None:
-        """Count a request whose client closed its connection before it had sent all of it; log that now and then."""
+        """Counts a request whose client disconnected before it had sent everything; logs that every few seconds."""
         self.counts.unsent += 1
         if time.monotonic() - self._unsent_told > _UNSENT_S:
             self._unsent_told = time.monotonic()
             log.warning("a client closed its connection while it sent a request (%d so far)", self.counts.unsent)
 
     async def generate(self, request: msg.Submit, decode: str = "") -> AsyncGenerator[msg.Tokens]:
-        """The tokens of a request as they come; the last message says why it ended. Closing it aborts the request.
+        """Yields the tokens of a request as they arrive; the last message says why it ended.
 
-        Its `serial` is filled in here, and its `prefill`, where it names none. It goes to the process `decode`, where
-        that is there and has not lost or refused it.
+        Closing it aborts the request.
+
+        The `serial` of `request` is filled in here, and so is `prefill` if it is empty. The request goes to the process
+        `decode`, unless that is absent or has lost or refused it.
 
         Raises:
-            RefusedError: nobody takes it; it may come again later.
-            ServiceError: it failed, for the reason that is said.
+            RefusedError: no process takes the request now; it may be sent again later.
+            ServiceError: the request failed; the message has the reason.
         """
         begun, how, first = time.monotonic(), "cancelled", True
         self.counts.open += 1
@@ -207,7 +210,7 @@ class Frontend:
             self.counts.ended[how] += 1
 
     async def _attempted(self, request: msg.Submit, decode: str) -> AsyncGenerator[msg.Tokens]:
-        """The tokens of `generate`, without its counting."""
+        """Yields the tokens of `generate`, without its counts."""
         request_id = request.request_id
         emitted: list[int] = []
         reasons: list[str] = []
@@ -222,14 +225,14 @@ class Frontend:
                     if news.finished == "error":
                         if not news.elsewhere:
                             raise ServiceError(news.error)
-                        if attempt.name in self.members:  # not one that was lost: it may come back
+                        if attempt.name in self.members:  # a lost process may return under its name
                             refused.add(attempt.name)
                         reasons.append(news.error)
                         self.counts.lost += 1
                         break
                     if self._placement is not None and not pulled:
                         await (self._placement.over if emitted else self._placement.prefilled)(request_id)
-                        pulled = bool(emitted)  # decode's own first token comes when it has read the pages
+                        pulled = bool(emitted)  # decode sends its own first token once it has read the pages
                     emitted += news.tokens
                     yield news
                     if news.finished:
@@ -242,7 +245,7 @@ class Frontend:
         raise ServiceError(f"{len(reasons)} attempts: " + "; ".join(reasons))
 
     async def _submit(self, request: msg.Submit, emitted: Sequence[int], refused: set[str], decode: str) -> _Attempt:
-        """Have a decode process go on after the tokens that the client has had."""
+        """Asks a decode process to continue after the tokens that the client already has."""
         prompt, prefill = (*request.prompt, *emitted), request.prefill
         if self._placement is not None and not prefill:
             there = [one.ready.name for one in self._serving("prefill")]
@@ -267,7 +270,7 @@ class Frontend:
                 return attempt
 
     async def _choose(self, refused: set[str], wanted: str) -> str:
-        """The wanted decode process, or the one with the fewest requests; those in `refused` are left out."""
+        """Returns the wanted decode process, or the one with the fewest requests. Leaves out those in `refused`."""
         deadline = time.monotonic() + _WAIT_S
         while True:
             there = self._serving("decode")
@@ -283,7 +286,7 @@ class Frontend:
                 raise RefusedError(f"no decode process was there for {_WAIT_S:.0f} s") from None
 
     def _forget(self, attempt: _Attempt) -> None:
-        """Forget an attempt whose result is no longer wanted, and abort it if it still runs."""
+        """Forgets an attempt whose result is no longer wanted, and aborts it if it still runs."""
         if self._attempts.pop(attempt.serial, None) is not None:
             self._send(attempt.name, msg.Abort(request_id=attempt.request_id, serial=attempt.serial))
         if attempt.name in self.members:
@@ -292,7 +295,7 @@ class Frontend:
     # ---- processes
 
     async def drain(self, names: Collection[str]) -> None:
-        """Have these processes take nothing new and end. `ServiceError` if one does not, or leaves pages held."""
+        """Drains and ends these processes. Raises `ServiceError` if one does not end, or ends with pages held."""
         for name in names:
             self._send(name, msg.Drain())
         deadline = time.monotonic() + _DRAIN_S
@@ -307,7 +310,7 @@ class Frontend:
                 raise ServiceError(f"the {name} process has drained, and holds {self.left[name].pages_held} pages")
 
     async def stats(self) -> dict[str, msg.Stats]:
-        """The counters of all processes that answer."""
+        """Returns the counters of all processes that answer within ten seconds."""
         asked = [name for name in list(self.members) if self._send(name, msg.Ask())]
         for name in asked:
             if name in self.members:
@@ -323,13 +326,13 @@ class Frontend:
         return [one for one in self.members.values() if one.ready.role == role and not one.ready.draining]
 
     def _tell_members(self) -> None:
-        """Tell each process which processes there are; one that cannot be told is gone."""
+        """Tells each process the listening prefill processes. A process that cannot be reached is lost."""
         prefills = tuple(one.ready.listen for one in self._serving("prefill"))
         for name in list(self.members):
             self._send(name, msg.Members(prefills=prefills))
 
     def _send(self, name: str, message: msg.FromFrontend) -> bool:
-        """Whether it could be sent. A process that cannot be reached is gone; one whose queue is full is not."""
+        """Returns whether the message was sent. An unreachable process is lost; one with a full queue is not."""
         try:
             self._socket.send_multipart([name.encode(), msg.encode(message)], zmq.NOBLOCK)
         except zmq.Again:
@@ -358,7 +361,7 @@ class Frontend:
     # ---- messages
 
     def _poll_soon(self) -> None:
-        """The descriptor tells once that messages have come, and sending may have taken that in."""
+        """Polls again soon: ZMQ's descriptor signals once, and a send may have consumed the signal."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._poll)
@@ -417,7 +420,7 @@ class Frontend:
     def _on_tokens(self, name: str, message: msg.Tokens) -> None:
         attempt = self._attempts.get(message.serial)
         if attempt is None or attempt.name != name:
-            if message.finished is None:  # of a request that nobody waits for any more, say of an earlier frontend
+            if message.finished is None:  # the request is not awaited, for example because an earlier frontend sent it
                 self._send(name, msg.Abort(request_id=message.request_id, serial=message.serial))
             return
         if message.finished is not None:

@@ -1,7 +1,8 @@
-"""The pages of each process, by KV events: the front names sources (`kv_sources`) for requests that name none.
+"""The cached pages of each process, learnt from KV events. They name the sources (`kv_sources`) of a request.
 
-Kept are eight bytes of each page's digest, so this is a guess that now and then costs a question: a source is asked by
-whole digests, and says what it has. Where not every process publishes events, decode guesses by what it has asked for.
+Only the low eight bytes of each digest are kept, so a source is a guess that occasionally costs a useless question: the
+source is asked by whole digests and answers which pages it has. Unless every process publishes events, the front names
+no source, and decode guesses from what it has asked for.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _decoder = msgspec.msgpack.Decoder(EventBatch)
 
 
 class PageSet:
-    """Pages, by the low 64 bits of their digests: a sorted array, and what has changed since it was made."""
+    """A set of pages, by the low 64 bits of their digests: a sorted array, and the changes since it was made."""
 
     def __init__(self, most: int = MOST_PAGES) -> None:
         self._most = most
@@ -48,7 +49,7 @@ class PageSet:
         return len(self._sorted) + len(self._come) - len(self._gone)
 
     def add(self, hashes: Sequence[int]) -> None:
-        """These are there now."""
+        """Adds pages."""
         self._gone.difference_update(hashes)
         array = np.array(hashes, np.uint64)
         new = array[~self._in_sorted(array)].tolist()
@@ -56,20 +57,20 @@ class PageSet:
         self._settle()
 
     def remove(self, hashes: Sequence[int]) -> None:
-        """These are there no more."""
+        """Removes pages."""
         self._come.difference_update(hashes)
         array = np.array(hashes, np.uint64)
         self._gone.update(array[self._in_sorted(array)].tolist())
         self._settle()
 
     def clear(self) -> None:
-        """Forget all pages: the process has none any more."""
+        """Removes all pages."""
         self._sorted = np.zeros(0, np.uint64)
         self._come.clear()
         self._gone.clear()
 
     def has(self, hashes: Hashes) -> NDArray[np.bool_]:
-        """Which of these are there."""
+        """Returns whether the set has each page, as bool `[hashes]`."""
         there, numbers = self._in_sorted(hashes), hashes.tolist()
         if self._gone:
             there &= [one not in self._gone for one in numbers]
@@ -84,7 +85,7 @@ class PageSet:
         return self._sorted[np.minimum(at, len(self._sorted) - 1)] == hashes
 
     def _settle(self) -> None:
-        """A number in a set takes some ten times what it takes in the array."""
+        """Merges the changes into the array: a number in a set takes about ten times the memory."""
         if len(self._come) + len(self._gone) > 64 + len(self._sorted) // 32:
             gone = np.fromiter(self._gone, np.uint64, len(self._gone))
             kept = np.delete(self._sorted, np.searchsorted(self._sorted, gone)) if len(gone) else self._sorted
@@ -95,7 +96,7 @@ class PageSet:
 
 
 class _ProcessPages:
-    """One process, and what its stream has told: a page is in any of several media."""
+    """The pages of one process, as its event stream reports them. A page may be in several media."""
 
     def __init__(self, context: Context, ready: msg.Ready) -> None:
         self.ready = ready
@@ -105,12 +106,12 @@ class _ProcessPages:
         self._socket = self._subscribed()
 
     def poll(self) -> None:
-        """Take in what has come."""
+        """Applies the events that have arrived."""
         for frames in received(self._socket):
             if len(frames) != 3 or len(frames[1]) != 8:
                 continue
             number = int.from_bytes(frames[1], "big")
-            if self._last is not None and number != self._last + 1:  # who subscribes anew is told everything
+            if self._last is not None and number != self._last + 1:  # a new subscriber gets the whole state
                 self.close()
                 self.media.clear()
                 self._last, self._socket = None, self._subscribed()
@@ -121,18 +122,18 @@ class _ProcessPages:
                     self._take(event)
 
     def tokens_of(self, hashes: Hashes) -> int:
-        """How many tokens of a prompt it has, from the first on, in whatever medium."""
+        """Returns how many leading tokens of a prompt it has, in any medium."""
         missing = np.ones(len(hashes) + 1, np.bool_)
         for some in self.media.values():
             missing[:-1] &= ~some.has(hashes)
         return int(missing.argmax()) * self.ready.page_size
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stops following the process."""
         self._socket.close(0)
 
     def _take(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:
-        """Apply one event. The first layer group stands for all: a window's pages leave while the others stay."""
+        """Applies one event. Only the first layer group counts: pages of a window leave while the others stay."""
         if not isinstance(event, AllBlocksCleared) and event.group_idx:
             return
         match event:
@@ -154,7 +155,7 @@ class _ProcessPages:
 
 
 class PageHolders:
-    """The cached pages of those processes of a fleet that publish KV events. For use by one thread."""
+    """The cached pages of the processes that publish KV events. Single-threaded."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -162,7 +163,7 @@ class PageHolders:
         self._are_all = False
 
     def follow(self, members: Iterable[msg.Ready]) -> None:
-        """Follow the processes that are there now, and read their events since the last call."""
+        """Follows these processes, and applies the events since the last call."""
         members = list(members)
         there = {one.name: one for one in members if one.kv_events and one.engines}
         self._are_all = len(there) == len(members)
@@ -175,10 +176,9 @@ class PageHolders:
         self._poll()
 
     def sources(self, prompt: Sequence[int], salt: str | None, prefill: str) -> msg.KVSources:
-        """The processes that have more of a prompt than the prefill process that is to compute it, most first.
+        """Returns the processes that have more of a prompt than `prefill`, which is to compute it; the best one first.
 
-        If `prefill` is empty, that process counts as having nothing. Returns no source unless every process is
-        followed.
+        An empty `prefill` counts as having nothing. Returns no source unless every process publishes events.
         """
         if not self._are_all:
             return ()
@@ -205,6 +205,6 @@ class PageHolders:
 
 
 def _hashes(prompt: Sequence[int], salt: str | None, algorithm: HashAlgorithm, page_size: int) -> Hashes:
-    """Hashes of the full pages of a prompt without its last token."""
+    """Returns the hashes of the full pages of a prompt without its last token."""
     hasher = PrefixHasher(algorithm, page_size, salt)
     return hashes_of(hasher.digests(np.array(prompt, np.int32), 0, (len(prompt) - 1) // page_size))

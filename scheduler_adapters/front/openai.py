@@ -1,7 +1,7 @@
-"""OpenAI's completions and chat completions: from the body of a request to a prompt, from tokens to answers.
+"""OpenAI's completions and chat completions: turns request bodies into prompts, and tokens into answers.
 
-Pure translation, without sockets. A request for something that the service does not do (sampling, several choices, log
-probabilities) is refused, and the error names the parameter. Values that change nothing are accepted.
+This is pure translation, without sockets. A request for a feature that the service lacks (sampling, several choices,
+log probabilities) is refused with an error that names the parameter. Values without effect are accepted.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 RequestKind = Literal["completion", "chat"]
 
-_DEFAULT_TOKENS = 16  # of a completion; a chat takes what there is room for
-_UNFINISHED = "\ufffd"  # what a tokenizer makes of bytes that are no whole character yet
+_DEFAULT_TOKENS = 16  # for a completion; a chat uses all the room that is left
+_UNFINISHED = "\ufffd"  # a tokenizer's text for bytes that are no whole character yet
 # Values that change nothing, for parameters that the service does not support. None is always accepted.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "n": (1,),
@@ -50,7 +50,7 @@ _ENDS = {"eos": "stop", "length": "length"}
 
 
 class OpenAIError(AdapterError, ValueError):
-    """What a client is told in OpenAI's form: an HTTP status, a sentence, and the parameter that is meant."""
+    """An error in OpenAI's form: an HTTP status, a message, and the parameter that is at fault."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -59,7 +59,7 @@ class OpenAIError(AdapterError, ValueError):
         self.code = code
 
     def body(self) -> Json:
-        """The JSON of the answer."""
+        """The JSON body of the answer."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
@@ -67,12 +67,12 @@ class OpenAIError(AdapterError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What is served, and what its requests may be.
+    """The model that is served, and what its requests may contain.
 
     Attributes:
-        name: by which clients ask for it.
-        tokenizer: of its texts.
-        vocab_size: tokens that it knows.
+        name: the model name that requests must give.
+        tokenizer: its tokenizer.
+        vocab_size: number of tokens in its vocabulary.
     """
 
     name: str
@@ -85,7 +85,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """The fields that completions and chats share. Other fields are checked against `_NEUTRAL`, or ignored."""
+    """The fields that completions and chats share. Other fields are checked against `_NEUTRAL` or ignored."""
 
     model: str
     prompt: Any = None
@@ -103,21 +103,21 @@ class _Body(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """A request, as the service takes it.
+    """A checked request.
 
     Attributes:
-        kind: what was asked for.
-        prompt: tokens.
-        max_tokens: most tokens to generate; None: as many as there is room for.
-        stream: answer in parts.
-        include_usage: a stream ends with the usage.
-        cache_salt: requests with different salts share nothing.
-        return_token_ids: the answer has the tokens, too.
-        ignore_eos: it ends by its length alone.
-        model: as the client called it.
-        request_id: what the answer is called.
-        transfer: what a router carries from a prefill process to a decode process.
-        created: seconds since 1970.
+        kind: completion or chat.
+        prompt: its tokens.
+        max_tokens: most tokens to generate; None uses all the room that is left.
+        stream: whether the answer comes in parts.
+        include_usage: whether a stream ends with the usage.
+        cache_salt: requests with different salts share no pages.
+        return_token_ids: whether the answer includes token ids.
+        ignore_eos: whether only the length ends it.
+        model: the model name that the client gave.
+        request_id: id of the answer.
+        transfer: `kv_transfer_params`, which a router carries from a prefill process to a decode process.
+        created: in seconds since 1970.
     """
 
     kind: RequestKind
@@ -135,10 +135,10 @@ class ClientRequest:
 
 
 def read_request(kind: RequestKind, data: bytes, served: ServedModel) -> ClientRequest:
-    """Parse the body of a request.
+    """Parses the body of a request.
 
     Raises:
-        OpenAIError: the body is not JSON, names another model, or asks for something that the service cannot do.
+        OpenAIError: the body is not JSON, names another model, or asks for a feature that the service lacks.
     """
     try:
         whole = msgspec.json.decode(data, type=dict[str, Any])
@@ -158,7 +158,7 @@ def read_request(kind: RequestKind, data: bytes, served: ServedModel) -> ClientR
         raise OpenAIError("stream_options are for requests with stream", param="stream_options")
     limit = most if most or kind == "chat" else _DEFAULT_TOKENS
     transfer = body.kv_transfer_params or {}
-    # vLLM's router asks prefill for one token, at least and at most: nothing is generated there.
+    # vLLM's router asks prefill for exactly one token (min_tokens 1); prefill generates nothing here.
     least = 0 if transfer.get("do_remote_decode") else body.min_tokens
     if least and (not body.ignore_eos or (limit and limit < least)):
         reason = f"min_tokens is {least}: only with ignore_eos, and up to max_tokens"
@@ -180,10 +180,10 @@ def read_request(kind: RequestKind, data: bytes, served: ServedModel) -> ClientR
 
 
 def room_for(asked: ClientRequest, capacity: int) -> int:
-    """How many tokens to generate at most, where a request may have `capacity` tokens, new ones included.
+    """Returns the most tokens to generate if a request may have `capacity` tokens, including new ones.
 
     Raises:
-        OpenAIError: it does not fit.
+        OpenAIError: the prompt and the new tokens do not fit.
     """
     length = len(asked.prompt)
     most = max(1, capacity - length) if asked.max_tokens is None else asked.max_tokens
@@ -204,13 +204,13 @@ def _refuse_unless_neutral(name: str, given: object, values: tuple[object, ...])
 
 
 def _param(error: str) -> str | None:
-    """The field that an error of msgspec is about."""
+    """Returns the field that an error of msgspec names."""
     _, _, path = error.rpartition("`$.")
     return path.split("[")[0].rstrip("`") if path != error else None
 
 
 def _prompt_tokens(prompt: Any, served: ServedModel) -> list[int]:
-    """The tokens of a prompt: one text, one list of token ids, or a list that holds one of these."""
+    """Returns the tokens of a prompt: one text, one list of token ids, or a list that holds one of these."""
     try:
         found: list[str | int | list[int]] | str = msgspec.convert(prompt, list[str | int | list[int]] | str)
         whole = found[0] if len(found) == 1 and not isinstance(found[0], int) else found
@@ -241,16 +241,16 @@ def _check_tokens(tokens: list[int], served: ServedModel) -> None:
 
 
 class TextStream:
-    """The text of tokens as they come, in whole characters."""
+    """Decodes tokens as they arrive, in whole characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._from = 0  # earlier tokens do not change the text of later ones any more
+        self._from = 0  # start of the decoded part; earlier tokens no longer change later text
         self._said = 0  # tokens whose text was returned
 
     def add(self, tokens: Sequence[int], *, last: bool) -> str:
-        """The text that these tokens add; with the `last` ones also what is no whole character."""
+        """Returns the text that these tokens add. Incomplete characters wait, unless these are the `last` tokens."""
         self._tokens += tokens
         before = self._decoded(self._from, self._said)
         text = self._decoded(self._from, len(self._tokens))
@@ -264,11 +264,11 @@ class TextStream:
 
 
 class Answer:
-    """What a request is answered with, whole or in parts.
+    """The answer to a request, whole or in parts.
 
     Args:
         asked: the request.
-        tokenizer: of its text.
+        tokenizer: the tokenizer of the answer's text.
     """
 
     def __init__(self, asked: ClientRequest, tokenizer: Tokenizer) -> None:
@@ -280,7 +280,7 @@ class Answer:
         self._cached = 0
 
     def add(self, tokens: Sequence[int], finished: Finished | None, cached_tokens: int) -> Json:
-        """Take tokens that have come; the part of a stream that says so."""
+        """Adds tokens that have arrived. Returns the part of a stream that reports them."""
         first = not self._tokens
         self._tokens += tokens
         self._reason = None if finished is None else _ENDS.get(finished, finished)
@@ -308,7 +308,7 @@ class Answer:
         return self._frame({}, part=True) | {"choices": [], "usage": self.usage()}
 
     def usage(self) -> Json:
-        """Tokens of the prompt, those of them that were cached, and new ones."""
+        """The counts of prompt tokens, cached prompt tokens and new tokens."""
         prompt, new = len(self._asked.prompt), len(self._tokens)
         return {
             "prompt_tokens": prompt,

@@ -1,4 +1,4 @@
-"""Which prefill process computes a prompt: in turns, or as Dynamo's selection core says, by our KV events."""
+"""Chooses the prefill process that computes a prompt: round robin, or by Dynamo's selection core and our KV events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scheduler_adapters.service.messages import Ready
 
 log = logging.getLogger("pagewire.front")
 
-_MODEL = "pagewire"  # one name for all: a front serves one model
+_MODEL = "pagewire"  # one name for all, because a front serves one model
 
 
 class InTurns:
@@ -24,7 +24,7 @@ class InTurns:
         self._turns = itertools.count()
 
     async def place(self, request_id: str, prompt: Sequence[int], prefills: Collection[str]) -> str:  # noqa: ARG002
-        """The next of these processes."""
+        """Returns the next of these processes."""
         names = sorted(prefills)
         return names[next(self._turns) % len(names)] if names else ""
 
@@ -35,7 +35,7 @@ class InTurns:
         """A no-op: this placement makes no reservations."""
 
     async def follow(self, members: Sequence[Ready]) -> None:
-        """They are told with each request."""
+        """A no-op: `place` is given the processes."""
 
 
 class Selected:
@@ -49,14 +49,14 @@ class Selected:
     """
 
     def __init__(self) -> None:
-        os.environ.setdefault("DYN_LOG", "error")  # one line a request otherwise
+        os.environ.setdefault("DYN_LOG", "error")  # otherwise it logs one line a request
         try:
             from dynamo.llm import SelectionService  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
             from dynamo.llm.exceptions import SelectionServiceError  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         except ImportError as error:
             told = f"--placement dynamo needs the extra 'fleet' (pip install 'pagewire[fleet]'): {error}"
             raise MissingExtraError(told) from error
-        # Without types; what it takes and gives are dictionaries.
+        # The service has no type information; it takes and returns dictionaries.
         self._service: Any = SelectionService(indexer_threads=1)
         self._refusal: type[Exception] = SelectionServiceError
         self._numbers = itertools.count(1)
@@ -64,7 +64,7 @@ class Selected:
         self._reserved: set[str] = set()
 
     async def place(self, request_id: str, prompt: Sequence[int], prefills: Collection[str]) -> str:
-        """The process that is to compute it; empty if none is known whose events are followed."""
+        """Returns the process that is to compute the prompt; empty if no process with followed events is allowed."""
         allowed = {number: name for name, (number, _) in self._workers.items() if name in prefills}
         if not allowed or request_id in self._reserved:
             return ""
@@ -78,27 +78,27 @@ class Selected:
                     "allowed_worker_ids": sorted(allowed),
                 }
             )
-        except self._refusal as error:  # a process that has just gone, say
+        except self._refusal as error:  # for example, the process has just gone
             log.warning("request %r: Dynamo's selection names no prefill process: %s", request_id, error)
             self._reserved.discard(request_id)
             return ""
         return allowed[chosen["worker_id"]]
 
     async def prefilled(self, request_id: str) -> None:
-        """The prompt has run; its pages are still there."""
+        """Reports that the prompt has been computed. Its pages are still there."""
         if request_id in self._reserved:
-            with suppress(self._refusal):  # its process is gone, and all its reservations with it
+            with suppress(self._refusal):  # if the process is gone, so are its reservations
                 await self._service.prefill_complete(request_id)
 
     async def over(self, request_id: str) -> None:
-        """Free the request's reservation. Calling it twice is safe."""
+        """Frees the request's reservation. Safe to call twice."""
         if request_id in self._reserved:
             self._reserved.discard(request_id)
             with suppress(self._refusal):
                 await self._service.free_reservation(request_id)
 
     async def follow(self, members: Sequence[Ready]) -> None:
-        """Listen to those that are new, to one that was started anew as well, and forget those that have gone."""
+        """Follows new and restarted processes, and forgets those that are gone."""
         there = {one.name: one for one in members if one.kv_events}
         for name, (number, known) in list(self._workers.items()):
             if name not in there or there[name].incarnation != known.incarnation:
@@ -111,7 +111,7 @@ class Selected:
                     {
                         "worker_id": number,
                         "model_name": _MODEL,
-                        "endpoint": f"http://{name}",  # only a label: nobody is asked there
+                        "endpoint": f"http://{name}",  # only a label: nothing connects to it
                         "block_size": ready.page_size,
                         "kv_events_endpoint": ready.kv_events,
                         "replay_endpoint": ready.kv_replay,

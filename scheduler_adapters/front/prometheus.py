@@ -1,4 +1,4 @@
-"""The metrics of the front, for Prometheus."""
+"""The Prometheus metrics of the front."""
 
 from collections.abc import Callable, Iterator
 
@@ -77,7 +77,7 @@ FAMILIES = (
 
 
 class FrontCollector(FamilyCollector):
-    """Requests, tokens and processes of a front. `labels` are on every sample."""
+    """Collects requests, tokens and processes of a front. `labels` are added to every sample."""
 
     def __init__(self, frontend: Frontend, **labels: object) -> None:
         super().__init__("front", lambda: frontend, FAMILIES, labels)

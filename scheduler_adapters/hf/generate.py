@@ -17,7 +17,7 @@ from scheduler_adapters.loop import Request, ServingLoop
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Settings of `generate` that change a greedy token, by the values beside None with which they do not.
+# Settings of `generate` that change greedy tokens, with the values (besides None) that do not.
 _CHANGES_GREEDY: tuple[tuple[tuple[object, ...], tuple[str, ...]], ...] = (
     ((0,), ("no_repeat_ngram_size", "min_length", "min_new_tokens")),
     ((1,), ("repetition_penalty", "guidance_scale", "num_beams")),
@@ -51,14 +51,15 @@ class PagedGenerator:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 32, cache_salt: str | None = None
     ) -> list[list[int]]:
-        """The tokens that follow each of any number of prompts, up to and with its end token, at most `max_new_tokens`.
+        """Returns the tokens that follow each prompt: at most `max_new_tokens`, including the end token if it occurs.
 
-        Cached pages are shared among calls of one `cache_salt` only. However it ends, no page is held afterwards.
+        Only calls with the same `cache_salt` share cached pages. No page is held after the call, even if it raises.
 
         Raises:
-            InvalidRequestError: (a ValueError) a prompt without tokens, or with one that the model does not know.
+            InvalidRequestError: (a ValueError) a prompt is empty, or has a token that the model does not know.
             PromptTooLongError, SequenceTooLongError: (RuntimeErrors) a prompt and its new tokens can never fit.
-            GenerationError: (a RuntimeError) others hold so much of the manager that nothing can go on.
+            GenerationError: (a RuntimeError) other users hold so many pages or rows of the manager that no prompt can
+                run.
         """
         call = uuid.uuid4().hex[:8]  # the manager may have other users
         requests = [

@@ -1,9 +1,9 @@
-"""Attention over pages in plain torch, in the shape that the attention interface of `transformers` calls.
+"""Attention over pages in plain torch, behind the attention interface of `transformers`.
 
-A forward pass runs the new tokens of every request of the batch, one request after the other: packed into one row, or
-a row for each where all run equally many (recurrent layers need that). The model knows nothing of pages. Its attention
-layers call `paged_attention_forward`, and a keyword argument of the model call, `paged_batch`, tells that function
-where each token lies.
+A forward pass runs the new tokens of every request of the batch, one request after another. They are packed into one
+row, or form one row per request if all run equally many (recurrent layers need that). The model knows nothing of pages.
+Its attention layers call `paged_attention_forward`, which finds the place of each token in a keyword argument of the
+model call, `paged_batch`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ NULL_PAGE = 0
 Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Expands latents `[requests, 1, keys, elements]` into keys and values, each `[requests, heads, keys, elements]`."""
 
-# Arguments by which some models change the scores. Ignoring one would silently give wrong tokens.
+# Arguments with which some models change the scores. Ignoring one would silently give wrong tokens.
 _UNSUPPORTED_ARGUMENTS = ("softcap", "position_bias")
 
 
 @dataclass(frozen=True, slots=True)
 class _EqualCounts:
-    """Requests with the same number of new tokens: computed at once, padded to the longest context."""
+    """Requests with the same number of new tokens. They are computed together, padded to the longest context."""
 
-    rows: torch.Tensor  # int64 [requests, queries], where the queries stand in the packed row
+    rows: torch.Tensor  # int64 [requests, queries], the place of each query in the packed row
     pages: torch.Tensor  # int64 [requests, pages], the pages to read; padding names the null page
-    stale: tuple[torch.Tensor, ...]  # request and key of each key behind a request's last token in its last page
+    stale: tuple[torch.Tensor, ...]  # request and key index of each key after a request's last token in its last page
     mask: torch.Tensor  # bool [requests, 1, queries, keys], True where a query sees a key
 
 
 class PagedBatch:
-    """Where the tokens of one forward pass lie in the pages: made once per pass, read by every layer.
+    """The places of the tokens of one forward pass in the pages. Made once per pass and read by every layer.
 
     `inputs` belong to one replica, one entry per shard, as `PagedKVCacheManager.fetch` returns them, on the model's
     device. The shards' tables are equal; each shard holds its own range of heads. `starts` has the number of cached
@@ -73,18 +73,21 @@ class PagedBatch:
         for request, count in enumerate(counts):
             self._by_count[count].append(request)
         self._groups: dict[tuple[int, LayerGroup | None], list[_EqualCounts]] = {}
-        self.attending = -1  # the layer that attends, where one module does so for several, and none is its own
+        self.attending = -1  # the attending layer, if one module attends for several layers and has no index of its own
 
     def place_of(self, layer: int) -> tuple[int, int]:
-        """A layer's table, and its place in the pages of that; `UnsupportedModelError` if these do not keep it."""
+        """Returns a layer's table and its place in that table's pages.
+
+        Raises `UnsupportedModelError` for other layers.
+        """
         if layer not in self._layers:
             raise UnsupportedModelError(f"layer {layer} attends, the pages hold layers {sorted(self._layers)}")
         return self._layers[layer]
 
     def write(self, layer: int, *sides: torch.Tensor) -> None:
-        """Put the new keys and values, each `[tokens, kv_heads, head_dim]`, into the pages of the model's `layer`.
+        """Writes the new keys and values, each `[tokens, kv_heads, head_dim]`, to the pages of the model's `layer`.
 
-        A layer that keeps latents takes one tensor, of one head, for both.
+        A layer that keeps latents passes one tensor of one head for both.
         """
         table, place = self.place_of(layer)
         self._check_shape(place, sides)
@@ -105,10 +108,10 @@ class PagedBatch:
         seen: LayerGroup | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of `query`, `[tokens, heads, head_dim]`, over what the pages of `layer` hold; same shape.
+        """Returns the attention of `query`, `[tokens, heads, head_dim]`, over the pages of `layer`, in the same shape.
 
-        `seen`: which of these tokens a query sees, None for all. `sinks`, `[heads]`: scores that take a share of each
-        query's attention and give nothing.
+        `seen` limits the tokens that a query sees; None means all. `sinks`, `[heads]`, are scores that take a share of
+        each query's attention and contribute no value.
         """
         output = torch.empty_like(query)
         table, place = self.place_of(layer)
@@ -120,7 +123,7 @@ class PagedBatch:
     def attend_latents(
         self, layer: int, query: torch.Tensor, value_dim: int, scale: float, expand: Expand
     ) -> torch.Tensor:
-        """As `attend`, where the pages hold latents, which `expand` makes keys and values of: values' elements."""
+        """Like `attend`, for pages with latents, which `expand` turns into keys and values of `value_dim` elements."""
         output = query.new_empty(*query.shape[:-1], value_dim)
         table, place = self.place_of(layer)
         for group in self._groups_of(table, None):
@@ -129,17 +132,17 @@ class PagedBatch:
         return output
 
     def _read(self, layer: int, side: int, group: _EqualCounts, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        """Keys or values of a group, `[requests, kv_heads, keys, head_dim]`; of `dtype` where they are quantised."""
+        """Keys or values of a group, `[requests, kv_heads, keys, head_dim]`. Dequantised to `dtype` if needed."""
         parts, seen = list[torch.Tensor](), 0
         for (pool, heads), scales in zip(self._shards(kv_heads), self._scales, strict=True):
-            if heads.stop > seen:  # with more shards than heads, several hold the same one
+            if heads.stop > seen:  # with more shards than heads, several shards hold the same head
                 tiles = _tiles(pool[:, side, layer], group.pages)
                 if scales is not None:
                     tiles = dequantized(tiles, _tiles(scales[:, side, layer], group.pages), dtype)
                 parts.append(tiles)
                 seen = heads.stop
         states = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).flatten(2, 3)
-        # What an earlier owner left behind the last token may be anything: a NaN gets through any mask.
+        # An earlier owner may have left a NaN after the last token, and a NaN gets through any mask.
         states[group.stale[0], :, group.stale[1]] = 0
         return states
 
@@ -157,7 +160,7 @@ class PagedBatch:
         requests = torch.tensor(self._by_count[count], device=device)
         starts = self._starts[requests]
         ends = starts + count
-        # Only pages that the first query of a request can still see are read.
+        # Reads only the pages that the first query of a request can still see.
         first_keys = _first_seen(seen, starts)
         first_pages, end_pages = first_keys // self._page_size, -(-ends // self._page_size)
         columns = first_pages[:, None] + torch.arange(int((end_pages - first_pages).max()), device=device)
@@ -193,7 +196,7 @@ class PagedBatch:
 
 
 def _tiles(pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """Some pages of `pool`, `[pages, tokens, heads, dim]`: `[requests, heads, pages, tokens, dim]`."""
+    """`[requests, heads, pages, tokens, dim]`: the chosen pages of `pool`, which is `[pages, tokens, heads, dim]`."""
     tiles = pool.transpose(1, 2)
     return tiles[pages[:, None], torch.arange(tiles.shape[1], device=tiles.device)[None, :, None]]
 
@@ -209,12 +212,12 @@ def paged_attention_forward(
     paged_batch: PagedBatch | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What an attention layer of `transformers` calls: keep the new keys and values, attend over all cached ones.
+    """The attention function for `transformers`: stores the new keys and values, and attends over all cached ones.
 
-    `query` is `[rows, heads, tokens, head_dim]`, the new tokens, row after row, and so are `key` and `value` with
-    `kv_heads`; `paged_batch` is passed as a keyword argument of the model call. Returns the output,
-    `[rows, tokens, heads, head_dim]`, and None for the weights. Raises `UnsupportedModelError` if the layer asks for
-    something that is not computed here.
+    `query` is `[rows, heads, tokens, head_dim]`: the new tokens, row after row. `key` and `value` have the same shape
+    with `kv_heads`. `paged_batch` is a keyword argument of the model call. Returns the output, `[rows, tokens, heads,
+    head_dim]`, and None for the weights. Raises `UnsupportedModelError` if the layer needs a feature that is not
+    computed here.
     """
     if paged_batch is None:
         raise UnsupportedModelError(
@@ -229,7 +232,7 @@ def paged_attention_forward(
     query, key, value = (states.transpose(1, 2) for states in (query, key, value))
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     layer = paged_batch.attending if layer < 0 else layer
-    if hasattr(module, "expand_kv"):  # its latents went to the pages as it told `PagedLatents` of them
+    if hasattr(module, "expand_kv"):  # `PagedLatents` has already written its latents
         of_latents = cast("Any", module)
         rank, expand = int(of_latents.kv_lora_rank), of_latents.expand_kv
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -249,9 +252,9 @@ def paged_attention_forward(
 
 
 class PagedLatents:
-    """The cache object of a model whose layers keep latents: they go to the pages of the batch as they come.
+    """The cache object of a model whose layers keep latents. It writes them to the pages of the batch as they come.
 
-    The layers expand what they are given back, the new tokens'; those of earlier tokens are expanded when they attend.
+    `update` returns only the latents of the new tokens. Those of earlier tokens are expanded when the layer attends.
     """
 
     def __init__(self, batch: PagedBatch) -> None:
@@ -260,25 +263,25 @@ class PagedLatents:
     def update(
         self, latent: torch.Tensor, rotated: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the latents and the shared part of the keys of new tokens, each `[rows, 1, tokens, elements]`."""
+        """Writes the latents and the shared part of the keys of new tokens, each `[rows, 1, tokens, elements]`."""
         self._batch.write(layer_idx, torch.cat((latent, rotated), dim=-1).transpose(1, 2).flatten(0, 1))
         return latent, rotated
 
     def get_query_offset(self, layer_idx: int) -> int:  # noqa: ARG002  (of the interface)
-        """For a mask that is never made."""
+        """Part of the interface; only a mask would need it, and none is made."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
-        """For a mask that is never made."""
+        """Part of the interface; only a mask would need it, and none is made."""
         return query_length, 0
 
 
 def no_attention_mask(*_args: Any, **_kwargs: Any) -> None:
-    """The mask function that goes with `paged_attention_forward`: the tables say which tokens see which."""
+    """The mask function for `paged_attention_forward`: no mask is made, because the tables give the visible tokens."""
 
 
 def _seen_by(module: torch.nn.Module, sliding_window: int | None) -> LayerGroup | None:
-    """Which tokens the queries of a layer see; None for all."""
+    """Returns the range of tokens that the queries of a layer see; None for all."""
     if sliding_window is not None:
         return LayerGroup("window", (0,), sliding_window)
     config: Any = getattr(module, "config", None)
@@ -289,7 +292,7 @@ def _seen_by(module: torch.nn.Module, sliding_window: int | None) -> LayerGroup 
 
 
 def _first_seen(seen: LayerGroup | None, positions: torch.Tensor) -> torch.Tensor:
-    """`LayerGroup.first_seen`, which calls what arrays and tensors both have."""
+    """`LayerGroup.first_seen` for a tensor; it uses only operations that arrays and tensors share."""
     return torch.zeros_like(positions) if seen is None else seen.first_seen(positions)  # type: ignore[arg-type,return-value]
 
 
@@ -301,9 +304,10 @@ def _grouped_attention(
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """SDPA with the query heads that share a key/value head stacked as more queries: nothing is repeated.
+    """SDPA with the query heads that share a key/value head stacked as further queries, so that no key is repeated.
 
-    Query and result `[b, q, heads, dim]`, key and value `[b, kv_heads, k, dim]`, mask `[b, 1, q, k]`, sinks `[heads]`.
+    Query and result are `[b, q, heads, dim]`, key and value `[b, kv_heads, k, dim]`, mask `[b, 1, q, k]`, sinks
+    `[heads]`.
     """
     batch, queries, heads, dim = query.shape
     kv_heads = key.shape[1]
@@ -311,7 +315,7 @@ def _grouped_attention(
     stacked = query.view(batch, queries, kv_heads, share, dim).permute(0, 2, 3, 1, 4)
     stacked = stacked.reshape(batch, kv_heads, share * queries, dim)
     mask = mask.repeat(1, 1, share, 1)
-    if sinks is not None:  # a key more, of zeros, whose score is the sink's, and whose value is nothing
+    if sinks is not None:  # one further key and value of zeros, whose score is the sink's
         key, value = (torch.nn.functional.pad(states, (0, 0, 0, 1)) for states in (key, value))
         scores = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, -torch.inf)
         of_sinks = sinks.to(query.dtype).view(1, kv_heads, share, 1).expand(batch, -1, -1, queries)
@@ -342,13 +346,13 @@ def _refuse_unsupported(
 
 
 def quantized(states: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values of `dtype` and their scales, such that the largest value of each scale is the largest of the type.
+    """Returns values of `dtype` and their scales. The largest value of each scale becomes the largest of the type.
 
-    `states` is `[tokens, heads, elements]`; of `scales` the pool's type and its last dimension are taken.
+    `states` is `[tokens, heads, elements]`. `scales` gives the scales' dtype and their number per head.
     """
     groups = states.float().reshape(*states.shape[:-1], scales.shape[-1], -1)
     limit = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max
-    # In the type that is kept, so that what is read back is divided by what it is multiplied with.
+    # Rounded to the stored type first, so that values are divided by the same scale that they are later multiplied by.
     found = (groups.abs().amax(-1, keepdim=True) / limit).clamp_min(torch.finfo(scales.dtype).tiny).to(scales.dtype)
     values = groups / found.float()
     values = values if dtype.is_floating_point else values.round()

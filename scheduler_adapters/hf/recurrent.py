@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
-_BOTH_KINDS = {"hybrid"}  # attention and recurrent, side by side in one layer
+_BOTH_KINDS = {"hybrid"}  # attention and a recurrent part side by side in one layer
 _RECURRENT_KINDS = {"linear_attention", "conv"}
 _STATELESS_KINDS = {"mlp", "moe"}
-# The models whose recurrent layers are known, and what they keep.
+# The model types whose recurrent layers are known, and the form of their state.
 STATE_FORMS: dict[str, StateForm] = {
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"), "mamba2"),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), "gated_delta"),
@@ -33,7 +33,7 @@ STATE_FORMS: dict[str, StateForm] = {
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "short_conv"),
     "minimax": "linear",
 }
-# Models that do not name their layers' kinds, and give all of them one `sliding_window`, if any.
+# Model types that do not name the kinds of their layers and give all of them one `sliding_window`, if any.
 _ALL_WINDOWS = {"mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2"}
 _NO_ATTENTION = "no layer attends, so there is nothing to keep in pages"
 # Model types that are not served, each with the reason.
@@ -45,19 +45,19 @@ _UNSERVED: dict[str, str] = {
     **dict.fromkeys(("inkling_text", "inkling2_text"), "each of its layers keeps the inputs of several convolutions"),
     **dict.fromkeys(("glm5_next_text", "qwen4_exp_text"), "its attention layers keep keys of an indexer besides"),
 }
-# Whose attention hands its latents to the cache object, and expands those that it gets back (`expand_kv`).
+# Model types whose attention passes its latents to the cache object and expands the returned ones (`expand_kv`).
 LATENT_MODEL_TYPES = {"deepseek_v3", "kimi_linear", "bailing_hybrid"}
-# The mixers multiply padding away with a mask, which without padding is None. Given as a dict, it is not built.
+# The mixers mask padding away; without padding the mask is None. A dict keeps `transformers` from building one.
 NO_MASKS = {"full_attention": None, "sliding_attention": None, "linear_attention": None, "conv": None}
 
 
 def text_config_of(config: Any) -> Any:
-    """What a model's configuration says of its layers of text; its fields depend on the model."""
+    """Returns the configuration of a model's text layers; its fields depend on the model."""
     return config.get_text_config()
 
 
 def kv_layers_of(config: PretrainedConfig) -> list[int]:
-    """The layers, by the model's own numbers, that keep keys and values, in order."""
+    """Returns the layers that keep keys and values, by the model's numbers, in order."""
     kinds = _kinds_of(config)
     if kinds is None:
         return list(range(int(text_config_of(config).num_hidden_layers)))
@@ -65,13 +65,13 @@ def kv_layers_of(config: PretrainedConfig) -> list[int]:
 
 
 def recurrent_layers_of(config: PretrainedConfig) -> list[int]:
-    """The layers, by the model's own numbers, that keep a recurrent state, in order; none for a plain transformer."""
+    """Returns the layers that keep a recurrent state, by the model's numbers, in order. May be empty."""
     kinds = _kinds_of(config) or ()
     return [layer for layer, kind in enumerate(kinds) if kind in _RECURRENT_KINDS | _BOTH_KINDS]
 
 
 def groups_of(config: PretrainedConfig) -> tuple[LayerGroup, ...]:
-    """The attention layers of a model as groups, numbered as the cache does; none where all see the same tokens."""
+    """Returns the attention layers as groups, numbered as in the cache; empty if all of them keep every token."""
     text, layers = text_config_of(config), kv_layers_of(config)
     kinds, window = _kinds_of(config) or (), getattr(text, "sliding_window", None)
     alike = "sliding_attention" if window and text.model_type in _ALL_WINDOWS else "full_attention"
@@ -91,14 +91,14 @@ def groups_of(config: PretrainedConfig) -> tuple[LayerGroup, ...]:
 
 
 def latent_elements_of(config: PretrainedConfig) -> int:
-    """Elements of a token that a layer of multi-head latent attention keeps; 0 for other models."""
+    """Returns the elements that a layer of multi-head latent attention keeps for each token; 0 for other models."""
     text = text_config_of(config)
     known = text.model_type in LATENT_MODEL_TYPES
     return int(text.kv_lora_rank) + int(text.qk_rope_head_dim) if known else 0
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Refuse models that keep more of a layer than keys and values, or a known state: `UnsupportedModelError`."""
+    """Raises `UnsupportedModelError` if a layer keeps more than keys and values or a known state."""
     known, text = ATTENTION_KINDS, text_config_of(config)
     if text.model_type in _UNSERVED:
         raise UnsupportedModelError(f"{config.model_type}: not supported over pages: {_UNSERVED[text.model_type]}")
@@ -109,16 +109,16 @@ def check_supported(config: PretrainedConfig) -> None:
             raise UnsupportedModelError(f"{config.model_type}: layer {layer} is {kind!r}: not supported over pages")
     if not kv_layers_of(config):
         raise UnsupportedModelError(f"{config.model_type}: not supported over pages: {_NO_ATTENTION}")
-    # Temperature tuning counts a layer's rows as positions: those of the packed batch are others.
+    # Temperature tuning takes a layer's row numbers as positions, which differ in the packed batch.
     for name in ("kv_lora_rank", "num_kv_shared_layers", "attn_temperature_tuning"):
         if getattr(text, name, None) and not (name == "kv_lora_rank" and latent_elements_of(config)):
             raise UnsupportedModelError(f"{config.model_type}: {name} is set: not supported over pages")
 
 
 def check_states_known(model: PreTrainedModel) -> None:
-    """Refuse a model that says of itself that it has a state, of a type not known here: `UnsupportedModelError`.
+    """Raises `UnsupportedModelError` if a model declares itself stateful but its type is not known here.
 
-    It would run, and forget between two chunks what its configuration does not tell of.
+    Such a model would run, but lose between two chunks the state that its configuration does not mention.
     """
     kind = text_config_of(model.config).model_type
     if getattr(model, "_is_stateful", False) and kind not in STATE_FORMS:
@@ -126,7 +126,7 @@ def check_states_known(model: PreTrainedModel) -> None:
 
 
 def state_shape_of(model: PreTrainedModel) -> StateShape:
-    """The shape of a hybrid's recurrent states, read from its mixers, which must be alike."""
+    """Returns the shape of a hybrid's recurrent states, read from its mixers, which must be alike."""
     layers = recurrent_layers_of(model.config)
     named = "slope_rate" if STATE_FORMS[text_config_of(model.config).model_type] == "linear" else "conv_kernel_size"
     found: list[Any] = [module for module in model.modules() if hasattr(module, named)]
@@ -143,14 +143,14 @@ def state_shape_of(model: PreTrainedModel) -> StateShape:
 
 
 def _shape_of(mixer: Any, form: StateForm, layers: int) -> StateShape:
-    if form == "linear":  # a head's decayed sum of keys and values, in the element type that the layers compute in
+    if form == "linear":  # per head, a decayed sum of keys and values in the layers' compute dtype
         sizes, dtype = (mixer.num_attention_heads, mixer.head_dim) * 2, mixer.qkv_proj.weight.dtype
         return StateShape(layers, *sizes, kernel=1, conv_dtype=dtype, ssm_dtype=dtype, form=form)
     conv = mixer.conv if form == "short_conv" else mixer.conv1d
     dtype = conv.weight.dtype
     if form == "mamba2":
         sizes = (mixer.num_heads, mixer.head_dim, mixer.n_groups, mixer.ssm_state_size)
-    elif hasattr(mixer, "forget_gate"):  # Kimi's delta attention: a decay for each channel of a key, heads all alike
+    elif hasattr(mixer, "forget_gate"):  # Kimi's delta attention: a decay for each key channel, and all heads alike
         sizes, dtype = (mixer.num_heads, mixer.head_dim) * 2, mixer.q_proj.weight.dtype
     elif form == "gated_delta":
         sizes = (mixer.num_v_heads, mixer.head_v_dim, mixer.num_k_heads, mixer.head_k_dim)
@@ -184,47 +184,50 @@ class PagedStates:
         self._ssm: dict[int, torch.Tensor] = {}
 
     def begin(self, batch: PagedBatch, *, latents: bool) -> None:
-        """Take up the tokens of a pass, whose attention layers keep `latents`, or keys and values."""
+        """Starts a pass over the tokens of `batch`. `latents` says that attention layers keep latents."""
         self._batch, self._latents = batch, PagedLatents(batch) if latents else None
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:  # noqa: ARG002  (of the interface)
-        """The last inputs of each channel that is convolved, `[requests, channels, kernel - 1]`."""
+        """The last inputs of each convolved channel, `[requests, channels, kernel - 1]`."""
         if layer_idx not in self._conv:
             kinds = self._states.shape.conv_kinds
             self._conv[layer_idx] = self._states.read(self._places[layer_idx], self._pages, kinds)
         return self._conv[layer_idx]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:  # noqa: ARG002
-        """The matrices, `[requests, heads, *StateShape.matrix]`."""
+        """The state matrices, `[requests, heads, *StateShape.matrix]`."""
         if layer_idx not in self._ssm:
             self._ssm[layer_idx] = self._states.read(self._places[layer_idx], self._pages, (SSM_KIND,))
         return self._ssm[layer_idx]
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
-        """Take up the new inputs, `[requests, channels, tokens]`; the old ones and the new ones."""
+        """Adds the new inputs, `[requests, channels, tokens]`. Returns the old and the new ones together."""
         kept = self.get_conv_state(layer_idx)
         whole = torch.cat([kept, conv_states], dim=-1)
         self._conv[layer_idx] = whole[..., -kept.shape[-1] :]
         return whole
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
-        """Take up new matrices."""
+        """Replaces the state matrices of a layer."""
         self._ssm[layer_idx] = recurrent_states
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        """As `get_recurrent_state`; None if no request has one yet, so that the layer takes its tokens in blocks."""
+        """Like `get_recurrent_state`, but None if no request has a state yet.
+
+        The layer then takes its tokens in blocks.
+        """
         state = self.get_recurrent_state(layer_idx)
         return state if state.any() else None
 
     def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
-        """Take up new matrices."""
+        """Replaces the state matrices of a layer."""
         self._ssm[layer_idx] = linear_cache
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by attention layers. Latents are written to their pages; paged attention stores keys and values."""
+        """Called by attention layers. Writes latents to their pages; paged attention writes keys and values itself."""
         if self._batch is not None:
             self._batch.attending = layer_idx
         if self._latents is not None:
@@ -232,11 +235,11 @@ class PagedStates:
         return key_states, value_states
 
     def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002  (of the interface)
-        """Whether old states are kept, to go back to: never."""
+        """Whether old states are kept for a rollback: never."""
         return False
 
     def store(self, tokens: Sequence[int]) -> None:
-        """Write every layer's state to its pages: they have taken up `tokens`, one number for each request."""
+        """Writes every layer's state to its pages. `tokens` has the number of tokens behind each request's state."""
         shape = self._states.shape
         parts = ((shape.conv_kinds, self._conv), ((SSM_KIND,) if shape.matrix else (), self._ssm))
         kept = [(kinds, states) for kinds, states in parts if kinds]

@@ -1,7 +1,7 @@
 """Runs causal language models of Hugging Face `transformers` over our pages, through its attention interface.
 
-No model code is copied: the model's own layers run, and call `paged_attention_forward` where they would attend. Hybrid
-models (attention and recurrent layers) keep their states in state pages; see `scheduler_adapters.hf.recurrent`.
+No model code is copied: the model's own layers run, and call `paged_attention_forward` to attend. Hybrid models
+(attention and recurrent layers) keep their states in state pages; see `scheduler_adapters.hf.recurrent`.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ class Tokenizer(Protocol):
     """The part of a tokenizer that the demo and the front use."""
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of `text`."""
+        """Returns the tokens of `text`."""
         ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of tokens; what is no whole character yet is U+FFFD."""
+        """Returns the text of tokens; an incomplete character becomes U+FFFD."""
         ...
 
 
 class HFRunner:
-    """Greedy next tokens of a batch whose keys and values lie in pages.
+    """Computes greedy next tokens of a batch whose keys and values lie in pages.
 
     The model may be any causal one of `transformers` whose attention goes through its attention interface. It attends
-    over pages during a call and is as it was afterwards, so that its own `generate` works between calls. If the model
-    does nothing else, call `attend_over_pages` once: that saves the switch of each call (about 0.15 ms). A hybrid
-    model needs the `states` of its manager, of all replicas.
+    over pages only during a call, so that its own `generate` works between calls. If the model does nothing else, call
+    `attend_over_pages` once, which saves the switch of each call (about 0.15 ms). A hybrid model needs the `states` of
+    its manager, for all replicas.
 
     Raises:
-        UnsupportedModelError: neither keys and values nor state pages serve one of its layers, or the model does not
-            take the interface.
+        UnsupportedModelError: neither keys and values nor state pages serve one of its layers, or the model ignores the
+            attention interface.
     """
 
     def __init__(self, model: PreTrainedModel, states: Sequence[StatePages] = ()) -> None:
@@ -84,7 +84,7 @@ class HFRunner:
         self.vocab_size = int(embeddings.weight.shape[0])
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache_argument = cache_argument_of(model)
-        # The table of each layer and the layer's place in it, by the number of tables.
+        # For each number of tables: the table of each layer, and the layer's place in it.
         layers = kv_layers_of(model.config)
         self._layers: dict[int, dict[int, tuple[int, int]]] = {}
         for groups in ((), groups_of(model.config)):
@@ -97,21 +97,24 @@ class HFRunner:
                 f"{model.config.model_type}: layer {min(self._recurrent)} is recurrent: give the manager's state pages"
             )
         self._states: Sequence[StatePages] = states if self._recurrent else ()
-        # Mamba-1 mixers of transformers go on from a state with one token alone: with more they begin anew.
+        # The Mamba-1 mixers of transformers continue from a state only with single tokens; with more they start anew.
         self._one_by_one = STATE_FORMS.get(text_config_of(model.config).model_type) == "mamba1"
-        with paged_attention(model):  # a model that does not take the interface is refused here
+        with paged_attention(model):  # refuses a model that ignores the interface
             pass
 
     def run(self, batch: Sequence[RunTokens], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
-        """The greedy token after tokens `[start_idx, active_idx)` of each request, which are run.
+        """Runs tokens `[start_idx, active_idx)` of each request, and returns the greedy token that follows.
 
-        `inputs` were fetched for this batch: of one replica, one per shard. The token of a request whose
-        `active_idx < end_idx` means nothing: that was an earlier chunk.
+        `inputs` were fetched for this batch: of one replica, one per shard. Ignore the token of a request whose
+        `active_idx < end_idx`: it follows an earlier chunk.
         """
         return self.logits(batch, inputs).argmax(-1).cpu().numpy().tolist()
 
     def draft(self, request_id: str) -> bool:
-        """Whether the request's next run may end with drafted tokens: a recurrent state has to have a second page."""
+        """Whether the request's next run may end with drafted tokens.
+
+        A recurrent state needs a second page for that.
+        """
         return not self._states or self._states_of(request_id).draft(request_id)
 
     def verify(
@@ -120,7 +123,7 @@ class HFRunner:
         """Like `run`, for requests whose last active tokens are guesses; `drafted` has their number for each request.
 
         Returns `drafted + 1` greedy tokens for each request: one in place of each guess and one after the last. The
-        leading guesses that equal them are right, and the greedy token after those is the next token.
+        leading guesses that equal these tokens are right, and the greedy token after them is the next token.
         """
         found: list[int] = self.logits(batch, inputs, drafted).argmax(-1).cpu().numpy().tolist()
         ends = np.cumsum([count + 1 for count in drafted]).tolist()
@@ -130,9 +133,9 @@ class HFRunner:
     def logits(
         self, batch: Sequence[RunTokens], inputs: Sequence[RaggedKVCacheInputs], drafted: Sequence[int] = ()
     ) -> torch.Tensor:
-        """Logits after the last active token of each request, `[batch, vocabulary]`, in the model's dtype.
+        """Returns the logits after the last active token of each request, `[batch, vocabulary]`, in the model's dtype.
 
-        With `drafted` those before each of its last `drafted` ones too: `[sum(drafted) + batch, vocabulary]`.
+        With `drafted`, also the logits before each of its last `drafted` tokens: `[sum(drafted) + batch, vocabulary]`.
         """
         with paged_attention(self.model):
             return self._logits(batch, inputs, drafted or [0] * len(batch))
@@ -146,7 +149,7 @@ class HFRunner:
         if not self._states:
             return self._forward(batch, inputs, [(context.start_idx, context.active_idx) for context in batch], before)
         states = self._states_of(batch[0].request_id)
-        # A recurrent layer takes whole rows: those of equal length run together, a row for each request.
+        # Recurrent layers take whole rows, so requests with equally many tokens run together, one row each.
         kinds = [
             (context.active_length, count, self._one_by_one and context.start_idx > 0)
             for context, count in zip(batch, before, strict=True)
@@ -160,7 +163,7 @@ class HFRunner:
         return torch.cat([parts[place] for place in range(len(batch))])
 
     def _states_of(self, request_id: str) -> StatePages:
-        """Those of the request's replica."""
+        """Returns the state pages of the request's replica."""
         return next((states for states in self._states if states.holds(request_id)), self._states[0])
 
     def _forward_rows(
@@ -172,9 +175,9 @@ class HFRunner:
         before: int,
         one_by_one: bool,
     ) -> torch.Tensor:
-        """Run `length` tokens of each request, as a row for each, at once or one after another.
+        """Runs `length` tokens of each request in a row of its own, all at once or one by one.
 
-        Logits after the last `before + 1` of them: `[batch, before + 1, vocabulary]`.
+        Returns the logits after the last `before + 1` of them: `[batch, before + 1, vocabulary]`.
         """
         starts, names = [context.start_idx for context in batch], [context.request_id for context in batch]
         pages = states.pages_at(names, starts)
@@ -197,9 +200,10 @@ class HFRunner:
         before: Sequence[int],
         cache: PagedStates | None = None,
     ) -> torch.Tensor:
-        """Run these tokens of the requests as one packed row, or, with a `cache` of states, as a row for each.
+        """Runs spans of the requests' tokens as one packed row, or, with a `cache` of states, in one row per request.
 
-        Logits after the last `before + 1` tokens of each, which with a `cache` is one number for all.
+        Returns the logits after the last `before + 1` tokens of each request. With a `cache`, `before` is the same for
+        all.
         """
         count = inputs[0].lookup_table.shape[0] if inputs[0].lookup_table.ndim == 3 else 1
         if count not in self._layers:
@@ -231,7 +235,7 @@ class HFRunner:
 
 
 def cache_argument_of(model: PreTrainedModel) -> str:
-    """The name of the cache in the arguments of the model: `past_key_values` before transformers 5.24, then `cache`."""
+    """The name of the model's cache argument: `past_key_values` before transformers 5.24, `cache` since then."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -251,12 +255,12 @@ def load_model(path: str | Path | None, seed: int = 0, device: str = "cpu") -> P
     )
     try:
         return model.eval().to(device)
-    except (RuntimeError, AssertionError) as error:  # of torch, for a name that is none, or a device that is not there
+    except (RuntimeError, AssertionError) as error:  # torch raises these for an unknown or absent device
         raise ModelLoadError(f"the model cannot be put on device {device!r}: {_line(error)}") from error
 
 
 def load_tokenizer(path: str | Path | None, vocab_size: int) -> Tokenizer:
-    """The tokenizer saved beside a model; the byte tokenizer where there is none."""
+    """Returns the tokenizer saved beside a model, or the byte tokenizer if there is none."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
     if path is None or not any((Path(path) / name).is_file() for name in names):
         return ByteTokenizer(vocab_size)
@@ -268,7 +272,7 @@ def load_tokenizer(path: str | Path | None, vocab_size: int) -> Tokenizer:
 
 
 def vocab_size_of(path: str | Path | None) -> int:
-    """Tokens that the model of a directory knows, without its weights. Raises as `load_model`."""
+    """Returns the vocabulary size of a directory's model without loading its weights. Raises as `load_model`."""
     if path is None:
         return VOCAB_SIZE
     _check_directory(Path(path))
@@ -289,13 +293,17 @@ def kv_params_of(
     group_layers: bool = False,
     kvcache_quant_config: KVCacheQuantizationConfig | None = None,
 ) -> KVCacheParams:
-    """Cache parameters for a model; `num_layers_of` gives the manager's layer count.
+    """Returns cache parameters for a model; `num_layers_of` gives the manager's layer count.
 
-    `group_layers`: layers that see a window or a chunk have block tables of their own, and give back what no query sees
-    any more. They are handed over to processes that have the same tables; without it, every page is kept until the end.
-    `dtype` and `kvcache_quant_config`: pages of 8 bits with a scale for each token and head, whatever the model's type.
-    `enable_prefix_caching` None means: on, but for a model with recurrent layers, whose cached states take room that
-    pages would have. Raises `UnsupportedModelError`, or `InvalidParamsError` if heads cannot be split.
+    With `group_layers`, layers that see a window or a chunk get block tables of their own, which give back the pages
+    that no query sees any more. Such a cache can be handed over only to processes with the same tables. Without it,
+    every page is kept until the end. `dtype` and `kvcache_quant_config` may choose 8-bit pages with a scale for each
+    token and head, whatever the model's dtype. `enable_prefix_caching` None turns caching on, except for a model with
+    recurrent layers, whose cached states take room from pages.
+
+    Raises:
+        UnsupportedModelError: the model cannot run over pages.
+        InvalidParamsError: the heads cannot be split over the devices.
     """
     check_supported(config)
     recurrent = recurrent_layers_of(config)
@@ -316,7 +324,7 @@ def kv_params_of(
 
 
 def num_layers_of(config: PretrainedConfig) -> int:
-    """Layers of a model that keep keys and values."""
+    """Returns the number of layers that keep keys and values."""
     return len(kv_layers_of(config))
 
 
@@ -328,7 +336,7 @@ def manager_for(
     devices: Sequence[torch.device | str],
     **kwargs: Any,
 ) -> PagedKVCacheManager:
-    """The manager that a model needs. Its params have the states of the model's recurrent layers, if there are some."""
+    """Returns a manager that fits a model. It adds the states of the model's recurrent layers to `params`, if any."""
     layers = num_layers_of(model.config)
     if recurrent_layers_of(model.config):
         params = dataclasses.replace(params, states=state_shape_of(model))
@@ -336,9 +344,10 @@ def manager_for(
 
 
 def state_bytes_of(model: PreTrainedModel, shards: int, pages: int) -> int:
-    """Bytes that so many state pages take out of a manager's budget, on all shards; 0 for models without.
+    """Returns the bytes that so many state pages take from a manager's budget, over all shards; 0 without states.
 
-    Where `params.share_state_memory` is False each replica has one for each request that may run, and `state_copies`.
+    If `params.share_state_memory` is False, each replica has one page for each request that may run, plus
+    `state_copies`.
     """
     if not recurrent_layers_of(model.config):
         return 0
@@ -346,20 +355,20 @@ def state_bytes_of(model: PreTrainedModel, shards: int, pages: int) -> int:
 
 
 def eos_token_ids_of(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens at which the model's own `generate` ends."""
+    """Returns the tokens at which the model's own `generate` ends."""
     settings: Any = model.generation_config
     eos: int | list[int] | None = settings.eos_token_id
     return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
 
 def own_attention(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """A `with` block in which the model has its own attention (SDPA where it can); afterwards what it had before."""
+    """A `with` block in which the model uses its own attention (SDPA if possible). It is restored afterwards."""
     return _attention(model, "sdpa" if getattr(model, "_supports_sdpa", True) else "eager")
 
 
 @contextmanager
 def paged_attention(model: PreTrainedModel) -> Generator[Any]:
-    """A `with` block in which the model attends over pages and is in evaluation mode; afterwards it is as before."""
+    """A `with` block in which the model attends over pages in evaluation mode. It is restored afterwards."""
     if _attention_of(model) == ATTENTION:
         yield model
         return
@@ -376,7 +385,7 @@ def paged_attention(model: PreTrainedModel) -> Generator[Any]:
 
 
 def attend_over_pages(model: PreTrainedModel) -> None:
-    """From now on the model attends over pages only and is in evaluation mode; `own_attention` lends it back."""
+    """Makes the model attend over pages, in evaluation mode, from now on. `own_attention` switches back for a block."""
     _register()
     _set_attention(model.eval(), ATTENTION)
 
@@ -393,10 +402,10 @@ def _attention(model: Any, name: str) -> Generator[Any]:
 
 @torch.inference_mode()
 def reference_tokens(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """The tokens that the model's own `generate(do_sample=False)` appends to `prompt`, with its end token."""
+    """Returns the tokens that the model's own `generate(do_sample=False)` appends to `prompt`, with the end token."""
     ids = torch.tensor([list(prompt)], device=model.device)
     with own_attention(model) as own:
-        # Without a mask of ours generate guesses one from the pad token, which may be a real token of the prompt.
+        # Without an explicit mask, `generate` guesses one from the pad token, which may be a real token of the prompt.
         mask = torch.ones_like(ids)
         output = own.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens)
     return output[0, len(prompt) :].tolist()
@@ -419,7 +428,7 @@ def is_rounding_tie(model: PreTrainedModel, prompt: Sequence[int], ours: Sequenc
 
 
 def _transformers() -> Any:
-    """The module, which has few types."""
+    """Returns the `transformers` module, which has few types."""
     try:
         import transformers  # noqa: PLC0415  (heavy, and of an optional extra)
     except ImportError as error:

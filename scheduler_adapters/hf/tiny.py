@@ -1,4 +1,4 @@
-"""The model that runs when none is given: a small random Llama over bytes, the same in every process."""
+"""The default model: a small random Llama over bytes, the same in every process."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _INITIALIZER_RANGE = 0.15
 
 
 class ByteTokenizer:
-    """Text as UTF-8 bytes, behind one start token.
+    """Text as UTF-8 bytes after a start token.
 
-    Where the model's vocabulary is smaller than ours, bytes wrap around and there is no start token, but any prompt
-    still gives valid tokens.
+    If the model's vocabulary is smaller than ours, bytes wrap around and there is no start token. Any prompt then still
+    gives valid tokens.
     """
 
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
         self.vocab_size = vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of `text`; never empty."""
+        """Returns the tokens of `text`; never empty."""
         tokens = list(text.encode())
         if self.vocab_size > BOS:
             return [BOS, *tokens]
         return [token % self.vocab_size for token in tokens] or [0]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of tokens; the others that are no bytes show as their names, or not at all."""
+        """Returns the text of tokens. Special tokens appear by name, or not at all."""
         names = {BOS: "<s>", EOS: "</s>", PAD: "<pad>"}
         others = {token: b"" if skip_special_tokens else names.get(token, "").encode() for token in token_ids}
         return b"".join(bytes([t]) if t < BOS else others[t] for t in token_ids).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""`model_name`: a name for what a model's pages depend on, its configuration and all of its weights."""
+"""`model_name`: a name that identifies a model by its configuration and all of its weights."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CHUNK_BYTES = 64 << 20
-"""What is copied at a time from a device that the host cannot read."""
+"""Bytes that are copied at a time from a device whose memory the host cannot read."""
 
 
 def model_name(model: PreTrainedModel) -> str:
-    """Names a model by its configuration and every byte of its weights: the pages of any other model are no good.
+    """Names a model by its configuration and every byte of its weights.
 
-    The weights are those in memory, in the dtype in which they were loaded. So a name is never stale, and no file that
-    somebody else could write takes part. xxh3 reads 10 GB/s or more of host memory.
+    Pages of a model with another name are unusable.
+
+    The weights are hashed as they are in memory, in their loaded dtype. A name is therefore never stale, and does not
+    depend on files that another user could write. xxh3 reads 10 GB/s or more of host memory.
 
     Returns:
         32 hexadecimal digits, the same in every process that has loaded the same weights.
 
     Raises:
-        ModelLoadError: a weight has no values yet, since it lies on torch's meta device.
+        ModelLoadError: a weight lies on torch's meta device and has no values.
     """
-    # Where it was loaded from, and by which version, is no part of what its pages mean.
+    # The pages do not depend on where the model was loaded from, or by which version.
     config = {key: value for key, value in model.config.to_dict().items() if key[0] != "_" and "version" not in key}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     known: dict[tuple[object, ...], bytes] = {}
