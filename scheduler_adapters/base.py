@@ -179,7 +179,7 @@ class PulledPages(Pages, Protocol):
         ...
 
     def commit_import(self, context: Context, pending: PendingImport, proof: ImportProof | None = None) -> None:
-        """Commits an import after every page was read under its lease, as `proof`, from the pull's last event, shows."""
+        """Commits an import after every page was read under its lease. The pull's last event carries the `proof`."""
 
     def cancel_import(self, pending: PendingImport) -> None:
         """Gives up an import, at any time. No request gets its pages while a pull may still write them.

@@ -1,13 +1,13 @@
-"""`OverlappedLoop`: a `ServingLoop` that plans a step while the model runs the one before it.
+"""`OverlappedLoop`: a `ServingLoop` that plans a step while the model runs the previous one.
 
-A step of it does this, in this order:
+Each step does this, in this order:
 
-    plan      the next step: reserve and admit while the model runs; requests wait for a token, a future one stands in
-    wait      for the tokens of the step that runs; they take the places of the future ones
+    plan      the next step: reserve and admit while the model runs; a future token stands in for an unknown one
+    wait      for the tokens of the running step; they replace the future ones
     launch    the next step
-    finish    publish, release and report what the step before has given, while the model runs
+    finish    publish, release and report the results of the previous step, while the model runs
 
-Short of pages, nothing is planned ahead: what is released while the model runs is free only afterwards.
+If pages are short, nothing is planned ahead: pages that are released while the model runs are free only afterwards.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ from scheduler_adapters.base import PagesAhead, RunTokens
 from scheduler_adapters.loop import Entry, ModelRunner, Output, ServingLoop
 
 RunBatch = tuple[Sequence[RunTokens], Sequence[RaggedKVCacheInputs]]
-"""What one replica runs: its requests, and an entry of inputs for each of its shards."""
+"""The work of one replica: its requests, and the inputs of each of its shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """What the model reads of a request, as it was when the step was planned: the context goes on meanwhile."""
+    """A request as it was when its step was planned. The context moves on meanwhile."""
 
     request_id: RequestID
     tokens: NDArray[np.int32]  # a view: a context only writes behind its known tokens
@@ -45,40 +45,40 @@ class _Running:
 
 @dataclass(slots=True)
 class _Planned:
-    """A step that is fetched."""
+    """A step whose inputs were fetched."""
 
     entries: list[Entry]
-    yields: list[bool]  # whether a request's chunk ends its known tokens
-    lengths: list[int]  # tokens of each with the one that the step gives
+    yields: list[bool]  # whether each chunk reaches the end of its request's known tokens
+    lengths: list[int]  # length of each request, including the token of this step
     step: StepInFlight
-    batches: list[RunBatch]  # of each replica that runs something
+    batches: list[RunBatch]  # one for each replica that runs something
 
 
 class PendingTokens(Protocol):
-    """The tokens of a step that was launched."""
+    """The tokens of a launched step."""
 
     def result(self) -> list[int]:
-        """Wait for the model, and give the next token of each request, replica by replica."""
+        """Waits for the model. Returns the next token of each request, replica by replica."""
         ...
 
 
 class _Launched(NamedTuple):
-    """A step that the model runs, and the tokens that are to come."""
+    """A step that the model runs, and its pending tokens."""
 
     planned: _Planned
     tokens: PendingTokens
 
 
 class LaunchingRunner(ModelRunner, Protocol):
-    """A model that can begin a step and return at once, as a device does."""
+    """A model that can launch a step and return at once, like a device."""
 
     def launch(self, batches: Sequence[RunBatch]) -> PendingTokens:
-        """Run what each replica has to run, the shards of each with it, behind what was launched before."""
+        """Launches the work of each replica, with the inputs of its shards, behind everything launched before."""
         ...
 
 
 class ThreadedRunner:
-    """Any `ModelRunner`, in a thread of its own, which alone calls it for what is launched."""
+    """Runs launched steps of any `ModelRunner` in a thread of its own."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -88,17 +88,18 @@ class ThreadedRunner:
         self._started = Semaphore(0)
 
     def run(self, batch: Sequence[RunTokens], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
-        """Run in the caller's thread."""
+        """Runs in the caller's thread."""
         return self.runner.run(batch, inputs)
 
     def launch(self, batches: Sequence[RunBatch]) -> Future[list[int]]:
-        """Run in the thread; one step at a time."""
+        """Runs in the thread, one step at a time."""
         tokens = self._thread.submit(self._run, batches)
-        self._started.acquire()  # else the thread would not get the interpreter before somebody waits for its tokens
+        # Otherwise the thread would get the interpreter only when the caller waits for the tokens.
+        self._started.acquire()
         return tokens
 
     def close(self) -> None:
-        """Wait for what was launched, and end the thread. Calling it twice is safe."""
+        """Waits for the launched steps and ends the thread. Safe to call twice."""
         self._thread.shutdown()
 
     def _run(self, batches: Sequence[RunBatch]) -> list[int]:
@@ -107,10 +108,10 @@ class ThreadedRunner:
 
 
 class OverlappedLoop(ServingLoop[PagesAhead]):
-    """A `ServingLoop` that plans while its model runs. `step` returns the outputs of the step before.
+    """A `ServingLoop` that plans while its model runs. `step` returns the outputs of the previous step.
 
-    One step runs at a time. If its tokens raise, its requests are aborted, and `step` raises. Recurrent states are
-    refused. Call `close` at the end.
+    One step runs at a time. If the model raises, the requests of its step are aborted and `step` raises. Recurrent
+    states are refused. Call `close` at the end.
     """
 
     def __init__(self, manager: PagesAhead, runner: LaunchingRunner, token_budget: int = 512) -> None:
@@ -123,11 +124,14 @@ class OverlappedLoop(ServingLoop[PagesAhead]):
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs, or the tokens of a step are to come."""
+        """Whether a request waits or runs, or a step's tokens are pending."""
         return self._launched is not None or super().has_work
 
     def step(self) -> list[Output]:
-        """Plan a step, wait for the one that runs, launch the planned one, and return the outputs of that which ran."""
+        """Plans a step, waits for the running one, and launches the planned one.
+
+        Returns the outputs of the step that ran.
+        """
         launched, outputs = self._launched, list[Output]()
         if self._next is None and (launched is None or self._fits_ahead()):
             outputs += self._plan_next(alone=launched is None)
@@ -143,7 +147,7 @@ class OverlappedLoop(ServingLoop[PagesAhead]):
         return outputs
 
     def close(self) -> None:
-        """Wait for the step that runs, whose tokens are dropped. Requests stay claimed. Calling it twice is safe."""
+        """Waits for the running step and drops its tokens. Requests stay claimed. Safe to call twice."""
         try:
             if self._launched is not None:
                 self._launched.tokens.result()
@@ -158,11 +162,11 @@ class OverlappedLoop(ServingLoop[PagesAhead]):
                 if not self.manager.maybe_reserve(entry.context):
                     return False
             except (PromptTooLongError, SequenceTooLongError):
-                return False  # reported when no step is in flight
+                return False  # reported later, when no step is in flight
         return True
 
     def _going(self) -> list[Entry]:
-        """The running requests that do not end by their length with the token that is to come."""
+        """The running requests whose length limit is not reached with the pending token."""
         return [
             entry
             for entry in self._running.values()
@@ -170,7 +174,7 @@ class OverlappedLoop(ServingLoop[PagesAhead]):
         ]
 
     def _plan_next(self, *, alone: bool) -> list[Output]:
-        """Fetch the next step, if there is one; `alone`: no step is in flight, and requests may be preempted."""
+        """Fetches the next step, if there is one. With `alone` no step is in flight, so requests may be preempted."""
         outputs = self._reserve_running() if alone else []
         outputs += self._admit()
         entries = self._plan(self._going())
@@ -182,7 +186,7 @@ class OverlappedLoop(ServingLoop[PagesAhead]):
         return outputs
 
     def _batches(self, entries: list[Entry], step: StepInFlight) -> list[RunBatch]:
-        """What each replica runs. A future token among it is known before it is launched: the tokens are views."""
+        """Returns the work of each replica. The tokens are views: future tokens are filled in before the launch."""
         shards = len(step.inputs) // self.manager.num_replicas
         batches: list[RunBatch] = []
         for replica in range(self.manager.num_replicas):
@@ -193,7 +197,7 @@ class OverlappedLoop(ServingLoop[PagesAhead]):
         return batches
 
     def _launch(self) -> None:
-        """Let the model run the planned step; its requests go on with future tokens."""
+        """Launches the planned step. Its requests then hold future tokens."""
         planned, self._next, self._launched = self._next, None, None
         if planned is None:
             return
@@ -202,7 +206,7 @@ class OverlappedLoop(ServingLoop[PagesAhead]):
             entry.context.update_with_future_token()
 
     def _wait(self, launched: _Launched) -> list[int]:
-        """The tokens of the step that runs, known to its requests by now."""
+        """Waits for the running step, and gives its tokens to its requests."""
         try:
             tokens = launched.tokens.result()
         except Exception:
@@ -213,21 +217,21 @@ class OverlappedLoop(ServingLoop[PagesAhead]):
         return tokens
 
     def _finish(self, ran: _Planned, tokens: list[int]) -> list[Output]:
-        """Publish what was computed, and report the tokens of requests that were not aborted meanwhile."""
+        """Publishes computed pages, and reports the tokens of requests that were not aborted meanwhile."""
         places = [at for at, entry in enumerate(ran.entries) if self._running.get(entry.request.request_id) is entry]
         self.manager.step([ran.entries[at].context for at in places])
         self.manager.end_step(ran.step)
         return [self._output(ran.entries[at], tokens[at], ran.lengths[at]) for at in places if ran.yields[at]]
 
     def _give_up(self, ran: _Planned) -> None:
-        """The model has failed: the requests of its step end, and what was planned behind it."""
+        """Aborts the requests of a step whose model failed, and drops the step planned behind it."""
         self._end_steps()
         for entry in ran.entries:
             if self._running.get(entry.request.request_id) is entry:
                 self.abort(entry.request.request_id)
 
     def _end_steps(self) -> None:
-        """No step is in flight."""
+        """Ends the launched and the planned step in the manager."""
         for planned in (None if self._launched is None else self._launched.planned, self._next):
             if planned is not None:
                 self.manager.end_step(planned.step)

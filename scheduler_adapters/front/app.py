@@ -119,7 +119,7 @@ def _prefilled_later(asked: ClientRequest, name: str, answer: Answer) -> Json:
         raise OpenAIError(reason, param="kv_transfer_params")
     answer.add((), "length", 0)
     whole = answer.whole()
-    # the cached tokens are not known yet, and the router would pass them to its client
+    # The cached tokens are not known yet, and the router would pass them to its client.
     del whole["usage"]["prompt_tokens_details"]
     named = {_SOURCES: asked.transfer[_SOURCES]} if _SOURCES in asked.transfer else {}
     return whole | {"kv_transfer_params": {"do_remote_prefill": True, _PREFILL: name, **named}}

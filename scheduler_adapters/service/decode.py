@@ -1,9 +1,9 @@
-"""`DecodeScheduler`: accepts requests, has them prefilled elsewhere, pulls their pages, and generates the rest.
+"""`DecodeScheduler`: accepts requests, has prefill processes compute their prompts, pulls the pages, and decodes.
 
 Ownership: a request holds its pages from `import_block_table` on. No other request can find them before
-`commit_import`, and none gets them before the pull's last event: until then a READ may still write there. A pull may
-therefore outlive its attempt. If the attempt fails, its import is cancelled at once, and the manager takes the pages
-back when no transfer of the pull is in flight.
+`commit_import`, or get them before the pull's last event, because a READ may still write there. A pull can therefore
+outlive its attempt. If the attempt fails, its import is cancelled at once, and the manager takes the pages back when no
+transfer of the pull is in flight.
 """
 
 from __future__ import annotations
@@ -44,34 +44,35 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 3
 MAX_OPEN = 4096
-"""Requests on their way at a time: as many as a prefill process has lease words for."""
+"""The most open requests: as many as a prefill process has lease words."""
 _EXPIRE_S = 0.01
 
 
 class DecodeScheduler:
-    """Serves one frontend. One thread calls it.
+    """Serves one frontend. Single-threaded.
 
     Args:
-        name: of this process.
-        loop: decodes; prompts whose pages it lost to preemption it computes itself.
+        name: name of this process.
+        loop: decodes. It also recomputes a prompt whose pages it lost to a preemption.
         exchange: pulls into the pages of the loop's manager.
         context: makes the sockets to the prefill processes.
-        prefills: endpoints of the prefill processes. A request goes to the one with the fewest prompt tokens to do.
-        frontend: a socket to whoever submits requests; `Tokens` are sent to it.
+        prefills: endpoints of the prefill processes. A request goes to the one with the fewest prompt tokens to
+            compute.
+        frontend: a socket to the process that submits requests; `Tokens` are sent to it.
         max_unread: messages that the frontend may leave unread; beyond that its requests fail.
-        max_open: requests that the frontend may have on their way; beyond that each further one is refused.
+        max_open: requests that may be open; each further one is refused.
         chunkwise: pull pages while the rest of the prompt still runs.
-        times: of each phase.
-        clock: seconds, monotonic.
-        keyring: what we show prefill processes, and know them by; None for plain sockets.
-        trace: makes a span of each hand-over (`transfer.spans`).
+        times: time limits of the phases.
+        clock: a monotonic clock, in seconds.
+        keyring: keys for the connections to prefill processes; None for plain sockets.
+        trace: make a span of each hand-over (`transfer.spans`).
 
     Attributes:
         counts: messages that were "late", attempts that were followed by another ("retries"), requests that "failed",
-            pages "pulled", and pages "reused": cached here already, and not pulled.
-        frontend: what it is told goes through here. While it `is_deaf`, nothing should be submitted.
-        draining: each new request is refused.
-        connections: to the prefill processes.
+            pages "pulled", and pages "reused" because they were cached here.
+        frontend: queue of the messages to the frontend. While it `is_deaf`, submit nothing.
+        draining: whether each new request is refused.
+        connections: the connections to the prefill processes.
     """
 
     def __init__(
@@ -108,22 +109,22 @@ class DecodeScheduler:
         self._max_open = max_open
         self._requests: dict[str, DecodeRequest] = {}
         self._unasked: dict[str, DecodeRequest] = {}  # requests not yet sent to any prefill process
-        # The requests that wait for pages of each replica, each with its attempt, in the order of their offers.
+        # For each replica: the requests that wait for its pages, each with its attempt, in the order of their offers.
         self._arrived: list[deque[tuple[DecodeRequest, int]]] = [deque() for _ in range(self._manager.num_replicas)]
-        # Counted over all requests: a request whose id comes again is told from the earlier one.
+        # Counts over all requests, so that a recurring request id is told from the earlier request.
         self._attempts = itertools.count(1)
         self._submitted: Recent[int] = Recent()
         self._expire_at = 0.0
 
     @property
     def open_requests(self) -> int:
-        """Requests on their way, pulls of others that have not ended, and leases of pages that were asked for."""
+        """Open requests, pulls that have not ended, and leases of pages asked for by content."""
         keys = {request.key for request in list(self._requests.values())} | self._exchange.open_pulls
         return len(keys) + self._exchange.lending.num_leases
 
     @property
     def is_idle(self) -> bool:
-        """Whether the process is idle until a message comes: no request is here, and no pull of one."""
+        """Whether nothing is to be done until a message comes: there is no request, pull or content query."""
         return not (self._requests or self._exchange.open_pulls or self._exchange.lending.is_asked)
 
     @property
@@ -134,7 +135,7 @@ class DecodeScheduler:
     # ---- what the frontend says
 
     def submit(self, message: msg.Submit) -> None:
-        """Have a prompt prefilled. A repeated submission is dropped.
+        """Accepts a request. A repeated submission is dropped.
 
         A request that can never fit, or that exceeds the limit of open requests, fails at once. Others are unaffected.
         """
@@ -159,11 +160,11 @@ class DecodeScheduler:
         self._requests[name] = self._unasked[name] = request
 
     def abort(self, request_id: str, serial: int = 0) -> None:
-        """Forget a request in any phase; the frontend receives `cancelled`. A no-op if the request is over.
+        """Cancels a request in any phase; the frontend receives `cancelled`. A no-op if the request is over.
 
         A `serial` selects one submission, even if it has not arrived yet.
         """
-        if serial and self._submitted.add(serial):  # its submission comes too late now
+        if serial and self._submitted.add(serial):  # its submission would come too late now
             self.frontend.send(msg.Tokens(request_id=request_id, finished="cancelled", serial=serial))
             return
         request = self._requests.get(request_id)
@@ -172,20 +173,21 @@ class DecodeScheduler:
             self._finish(request, "cancelled")
 
     def drain(self) -> None:
-        """Refuse each new request from now on, and lend nothing more."""
+        """Refuses each new request from now on, and lends no more pages."""
         self.draining = True
         self._exchange.lending.stop()
 
     def follow(self, prefills: Sequence[str]) -> None:
-        """Connect to the prefill processes at these endpoints. A connection stays while its process is still there."""
+        """Connects to the prefill processes at these endpoints. Connections to live processes are kept."""
         self.connections = renewed(self.connections, prefills, self._connect)
 
     # ---- a round
 
     def poll(self) -> bool:
-        """Take messages and events in, start pulls, run one step. Whether there was anything to do; never waits.
+        """Handles messages and events, starts pulls, and runs one step. Returns whether there was work; never waits.
 
-        `EngineClosedError` if the transfer thread has died: this process cannot go on.
+        Raises:
+            EngineClosedError: the transfer thread has died, so this process cannot continue.
         """
         busy = False
         if self.frontend.flush():
@@ -207,12 +209,12 @@ class DecodeScheduler:
         return busy or self._loop.num_running > 0
 
     def stats(self) -> msg.Stats:
-        """Counters now, after a recount of the pages."""
+        """Returns the counters, after a recount of the pages."""
         self._manager.check()
         return self.counters()
 
     def counters(self) -> msg.Stats:
-        """Counters now. Any thread may ask: two of them may be a step apart then."""
+        """Returns the counters. Safe from any thread; the values may be a step apart."""
         return msg.Stats(
             name=self.name,
             role="decode",
@@ -233,7 +235,7 @@ class DecodeScheduler:
         )
 
     def close(self) -> None:
-        """Close the connections. Safe twice."""
+        """Closes the connections. Safe to call twice."""
         for prefill in self.connections:
             prefill.close()
 
@@ -249,7 +251,7 @@ class DecodeScheduler:
 
     def _on_message(self, prefill: PrefillConnection, message: msg.ToDecode) -> None:
         if not isinstance(message, msg.PagesOffer | msg.Failed):
-            return  # what the connection itself needs, or says that a message of ours was no good: its deadline tells
+            return  # the connection has handled it, or it rejects a message of ours, whose deadline then passes
         request = self._requests.get(message.request_id)
         now = (message.attempt, prefill)
         if request is None or (request.attempt, request.prefill) != now or request.phase == "decoding":
@@ -272,7 +274,7 @@ class DecodeScheduler:
 
     def _on_late(self, prefill: PrefillConnection, message: msg.PagesOffer | msg.Failed) -> None:
         self.counts["late"] += 1
-        if isinstance(message, msg.PagesOffer):  # nobody waits for it: its pages must not be kept
+        if isinstance(message, msg.PagesOffer):  # no request waits for it, so its pages need not be kept
             prefill.cancel(message.request_id, message.attempt, "too late")
 
     def _on_offer(self, request: DecodeRequest, offer: msg.PagesOffer) -> None:
@@ -285,7 +287,7 @@ class DecodeScheduler:
             self._extend(request, importing, [offer.table], importing.pending.tokens[1], last=last)
 
     def _take_over(self, request: DecodeRequest, offer: msg.PagesOffer) -> None:
-        """Keep the lease alive from now on, on the replica that will have the pages; queue for these."""
+        """Renews the lease from now on, on the replica that will have the pages, and queues for pages there."""
         patience_s = self._times.prefill_s + self._times.room_s
         request.move("offered", self._clock() + patience_s)
         request.replica = recommended(self._manager, request.new_context())
@@ -293,7 +295,7 @@ class DecodeScheduler:
         self._arrived[request.replica].append((request, request.attempt))
 
     def _on_first_token(self, request: DecodeRequest, token: int) -> bool:
-        """Emit it at once. Whether there is more to do."""
+        """Sends the first token to the frontend at once. Returns whether the request continues."""
         request.relieve()
         request.emitted.append(token)
         length = len(request.spec.prompt) + len(request.emitted)
@@ -311,16 +313,16 @@ class DecodeScheduler:
     # ---- pages
 
     def _admit(self) -> None:
-        """Reserve pages for requests that were offered, in order, and pull what is not cached here.
+        """Reserves pages for offered requests, in order, and pulls those that are not cached here.
 
-        A preempted request comes first: it had its pages already.
+        Preempted requests come first, because they had their pages already.
         """
         for queue in self._arrived:
             while queue and not self._loop.num_waiting:
                 request, attempt = queue[0]
                 offer = request.offer
                 if offer is None or (request.phase, request.attempt) != ("offered", attempt):
-                    queue.popleft()  # it ended while it waited
+                    queue.popleft()  # the request ended while it waited
                     continue
                 first, *further = request.offers.tables
                 last = offer.token is not None
@@ -343,7 +345,7 @@ class DecodeScheduler:
     def _extend(
         self, request: DecodeRequest, importing: Importing, tables: Sequence[BlockTable], start: int, *, last: bool
     ) -> None:
-        """Read what the source has from token `start` on, as these tables and those before them name it."""
+        """Reads the tokens of the source from `start` on, as these tables and the earlier ones name their pages."""
         request.offers.imported()
         pending = importing.pending
         try:
@@ -356,7 +358,10 @@ class DecodeScheduler:
             self._read(request, importing, last=last, new=start < pending.tokens[1])
 
     def _read(self, request: DecodeRequest, importing: Importing, *, last: bool, new: bool) -> None:
-        """Read what is `new`, and fence it after the `last`; where nothing was to be read at all, join at once."""
+        """Reads `new` pages, and fences after the `last`.
+
+        If no page was to be read at all, the request joins at once.
+        """
         if last and not importing.pending.needs_copy:
             self._give_up_source(request, "all of it was cached here", tell_prefill=True)
             self._join(request, importing, None)
@@ -364,14 +369,14 @@ class DecodeScheduler:
             self._exchange.read(request.replica, request.key, importing.pending, last=last)
 
     def _join(self, request: DecodeRequest, importing: Importing, proof: ImportProof | None) -> None:
-        """Every byte is here: the tokens count as cached, and the next one can run."""
+        """Commits the import: the tokens count as cached, and the next one can run."""
         self._manager.commit_import(importing.context, importing.pending, proof)
         request.importing = None
         self._loop.adopt(request.spec, importing.context)
         request.move("decoding", self._clock() + self._times.decode_s)
 
     def _on_event(self, happened: ExchangeEvent) -> None:
-        """Pass the outcome of a pull to the attempt that started it, and to no other."""
+        """Passes the outcome of a pull to the attempt that started it, and to no other."""
         if not isinstance(happened.event, PullEvent):
             return  # pages lent to another process belong to no request here
         key, error = happened.event.key, happened.event.error
@@ -412,7 +417,7 @@ class DecodeScheduler:
             self._fail(request, f"timed out in phase {request.phase!r} on decode process {self.name!r}")
 
     def _give_up_frontend(self) -> None:
-        """The frontend has left too much unread: its requests end, their pages go, and it may read why."""
+        """Ends every request, because the frontend has left too many messages unread. It may still read the reason."""
         reason = f"the frontend of decode process {self.name!r} has left {self.frontend.max_unread} messages unread"
         for request in list(self._requests.values()):
             self._give_up(request, reason, tell_prefill=True)
@@ -420,7 +425,7 @@ class DecodeScheduler:
             self._finish(request, "error")
 
     def _fail(self, request: DecodeRequest, reason: str, *, final: bool = False, tell_prefill: bool = True) -> None:
-        """An attempt has come to nothing. Another one follows, unless it would fail as well or was the last."""
+        """Handles a failed attempt. Another one follows, unless it would fail too or this was the last."""
         again = request.phase in ("asked", "offered", "pulling")
         self._give_up(request, reason, tell_prefill=tell_prefill)
         request.reasons.append(reason)
@@ -434,7 +439,7 @@ class DecodeScheduler:
         self._unasked[request.request_id] = request
 
     def _give_up(self, request: DecodeRequest, reason: str, *, tell_prefill: bool) -> None:
-        """Give back what the request holds, here at once and there by a message; pages that are written stay held."""
+        """Gives back what the request holds, here and at its prefill process. Pages that a pull writes stay held."""
         if request.phase in ("asked", "offered", "pulling"):
             self._give_up_source(request, reason, tell_prefill=tell_prefill)
         if request.phase == "decoding":

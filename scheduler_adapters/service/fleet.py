@@ -1,4 +1,4 @@
-"""Starts prefill and decode servers on this host, talks to them, and sees to it that none outlives us."""
+"""Starts prefill and decode servers on this host, exchanges messages with them, and ends them all with the caller."""
 
 from __future__ import annotations
 
@@ -38,18 +38,19 @@ _STOP_POLL_MS = 10
 
 
 class Fleet:
-    """Prefill and decode servers, from `__enter__` to `__exit__`.
+    """Prefill and decode servers, which live from `__enter__` to `__exit__`.
 
     Args:
-        configs: one for each server; `name` (where empty, the role), `frontend`, `listen` and `prefills` are filled in.
-            Servers with a `frontend` of their own are started here and ended, and nothing else: it hears them.
+        configs: one for each server. `name` (the role, if empty), `frontend`, `listen` and `prefills` are filled in.
+            Servers with a `frontend` of their own are only started and ended here; that frontend exchanges messages
+            with them.
         program: the command of a server, which takes its settings on standard input.
-        curve: give each server keys of a new fleet. Their sockets then let nobody else in, and cannot be read.
-        send_timeout_s: most seconds that `send` waits for a server that takes nothing in.
+        curve: give each server keys of a new fleet. Their sockets then admit no other process and are encrypted.
+        send_timeout_s: most seconds that `send` waits for a server that accepts no message.
 
     Raises:
-        ServiceError: from any method, when a server has died that nobody killed here, or does not answer. `__exit__`
-            ends all of them then.
+        ServiceError: from any method, if a server has died that was not killed here, or does not answer. `__exit__`
+            then ends all of them.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class Fleet:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: dict[str, IO[bytes]] = {}
         self._down: set[str] = set()
-        self.ready: dict[str, msg.Ready] = {}  # what each server has said at its start
-        self._made = ExitStack()  # all that is made is ended by it, the last made first
+        self.ready: dict[str, msg.Ready] = {}  # the first `Ready` of each server
+        self._made = ExitStack()  # ends everything that was made, in reverse order
 
     def _configure(self) -> None:
         self._configs = {config.name: config for config in map(self._filled_in, self._asked)}
@@ -113,7 +114,7 @@ class Fleet:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids by name."""
+        """Process ids by server name."""
         return {name: process.pid for name, process in self._processes.items()}
 
     @property
@@ -123,7 +124,7 @@ class Fleet:
 
     @property
     def viewer_keys(self) -> Path:
-        """With `curve`, the keys of watchers of the servers."""
+        """With `curve`, the key file for watchers of the servers."""
         return self._folder.path / "viewer.keys"
 
     def role(self, name: str) -> msg.Role:
@@ -131,10 +132,10 @@ class Fleet:
         return self._configs[name].role
 
     def send(self, name: str, message: msg.AnyMessage) -> None:
-        """Queue a message to one server. Waits while its queue is full: it takes nothing while its answers pile up.
+        """Queues a message to one server. Waits while the queue is full, as it is while the server's answers pile up.
 
         Raises:
-            ServiceError: it is gone, or its queue stays full.
+            ServiceError: the server is gone, or its queue stays full.
         """
         try:
             self._socket.send_multipart([name.encode(), msg.encode(message)])
@@ -144,54 +145,54 @@ class Fleet:
                 f"the {name} process has taken no message for {self._send_timeout_s:g} s: it is stopped, "
                 "or waits for what it has sent to be received"
             ) from error
-        except zmq.ZMQError as error:  # ROUTER_MANDATORY: there is no such peer any more
+        except zmq.ZMQError as error:  # ROUTER_MANDATORY: the peer no longer exists
             self._check_alive()
             raise ServiceError(f"the {name} process cannot be reached: {error}") from error
 
     def expect_end(self, name: str) -> None:
-        """A server may end from now on: that is no error. `restart` starts it anew."""
+        """Lets a server end from now on without an error. `restart` starts it anew."""
         self._down.add(name)
 
     def kill(self, name: str) -> None:
-        """End a server at once, as a crash would, and wait for it."""
+        """Kills a server, as a crash would, and waits for its end."""
         self.expect_end(name)
         self._processes[name].kill()
         self._processes[name].wait()
 
     def restart(self, name: str) -> None:
-        """Start a server that has ended, with the settings it had. `Ready` says when it serves."""
+        """Starts an ended server with its old settings. Its `Ready` says when it serves."""
         self._close(name)
         self._start_one(name)
         self._down.discard(name)
 
     def status(self, name: str) -> int | None:
-        """The exit status of a server, negative where it is a signal's; None while it runs."""
+        """Returns the exit status of a server, negative for a signal; None while it runs."""
         return self._processes[name].poll()
 
     def has_ended(self, name: str) -> bool:
-        """Whether the server is gone."""
+        """Whether the server has ended."""
         return self.status(name) is not None
 
     def how_ended(self, name: str) -> str:
-        """How a server has ended: its status or the signal, and the last line of its output."""
+        """Returns how a server has ended: its status or signal, and the last line of its output."""
         status = self.status(name)
         how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
         return f"({how}){self._last_words(name)}"
 
     def receive(self, timeout_s: float) -> list[msg.AnyMessage]:
-        """Receive messages from the servers; wait up to `timeout_s` seconds for the first one.
+        """Receives messages from the servers. Waits up to `timeout_s` seconds for the first one.
 
         Raises:
             ServiceError: a server has ended, or reports why it is about to end.
         """
         messages = self._received(timeout_s)
         if any(map(self.has_ended, self.running)):
-            self._received(_LAST_WORDS_S)  # its own account of the end may still be under way
+            self._received(_LAST_WORDS_S)  # its own report of the error may still be under way
             self._check_alive()
         return messages
 
     def stats(self, timeout_s: float = 30.0) -> dict[str, msg.Stats]:
-        """The counters of all servers. Other messages that come meanwhile are dropped: ask when all is served."""
+        """Returns the counters of all servers. Drops other messages, so call it when every request is answered."""
         for name in self.running:
             self.send(name, msg.Ask())
         found: dict[str, msg.Stats] = {}
@@ -212,15 +213,15 @@ class Fleet:
         return messages
 
     def _make(self) -> None:
-        """Make what the servers need, and book it: a signal never comes in between."""
+        """Makes the resources of the servers. Signals are held back, so that each one is recorded for its end."""
         with held():
             self._folder = RunFolder()
             self._made.callback(self._folder.close)
             self._context: Context = zmq.Context()
             self._made.callback(self._context.destroy, linger=0)
             self._socket = self._context.socket(zmq.ROUTER)
-            # Before any server joins: libzmq ends the session of a dead peer with the linger of that moment. By default
-            # it has none, and `destroy` may then wait for ever for messages that the peer has not taken.
+            # Must be set before a server joins: libzmq ends the session of a dead peer with the linger of that moment.
+            # With the default, no limit, `destroy` may wait for ever for messages that the peer has not taken.
             self._socket.setsockopt(zmq.LINGER, 0)
             self._made.callback(self._close_all)
             self._configure()
@@ -235,9 +236,9 @@ class Fleet:
             self._socket.bind(frontend)
         except zmq.ZMQError as error:
             raise ServiceError(f"no socket can be made at {frontend!r}: {error}") from error
-        # Without MANDATORY a message to a server that is not connected yet would vanish.
+        # Without MANDATORY, a message to a server that is not connected yet would vanish.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a server that was killed comes back under its name
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted server takes its name over
         self._socket.setsockopt(zmq.SNDTIMEO, int(self._send_timeout_s * 1000))
         for name in self._configs:
             self._start_one(name)
@@ -255,9 +256,9 @@ class Fleet:
                 raise ServiceError(f"the {name} process cannot be started: {error}") from error
         if process.stdin is None:
             raise ServiceError(f"the {name} process has no standard input")
-        with suppress(BrokenPipeError):  # the process has ended already: who listens to it learns how
+        with suppress(BrokenPipeError):  # the process has already ended; the next `receive` reports how
             process.stdin.write(msgspec.json.encode(self._configs[name]) + b"\n")
-            process.stdin.flush()  # and it stays open: its end tells the process that we are gone
+            process.stdin.flush()  # the pipe stays open: its end tells the process that we are gone
 
     def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(  # noqa: S603  (ours, or a test's of its own)
@@ -265,9 +266,9 @@ class Fleet:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            # Our own search path: the child finds what we found, however we were started.
+            # Our own search path lets the child import what we import, however we were started.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,  # Ctrl-C is ours to handle
+            start_new_session=True,  # Ctrl-C must reach only us
         )
 
     def _check_alive(self) -> None:
@@ -287,12 +288,13 @@ class Fleet:
         return f": {lines[-1].strip()[:300]}" if lines else ""
 
     def _tell_to_stop(self) -> None:
-        """Tell every server to stop, and read what they have sent meanwhile: one takes nothing while its answers wait.
+        """Tells every server to stop, and reads their messages meanwhile.
 
-        A server that has been told may end at once. One that ends before it was told has died.
+        A server whose answers pile up accepts no message. A server may end as soon as it is told. One that ends before
+        that has died.
 
         Raises:
-            ServiceError: a server has died, or takes no message.
+            ServiceError: a server has died, or accepts no message.
         """
         self._check_alive()
         deadline, untold = time.monotonic() + self._send_timeout_s, self.running
@@ -311,11 +313,11 @@ class Fleet:
             self._socket.poll(_STOP_POLL_MS if untold else 0)
 
     def _try_to_send(self, name: str, message: msg.AnyMessage) -> bool:
-        """Whether the message could be queued without waiting."""
+        """Returns whether the message could be queued without waiting."""
         try:
             self._socket.send_multipart([name.encode(), msg.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):  # full, or gone: whether it has ended says which
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):  # full or gone; the caller checks which
                 return False
             raise ServiceError(f"the {name} process cannot be reached: {error}") from error
         return True
@@ -324,7 +326,7 @@ class Fleet:
         deadline = time.monotonic() + timeout_s
         while not all(map(self.has_ended, self._processes)) and time.monotonic() < deadline:
             for _ in received(self._socket):
-                pass  # one that waits for its answers to be read hears `Stop` after that
+                pass  # a server that waits for its answers to be read handles `Stop` after that
             time.sleep(0.01)
 
     def _close(self, name: str) -> None:
@@ -339,7 +341,7 @@ class Fleet:
     def _close_all(self) -> None:
         for name in self._processes:
             self._close(name)
-        for log in self._logs.values():  # also that of a process which could not be started
+        for log in self._logs.values():  # includes the log of a process that could not be started
             log.close()
 
     def _stop(self) -> None:
@@ -348,10 +350,10 @@ class Fleet:
 
 
 class RunFolder:
-    """A new folder for the sockets, key files and logs of one run, for its owner alone. It goes with the run.
+    """A new folder for the sockets, key files and logs of one run, readable only by its owner. Removed with the run.
 
-    The run holds a lock on it. The kernel takes the lock back when the run ends in whatever way, so a folder whose lock
-    is free belongs to a run that was killed: each new run removes those of its user.
+    The run holds a lock on it, which the kernel releases however the run ends. A folder whose lock is free therefore
+    belongs to a run that was killed. Each new run removes such folders of its user.
 
     Raises:
         ServiceError: no folder can be made.
@@ -372,7 +374,7 @@ class RunFolder:
         raise ServiceError(f"no folder for the run can be locked: {self.path} was the last of {_TRIES}")
 
     def close(self) -> None:
-        """Remove the folder and all that is in it. Safe twice."""
+        """Removes the folder and everything in it. Safe to call twice."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -380,12 +382,12 @@ class RunFolder:
 
 
 def _lock(folder: Path) -> int | None:
-    """The descriptor that holds the folder's lock; None if another process holds it, or the folder is gone.
+    """Returns the descriptor that holds the folder's lock; None if another process holds it or the folder is gone.
 
-    A folder that was just made may be taken for an abandoned one by another run that starts, and be gone once locked.
+    Another starting run may take a folder that was just made for an abandoned one, and remove it before it is locked.
     """
     try:
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # not handed on to child processes
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # not inherited by child processes
     except OSError:
         return None
     try:

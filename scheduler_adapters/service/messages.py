@@ -1,4 +1,4 @@
-"""The messages between the processes of a disaggregated service: msgspec structs, msgpack on ZMQ, no pickle.
+"""The messages between the processes of a disaggregated service: msgspec structs, sent as msgpack over ZMQ.
 
 frontend ──Submit, Abort──► decode ──Hello──────────────────► prefill
 frontend ◄─────Tokens────── decode ◄────────Welcome, Leaving── prefill
@@ -50,110 +50,112 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 class OfAttempt(Message, frozen=True, kw_only=True):
-    """Base of what is said of one attempt at one request. What is of one that is over is dropped."""
+    """Base of the messages about one attempt at a request. A message about an attempt that is over is dropped."""
 
-    request_id: Name  # as the client calls the request
-    attempt: Attempt  # a number of decode's, higher for each attempt at any request
+    request_id: Name  # the client's id of the request
+    attempt: Attempt  # chosen by decode; increases with each attempt at any request
 
 
 class KVSource(msgspec.Struct, frozen=True):
-    """A process that may have pages of a prompt, and is asked for them."""
+    """A process that may have pages of a prompt and is asked for them."""
 
-    address: Name  # of its `PageExchange`
-    engines: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=64)]  # its replicas, the likeliest first
-    tokens: Annotated[int, Meta(ge=0, le=_MAX_PROMPT)] = 0  # the least number of prompt tokens it has; 0: unknown
+    address: Name  # endpoint of its `PageExchange`
+    # Engine ids of its replicas, the likeliest first.
+    engines: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=64)]
+    tokens: Annotated[int, Meta(ge=0, le=_MAX_PROMPT)] = 0  # least number of prompt tokens that it has; 0: unknown
 
 
 KVSources = Annotated[tuple[KVSource, ...], Meta(max_length=8)]
 
 
 class Hello(Message, frozen=True, kw_only=True, tag=True):
-    """Decode to prefill, first of all on each connection: the name of the decode process."""
+    """Decode to prefill, the first message on each connection: the name of the decode process."""
 
-    reader: Name  # the decode process; what it asked for on an earlier connection is over
+    reader: Name  # the decode process; its requests on an earlier connection are over
     incarnation: Name  # random, new with each start
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag=True):
-    """Prefill to decode, the answer to `Hello`: the name of the prefill process and of its engines."""
+    """Prefill to decode, the answer to `Hello`: the names of the prefill process and of its engines."""
 
     name: Name
     incarnation: Name
     engines: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=1024)]
-    address: OptionalName = ""  # of its `PageExchange`, where other processes ask for pages
-    page_size: OptionalCount = 0  # tokens: pages of another size cannot be compared with its own
+    address: OptionalName = ""  # endpoint of its `PageExchange`, where other processes ask for pages
+    page_size: OptionalCount = 0  # in tokens; pages of another size cannot be compared with its own
 
 
 class Leaving(Message, frozen=True, kw_only=True, tag=True):
-    """Prefill to decode: this process takes nothing new, and ends when what it has is read or over."""
+    """Prefill to decode: this process accepts nothing new, and ends when its requests are read or over."""
 
 
 class Rejected(Message, frozen=True, kw_only=True, tag=True):
-    """Either way: a message could not be taken. It is never answered itself."""
+    """Either way: a message could not be handled. `Rejected` itself is never answered."""
 
     reason: Reason
-    stranger: bool = False  # the sender is not known: it has to say `Hello` first, on a new connection
+    stranger: bool = False  # the sender is unknown and must say `Hello` first, on a new connection
 
 
 class Submit(Message, frozen=True, kw_only=True, tag=True):
     """Frontend to decode: serve this prompt."""
 
-    request_id: Name  # what the client calls the request; free again once it has ended
+    request_id: Name  # the client's id of the request; it can be used again once the request has ended
     prompt: Prompt
     max_new_tokens: TokenCount
     cache_salt: Salt | None = None  # requests with different salts never share a page
-    ignore_eos: bool = False  # it ends by its length alone
-    serial: Serial = 0  # of no other submission: one that comes again is dropped. 0: each is sent once
-    prefill: OptionalName = ""  # the process to have it prefilled by, where it is there and has not failed at it
-    traceparent: Annotated[str, Meta(max_length=256)] = ""  # of the trace that its hand-over belongs to (W3C's header)
-    kv_sources: KVSources = ()  # who may have its pages; empty: decode says what it knows of the prefill processes
+    ignore_eos: bool = False  # only the length ends the request
+    serial: Serial = 0  # unique to this submission, so that a repetition is dropped; 0: submissions are never repeated
+    prefill: OptionalName = ""  # the prefill process to use, unless it is absent or has failed at the request
+    traceparent: Annotated[str, Meta(max_length=256)] = ""  # W3C header of the trace that the hand-over belongs to
+    # Processes that may have its pages; empty: decode names the prefill processes that it knows.
+    kv_sources: KVSources = ()
 
 
 class Abort(Message, frozen=True, kw_only=True, tag=True):
-    """Frontend to decode: the client does not want this request any more."""
+    """Frontend to decode: the client no longer wants this request."""
 
     request_id: Name
-    serial: Serial = 0  # of the submission that is meant, also of one yet to come; 0: the one that is on its way
+    serial: Serial = 0  # of the submission to abort, even one that has not arrived yet; 0: the open one
 
 
 class Tokens(Message, frozen=True, kw_only=True, tag=True):
     """Decode to frontend: new tokens of a request, its end, or its failure."""
 
     request_id: Name
-    tokens: tuple[Token, ...] = ()  # those that follow the ones before
-    finished: Finished | None = None  # why it ended; None while it goes on
-    error: str = ""  # what failed, where `finished` is "error"
+    tokens: tuple[Token, ...] = ()  # the tokens after those already sent
+    finished: Finished | None = None  # why it ended; None while it continues
+    error: str = ""  # the failure, if `finished` is "error"
     serial: Serial = 0  # of the submission
-    cached_tokens: OptionalCount = 0  # with the last: prompt tokens that prefill had cached
-    elsewhere: bool = False  # with an error: this process refuses it for what it is, another one may take it
+    cached_tokens: OptionalCount = 0  # with the last message: prompt tokens that prefill had cached
+    elsewhere: bool = False  # with an error: this process refuses the request, but another one may take it
 
 
 class Prefill(OfAttempt, frozen=True, kw_only=True, tag=True):
     """Decode to prefill: compute this prompt, and keep its pages under a lease."""
 
-    prompt: Prompt  # those tokens included that the client has had already
-    within_s: Seconds  # after these nobody waits for it any more
+    prompt: Prompt  # includes the tokens that the client already has
+    within_s: Seconds  # after this time no reader waits for it any more
     chunkwise: bool = False  # offer pages while the rest of the prompt still runs
-    new_pages: bool = False  # offers may leave out pages that one before has named
+    new_pages: bool = False  # offers may leave out pages that an earlier offer has named
     cache_salt: Salt | None = None
-    kv_sources: KVSources = ()  # who may have its pages, in the order in which they are asked
+    kv_sources: KVSources = ()  # processes that may have its pages, in the order in which they are asked
 
 
 class PagesOffer(OfAttempt, frozen=True, kw_only=True, tag=True):
-    """Prefill to decode: pages that may be read. Sent again, with a longer table, while the prompt still runs."""
+    """Prefill to decode: pages that may be read. Repeated with a longer table while the prompt runs."""
 
     source: Source  # the same in every offer of an attempt
-    table: BlockTable  # the pages by now; those that an offer before has named may be left out
-    prompt_digest: bytes  # `Prompt.digest` of the tokens that these hold, as prefill has computed them
+    table: BlockTable  # the pages so far; it may leave out those of an earlier offer
+    prompt_digest: bytes  # `Prompt.digest` of the tokens whose KV the pages hold, as prefill has computed them
     token: Token | None = None  # the first new token; None if the prompt still runs
-    cached_tokens: OptionalCount = 0  # of the prompt, that were not computed
+    cached_tokens: OptionalCount = 0  # prompt tokens that were cached, and not computed
 
 
 class Failed(OfAttempt, frozen=True, kw_only=True, tag=True):
-    """Prefill to decode: nothing more will come, and nothing is leased any more."""
+    """Prefill to decode: the attempt has ended, and no page is leased any more."""
 
-    reason: Reason  # the first that is known
-    final: bool = False  # it would fail elsewhere too
+    reason: Reason  # the first known reason
+    final: bool = False  # the request would fail elsewhere too
 
 
 class Cancel(OfAttempt, frozen=True, kw_only=True, tag=True):
@@ -163,25 +165,25 @@ class Cancel(OfAttempt, frozen=True, kw_only=True, tag=True):
 
 
 class Ready(Message, frozen=True, kw_only=True, tag=True):
-    """Server to frontend: set up. A decode server may not have reached every prefill server yet, and waits for one.
+    """Server to frontend: the process is set up. A decode server may still be waiting for a prefill server.
 
-    With `ServerConfig.ready_s` said again and again, and when the process begins to drain.
+    If `ServerConfig.ready_s` is set, this is repeated at that interval, and sent when the process begins to drain.
     """
 
     name: Name
     role: Role = "prefill"
     incarnation: OptionalName = ""  # random, new with each start
     listen: OptionalName = ""  # where a prefill process listens for decode processes
-    max_tokens: OptionalCount = 0  # most tokens of a request, new ones included
-    draining: bool = False  # takes nothing new
-    page_size: OptionalCount = 0  # tokens
-    kv_events: OptionalName = ""  # where its KV events are published
-    kv_replay: OptionalName = ""  # where what was missed of them is asked for
-    metrics: OptionalName = ""  # host:port at which Prometheus reads it
-    watch: OptionalName = ""  # where who watches its pages asks
-    pulse: OptionalName = ""  # where a `Pulse` of it connects to, and others ask for pages
-    engines: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()  # of its replicas, likewise
-    hash_algorithm: HashAlgorithm = "sha256"  # of its pages
+    max_tokens: OptionalCount = 0  # most tokens of a request, including new ones
+    draining: bool = False  # accepts nothing new
+    page_size: OptionalCount = 0  # in tokens
+    kv_events: OptionalName = ""  # endpoint where its KV events are published
+    kv_replay: OptionalName = ""  # endpoint that replays missed KV events
+    metrics: OptionalName = ""  # host:port of its Prometheus metrics
+    watch: OptionalName = ""  # endpoint where its pages can be watched
+    pulse: OptionalName = ""  # endpoint for a `Pulse` of the process, and for questions for pages
+    engines: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()  # engine ids of its replicas, for such questions
+    hash_algorithm: HashAlgorithm = "sha256"  # algorithm of its page hashes
 
 
 class Fatal(Message, frozen=True, kw_only=True, tag=True):
@@ -196,50 +198,53 @@ class Ask(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Stats(Message, frozen=True, kw_only=True, tag=True):
-    """Server to frontend: its counters now."""
+    """Server to frontend: its current counters."""
 
     name: Name
     role: Role
-    pages_held: int  # that somebody holds or a pull writes, idle cached ones not counted; state pages included
-    open_requests: int  # on their way, or held for a reader; pulls that have not ended, too
-    phases: dict[str, int] = {}  # requests by phase (`requests.py`), none that is over
+    pages_held: int  # pages with a holder, or that a pull writes; includes state pages, excludes idle cached pages
+    open_requests: int  # open or held for a reader, including pulls that have not ended
+    phases: dict[str, int] = {}  # requests by phase (`requests.py`), except "over"
     running: int = 0  # requests that the loop runs
-    waiting: int = 0  # requests that wait for the loop, without pages
-    prompt_tokens: int = 0  # of the requests that were prefilled here
+    waiting: int = 0  # requests that wait for the loop without pages
+    prompt_tokens: int = 0  # prompt tokens of the requests that were prefilled here
     cached_tokens: int = 0  # those of them that came from the prefix cache
-    preemptions: int = 0  # requests that had to give way
-    pages_pulled: int = 0  # pages of ours that pulls filled; a page of several shards counts once
-    pages_reused: int = 0  # pages of imported requests that were cached here already, and not pulled
-    prefixes: dict[str, int] = {}  # prompts for which a source was named, by what came of it (`peer_prefixes.py`)
-    taken_s: dict[str, float] = {}  # that prefixes took to "pull", and prompts to "compute"
-    misjudged_s: dict[str, float] = {}  # by which their estimates were wrong, too long or too short
-    bytes_pulled: int = 0  # that READs brought here, all shards
-    pull_seconds: float = 0.0  # in which at least one READ was under way, the first contact with a source included
+    preemptions: int = 0  # how often a request was preempted
+    pages_pulled: int = 0  # local pages that pulls filled; a page of several shards counts once
+    pages_reused: int = 0  # pages of imported requests that were cached here and not pulled
+    prefixes: dict[str, int] = {}  # prompts with a named source, by outcome (`peer_prefixes.py`)
+    taken_s: dict[str, float] = {}  # seconds spent, by way: to "pull" prefixes and to "compute" prompts
+    misjudged_s: dict[str, float] = {}  # absolute error of the estimates of these times, in seconds, by way
+    bytes_pulled: int = 0  # bytes that READs brought here, over all shards
+    pull_seconds: float = 0.0  # seconds in which at least one READ or first contact with a source was under way
     retries: int = 0  # attempts that failed and were followed by another
-    failed: int = 0  # requests
+    failed: int = 0  # requests that failed
     malformed: int = 0  # messages that could not be decoded
-    late: int = 0  # messages of attempts that were over, or that had come before
-    faults: dict[str, int] = {}  # how often each was injected, where the process runs under chaos
+    late: int = 0  # repeated messages, and messages of attempts that were over
+    faults: dict[str, int] = {}  # faults injected by kind, if the process runs under chaos
 
 
 class Left(Message, frozen=True, kw_only=True, tag=True):
-    """Server to frontend: drained; the process ends now, and this is what it leaves."""
+    """Server to frontend: the process has drained and ends now, with these final counters."""
 
     stats: Stats
 
 
 class Members(Message, frozen=True, kw_only=True, tag=True):
-    """Frontend to server, again and again: the processes there are. It also shows that the server can be reached."""
+    """Frontend to server, repeatedly: the processes that serve.
 
-    prefills: Annotated[tuple[Name, ...], Meta(max_length=1024)]  # where prefill processes listen
+    Its delivery also shows that the server can be reached.
+    """
+
+    prefills: Annotated[tuple[Name, ...], Meta(max_length=1024)]  # endpoints where prefill processes listen
 
 
 class Drain(Message, frozen=True, kw_only=True, tag=True):
-    """Frontend to server: take nothing new, and end when nothing is on its way or held any more."""
+    """Frontend to server: accept nothing new, and end when no request is open or held any more."""
 
 
 class Stop(Message, frozen=True, kw_only=True, tag=True):
-    """Frontend to server: end."""
+    """Frontend to server: end now."""
 
 
 ToPrefill = Hello | Prefill | Cancel | Rejected
@@ -253,12 +258,12 @@ _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: AnyMessage) -> bytes:
-    """The msgpack bytes of a message."""
+    """Returns the msgpack bytes of a message."""
     return _encoder.encode(message)
 
 
 def decode(data: bytes) -> AnyMessage:
-    """The message that `encode` made `data` of.
+    """Returns the message that `encode` turned into `data`.
 
     Raises:
         MessageError: the bytes are no message of this version, or a value in them is out of range.
@@ -270,7 +275,7 @@ def decode(data: bytes) -> AnyMessage:
 
 
 def decode_frames(frames: Sequence[bytes], wanted: UnionType) -> AnyMessage:
-    """The message in the one frame that there must be, which must be one of the wanted types. Raises as `decode`."""
+    """Returns the message in a list of exactly one frame. Its type must be one of `wanted`. Raises as `decode`."""
     if len(frames) != 1:
         raise MessageError(f"{len(frames)} frames are no message: 1 is expected")
     message = decode(frames[0])
@@ -280,5 +285,5 @@ def decode_frames(frames: Sequence[bytes], wanted: UnionType) -> AnyMessage:
 
 
 def clipped(reason: str) -> str:
-    """A reason as messages may carry it."""
+    """Returns a reason, cut to the length that messages allow."""
     return reason if len(reason) <= _MAX_REASON else reason[: _MAX_REASON - 3] + "..."

@@ -1,7 +1,7 @@
-"""`Offers`: what a prefill process offers of one attempt, taken in the order in which its pages follow each other.
+"""`Offers`: the offers of a prefill process for one attempt, taken in the order of their pages.
 
-An offer names the pages that are new. One that has overtaken another waits for it: what stands behind a hole cannot be
-checked, nor read.
+An offer names only new pages. If it overtakes an earlier offer, it waits for that one: pages behind a gap can be
+neither checked nor read.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from scheduler_adapters.service import messages as msg
 
 
 class Offers:
-    """Those of one attempt.
+    """The offers of one attempt.
 
     Attributes:
-        newest: the last that was taken.
-        tables: of those that were taken, in order, the block tables that an import is still to begin and go on with.
-            They stay as they came: each has a seal of its own.
+        newest: the last offer that was taken.
+        tables: block tables of taken offers, in order, that the import has not used yet. They stay separate because
+            each has its own seal.
     """
 
     def __init__(self) -> None:
         self.newest: msg.PagesOffer | None = None
         self.tables: list[BlockTable] = []
-        self._waiting: dict[tuple[int, bool], msg.PagesOffer] = {}  # by tokens, and whether it is the last
+        # By number of tokens, and whether it is the last offer.
+        self._waiting: dict[tuple[int, bool], msg.PagesOffer] = {}
 
     def has_had(self, offer: msg.PagesOffer) -> bool:
-        """Whether an offer says nothing new: it comes again, or after a younger one."""
+        """Whether an offer adds nothing: it is repeated, or older than the newest one."""
         before = self.newest
         if _place(offer) in self._waiting:
             return True
@@ -34,11 +35,11 @@ class Offers:
         return offer.token is None and offer.table.num_tokens <= before.table.num_tokens
 
     def add(self, offer: msg.PagesOffer) -> None:
-        """One that has come."""
+        """Adds an offer that has arrived."""
         self._waiting[_place(offer)] = offer
 
     def take(self) -> msg.PagesOffer | None:
-        """The next, unless it leaves out pages that none before has named."""
+        """Takes and returns the next offer; None if it leaves out pages that no earlier offer has named."""
         offer = self._waiting.get(min(self._waiting, default=(0, False)))
         before = None if self.newest is None else self.newest.table
         if offer is None or not offer.table.follows(before):
@@ -49,7 +50,7 @@ class Offers:
         return offer
 
     def imported(self) -> None:
-        """An import goes on with what was taken so far."""
+        """Marks the tables so far as used by the import."""
         self.tables = []
 
 

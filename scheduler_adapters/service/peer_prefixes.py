@@ -33,18 +33,22 @@ from transfer.pull.pull_state import PullEvent
 from transfer.pull.source import Source
 
 FetchOutcome = Literal["pulled", "computed", "stale", "unanswered", "no_room", "failed"]
-"""Pulled, some of it at least; computed, as that is quicker; else what became of the source that was asked last: it
-has no more than we, or did not say; no pages here; no pull."""
+"""The outcome for a prompt with a named source.
+
+"pulled" means that at least one stretch was pulled, and "computed" that computing was estimated to be quicker. The
+others describe the last source: "stale" (it has no more than we have), "unanswered", "no_room" (no free pages here) or
+"failed" (the pull).
+"""
 FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 
-_ASK_S = 1.0  # for sources to answer, between two stretches of pages: one may be in the middle of a step
-_PULL_S = 5.0  # for a stretch
+_ASK_S = 1.0  # in seconds, for sources to answer between two stretches; a source may be in the middle of a step
+_PULL_S = 5.0  # in seconds, for one stretch
 _DROPPED, _USELESS = "nobody wants it any more", "its pages are of no use here"
-_MOST_STRETCHES = 8  # of one prompt: where two sources have every other page, computing is quicker
+_MOST_STRETCHES = 8  # of one prompt; if two sources hold alternate pages, computing is quicker
 
 
 class Waiting(NamedTuple):
-    """A request that is to join the loop now, whatever is cached of it."""
+    """A request that is to join the loop now, with whatever is cached of it."""
 
     request: Request
     context: TextContext
@@ -52,17 +56,17 @@ class Waiting(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """A prompt that a source is asked for, or a stretch of its pages that is pulled."""
+    """A prompt that a source is asked for, or a stretch of its pages that is being pulled."""
 
     waiting: Waiting
     replica: int
-    engines: deque[tuple[str, str]]  # address and engine of those that may be asked, the next one first
-    to_ask: int  # how many of them, before we give up
-    most: int  # tokens that one of them has, as far as is known
-    since: float  # when what is pulled next was first asked for
-    source: Source | None = None  # of the stretch that is pulled
+    engines: deque[tuple[str, str]]  # address and engine of the remaining sources, the next one first
+    to_ask: int  # number of sources left to ask before giving up
+    most: int  # most tokens that any source is known to have
+    since: float  # when the current stretch was first asked for
+    source: Source | None = None  # source of the stretch that is being pulled
     pending: PendingImport | None = None
-    stretches: int = 0  # that were pulled
+    stretches: int = 0  # stretches pulled so far
 
 
 class PeerPrefixes:
@@ -92,7 +96,10 @@ class PeerPrefixes:
         self._met: Recent[str] = Recent()
 
     def begin(self, request: Request, context: TextContext, sources: Sequence[msg.KVSource]) -> bool:
-        """Ask for a prompt that is not claimed. False: there is nothing to ask for, or computing it is quicker."""
+        """Starts to ask for a prompt that is not claimed.
+
+        False if there is nothing to ask for or computing is quicker.
+        """
         if not sources:
             return False
         replica = self._manager.get_or_recommend_replica(context)
@@ -111,7 +118,10 @@ class PeerPrefixes:
         return True
 
     def on_event(self, happened: ExchangeEvent) -> Waiting | None:
-        """What a source has said, or became of a pull: the request that is to join the loop now, if one is."""
+        """Handles a source's answer or the outcome of a pull.
+
+        Returns the request that is to join the loop now, if any.
+        """
         event = happened.event
         if not isinstance(event, Lent | PullEvent):
             return None
@@ -119,10 +129,10 @@ class PeerPrefixes:
         if isinstance(event, Lent):
             return self._on_lent(fetch, happened.replica, event)
         if fetch is None:
-            return None  # it was dropped
+            return None  # the prompt was dropped
         if not event.error:
             return self._take(fetch, happened.proof)
-        # While something of it may still be written, its name and its pages are not to be had for another pull.
+        # While the pull may still write, its key and pages cannot be used for another pull.
         return self._go_on(fetch, "failed") if event.safe else self._end(fetch, "failed")
 
     def drop(self, key: str) -> None:
@@ -133,7 +143,7 @@ class PeerPrefixes:
             self._give_back(fetch)
 
     def _missing(self, fetch: _Fetch) -> tuple[int, int]:
-        """Tokens of full pages that are here, from the first on, and those that are not, and may be elsewhere."""
+        """Returns the leading tokens of full pages that are cached here, and the tokens that a source may have."""
         contents, context, size = self._manager.contents, fetch.waiting.context, self._manager.page_size
         wanted = contents.digests(context)
         if not wanted.digests:
@@ -142,7 +152,7 @@ class PeerPrefixes:
         return cached, min(context.current_length - 1, fetch.most) // size * size - cached
 
     def _ask(self, fetch: _Fetch, cached: int) -> None:
-        """Ask the next source; those that are to be asked after it share the time that is left."""
+        """Asks the next source. It shares the remaining time with those after it."""
         (address, engine), context = fetch.engines[0], fetch.waiting.context
         wanted = self._manager.contents.digests(context, cached // self._manager.page_size)
         left = max(0.0, fetch.since + _ASK_S - self._clock()) / fetch.to_ask
@@ -157,17 +167,20 @@ class PeerPrefixes:
         fetch.source = lent.source
         try:
             fetch.pending = reserve(self._manager, fetch.waiting.context, replica, lent.table)
-        except KVCacheError:  # what the source has said is no good to us, or what comes before it is gone
+        except KVCacheError:  # the answer does not fit our cache, or the pages before it were evicted here
             self._exchange.refuse(replica, lent.source, _USELESS)
             return self._go_on(fetch, "failed")
         if fetch.pending is not None and fetch.pending.needs_copy:
             self._exchange.pull(fetch.pending.request_id, lent.source, fetch.pending, _PULL_S)
             return None
-        self._exchange.refuse(replica, lent.source, _USELESS)  # no room, or it was computed here meanwhile
+        self._exchange.refuse(replica, lent.source, _USELESS)  # no room, or the pages were computed here meanwhile
         return self._end(fetch, "no_room") if fetch.pending is None else self._take(fetch, None)
 
     def _take(self, fetch: _Fetch, proof: ImportProof | None) -> Waiting | None:
-        """All of a stretch is here: it is published, and given back for the request, or the next one, to find it."""
+        """Publishes a complete stretch and releases it.
+
+        The request, or the next stretch, finds its pages in the cache.
+        """
         context, pending, source = fetch.waiting.context, fetch.pending, fetch.source
         if pending is None or source is None:
             return None
@@ -176,21 +189,21 @@ class PeerPrefixes:
         fetch.pending = None
         if proof is not None:
             self.pages_pulled += tokens // self._manager.page_size
-            if not self._met.add(source.incarnation):  # the first contact comes once
+            if not self._met.add(source.incarnation):  # the first contact with a source is not representative
                 self.estimate.pull.add(tokens, now - fetch.since)
         self._manager.release(context.request_id)
         fetch.stretches, fetch.since = fetch.stretches + 1, now
-        # A source that had nothing before this stretch may have the pages after it. The lender of it has no more.
+        # A source without pages before this stretch may have later ones. The lender of this stretch has no more.
         fetch.to_ask = len(fetch.engines)
         return self._go_on(fetch, "pulled")
 
     def _go_on(self, fetch: _Fetch, outcome: FetchOutcome) -> Waiting | None:
-        """Ask the next source for what is missing by now, if there is one, and it is worth it."""
+        """Asks the next source for the pages that are still missing if that is worthwhile; else ends the fetch."""
         context = fetch.waiting.context
         fetch.to_ask -= 1
         fetch.engines.rotate(-1)
         if outcome in ("unanswered", "failed"):
-            fetch.engines.pop()  # nor is it asked for what comes later
+            fetch.engines.pop()  # a source that failed is not asked again
         if not fetch.to_ask or fetch.stretches == _MOST_STRETCHES or self._clock() >= fetch.since + _ASK_S:
             return self._end(fetch, outcome)
         self._give_back(fetch)
@@ -208,7 +221,7 @@ class PeerPrefixes:
         return fetch.waiting
 
     def _give_back(self, fetch: _Fetch) -> None:
-        """The import, if there is one, is over; its pages are, when nothing of the pull is in flight."""
+        """Cancels the current import, if any. Its pages are free once nothing of the pull is in flight."""
         pending, fetch.pending = fetch.pending, None
         if pending is not None:
             self._manager.release(fetch.waiting.context.request_id)

@@ -1,4 +1,4 @@
-"""What a request takes for pages that are elsewhere: a replica, a row, and room for what its source has by now."""
+"""Reserves the replica, row and pages of a request whose pages are read from another process."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from scheduler_adapters.base import PulledPages
 
 
 def recommended(manager: PulledPages, context: TextContext) -> int:
-    """The replica on which a request is best claimed if its pages are elsewhere."""
-    context.set_token_indices(active_idx=min(2, context.end_idx))  # no window holds the whole prompt here
+    """Returns the replica on which a request should be claimed if its pages are elsewhere."""
+    # With windows, the whole prompt need not be held at once.
+    context.set_token_indices(active_idx=min(2, context.end_idx))
     return manager.get_or_recommend_replica(context)
 
 
 def reserve(
     manager: PulledPages, context: TextContext, replica: int, table: BlockTable, *, last: bool = True
 ) -> PendingImport | None:
-    """A row and pages for what the source has by now; None, and nothing taken, where one is short.
+    """Takes a row, and pages for what the source has by now. Returns None, with nothing taken, if either is short.
 
     Raises:
-        BlockTableMismatchError, PromptTooLongError, SequenceTooLongError: it can never be taken over.
+        BlockTableMismatchError, PromptTooLongError, SequenceTooLongError: the request can never be imported.
     """
     try:
         manager.external_claim(context.request_id, replica)

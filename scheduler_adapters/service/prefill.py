@@ -1,9 +1,9 @@
 """`PrefillScheduler`: computes prompts for decode processes, and keeps the pages under leases until they are read.
 
-Ownership: a request holds its pages while it runs. After that its lease holds them, until the lease is over on every
-shard (`LeaseOver`). So a request is released as soon as its prompt has ended or is given up, and no page is freed
-while its lease word stands. The loop never preempts a running prompt: a prompt gets pages for all of its tokens when
-it is admitted, and needs no more.
+Ownership: a request holds its pages while it runs. Afterwards its lease holds them, until it has ended on every shard
+(`LeaseOver`). A request is therefore released as soon as its prompt has ended or is given up, and no page is freed
+while its lease word is valid. The loop never preempts a running prompt, because a prompt gets pages for all of its
+tokens when it is admitted.
 """
 
 from __future__ import annotations
@@ -31,36 +31,40 @@ from transfer.pull.lease import LEASE_SLOTS
 from transfer.pull.replica import LeaseOver, Offered
 
 _EXPIRE_S = 0.01
-# A lease usually stands a fraction of a millisecond after the request for it, while the model still runs. If it does
-# not, waiting for it costs less than telling the reader only at the end of the loop's next step.
+# A lease is usually granted within a fraction of a millisecond, while the model still runs. If not, waiting for it
+# costs less than telling the reader only after the loop's next step.
 _OFFERED_S = 5e-3
 
 
 @dataclass(slots=True)
 class _DecodeConnection:
-    """A decode process that said `Hello`, by its connection, which it gives up when it takes us for dead."""
+    """A decode process, identified by its connection.
+
+    It makes a new connection if it thinks that this process is dead.
+    """
 
     name: str
     incarnation: str
     requests: dict[tuple[str, int], PrefillRequest] = field(default_factory=dict[tuple[str, int], PrefillRequest])
-    begun: Recent[tuple[str, int]] = field(default_factory=Recent[tuple[str, int]])  # attempts, cancelled ones too
+    # Attempts that have begun or were cancelled.
+    begun: Recent[tuple[str, int]] = field(default_factory=Recent[tuple[str, int]])
 
 
 class PrefillScheduler:
-    """Serves the decode processes that connect. One thread calls it.
+    """Serves the decode processes that connect. Single-threaded.
 
     Args:
-        name: of this process.
+        name: name of this process.
         loop: runs the prompts.
         exchange: leases the pages of the loop's manager.
         socket: a bound ROUTER (`sockets.bind_router`).
-        times: of each phase.
-        clock: seconds, monotonic.
+        times: time limits of the phases.
+        clock: a monotonic clock, in seconds.
 
     Attributes:
-        counts: messages that were "malformed", or "late"; requests that "failed".
-        draining: nothing new is taken.
-        peers: asks other processes for what they have of a prompt.
+        counts: messages that were "malformed" or "late", and requests that "failed".
+        draining: whether each new request is refused.
+        peers: asks other processes for cached pages of a prompt.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class PrefillScheduler:
         self._serial = itertools.count()
         self._readers: dict[bytes, _DecodeConnection] = {}
         self._requests: dict[str, PrefillRequest] = {}
-        self._untold: dict[str, PrefillRequest] = {}  # those that have pages, and whose reader has not been told of all
+        self._untold: dict[str, PrefillRequest] = {}  # requests with pages whose reader has not been told everything
         self._expire_at = 0.0
         loop.on_admit = self._on_admit
         replicas = range(loop.manager.num_replicas)
@@ -99,12 +103,12 @@ class PrefillScheduler:
 
     @property
     def open_requests(self) -> int:
-        """Requests that are computed or held for a reader, pulls from other processes, leases of pages by content."""
+        """Requests that run or are held for a reader, pulls from other processes, and leases of pages by content."""
         return len({*list(self._requests)} | self._exchange.open_pulls) + self._exchange.lending.num_leases
 
     @property
     def is_idle(self) -> bool:
-        """Whether the process is idle until a message comes: no request is here, and no question."""
+        """Whether nothing is to be done until a message comes: there is no request, pull or content query."""
         return not (self._requests or self._exchange.open_pulls or self._exchange.lending.is_asked)
 
     @property
@@ -113,10 +117,10 @@ class PrefillScheduler:
         return [self._socket, self._exchange.bell]
 
     def poll(self) -> bool:
-        """Take messages and events in, and run one step. Whether there was anything to do; never waits.
+        """Handles messages and events, and runs one step. Returns whether there was work; never waits for long.
 
         Raises:
-            EngineClosedError, ServiceError: the transfer thread has died, or does nothing: this process cannot go on.
+            EngineClosedError, ServiceError: the transfer thread has died or hangs, so this process cannot continue.
         """
         busy = False
         for frames in received(self._socket):
@@ -135,7 +139,10 @@ class PrefillScheduler:
         return busy or self._loop.num_running > 0
 
     def drain(self) -> None:
-        """Take nothing new from now on; what is here runs, and is kept until it is read or its lease is over."""
+        """Accepts nothing new from now on.
+
+        Open requests run, and their pages are kept until read or their lease ends.
+        """
         if not self.draining:
             self.draining = True
             self._exchange.lending.stop()
@@ -143,12 +150,12 @@ class PrefillScheduler:
                 self._send(reader, msg.Leaving())
 
     def stats(self) -> msg.Stats:
-        """Counters now, after a recount of the pages."""
+        """Returns the counters, after a recount of the pages."""
         self._loop.manager.check()
         return self.counters()
 
     def counters(self) -> msg.Stats:
-        """Counters now. Any thread may ask: two of them may be a step apart then."""
+        """Returns the counters. Safe from any thread; the values may be a step apart."""
         manager = self._loop.manager
         return msg.Stats(
             name=self.name,
@@ -192,14 +199,14 @@ class PrefillScheduler:
             case msg.Prefill() | msg.Cancel():
                 self._send(sender, msg.Rejected(reason="say Hello first", stranger=True))
             case _:
-                pass  # `Rejected` is never answered, or two of us would go on for ever
+                pass  # `Rejected` is never answered, or two processes would reject each other for ever
 
     def _reject(self, sender: bytes, reason: str) -> None:
         self.counts["malformed"] += 1
         self._send(sender, msg.Rejected(reason=msg.clipped(reason)))
 
     def _welcome_reader(self, sender: bytes, hello: msg.Hello) -> None:
-        """A connection is new, so whatever its process asked for on an earlier one is over."""
+        """Registers a new connection. Everything that its process asked for on an earlier connection is over."""
         known = self._readers.get(sender)
         if known is not None and (known.name, known.incarnation) != (hello.reader, hello.incarnation):
             self._lose(sender, f"decode process {known.name!r} calls itself {hello.reader!r} now")
@@ -208,15 +215,16 @@ class PrefillScheduler:
         if self.draining:
             self._send(sender, msg.Leaving())
         if sender not in self._readers:
-            return  # it has hung up: its `Hello` came after that of the connection that followed
+            return  # this is a late `Hello` of a connection that was already replaced and closed
         reason = f"decode process {hello.reader!r} has connected anew"
         for identity in [key for key, reader in self._readers.items() if reader.name == hello.reader and key != sender]:
             self._lose(identity, reason)
-            # Mostly nobody is there any more. Where somebody is, it would wait for what has been given up.
+            # The old connection is mostly closed. A process that still uses it would wait for attempts that were given
+            # up.
             self._send(identity, msg.Rejected(reason=msg.clipped(reason), stranger=True))
 
     def _lose(self, sender: bytes, reason: str) -> None:
-        """A reader is gone: nothing of it is computed or kept any more."""
+        """Drops a reader: its requests are no longer computed or kept."""
         reader = self._readers.pop(sender, None)
         for request in [] if reader is None else list(reader.requests.values()):
             self._end(request, reason, silent=True)
@@ -263,7 +271,7 @@ class PrefillScheduler:
                 self._queue(asked, context)
 
     def _queue(self, asked: Request, context: TextContext) -> None:
-        """It is computed in its turn, but for what is cached then."""
+        """Queues a request for the loop, which computes everything that is not cached by then."""
         request = self._requests[asked.request_id]
         request.move("queued", request.compute_by)
         self._loop.add(asked, context)
@@ -272,27 +280,27 @@ class PrefillScheduler:
         request = reader.requests.get((message.request_id, message.attempt))
         if request is None:
             self.counts["late"] += 1
-            reader.begun.add((message.request_id, message.attempt))  # its `Prefill` may come yet
+            reader.begun.add((message.request_id, message.attempt))  # its `Prefill` may still arrive
         else:
             self._end(request, message.reason, silent=True)
 
     # ---- what comes of it
 
     def _on_admit(self, key: str, replica: int, cached: int) -> None:
-        """The request has pages: ask for its lease now, so that it stands when the model has run."""
+        """Requests the lease of an admitted request, so that it is granted by the time that the model has run."""
         request = self._requests.get(key)
         if request is None:
-            return  # a request of somebody else's
+            return  # a request of another user of the loop
         self._untold[key] = request
         request.replica, request.cached_tokens, request.admitted = replica, cached, self._clock()
         request.source = self._exchange.offer(key, self._times.lease_s, running=True)
-        if request.source is None:  # each replica has a word for each request: somebody else leases here as well
+        if request.source is None:  # every request of ours has a word, so another user of the exchange has leases too
             self._fail(request, f"prefill process {self.name!r} has no lease word free on replica {replica}")
         else:
             request.move("leasing", self._clock() + self._times.step_s)
 
     def _on_output(self, output: Output) -> None:
-        """A prompt has ended: its row is free, its pages stay under its lease."""
+        """Handles the end of a prompt: its row is freed, its pages stay under the lease."""
         request = self._requests.get(output.request_id)
         if request is None or request.phase == "ending":
             return
@@ -304,29 +312,29 @@ class PrefillScheduler:
         request.table = self._loop.manager.block_table(request.key, first_page=self._known_pages(request))
         if request.phase in ("computing", "offered"):
             self._offer(request)
-        # Its reader, who waits, was told before all else. If that is gone the request is given up by now.
+        # The reader waits, so it is told first. If it is gone, the request has been given up by now.
         self._loop.abort(request.key)
         self.peers.estimate.compute.add(computed, took_s)
 
     def _offer_chunks(self) -> None:
-        """Offer the pages that are full by now of prompts that still run."""
+        """Offers the pages that are full by now, for prompts that still run."""
         for request in list(self._untold.values()):
             if request.chunkwise and request.token is None and request.phase in ("computing", "offered"):
                 self._offer(request)
 
     def _table(self, request: PrefillRequest) -> BlockTable | None:
-        """The block table of the pages that the reader may read now; None if it has no new ones."""
+        """The block table of the pages that the reader may read now; None if there are no new ones."""
         if request.table is not None:
             return request.table
         try:
             first = self._known_pages(request)
             table = self._loop.manager.block_table(request.key, full_pages=True, first_page=first)
         except InvalidRequestError:
-            return None  # its first chunk has not run yet
+            return None  # the first chunk has not run yet
         return table if table.num_tokens > request.told else None
 
     def _known_pages(self, request: PrefillRequest) -> int:
-        """Pages that the reader was told of, and need not be told of again."""
+        """The number of pages that an earlier offer named and that need not be named again."""
         return request.told // self._loop.manager.page_size if request.new_pages else 0
 
     def _take_events(self) -> bool:
@@ -356,7 +364,7 @@ class PrefillScheduler:
                     self._queue(*waiting)
 
     def _offer(self, request: PrefillRequest) -> None:
-        """Tell the reader what it may read by now, where there is anything new."""
+        """Tells the reader which pages it may read now, if there are new ones."""
         table, source = self._table(request), request.source
         if table is None or source is None:
             return
@@ -380,7 +388,8 @@ class PrefillScheduler:
         if request.token is None:
             request.digest_ahead()
         else:
-            self._exchange.start_clock(source)  # later: it wakes the transfer thread, which would be in the way
+            # Last, because it wakes the transfer thread, which would compete for the interpreter.
+            self._exchange.start_clock(source)
 
     # ---- the end
 
@@ -396,7 +405,7 @@ class PrefillScheduler:
             self._end(request, f"timed out in phase {request.phase!r} on prefill process {self.name!r}")
 
     def _end(self, request: PrefillRequest, reason: str, *, silent: bool = False, final: bool = False) -> None:
-        """Give a request up: its prompt at once, itself when its lease, if any, is over."""
+        """Gives a request up: its prompt at once, the request itself when its lease has ended."""
         request.silent, request.final = request.silent or silent, request.final or final
         self._loop.abort(request.key)
         if request.source is None:
@@ -407,7 +416,7 @@ class PrefillScheduler:
             self._exchange.revoke(request.source, reason)
 
     def _fail(self, request: PrefillRequest, reason: str) -> None:
-        """Nothing of the request is leased any more: its reader hears the first reason."""
+        """Ends a request that has no lease any more, and tells its reader the first reason."""
         self.counts["failed"] += 1
         reason = request.blame(reason)
         self._forget(request)
@@ -429,5 +438,5 @@ class PrefillScheduler:
     def _send(self, reader: bytes, message: msg.ToDecode) -> None:
         try:
             self._socket.send_multipart([reader, msg.encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # gone, or so long stopped that its queue is full
+        except zmq.ZMQError as error:  # gone, or stopped for so long that its queue is full
             self._lose(reader, f"a decode process cannot be reached: {error}")

@@ -1,4 +1,4 @@
-"""The prefill processes as a decode process sees them: which there are, the load of each, and which to ask."""
+"""The prefill processes as a decode process sees them: their connections, their load, and the choice among them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from transfer.pull.exchange import PageExchange
 from transfer.wire.keys import Keyring
 
 CHUNK = 64
-"""Tokens that are looked at as one: some pages. Two prompts that part within a chunk are taken to part before it."""
-_MOST_CHUNKS = 16_384  # a million tokens, more than a process of this size is likely to have cached
-_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0  # before a lost connection is made anew; doubled each time
+"""Tokens that are compared as one unit, a few pages.
+
+Prompts that differ within a chunk count as differing before it.
+"""
+_MOST_CHUNKS = 16_384  # a million tokens, more than a process of this size usually caches
+_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0  # pause before a lost connection is made anew; doubled each time
 
 
 def chunks_of(tokens: Sequence[int], cache_salt: str | None) -> list[int]:
-    """Names each whole chunk of a prompt, and all before it, by a number. Two may share one: this is for guesses."""
+    """Names each whole chunk of a prompt, with everything before it, by a number. Collisions only spoil a guess."""
     chunks: list[int] = []
     before = hash(cache_salt)
     for start in range(0, len(tokens) - CHUNK + 1, CHUNK):
@@ -36,7 +39,7 @@ def chunks_of(tokens: Sequence[int], cache_salt: str | None) -> list[int]:
 
 
 class PromptHistory:
-    """The chunks that one process was asked for last: a guess at what it has cached."""
+    """The latest chunks that one process was asked for: a guess at what it has cached."""
 
     def __init__(self) -> None:
         self._chunks: OrderedDict[int, None] = OrderedDict()
@@ -45,7 +48,7 @@ class PromptHistory:
         return len(self._chunks)
 
     def tokens_of(self, chunks: Sequence[int]) -> int:
-        """How many tokens of a prompt it was asked for before, from the first one on."""
+        """Returns how many leading tokens of a prompt it was asked for before."""
         known = next((at for at, chunk in enumerate(chunks) if chunk not in self._chunks), len(chunks))
         return known * CHUNK
 
@@ -58,12 +61,12 @@ class PromptHistory:
             self._chunks.popitem(last=False)
 
     def clear(self) -> None:
-        """The process was restarted, perhaps: nothing is known of it."""
+        """Forgets everything: the process may have restarted."""
         self._chunks.clear()
 
 
 class OwnPages(NamedTuple):
-    """The pages of a prompt that the asking process has cached: no other has the answers of a conversation.
+    """Pages of a prompt that the asking process has cached. Only it has the answers of a conversation.
 
     Attributes:
         source: the address where it is asked for these pages, and the number of tokens that they hold.
@@ -75,7 +78,7 @@ class OwnPages(NamedTuple):
 
 
 def own_pages(manager: PulledPages, exchange: PageExchange, context: TextContext) -> OwnPages | None:
-    """What is cached here of a request, say of the turns before it; None if that is nothing."""
+    """Returns the pages of a request that are cached here, such as earlier turns; None if there are none."""
     contents, replicas = manager.contents, range(manager.num_replicas)
     wanted = contents.digests(context)
     cached = [contents.cached(replica, wanted) for replica in replicas]
@@ -89,13 +92,13 @@ def own_pages(manager: PulledPages, exchange: PageExchange, context: TextContext
 class PrefillConnection:
     """The connection to one prefill process. A lost connection is never reused: a new one is made.
 
-    Requests made on a lost connection are over, on both sides. So no message that waits in a socket for a dead process
-    is delivered to its successor.
+    Requests made on a lost connection are over, on both sides. No message that waits in a socket for a dead process can
+    therefore reach its successor.
 
     Attributes:
-        welcome: the process's description of itself; None while it is not there.
-        lost: reasons of losses since the owner last looked.
-        load: prompt tokens that it still has to compute for us.
+        welcome: the process's description of itself; None while it is not connected.
+        lost: reasons of the losses that the owner has not handled yet.
+        load: prompt tokens that it still has to compute for this process.
         history: the chunks of prompts that it may have cached.
         malformed: the number of messages that could not be decoded.
         leaving: the process accepts no new requests.
@@ -134,7 +137,7 @@ class PrefillConnection:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether the process is there, and stays."""
+        """Whether the process is connected and not leaving."""
         return self.welcome is not None and not self.leaving
 
     @property
@@ -144,7 +147,7 @@ class PrefillConnection:
         return [socket for socket in (self._socket, self._monitor, watched) if socket is not None]
 
     def send(self, message: msg.ToPrefill) -> bool:
-        """Send, without waiting. Whether it could be queued."""
+        """Sends without waiting. Returns whether the message could be queued."""
         if self._socket is None:
             return False
         try:
@@ -154,11 +157,11 @@ class PrefillConnection:
         return True
 
     def cancel(self, request_id: str, attempt: int, reason: str) -> None:
-        """Tell the process that this attempt is no longer wanted, and that none of its pages are being read."""
+        """Tells the process that this attempt is no longer wanted, and that none of its pages are being read."""
         self.send(msg.Cancel(request_id=request_id, attempt=attempt, reason=msg.clipped(reason)))
 
     def poll(self) -> Iterator[msg.ToDecode]:
-        """The messages that have arrived from the process. Losses are recorded in `lost`."""
+        """Yields the messages that have arrived from the process. Losses are recorded in `lost`."""
         if self._socket is None:
             if self._clock() >= self._again_at:
                 self._open()
@@ -182,7 +185,7 @@ class PrefillConnection:
                     pass
 
     def lose(self, reason: str) -> None:
-        """Give the connection up, and make a new one a little later."""
+        """Gives the connection up; `poll` makes a new one a little later."""
         if self.welcome is not None:
             self.lost.append(reason)
         self.close()
@@ -192,7 +195,7 @@ class PrefillConnection:
         self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
 
     def close(self) -> None:
-        """Close the sockets. Calling it twice is safe."""
+        """Closes the sockets. Safe to call twice."""
         socket, monitor, pulse = self._socket, self._monitor, self._pulse
         self._socket = self._monitor = self._pulse = None
         if socket is not None:
@@ -226,7 +229,7 @@ class PrefillConnection:
 def renewed(
     connections: Sequence[PrefillConnection], endpoints: Sequence[str], connect: Callable[[str], PrefillConnection]
 ) -> list[PrefillConnection]:
-    """The connections after the endpoints have changed. A connection whose process is still there stays."""
+    """Returns the connections after the endpoints have changed. Connections to live processes are kept."""
     kept = [one for one in connections if one.endpoint in endpoints or one.welcome is not None]
     for one in connections:
         if one not in kept:
@@ -242,7 +245,7 @@ def route(
     wanted: str = "",
     own: OwnPages | None = None,
 ) -> tuple[PrefillConnection, int] | None:
-    """Send a prompt to the process that is expected to finish it first, judged by load and history.
+    """Sends a prompt to the process that is expected to finish it first, judged by load and history.
 
     A tie goes to the process with less in its cache. A process in `avoid` is chosen only if there is no other. The
     process named `wanted` takes precedence over load and history. Returns the chosen connection and the tokens booked
@@ -268,10 +271,10 @@ def route(
 def _sources(
     missing: Mapping[PrefillConnection, int], chosen: PrefillConnection, length: int, own: OwnPages | None
 ) -> tuple[msg.KVSource, ...]:
-    """The sources that may have more of a prompt than the chosen process was asked for before, most tokens first.
+    """Returns the sources that may have more of a prompt than the chosen process was asked for, most tokens first.
 
     Two are possible: the process that was asked for most of the prompt, and the asking process, which knows its pages.
-    `missing`: for each connected process, the number of the prompt's `length` tokens that it was not asked for.
+    `missing` has, for each connected process, how many of the prompt's `length` tokens it was not asked for.
     """
     lacking: list[tuple[int, msg.KVSource]] = []
     best = min(missing, key=missing.__getitem__)

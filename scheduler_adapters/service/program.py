@@ -1,7 +1,7 @@
 """A prefill or decode server: `python -m scheduler_adapters.service.program`, with its settings on standard input.
 
-It ends with its parent from its first moment on: what `scheduler_adapters.service.server` imports takes seconds, and
-nothing heavy is imported here.
+It ends with its parent from the first moment. This module therefore imports nothing heavy: the imports of
+`scheduler_adapters.service.server` take seconds.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ PARENT_GONE = 3
 
 
 def die_with_parent() -> None:
-    """End this process when its parent ends, in whatever way. Reads nothing from standard input, a pipe of the parent.
+    """Ends this process when its parent ends, however that happens.
 
-    The pipe hangs up with the parent. On Linux the kernel also kills us, should Python be stuck.
+    Reads nothing from standard input, the parent's pipe.
+
+    The pipe hangs up with the parent. On Linux the kernel also kills this process, in case Python is stuck.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have ended before the kernel was asked: that shows at the pipe.
+    # If the parent ended before the request to the kernel, only the pipe shows it.
     hung_up = select.poll()
-    hung_up.register(sys.stdin.fileno(), 0)  # hanging up is reported without being asked for
+    hung_up.register(sys.stdin.fileno(), 0)  # POLLHUP is reported without being requested
 
     def watch() -> None:
         hung_up.poll()
@@ -37,7 +39,7 @@ def die_with_parent() -> None:
 
 
 def main() -> int:
-    """Run the process; the exit status."""
+    """Runs the process. Returns the exit status."""
     die_with_parent()
     from scheduler_adapters.service import server  # noqa: PLC0415  (heavy: torch, nixl)
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads of a process of the service, and the port at which it does."""
+"""The Prometheus metrics of a process of the service, and their HTTP endpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Counted(Protocol):
     """A `PrefillScheduler`, or a `DecodeScheduler`."""
 
     def counters(self) -> msg.Stats:
-        """Counters now, for any thread."""
+        """Returns the counters. Safe from any thread."""
         ...
 
 
@@ -112,7 +112,7 @@ FAMILIES = (
 
 
 class ServiceCollector(FamilyCollector):
-    """Requests and messages of a prefill or decode scheduler. `labels` are those of the process, on every sample."""
+    """Collects requests and messages of a prefill or decode scheduler. `labels` are added to every sample."""
 
     def __init__(self, scheduler: Counted, **labels: object) -> None:
         super().__init__("service", scheduler.counters, FAMILIES, labels)
@@ -121,7 +121,7 @@ class ServiceCollector(FamilyCollector):
 def collectors(
     scheduler: Counted, manager: PagedKVCacheManager, exchange: PageExchange, **labels: object
 ) -> list[FamilyCollector]:
-    """All that there is to read of a process of the service, for a registry."""
+    """Returns all collectors of a process of the service, for a registry."""
     return [
         ServiceCollector(scheduler, **labels),
         ManagerCollector(manager, **labels),
@@ -130,7 +130,7 @@ def collectors(
 
 
 def registry_of(*made: FamilyCollector) -> CollectorRegistry:
-    """A registry of these alone."""
+    """Returns a registry of only these collectors."""
     registry = CollectorRegistry()
     for collector in made:
         registry.register(collector)
@@ -139,10 +139,10 @@ def registry_of(*made: FamilyCollector) -> CollectorRegistry:
 
 @contextmanager
 def serve_metrics(address: str, made: Sequence[FamilyCollector]) -> Generator[str]:
-    """Answers scrapes at `host:port`, in a thread of its own, for the length of a `with` block: where it does.
+    """A `with` block in which scrapes at `host:port` are answered in a thread. Yields the bound address.
 
     Raises:
-        ServiceError: no such address can be bound.
+        ServiceError: the address cannot be bound.
     """
     host, _, port = address.rpartition(":")
     try:

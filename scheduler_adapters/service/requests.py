@@ -1,8 +1,8 @@
-"""A request as each side of the service keeps it: every legal move is in a table, every phase has a deadline.
+"""The state of a request on each side of the service. A table holds every legal move, and every phase has a deadline.
 
 Every message between the sides belongs to one attempt at a request, (request id, attempt).
 
-With prefill, where an attempt is a request of its own:
+On the prefill side, each attempt is a request of its own:
 
     fetching ──► queued ──► leasing ──► computing ──► offered ──► held ──► over
                                  each of the last four may go to  ending ──► over
@@ -15,7 +15,7 @@ With prefill, where an attempt is a request of its own:
     held        the reader knows all; pages are kept until the lease is over
     ending      the lease was revoked; pages are kept until its word is cleared
 
-With decode, where a request takes up the next attempt when one fails:
+On the decode side, a request continues with the next attempt when one fails:
 
     waiting ──► asked ──► offered ──► pulling ──► decoding ──► over
        ▲──────────┴──────────┴───────────┘   another attempt
@@ -80,12 +80,12 @@ _PARTS = {"waiting": "queue", "asked": "lease", "offered": "room", "pulling": "r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTimes:
-    """Seconds that a prefill process gives each phase.
+    """Time limits of a prefill process, in seconds.
 
     Attributes:
-        compute_s: most that a reader may ask for.
-        lease_s: that a lease stands without a word of its reader.
-        step_s: for the transfer thread to do what it was told; beyond it, the process is broken.
+        compute_s: the longest that a reader may allow for computing a prompt.
+        lease_s: duration of a lease that its reader does not renew.
+        step_s: for the transfer thread to carry out a command. Beyond it the process counts as broken.
     """
 
     compute_s: float = 600.0
@@ -95,12 +95,12 @@ class PrefillTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeTimes:
-    """Seconds that a decode process gives each phase.
+    """Time limits of a decode process, in seconds.
 
     Attributes:
-        wait_s: for a prefill process to be there.
-        prefill_s: for it to compute the prompt.
-        room_s: for pages to become free here. A lease lives 20 durations at most.
+        wait_s: until a prefill process is connected.
+        prefill_s: until the prompt is computed.
+        room_s: until pages become free here. A lease can be renewed for at most 20 times its duration.
         pull_s: for the READs.
         decode_s: for the rest of the tokens.
     """
@@ -113,20 +113,20 @@ class DecodeTimes:
 
 
 MAX_REMEMBERED = 16_384
-"""Names that `Recent` keeps: what comes again after so many others is taken for new."""
+"""The most names that `Recent` keeps. A name that recurs after so many others counts as new."""
 
 _Name = TypeVar("_Name", bound="Hashable")
 
 
 class Recent(Generic[_Name]):
-    """Names that were used before, the youngest `most` of them: what comes again is told from what is new."""
+    """The latest `most` names, to tell a repeated name from a new one."""
 
     def __init__(self, most: int = MAX_REMEMBERED) -> None:
         self._most = most
         self._names: OrderedDict[_Name, None] = OrderedDict()
 
     def add(self, name: _Name) -> bool:
-        """Keep a name. Whether it is new."""
+        """Adds a name. Returns whether it is new."""
         if name in self._names:
             return False
         self._names[name] = None
@@ -136,7 +136,7 @@ class Recent(Generic[_Name]):
 
 
 def prompt_of(tokens: Sequence[int] | NDArray[np.int32], cache_salt: str | None) -> Prompt:
-    """Everything that the KV of a request of the service depends on."""
+    """Returns everything that the KV of a request of the service depends on."""
     return Prompt(np.array(tokens, np.int32), "" if cache_salt is None else f"={cache_salt}")
 
 
@@ -163,7 +163,10 @@ class TrackedRequest:
     span: HandoverSpan | None = None
 
     def move(self, phase: str, deadline: float = math.inf) -> None:
-        """Go on to another phase. Raises `IllegalMoveError` if the table has no such move: a bug of ours."""
+        """Moves to another phase.
+
+        Raises `IllegalMoveError` if the table has no such move, which is a bug of the service.
+        """
         if phase not in self.moves[self.phase]:
             raise IllegalMoveError(f"request {self.request_id!r}, attempt {self.attempt}: {self.phase} to {phase}")
         self.phase, self.deadline = phase, deadline
@@ -171,40 +174,40 @@ class TrackedRequest:
             self.trace(self.span)
 
     def trace(self, span: HandoverSpan) -> None:
-        """Tell the span that another phase has begun."""
+        """Tells the span that another phase has begun; each side overrides it."""
 
     def blame(self, reason: str) -> str:
-        """Keep the first reason; returns it."""
+        """Records a reason if it is the first. Returns the first reason."""
         self.reason = self.reason or reason
         return self.reason
 
 
 def phases_of(requests: Mapping[str, TrackedRequest]) -> dict[str, int]:
-    """How many requests are in which phase. Any thread may ask."""
+    """Counts the requests in each phase. Safe from any thread."""
     return Counter(request.phase for request in list(requests.values()))
 
 
 @dataclass(slots=True, eq=False)
 class PrefillRequest(TrackedRequest):
-    """An attempt that a prefill process was asked for.
+    """One attempt at a request, on the prefill side.
 
     Attributes:
-        compute_by: the deadline of its prompt, whatever the phase.
-        reader: identity of the connection that asked.
-        key: what the loop and the transfer call it.
-        chunkwise: the reader takes pages while the prompt runs.
-        new_pages: it is told of each page once.
-        replica: ours that holds the pages, once there is a lease.
-        cached_tokens: of the prompt, that were not computed.
-        admitted: when it was given pages.
-        source: what the reader is told of its pages, once a lease was asked for.
-        table: of the prompt's pages that the reader was not told of, once all is computed.
-        token: the first new token, likewise.
-        told: tokens that the reader has been offered.
-        prompt: what it computes.
-        digest: of all of that, once `digest_ahead` has made it.
-        silent: the reader need not be told of the end: it asked for it, or is gone.
-        final: it would fail elsewhere too.
+        compute_by: deadline for computing the prompt, whatever the phase.
+        reader: identity of the reader's connection.
+        key: its name in the loop and in the exchange.
+        chunkwise: whether the reader takes pages while the prompt runs.
+        new_pages: whether offers name each page only once.
+        replica: the local replica that holds the pages, once admitted.
+        cached_tokens: prompt tokens that were cached, and not computed.
+        admitted: when it got pages.
+        source: the lease and its address for the reader, once a lease was requested.
+        table: block table of the pages that no offer has named, once the prompt is computed.
+        token: the first new token, once the prompt is computed.
+        told: tokens whose pages the reader was offered.
+        prompt: the prompt to compute.
+        digest: digest of the whole prompt, once `digest_ahead` has made it.
+        silent: whether the reader need not be told of the end, because it asked for it or is gone.
+        final: whether it would fail elsewhere too.
     """
 
     moves = PREFILL_MOVES
@@ -227,17 +230,17 @@ class PrefillRequest(TrackedRequest):
     final: bool = False
 
     def digest_of(self, num_tokens: int) -> bytes:
-        """The digest of the first `num_tokens` tokens of its prompt."""
+        """Returns the digest of the first `num_tokens` tokens of its prompt."""
         known = self.digest and num_tokens == len(self.prompt.token_ids)
         return self.digest if known else self.prompt.digest(num_tokens)
 
     def digest_ahead(self) -> None:
-        """Digests the prompt while its reader does not wait yet."""
+        """Makes the digest of the whole prompt in advance, while the reader does not wait for it."""
         self.digest = self.digest or self.prompt.digest(len(self.prompt.token_ids))
 
 
 def spec_of(message: msg.Submit) -> Request:
-    """What a client has asked for, as the loop takes it."""
+    """Returns the loop's form of a client's request."""
     return Request(
         message.request_id,
         message.prompt,
@@ -248,7 +251,7 @@ def spec_of(message: msg.Submit) -> Request:
 
 
 def span_of(message: msg.Submit, decode: str) -> HandoverSpan:
-    """The span of a request's hand-over, which has begun."""
+    """Returns the span of a request's hand-over, already begun."""
     from transfer.spans import HandoverSpan  # noqa: PLC0415  (an extra, for who wants it)
 
     span = HandoverSpan(
@@ -260,7 +263,7 @@ def span_of(message: msg.Submit, decode: str) -> HandoverSpan:
 
 
 class Importing(NamedTuple):
-    """The pages that a pull fills, and whose they are."""
+    """An import: the pages that a pull fills, and the context that they are for."""
 
     context: TextContext
     pending: PendingImport
@@ -268,22 +271,22 @@ class Importing(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class DecodeRequest(TrackedRequest):
-    """A request of a decode process. It takes up the next attempt where one fails.
+    """A request of a decode process. It continues with another attempt if one fails.
 
     Attributes:
-        spec: what the client asked for.
-        serial: of its submission; 0 for none.
+        spec: the client's request.
+        serial: serial of its submission; 0 for none.
         wanted: name of the prefill process to ask first; empty for any.
-        emitted: tokens that the client has had.
-        sources: who may have its pages, as its client says.
-        prefill: the process that was asked.
-        load: prompt tokens that it has to compute, as far as is known, and that have not come.
-        avoid: names of those where an attempt failed.
-        offers: of this attempt.
-        replica: ours, which renews the lease from the first offer on.
-        importing: once pages are reserved, until they are committed or given up.
-        newest: the context that was made last, whose page hashes the next one goes on from.
-        digest: of so many of its first tokens, all that the prefill process was given: made while that computes.
+        emitted: tokens that the client already has.
+        sources: processes that may have its pages, as its client says.
+        prefill: connection to the process that was asked.
+        load: prompt tokens that count as that process's load until its first token.
+        avoid: names of the processes where an attempt failed.
+        offers: offers for this attempt.
+        replica: the local replica that renews the lease, from the first offer on, and gets the pages.
+        importing: the import, from the reservation of pages until it is committed or cancelled.
+        newest: the latest context; the next one reuses its page hashes.
+        digest: `(n, digest of the first n tokens)` of the tokens that prefill was given, made while prefill computes.
         reasons: why each attempt failed.
     """
 
@@ -306,33 +309,36 @@ class DecodeRequest(TrackedRequest):
 
     @classmethod
     def of(cls, message: msg.Submit, spec: Request, attempt: int, deadline: float) -> DecodeRequest:
-        """A new one, which waits for a prefill process."""
+        """Returns a new request, which waits for a prefill process."""
         wanted, sources = message.prefill, message.kv_sources
         request_id, serial = message.request_id, message.serial
         return cls(request_id, attempt, "waiting", deadline, spec=spec, serial=serial, wanted=wanted, sources=sources)
 
     @property
     def key(self) -> str:
-        """The name of this attempt's pull in the transfer."""
+        """The name of this attempt's pull in the exchange."""
         return f"{self.request_id}#{self.attempt}"
 
     @property
     def tokens(self) -> list[int]:
-        """The prompt and all that the client has had."""
+        """The prompt, and all tokens that the client already has."""
         return [*self.spec.prompt, *self.emitted]
 
     @property
     def offer(self) -> msg.PagesOffer | None:
-        """The last one of this attempt that was taken."""
+        """The latest offer of this attempt that was taken."""
         return self.offers.newest
 
     @property
     def has_ended_prefill(self) -> bool:
-        """Whether the first token of this attempt was offered."""
+        """Whether this attempt's first token was offered."""
         return self.offer is not None and self.offer.token is not None
 
     def trace(self, span: HandoverSpan) -> None:
-        """Each attempt is a hand-over of its own, which ends when its pages are here, or with it."""
+        """Updates the span.
+
+        Each attempt is a hand-over, which ends when its pages are committed or the attempt ends.
+        """
         if self.phase in ("waiting", "decoding", "over"):
             error = self.reasons[-1] if self.phase == "waiting" else self.reason
             prefill = "" if self.prefill is None else self.prefill.name
@@ -342,18 +348,18 @@ class DecodeRequest(TrackedRequest):
             span.begin(_PARTS[self.phase])
 
     def next_offer(self) -> msg.PagesOffer | None:
-        """The next to take, if there is one."""
+        """Takes the next offer if there is one and the attempt is open."""
         is_open = self.phase in ("asked", "offered", "pulling")
         return self.offers.take() if is_open else None
 
     def fenced(self, times: PullTimes | None) -> None:
-        """Its pull has passed: what was the reading was reading and fence, and what follows is taking the pages up."""
+        """Splits the past phase "pulling" of the span into read, fence and commit, with the times of the pull."""
         if self.span is not None and times is not None:
             self.span.begin("fence", times.fence_at)
             self.span.begin("commit", times.over_at)
 
     def news(self, tokens: tuple[int, ...], finished: msg.Finished | None = None) -> msg.Tokens:
-        """The message to the frontend: the tokens after those already sent, and whether they are the last."""
+        """Returns the message to the frontend with the next tokens, and `finished` if they are the last."""
         return msg.Tokens(
             request_id=self.request_id,
             tokens=tokens,
@@ -364,7 +370,10 @@ class DecodeRequest(TrackedRequest):
         )
 
     def new_context(self) -> TextContext:
-        """A context of all that is known of it. No page is hashed twice: a request asks, and waits for pages, often."""
+        """Returns a new context with all known tokens.
+
+        It reuses the page hashes, because a request needs several contexts.
+        """
         limit, before = len(self.spec.prompt) + self.spec.max_new_tokens, self.newest
         known = before is not None and before.end_idx == len(self.spec.prompt) + len(self.emitted)
         tokens = before.tokens if before is not None and known else self.tokens
@@ -374,9 +383,9 @@ class DecodeRequest(TrackedRequest):
         return self.newest
 
     def foreign(self, offer: msg.PagesOffer) -> str:
-        """Why the pages of an offer are not of this request's prompt; empty if they are."""
+        """Returns why the pages of an offer are not of this request's prompt; empty if they are."""
         count, theirs = offer.table.num_tokens, offer.prompt_digest
-        known = self.newest  # its tokens are an array: a list takes ten times as long
+        known = self.newest  # its tokens are an array; a list takes ten times as long
         if known is None or known.end_idx < count:
             known = self.new_context()
         if count == self.digest[0]:
@@ -399,7 +408,10 @@ class DecodeRequest(TrackedRequest):
         chunkwise: bool,
         own: OwnPages | None = None,
     ) -> bool:
-        """Have the prompt computed; `own`: its pages that are here. Returns whether a process took the message."""
+        """Asks a prefill process to compute the prompt. Returns whether one took the message.
+
+        `own` are the pages of the prompt that are cached here.
+        """
         message = msg.Prefill(
             request_id=self.request_id,
             attempt=self.attempt,
@@ -417,7 +429,7 @@ class DecodeRequest(TrackedRequest):
         return True
 
     def begin_anew(self, attempt: int, deadline: float) -> None:
-        """Wait for another prefill process, where there is one, after an attempt that has failed."""
+        """Prepares another attempt after a failure, preferably at another prefill process."""
         if self.prefill is not None:
             self.avoid.add(self.prefill.name)
         self.move("waiting", deadline)
@@ -425,7 +437,7 @@ class DecodeRequest(TrackedRequest):
         self.offers, self.prefill = Offers(), None
 
     def relieve(self) -> None:
-        """The process that was asked has this prompt no longer before it."""
+        """Removes this prompt from the load of the process that was asked."""
         if self.prefill is not None:
             self.prefill.load = max(0, self.prefill.load - self.load)
         self.load = 0

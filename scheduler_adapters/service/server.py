@@ -1,6 +1,7 @@
 """The main program of a prefill or decode process (`scheduler_adapters.service.program` starts it).
 
-Its settings arrive as one line of JSON on standard input. The pipe stays open: its end means that the parent is gone.
+Its settings arrive as one line of JSON on standard input. The pipe stays open, because its end shows that the parent is
+gone.
 """
 
 from __future__ import annotations
@@ -52,44 +53,45 @@ from transfer.wire.secret import read_secret
 # A message on a socket ends a wait. Leases, pulls and deadlines have no socket: they are checked this often.
 _WAIT_MS = 1
 _IDLE_MS = 100  # without a request: the interval for signals and for reconnecting
-# A thread that computes in Python releases the GIL after this long: the transfer thread polls every millisecond.
+# Python code releases the GIL after this long when another thread wants it; the transfer thread polls every
+# millisecond.
 _SWITCH_S = 2e-4
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one process."""
 
-    model: str | None  # its directory; None for the small Llama
-    seed: int  # of the small Llama
-    page_size: int  # tokens
+    model: str | None  # model directory; None for the small Llama
+    seed: int  # seed of the small Llama
+    page_size: int  # in tokens
     cache_bytes: int  # memory for pages
     max_seq_len: int  # most tokens of a request
-    max_requests: int  # rows: requests that hold pages at a time
+    max_requests: int  # requests that can hold pages at the same time
     token_budget: int  # most tokens of one step
     tp: int  # shards that the heads are split over, all on `device`
     device: str  # torch device of the model and its pages
     dp: int = 1  # replicas, each with pages of its own
-    group_layers: bool = True  # layers that see a window or a chunk have block tables of their own
-    threads: int = 1  # of torch
+    group_layers: bool = True  # give layers with a window or chunks block tables of their own
+    threads: int = 1  # threads of torch
     chunkwise: bool = True  # decode pulls pages while the rest of a prompt still runs
-    lease_s: float = 10.0  # seconds that a lease stands without a word of its reader
-    chaos: int | None = None  # seed of an agent that misbehaves; None for one that does not
-    verify: bool = False  # what is pulled is compared with the source's page checks
+    lease_s: float = 10.0  # in seconds: duration of a lease that its reader does not renew
+    chaos: int | None = None  # seed of agents with random faults; None for no faults
+    verify: bool = False  # compare pulled pages with the source's page checks
     max_unread: int = MAX_UNREAD  # messages that the frontend may leave unread; beyond that its requests fail
-    max_open: int = MAX_OPEN  # requests that the frontend may have on their way; each further one is refused
-    name: str = ""  # of the process
+    max_open: int = MAX_OPEN  # requests that may be open; each further one is refused
+    name: str = ""  # name of the process
     role: msg.Role = "prefill"  # which scheduler it runs
-    frontend: str = ""  # endpoint of the parent, to connect to
-    listen: str = ""  # where a prefill process listens for decode processes
-    prefills: tuple[str, ...] = ()  # where the prefill processes listen, for a decode process
-    # Host where the process publishes KV events, which carry prompts and answers in clear; empty: nowhere.
+    frontend: str = ""  # endpoint of the frontend, to connect to
+    listen: str = ""  # endpoint where a prefill process listens for decode processes
+    prefills: tuple[str, ...] = ()  # endpoints of the prefill processes, for a decode process
+    # Host on which the process publishes KV events, which carry prompts and answers in clear text; empty for none.
     kv_events: str = ""
-    ready_s: float = 0.0  # seconds between two `Ready` to a frontend that follows who comes and goes; 0: said once
-    handshake: str = "tcp://127.0.0.1:0"  # where the process tells peers of its engines
-    keyring: str = ""  # file of this process's keys (`transfer.wire.keys`); empty for plain sockets
-    trace: bool = False  # a span of OpenTelemetry for each hand-over, where the process has a tracer provider
-    metrics: str = ""  # host:port at which Prometheus reads this process's metrics, port 0 a free one; empty: none
-    watch: str = ""  # the endpoint where the process is watched (`kvcache.watch`); empty for none
+    ready_s: float = 0.0  # seconds between two `Ready` messages to a frontend that tracks processes; 0 sends only one
+    handshake: str = "tcp://127.0.0.1:0"  # endpoint where peers ask for its engines
+    keyring: str = ""  # file with this process's keys (`transfer.wire.keys`); empty for plain sockets
+    trace: bool = False  # make an OpenTelemetry span of each hand-over, if the process has a tracer provider
+    metrics: str = ""  # host:port of the Prometheus metrics, port 0 for a free one; empty for none
+    watch: str = ""  # endpoint where the process can be watched (`kvcache.watch`); empty for none
     # The fleet's secret (`transfer.wire.secret`), in place of a keyring: the keys of all sockets are derived from it.
     # Reading from sources on other hosts requires a secret or a keyring.
     secret: str = ""
@@ -97,7 +99,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], dict[str, str]]:
-    """The loop of one process, and what must agree with its peers.
+    """Returns the loop of one process, and the settings that must agree with its peers.
 
     Raises:
         InvalidParamsError, PoolTooSmallError, ModelLoadError: the settings cannot work.
@@ -116,7 +118,7 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
     params = kv_params_of(
         model.config,
         page_size=config.page_size,
-        enable_prefix_caching=True,  # of models with recurrent layers, too
+        enable_prefix_caching=True,  # also for models with recurrent layers
         n_devices=config.tp * config.dp,
         data_parallel_degree=config.dp,
         group_layers=config.group_layers,
@@ -132,7 +134,10 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
 
 
 class ChaosAgents:
-    """Makes agents that misbehave, each by a seed of its own. Bytes go wrong silently only where they are compared."""
+    """Makes agents with random faults, each with its own seed.
+
+    Silent corruption is included only if pages are verified.
+    """
 
     def __init__(self, seed: int, *, wrong_bytes: bool) -> None:
         self._seeds = itertools.count(seed)
@@ -141,21 +146,21 @@ class ChaosAgents:
         self._made: list[ChaosAgent] = []
 
     def __call__(self, name: str, memory_type: MemoryType) -> Agent:
-        """Make one more agent."""
+        """Makes another agent."""
         self._made.append(ChaosAgent(name, memory_type, seed=next(self._seeds), rates=self._rates))
         return self._made[-1]
 
     @property
     def faults(self) -> dict[str, int]:
-        """How often each fault has happened, all agents together; 0 for one that has not."""
+        """The injected faults by kind, summed over all agents; 0 for a kind that has not occurred."""
         total: Counter[str] = Counter(dict.fromkeys(self._rates.kinds, 0))
         for agent in self._made:
-            total.update(agent.faults.copy())  # the transfer thread goes on counting
+            total.update(agent.faults.copy())  # the transfer thread keeps counting
         return dict(total)
 
 
 def keys_of(keyring: str, secret: str) -> Keyring | None:
-    """The keys of a process: those in a file, or those that a secret gives; None if it has neither.
+    """Returns the keys of a process: from a keyring file, or derived from a secret; None if both are empty.
 
     Raises:
         HandshakeError, InvalidEngineError: the file, or the secret, cannot be used.
@@ -167,7 +172,7 @@ def keys_of(keyring: str, secret: str) -> Keyring | None:
 
 
 def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSignal) -> None:
-    """Set everything up, say `Ready`, and serve until told to stop or drained."""
+    """Sets everything up, says `Ready`, and serves until told to stop or drained."""
     chaos = None if config.chaos is None else ChaosAgents(config.chaos, wrong_bytes=config.verify)
     keyring = keys_of(config.keyring, config.secret)
     loop, compatibility = build_loop(config)
@@ -217,7 +222,7 @@ def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSig
 
 
 def _ready(config: ServerConfig, manager: PagedKVCacheManager, exchange: PageExchange) -> msg.Ready:
-    """The `Ready` of this process."""
+    """Returns the `Ready` message of this process."""
     capacity = manager.total_num_pages // manager.num_replicas * manager.page_size
     events, replay = (manager.kv_event_endpoints or [("", None)])[0]
     return msg.Ready(
@@ -240,7 +245,11 @@ def served_metrics(
     loop: ServingLoop[PagedKVCacheManager],
     exchange: PageExchange,
 ) -> AbstractContextManager[str]:
-    """Offers what Prometheus reads of the process, where it is wanted: at which address. `ServiceError`: not there."""
+    """A `with` block in which the process's Prometheus metrics are served, if wanted. Yields their address, or "".
+
+    Raises:
+        ServiceError: the address cannot be bound.
+    """
     if not config.metrics:
         return nullcontext("")
     from scheduler_adapters.service.prometheus import collectors, serve_metrics  # noqa: PLC0415  (an extra)
@@ -250,17 +259,17 @@ def served_metrics(
 
 
 class DrainSignal:
-    """Whether a signal has told the process to drain. No `Event`: a second signal within its `set` would hang."""
+    """Records that a signal has asked for a drain. Not an `Event`: a second signal within its `set` would deadlock."""
 
     drain = False
 
     def on_signal(self, _number: int, _frame: object) -> None:
-        """The process is to drain."""
+        """Asks for a drain."""
         self.drain = True
 
 
 class Herald:
-    """Says `Ready` when it is due: first of all, when the process begins to drain, and every `ready_s` seconds."""
+    """Sends `Ready`: at the start, when the process begins to drain, and every `ready_s` seconds."""
 
     def __init__(self, ready: msg.Ready, ready_s: float) -> None:
         self._ready = ready
@@ -268,7 +277,7 @@ class Herald:
         self._due = 0.0
 
     def say(self, frontend: FrontendQueue, *, draining: bool) -> None:
-        """Send the state if it is due. The same state is not sent again while the frontend has yet to read it."""
+        """Sends the state if it is due. It is not repeated while the frontend has unread messages."""
         if draining != self._ready.draining:
             self._ready, self._due = msgspec.structs.replace(self._ready, draining=draining), 0.0
         if (now := time.monotonic()) >= self._due and not frontend.is_behind:
@@ -277,7 +286,7 @@ class Herald:
 
 
 class _Rounds:
-    """The rounds of a process: what its frontend says, what its scheduler does, until there is no more to do."""
+    """The main loop: handles messages of the frontend and runs the scheduler, until the process is to end."""
 
     def __init__(
         self,
@@ -297,13 +306,13 @@ class _Rounds:
         self._stopped = False
 
     def run(self, told: DrainSignal) -> None:
-        """Serve until the frontend says `Stop`, or until nothing is left of what was there when draining began."""
+        """Serves until the frontend says `Stop`, or until the process has drained."""
         scheduler, frontend = self._scheduler, self._frontend
         while not self._stopped:
             if told.drain:
                 scheduler.drain()
             self._herald.say(frontend, draining=scheduler.draining)
-            # A frontend that leaves its answers unread is not heard either: what it sends waits.
+            # A frontend that leaves its answers unread is not read either, so that its messages wait.
             hears = [] if frontend.is_deaf else [self._socket]
             for frames in itertools.chain.from_iterable(map(received, hears)):
                 self._on_frames(frames)
@@ -340,13 +349,13 @@ class _Rounds:
             case msg.Abort() if decode is not None:
                 decode.abort(message.request_id, message.serial)
             case _:
-                pass  # nothing for a prefill process: decode processes alone ask it
+                pass  # only decode processes handle the remaining messages
 
 
 def main() -> int:
-    """Run one process, whose parent is watched already; the exit status."""
+    """Runs one process, whose parent is already watched. Returns the exit status."""
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerConfig)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and stops us in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and stops this process in order
     try:
         return run(config)
     except KVCacheError as error:
@@ -355,17 +364,18 @@ def main() -> int:
 
 
 def run(config: ServerConfig, draining: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> int:
-    """Serve until the frontend says `Stop`, or until drained, which these signals tell as well; the exit status.
+    """Serves until the frontend says `Stop`, or until drained, which these signals also request. Returns the status.
 
-    Raises a `KVCacheError` that says what does not work. Any other exception, and a bug of ours, is a traceback and
-    status 1. The frontend is told in either case.
+    Raises a `KVCacheError` for an expected failure. Any other exception, or a bug of this package, prints a traceback
+    and returns status 1. The frontend is told in either case.
     """
     told = DrainSignal()
     for number in draining:
         signal.signal(number, told.on_signal)
     sys.setswitchinterval(_SWITCH_S)
     torch.set_num_threads(config.threads)
-    # The frontend has a context of its own, so that its last words are waited for. Keys are looked at in the process's.
+    # The frontend's socket has a context of its own, so that its last messages are flushed at the end. Keys are checked
+    # only in the process's context.
     context: Context = zmq.Context()
     frontend = context.socket(zmq.DEALER)
     try:
@@ -376,7 +386,7 @@ def run(config: ServerConfig, draining: tuple[signal.Signals, ...] = (signal.SIG
         expected = isinstance(error, KVCacheError) and not isinstance(error, InvariantError | IllegalMoveError)
         text = str(error) if isinstance(error, KVCacheError) else f"{type(error).__name__}: {error}"
         frontend.setsockopt(zmq.SNDTIMEO, LAST_WORDS_MS)
-        with suppress(zmq.Again):  # nobody reads: the exit status tells the parent as well
+        with suppress(zmq.Again):  # if the frontend does not read, the exit status tells the parent
             frontend.send(msg.encode(msg.Fatal(name=config.name, error=text)))
         if expected:
             raise

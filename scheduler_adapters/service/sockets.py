@@ -1,4 +1,4 @@
-"""ZMQ sockets as the service uses them: bounded, watched, and never a reason to wait."""
+"""The ZMQ sockets of the service: bounded and watched, and never blocking."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from transfer.errors import HandshakeError
 from transfer.wire.keys import Keyring
 
 MAX_UNREAD = 16_384
-"""Messages that wait for a frontend beyond those that its sockets hold (ZMQ: 1,000 at either end)."""
+"""The most messages that wait for a frontend, beyond those in its sockets (ZMQ: 1,000 at either end)."""
 LAST_WORDS_MS = 1000
-"""How long a process that ends waits for its frontend to take what it has said."""
+"""How long a process that ends waits for its frontend to take its last messages."""
 _HEARTBEAT_MS = 500
 _SILENT_MS = 2000
 _MAX_QUEUED = 10_000
@@ -33,21 +33,24 @@ AnySocket = TypeVar("AnySocket", bound=Socket)
 
 
 class Awaited(Protocol):
-    """Anything that can be waited on: a socket, or another object with a file descriptor."""
+    """An object that can be waited on: a socket, or another object with a file descriptor."""
 
     def fileno(self) -> int:
-        """The descriptor that is polled for reading."""
+        """Returns the descriptor that is polled for reading."""
         ...
 
 
 def bounded_socket(context: Context, kind: int) -> Socket:
-    """A socket whose peers cannot fill our memory. A `Pulse` tells that one is stopped or out of reach."""
+    """Returns a socket whose peers cannot fill our memory.
+
+    Use a `Pulse` to detect a peer that is stopped or unreachable.
+    """
     return _bounded(context.socket(kind))
 
 
 def _bounded(socket: AnySocket) -> AnySocket:
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, msg.MAX_MESSAGE_BYTES)  # a longer one ends that connection, nothing else
+    socket.setsockopt(zmq.MAXMSGSIZE, msg.MAX_MESSAGE_BYTES)  # a longer message ends only that connection
     socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED)
     socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
     _follow_peers(socket)
@@ -55,10 +58,11 @@ def _bounded(socket: AnySocket) -> AnySocket:
 
 
 def join_frontend(socket: Socket, endpoint: str, name: str, keyring: Keyring | None) -> None:
-    """Connect a DEALER to the frontend, under the name of this process.
+    """Connects a DEALER to the frontend, under the name of this process.
 
-    Messages to it are limited by its `FrontendQueue`, those of it by what the socket holds. A frontend that was started
-    anew is found again. Over ipc no keys are needed: the folder is private. `ServiceError` if the endpoint is none.
+    A `FrontendQueue` limits the messages to the frontend; the socket's own limit applies to those from it. A restarted
+    frontend is found again. Over ipc no keys are needed, because the folder is private. Raises `ServiceError` for an
+    invalid endpoint.
     """
     _follow_peers(socket)
     socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
@@ -72,7 +76,7 @@ def join_frontend(socket: Socket, endpoint: str, name: str, keyring: Keyring | N
 
 
 def _follow_peers(socket: Socket) -> None:
-    """Connect again where a peer is started anew. A host that is gone without a word is given up within a minute."""
+    """Makes a socket reconnect to a restarted peer. A host that vanishes silently is given up within a minute."""
     keep_alive(socket)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _SILENT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -80,18 +84,19 @@ def _follow_peers(socket: Socket) -> None:
 
 
 class Pulse:
-    """Tells within seconds that a process which was there is dead, stopped or out of reach.
+    """Detects within seconds that a connected process is dead, stopped or unreachable.
 
-    By the heartbeats of ZMQ, which a thread of its own answers: a process that computes for long is not taken for a
-    stopped one. They are on a connection that carries nothing: on one with messages, an assertion of libzmq 4.3.5 ends
-    a process that has not read them all when the peer dies.
+    It uses the heartbeats of ZMQ, which a ZMQ thread answers, so that a process that computes for long does not count
+    as stopped. The connection carries no messages: on a connection with messages, an assertion of libzmq 4.3.5 kills a
+    process that has unread ones when the peer dies.
 
     Args:
-        endpoint: of any ROUTER of that process. `ZMQError` if it is none.
-        keyring: of its keys; None if it has none.
+        context: the context of its sockets.
+        endpoint: any ROUTER of that process. An invalid one raises `ZMQError`.
+        keyring: keys for that process; None if it has none.
 
     Attributes:
-        socket: can be read once there is something to tell.
+        socket: becomes readable when the connection is lost.
     """
 
     def __init__(self, context: Context, endpoint: str, keyring: Keyring | None) -> None:
@@ -112,11 +117,11 @@ class Pulse:
 
     @property
     def is_over(self) -> bool:
-        """Whether the process has gone since."""
+        """Whether the connection to the process was lost."""
         return has_news(self.socket)
 
     def close(self) -> None:
-        """Close the connection. Safe twice."""
+        """Closes the connection. Safe to call twice."""
         if not self._idle.closed:
             self._idle.disable_monitor()
             self._idle.close()
@@ -124,17 +129,17 @@ class Pulse:
 
 
 def monitor_of(socket: Socket, events: int) -> Socket:
-    """A socket that can be read once one of these events has happened to another one."""
-    # Named by us: the name that pyzmq makes of the file descriptor is taken while an earlier socket still closes.
+    """Returns a socket that becomes readable once one of these events has happened to `socket`."""
+    # A unique name: pyzmq's own, from the file descriptor, may still be in use by an earlier socket that closes.
     return socket.get_monitor_socket(events, f"inproc://pagewire-monitor-{next(_monitors)}")
 
 
 def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None) -> BoundSocket:
-    """A ROUTER that says so where a peer is gone, and lets a peer that comes back take its name over.
+    """Returns a bound ROUTER that reports unreachable peers, and lets a returning peer take its name over.
 
-    A keyring lets in only the peers on its list, and needs the process's own context: `HandshakeError` if it cannot
-    be used. `ServiceError` if the endpoint cannot be bound. Without one a `Gate` stands before the socket, but over
-    ipc, whose folder is private.
+    A keyring admits only the peers on its list. It needs the process's own context, otherwise `HandshakeError` is
+    raised. Without a keyring a `Gate` protects the socket, except over ipc, whose folder is private. Raises
+    `ServiceError` if the endpoint cannot be bound.
     """
     socket = _bounded(cast("BoundSocket", context.socket(zmq.ROUTER, socket_class=BoundSocket)))
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -153,7 +158,7 @@ def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None)
 
 
 def received(socket: Socket) -> Iterator[list[bytes]]:
-    """The frames of the messages that have come, a bounded number, without waiting."""
+    """Yields the frames of messages that have arrived, a bounded number, without waiting."""
     for _ in range(_BATCH):
         try:
             yield socket.recv_multipart(zmq.NOBLOCK)
@@ -162,20 +167,20 @@ def received(socket: Socket) -> Iterator[list[bytes]]:
 
 
 def has_news(socket: Socket) -> bool:
-    """Whether a message has come. `poll` of pyzmq makes a poller first, and takes five times as long."""
+    """Whether a message has arrived. pyzmq's `poll` first makes a poller and takes five times as long."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def wait_for_any(sockets: Sequence[Awaited], timeout_ms: int) -> None:
-    """Wait until one of the sockets has something, or the time is over."""
+    """Waits until one of the sockets is readable, or the time is over."""
     zmq.zmq_poll([(socket, zmq.POLLIN) for socket in sockets], timeout_ms)
 
 
 class FrontendQueue:
-    """What a process tells its frontend, in order: it waits here until the frontend reads it, and nothing else waits.
+    """The messages of a process to its frontend, in order. They wait here for the frontend; the process does not wait.
 
-    Where more than `max_unread` messages wait, the frontend counts as deaf (`is_deaf`) until half of them are read:
-    what it says itself had better wait, for each request makes more to read.
+    If more than `max_unread` messages wait, the frontend counts as deaf (`is_deaf`) until half of them are read. Its
+    own messages should then wait too, because each request makes more to read.
     """
 
     def __init__(self, socket: Socket, max_unread: int = MAX_UNREAD) -> None:
@@ -186,17 +191,20 @@ class FrontendQueue:
 
     @property
     def is_behind(self) -> bool:
-        """Whether something waits."""
+        """Whether a message waits."""
         return bool(self._unread)
 
     def send(self, message: msg.ToFrontend) -> None:
-        """Send, or keep what cannot be sent yet."""
+        """Sends a message, or queues it behind those that wait."""
         data = msg.encode(message)
         if self._unread or not self._sent(data):
             self._unread.append(data)
 
     def flush(self) -> bool:
-        """Send what waits, as far as it goes. Whether the frontend has turned deaf since the last call."""
+        """Sends waiting messages as far as possible.
+
+        Returns whether the frontend has turned deaf since the last call.
+        """
         while self._unread and self._sent(self._unread[0]):
             self._unread.popleft()
         was_deaf, limit = self.is_deaf, self.max_unread // 2 if self.is_deaf else self.max_unread

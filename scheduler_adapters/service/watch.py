@@ -1,4 +1,4 @@
-"""The view of a service's process for watchers, beside its pages: phases, leases, pulls and totals."""
+"""The data of a service's process that watchers see beside its pages: phases, leases, pulls and totals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def watched_service(
     exchange: PageExchange,
     keyring: Keyring | None,
 ) -> AbstractContextManager[ManagerWatch | None]:
-    """The watch of a process, where one is wanted, for the length of a `with` block; in it `attend` is to be called."""
+    """Returns the watch of a process, if wanted, as a context manager. `attend` must be called within it."""
     if not endpoint:
         return nullcontext()
     secure = None if keyring is None else keyring.secure_server
@@ -31,7 +31,7 @@ def watched_service(
 
 
 def service_beside(scheduler: PrefillScheduler | DecodeScheduler, exchange: PageExchange) -> Callable[[], Beside]:
-    """Reads phases and totals of a scheduler and all of an exchange, in the thread of the watch."""
+    """Returns a reader of a scheduler's phases and totals and of an exchange. It runs on the thread of the watch."""
     transfers = transfers_of(exchange)
 
     def read() -> Beside:

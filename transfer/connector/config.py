@@ -36,7 +36,7 @@ LAYOUTS = {
     "packed": PACKED_HND,
     "packed-NHD": PACKED_NHD,
     "mla": LATENT,
-    # the names of vLLM 0.33: layers, blocks, heads, tokens, content of both sides, in memory order
+    # The names of vLLM 0.33: layers, blocks, heads, tokens, content of both sides, in memory order.
     "LBHNC": PACKED_HND,
     "LBNHC": PACKED_NHD,
     "LHBNC": "head,page,token,side,dim",

@@ -97,7 +97,7 @@ def read_params(request_id: str, params: object) -> TransferParams | None:
         found = msgspec.convert(known, TransferParams)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$.")
-        # a missing key is the last word of the message
+        # A missing key is the last word of the message.
         key, *steps = re.findall(r"\w+", path or reason.rpartition(" ")[2])
         raise _refusal(request_id, known, (key, *map(int, steps)), reason) from error
     faults = _faults(found)

@@ -39,9 +39,9 @@ class WorkerBook:
 
     def __init__(self, groups: Sequence[GroupConfig]) -> None:
         self.leases: dict[str, int] = {}  # ids of the leases that were asked for and have not ended, by request
-        # requests among these whose lease the transfer thread has neither granted nor refused yet
+        # Requests among these whose lease the transfer thread has neither granted nor refused yet.
         self.ungranted: set[str] = set()
-        # host buffers are copied back page by page, so a load must begin at the start of a page
+        # Host buffers are copied back page by page, so a load must begin at the start of a page.
         self.whole_pages = False
         self.output = WorkerOutput()
         self._groups = groups
