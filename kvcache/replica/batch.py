@@ -1,4 +1,4 @@
-"""`Batch`: the requests of a step, looked up once and moved together; `Gathered`: the same for one call."""
+"""`Batch`: the requests of a step, looked up once and moved together. `Gathered`: the same for one call."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, cast, overload
@@ -14,11 +14,11 @@ from kvcache.replica.rows import NEVER, Ints, Rows
 from kvcache.replica.shares import Share, as_run, shares_at, shares_of_all
 
 HasherOf = Callable[[int, int, Context], PrefixHasher]
-"""Replica, row and context → the hasher of the request."""
+"""Maps replica, row and context to the hasher of the request."""
 
 
 class BatchState(NamedTuple):
-    """The requests of one replica in a batch: int64 `[batch]`, and the largest of each."""
+    """The requests of one replica in a batch: int64 `[batch]`, and maxima over them."""
 
     rows: Rows
     starts: Ints  # tokens cached
@@ -31,11 +31,11 @@ class BatchState(NamedTuple):
 
 UNKNOWN = -(1 << 62)
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-_STEPS_KEPT = 256  # updates that a batch holds before it hands them to the contexts
+_STEPS_KEPT = 256  # updates that a batch keeps before it passes them to the contexts
 
 
 class Gathered:
-    """The data that one call needs of its requests, as arrays `[len]`, in batch order."""
+    """The data that one call needs of its requests, as arrays `[len]` in batch order."""
 
     __slots__ = (
         *("_shares", "actives", "computed", "contexts", "due", "ends", "places", "replicas", "rows", "slack"),
@@ -46,19 +46,19 @@ class Gathered:
         self, contexts: Sequence[Context], replicas: Ints, rows: Ints, places: Ints, *, starts_only: bool = False
     ) -> None:
         self.contexts: Sequence[Context] = contexts
-        self.replicas = replicas  # of each its replica,
-        self.rows = rows  # and its row there
-        self.places: Rows = as_run(places)  # the two in one: the row among those of all replicas
+        self.replicas = replicas  # the replica of each request
+        self.rows = rows  # its row in that replica
+        self.places: Rows = as_run(places)  # its row among the rows of all replicas
         self._shares: list[Share] = []
-        self.unbound = False  # whether some hold no pages yet: their rows know no context so far
+        self.unbound = False  # whether some requests have no pages yet, so that no context is bound to their rows
         self.gather(starts_only=starts_only)
 
     def gather(self, *, starts_only: bool = False) -> None:
-        """Read the indices of every context; `starts_only`: `actives` and `ends` are not asked for."""
+        """Read the indices of every context. `starts_only`: do not read `actives` and `ends`."""
         contexts, count = self.contexts, len(self.contexts)
         self.starts: Ints = np.fromiter([context.start_idx for context in contexts], np.int64, count)
-        self.computed: Ints = self.starts  # but for steps in flight: see `read_computed`
-        self.slack = UNKNOWN  # tokens that every request can surely grow by on its pages; after an update one fewer
+        self.computed: Ints = self.starts  # with steps in flight `read_computed` corrects it
+        self.slack = UNKNOWN  # tokens by which every request can surely grow on its pages; one fewer after each update
         self.due = UNKNOWN  # tokens that every request can surely compute before one fills a page; likewise
         if starts_only:
             return
@@ -66,18 +66,18 @@ class Gathered:
         self.ends: Ints = np.fromiter([context.current_length for context in contexts], np.int64, count)
 
     def read_computed(self) -> None:
-        """Steps may be in flight: what they run is not computed."""
+        """Read how many tokens are computed, if steps may be in flight: the tokens that they run are not."""
         contexts = self.contexts
         self.computed = np.fromiter([computed_of(context) for context in contexts], np.int64, len(contexts))
 
     @property
     def has_futures(self) -> bool:
-        """Whether the step of some is in flight."""
+        """Whether some requests have a step in flight."""
         return False
 
     @property
     def looks_up(self) -> bool:
-        """Whether prefixes are looked up for some: all but those with pages and one token to run."""
+        """Whether some requests need a prefix lookup: all but those with pages and one token to run."""
         return self.unbound or bool((self.actives - self.starts > 1).any())
 
     def split(self, count: int) -> list[Share]:
@@ -89,15 +89,15 @@ class Gathered:
                 self._shares = shares_of_all(self.replicas, self.rows, count)
         return self._shares
 
-    def turning(self, most: int = NEVER) -> list[Share] | None:  # noqa: ARG002 - of a `Batch`
-        """The requests whose newest token is the first of a page; None: it takes a look at each.
+    def turning(self, most: int = NEVER) -> list[Share] | None:  # noqa: ARG002 - `Batch` uses it
+        """The requests whose newest token is the first of a page; None if the caller has to test each request.
 
-        `most`: tokens that a request may have. Where one has more, each is looked at.
+        `most`: the most tokens that a request may have. If one has more, the result is None.
         """
         return None
 
     def part(self, share: Share) -> BatchState:
-        """The state of the requests of a share."""
+        """The state of the requests in a share."""
         at, rows = share.at, share.rows
         starts, actives, ends = self.starts[at], self.actives[at], self.ends[at]
         if not len(starts):
@@ -114,7 +114,7 @@ class Gathered:
     ) -> NDArray[np.uint64]:
         """The digests of pages `firsts` to `lasts` of each context at `places`, one after another.
 
-        `log` is told the request of each digest, and its tokens.
+        `log`: also record the request of each digest, and its tokens.
         """
         at, pages = places.tolist(), list(zip(firsts.tolist(), lasts.tolist(), strict=True))
         hashers = self.hashers(at, hasher_of)
@@ -145,7 +145,7 @@ class Gathered:
     def digest_pages(
         self, at: list[int], hashers: list[PrefixHasher], firsts: list[int], tokens: NDArray[np.int32]
     ) -> NDArray[np.uint64]:
-        """The digest of page `firsts` of each context at the places `at`; `tokens` is `[len(at), page_size]`."""
+        """The digest of page `firsts[i]` of the context at place `at[i]`. `tokens`: `[len(at), page_size]`."""
 
         def from_the_context(nth: int) -> bytes:
             return hashers[nth].digests(self.tokens(at[nth]), firsts[nth], firsts[nth] + 1).tobytes()
@@ -161,28 +161,28 @@ class Gathered:
 
 
 class Batch(Gathered, Sequence[Context]):
-    """Contexts with their rows bound, moved together by `update`. Made by `PagedKVCacheManager.batch`.
+    """Contexts bound to their rows and moved together by `update`. Made by `PagedKVCacheManager.batch`.
 
-    The indices live in arrays here; a `TextContext` catches up when somebody reads it, and leaves when somebody else
-    moves it (the batch reads it anew then). Good until one of its requests is released.
+    The indices live in arrays of the batch. A `TextContext` catches up when it is read. If a caller moves it directly,
+    it leaves the batch, which then reads it anew. A batch is valid until one of its requests is released.
     """
 
     def __init__(
         self, contexts: Sequence[Context], replicas: Ints, rows: Ints, places: Ints, page_size: int, owner: object
     ) -> None:
         self._page_size = page_size
-        self.owner = owner  # whose rows these are
-        # A row a step, the last tokens of each context in it: a page's worth from before, then those of the updates.
+        self.owner = owner  # the owner of the rows
+        # One row a step, with a token of each context: first the last page's worth of known tokens, then the updates.
         self._log = np.zeros((page_size + _STEPS_KEPT, len(contexts)), np.int32)
         self._hashers: dict[int, PrefixHasher] = {}  # by place
-        self.checked_at = -1  # how many releases there had been when the claims were last compared
+        self.checked_at = -1  # the number of releases when the claims were last compared
         super().__init__(tuple(contexts), replicas, rows, places)
 
     def found_right(self, releases: int, *, unbound: bool) -> None:
-        """Its requests have the rows that it says, after so many `releases`; whether some hold no pages yet."""
+        """The requests were found to have these rows, after so many `releases`. `unbound`: some have no pages yet."""
         self.unbound = unbound
-        self.slack = self.due = UNKNOWN  # a request may have been claimed anew, with other pages
-        self.checked_at = releases  # last: what interrupts this has it compared again
+        self.slack = self.due = UNKNOWN  # a request may have been claimed again, with other pages
+        self.checked_at = releases  # last, so that the claims are compared again after an interrupt
 
     @overload
     def __getitem__(self, index: int) -> Context: ...
@@ -198,12 +198,12 @@ class Batch(Gathered, Sequence[Context]):
         return iter(self.contexts)
 
     def gather(self, *, starts_only: bool = False) -> None:
-        self._stale = True  # until all of them follow: what interrupts it has the contexts read anew
+        self._stale = True  # until all contexts follow, so that they are read anew after an interrupt
         super().gather(starts_only=starts_only)
         self._begin_log()
         self._hashers = {}
         self._turning: dict[int, list[Share]] = {}  # by the place of the first request's newest token in its page
-        self._behind: dict[int, int] = {}  # by replica: by how much its longest request is shorter than the longest
+        self._behind: dict[int, int] = {}  # by replica: its longest request is so much shorter than the longest of all
         self._updated = False
         own = [context for context in self.contexts if isinstance(context, TextContext)]
         self._together = len(own) == len(self.contexts) and bool((self.actives == self.ends).all())
@@ -217,21 +217,21 @@ class Batch(Gathered, Sequence[Context]):
                 last = context.tokens[-self._page_size :]
                 self._log[self._page_size - len(last) : self._page_size, place] = last
                 context.follow(self, place)
-        self._stale = False  # after all have followed: a context that follows anew leaves this same batch first
+        self._stale = False  # last: a context that already followed this batch leaves it first, which sets it
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Neither `copy` nor `pickle`: two batches would move the same contexts, each as if it were the only one."""
+        """Refuse `copy` and `pickle`: two batches would each move the same contexts as if there were no other."""
         raise InvalidRequestError(f"batch of {len(self)} requests: it cannot be copied: manager.batch makes another")
 
     @property
     def lengths(self) -> Ints:
-        """The tokens that each request knows, int64 `[len]`. Good until the next `update`, as for the next one."""
+        """The number of known tokens of each request, int64 `[len]`. The array is valid until the next `update`."""
         self.refresh()
         return self.ends
 
     @property
     def last_tokens(self) -> NDArray[np.integer[Any]]:
-        """The last token of each request, `[len]`: a loop that streams or stops by it need not read the contexts."""
+        """The last token of each request, `[len]`. A loop that streams tokens need not read the contexts."""
         self.refresh()
         if self._together:
             return self._log[self._count - 1]
@@ -242,7 +242,7 @@ class Batch(Gathered, Sequence[Context]):
             return None
         at = self.ends.item(0) % self._page_size
         shares = self._turning.get(at)
-        if shares is None:  # each grows by one token a step, so that it is the same ones a page later
+        if shares is None:  # all grow by one token a step, so these are the same requests a page later
             places = (self.ends % self._page_size == 1 % self._page_size).nonzero()[0]
             shares = self._turning[at] = shares_at(self.replicas, self.rows, places)
         return shares
@@ -252,7 +252,7 @@ class Batch(Gathered, Sequence[Context]):
         starts = self.starts[at]
         if not self._updated or not len(starts):
             return super().part(share)
-        # One token each: what `max` would find is known.
+        # Each request runs one token, so the maxima are known without a search.
         ends, behind = self.ends[at], self._behind.get(share.replica)
         if behind is None:
             behind = self._behind[share.replica] = self._longest - int(ends.max())
@@ -264,16 +264,16 @@ class Batch(Gathered, Sequence[Context]):
         return self._futures > 0
 
     def refresh(self) -> None:
-        """Read the contexts anew if one was moved by another call."""
+        """Read the contexts anew if a call outside the batch has moved one."""
         if self._stale or not self._together:
             self.gather()
 
     def update(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
-        """Give each request its next token, int `[len]`, as `TextContext.update` does; or touch nothing.
+        """Give each request its next token, int `[len]`, as `TextContext.update` does.
 
         Raises `InvalidRequestError` unless there is one integer from 0 to 2**31 - 1 a request, and
-        `SequenceTooLongError` if a request has its `max_length` already. Contexts of a caller's own are updated one
-        by one: what interrupts that (Ctrl-C) leaves some with their token, which their lengths tell.
+        `SequenceTooLongError` if a request has its `max_length` already. Nothing has changed then. Contexts of another
+        class are updated one by one; an interrupt (Ctrl-C) leaves some with their token, which their lengths show.
         """
         array = self._checked(tokens)
         self.refresh()
@@ -295,7 +295,7 @@ class Batch(Gathered, Sequence[Context]):
     def update_with_future_tokens(self) -> None:
         """As `update`, while the step that runs these requests is in flight: see `TextContext`. Raises as `update`.
 
-        A request that has a future token already, or is no `TextContext`, is an `InvalidRequestError`.
+        Raises `InvalidRequestError` if a request already has a future token, or is no `TextContext`.
         """
         self.refresh()
         if self._futures or not all(isinstance(context, TextContext) for context in self.contexts):
@@ -313,15 +313,15 @@ class Batch(Gathered, Sequence[Context]):
         if self._count == len(self._log):
             self._hand_over()
         self._future_row = self._count
-        self._append(FUTURE_TOKEN)  # and `computed` stays
+        self._append(FUTURE_TOKEN)  # `computed` stays as it is
         self._futures = len(self.contexts)
         self._stale = False
 
     def realize_future_tokens(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
-        """The step in flight has given these tokens, int `[len]`, one for each request; or touch nothing.
+        """Replace the future tokens by those of the step in flight, int `[len]`, one for each request.
 
-        The batch may have ended for the manager, as one of its requests was released. Raises `InvalidRequestError`
-        unless every request has a future token.
+        Also works if the batch is no longer valid for the manager because a request was released. Raises
+        `InvalidRequestError`, and changes nothing, unless every request has a future token.
         """
         array = self._checked(tokens)
         self.refresh()
@@ -334,7 +334,7 @@ class Batch(Gathered, Sequence[Context]):
             return
         self._log[self._count - 1] = array
         self._stale = True
-        self._future_row = -1  # from here on all are known; a context that has the future token takes it up when read
+        self._future_row = -1  # all tokens are known now; a context with the future token replaces it when it is read
         self._futures = 0
         self.computed = self.starts
         self._stale = False
@@ -347,7 +347,7 @@ class Batch(Gathered, Sequence[Context]):
         differ = np.count_nonzero(steps != step) or np.count_nonzero(lasts - firsts != 1)
         if not self._together or step < 0 or differ:
             return super().digests(places, firsts, lasts, hasher_of, log)
-        # The usual step: one page each, all of them full at this token. No context has to catch up.
+        # The usual step: all these requests fill one page at this token. The log has its tokens, so no context is read.
         tokens = np.ascontiguousarray(self._log[step : step + self._page_size].take(places, axis=1).T)
         at = places.tolist()
         hashers = self.hashers(at, hasher_of)
@@ -374,7 +374,7 @@ class Batch(Gathered, Sequence[Context]):
             context.realize(self._log.item(count - behind - 1, place))
         if behind <= 0:
             return
-        end += behind  # the last of its tokens is to run
+        end += behind  # its last token is the one to run
         if self._future_row == count - 1:
             self._hands_on = True
             if behind > 1:
@@ -390,14 +390,14 @@ class Batch(Gathered, Sequence[Context]):
         self._stale = True
 
     def _begin_log(self) -> None:
-        """All contexts have caught up: the next token comes behind those of before."""
-        self._count = self._page_size  # first: a context that looks meanwhile has nothing to catch up with
+        """Begin a new log. All contexts have caught up, so the next token is the first that they lack."""
+        self._count = self._page_size  # first, so that a context which is read meanwhile has nothing to catch up with
         self._hands_on = False  # whether contexts may have a future token of their own
-        # The number of tokens that each context knew, and the row of the log for the next one.
+        # The number of tokens that each context knew, and the log's row for the next token.
         self._began: tuple[list[int], int] = (self.ends.tolist(), self._page_size)
 
     def _append(self, tokens: NDArray[np.integer] | int) -> None:
-        """One more token for each request. Stale until all else agrees: what interrupts it has them read anew."""
+        """Add one token for each request. The caller clears `_stale` at the end; an interrupt leaves it set."""
         self._stale = True
         if self._count == len(self._log):
             self._hand_over()
@@ -413,7 +413,7 @@ class Batch(Gathered, Sequence[Context]):
         self.starts = self.ends - 1
 
     def _read_futures(self, own: Sequence[TextContext]) -> None:
-        """Some requests may have a future token already: moved together are those that all have one at their end."""
+        """Find future tokens. The batch moves its contexts together only if all, or none, end with one."""
         waiting = [context for context in own if context.has_future_token]
         self._futures, self._future_row = len(waiting), -1
         if not waiting:
@@ -422,7 +422,7 @@ class Batch(Gathered, Sequence[Context]):
         self._together &= len(waiting) == len(own) and all(context.tokens[-1] == FUTURE_TOKEN for context in own)
         if self._together:
             self._future_row = self._count - 1
-            self._hands_on = True  # last: which of them is to come is known
+            self._hands_on = True  # the contexts have their future tokens themselves
 
     def _refuse_futures(self, call: str, *, waiting: bool) -> NoReturn:
         """Raise for the first request that has a future token, if `waiting`, else for the first that has none."""
@@ -442,7 +442,7 @@ class Batch(Gathered, Sequence[Context]):
                 )
 
     def _hand_over(self) -> None:
-        """Every context catches up, and the log starts anew with its last page's worth."""
+        """Let every context catch up, and begin a new log with the last page's worth of tokens."""
         for place, context in enumerate(self.contexts):
             if isinstance(context, TextContext):
                 context.catch_up(self, place)
@@ -459,7 +459,7 @@ class Batch(Gathered, Sequence[Context]):
                 f"batch of {len(self.contexts)} requests: tokens of shape {array.shape} and dtype {array.dtype}, "
                 "one integer each is needed"
             )
-        # As unsigned, a negative token is a huge one: one pass finds both.
+        # Viewed as unsigned, a negative token is a huge number, so one pass finds both kinds of error.
         if array.size and array.view(_UNSIGNED[array.itemsize]).max() >= 1 << 31:
             at = int(np.flatnonzero((array < 0) | (array >= 1 << 31))[0])
             raise InvalidRequestError(

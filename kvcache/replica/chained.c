@@ -1,7 +1,7 @@
-/* Digests of pages by sha256, all pages of a call at once: hashing.py does the same with hashlib, at two calls and an
-   allocation a page. SHA-256 itself is libcrypto's, the one that hashlib has loaded, so that this is built without
-   OpenSSL's headers. Where there is none, importing this fails, and hashing.py goes on with hashlib.
-   What each call takes, gives and raises is in chained.pyi. The GIL is held throughout. */
+/* Digests of pages by sha256, for all pages of a call at once. hashing.py does the same with hashlib, which takes two
+   calls and an allocation a page. SHA-256 itself is that of the libcrypto which hashlib has loaded, so this is built
+   without OpenSSL's headers. If there is none, importing this module fails, and hashing.py uses hashlib. chained.pyi
+   documents arguments, results and errors. The GIL is held throughout. */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -14,7 +14,7 @@
 
 enum { DIGEST = 32 }; /* bytes */
 
-/* SHA256_CTX, 112 bytes in OpenSSL and all that descends from it. Only libcrypto looks inside. */
+/* SHA256_CTX, 112 bytes in OpenSSL and its forks. Only libcrypto looks inside. */
 typedef struct { uint64_t words[16]; } State;
 
 /* These always return 1. */
@@ -24,8 +24,8 @@ static int (*sha_final)(unsigned char *, State *);
 
 typedef struct {
     PyObject_HEAD
-    State state;     /* after the pages whose digests are known */
-    PyObject *known; /* those digests, a bytearray */
+    State state;     /* after all pages so far */
+    PyObject *known; /* the digests of these pages, a bytearray */
 } Chain;
 
 static Chain *new_chain(PyTypeObject *type, const char *known, Py_ssize_t length)
@@ -77,7 +77,7 @@ static PyObject *chain_update(PyObject *self, PyObject *data)
     Py_RETURN_NONE;
 }
 
-/* Takes the pages; returns where their digests are, or NULL: an exception is set, and nothing has changed. */
+/* Hashes the pages and returns their digests. On NULL an exception is set, and nothing has changed. */
 static const char *hash_pages(Chain *self, const char *pages, Py_ssize_t size, Py_ssize_t count)
 {
     Py_ssize_t before = PyByteArray_Size(self->known);
@@ -86,7 +86,7 @@ static const char *hash_pages(Chain *self, const char *pages, Py_ssize_t size, P
     char *digests = PyByteArray_AsString(self->known) + before;
     for (Py_ssize_t at = 0; at < count; at++) {
         sha_update(&self->state, pages + at * size, (size_t)size);
-        State ended = self->state; /* the state itself goes on */
+        State ended = self->state; /* sha_final ends a copy */
         sha_final((unsigned char *)digests + at * DIGEST, &ended);
     }
     return digests;
@@ -104,7 +104,7 @@ static PyObject *chain_extend(PyObject *self, PyObject *args)
     return digests == NULL ? NULL : Py_NewRef(Py_None);
 }
 
-/* Whether each chain knows as many pages as `firsts` says: 1, or 0; -1: an exception is set. */
+/* 1 if each chain knows as many pages as `firsts` says, else 0; -1 if an exception is set. */
 static int all_at(PyObject *type, PyObject *chains, PyObject *firsts)
 {
     int ready = 1;
@@ -134,7 +134,7 @@ static PyObject *chain_extend_each(PyObject *type, PyObject *args)
                      PyList_Size(firsts));
     if (ready == 0) found = Py_NewRef(Py_None);
     if (ready == 1) found = PyBytes_FromStringAndSize(NULL, count * DIGEST);
-    /* No code of Python's runs from here on, which could change the lists. */
+    /* From here on no Python code runs that could change the lists. */
     for (Py_ssize_t at = 0; ready == 1 && found != NULL && at < count; at++) {
         Chain *chain = (Chain *)PyList_GetItem(chains, at);
         const char *digest = hash_pages(chain, (const char *)pages.buf + at * size, size, 1);
@@ -145,12 +145,12 @@ static PyObject *chain_extend_each(PyObject *type, PyObject *args)
     return found;
 }
 
-/* By way of hashlib's own module, or the system's library where that one has it to itself. */
+/* Looks in the library of hashlib's module, then in the system's libcrypto. */
 static int find_sha256(void)
 {
     PyObject *hashlib = PyImport_ImportModule("_hashlib"), *path = NULL;
     PyObject *file = hashlib == NULL ? NULL : PyObject_GetAttrString(hashlib, "__file__");
-    if (file == NULL || !PyUnicode_FSConverter(file, &path)) PyErr_Clear(); /* it is part of the interpreter */
+    if (file == NULL || !PyUnicode_FSConverter(file, &path)) PyErr_Clear(); /* it is built into the interpreter */
     const char *places[] = {path == NULL ? NULL : PyBytes_AsString(path), "libcrypto.so.3"};
     for (int at = 0; at < 2 && sha_final == NULL; at++) {
         void *library = dlopen(places[at], RTLD_NOW | RTLD_LOCAL);

@@ -1,4 +1,4 @@
-# chained.c: there once it is compiled (`hatch_build.py`), and nowhere needed. Every buffer is contiguous bytes.
+# chained.c is optional: it exists once it is compiled (`hatch_build.py`). Every buffer is contiguous bytes.
 
 from typing import final
 
@@ -6,23 +6,24 @@ from typing_extensions import Buffer
 
 @final
 class Sha256Chain:
-    # A running sha256, and its digest after each page so far. It is of one thread at a time.
+    # A running sha256, and its digest after each page so far. One thread at a time may use it.
 
     def __new__(cls, seed: Buffer, /) -> Sha256Chain: ...
 
-    # The digests, one after another: the same object always, which only grows.
+    # The digests, one after another. It is always the same object, which only grows.
     @property
     def known(self) -> bytearray: ...
     def copy(self) -> Sha256Chain: ...
 
-    # Take what is part of no page.
+    # Hash bytes that belong to no page.
     def update(self, data: Buffer, /) -> None: ...
 
-    # Take pages of `page_bytes`, one after another. ValueError: they are no whole pages, and nothing has changed.
+    # Hash pages of `page_bytes`, one after another. Raises ValueError, and changes nothing, if they are not whole
+    # pages.
     def extend(self, pages: Buffer, page_bytes: int, /) -> None: ...
 
-    # Take one page of each chain, which knows `firsts` pages by now: its digests. None: some chain knows more or fewer;
-    # ValueError: there are not as many pages, all of one length, as chains; TypeError: one is no chain. In all of these
-    # cases nothing has changed.
+    # Hash one page for each chain and return the digests. Returns None if a chain does not have exactly as many pages
+    # as `firsts` says. Raises ValueError unless there is a page of equal length for each chain, and TypeError if an
+    # item is no chain. In all of these cases nothing has changed.
     @classmethod
     def extend_each(cls, chains: list[Sha256Chain], firsts: list[int], pages: Buffer, /) -> bytes | None: ...

@@ -1,4 +1,4 @@
-"""Pages by content: those that a prompt needs, and leases of those that are cached, whichever request computed them."""
+"""Pages by content: those that a prompt needs, and leases of cached pages, whatever request computed them."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from kvcache.under_way import UnderWay
 
 
 class PageContents:
-    """The contents of the pages of a manager's replicas, as `manager.contents`."""
+    """The contents of the pages of a manager's replicas; `manager.contents`."""
 
     def __init__(self, replicas: Sequence[Replica], fingerprint: str, mark: UnderWay) -> None:
         self._mark = mark
@@ -24,11 +24,11 @@ class PageContents:
         self._fingerprint = fingerprint
 
     def digests(self, context: Context, first_page: int = 0) -> PageDigests:
-        """The digests of all full pages that a request may get from elsewhere, or of those from a logical page on.
+        """The digests of all full pages that a request may get from elsewhere, from logical page `first_page` on.
 
         They never cover its last known token. The result is empty if prefix caching is off: pulled pages could not be
-        found again. With windows, chunks or states the result always has all pages: a longer prefix needs other pages
-        of a window, or another state. Raises `InvalidRequestError` if `context` is no request context.
+        found again. With windows, chunks or states `first_page` is ignored: a longer prefix needs other pages of a
+        window, or another state. Raises `InvalidRequestError` if `context` is no request context.
         """
         check_context(context, "digests")
         one = self._replicas[0]
@@ -39,9 +39,9 @@ class PageContents:
         return PageDigests(one.page_size, one.hash_algorithm, digests, first_page)
 
     def cached(self, replica_idx: int, wanted: PageDigests) -> int:
-        """How many tokens of wanted pages, of `digests`, a request could go on from, from the first on.
+        """The number of tokens from which a request could resume with the wanted pages, from the first page on.
 
-        Pages count where a replica's devices have them, a recurrent state where its host memory has it, too.
+        Pages count if the replica's devices have them; a recurrent state also if host memory has it.
         """
         replica = self._replicas[replica_idx]
         digests = np.frombuffer(wanted.digests, np.uint64).reshape(-1, DIGEST_BYTES[replica.hash_algorithm] // 8)
@@ -51,13 +51,13 @@ class PageContents:
     def lease(
         self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int
     ) -> tuple[PageLease, BlockTable] | None:
-        """Hold the longest run of wanted pages, from their first on, that a replica's devices have, until `end_lease`.
+        """Lease the longest run of wanted pages, from the first on, that a replica's devices have, until `end_lease`.
 
         The lease holds at most `most` pages, including those of a slab with a state. Returns None if there are none.
-        With several block tables it is the longest run that all tables can continue from, with the pages that each
-        needs for it. With recurrent states the run ends after a page whose state the device keeps; that state is held
-        too. `name` identifies the asker in lists of leases. Raises `BlockTableMismatchError` if the pages here cannot
-        be compared with these.
+        With several block tables it is the longest run from which all tables can resume, with the pages that each needs
+        for it. With recurrent states the run ends after a page whose state the device keeps; the lease holds that state
+        too. `name` identifies the reader in lists of leases. Raises `BlockTableMismatchError` if the wanted pages
+        cannot be compared with those of the replica.
         """
         self._mark.check("contents.lease")
         replica, digests = self._wanted(name, replica_idx, wanted)
@@ -84,10 +84,11 @@ class PageContents:
         return lease, table
 
     def bring(self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int) -> bool:
-        """Have those of the pages that `lease` would hold brought to the devices which only lower tiers have.
+        """Bring wanted pages that only lower tiers have to the devices, so that `lease` can hold them.
 
-        A few at each call, and with those that are there half of the free pages at most: whoever runs here comes first.
-        Whether some are on their way: until then `lease` may find fewer. Raises as `lease`.
+        Each call brings a few, and uses at most half of the free pages, including pages that are already there:
+        requests that run here come first. Returns whether some are on their way; until then `lease` may find fewer.
+        Raises as `lease`.
         """
         self._mark.check("contents.bring")
         replica, digests = self._wanted(name, replica_idx, wanted)
@@ -95,7 +96,7 @@ class PageContents:
             return _bring(replica, digests[: max(0, most)], wanted.first_page)
 
     def _wanted(self, name: RequestID, replica_idx: int, wanted: PageDigests) -> tuple[Replica, NDArray[np.uint64]]:
-        """The replica, and the digests if they are of pages like its own."""
+        """The replica and the digests. Raises `BlockTableMismatchError` if its pages cannot be compared with these."""
         replica = self._replicas[replica_idx]
         if wanted.first_page and not replica.lends_any_part:
             kept = "recurrent states (params.states)" if replica.tables.is_plain else "(params.groups)"
@@ -115,12 +116,12 @@ class PageContents:
 
 
 def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
-    """Have a few more of these pages, of those from page `first` of a prompt on, on the device, published."""
+    """Bring a few more of these pages, which begin at page `first` of a prompt, to the device, and publish them."""
     tables, tier, pool, states = replica.tables, replica.tier, replica.pool, replica.states
     if not tier.keeps or not len(digests):
         return False
     if tier.is_bringing:
-        return True  # few at a time: a copy may take the caller's time, whose own requests come first
+        return True  # few at a time: a copy may take time of the caller, whose own requests come first
     before = tier.generation
     digests = np.concatenate((np.zeros((first, digests.shape[1]), np.uint64), digests))
     coming = replica.fetch_prefix(digests, first, wait=False)
@@ -129,8 +130,8 @@ def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
     count = max(0, min(len(wanted.digests), room, tier.brought_at_once))
     if count:
         names = wanted.digests[:count]
-        tier.hold(slots := tier.slots(names))  # an eviction below may make room for the page that it evicts
-        pool.hold(wanted.here)  # what makes room for the rest is not what is needed beside it
+        tier.hold(slots := tier.slots(names))  # evictions by `allocate` below may need host slots: not these
+        pool.hold(wanted.here)  # `allocate` must not evict the pages that are needed with the others
         pages = pool.allocate(count)
         pool.index.say_tables(pages, wanted.tables[:count])
         tier.bring(pages, slots, names)

@@ -1,4 +1,4 @@
-"""Request contexts: the tokens of one request, how far each has come, and the hasher of its pages."""
+"""Request contexts: the tokens of a request, how many of them are computed, and the hasher of its pages."""
 
 import uuid
 from collections.abc import Callable, Sequence
@@ -16,20 +16,20 @@ from kvcache.types import RequestID, Retention
 
 _NEW_CAPACITY = 64
 FUTURE_TOKEN = -999
-"""Stands at the end of a request's tokens for one that a step in flight has yet to give."""
+"""Stands at the end of a request's tokens for the token of a step in flight."""
 
 
 class Context(Protocol):
     """The interface of a request that the manager reads and writes. `TextContext` documents each member.
 
     An object may also have these optional attributes: `cache_salt` (str), `extra_keys` (`ExtraKeys`), `retention`
-    (`Retention`), and `prefix_hasher`, None at first, in which the manager keeps the page hashes of a request that
-    waits or is preempted. Salt and keys may change until the request gets pages, and are then fixed until its release:
-    `maybe_reserve`, `step` and imports refuse a context whose salt or keys differ from those its pages were reserved
-    with. Known tokens never change. A context that drops tokens from its end (a rejected draft, say) must have
-    `prefix_hasher` and set it to None then, or its later pages would be found by the digests of the dropped tokens.
-    A context with `computed_idx` tells by it how much of what is before `start_idx` no step in flight has yet to
-    compute: `step` publishes no more.
+    (`Retention`), `computed_idx`, and `prefix_hasher`, None at first, in which the manager keeps the page hashes of a
+    request that waits or is preempted. Salt and keys may change until the request gets pages, and are then fixed until
+    its release: `maybe_reserve`, `step` and imports refuse a context whose salt or keys differ from those its pages
+    were reserved with. Known tokens never change. A context that drops tokens from its end (such as a rejected draft)
+    must have `prefix_hasher` and set it to None then. Otherwise its later pages would be found by the digests of the
+    dropped tokens. If a step in flight has yet to compute tokens before `start_idx`, `computed_idx` is the number of
+    tokens that are computed; `step` publishes no page beyond it.
 
     The manager knows how much of a request is computed. When the request gets its first pages, the manager moves
     `start_idx` there by `set_token_indices`: forward to the end of a prefix hit, or back if the request gave up pages
@@ -64,21 +64,22 @@ class TextContext:
 
     Args:
         tokens: the prompt, 1-D, each from 0 to 2**31 - 1.
-        max_length: most tokens that the request may ever have, the generated ones counted.
-        request_id: made up where none is given.
+        max_length: the most tokens that the request may ever have, including generated ones.
+        request_id: generated if it is None.
         cache_salt: requests with different salts never share a page. Like the keys, it may be changed while the request
-            waits. While it holds pages a change is an error: its next `maybe_reserve` for more than a step, or the
+            waits. A change while it holds pages is an error: its next `maybe_reserve` for more than a step, or the
             `step` that publishes its next page, refuses it and changes nothing.
-        retention: what the client knows about the future of these pages.
-        extra_keys: `(position, key)`: what else than tokens the KV depends on from this token on, say the name of a
-            LoRA adapter (position 0) or a digest of an image (its first token). Pages are shared where these agree too.
+        retention: what the client knows about the future use of these pages.
+        extra_keys: `(position, key)`: an input other than tokens on which the KV depends from this token on, such as
+            the name of a LoRA adapter (position 0) or a digest of an image (its first token). Requests share pages only
+            if these are equal, too.
 
-    A copy (`copy`, `pickle`) has tokens and indices of its own, and is another object of the same request: the manager
-    takes it where the request has no pages yet. `fork` makes a context of another request.
+    A copy (`copy`, `pickle`) has tokens and indices of its own, and is another object of the same request. The manager
+    accepts it if the request has no pages yet. `fork` makes a context of another request.
 
     Raises:
-        InvalidRequestError: (a ValueError) no tokens, not 1-D, not integers, or out of range; an id or salt that is no
-            text, or is no UTF-8; keys of another shape; a retention that is none.
+        InvalidRequestError: (a ValueError) no tokens, not 1-D, not integers, or out of range; an id or salt that is not
+            text, or not valid UTF-8; keys of another shape; an invalid retention.
         SequenceTooLongError: (a RuntimeError) more tokens than `max_length`.
     """
 
@@ -87,7 +88,7 @@ class TextContext:
         *("max_length", "named", "prefix_hasher", "request_id"),
     )
 
-    refused = False  # it moves as it is told, or raises one of our own errors
+    refused = False  # `set_token_indices` moves all indices, or raises an error of this package
 
     def __init__(
         self,
@@ -104,9 +105,9 @@ class TextContext:
         self.max_length = whole(f"request {self.request_id!r}: max_length", max_length, 1, error=InvalidRequestError)
         self._follows: Leader | None = None
         self._place = 0
-        self._flight: int | None = None  # where the step began whose token has yet to come
+        self._flight: int | None = None  # the start of the step in flight whose token has not come yet
         self.prefix_hasher: PrefixHasher | None = None
-        # Both in one tuple: what the pages depend on besides the tokens, compared by identity first.
+        # What pages depend on besides tokens. One tuple, so that comparing by identity first is cheap.
         self.named = (checked_salt(self.request_id, cache_salt), checked_keys(self.request_id, extra_keys))
         self.retention = retention
         self._buffer = checked_tokens(self.request_id, tokens)
@@ -124,7 +125,7 @@ class TextContext:
     @cache_salt.setter
     def cache_salt(self, salt: str | None) -> None:
         self.named = (checked_salt(self.request_id, salt), self.named[1])
-        self.leave()  # a batch remembers how its requests are hashed
+        self.leave()  # a batch caches the hashers of its requests
 
     @property
     def extra_keys(self) -> ExtraKeys:
@@ -149,7 +150,7 @@ class TextContext:
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """Every known token, int32 `[end_idx]`; a view, valid until the next `update`."""
+        """All known tokens, int32 `[end_idx]`; a view, valid until the next `update`."""
         if self._follows is not None:
             self._follows.catch_up(self._place, self._end)
         return self._buffer[: self._end]
@@ -162,7 +163,7 @@ class TextContext:
 
     @property
     def computed_idx(self) -> int:
-        """Tokens that are computed: those before `start_idx`, without what a step in flight has yet to compute."""
+        """The number of computed tokens: those before `start_idx`, without those that a step in flight computes."""
         if self._follows is not None:
             self._follows.catch_up(self._place, self._end)
         return self._start if self._flight is None else min(self._start, self._flight)
@@ -195,17 +196,17 @@ class TextContext:
     current_length = end_idx
 
     def decodes_within(self, most: int) -> bool:
-        """Whether one token is to run, and no more than `most` are known."""
+        """Whether exactly one token is to run, and at most `most` are known."""
         if self._follows is not None:
             self._follows.catch_up(self._place, self._end)
         return self._active - self._start == 1 and self._end <= most
 
     def update(self, token: int) -> None:
-        """Take up what the model made of the active tokens.
+        """Record the model's result for the active tokens.
 
-        After the chunk that ends the known tokens, `token` is appended. After an earlier chunk the model's output means
-        nothing: `token` is dropped, and the rest of the known tokens becomes active. Raises `InvalidRequestError` for a
-        token out of range, `SequenceTooLongError` if the request has `max_length` tokens already.
+        After the chunk that ends the known tokens, `token` is appended. After an earlier chunk the model's output is
+        meaningless: `token` is dropped, and the rest of the known tokens becomes active. Raises `InvalidRequestError`
+        if the token is out of range, `SequenceTooLongError` if the request has `max_length` tokens already.
         """
         if self._follows is not None:
             self.leave()
@@ -227,25 +228,25 @@ class TextContext:
     def update_with_future_token(self) -> None:
         """As `update`, while the step that runs the active tokens is in flight (`fetch_ahead`).
 
-        `FUTURE_TOKEN` stands for its token, so that the next step can be planned. `realize_future_token` has to follow
-        before another update. Raises as `update`.
+        `FUTURE_TOKEN` stands for the step's token, so that the next step can be planned. `realize_future_token` must be
+        called before another update. Raises as `update`.
         """
         self.leave()
         if self._flight is not None:
             self._refuse_future("update_with_future_token")
         if self._active == self._end:
             self._refuse_full()
-            self._flight = self._start  # first: what interrupts this leaves no token that nobody knows to be none
+            self._flight = self._start  # first: an interrupt must not leave a FUTURE_TOKEN without a flight
             self.append_one(FUTURE_TOKEN, self._active, self._end + 1)
         else:
             self._flight = self._start
             self._start, self._active = self._active, self._end
 
     def realize_future_token(self, token: int) -> None:
-        """The step in flight has given its token, and what it ran is computed.
+        """Record the token of the step in flight: the tokens that it ran are computed.
 
-        After an earlier chunk than the last `token` is dropped. The request may have been released meanwhile. Raises
-        `InvalidRequestError` for a token out of range, or where no token is to come.
+        After a chunk other than the last, `token` is dropped. The request may have been released meanwhile. Raises
+        `InvalidRequestError` if the token is out of range, or if there is no step in flight.
         """
         self.leave()
         if self._flight is None:
@@ -257,9 +258,10 @@ class TextContext:
     def set_token_indices(
         self, start_idx: int | None = None, active_idx: int | None = None, end_idx: int | None = None
     ) -> None:
-        """Move the indices that are given; `end_idx` may only drop tokens from the end, and no future token.
+        """Set the given indices. A smaller `end_idx` drops tokens from the end, but never a future token.
 
-        Raises `InvalidRequestError` unless `0 <= start_idx < active_idx <= end_idx <= tokens known`; nothing is moved.
+        Raises `InvalidRequestError`, and changes nothing, unless `0 <= start_idx < active_idx <= end_idx <= tokens
+        known`.
         """
         self.leave()
         start = self._start if start_idx is None else self._index("start_idx", start_idx)
@@ -273,25 +275,25 @@ class TextContext:
         if end < self._end and self._flight is not None and self._buffer[self._end - 1] == FUTURE_TOKEN:
             self._refuse_future(f"set_token_indices with end_idx {end} of {self._end}")
         if end < self._end and self.prefix_hasher is not None and self.prefix_hasher.num_tokens > end:
-            self.prefix_hasher = None  # its pages cover tokens that go
+            self.prefix_hasher = None  # its pages cover dropped tokens
         self._start, self._active, self._end = start, active, end
 
     def reset(self) -> None:
-        """Let every known token run again. A preempted request needs no such call: `maybe_reserve` moves its start."""
+        """Make every known token active. Not needed after preemption: `maybe_reserve` moves the start."""
         self.leave()
         self._start, self._active = 0, self._end
 
     def __getstate__(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        tokens = self.tokens.copy()  # first: it may lag behind a batch, which the copy does not follow
+        tokens = self.tokens.copy()  # first, as it catches up with a batch, which the copy does not follow
         if self._flight is not None:
             self._refuse_future("a copy")
         plain, slots = cast("tuple[dict[str, Any] | None, dict[str, Any]]", super().__getstate__())
         return plain, {**slots, "_buffer": tokens, "_follows": None, "prefix_hasher": None}
 
     def fork(self, request_id: RequestID | None = None) -> "TextContext":
-        """A request of its own with the same tokens, indices, salt and keys (beam search, several answers).
+        """A context of another request with the same tokens, indices, salt and keys (beam search, several answers).
 
-        While a step is in flight it has the tokens that are known, and runs from what is computed.
+        While a step is in flight, it has only the known tokens, and runs from the end of the computed ones.
         """
         tokens, start, active = self.tokens, self.computed_idx, self.active_idx
         if tokens[-1] == FUTURE_TOKEN:
@@ -302,30 +304,30 @@ class TextContext:
         return twin
 
     def follow(self, leader: "Leader", place: int) -> None:
-        """Let `leader` move this context, at its place `place`, until `leave`. Another leader loses it."""
+        """Let `leader` move this context, at `place` in it, until `leave`. A previous leader loses it."""
         self.leave()
-        self._place, self._follows = place, leader  # in this order: what follows has its place
+        self._place, self._follows = place, leader  # in this order, as a leader needs the place
 
     def catch_up(self, leader: "Leader", place: int) -> None:
-        """Take up what `leader` did, where it is this one's."""
+        """Apply the updates of `leader`, if this context follows it."""
         if self._follows is leader:
             leader.catch_up(place, self._end)
 
     def leave(self) -> None:
-        """Catch up with the leader, if any, and be moved by one's own calls again."""
+        """Catch up with the leader, if any, and stop following it."""
         if self._follows is not None:
             self._follows.lose(self._place, self._end)
-            self._follows = None  # last: what interrupts this has it catch up again
+            self._follows = None  # last, so that it catches up again after an interrupt
 
     def append_one(self, token: int, start: int, active: int) -> None:
-        """`append` for one token: half the cost."""
+        """`append` for one token, at half the cost."""
         if self._end == len(self._buffer):
             self._grow(1)
         self._buffer[self._end] = token
         self._start, self._active, self._end = start, active, self._end + 1
 
     def append(self, tokens: NDArray[np.int32], start: int, active: int) -> None:
-        """Take up what the leader did: `tokens` at the end, and the indices as they are now."""
+        """Apply the leader's updates: add `tokens` at the end, and set the indices."""
         end = self._end + len(tokens)
         if end > len(self._buffer):
             self._grow(len(tokens))
@@ -336,12 +338,12 @@ class TextContext:
         return f"TextContext({self.request_id!r}, start={self.start_idx}, active={self.active_idx}, end={self.end_idx})"
 
     def append_future(self, start: int, end: int) -> None:
-        """`append_one` for a token that a step in flight has yet to give, which began at `start`."""
+        """`append_one` for the token of a step in flight, which began at `start`."""
         self._flight = start
         self.append_one(FUTURE_TOKEN, end - 1, end)
 
     def realize(self, token: int) -> None:
-        """The leader knows the future token, if there is one."""
+        """Replace the future token, if there is one, by the token that the leader knows."""
         if self._flight is not None:
             self._buffer[self._end - 1] = token
             self._flight = None
@@ -378,16 +380,16 @@ class TextContext:
 
 
 def chunk_end(context: Context, start: int) -> int:
-    """Where the chunk ends that runs from `start`: if all of it was found, the next one is as long."""
+    """The end of the chunk that runs from `start`. If a hit covers the whole chunk, the next one is as long."""
     active = context.active_idx
     return active if start < active else min(context.end_idx, start + context.active_length)
 
 
 class ReadContext:
-    """A caller's own context as it was when a call began: the call reads nothing else of it once it changes anything.
+    """A snapshot of a caller's own context at the start of a call, so that the call cannot fail on it later.
 
-    `set_token_indices` reaches the caller's context. Where that raises, its indices are set back; `refused` says that
-    they are where they were.
+    `set_token_indices` reaches the caller's context. If that raises, its indices are set back. `refused` says whether
+    they are back where they were.
     """
 
     __slots__ = (
@@ -424,7 +426,7 @@ class ReadContext:
     def prefix_hasher(self, hasher: PrefixHasher) -> None:
         try:
             self.own.prefix_hasher = hasher  # pyright: ignore[reportAttributeAccessIssue] - an optional attribute
-        except Exception:  # noqa: BLE001 - the caller's code: the manager keeps the hasher of one that cannot
+        except Exception:  # noqa: BLE001 - the caller's code: if it cannot carry the hasher, the manager keeps it
             self._carries_hasher = False
         self._hasher = hasher
 
@@ -447,12 +449,12 @@ class ReadContext:
 
 
 def computed_of(context: Context) -> int:
-    """Tokens that are computed: what is before `start_idx`, where the context knows of no step in flight."""
+    """The number of computed tokens: `start_idx`, unless the context has `computed_idx` for a step in flight."""
     return getattr(context, "computed_idx", context.start_idx)
 
 
 def read_context(context: Context) -> "TextContext | ReadContext":
-    """What a call may read of a context while it changes the books: nothing of this raises."""
+    """A view of a context that a call may read while it changes state: reading it cannot raise."""
     return context if type(context) is TextContext else ReadContext(context)
 
 
@@ -461,9 +463,9 @@ def _indices_of(context: Context) -> tuple[int, int, int]:
 
 
 class Leader(Protocol):
-    """Moves many contexts at once and lets each catch up when it is read: a `Batch`.
+    """A `Batch`: moves many contexts at once, and lets each catch up when it is read.
 
-    `end`: the number of tokens that the context at this place knows now.
+    `end`: the number of tokens that the context at `place` has at present.
     """
 
     def catch_up(self, place: int, end: int) -> None: ...
@@ -471,7 +473,7 @@ class Leader(Protocol):
 
 
 def checked_tokens(request_id: str, tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
-    """A private int32 copy of `tokens`. Raises `InvalidRequestError` for none, or what is no list of tokens."""
+    """A private int32 copy of `tokens`. Raises `InvalidRequestError` if it is empty or no list of token ids."""
     try:
         array = np.asarray(tokens)
     except (TypeError, ValueError, OverflowError) as error:
@@ -490,7 +492,7 @@ def checked_tokens(request_id: str, tokens: Sequence[int] | NDArray[np.integer])
 
 
 HasherOfRow = Callable[[int, Context], PrefixHasher]
-"""Row and context → the hasher of the request."""
+"""Maps row and context to the hasher of the request."""
 
 
 def salt_and_keys(context: Context) -> tuple[str | None, ExtraKeys]:
@@ -504,9 +506,9 @@ def salt_and_keys(context: Context) -> tuple[str | None, ExtraKeys]:
 def hasher_of(
     context: Context, algorithm: HashAlgorithm, page_size: int, named: tuple[str | None, ExtraKeys] | None = None
 ) -> PrefixHasher:
-    """The hasher that the context carries if it is of this kind, else a new one, left there if it has the attribute.
+    """The hasher that the context carries, if it fits, else a new one, stored in the context if that has the attribute.
 
-    `named`: the salt and keys that count, where these are known.
+    `named`: salt and keys, if the caller has them.
     """
     salt, keys = named or (context.named if type(context) is TextContext else salt_and_keys(context))
     kept: object = getattr(context, "prefix_hasher", None)
@@ -521,7 +523,7 @@ def hasher_of(
 
 
 def check_context(context: object, call: str) -> None:
-    """Raise `InvalidRequestError` unless `context` has the shape of a `Context`, and indices that are ordered."""
+    """Raise `InvalidRequestError` unless `context` has the members of a `Context`, with ordered indices."""
     if isinstance(context, TextContext):
         return
     check_request_id(getattr(context, "request_id", None), f"{call} of {shown(context)}")
@@ -544,7 +546,7 @@ def check_context(context: object, call: str) -> None:
 
 
 def check_fork(parent: Context, child: Context, computed: int) -> None:
-    """Raise `InvalidRequestError` unless the `computed` tokens of the parent are a proper beginning of the child's."""
+    """Raise `InvalidRequestError` unless the parent's `computed` tokens are a proper prefix of the child's tokens."""
     name = f"request {child.request_id!r}, fork of {parent.request_id!r}"
     if not 0 < computed < child.end_idx:
         raise InvalidRequestError(

@@ -1,7 +1,7 @@
 """The right to write an import's pages (`ImportCopier`), the proof of the copy (`ImportProof`), and the open imports.
 
-`commit_import` accepts the contents of pages on another manager's word. Only the copier knows whether the copy is good:
-a READ may have failed, or the source may have given the pages away in the meantime. So the copier of an import is
+`commit_import` publishes pages that hold another manager's content. Only the copier knows whether the copy is good: a
+READ may have failed, or the source may have given the pages away meanwhile. So each import has one copier, which is
 handed out once, and its proof counts once.
 """
 
@@ -18,21 +18,21 @@ from kvcache.under_way import UnderWay
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ImportProof:
-    """That the pages of one import were copied, and were their source's when they were. Made by `ImportCopier.prove`.
+    """Proves that the pages of one import were copied while their source held them. Made by `ImportCopier.prove`.
 
-    It is good for that import, once, as long as the import is not extended. A copy of it proves nothing.
+    It is valid once, for that import, as long as the import is not extended. A copy of the proof is invalid.
     """
 
-    request_id: str  # whose pages
-    num_tokens: int  # the token up to which they were copied
+    request_id: str  # the request that owns the import
+    num_tokens: int  # the end of the tokens that were copied
 
 
 class ImportCopier:
-    """Copies the pages of one import: `take` and copy repeatedly, then `prove` or `give_up`.
+    """Copies the pages of one import. Its user calls `take` and copies, repeatedly, then calls `prove` or `give_up`.
 
-    Until `prove` or `give_up` the copier owns the pages: `cancel_import` gives none of them to another request. The
-    owner of the copier vouches for the bytes. An exchange, which reads under a lease (`transfer.pull.exchange`), proves
-    reads that passed its fence; a program that copies tensors in its own process proves its own copies.
+    Until then the copier owns the pages: `cancel_import` gives none of them to another request. The user of the copier
+    vouches for the bytes. An exchange, which reads under a lease (`transfer.pull.exchange`), proves reads that passed
+    its fence. A program that copies tensors in its own process proves its own copies.
 
     Made by `PagedKVCacheManager.copier`.
     """
@@ -44,16 +44,15 @@ class ImportCopier:
         self._ended = ended
         self._taken = pending.tokens[0]
         self._has_all = False
-        self.is_over = False  # it writes to no page any more
+        self.is_over = False  # True once it writes to no page any more
         self.proof: ImportProof | None = None
-        self.tables: tuple[BlockTable, ...] = ()  # those that name what was taken last, and was not taken before
+        self.tables: tuple[BlockTable, ...] = ()  # the tables of the pages that the last `take` returned
 
     def take(self, *, last: bool = True) -> list[PageCopy]:
-        """What is to be copied by now and was not taken before: an entry for each group of layers.
+        """The pages to copy by now that were not taken before, as an entry for each group of layers.
 
-        `last`: nothing will be taken after this. Only then is there anything to copy of a group whose pages stand for
-        the whole request (a recurrent state). Raises `InvalidRequestError` if the import is closed, this copier has
-        ended, or the last was taken.
+        `last`: this is the last call. Only then is a recurrent state copied, which stands for the whole request. Raises
+        `InvalidRequestError` if the import is closed, this copier has ended, or the last pages were taken.
         """
         pending = self.pending
         if self.is_over or self._has_all or pending.closed:
@@ -65,9 +64,9 @@ class ImportCopier:
         return copies
 
     def prove(self) -> ImportProof:
-        """All that was taken has been copied, and was its source's meanwhile: what `commit_import` asks for.
+        """Declare that everything taken was copied while its source held it, and return the proof for `commit_import`.
 
-        Raises `InvalidRequestError` if this copier has ended, or has not taken all.
+        Raises `InvalidRequestError` if this copier has ended, or has not taken everything.
         """
         pending = self.pending
         if self.is_over or not self._has_all:
@@ -78,23 +77,23 @@ class ImportCopier:
         return self.proof
 
     def give_up(self) -> None:
-        """Nothing of this copier writes to the pages any more: of a cancelled import, they are free now. Safe twice.
+        """Declare that this copier writes to no page any more. That frees the pages of a cancelled import. Safe twice.
 
-        While the manager waits for `recover`, that gives the pages back.
+        If the manager waits for `recover`, the pages are freed by that.
         """
         if not self.is_over:
             self._ended()
 
 
 class ImportBook:
-    """Imports from their beginning until no copier writes to their pages any more."""
+    """The imports of a replica, from their beginning until no copier writes to their pages any more."""
 
     def __init__(self, pool: PagePool, rows: BlockRows, mark: UnderWay) -> None:
         self._mark = mark
-        self.each: list[PendingImport] = []  # also those cancelled while their copier may still write
-        self.of_row: dict[int, PendingImport] = {}  # of each claimed row that waits for one, and cannot run
-        self.copiers: dict[PendingImport, ImportCopier] = {}  # those handed out
-        self._given_up: dict[int, int] = {}  # by row whose import was cancelled, tokens that were counted of it by then
+        self.each: list[PendingImport] = []  # includes cancelled ones while their copier may still write
+        self.of_row: dict[int, PendingImport] = {}  # by claimed row that waits for the import and cannot run
+        self.copiers: dict[PendingImport, ImportCopier] = {}  # those that were handed out
+        self._given_up: dict[int, int] = {}  # by row whose import was cancelled: its counted tokens at that time
         self._pool = pool
         self._rows = rows
 
@@ -105,12 +104,12 @@ class ImportBook:
         self.each.append(pending)
 
     def refuse_taken(self, pending: PendingImport) -> None:
-        """Raise `InvalidRequestError` if a copier writes to the pages of an import already."""
+        """Raise `InvalidRequestError` if the copier of this import was already handed out."""
         if pending in self.copiers:
             raise InvalidRequestError(f"request {pending.request_id!r}: the copier of its import was handed out before")
 
     def make_copier(self, pending: PendingImport) -> ImportCopier:
-        """The one copier that may write to the pages of an open import."""
+        """Make the one copier that may write to the pages of an open import."""
 
         def ended() -> None:
             interrupted = self._mark.is_interrupted
@@ -130,7 +129,7 @@ class ImportBook:
         self._free(pending)
 
     def cancel(self, pending: PendingImport) -> None:
-        """The import is given up. Its pages have a writer, and its request cannot run, until its copier has ended."""
+        """Cancel the import. Until its copier has ended, its pages have a writer, and its request cannot run."""
         pending.closed = True
         row = self._rows.row_of.get(pending.request_id)
         if row is not None and self.of_row.get(row) is pending:
@@ -140,16 +139,16 @@ class ImportBook:
             self._give_back(pending)
 
     def is_given_up(self, row: int) -> bool:
-        """Whether all that the row has are the pages of a cancelled import: nothing has run in them."""
+        """Whether all pages of the row are those of a cancelled import, so that nothing has run in them."""
         return row not in self.of_row and self._given_up.get(row) == self._rows.counted.item(row)
 
     def leave(self, row: int) -> None:
-        """The row is released."""
+        """Forget a released row."""
         self.of_row.pop(row, None)
         self._given_up.pop(row, None)
 
     def refuse_unknown(self, pending: PendingImport) -> None:
-        """Raise `InvalidRequestError` for an open import that is not one of these: a copy of one."""
+        """Raise `InvalidRequestError` if an open import is a copy of one of these, not the object itself."""
         if not pending.closed and not any(one is pending for one in self.each):
             raise InvalidRequestError(
                 f"request {pending.request_id!r}: this is a copy of the import: pass the object that "
@@ -157,7 +156,7 @@ class ImportBook:
             )
 
     def mend(self) -> list[RequestID]:
-        """The rows are mended: what of the imports is over is no more here, and gives its pages back. Whose it was."""
+        """After the rows are mended: drop the imports that are over, and free their pages. Returns their requests."""
         self._given_up.clear()
         over = [pending for pending in self.each if pending.closed and not self._is_written(pending)]
         self.each[:] = [pending for pending in dict.fromkeys(self.each) if pending not in over]
@@ -169,7 +168,7 @@ class ImportBook:
         return [pending.request_id for pending in over]
 
     def _is_written(self, pending: PendingImport) -> bool:
-        """Whether a copier may still write to its pages."""
+        """Whether a copier may still write to the import's pages."""
         copier = self.copiers.get(pending)
         return copier is not None and not copier.is_over
 

@@ -1,4 +1,4 @@
-"""A replica on its devices: the pools of its shards, and the tables that each device reads."""
+"""A replica on its devices: the page tensors of its shards, and the tables that each device reads."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -18,28 +18,28 @@ from kvcache.types import RaggedKVCacheInputs
 
 
 class PlacedReplica:
-    """A replica, which knows of no device, its page tensors, and its lookup tables."""
+    """A replica, which itself knows no devices, with its page tensors and lookup tables."""
 
     def __init__(
         self, replica: Replica, layouts: Sequence[PageLayout], devices: Sequence[torch.device], stream: Any
     ) -> None:
         self.replica = replica
         self._stream = stream
-        pages = replica.pool.num_pages + 1  # page 0, the null page, comes on top of the budget
+        pages = replica.pool.num_pages + 1  # the null page, 0, comes on top of the budget
         # Per shard `[pages + 1, sides, layers, page_size, heads, head_dim]`.
         self.blocks = [allocate_blocks(layout, pages, device) for layout, device in zip(layouts, devices, strict=True)]
-        self.rows = [page_rows(blocks) for blocks in self.blocks]  # whole pages, with their scales
+        self.rows = [page_rows(blocks) for blocks in self.blocks]  # whole pages, including their scales
         scales = [scales_of(rows, layout) for rows, layout in zip(self.rows, layouts, strict=True)]
         self._pools = list(zip(self.blocks, scales, strict=True))
         with self._on_stream():
             per_device = {device: DeviceTables(replica.rows.tensor, device) for device in devices}
         self._tables = [per_device[device] for device in devices]
         self._devices = devices
-        self._of_steps: dict[int, list[StepTables]] = {}  # by the number of the step's set, of each shard
+        self._of_steps: dict[int, list[StepTables]] = {}  # by set number: the tables of each shard
         self._mirrored = [table for device, table in per_device.items() if device.type != "cpu"]
 
     def inputs(self, state: BatchState, num_steps: int, number: int | None = None) -> list[RaggedKVCacheInputs]:
-        """The model's inputs for this batch, one entry per shard; in the set of tables of this `number`, if given."""
+        """The model's inputs for this batch, one entry a shard. `number`: build them in that set of tables."""
         rows, tables = self.replica.rows, self._tables if number is None else self._of_steps[number]
         if self._stream is None and not self._mirrored:  # nothing to order or to upload
             return build_inputs(self._pools, tables, state, self.replica.page_size, num_steps)
@@ -52,7 +52,7 @@ class PlacedReplica:
             return build_inputs(self._pools, tables, state, self.replica.page_size, num_steps)
 
     def step_tables(self, number: int) -> list[StepTables]:
-        """The set of tables of this number, of each shard; shards on one device share theirs."""
+        """The set of tables with this number, one entry a shard. Shards on one device share theirs."""
         if number not in self._of_steps:
             tensor = self.replica.rows.tensor
             with self._on_stream():
@@ -64,7 +64,7 @@ class PlacedReplica:
         return self._of_steps[number]
 
     def settle(self) -> None:
-        """Wait until the devices have done all that they were told to do."""
+        """Wait until the devices have finished all work."""
         for device in {blocks.device for blocks in self.blocks if blocks.is_cuda}:
             torch.cuda.synchronize(device)
 
@@ -74,10 +74,10 @@ class PlacedReplica:
                 rows[target].copy_(rows[source], non_blocking=True)
 
     def copy_pages_of(self, other: "PlacedReplica", sources: Pages, targets: Pages) -> None:
-        """Copy pages of another replica of this process into as many of ours, distinct, shard by shard.
+        """Copy pages of another replica of this process to as many distinct pages here, shard by shard.
 
-        In the order of the devices' work, after what was launched before on either. It is over on return: the pages are
-        published then, and who READs a published page from another process waits for no device.
+        The copy runs on the devices after all work launched before on either replica. It is over on return, because the
+        pages are published then, and a reader in another process does not wait for our devices.
         """
         with self._on_stream():
             for theirs, ours in zip(other.rows, self.rows, strict=True):
