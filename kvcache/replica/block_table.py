@@ -75,9 +75,7 @@ class ImportPart:
     """The part of a `PendingImport` for one block table of a request, or for its recurrent state."""
 
     first: int  # the first token to copy; the tokens before it that are needed are here already
-    dst_pages: (
-        Pages  # this manager's, from the page of that token on; owned by the transfer until it is closed
-    )
+    dst_pages: Pages  # this manager's, from the page of that token on; owned by the transfer until it is closed
     at_end: bool = False  # of a window, whose pages the source may still give back while the prompt runs
     is_state: bool = False  # one page for the whole request, from the pool of states
     src_pages: Pages = field(default_factory=lambda: np.zeros(0, np.int32))  # the other manager's, likewise

@@ -1,10 +1,10 @@
 """Page hashes: the digest of page `i` covers every token from the first to the end of page `i`.
 
-One running hash takes the pages in turn and gives its digest after each. So digests form a chain (equal digest, equal
-prefix) at the cost of one update and one digest a page; hashing `parent + page` anew takes sha256 60 % longer.
+A running hash takes the pages in turn and gives a digest after each. So digests form a chain (equal digests mean equal
+prefixes) at the cost of one update and one digest a page. Hashing `parent + page` anew takes sha256 60 % longer.
 
 hashlib needs two calls and an allocation for each page. If `chained.c` was compiled, it hashes all pages of a call, or
-of a step, at once, with libcrypto's sha256 as hashlib does: the digests are the same.
+of a step, at once, with the sha256 of hashlib's libcrypto. The digests are the same.
 """
 
 import functools
@@ -26,19 +26,19 @@ from kvcache.replica.keys import ExtraKeys
 DIGEST_BYTES: dict[HashAlgorithm, int] = {"sha256": 32, "blake3": 32, "xxh3_128": 16}
 _TOKEN, _WORD = np.dtype("<i4"), np.dtype(np.uint64)
 _AT_ONCE = 1 << 17
-"""Tokens that C hashes in one go, a digest counted as 16. No other thread runs meanwhile: that is less than the 5 ms
-after which its turn comes, without SHA instructions, too.
+"""Tokens that C hashes in one go, a digest counted as 16. No other thread runs meanwhile. Even without SHA instructions
+it takes less than 5 ms, the interval in which Python switches threads.
 """
 PLAIN = "PAGEWIRE_PLAIN_SHA256"
-"""The environment variable that, set to anything, has hashlib compute every sha256."""
+"""An environment variable. If it is set to anything, hashlib computes every sha256."""
 
 
 def _compiled() -> tuple[type[Any], str]:
-    """The class of `chained.c`, if it is there, wanted, and agrees with hashlib; and what computes sha256 here."""
+    """The class of `chained.c` if it exists, is enabled and agrees with hashlib; and the name of the implementation."""
     if os.environ.get(PLAIN):
         return _NotCompiled, f"hashlib: {PLAIN} is set"
     try:
-        from kvcache.replica.chained import Sha256Chain  # noqa: PLC0415 - there where it could be compiled
+        from kvcache.replica.chained import Sha256Chain  # noqa: PLC0415 - optional
     except ImportError as error:
         return _NotCompiled, f"hashlib: {error}"
     text, chain = bytes(range(192)), Sha256Chain(b"seed")
@@ -49,19 +49,19 @@ def _compiled() -> tuple[type[Any], str]:
 
 
 class _NotCompiled:
-    """In the place of `Sha256Chain` where that is not used: nothing is one."""
+    """Stands for `Sha256Chain` if that is not used. No object is an instance of it."""
 
 
 _Chain, SHA256_BY = _compiled()
-"""`SHA256_BY`: what computes sha256 in this process, "chained.c", or "hashlib: " and why; the digests are the same."""
+"""`SHA256_BY`: the implementation of sha256 in this process, "chained.c", or "hashlib: " and the reason."""
 
 
 class PrefixHasher:
-    """The page digests of one request, extended as it grows and never computed twice.
+    """The page digests of one request. They are extended as it grows, and never computed twice.
 
-    Two hashers agree on a page exactly when algorithm, page size, salt (None is one of its own), and all tokens and
-    extra keys up to its end agree, in any process: the digests may be compared across hosts. With `xxh3_128` collisions
-    can be crafted; with sha256 and blake3 not.
+    The digests of a page agree exactly if algorithm, page size, salt (None is a salt, too), and all tokens and extra
+    keys up to its end agree. That holds in any process, so digests may be compared across hosts. Collisions can be
+    crafted for `xxh3_128`, and not for sha256 and blake3.
     """
 
     __slots__ = ("algorithm", "extra_keys", "keys_left", "known", "matches", "page_size", "running", "salt", "width")
@@ -74,19 +74,19 @@ class PrefixHasher:
         self.salt = salt
         self.extra_keys = extra_keys
         self.width = DIGEST_BYTES[algorithm]
-        # After the pages whose digests are known. None while pages are taken: where it stays so, that was interrupted,
-        # and what was hashed by then is not known.
+        # The running hash after all pages in `known`. It is None while pages are hashed; if it stays None, that was
+        # interrupted, and the hash is begun anew.
         self.running: Any = None
-        self.known = bytearray()  # those digests, one after another
-        # The extra keys of pages to come, `(page, bytes to hash)`, the next one last. -1 is no token: where one is due
-        # it says that a key follows, and the length says where the key ends.
+        self.known = bytearray()  # the digests, one after another
+        # The extra keys of later pages as `(page, bytes to hash)`, the next one last. -1 is no token: it marks a key
+        # in the place of a token, and the length says where the key ends.
         self.keys_left: list[tuple[int, bytes]] = []
         self.begin()
-        # Index → the generation of it, first and last page, and what was found of them (see `Replica.find`).
+        # By index: its generation, the first and last page, and the result of the lookup (see `Replica.find`).
         self.matches: dict[object, tuple[int, int, int, Any]] = {}
 
     def begin(self) -> None:
-        """No page is hashed."""
+        """Start over, with no page hashed."""
         running = _seeded(self.algorithm, self.page_size, self.salt).copy()
         self.keys_left = self._keys_to_come() if self.extra_keys else []
         self.known = _known(running, b"")
@@ -94,7 +94,7 @@ class PrefixHasher:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the pages whose digests are known."""
+        """The number of tokens in the pages with known digests."""
         return len(self.known) // self.width * self.page_size
 
     def _keys_to_come(self) -> list[tuple[int, bytes]]:
@@ -125,7 +125,7 @@ class PrefixHasher:
         return np.ndarray((last - first, width // 8), _WORD, wanted)
 
     def _extend(self, tokens: NDArray[np.integer[Any]], page: int, last: int) -> None:
-        """Take the pages from `page`, the first one that is not known, to `last` of all known `tokens`."""
+        """Hash the pages from `page`, the first unknown one, to `last`, given all known `tokens`."""
         size, keys, running = self.page_size, self.keys_left, self.running
         self.running = None
         while page < last:
@@ -137,7 +137,7 @@ class PrefixHasher:
         self.running = running
 
     def _take(self, running: Any, tokens: NDArray[np.integer[Any]]) -> None:
-        """Extend `known` by whole pages without a key."""
+        """Hash whole pages without extra keys."""
         size = self.page_size
         if type(running) is _Chain:
             at_once = max(1, _AT_ONCE // (size + 16)) * size
@@ -147,18 +147,18 @@ class PrefixHasher:
             running.extend(np.ascontiguousarray(tokens, _TOKEN), size * _TOKEN.itemsize)
             return
         digest = running.digest
-        # No step but these two for a page: a prompt has thousands.
+        # Only these two calls a page: a prompt has thousands of pages.
         self.known += b"".join([digest() for _ in map(running.update, page_rows(tokens, size))])
 
 
 @functools.lru_cache(maxsize=256)
 def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None) -> Any:
-    """The running hash before the first page. It is copied, never updated."""
-    # Each field with its length, so that no two choices of fields give the same bytes.
+    """The running hash before the first page. Callers copy it, and never update it."""
+    # Each field comes with its length, so that no two choices of fields give the same bytes.
     fields = (algorithm.encode(), str(page_size).encode(), b"" if salt is None else b"=" + salt.encode())
     seed = b"pagewire/1" + b"".join(struct.pack("<I", len(field)) + field for field in fields)
     if algorithm == "blake3":
-        from blake3 import blake3  # noqa: PLC0415 - an extra: see `usable_hashes`
+        from blake3 import blake3  # noqa: PLC0415 - optional: see `usable_hashes`
 
         return blake3(seed)
     if algorithm == "xxh3_128":
@@ -167,18 +167,18 @@ def _seeded(algorithm: HashAlgorithm, page_size: int, salt: str | None) -> Any:
 
 
 def _known(running: Any, digests: bytes | bytearray) -> bytearray:
-    """Where a hasher of `running` has its digests; `digests` are those that it knows by now."""
+    """The array in which a hasher with this `running` keeps its digests, with the content `digests`."""
     return running.known if type(running) is _Chain else bytearray(digests)
 
 
 def token_bytes(tokens: NDArray[np.integer[Any]]) -> bytes:
-    """A copy of `tokens` as they are hashed."""
+    """A copy of `tokens` in the form in which they are hashed."""
     return np.ascontiguousarray(tokens, _TOKEN).tobytes()
 
 
 def page_rows(tokens: NDArray[np.integer[Any]], page_size: int) -> list[bytes]:
-    """The bytes of each page of `tokens`, a whole number of pages, as they are hashed."""
-    # A view of raw bytes becomes bytes objects in one call: half the cost of slicing a memoryview page by page.
+    """The bytes of each page of `tokens`, a whole number of pages, in the form in which they are hashed."""
+    # One call makes bytes objects of a view of raw bytes, at half the cost of slicing a memoryview page by page.
     return np.ascontiguousarray(tokens, _TOKEN).reshape(-1).view(_page_type(page_size)).tolist()
 
 
@@ -193,10 +193,10 @@ def next_digests(
     pages: NDArray[np.integer[Any]],
     slow: Callable[[int], bytes],
 ) -> NDArray[np.uint64]:
-    """The digest of one page of each request: page `firsts`, of the tokens `pages`. uint64 `[requests, words]`.
+    """The digest of one page of each request: page `firsts[i]` of request i, with the tokens `pages[i]`.
 
-    `pages` is `[requests, page_size]`. `slow(at)` gives the digest where pages before that one are not hashed yet, or
-    an extra key is to come.
+    `pages` is `[requests, page_size]`; the result is uint64 `[requests, words]`. `slow(i)` must return the digest if
+    earlier pages of request i are not hashed yet, or if it has an extra key to come.
     """
     if hashers[0].running is None:
         hashers[0].begin()
@@ -223,11 +223,11 @@ _KEYS_LEFT, _RUNNING = attrgetter("keys_left"), attrgetter("running")
 def _next_in_c(
     hashers: Sequence[PrefixHasher], firsts: Sequence[int], pages: NDArray[np.int32], slow: Callable[[int], bytes]
 ) -> NDArray[np.uint64]:
-    """`next_digests` of chains: usually all of them in one call."""
+    """`next_digests` with `chained.c`, usually in one call."""
     if not any(map(_KEYS_LEFT, hashers)):
         try:
             digests = _Chain.extend_each(list(map(_RUNNING, hashers)), list(firsts), pages)
-        except TypeError:  # one of them was interrupted
+        except TypeError:  # a hasher was interrupted: its `running` is None
             digests = None
         if digests is not None:
             return np.frombuffer(digests, np.uint64).reshape(len(hashers), -1)

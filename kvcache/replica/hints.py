@@ -1,4 +1,4 @@
-"""`ReplicaHints`: takes what requests say about the future to the pages that they leave, and sees what came of it."""
+"""`ReplicaHints`: applies requests' retention hints to the pages that they release, and measures their worth."""
 
 from collections.abc import Callable
 
@@ -23,13 +23,13 @@ from kvcache.types import Retention
 class ReplicaHints(PageReader):
     """The hints and quotas of one replica.
 
-    Until a request brings a hint there is nothing but the plain LRU order, and no baseline beside it. The first one
-    costs a pass over the pool. Without prefix caching no page is ever idle, and nothing is counted.
+    Until a request brings a hint, there is only the plain LRU order, without baselines. The first hint costs a pass
+    over the pool. Without prefix caching no page is ever idle, and nothing is counted.
 
-    Where there are further tables, what is said of a prefix is said of every page that it takes to go on from its end:
-    of a window the last ones. The baselines know the pages of the first table alone, in a pool that is smaller by as
-    many as the others have of it. What is said of a prefix is said of the cached recurrent states after it, too, in as
-    far as hints prove right for pages.
+    With further block tables, a hint for a prefix applies to every page that is needed to resume from its end; for a
+    window these are the last pages. The baselines know only the pages of the first table, in a pool that is smaller by
+    what the other tables hold. A hint for a prefix also applies to the cached recurrent states after it, as far as
+    hints prove right for pages.
     """
 
     def __init__(
@@ -42,21 +42,21 @@ class ReplicaHints(PageReader):
         salt_of: Callable[[int], str | None],
         params: KVCacheParams,
     ) -> None:
-        self._found = [0] * len(rows.request_ids)  # by row, pages that were published already
+        self._found = [0] * len(rows.request_ids)  # by row: pages that were already published
         self._pool = pool
         self._rows = rows
         self._hasher_of = hasher_of
-        self._digests_of = digests_of  # of the row's published pages
-        self._salt_of = salt_of  # of the row's pages, whatever its context says by now
+        self._digests_of = digests_of  # the digests of the row's published pages
+        self._salt_of = salt_of  # the salt of the row's pages, whatever its context says by now
         caching = params.enable_prefix_caching
-        # An order of the caller's own is told of hints, and is all that follows them.
+        # A caller's own order gets the hints, and decides alone what they are worth.
         self._has_own = params.eviction_order is not None
         self._most_hinted = params.max_hint_share if caching and not self._has_own else 0.0
         self._tables = tables
         self._states = RequestStates()
-        # By row, pages that plain LRU would have found, and hints at their largest share; and those looked for.
+        # By row: the pages that plain LRU would have found, those that hints would, and those that were looked up.
         self._expected: dict[int, tuple[int, int, int]] = {}
-        # The pages that plain LRU, and hints at their largest share, would hold; counted from the first hint on.
+        # The pages that plain LRU, and hints at their largest share, would hold; there from the first hint on.
         self._baselines: tuple[LruBaseline, HintedBaseline] | tuple[()] = ()
         self._share = HintShare(pool.num_pages, params.max_hint_share)
         self._quotas: TenantQuotas | None = None
@@ -71,26 +71,26 @@ class ReplicaHints(PageReader):
             self._pool.idle.own(pages[rows == row], self._salt_of(row))
 
     def gone(self, pages: Pages, why: Reasons | int) -> None:
-        """The baselines forget pages that a tenant's quota has evicted: plain LRU would have evicted them too."""
+        """The baselines forget pages that a tenant's quota has evicted: quotas would have evicted them there, too."""
         if self._baselines:
             self._forget(self._pool.index.words_of(pages[np.broadcast_to(why == BY_QUOTA, len(pages))]))
 
     def follow_states(self, states: RequestStates) -> None:
-        """Hints and quotas hold for these states, too."""
+        """Apply hints and quotas to these states, too."""
         self._states = states
         if self._quotas is not None:
             states.follow_hints(self._quotas)
 
     @property
     def share(self) -> float:
-        """The share of idle pages that follow the hints; 0.0 before the first hint."""
+        """The share of idle pages that follows the hints; 0.0 before the first hint."""
         return self._share.value if self._baselines else 0.0
 
     def come(self, row: int, context: Context, found: int) -> None:
-        """The row's request has come for pages, and has found so many of them published."""
+        """The row's request asks for pages, of which `found` were published."""
         if found:
             self._found[row] += found
-        if self._rows.prompt.item(row) >= 0:  # not for the first time
+        if self._rows.prompt.item(row) >= 0:  # it has asked before
             return
         if not self._baselines and getattr(context, "retention", None) is not None:
             self._start()
@@ -105,12 +105,12 @@ class ReplicaHints(PageReader):
             self._expected[row] = (plain.visit(words, room), hinted.visit(words, room), len(words))
 
     def share_pages(self, rows: Ints) -> None:
-        """A page of each of `rows` turned out to be published by others before."""
+        """Each of `rows` has found one of its pages published by another request."""
         for row in rows.tolist():
             self._found[row] += 1
 
     def brought(self, words: Words) -> None:
-        """Pages of these digests came from elsewhere: plain LRU would have them now, too."""
+        """Pages of these digests were copied from elsewhere. Plain LRU would have them now, too."""
         for baseline in self._baselines:
             baseline.touch(words)
 
@@ -120,9 +120,9 @@ class ReplicaHints(PageReader):
         self._begin_with_what_is_there()
 
     def begin_orders(self) -> None:
-        """After an interrupt: where a first hint has come, the orders of pages and states follow hints.
+        """After an interrupt: restore the hinted orders of pages and states if there was a hint.
 
-        No page of a tenant counts as idle: the pools are about to say which are.
+        The idle pages of tenants are cleared, because the pools report them next.
         """
         if self._quotas is not None:
             self._quotas.clear()
@@ -131,7 +131,7 @@ class ReplicaHints(PageReader):
             self._follow_hints()
 
     def mend(self) -> None:
-        """The pool is mended: the baselines begin anew with what it has, and nothing is expected of any row."""
+        """After the pool is mended: begin the baselines anew with its pages, and expect nothing of any row."""
         self._expected.clear()
         free = [row for row, request_id in enumerate(self._rows.request_ids) if request_id is None]
         for row in free:
@@ -141,12 +141,12 @@ class ReplicaHints(PageReader):
             self._begin_with_what_is_there()
 
     def leave(self, row: int, context: Context | None) -> None:
-        """The row is about to be released; None: it was never given pages."""
+        """The row is about to be released. `context` is None if it never got pages."""
         self._found[row], found = 0, self._found[row]
         if context is None:
             return
         hint: object = getattr(context, "retention", None)
-        retention = hint if isinstance(hint, Retention) else None  # a release cannot be refused for its hint
+        retention = hint if isinstance(hint, Retention) else None  # an invalid hint must not refuse a release
         if not self._baselines and retention is not None:
             self._start()
         if not self._baselines and self._quotas is None and not self._has_own:
@@ -169,7 +169,7 @@ class ReplicaHints(PageReader):
             self._states.leave_hinted(row, digests, hints, of_ranges, self.share)
 
     def _learn(self, row: int, context: Context, words: Words, hints: PageHints | None, found: int) -> None:
-        """The row leaves pages of these digests, of which it has found so many, and says `hints`: baselines follow."""
+        """Update the baselines: the row leaves pages of these digests with `hints`; the first `found` were hits."""
         if not self._baselines:
             return
         plain, hinted = self._baselines
@@ -200,18 +200,18 @@ class ReplicaHints(PageReader):
             baseline.forget(words)
 
     def _unfindable(self) -> int:
-        """Pages that running requests hold and that no baseline has: those past their prompts that are not full."""
+        """Pages that running requests hold and that no baseline has: those after their prompts that are not full."""
         rows = self._rows
         findable = np.maximum(rows.committed, (rows.prompt - 1) // rows.page_size)
         past = int(np.maximum(rows.num_pages - findable, 0).sum())
         return past * self._tables.count + len(rows.row_of) * self._pool.beside
 
     def _width(self) -> float:
-        """Pages of the pool that are cached for each of the first table: those of other tables, and of states."""
+        """The cached pages of all tables and states for each cached page of the first table."""
         return self._pool.width * self._tables.width()
 
     def _start(self) -> None:
-        """The first hint."""
+        """Begin with the first hint."""
         if not self._most_hinted:
             return
         self._begin_baselines()
@@ -238,7 +238,7 @@ class ReplicaHints(PageReader):
             baseline.touch(pool.index.words_of(sampled[used]))
 
     def _follow_hints(self) -> None:
-        """Pages and states follow hints from now on, where they do not yet."""
+        """Let pages and states follow hints, if they do not yet."""
         pool = self._pool
         if pool.idle.by_age:
             pool.follow(HintedOrder(pool.num_pages, pool.idle))

@@ -1,9 +1,9 @@
 """Pages from elsewhere: export a request's block table, reserve pages for one, and publish the copied pages.
 
-Until `commit_import` the pages are in no index and no batch: bytes that never arrived are never read.
+Until `commit_import` the pages are in no index and no batch, so bytes that never arrived are never read.
 
-With several tables (`params.groups`) each keeps the pages that it finds in the local cache, from the first token on or
-for its last window. The rest is copied: a prefix whose window was evicted needs only the window's pages.
+With several tables (`params.groups`) each table reuses the pages that it finds in the local cache, from the first token
+on or for its last window. Only the rest is copied. A prefix whose window was evicted needs only the window's pages.
 """
 
 from collections.abc import Sequence
@@ -38,9 +38,9 @@ def export_table(
     full_pages: bool,
     first_page: int = 0,
 ) -> BlockTable:
-    """The block table of what the request had computed by its last `step`, or of its full pages only.
+    """The block table of the tokens that were computed by the request's last `step`, or of its full pages only.
 
-    It begins with `first_page` where there is one table, of full attention; else each table is named whole.
+    It begins with `first_page` if there is one table, of full attention. Otherwise each table is exported whole.
     """
     rows, size = replica.rows, replica.page_size
     request_id = rows.request_ids[row] or ""
@@ -76,13 +76,13 @@ def check_table(
 ) -> PrefixHasher | None:
     """Raise `BlockTableMismatchError` unless the table holds a proper prefix of the context's tokens.
 
-    Its geometry is the transfer's to judge. Without `last` the prompt is not whole yet, and only full pages count: one
-    that is filled further may still be replaced. Returns the hasher of the context's tokens in the page size and
-    algorithm of the table, that of an earlier call if it fits; None if the table has no digests.
+    The transfer checks the geometry. Without `last` the prompt is still running, and only full pages count, because a
+    partly filled page may still be replaced. Returns the hasher of the context's tokens in the table's page size and
+    algorithm; `hasher`, from an earlier call, is reused if it fits. Returns None if the table has no digests.
     """
     if not isinstance(table, BlockTable):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
         raise BlockTableMismatchError(f"request {context.request_id!r}: {shown(table)} is no block table")
-    try:  # what a peer sent was decoded and has the right types; what was made here may have any
+    try:  # a decoded table of a peer has the right types; a table made in this process may have any
         if not _has_types(table):
             table = msgspec.convert(msgspec.to_builtins(table), BlockTable)
     except (TypeError, ValueError, OverflowError) as error:
@@ -104,7 +104,7 @@ def check_table(
 
 
 def _has_types(table: BlockTable) -> bool:
-    """Whether every field is of its own type already: of thousands of pages that is seen sooner than converted."""
+    """Whether every field has the right type. For thousands of pages this test is faster than a conversion."""
     every: list[Any] = [table.groups, table.kinds, table.digests]
     of_each = [type(value) for value in every] == [tuple, tuple, bytes]
     names = (table.request_id, table.fingerprint, table.hash_algorithm, *(table.kinds if of_each else ()))
@@ -115,7 +115,7 @@ def _has_types(table: BlockTable) -> bool:
 
 
 def _check_pages(replica: Replica, context: Context, table: BlockTable) -> None:
-    """The table names pages of our groups of layers: of each as many as its tokens take, of a window no more."""
+    """Raise unless the table names the pages of our groups of layers: all for its tokens, or fewer of a window."""
     kinds, named = replica.tables.kinds, replica.tables.kinds_named
     beside = table.groups[len(kinds) :]
     if len(table.groups) != len(kinds) + replica.states.groups or any(len(pages) != 1 for pages in beside):
@@ -150,13 +150,13 @@ def _mismatch(context: Context, reason: str) -> BlockTableMismatchError:
 def _check_digests(
     replica: Replica, context: Context, table: BlockTable, hasher: PrefixHasher | None
 ) -> PrefixHasher | None:
-    """The digests are those of the context's own tokens: the pages hold this prompt, not another one.
+    """Raise unless the digests are those of the context's own tokens, so that the pages hold this prompt.
 
-    Digests of another page size or algorithm are compared too, at the price of hashing the tokens once more: without
-    that, nothing would show that the pages are of this prompt and this salt before they are published here.
+    Digests of another page size or algorithm are compared too, which costs another hash of the tokens. Otherwise
+    nothing would show that the pages belong to this prompt and salt before they are published here.
     """
     if not table.hash_algorithm:
-        return None  # made without prefix caching: no page of it was ever shared
+        return None  # made without prefix caching, so none of its pages was ever shared
     algorithm: HashAlgorithm | None = next((known for known in usable_hashes() if known == table.hash_algorithm), None)
     if algorithm is None:
         raise _mismatch(
@@ -183,7 +183,7 @@ def _check_digests(
 
 
 def _refuse_hole(replica: Replica, row: int, context: Context, table: BlockTable) -> None:
-    """Pages that a table leaves out have to be here: pages behind a hole are no prefix."""
+    """Raise if pages that the table leaves out are not here: pages after a hole are no prefix."""
     here = replica.find(context, row).end * replica.page_size
     if here < table.first_page * table.page_size:
         first = table.first_page * table.page_size
@@ -193,7 +193,7 @@ def _refuse_hole(replica: Replica, row: int, context: Context, table: BlockTable
 def begin_import(
     replica: Replica, replica_idx: int, row: int, context: Context, table: BlockTable, num_steps: int, *, partial: bool
 ) -> PendingImport | None:
-    """Reserve the request's pages, and say which are to be copied. None: too few pages, nothing changed."""
+    """Reserve the request's pages, and determine which are to be copied. Returns None if there are too few pages."""
     hasher = check_table(replica, context, table, last=not partial)
     replica.refuse_pending(row, "import_block_table")
     if replica.rows.num_pages[row]:
@@ -227,7 +227,7 @@ def begin_import(
 def _plan(
     replica: Replica, row: int, context: Context, table: BlockTable, num_steps: int, *, partial: bool
 ) -> Reservation:
-    """What an import takes: each table has what it finds itself, and pages for what is seen after it."""
+    """Plan the reservation of an import: each table's own hits, and pages for the tokens that it sees after them."""
     tables, size = replica.tables, replica.page_size
     num_tokens = context.end_idx if partial else table.num_tokens
     length = replica.length_of(context, num_steps, num_tokens)
@@ -244,7 +244,7 @@ def _plan(
 
 
 def _check_reach(context: Context, table: BlockTable, kinds: Sequence[str], firsts: Sequence[int]) -> None:
-    """Raise unless the pages named for each window hold all tokens from the first that is to be copied."""
+    """Raise unless the pages named for each window hold all tokens from the first one to copy."""
     wanted = -(-table.num_tokens // table.page_size)
     for kind, pages, first in zip(kinds, table.groups[: len(kinds)], firsts, strict=True):
         begins = (wanted - len(pages)) * table.page_size
@@ -257,7 +257,7 @@ def _check_reach(context: Context, table: BlockTable, kinds: Sequence[str], firs
 def extend_import(
     replica: Replica, row: int, context: Context, pending: PendingImport, table: BlockTable, *, last: bool
 ) -> PageCopy:
-    """Take up a table that covers more tokens than the one before; what is to be copied beyond that."""
+    """Accept a table that covers more tokens than the last one. Returns the additional pages to copy."""
     _check_open(replica, row, context, pending, "extend_import")
     hasher = check_table(replica, context, table, pending.hasher, last=last)
     if table.page_size != pending.src_page_size:
@@ -284,7 +284,7 @@ def extend_import(
 
 
 def _named(context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> list[Pages]:
-    """The other manager's pages to copy by now; refused if they are others than its tables before have named."""
+    """The other manager's pages to copy by now. Raises if they differ from those that its earlier tables named."""
     named = pending.named(table, last=last) if pending.src_replica_idx == table.replica_idx else None
     if named is None:
         for part, pages in zip(pending.parts, table.groups, strict=True):
@@ -295,7 +295,7 @@ def _named(context: Context, pending: PendingImport, table: BlockTable, *, last:
 
 
 def own_import(replicas: Sequence[Replica], pending: PendingImport, call: str, *, is_open: bool = False) -> Replica:
-    """The replica whose import it is. Raises `InvalidRequestError` for none of these, or one that has to be open."""
+    """The replica that owns the import. Raises `InvalidRequestError` if none of these does, or if it must be open."""
     if not isinstance(pending, PendingImport):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
         raise InvalidRequestError(f"{call}: {type(pending).__name__} is no import: one of import_block_table is needed")
     owner = next((replica for replica in replicas if pending.owner is replica), None)
@@ -314,7 +314,7 @@ def _check_open(replica: Replica, row: int, context: Context, pending: PendingIm
 
 
 def _check_proof(replica: Replica, pending: PendingImport, proof: ImportProof | None) -> None:
-    """The bytes are there, and are those of the table: only the copier can know that."""
+    """Raise unless the copier has proved that the bytes arrived and are those of the table."""
     start = f"request {pending.request_id!r}: commit_import"
     copier = replica.imports.copiers.get(pending)
     if proof is None:
@@ -333,10 +333,10 @@ def _check_proof(replica: Replica, pending: PendingImport, proof: ImportProof | 
 def finish_import(
     replica: Replica, row: int, context: Context, pending: PendingImport, proof: ImportProof | None
 ) -> None:
-    """Every byte has arrived: the tokens count as cached, the full pages can be found."""
+    """End an import whose bytes have all arrived: its tokens count as cached, and its full pages are published."""
     _check_open(replica, row, context, pending, "commit_import")
     _check_proof(replica, pending, proof)
-    there = max(pending.num_tokens, replica.rows.counted.item(row))  # more may have been found than was to be copied
+    there = max(pending.num_tokens, replica.rows.counted.item(row))  # a local hit may be longer than the table
     if context.start_idx > there:
         raise replica.counter.ahead(row, context.start_idx, there)
     cached = max(pending.num_tokens, context.start_idx)
@@ -362,9 +362,9 @@ def finish_import(
 
 
 def _publish_plain(replica: Replica, row: int, context: Context, cached: int) -> None:
-    """As `publish`, if only the row is to be told: without arrays of one, in half the time.
+    """As `publish` if only the row needs the news: without arrays of one item, in half the time.
 
-    Leases know no page of the row yet: no block table is made of it while its import is pending.
+    Leases know no page of the row yet, because no block table is exported while its import is pending.
     """
     rows = replica.rows
     if replica.caching and cached >= rows.commit_at.item(row):

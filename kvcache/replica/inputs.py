@@ -1,4 +1,4 @@
-"""What a model's attention reads: built from the rows of a batch, described as symbols, advanced by a step."""
+"""The inputs of a model's attention: built from the rows of a batch, described as symbols, advanced by a step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
@@ -17,11 +17,11 @@ from kvcache.replica.rows import Ints, Rows
 from kvcache.types import RaggedKVCacheInputs
 
 from_numpy = cast("Callable[[NDArray[Any]], torch.Tensor]", torch.from_numpy)  # pyright: ignore[reportUnknownMemberType]
-"""torch's own, which has no types; it costs a third of `torch.as_tensor`."""
+"""torch's own function, which has no types. It costs a third of `torch.as_tensor`."""
 
 
 class Tables(Protocol):
-    """Gives the tensors of a batch's rows on one device."""
+    """Provides the tensors of a batch's rows on one device."""
 
     def lookup(self, rows: Rows, columns: int) -> torch.Tensor:
         """The first `columns` entries of `rows`, int32 `[..., len(rows), columns]`."""
@@ -33,11 +33,11 @@ class Tables(Protocol):
 
 
 class DeviceTables:
-    """Hands out lookup tables on one device, of one block table or several of the same rows.
+    """Provides lookup tables on one device, of one block table, or of several with the same rows.
 
-    On the CPU they are views of the block table where the batch is a run of rows, a copy otherwise. On a GPU a copy of
-    the block table lives on the device, and only rows that changed since the last call are uploaded, from pinned memory
-    on the current stream. torch's pinned allocator keeps a staging buffer until the copy from it is done.
+    On the CPU they are views of the block table if the batch is a run of rows, and copies otherwise. On a GPU a copy of
+    the block table lives on the device. Only rows that changed since the last call are uploaded, from pinned memory on
+    the current stream. torch's pinned allocator keeps a staging buffer until the copy from it is done.
     """
 
     def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
@@ -63,22 +63,22 @@ class DeviceTables:
 
 
 class StepTables:
-    """The tables of one step in flight: copies in memory of their own, at the same address each time.
+    """The tables of one step in flight: copies in their own memory, at the same address for each step.
 
-    Rows behind the batch have length 0, and all entries behind those of the batch name the null page: a graph that was
-    captured for more rows and columns may run over them.
+    Rows after those of the batch have length 0, and all entries after those of the batch name the null page. So a graph
+    that was captured for more rows and columns may read them.
     """
 
     def __init__(self, source: DeviceTables, tensor: torch.Tensor, device: torch.device) -> None:
         self._source = source
         self._table = torch.zeros(tensor.shape, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(tensor.shape[-2], dtype=torch.int32, device=device)
-        self._used = 0, 0  # rows and columns of the step before
+        self._used = 0, 0  # rows and columns of the previous step
 
     def lookup(self, rows: Rows, columns: int) -> torch.Tensor:
         found, (had_rows, had_columns) = self._source.lookup(rows, columns), self._used
         count = found.shape[-2]
-        self._used = max(count, had_rows), max(columns, had_columns)  # what interrupts this has all of it cleared next
+        self._used = max(count, had_rows), max(columns, had_columns)  # so that an interrupted lookup is cleared next
         table = self._table[..., :count, :columns]
         table.copy_(found)
         if count < had_rows:
@@ -95,7 +95,7 @@ class StepTables:
         return lengths
 
     def padded(self, inputs: RaggedKVCacheInputs, rows: int) -> RaggedKVCacheInputs:
-        """The step's `inputs` with so many rows, and with all columns."""
+        """The step's `inputs` with `rows` rows and all columns."""
         return inputs._replace(cache_lengths=self._lengths[:rows], lookup_table=self._table[..., :rows, :])
 
     def pages(self) -> NDArray[np.int32]:
@@ -112,9 +112,9 @@ def build_inputs(
     page_size: int,
     num_steps: int,
 ) -> list[RaggedKVCacheInputs]:
-    """One entry per shard of a replica, whose values and scales are `pools`.
+    """The inputs of a replica, one entry a shard. `pools`: the values and scales of each shard.
 
-    An empty batch gives tables of no rows and one row of zero lengths.
+    An empty batch gives tables without rows, and one row of zero lengths.
     """
     lengths = max_lengths(state, num_steps)
     columns = -(-(state.longest + num_steps - 1) // page_size) if state.longest else 0
@@ -132,7 +132,7 @@ def build_inputs(
 
 
 def max_lengths(state: BatchState, num_steps: int) -> torch.Tensor:
-    """int32 `[num_steps, 2]`: longest active run, longest context of each step; after the first a run is one token."""
+    """int32 `[num_steps, 2]`: the longest active run and the longest context of each step. Later runs are one token."""
     run, context = state.longest_run, state.longest_context
     if not run:
         return torch.zeros((1, 2), dtype=torch.int32)
@@ -144,7 +144,7 @@ def max_lengths(state: BatchState, num_steps: int) -> torch.Tensor:
 def increment_cache_lengths(
     kv_cache_inputs: Sequence[RaggedKVCacheInputs], prev_model_inputs: Any, *, replicas: int
 ) -> Sequence[RaggedKVCacheInputs]:
-    """As `PagedKVCacheManager.increment_cache_lengths`. No copy of tables or pages, no wait for a device."""
+    """As `PagedKVCacheManager.increment_cache_lengths`. Copies no tables or pages, and does not wait for a device."""
     try:
         advanced = _advanced(kv_cache_inputs, prev_model_inputs, replicas)
     except KVCacheError:
@@ -192,7 +192,7 @@ def _advanced(
 
 
 def data_parallel_splits(replicas: Ints, count: int) -> torch.Tensor:
-    """Where the requests of each of `count` replicas end, given the replica of each request of a batch."""
+    """The ends of the requests of each of `count` replicas, after a 0, given the replica of each request of a batch."""
     if (np.diff(replicas) < 0).any():
         raise InvalidRequestError(f"the batch is not ordered by replica: {replicas.tolist()}")
     counts = np.bincount(replicas, minlength=count)
@@ -200,16 +200,16 @@ def data_parallel_splits(replicas: Ints, count: int) -> torch.Tensor:
 
 
 class RaggedKVCacheInputSymbols(NamedTuple):
-    """Shapes of `fetch`'s inputs on one device, fit for `torch.export`."""
+    """The shapes of `fetch`'s inputs on one device, for `torch.export`."""
 
     inputs: RaggedKVCacheInputs  # meta tensors
-    dynamic_shapes: RaggedKVCacheInputs  # for each of them the named dimensions that vary between calls
+    dynamic_shapes: RaggedKVCacheInputs  # the named dimensions of each tensor that vary between calls
 
 
 def input_symbols(
     params: KVCacheParams, num_layers: int, page_size: int, num_pages: Sequence[int]
 ) -> list[RaggedKVCacheInputSymbols]:
-    """Symbols of the shards of each replica, whose pool has `num_pages` pages. Its shards share their dimensions."""
+    """The symbols of each shard of each replica, whose pool has `num_pages` pages. Shards share their dimensions."""
     tables = layer_tables(params.groups, num_layers)
     layouts = shard_layouts(params, tables.layers_per_page, page_size)
     count = len(tables.tables)
@@ -225,7 +225,7 @@ def input_symbols(
             rows = torch.empty((total, layout.page_bytes), dtype=torch.uint8, device="meta")
             blocks = as_blocks(rows.view(getattr(torch, layout.dtype)), layout, total)
             scales = scales_of(rows, layout)
-            # Example sizes above 1: export takes 0 and 1 for constants.
+            # Example sizes above 1, as export treats 0 and 1 as constants.
             lengths, table, steps_left = (
                 torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((2,), (2, 3), (4, 2))
             )

@@ -7,12 +7,12 @@ from kvcache.arguments import integer, shown
 from kvcache.errors import InvalidRequestError
 
 ExtraKeys = tuple[tuple[int, bytes], ...]
-"""`(position, key)`: what else the KV from this token on depends on."""
+"""`(position, key)`: an input besides tokens on which the KV from this token on depends."""
 _NONE: ExtraKeys = ()
 
 
 def checked_salt(request_id: str, salt: object) -> str | None:
-    """`salt`, text that has bytes, or None. Raises `InvalidRequestError`."""
+    """`salt` itself if it is None or valid UTF-8 text. Raises `InvalidRequestError` otherwise."""
     if salt is None:
         return None
     try:
@@ -26,7 +26,7 @@ def checked_salt(request_id: str, salt: object) -> str | None:
 
 def checked_keys(request_id: str, keys: object) -> ExtraKeys:
     """`keys` as a tuple of `(position, bytes)`, position and length below 2**31. Raises `InvalidRequestError`."""
-    if keys is _NONE:  # as nearly always: there is one empty tuple
+    if keys is _NONE:  # nearly always: Python has one empty tuple
         return _NONE
     found: list[tuple[int, bytes]] = []
     try:

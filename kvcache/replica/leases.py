@@ -1,8 +1,8 @@
 """`PageLease`: a hold on pages that outlives their request, for readers of the pages.
 
-While its request is claimed, the request's row holds the pages. When the request leaves, in whatever way, they pass to
-every lease of it that is open, and go when the last of these ends. So no caller has to keep a request for the sake of
-its readers. A page that leaves the row earlier, as content like its own was found, passes to the leases as well.
+While the request is claimed, its row holds the pages. When the request is released, for whatever reason, they pass to
+each of its open leases, and are freed when the last of these ends. So a caller need not keep a request for its readers.
+If a page leaves the row earlier because equal content was found, it passes to the leases as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
 from kvcache.types import RequestID
 
 PagesBefore = Callable[[int, int], Pages]
-"""The pages of a row before a column."""
+"""Maps row and column to the pages of the row before that column."""
 Seal = Callable[[BlockTable], bytes]
-"""What a lease says of a block table whose pages it holds, for its readers to compare."""
+"""Makes a lease's statement about a block table whose pages it holds. Readers compare it."""
 
 _NEVER = 1 << 62
 
@@ -32,14 +32,15 @@ class HeldPages(NamedTuple):
     pages: Pages
 
     def release(self) -> None:
-        """Let go of them."""
+        """Release the pages."""
         self.pool.release(self.pages)
 
 
 class PageLease:
-    """A hold on what one request has computed. Made by `PagedKVCacheManager.lease`, ended by `end_lease`.
+    """A hold on the pages of one request. Made by `PagedKVCacheManager.lease`, ended by `end_lease`.
 
-    It covers every page in which tokens of the request are computed between the two, also those that are still to come.
+    It covers every page with computed tokens of the request between the two calls, including pages that are still to
+    come.
     """
 
     __slots__ = ("owner", "replica_idx", "request_id", "seal")
@@ -47,7 +48,7 @@ class PageLease:
     def __init__(self, owner: "PageLeases", request_id: RequestID, replica_idx: int, seal: Seal | None = None) -> None:
         self.owner = owner
         self.seal = seal
-        self.request_id = request_id  # as it was called when the lease was made; it may be another request's by now
+        self.request_id = request_id  # at the time of the lease; another request may have this id by now
         self.replica_idx = replica_idx
 
     @property
@@ -59,40 +60,40 @@ class PageLease:
 
 
 class PageLeases:
-    """The open leases of one replica, and what each holds."""
+    """The open leases of one replica, and the pages that each holds."""
 
     def __init__(self, pool: PagePool, rows: BlockRows) -> None:
-        self.of_row: dict[int, list[PageLease]] = {}  # of claimed rows; empty if nobody leases: then nothing costs
-        self.told = np.zeros(len(rows.request_ids), np.int64)  # by row, tokens that readers may have been told of
-        # By row: of windows readers were told of what the query at this token sees.
+        self.of_row: dict[int, list[PageLease]] = {}  # by claimed row; empty while there are no leases, at no cost
+        self.told = np.zeros(len(rows.request_ids), np.int64)  # by row: tokens that readers may know
+        # By row: the lowest token whose window readers may know.
         self.kept = np.full(len(rows.request_ids), _NEVER, np.int64)
         self._pool = pool
         self._rows = rows
-        self._held: dict[PageLease, list[HeldPages]] = {}  # beside its row
-        self._row_of: dict[PageLease, int] = {}  # of those whose request is claimed
+        self._held: dict[PageLease, list[HeldPages]] = {}  # by lease: pages that it holds in addition to its row's
+        self._row_of: dict[PageLease, int] = {}  # leases whose request is claimed
 
     def __contains__(self, lease: PageLease) -> bool:
         return lease in self._held
 
     def grant(self, lease: PageLease, row: int, besides: Sequence[HeldPages] = ()) -> None:
-        """The lease is of the request at this row, and of what it has `besides` the pages of its tokens."""
+        """Open a lease of the request at this row, and of the pages that it has `besides` those of its tokens."""
         self.of_row.setdefault(row, []).append(lease)
         self._row_of[lease] = row
         self._held[lease] = []
         for held in besides:
             self._hold(lease, held)
-        self.tell(row, int(self._rows.cached[row]))  # its block table may have been made before
+        self.tell(row, int(self._rows.cached[row]))  # a block table may have been exported before
 
     def grant_pages(self, lease: PageLease, pages: Pages, besides: Sequence[HeldPages] = ()) -> None:
-        """The lease is of published pages, whichever request computed them, and of the states with them."""
+        """Open a lease of published pages, whatever request computed them, and of the states with them."""
         self._held[lease] = []
         for held in (HeldPages(self._pool, pages), *besides):
             self._hold(lease, held)
 
     def tell(self, row: int, tokens: int, *, windows: bool = True) -> None:
-        """Readers may know by now where the first `tokens` tokens of a leased row lie: these are not written again.
+        """Readers may know the pages of the first `tokens` tokens of a leased row. These are not written again.
 
-        `windows`: also of layers that keep a window alone, of which what a query behind these tokens sees.
+        `windows`: they may also know the pages of windows that a query after these tokens sees.
         """
         if row in self.of_row:
             self.told[row] = max(tokens, int(self.told[row]))
@@ -100,12 +101,12 @@ class PageLeases:
                 self.kept[row] = min(tokens, int(self.kept[row]))
 
     def sealed(self, row: int, table: BlockTable) -> BlockTable:
-        """The table of a row with what each of its leases says of it."""
+        """The table of a row with the seal of each of its leases."""
         seals = [lease.seal for lease in self.of_row.get(row, ()) if lease.seal is not None]
         return replace(table, seals=tuple(seal(table) for seal in seals)) if seals else table
 
     def refuse_rewrite(self, rows: Rows, starts: Ints) -> None:
-        """Raise `InvalidRequestError` if one of `rows` would compute from before what its readers were told of."""
+        """Raise `InvalidRequestError` if one of `rows` would recompute tokens that readers may know."""
         behind = (starts < self.told[rows]).nonzero()[0]
         if behind.size:
             at = int(behind[0])
@@ -116,7 +117,7 @@ class PageLeases:
             )
 
     def leave(self, row: int, pages_before: PagesBefore) -> None:
-        """The row is about to be released: what is computed in its pages passes to its leases."""
+        """The row is about to be released: its pages with computed tokens pass to its leases."""
         leases = self.of_row.get(row)
         if leases is None:
             return
@@ -125,29 +126,29 @@ class PageLeases:
         held = HeldPages(self._pool, pages_before(row, computed).copy())
         for lease in leases:
             self._hold(lease, held)
-        # After all have them: what interrupts this before is begun again by `mend` and a release.
+        # Only after all leases hold them: if this is interrupted before, `mend` and another release repeat it.
         for lease in leases:
             del self._row_of[lease]
         del self.of_row[row]
         self.told[row], self.kept[row] = 0, _NEVER
 
     def last_read(self, row: int) -> int:
-        """The page after the last of a leased row in which something is computed: leases keep those that leave it."""
+        """The end of the pages of a leased row with computed tokens. If such a page leaves the row, leases keep it."""
         if row not in self.of_row:
             return 0
         return -(-max(int(self._rows.cached[row]), int(self.told[row])) // self._rows.page_size)
 
     def replace(self, row: int, first: int, pages: Pages, cached: int) -> None:
-        """`pages` are about to leave the row, from its logical page `first` on, though the request stays.
+        """`pages`, from logical page `first` on, are about to leave the row, while the request stays.
 
-        `cached`: tokens that the request had computed when its table was last looked at.
+        `cached`: tokens that the request had computed when its table was last exported.
         """
         seen = pages[: max(0, -(-max(cached, int(self.told[row])) // self._rows.page_size) - first)]
         for lease in self.of_row.get(row, ()):
             self._hold(lease, HeldPages(self._pool, seen.copy()))
 
     def end(self, lease: PageLease) -> None:
-        """Let go of what the lease holds. Safe twice."""
+        """Release the pages that the lease holds. Safe to call twice."""
         for held in self._held.pop(lease, ()):
             held.release()
         row = self._row_of.pop(lease, None)
@@ -158,7 +159,7 @@ class PageLeases:
                 self.told[row], self.kept[row] = 0, _NEVER
 
     def held(self) -> list[tuple[PageLease, list[Pages]]]:
-        """The open leases, and the pages of tokens that each holds beside its row. Any thread may ask."""
+        """The open leases, and the token pages that each holds in addition to its row's. Any thread may call this."""
         return [
             (lease, [pages for pool, pages in list(held) if pool is self._pool])
             for lease, held in list(self._held.items())
@@ -166,21 +167,21 @@ class PageLeases:
 
     @property
     def num_pages(self) -> int:
-        """Pages that leases hold, each counted once, whatever other holders they have."""
+        """The number of pages that leases hold, each counted once, whatever other holders they have."""
         return int(np.count_nonzero(self.holders())) if self._held else 0
 
     def holders(self, pool: PagePool | None = None) -> Ints:
-        """How many leases hold each page of the replica's tokens, or of another pool: int64 `[num_pages + 1]`."""
+        """The number of leases that hold each token page, or each page of another pool: int64 `[num_pages + 1]`."""
         asked = pool or self._pool
         counts = np.zeros(asked.num_pages + 1, np.int64)
-        for held in list(self._held.values()):  # also read by who scrapes metrics, in another thread
+        for held in list(self._held.values()):  # a copy: another thread reads this for metrics
             for of_pool, pages in list(held):
                 if of_pool is asked:
                     np.add.at(counts, pages, 1)
         return counts
 
     def mend(self, over: PageLease | None) -> None:
-        """The rows are mended: which leases are whose follows; `over`: one that is open no more."""
+        """After the rows are mended: restore the leases of each row. `over`: a lease that is no longer open."""
         if over is not None:
             self._held.pop(over, None)
         rows = self._rows.request_ids
@@ -217,7 +218,7 @@ class PageLeases:
 
 
 def granted_by(lease: PageLease, books: Sequence[PageLeases]) -> int:
-    """Which of these books, one of each replica, granted the lease. Raises `InvalidRequestError` for none of them."""
+    """The index of the book, one a replica, that granted the lease. Raises `InvalidRequestError` if none did."""
     if not isinstance(lease, PageLease):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
         raise InvalidRequestError(f"end_lease: {type(lease).__name__} is no lease: one of this manager's is needed")
     for at, each in enumerate(books):

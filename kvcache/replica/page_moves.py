@@ -1,4 +1,4 @@
-"""`ReplicaPageMoves`: held pages that give way to a slab are copied elsewhere, and their holders get the new ids."""
+"""`ReplicaPageMoves`: copies held pages that make room for a slab, and gives their holders the new page ids."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,9 @@ from kvcache.replica.rows import Pages, Rows
 
 
 class ReplicaPageMoves(PageMoves):
-    """The moves in one replica, of all its block tables. `copy` copies the first pages to the others, on all shards.
+    """The moves of pages in one replica, in all its block tables. `copy` copies pages to other pages, on all shards.
 
-    Pages stay where others know them by their ids: a model that runs, or whoever was told of a block table.
+    A page is not moved while its id is known elsewhere: to a running model, or to a reader of a block table.
     """
 
     def __init__(self, replica: Replica, copy: Callable[[Pages, Pages], None]) -> None:
@@ -23,7 +23,7 @@ class ReplicaPageMoves(PageMoves):
         self._runs, self._told = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
 
     def claimed(self, row: int) -> None:
-        """The row is a new request's."""
+        """A new request has claimed the row."""
         self._runs[row] = self._told[row] = False
 
     def fetched(self, rows: Rows | list[int]) -> None:
@@ -31,15 +31,15 @@ class ReplicaPageMoves(PageMoves):
         self._runs[rows] = True
 
     def stepped(self, rows: Rows) -> None:
-        """It has run."""
+        """The model has run."""
         self._runs[rows] = False
 
     def told(self, row: int) -> None:
-        """The row's pages were told to another process: they stay while it is claimed."""
+        """Another process knows the row's pages. They are not moved while the row is claimed."""
         self._told[row] = True
 
     def staying(self) -> NDArray[np.bool_]:
-        """Held pages that not only rows hold, or that others know: of leases, and of requests with one or an import."""
+        """A mask of pages that cannot be moved: others hold them, or their row has a step, lease or import."""
         pool = self._replica.pool
         by_rows = np.bincount(np.concatenate(self._pages_of_rows()), minlength=pool.num_pages + 1)
         stays = (pool.holders != by_rows) | (pool.writers > 0)
@@ -50,7 +50,7 @@ class ReplicaPageMoves(PageMoves):
         return stays
 
     def move(self, sources: Pages, targets: Pages) -> None:
-        """Rows and index name `targets` where they named `sources`, which hold the same."""
+        """Copy `sources` to `targets`, and replace their ids in the rows and the index."""
         self._copy(sources, targets)
         rows, index = self._replica.rows, self._replica.pool.index
         renamed = np.arange(self._replica.pool.num_pages + 1, dtype=np.int32)
@@ -60,7 +60,7 @@ class ReplicaPageMoves(PageMoves):
         claimed = np.array([-1, *rows.row_of.values()], np.int64)
         of_rows = self._pages_of_rows()
         ends = np.cumsum([*map(len, of_rows)])
-        found = np.flatnonzero(moves[np.concatenate(of_rows)])  # at once: a test for each row takes twice as long
+        found = np.flatnonzero(moves[np.concatenate(of_rows)])  # one test for all rows, in half the time
         moved: list[int] = claimed[np.unique(np.searchsorted(ends, found, "right"))].tolist()
         for row in moved:
             own = rows.table[:, row, : rows.num_pages[row]]
@@ -71,7 +71,7 @@ class ReplicaPageMoves(PageMoves):
         index.rename(sources[published], targets[published])
 
     def _pages_of_rows(self) -> list[Pages]:
-        """Those of each claimed row, behind none of nobody's."""
+        """The pages of each claimed row, after an empty array."""
         return [np.zeros(0, np.int32), *map(self._pages_of, self._replica.rows.row_of.values())]
 
     def _pages_of(self, row: int) -> Pages:

@@ -1,4 +1,4 @@
-"""`PagesBelow`: what a replica asks of the tier below its pool."""
+"""`PagesBelow`: the interface of a replica to the tier below its pool."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,71 +10,71 @@ from kvcache.replica.rows import Pages, Rows
 
 
 class PagesBelow:
-    """Pages that a replica has published, kept where an eviction does not reach them. Here: nowhere, so none come back.
+    """Stores published pages where evictions do not reach them. This base stores none, so none come back.
 
-    `kvcache.tiers.host_tier` has the one that keeps them.
+    `kvcache.tiers.host_tier` has the implementation that does.
     """
 
     keeps = False  # whether pages may come back
-    generation = 0  # counts what has come and gone
-    answers = 0  # counts what has become known of what lies below the host
-    brought_at_once = 0  # pages, for others than rows
-    fetches = False  # whether some lie below the host
-    asks = False  # whether somebody has to be asked for what lies there
-    longest_tail = 0  # pages that may lie there beyond what is found by asking for the whole prompt
-    is_bringing = False  # whether pages are on their way that no row has
+    generation = 0  # changes whenever pages come or go
+    answers = 0  # changes whenever more is known about the tiers below the host
+    brought_at_once = 0  # the most pages that one call of `bring` should bring
+    fetches = False  # whether there are tiers below the host
+    asks = False  # whether a remote store has to be asked which pages it has
+    longest_tail = 0  # pages that may be there in a tail, beyond those found by asking for the whole prompt
+    is_bringing = False  # whether `bring` has copies under way
 
-    def has(self, digests: Digests, asked: Asked) -> Asked:  # noqa: ARG002 - here there is nothing to look in
-        """Which of these pages lie below, `[tables, pages]`, as far as is known."""
+    def has(self, digests: Digests, asked: Asked) -> Asked:  # noqa: ARG002 - there is nothing to look in
+        """Which of the `asked` pages are known to be below, bool `[tables, pages]`."""
         return np.zeros_like(asked)
 
     def may_have(self, digests: Digests, asked: Asked) -> Asked:
-        """Those, and those of which nothing is known yet."""
+        """`has`, plus pages that are not known to be absent."""
         return self.has(digests, asked)
 
     def host_has(self, digests: Digests, asked: Asked) -> Asked:
-        """Which of them the host has: these can be brought up now."""
+        """Which of the `asked` pages the host has, so that they can be copied now."""
         return self.has(digests, asked)
 
     def ask(self, digests: Digests, perhaps: Asked) -> bool:  # noqa: ARG002 - as above
-        """Begin to ask for those of which nothing is known; whether an answer is on its way."""
+        """Begin to ask for pages that are not known. Returns whether an answer is on its way."""
         return False
 
     def to_host(self, digests: Digests, wanted: Asked, gain: int, *, wait: bool) -> bool:  # noqa: ARG002 - as above
-        """Have the `wanted` pages, all of them below, brought to the host; whether some are on their way.
+        """Bring the `wanted` pages, which are all below, to the host. Returns whether some are on their way.
 
-        `gain`: of how many pages the tokens need not be computed then. `wait`: for a while.
+        `gain`: the number of pages whose tokens then need not be computed. `wait`: wait a while for them.
         """
         return False
 
     def bring(self, pages: Pages, slots: Slots, digests: Digests) -> None:
-        """Bring held `slots` into held `pages`, for others than rows: they are published once they are there."""
+        """Copy held `slots` to held `pages` that no row has. They are published when the copy is over."""
 
     def slots(self, digests: Digests) -> Slots:
-        """Where the host has each of these pages; 0: nowhere."""
+        """The host slot of each of these pages, 0 if there is none."""
         return np.zeros(len(digests), np.int32)
 
     def hold(self, slots: Slots) -> None:
-        """Keep `slots` until `restore` has taken them over."""
+        """Hold `slots` until `restore` takes them over."""
 
     def restore(self, row: int, pages: Pages, slots: Slots) -> None:
-        """Bring held `slots` into `pages`, which the row alone holds. They may be read after `arrive`."""
+        """Copy held `slots` to `pages`, which only the row holds. They may be read after `arrive`."""
 
     def arrive(self, rows: Rows) -> None:
         """Make later reads of the pages of `rows` see the restored data."""
 
     def coming(self, row: int | None = None) -> list[Pages]:  # noqa: ARG002 - as above
-        """Pages that are on their way back: those that the row waits for, or all."""
+        """The pages being copied to the device: those for the row, or all."""
         return []
 
     def mend(self, rows: Iterable[int]) -> None:
-        """Rebuild the books after an interrupt, given the claimed rows. No copy is in flight any more."""
+        """Rebuild the state after an interrupt, given the claimed rows. No copy is in flight any more."""
 
     def used(self, digests: Digests) -> None:
-        """A request has used these pages just now, in logical order, wherever they lie."""
+        """A request has just used these pages, in logical order, in whatever tier they are."""
 
     def leave(self, row: int, pages: Pages, names: Digests, ends: Callable[[Digests], Asked]) -> None:
-        """The row gives up its pages, and has used the published `pages`, in logical order, just now.
+        """The row releases its pages, and has just used the published `pages`, in logical order.
 
-        `names`: the digests of its published columns, of their tokens. `ends`: after which of them others may go on.
+        `names`: the digests of its published columns. `ends`: returns after which of them other requests may resume.
         """

@@ -1,9 +1,9 @@
-"""Reuse of part of a page: a prompt that ends, or leaves a cached one, within a page copies that page and goes on.
+"""Partial reuse: a prompt that ends or diverges within a cached page gets a copy of that page, and continues in it.
 
-Off by default: on public traces it is worth under one point of hit rate, and it costs what the default index does not:
-a few hundred bytes of Python objects for each published page. Long pages and short prompts are what it is for.
+It is off by default. On public traces it gains less than one point of hit rate, and it costs a few hundred bytes of
+Python objects for each published page. It is meant for long pages and short prompts.
 
-With several block tables the page is copied in each, if each still has it. The first table's page stands for all.
+With several block tables the page is copied in each table, if each still has it. The first table's page stands for all.
 """
 
 from itertools import islice
@@ -16,14 +16,14 @@ from kvcache.replica.context import Context
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Pages
 
-_MOST_SIBLINGS = 64  # pages looked at of those that continue one prefix, the latest first
+_MOST_SIBLINGS = 64  # pages after one prefix that are compared, the latest first
 
 
 class PartialReuse:
-    """The published pages of one replica by the prefix that they continue. Below `min_tokens` none is worth a copy.
+    """The published pages of one replica by the prefix that they continue. Fewer than `min_tokens` are not copied.
 
-    An entry is not removed when its page is evicted: it counts only while the page is published under the digest that
-    it had, and is replaced when the page is published again. So nothing on the way of an eviction knows of this.
+    An entry stays when its page is evicted. It counts only while the page is published under the same digest, and is
+    replaced when the page is published again. So evictions need not know of it.
     """
 
     def __init__(self, replica: Replica, min_tokens: int) -> None:
@@ -33,7 +33,7 @@ class PartialReuse:
         self._prefix_of: dict[int, bytes] = {}
 
     def learn(self, row: int, context: Context, first: int, last: int) -> None:
-        """The pages `first` to `last` of the row were published."""
+        """Pages `first` to `last` of the row were published."""
         size, index = self._replica.page_size, self._replica.pool.index
         for at in range(first, last):
             if _has_key(context, at, size):
@@ -53,14 +53,14 @@ class PartialReuse:
         self._prefix_of.clear()
 
     def find(self, row: int, context: Context) -> tuple[Pages, Pages, int] | None:
-        """Pages that the reserved row can copy: sources and its own, one per table, and the tokens cached then."""
+        """The pages that the reserved row can copy: sources and its own, one a table, and the tokens cached then."""
         size, rows, start = self._replica.page_size, self._replica.rows, context.start_idx
         at = start // size
         if int(rows.committed[row]) != at or _has_key(context, at, size):
             return None
         own, pool, tables = rows.table[:, row, at].copy(), self._replica.pool, self._replica.tables
-        # The last token has to run, and of a chunk, where windows have no pages for more. A page that others share, or
-        # find, is not ours to write to.
+        # The last token has to run; with chunks the last of the chunk, as windows have no pages for more. A shared or
+        # published page of the row must not be overwritten.
         last = (context.active_idx if tables.in_chunks else context.current_length) - 1
         wanted = np.asarray(context.tokens[at * size : min((at + 1) * size, last)])
         if len(wanted) < self._min_tokens or (pool.holders[own] != 1).any() or pool.index.published[own].any():
@@ -74,7 +74,7 @@ class PartialReuse:
         return None if best is None else (best, own, at * size + length)
 
     def _prefix(self, row: int, context: Context, at: int) -> bytes:
-        """Names what a page at `at` continues: the digest of the page before, or the salt; empty where unknown."""
+        """A name for what page `at` continues: the digest of the page before, or the salt. Empty if unknown."""
         if at:
             return self._replica.published_digests(row, context, at - 1, at).tobytes()
         salt: str | None = getattr(context, "cache_salt", None)
@@ -87,6 +87,6 @@ def _common(tokens: NDArray[np.int32], wanted: NDArray[np.integer[Any]]) -> int:
 
 
 def _has_key(context: Context, page: int, page_size: int) -> bool:
-    """Whether the KV of this page depends on more than tokens and the pages before: then tokens alone say nothing."""
+    """Whether the KV of this page depends on an extra key in it, so that equal tokens do not suffice."""
     keys: tuple[tuple[int, bytes], ...] = getattr(context, "extra_keys", ())
     return any(position // page_size == page for position, _ in keys)

@@ -1,11 +1,11 @@
-"""Pages that a request misses on its replica, and other replicas of this process have, are copied from there.
+"""`PeerCopies`: copies pages that a request misses from other replicas of this process that have them.
 
-With recurrent states that is up to the last page after which some replica keeps the state, and this is copied, too.
+With recurrent states pages are copied up to the last one after which some replica has the state, and the state, too.
 
-Off by default (`Routing.copy_pages`). A copy takes room that another prompt's pages had, and a router that follows
-prefixes leaves little to copy: it is for what routing alone cannot give, an owner that is busy, a head that all share.
-Rejected: that the other replicas give up what was copied. They have room for more then, but the same page comes and
-goes: in a simulation on public traces no more was found, and up to three times as much was copied.
+It is off by default (`Routing.copy_pages`). A copy takes room from the pages of other prompts, and a router that
+follows prefixes leaves little to copy. It is for cases that routing cannot solve: a busy owner, or a head that all
+prompts share. Rejected: the other replicas give up copied pages. They would have more room, but pages would move back
+and forth: in a simulation on public traces hits stayed the same, and up to three times as many pages were copied.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ from kvcache.replica.resume import Asked, FromBelow
 
 
 class PeerCopies:
-    """Brings published pages and states of other replicas to one's cache; `pages`, `states`: how many so far."""
+    """Copies published pages and states from other replicas. `pages`, `states`: the number copied so far."""
 
     def __init__(self, placed: Sequence[PlacedReplica]) -> None:
         self._placed = placed
         self.pages = self.states = 0
 
     def bring(self, replica_idx: int, row: int, context: Context, num_steps: int) -> None:
-        """Bring what the row's new request will look up, where other replicas have more of it; nothing is reserved.
+        """Copy what the row's new request will look up, if other replicas have more of it. Reserves nothing.
 
-        Only where the request then fits: one that is refused is to leave everything as it was. Raises as `reserve`
-        where no pool would do, even if the pages that are found would let it run from further on.
+        Copies only if the request then fits, because a refused request must leave everything as it was. Raises as
+        `reserve` if the request fits no pool, even if a longer hit would let it fit.
         """
         place = self._placed[replica_idx]
         mine, others = place.replica, [other for other in self._placed if other is not place]
@@ -66,9 +66,9 @@ class PeerCopies:
         wanted: FromBelow,
         after: Digests,
     ) -> bool:
-        """Bring what is `wanted`, and the state `after` its last page, which some other device has; whether both fit.
+        """Copy the `wanted` pages, and the state `after` the last, which another device has. False if they do not fit.
 
-        The state comes first: its room may have to be made of pages.
+        The state comes first, because pages may have to be evicted for it.
         """
         mine = place.replica
         if not mine.states.has_room or not _fits(mine, context, num_steps, wanted, mine.pool.beside):
@@ -107,9 +107,9 @@ class PeerCopies:
 
 
 def _fits(replica: Replica, context: Context, num_steps: int, wanted: FromBelow, beside: int = 0) -> bool:
-    """Whether a request without pages could be reserved if what is `wanted` were on the device.
+    """Whether a request without pages could be reserved if the `wanted` pages were on the device.
 
-    `beside`: pages that are taken until then.
+    `beside`: pages that are taken before that.
     """
     start, pool = wanted.pages * replica.page_size, replica.pool
     needed = replica.tables.least(context, context.current_length + num_steps - 1, start) - len(wanted.here)
