@@ -41,7 +41,7 @@ _NO_PAGES: Pages = np.zeros(0, np.int32)
 
 
 class Filled(NamedTuple):
-    """Pages that are full of computed tokens: of each of `rows` those from `firsts` to `lasts`, and their digests."""
+    """Full pages of computed tokens: pages `firsts[i]` to `lasts[i]` of `rows[i]`, and the digests of all."""
 
     rows: Ints
     firsts: Ints
@@ -50,12 +50,12 @@ class Filled(NamedTuple):
 
 
 class Replica:
-    """State and rules of one replica; knows nothing of tensors or devices."""
+    """State and rules of one replica, without tensors or devices."""
 
     def __init__(
         self, params: KVCacheParams, tables: LayerTables, rows: BlockRows, pool: PagePool, mark: UnderWay
     ) -> None:
-        self.mark = mark  # of the manager
+        self.mark = mark  # the manager's
         self.page_size = rows.page_size
         self.max_seq_len = rows.max_seq_len
         self.caching = params.enable_prefix_caching
@@ -64,17 +64,17 @@ class Replica:
         self.rows = rows
         self.imports = ImportBook(self.pool, rows, self.mark)
         self.leases = PageLeases(self.pool, rows)
-        self._hashers: dict[int, PrefixHasher] = {}  # by row, of the contexts that cannot carry their own
-        self._named: dict[int, tuple[str | None, ExtraKeys]] = {}  # by row, salt and keys of the request's pages
+        self._hashers: dict[int, PrefixHasher] = {}  # by row: hashers of contexts that cannot carry them
+        self._named: dict[int, tuple[str | None, ExtraKeys]] = {}  # by row: salt and keys of the request's pages
         self.counter = PromptCounter(rows)
         one = tables.kinds == ("full",)
         self.tables = (OneTable if one else RowTables)(tables, pool, rows, self.leases, caching=self.caching)
-        # A request of so many tokens fits, whatever its tables keep of them: then nothing is counted.
+        # A request of up to so many tokens fits in any case, so that its pages need not be counted.
         self._always_fits = min(self.max_seq_len, (pool.num_pages - pool.beside) // self.tables.count * self.page_size)
         self.hints = ReplicaHints(pool, rows, self.tables, self.hasher, self.published_digests, self.salt, params)
         self.tier = PagesBelow()
         self.states = RequestStates()
-        self.log: EventLog | None = None  # what is written down for KV events; None: nobody asks
+        self.log: EventLog | None = None  # the record for KV events, None if they are off
 
     @property
     def metrics(self) -> KVCacheMetrics:
@@ -82,11 +82,11 @@ class Replica:
 
     @property
     def lends_any_part(self) -> bool:
-        """Whether pages from any page of a prompt on are of use to a reader that has those before it."""
+        """Whether a reader can use pages of a prompt from any page on, if it has those before."""
         return self.tables.is_plain and not self.states.keeps
 
     def keep(self, states: RequestStates) -> None:
-        """Requests have these states beside their pages."""
+        """Add the states that requests have beside their pages."""
         self.states = states
         self.hints.follow_states(states)
 
@@ -99,15 +99,15 @@ class Replica:
         self.states.check_free(request_id)
 
     def claim(self, request_id: RequestID) -> int:
-        """Bind a row to the request, of which `check_free` has said that there is room for it; which row."""
+        """Bind a row to the request and return it. `check_free` must have found room."""
         row = self.rows.claim(request_id)
         self.states.claim(request_id, row)
         return row
 
     def reserve(self, row: int, context: Context, num_steps: int) -> int | None:
-        """Give the row the pages for all known tokens and `num_steps` steps, published ones where they match.
+        """Give the row pages for all known tokens and `num_steps` steps. Cached pages are used if they match.
 
-        Returns the pages taken anew, or None if there are too few: then nothing has changed.
+        Returns the number of newly allocated pages, or None, with nothing changed, if there are too few.
         """
         if row in self.imports.of_row:
             self.refuse_pending(row, "maybe_reserve")
@@ -118,7 +118,7 @@ class Replica:
             self.refuse_long(context, length, start)
         decodes = context.active_length == 1
         if decodes:
-            if have and -(-length // self.page_size) == have + 1 and self.tables.is_plain:  # onto a new page
+            if have and -(-length // self.page_size) == have + 1 and self.tables.is_plain:  # it needs one more page
                 if start > self.rows.capacity.item(row):
                     self.refuse_ahead(row, context)
                 if not self.pool.free_count:
@@ -128,30 +128,30 @@ class Replica:
                 self.rows.grow(row, have + 1)
                 return 1
             if length <= self.rows.capacity[row]:
-                return 0  # on a page that the row has; what it may not do is for `fetch` and `step` to refuse
+                return 0  # the row's last page has room; `fetch` and `step` check the context
         named = self.refuse_renamed(row, context)
-        if have:  # else nothing is promised of it, nor computed
+        if have:  # a row without pages has no leases and nothing computed
             self.refuse_rewrite(row, context)
             self.refuse_ahead(row, context)
-        # One active token after all others were computed is a decode step: there is nothing to look up.
+        # One active token after computed ones is a decode step: there is nothing to look up.
         found = self.tables.nothing(self.rows.committed.item(row)) if have and decodes else None
         return self.act(row, context, named, self._plan(row, context, length, start, found))
 
     def act(self, row: int, context: Context, named: tuple[str | None, ExtraKeys], plan: Reservation) -> int | None:
-        """Take what a reservation says; returns the pages taken anew, or None: too few, and nothing has changed."""
+        """Carry out a reservation. Returns the number of new pages; None, and changes nothing, if too few are free."""
         free = self.pool.free_count
         if plan.cost > free and not self.tables.fits(row, plan, free):
             return None
         before = context.start_idx
         if plan.start != before or plan.active != context.active_idx:
-            # First, as a context of the caller's own may refuse. Nothing that follows raises.
+            # First, because a caller's own context may refuse. Nothing after this raises.
             self.move(context, plan.start, plan.active)
         if plan.cached:
             before = before if self.rows.num_pages.item(row) else 0
             self.counter.hit(row, context.end_idx, before, plan.start)
-        if plan.slots.size:  # first: an eviction below may make room for the page that it evicts
+        if plan.slots.size:  # first, as evictions below may need host slots
             self.tier.hold(plan.slots)
-        if plan.state is not None:  # before pages are taken, for which the state that it goes on from may be evicted
+        if plan.state is not None:  # before pages are taken, which may evict the state from which it resumes
             self.states.reserved(row, plan.state, plan.start)
         found = plan.found[0].shape[-1] if self.tables.keeps_prefix else plan.committed - self.rows.committed.item(row)
         restored = self.tables.take(row, plan)
@@ -163,16 +163,16 @@ class Replica:
         return plan.new
 
     def start_of(self, row: int, context: Context) -> int:
-        """The token from which the request runs where nothing more of it is found.
+        """The token from which the request runs if no more cached pages are found.
 
-        A row without pages has computed nothing, whatever its context says: it may be of a request that was preempted.
+        A row without pages has computed nothing, whatever its context says: the request may have been preempted.
         """
         return context.start_idx if self.rows.num_pages.item(row) else 0
 
     def length_of(self, context: Context, num_steps: int, start: int) -> int:
-        """Known tokens and those of `num_steps` steps, without the last one's own, whose KV no step stores.
+        """Known tokens plus those of `num_steps` steps, without the last one, whose KV no step stores.
 
-        Raises if the pool can never hold them: `start` is the token from which the request runs.
+        Raises if the pool can never hold them. `start`: the token from which the request runs.
         """
         length = context.current_length + num_steps - 1
         if length > self._always_fits:
@@ -180,7 +180,7 @@ class Replica:
         return length
 
     def refuse_long(self, context: Context, length: int, start: int) -> None:
-        """Raise where a request can never have so many tokens: `start` is the token from which it runs."""
+        """Raise if a request that runs from token `start` can never have so many tokens."""
         if length > self.max_seq_len:
             steps = length + 1 - context.current_length
             raise SequenceTooLongError(
@@ -195,27 +195,28 @@ class Replica:
             )
 
     def find(self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
-        """The published pages with which a request can go on, behind those that its row has.
+        """The published pages with which a request can resume, after those that its row has published.
 
-        The last known token is never covered: it has to run, to give the next one. `hasher`: the context's, if known.
+        The last known token is never covered, because it has to run to give the next one. `hasher`: the context's, if
+        known.
         """
         return self.states.up_to_state(self.published_run(context, row, hasher), row, context, hasher)
 
     def published_run(self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
-        """`find`, whether or not there is a state after one of these pages; with states those of the first table."""
+        """`find` without regard to states. With states, only the pages of the first table."""
         first = 0 if row is None else self.rows.committed.item(row)
         last = (context.current_length - 1) // self.page_size
         if not self.caching or last <= first:
             return self.tables.nothing(first)
         hasher, index = hasher or self.hasher(row, context), self.pool.index
         if (kept := hasher.matches.get(index)) is not None and kept[:3] == (index.generation, first, last):
-            return kept[3]  # a waiting request is asked again and again: nothing was published or evicted since
+            return kept[3]  # a waiting request is looked up again and again; the index has not changed since
         found = self.states.run(self.tables, first, hasher.digests(context.tokens, first, last))
         hasher.matches[index] = (index.generation, first, last, found)
         return found
 
     def fetch_prefix(self, digests: Digests, first: int = 0, *, wait: bool) -> bool:
-        """Bring the pages that the longest prefix of these digests needs to the host; whether some are on their way.
+        """Bring the pages that the longest prefix of these digests needs to the host. Returns whether any are coming.
 
         The caller already has the `first` pages. With recurrent states the prefix ends after a page with a cached
         state, in any tier, and that state is brought as well. `wait`: wait a while for reads that are running, but not
@@ -231,21 +232,21 @@ class Replica:
             perhaps = tables.from_below(digests, tier.may_have, None, first)
             coming = tier.ask(perhaps.every, perhaps.lacking)
             if coming and states.keeps and not wait:
-                return True  # which pages there are, is being asked
+                return True  # the answer decides which pages are wanted
             asking, digests = states.ask(digests, first)
             if asking and not wait:
-                return True  # a later state may be found, and a state is large
+                return True  # a later state may be found, and bringing an earlier one would be costly
             coming |= asking
         wanted = tables.from_below(digests, tier.has, states.there(digests), first)
         coming |= states.bring_newest(digests[: wanted.pages], wait=wait)
         if len(wanted.digests):
             there = tables.from_below(digests, tier.host_has, states.ends(None, digests), first)
             coming |= tier.to_host(wanted.every, wanted.lacking, wanted.pages - there.pages, wait=wait)
-        # An answer that has come just now may be another question.
+        # An answer that has just come may allow a further question.
         return coming or (tier.asks and tier.generation != before)
 
     def plan_fork(self, parent: int, child: Context, num_steps: int) -> int | None:
-        """The columns of a request that shares what the row `parent` has computed; None: too few pages.
+        """The columns of a request that shares the computed pages of row `parent`. Returns None if pages are too few.
 
         Changes nothing.
         """
@@ -258,10 +259,10 @@ class Replica:
         return needed if new + self.pool.beside <= self.pool.free_count else None
 
     def fork(self, parent: int, row: int, end: int) -> list[tuple[int, int]]:
-        """Let `row` share what the row `parent` has computed, and have as many columns as `plan_fork` has said.
+        """Let `row` share the computed pages of row `parent`, and give it the columns that `plan_fork` returned.
 
-        Returns each partly filled page and its copy-to-be. A page is copied now and not at the next write, as both
-        requests write to it in their next step.
+        Returns each partly filled page and the page to copy it to. It is copied now, not at the next write, because
+        both requests write to it in their next step.
         """
         rows, computed = self.rows, self.rows.cached.item(parent)
         full = computed // self.page_size
@@ -274,13 +275,13 @@ class Replica:
         return copies if computed % self.page_size else []
 
     def grant(self, lease: PageLease, row: int) -> None:
-        """The lease is of the request at this row."""
+        """Open a lease of the request at this row."""
         self.leases.grant(lease, row, self.states.held(row))
 
     def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
         """Give each of `rows`, which have one token to run, pages for `lengths` tokens: all of them or none.
 
-        False also where it takes a closer look: `reserve` each of them then.
+        Returns False also if the case is not simple. The caller then calls `reserve` for each row.
         """
         state = self.rows
         beyond = lengths - state.capacity[rows]
@@ -288,16 +289,16 @@ class Replica:
         if not short.size:
             return True
         lacking = rows_at(rows, short)
-        # One page each is a decode step's need. Other needs, a full pool, pending imports: one request at a time.
+        # A decode step needs at most one page a row. Other cases go through `reserve`, one request at a time.
         if np.count_nonzero(beyond[short] > self.page_size) or np.count_nonzero(state.prompt[lacking] < 0):
             return False
         longest = np.count_nonzero(lengths[short] > self.max_seq_len)
         return not (longest or self.imports.of_row) and self.tables.append(lacking)
 
     def filled(self, rows: Rows, computed: Ints, digests_of: DigestsOf) -> Filled | None:
-        """What `publish` is to publish; None: nothing. Changes nothing, and is where the digests may be refused.
+        """The pages for `publish`, or None if there are none. Changes nothing. Errors about digests are raised here.
 
-        `digests_of(at, firsts, lasts)` gives, of the requests at `at` in `rows`, the digests of these pages.
+        `digests_of(at, firsts, lasts)` returns the digests of pages `firsts` to `lasts` of the rows at indices `at`.
         """
         if not self.caching:
             return None
@@ -309,9 +310,9 @@ class Replica:
         return Filled(filled, firsts, lasts, digests_of(at, firsts, lasts))
 
     def publish(self, rows: Rows, computed: Ints, full: Filled | None) -> None:
-        """Publish each row's full pages of computed tokens; content published before is shared instead."""
+        """Publish each row's full pages of computed tokens. Content that is already published is shared instead."""
         state = self.rows
-        # The computed tokens of leased rows when their tables were last read.
+        # The computed tokens when block tables of leased rows were last exported.
         told = state.cached.copy() if self.leases.of_row else None
         self.counter.computed(rows, computed)
         if full is None:
@@ -325,14 +326,14 @@ class Replica:
             columns = np.arange(len(flat_rows)) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
         if len(filled) == 1 or len(set(digests[:, 0].tolist())) == len(digests):
             self._publish(flat_rows, columns, digests, told)
-        else:  # the same new content twice in one step: the second finds the first
+        else:  # if the same new content occurs twice in a step, the second row finds the page of the first
             for row in filled:
                 mine = flat_rows == row
                 self._publish(flat_rows[mine], columns[mine], digests[mine], told)
         state.commit(filled, lasts)
 
     def publish_one(self, row: int, first: int, digests: NDArray[np.uint64]) -> None:
-        """`publish` of a row without leases, whose pages from `first` on have these digests: half the cost."""
+        """`publish` for a row without leases, whose pages from `first` on have these digests, at half the cost."""
         count = len(digests)
         if count == 1:
             rows, columns = np.array((row,)), np.array((first,))
@@ -345,7 +346,7 @@ class Replica:
     def hasher(self, row: int | None, context: Context) -> PrefixHasher:
         """The hasher of the request: an attribute of its context, or kept here if the context cannot carry one."""
         kept = None if row is None else self._hashers.get(row)
-        # A request that waits for its first pages may be given another salt, or other keys; with pages it is refused.
+        # Before its first pages a request may get another salt or other keys; later `refuse_renamed` refuses that.
         if kept is not None and (row in self._named or (kept.salt, kept.extra_keys) == salt_and_keys(context)):
             return kept
         named = None if row is None else self._named.get(row)
@@ -355,9 +356,9 @@ class Replica:
         return hasher
 
     def published_digests(self, row: int, context: Context | None, first: int = 0, last: int = NEVER) -> Digests:
-        """Those of the row's published columns from `first` to `last`, of their tokens.
+        """The digests of tokens of the row's published columns `first` to `last`.
 
-        Where no table keeps all of them they come from the context: none where it has fewer tokens by now.
+        If no table keeps all pages, they come from the context; the result is empty if that has fewer tokens by now.
         """
         last = max(first, min(last, self.rows.committed.item(row)))
         if self.tables.keeps_prefix:
@@ -367,13 +368,13 @@ class Replica:
         return self.hasher(row, context).digests(context.tokens, first, last)
 
     def salt(self, row: int) -> str | None:
-        """The salt of the row's pages. Any thread may ask."""
+        """The salt of the row's pages. Any thread may call this."""
         return self._named.get(row, (None, ()))[0]
 
     def release(self, row: int, context: Context | None) -> None:
-        """Give back the row and its pages; `context`: of the request, None if it has no pages.
+        """Free the row and its pages. `context`: the request's, None if it has no pages.
 
-        Those of a pending import stay with the transfer until it is closed, those under a lease with the lease.
+        Pages of a pending import stay with the transfer until it is closed, and leased pages with the lease.
         """
         request_id = self.rows.request_ids[row]
         self.hints.leave(row, context)
@@ -399,7 +400,7 @@ class Replica:
         self.states.forget()
 
     def move(self, context: Context, start: int, active: int) -> None:
-        """Move the context, which may refuse, to run from `start` to `active`."""
+        """Make the context run from `start` to `active`. Raises if it refuses."""
         context.set_token_indices(start_idx=start, active_idx=active)
         if context.start_idx != start:
             raise InvalidRequestError(
@@ -407,16 +408,16 @@ class Replica:
             )
 
     def move_start(self, row: int, context: Context, start: int) -> None:
-        """The tokens before `start` need not run: move the context, whose row has pages, there."""
+        """Move the context, whose row has pages, to run from `start`: the tokens before it need not run."""
         before = context.start_idx
         self.move(context, start, chunk_end(context, start))
         self.counter.hit(row, context.end_idx, before, start)
 
     def mend(self, over: PageLease | None) -> list[RequestID]:
-        """After an interrupt, the claims and so the rows are mended: all that follows from rows, leases and imports.
+        """After an interrupt, with the claims and rows mended: restore everything that follows from rows and leases.
 
-        Whose page is found by others is believed as far as its row says that it is published: `over` is a lease that is
-        open no more. Returns the requests whose imports were over. The pool is mended last, by `mend_pool`.
+        A published page stays published if its row counts it as committed. `over`: a lease that is no longer open.
+        Returns the requests whose imports are over. The pool is mended last, by `mend_pool`.
         """
         rows, published = self.rows, self.pool.index.published
         claimed = [*rows.row_of.values()]
@@ -441,12 +442,12 @@ class Replica:
         return ended
 
     def mend_pool(self) -> None:
-        """Rebuild the holders and writers of each page from the other books."""
+        """Rebuild the holders and writers of each page from rows, leases, imports and copies."""
         self.pool.mend(*self.counted())
         self.hints.mend()
 
     def counted(self) -> tuple[Ints, Ints]:
-        """How many hold each page, and how many transfers write it: int64 `[num_pages + 1]`.
+        """The number of holders and of writers of each page: int64 `[num_pages + 1]`.
 
         Holders are counted by walking rows and leases, writers by walking open imports, pages on their way from a
         lower tier, and pages that are parked for steps in flight.
@@ -465,7 +466,7 @@ class Replica:
         return holders, writers
 
     def goes_on(self, row: int, start: int) -> bool:
-        """Whether what is before `start` is surely in the row's pages, as far as its next token sees it."""
+        """Whether the row's pages surely hold everything before `start` that the next token sees."""
         rows = self.rows
         there = max(rows.cached.item(row), rows.committed.item(row) * self.page_size)
         if not start <= there <= rows.num_pages.item(row) * self.page_size:
@@ -476,7 +477,7 @@ class Replica:
     # ---- refusals
 
     def refuse_renamed(self, row: int, context: Context) -> tuple[str | None, ExtraKeys]:
-        """The salt and keys of the context. Raise `InvalidRequestError` if the row's pages have others."""
+        """The salt and keys of the context. Raises `InvalidRequestError` if the row's pages have others."""
         found = salt_and_keys(context)
         named = self._named.get(row, found)
         if found is not named and found != named:
@@ -488,14 +489,14 @@ class Replica:
         return found
 
     def refuse_rewrite(self, row: int, context: Context) -> None:
-        """Raise `InvalidRequestError` if the row would compute anew what a lease promises to its readers."""
+        """Raise `InvalidRequestError` if the row would recompute tokens that a lease promises to its readers."""
         if row in self.leases.of_row:
             self.leases.refuse_rewrite(np.array([row]), np.array([context.start_idx]))
 
     def refuse_ahead(self, row: int, context: Context) -> None:
-        """Raise `InvalidRequestError` if the context has its start behind all that the row can have computed.
+        """Raise `InvalidRequestError` if the context's start is after all tokens that the row can have computed.
 
-        While a prompt is not through, that is what was found, fetched or stepped of it; later, what its pages hold.
+        In a prompt these are the tokens that were found, fetched or stepped; later, those for which it has pages.
         """
         start = context.start_idx
         if start > self.rows.capacity.item(row) and self.rows.num_pages.item(row):
@@ -503,7 +504,7 @@ class Replica:
         self.counter.refuse_ahead(row, start)
 
     def refuse_starts(self, rows: Rows, starts: Ints) -> None:
-        """Raise `InvalidRequestError` if one of `rows` may not run from its start: as the two above."""
+        """Raise `InvalidRequestError` if one of `rows` may not run from its start, as in the two methods above."""
         if self.leases.of_row:
             self.leases.refuse_rewrite(rows, starts)
         if self.counter.is_open:
@@ -517,9 +518,9 @@ class Replica:
             raise NotReservedError(f"request {self.rows.request_ids[row]!r}: {call} while its {reason}")
 
     def refuse_short(self, rows: Rows, lengths: Ints, call: str) -> None:
-        """Raise unless each of `rows` has pages for `lengths` tokens, to run or computed by now."""
+        """Raise unless each of `rows` has pages for `lengths` tokens, which are to run or were computed."""
         room = self.rows.capacity[rows]
-        if not np.count_nonzero(lengths > room):  # for few rows a fourth of what `any` takes
+        if not np.count_nonzero(lengths > room):  # for few rows a fourth of the cost of `any`
             return
         at = int(np.flatnonzero(lengths > room)[0])
         row = int(as_rows(rows)[at])
@@ -534,43 +535,43 @@ class Replica:
     # ---- inside
 
     def _plan(self, row: int, context: Context, length: int, start: int, found: Found | None) -> Reservation:
-        """The reservation that gives the row pages for `length` tokens; `start`: the token from which it runs so far.
+        """The reservation that gives the row pages for `length` tokens. `start`: the token from which it runs so far.
 
-        `found`: behind its own columns; None: it is looked up.
+        `found`: the hit after the row's own columns; None: look it up.
         """
-        reached = 0  # columns whose pages are there, whether or not there is a state after the last of them
+        reached = 0  # columns whose pages are cached, whether or not there is a state after the last of them
         if found is None:
             found, reached = self.look_up(row, context, start)
             if found.end * self.page_size > start:
                 start = found.end * self.page_size
-            elif found.end > found.first:  # no token fewer to run: `step` finds the duplicates
+            elif found.end > found.first:  # the hit saves no token; `step` will find the duplicates
                 found = self.tables.nothing(found.first)
         plan = self.tables.plan(row, context, length, start, found)
         return self.states.planned(row, context, plan, reached)
 
     def look_up(self, row: int, context: Context, start: int) -> tuple[Found, int]:
-        """Find the pages on the device and below it with which the row's request, at `start` so far, can go on.
+        """Find the pages, on the device and below it, with which the row's request can resume; `start`: so far.
 
-        They are behind the row's own columns. Returns also the column up to which pages are there, whether or not there
-        is a state after the last.
+        They come after the row's own columns. Also returns the column up to which pages are cached, whether or not
+        there is a state after the last of them.
         """
         run = self.published_run(context, row)
-        if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):  # else `step` comes first
+        if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):  # else after its `step`
             last = (context.current_length - 1) // self.page_size
             if self.states.up_to_state(run, row, context).end < last:
                 below = self._with_below(row, context, max(run.first, start // self.page_size), last)
                 if below is not None:
                     return below
-        return self.states.up_to_state(run, row, context), run.end  # it may have come to the host meanwhile
+        return self.states.up_to_state(run, row, context), run.end  # again, as a state may have come to the host
 
     def _with_below(self, row: int, context: Context, first: int, last: int) -> tuple[Found, int] | None:
-        """`look_up` of the pages from `first` to `last`. None: nothing that the request needs is below the device."""
+        """`look_up` for pages `first` to `last`. Returns None if the request needs none from below the device."""
         tables, tier, states, hasher = self.tables, self.tier, self.states, self.hasher(row, context)
         now = self.pool.index.generation + tier.generation + states.generation, first, last
         if (kept := hasher.matches.get(tier)) is not None and kept[:3] == now:
-            return None  # a waiting request is asked again and again: nothing has come or gone since
+            return None  # a waiting request is looked up again and again; nothing has changed since
         if self.rows.num_pages.item(row):
-            tier.arrive(np.array([row]))  # pages that were promised may be replaced now
+            tier.arrive(np.array([row]))  # its restored pages may be replaced now
         digests = hasher.digests(context.tokens, 0, last)
         coming = self.fetch_prefix(digests, first, wait=self.rows.prompt.item(row) < 0)
         wanted = tables.from_below(digests, tier.host_has, states.ends(self.rows.request_ids[row], digests), first)
@@ -581,7 +582,7 @@ class Replica:
         return None
 
     def _publish(self, rows: Ints, columns: Ints, digests: NDArray[np.uint64], told: Ints | None) -> None:
-        """Publish the pages at `rows`, `columns`; `digests` are distinct. `told`: by row, tokens told to others."""
+        """Publish the pages at `rows`, `columns`. `digests` are distinct. `told`: by row, tokens that readers know."""
         pages, names, shared = self.tables.publish(rows, columns, digests, told)
         if shared.size:
             self.hints.share_pages(shared)

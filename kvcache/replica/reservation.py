@@ -1,4 +1,4 @@
-"""`Reservation`: what a request is about to get, decided before anything moves."""
+"""`Reservation`: the pages that a request will get, decided before anything changes."""
 
 from typing import NamedTuple
 
@@ -10,8 +10,8 @@ class StatePlan(NamedTuple):
     """The part of a reservation that concerns the request's recurrent state.
 
     Attributes:
-        digest: `[1, words]`, of the page after which its state is that of a cached one; None: its state is its own.
-        ends: tokens after which chunks of its prompt end, as copies of its state are kept there; empty: not known yet.
+        digest: `[1, words]`, of the page after whose cached state the request resumes; None: it keeps its own state.
+        ends: tokens after which chunks of its prompt end, so that its state is kept there; empty: not known yet.
     """
 
     digest: Digests | None
@@ -19,22 +19,22 @@ class StatePlan(NamedTuple):
 
 
 class Reservation(NamedTuple):
-    """The pages that a row takes and gives back. A field by group of tables holds for each table of the group.
+    """The pages that a row takes and gives back. A field "by group" has an item for each group of block tables.
 
     Attributes:
-        found: by group the pages that were found: they come into the columns before `ends_found`.
-        ends_found: by group the column after these.
-        firsts: by group the first column that has a page then.
-        ends: by group the column after the last that has a page then.
+        found: by group, the pages that were found; they go to the columns before `ends_found`.
+        ends_found: by group, the column after these.
+        firsts: by group, the first column that will have a page.
+        ends: by group, the column after the last that will have a page.
         leaving: the pages that leave the row, in its order.
-        new: pages to be allocated.
-        committed: columns that are published then.
-        cost: free pages that all this takes at most: below zero where it gives more back.
-        start: the token from which the request runs, as its context is to say.
-        active: the token at which its chunk ends, likewise.
-        cached: the token up to which pages were found; 0: none that the request did not have.
-        slots: of a lower tier, whose pages come where `found` has none: of one table after the other.
-        state: of recurrent layers, if there are any.
+        new: the number of pages to allocate.
+        committed: the number of columns that will be published.
+        cost: the most free pages that all this takes; negative if it gives more back.
+        start: the token from which the request runs; its context is set to it.
+        active: the token at which its chunk ends; likewise.
+        cached: the token up to which pages were found; 0 if none were found that the request did not have.
+        slots: host slots of the pages that `found` lacks, one table after the other.
+        state: the plan for recurrent layers, if there are any.
     """
 
     found: tuple[Pages, ...]

@@ -1,7 +1,7 @@
-"""`resume`: the last end of a prefix from which every block table of a request can go on.
+"""`resume`: the last end of a prefix from which every block table of a request can resume.
 
 Callers differ only in where they look for pages (the device, the host and the tiers below it, other replicas, a peer).
-They pass the pages that are there as `there`.
+They pass the pages that they have found as `there`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,27 +14,27 @@ from kvcache.layer_groups import TableGroup
 from kvcache.pool.index import Digests, Pages
 
 Slots = NDArray[np.int32]
-"""Where pages lie below; what they number is the tier's own."""
+"""Places of pages in a lower tier; the tier defines the numbers."""
 
 NO_SLOTS: Slots = np.zeros(0, np.int32)
 
 Asked = NDArray[np.bool_]
-"""Which pages of several block tables are asked for, or are there: `[tables, pages]`."""
+"""A mask of the pages of several block tables that are asked for, or that are found: `[tables, pages]`."""
 Below = Callable[[Digests, Asked], Asked]
-"""Given the digests of pages, `[tables, pages, words]`, which of those that are asked for there are."""
+"""Maps digests of pages, `[tables, pages, words]`, and a mask of those to look for, to the mask of those found."""
 
 Host = Callable[[Digests], Slots]
-"""Where the host has each of these pages; 0: nowhere."""
+"""Maps digests to the host slots of these pages, 0 if there is none."""
 
 
 class Found(NamedTuple):
-    """The pages with which a request goes on, behind the `first` columns of its own.
+    """The pages with which a request resumes, after the first `first` columns, which are its own.
 
     Attributes:
         end: the column after the last of them.
-        pages: by group of tables `[tables, pages]` (of one table without `slots` `[pages]`), the last columns before
-            `end`: those that are seen from there, as far as they are not the row's own.
-        slots: of a lower tier, whose pages come where `pages` has none: of one table after the other.
+        pages: by group of tables, `[tables, pages]` (`[pages]` for one table without `slots`): the columns before `end`
+            that are seen from there and are not the row's own.
+        slots: host slots of the pages that `pages` lacks, one table after the other.
     """
 
     first: int
@@ -44,33 +44,33 @@ class Found(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """How many columns were found."""
+        """The number of columns that were found."""
         return self.end - self.first
 
 
 class FromBelow(NamedTuple):
-    """The pages that a request needs to go on from the end of a prefix, and that only a tier below has."""
+    """The pages that a request needs to resume from the end of a prefix, and that only a lower tier has."""
 
     pages: int  # columns up to that end
-    reach: int  # columns up to which tables that keep all pages have them, wherever windows end
+    reach: int  # columns up to which the tables that keep all pages have them, without regard to windows
     every: Digests  # of each table and page, `[tables, pages, words]`
-    lacking: Asked  # what the tier has
-    found: tuple[Pages, ...]  # by group of tables what is needed: `NO_PAGE` where the tier has it
-    here: Pages  # what the device has of it, by column
+    lacking: Asked  # the pages that only the tier has
+    found: tuple[Pages, ...]  # by group of tables: the needed pages, `NO_PAGE` if the tier has them
+    here: Pages  # the needed pages that the device has, by column
 
     @property
     def digests(self) -> Digests:
-        """Digests of the pages that the tier has, by column."""
+        """The digests of the pages that only the tier has, by column."""
         return self.every.swapaxes(0, 1)[self.lacking.T]
 
     @property
     def tables(self) -> NDArray[np.int64]:
-        """The table of each of these."""
+        """The block table of each of `digests`."""
         return self.lacking.T.nonzero()[1]
 
 
 def last_end(ends: Asked) -> int:
-    """How many pages there are up to the last one after which a request may go on, `[pages]`."""
+    """The number of pages up to the last one after which a request may resume. `ends`: `[pages]`."""
     found = ends.nonzero()[0]
     return int(found[-1]) + 1 if found.size else 0
 
@@ -78,10 +78,10 @@ def last_end(ends: Asked) -> int:
 def resume(
     there: Asked, groups: Sequence[TableGroup], page_size: int, first: int = 0, ends: Asked | None = None
 ) -> int:
-    """The number of pages, after the `first` ones, up to the last end from which every table can go on.
+    """The number of pages, after the first `first` ones, up to the last end from which every table can resume.
 
-    `there`: which of them each table has, `[tables, pages]`; all have the `first` ones. `ends`: after which of them a
-    request may go on for the sake of all else, `[pages]`; None: after each.
+    `there`: the pages that each table has, `[tables, pages]`; all have the first `first` ones. `ends`: after which
+    pages a request may resume for other reasons, `[pages]`; None: after each.
     """
     columns = np.arange(first, first + there.shape[1], dtype=np.int64)
     fits = np.ones(len(columns), np.bool_) if ends is None else ends[: len(columns)].copy()

@@ -1,4 +1,4 @@
-"""The rows of a replica's running requests: the block tables in memory, how far each has come, and what was counted."""
+"""The rows of a replica's running requests: the block tables in memory, their progress, and token counts."""
 
 import heapq
 from array import array
@@ -16,7 +16,7 @@ from kvcache.types import RequestID
 Pages = NDArray[np.int32]
 Ints = NDArray[np.int64]
 Rows = Ints | slice
-"""Rows of a block table: an array, or a slice where they are one run."""
+"""Rows of a block table: an array, or a slice if they are consecutive."""
 NEVER = 1 << 62
 
 
@@ -25,26 +25,27 @@ def as_rows(rows: Rows) -> Ints:
 
 
 def rows_at(rows: Rows, at: NDArray[np.intp]) -> Ints:
-    """Those of `rows` at the places `at`."""
+    """The rows at indices `at` of `rows`."""
     if isinstance(rows, slice):
         return at + rows.start if rows.start else at
     return rows[at]
 
 
 class AllRows:
-    """What a step of a batch asks of the rows of all replicas at once, by place: `replica × rows + row`."""
+    """Arrays over the rows of all replicas, for steps of a batch. Indexed by place: `replica × rows + row`."""
 
     def __init__(self, replicas: int, rows: int, page_size: int) -> None:
-        # Tokens that the pages hold; -1 while they may not be used (an import is pending). The rows write by numpy;
-        # calls of one request read an array of Python's own, which answers them faster. Place -1, nobody's, holds none.
+        # Tokens for which a row has pages; -1 while they may not be used (an import is pending). Rows write it by
+        # numpy. Calls for one request read the Python array, which is faster. The last entry, place -1, belongs to no
+        # row.
         self.capacity_of = array("q", bytes(8 * (replicas * rows + 1)))
         self.capacity: Ints = np.frombuffer(self.capacity_of, np.int64)[:-1]
-        self.cached: Ints = np.zeros(replicas * rows, np.int64)  # tokens with KV, as of the last `step`
-        # Computed tokens at which the next page is full.
+        self.cached: Ints = np.zeros(replicas * rows, np.int64)  # tokens with KV as of the last `step`
+        # The number of computed tokens at which the next page is full.
         self.commit_at: Ints = np.full(replicas * rows, page_size, np.int64)
 
     def slack(self, places: Rows, ends: Ints) -> int:
-        """Tokens that every request at `places` can grow by on the pages it has."""
+        """Tokens by which every request at `places` can grow on its pages."""
         return int((self.capacity[places] - ends).min()) if len(ends) else NEVER
 
     def due(self, places: Rows, starts: Ints) -> int:
@@ -53,10 +54,10 @@ class AllRows:
 
 
 class BlockRows:
-    """One row per running request: its page ids in each block table, and how far it has come.
+    """One row for each running request: its page ids in each block table, and its progress.
 
     The tables of all groups lie in one tensor. Entries without a page name the null page. Groups of full attention come
-    first: no table has pages beyond those of the first group, nor fewer columns than the last.
+    first. No table has pages after those of the first group, or fewer columns than the last.
     """
 
     def __init__(
@@ -73,22 +74,22 @@ class BlockRows:
         self.page_size = page_size
         self.max_seq_len = max_seq_len
         self.groups = groups
-        self._is_plain = groups[0].group.keeps_all and groups[-1].tables.stop == 1  # one table, of all columns
+        self._is_plain = groups[0].group.keeps_all and groups[-1].tables.stop == 1  # one table that keeps all pages
         shape = (groups[-1].tables.stop, rows, -(-max_seq_len // page_size))
-        # `[rows, columns]`, of several tables `[tables, rows, columns]`: page ids in logical order.
+        # `[rows, columns]`, or with several tables `[tables, rows, columns]`: page ids in logical order.
         self.tensor = torch.zeros(shape if shape[0] > 1 else shape[1:], dtype=torch.int32, pin_memory=pinned)
-        self.table: Pages = self.tensor.numpy().reshape(shape)  # the same memory
+        self.table: Pages = self.tensor.numpy().reshape(shape)  # a view
         self._first_table: Pages = self.table[0]
-        # By group and row the first column with a page, and the column after the last.
+        # By group and row: the first column with a page, and the column after the last.
         self._bounds = np.zeros((2, len(groups), rows), np.int64)
         self.firsts, self.ends = self._bounds
         self.num_pages: Ints = self.ends[0]  # columns of the longest tables
         self._shortest: Ints = self.ends[-1]
-        self.changed = np.zeros(rows, np.bool_)  # set where a row changed; who copies rows elsewhere clears it
-        self.committed = np.zeros(rows, np.int64)  # pages, from the first on, that are published
+        self.changed = np.zeros(rows, np.bool_)  # set if a row has changed; cleared by the copies to devices
+        self.committed = np.zeros(rows, np.int64)  # the number of published pages, from the first on
         self.prompt = np.full(rows, -1, np.int64)  # tokens of the request when it was first reserved, -1 before
-        self.counted = np.zeros(rows, np.int64)  # tokens that the metrics have seen
-        # Parts of the arrays of all replicas.
+        self.counted = np.zeros(rows, np.int64)  # tokens that metrics have counted
+        # Views of the arrays of all replicas.
         self.capacity, self.cached, self.commit_at = every.capacity[own], every.cached[own], every.commit_at[own]
         self.request_ids: list[RequestID | None] = [None] * rows
         self.row_of: dict[RequestID, int] = {}
@@ -101,17 +102,17 @@ class BlockRows:
         return row
 
     def pages(self, row: int) -> Pages:
-        """The row's entries of the first table."""
+        """The row's pages in the first table."""
         return self._first_table[row, : self.num_pages[row]]
 
     def grow(self, row: int, end: int) -> None:
-        """The row has its entries before column `end` by now, where there is one table."""
+        """The row's entries before column `end` are set, with one table."""
         self.num_pages[row] = end
         self.changed[row] = True
         self.capacity[row] = min(end * self.page_size, self.max_seq_len)
 
     def append(self, rows: Ints, pages: Pages) -> None:
-        """Put one more page, `[rows]` or `[tables, rows]`, at the end of each of `rows`, distinct, in each table."""
+        """Append one page, `[rows]` or `[tables, rows]`, to each of `rows`, which are distinct, in each table."""
         counts = self.num_pages[rows]
         if pages.ndim == 1:
             self._first_table[rows, counts] = pages
@@ -132,16 +133,16 @@ class BlockRows:
         self.capacity[row] = min(self._shortest.item(row) * self.page_size, self.max_seq_len) if usable else -1
 
     def mend(self, row_of: dict[RequestID, int]) -> None:
-        """Just these requests have a row; of each the tables count as far as they have no hole.
+        """Bind exactly these requests to rows, and cut their tables at holes.
 
-        `measure` and `commit` are to follow, as others know more of that.
+        The caller must call `measure` and `commit` next, as it knows more about each row.
         """
         taken = np.zeros(len(self.request_ids), np.bool_)
         taken[list(row_of.values())] = True
         names: list[RequestID | None] = [None] * len(taken)
         for request_id, row in row_of.items():
             names[row] = request_id
-        # At once: this may be interrupted, too, and whose rows these are is what the next one goes by.
+        # In one statement each: an interrupt here must not mix up the owners of rows.
         self.row_of, self.request_ids[:] = row_of, names
         self.free[:] = np.flatnonzero(~taken).tolist()  # ascending: a heap
         for counts in (self.cached, self.counted):
@@ -152,7 +153,7 @@ class BlockRows:
         self.changed[:] = True
 
     def _mend_tables(self) -> None:
-        """Tables that keep all end before their first hole, and the others there too; these begin behind their last."""
+        """Cut all tables before the first hole of those that keep all pages. The others begin after their last hole."""
         columns = np.arange(self.table.shape[2], dtype=np.int64)
         for number, (group, tables) in enumerate(self.groups):
             ends, firsts = self.ends[number], self.firsts[number]
@@ -165,7 +166,7 @@ class BlockRows:
             self.table[tables] *= inside & (columns >= firsts[:, None])
 
     def unbind(self, row: int) -> None:
-        """Clear the row, which is bound, and give it back."""
+        """Clear a bound row, and free it."""
         count = self.num_pages.item(row)
         if self._is_plain:
             self._first_table[row, :count] = NO_PAGE
@@ -184,34 +185,34 @@ class BlockRows:
 
 
 class PromptCounter:
-    """Counts each prompt token of a replica once: those that `ran`, and those that were `found` instead."""
+    """Counts each prompt token of a replica once, as `ran` or as `found`."""
 
     def __init__(self, rows: BlockRows) -> None:
         self._rows = rows
-        self.open: set[int] = set()  # rows whose prompt is not counted to its end: none of them in a decode step
+        self.open: set[int] = set()  # rows whose prompt is not fully counted; decode steps have none of them
         self.ran = 0
         self.found = 0
 
     @property
     def is_open(self) -> bool:
-        """Whether a prompt is not counted to its end."""
+        """Whether some prompt is not fully counted."""
         return bool(self.open)
 
     def admit(self, row: int, known: int) -> None:
-        """What a request knows when it is first reserved is its prompt."""
+        """The `known` tokens of a request when it is first reserved are its prompt."""
         if self._rows.prompt.item(row) < 0:
             self._rows.prompt[row] = known
             self.open.add(row)
 
     def hit(self, row: int, known: int, start: int, cached: int) -> None:
-        """The tokens from `start` to `cached` of a request of `known` tokens do not have to run."""
+        """The tokens `start` to `cached` of a request with `known` tokens need not run."""
         rows = self._rows
         prompt, counted = rows.prompt.item(row), rows.counted.item(row)
         self.found += max(0, min(cached, known if prompt < 0 else prompt) - max(start, counted))
         rows.counted[row] = max(cached, counted)
 
     def run(self, rows: Rows, starts: Ints | int, ends: Ints) -> None:
-        """The tokens from `starts` to `ends` of `rows` run, or ran."""
+        """The tokens `starts` to `ends` of `rows` run, or ran."""
         if not self.open:
             return
         state = self._rows
@@ -221,7 +222,7 @@ class PromptCounter:
         self.open.difference_update(as_rows(rows)[counted >= prompts].tolist())
 
     def run_one(self, row: int, start: int, end: int) -> None:
-        """`run` of one row of the `open` ones, a tenth of the cost."""
+        """`run` for one of the `open` rows, at a tenth of the cost."""
         counted, prompt = self._rows.counted, self._rows.prompt.item(row)
         seen = max(counted.item(row), start)
         self.ran += max(0, min(end, prompt) - seen)
@@ -230,12 +231,12 @@ class PromptCounter:
             self.open.remove(row)
 
     def refuse_ahead(self, row: int, start: int) -> None:
-        """Raise `InvalidRequestError` if the row's prompt is not through, and would run from beyond what it has."""
+        """Raise `InvalidRequestError` if the row is in its prompt, and would run from beyond its counted tokens."""
         if row in self.open and start > (seen := self._rows.counted.item(row)):
             raise self.ahead(row, start, seen)
 
     def refuse_all_ahead(self, rows: Rows, starts: Ints) -> None:
-        """`refuse_ahead` of each of `rows`."""
+        """`refuse_ahead` for each of `rows`."""
         state = self._rows
         seen = state.counted[rows]
         ahead = (starts > seen) & (seen < state.prompt[rows])
@@ -243,7 +244,7 @@ class PromptCounter:
             self.refuse_ahead(int(as_rows(rows)[at]), int(starts[at]))
 
     def ahead(self, row: int, start: int, most: int) -> InvalidRequestError:
-        """The error of a request whose context says that more is computed than there can be."""
+        """The error for a context that claims more computed tokens than there can be."""
         return InvalidRequestError(
             f"request {self._rows.request_ids[row]!r}: its start_idx is {start}, but {most} tokens at most are "
             "computed: set it back, or release the request and claim it anew"
@@ -255,12 +256,12 @@ class PromptCounter:
         self.run(rows, 0, tokens)
 
     def ran_elsewhere(self, row: int, tokens: int) -> None:
-        """The first `tokens` tokens of the request were no prompt here."""
+        """The first `tokens` tokens of the request were computed elsewhere, and do not count as its prompt."""
         self._rows.prompt[row] = self._rows.counted[row] = tokens
         self.open.discard(row)
 
     def mend(self) -> None:
-        """Which prompts are not counted to their end follows from the counts."""
+        """Derive from the counts which prompts are not fully counted."""
         self.open = {*np.flatnonzero(self._rows.counted < self._rows.prompt).tolist()}
 
     def forget(self, row: int) -> None:

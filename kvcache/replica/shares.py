@@ -9,15 +9,15 @@ from kvcache.replica.rows import Ints, Rows, rows_at
 
 
 class Share(NamedTuple):
-    """Which requests of a batch are one replica's: their places in the batch, and the rows they have there."""
+    """The requests of a batch that are in one replica: their places in the batch, and their rows."""
 
     replica: int
-    at: Rows  # slices where they are runs: arrays are read without a copy then
+    at: Rows  # a slice if they are consecutive, so that arrays are read without a copy
     rows: Rows
 
 
 def shares_of_all(replicas: Ints, rows: Ints, count: int) -> list[Share]:
-    """The share of each of `count` replicas, empty ones too; `replicas` and `rows` of each request, in batch order."""
+    """The share of each of `count` replicas, including empty ones. `replicas`, `rows`: by request, in batch order."""
     order = np.argsort(replicas, kind="stable")
     bounds = np.searchsorted(replicas[order], np.arange(count + 1)).tolist()
     rows = rows[order]
@@ -28,7 +28,7 @@ def shares_of_all(replicas: Ints, rows: Ints, count: int) -> list[Share]:
 
 
 def shares_at(replicas: Ints, rows: Rows, places: Ints) -> list[Share]:
-    """The shares of the requests at these places of the batch, of the replicas that have some."""
+    """The shares of the requests at these places of the batch, without empty ones."""
     if not places.size:
         return []
     mine, own = replicas[places], rows_at(rows, places)
@@ -41,7 +41,7 @@ def shares_at(replicas: Ints, rows: Rows, places: Ints) -> list[Share]:
 
 
 def as_run(indices: Ints) -> Rows:
-    """`indices` as a slice where each is one more than the one before."""
+    """`indices` as a slice if they are consecutive."""
     count = len(indices)
     if not count:
         return slice(0, 0)

@@ -1,15 +1,16 @@
-"""`RowTables`: what the block tables of a replica's rows hold, take, give back, and publish.
+"""`RowTables`: the block tables of a replica's rows: their pages, reservations and publication.
 
-A row has one column a page of tokens in each table. A table has pages from the first column on that the request's next
-query sees: 0 for full attention, that of the window or chunk else. The columns before that are the null page's. Their
-pages go back when the request comes for more. Published ones are idle then, and age by themselves: a page is found by
-the digest of its tokens with its table's number mixed in, so that no table finds another's.
+A row has one column a page of tokens in each table. A table has pages from the first column that the request's next
+query sees. That is column 0 for full attention, and otherwise the first of the window or chunk. Earlier columns name
+the null page. Pages that fall out of a window are given back when the request asks for more. If they are published,
+they are idle then, and age by themselves: a page is found by the digest of its tokens mixed with its table's number, so
+no table finds pages of another.
 
-A request may go on from the end of a page if each table has what the query there sees (`resume`). Tables of full
-attention have pages for all known tokens. The others have them up to the end of the chunk that runs, so that a long
-prompt takes no more than a window and a chunk of them.
+A request may resume after a page if each table has the pages that the next query sees (`resume`). Tables of full
+attention have pages for all known tokens. The others have them up to the end of the chunk that runs, so a long prompt
+takes only a window and a chunk of them.
 
-Where a request is leased, what its readers were told of a window passes to the leases when it falls out.
+If a request is leased, pages that fall out of a window and that readers know pass to the leases.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,17 +32,17 @@ _NONE_FOUND = (_NO_PAGES,)
 _FIRST = (0,)
 _NOTHING = Found(0, 0, _NONE_FOUND)
 _NO_ROWS: Ints = np.zeros(0, np.int64)
-_MIX = 0x9E3779B97F4A7C15  # odd: no two tables' multiples are equal in 64 bits
+_MIX = 0x9E3779B97F4A7C15  # odd, so that its multiples for all tables differ in 64 bits
 
 
 DigestsTo = Callable[[int], Digests]
-"""The digests of a request's pages before a column."""
+"""Maps a column to the digests of a request's pages before it."""
 
 
 class RowTables:
-    """The block tables of one replica, of one group of layers or several: those of `rows`.
+    """The block tables of one replica, for one group of layers or several, over the arrays of `rows`.
 
-    Where there is one table, of full attention, `OneTable` does the same with less.
+    For a single table of full attention, `OneTable` does the same at less cost.
     """
 
     is_plain = False
@@ -52,9 +53,9 @@ class RowTables:
         self.count = len(tables.tables)
         self.kinds, self.kinds_named = tables.kinds, tables.kinds_named
         self.groups = tables.groups
-        # Whether the first table has the page of every token: then it bounds what all of them can have.
+        # Whether the first table keeps the pages of all tokens, so that it bounds what other tables can have.
         self.keeps_prefix = self.groups[0].group.keeps_all
-        # Whether some tables have pages for the chunk that runs alone.
+        # Whether some tables have pages only for the chunk that runs.
         self.in_chunks = not all(group.keeps_all for group, _ in self.groups)
         self._pool, self._rows, self._leases, self._caching = pool, rows, leases, caching
         self._page_size = rows.page_size
@@ -63,15 +64,15 @@ class RowTables:
         self._number_pages()
 
     def _number_pages(self) -> None:
-        """Which table each page is of."""
+        """Let the index record the table of each page."""
         self._numbers = self._pool.index.tables = np.zeros(len(self._pool.index.published), np.intp)
 
     # ---- what is there
 
     def run(self, first: int, digests: Digests) -> Found:
-        """Where `find` has to look: the longest run of published pages of a table that keeps all, after `first` ones.
+        """The columns in which `find` has to look: the longest published run of the first table, after `first` ones.
 
-        Where none does that is everywhere.
+        If no table keeps all pages, these are all columns.
         """
         if not self.keeps_prefix:
             return self.nothing(first)._replace(end=first + len(digests))
@@ -82,17 +83,17 @@ class RowTables:
         return self.nothing(first)
 
     def nothing(self, first: int) -> Found:
-        """That nothing was found behind the `first` columns."""
+        """An empty result after the first `first` columns."""
         return Found(first, first, self._no_pages)
 
     def shortened(self, run: Found, digests: Digests, ends: Asked) -> Found:
-        """The part of a run, which has these `digests`, that `find` would find."""
+        """The part of a run with these `digests` that `find` would return."""
         return self.find(run.first, digests, ends)
 
     def find(self, first: int, digests: Digests, ends: Asked | None = None) -> Found:
-        """The pages of the longest prefix that all tables can go on from: `digests` are of those after `first` ones.
+        """The pages of the longest prefix from which all tables can resume. `digests`: of the pages after `first` ones.
 
-        `ends`: as `resume` has it.
+        `ends`: see `resume`.
         """
         digests = digests[: self.run(first, digests).num_columns]
         digests = digests if ends is None else digests[: last_end(ends[: len(digests)])]
@@ -105,7 +106,7 @@ class RowTables:
         return Found(first, end, found)
 
     def every(self, digests: Digests) -> Digests:
-        """The digests of the pages of all tables, `[tables, pages, words]`, given those of their tokens."""
+        """The digests of the pages of all tables, `[tables, pages, words]`, given the digests of their tokens."""
         return self._mix(slice(None), digests)
 
     def pages_of(self, digests: Digests) -> Pages:
@@ -113,7 +114,7 @@ class RowTables:
         return self._find(slice(None), digests)
 
     def from_below(self, digests: Digests, below: Below, ends: Asked | None = None, first: int = 0) -> FromBelow:
-        """The longest prefix of pages with these digests that all tables can go on from, given the pages `below`.
+        """The longest prefix of pages with these digests from which all tables can resume, given the pages `below`.
 
         The caller already has the `first` pages. Pages that a window has dropped are not requested. `ends`: see
         `resume`.
@@ -133,10 +134,10 @@ class RowTables:
         return FromBelow(end, reach, every, needed & absent, tuple(found), pages.T[(needed & ~absent).T])
 
     def whole(self, digests: Digests, most: int, ends: Asked | None = None) -> tuple[int, list[Pages]]:
-        """The columns of the longest prefix that all can go on from, and each table's pages; `most` pages in all.
+        """The columns of the longest prefix from which all tables can resume, and each table's pages, at most `most`.
 
-        No column where nobody needs a page, nor a state, to go on from there: then there is nothing to give. `ends`: as
-        `resume` has it.
+        Returns no column if resuming there needs no page and no state, as there is nothing to lend then. `ends`: see
+        `resume`.
         """
         end = len(digests)
         while end := self.find(0, digests[:end], ends).end:
@@ -150,33 +151,33 @@ class RowTables:
     # ---- reservations
 
     def plan(self, row: int | None, context: Context, length: int, start: int, found: Found) -> Reservation:
-        """The reservation with which the row, or one to come (None), runs on from token `start`. Changes nothing.
+        """The reservation with which the row, or with None a future one, runs from token `start`. Changes nothing.
 
-        `length`: tokens that it is to have pages for. `found`: behind the columns that it has published. A chunk that
-        would end before `start` keeps its length.
+        `length`: the number of tokens that need pages. `found`: after the row's published columns. A chunk that would
+        end before `start` keeps its length.
         """
         firsts: list[int] = []
         for number, (group, _) in enumerate(self.groups):
             before, now = 0 if row is None else self._rows.firsts.item(number, row), self._seen(group, start)
-            # Unpublished pages stay for `step`.
+            # Pages that are not published yet stay for `step`.
             firsts.append(max(before, min(now, found.end) if self._caching else now))
         ends_found = [max(now, found.end) for now in firsts]
         until = [self._to_hold(group, context, length, start) for group, _ in self.groups]
         plan = self._planned(row, found.pages, ends_found, firsts, until)
         if row is not None and found.first > (own := self._rows.committed.item(row)):
-            plan = plan._replace(committed=own)  # it has computed more than it has published
+            plan = plan._replace(committed=own)  # the row has computed pages that it has not published
         cached = start if found.num_columns else 0
         return plan._replace(start=start, active=chunk_end(context, start), cached=cached, slots=found.slots)
 
     def plan_import(
         self, row: int, context: Context, length: int, num_tokens: int, here: Found, digests_of: DigestsTo, host: Host
     ) -> Reservation:
-        """`plan` of a row without pages for which what is before `num_tokens` comes from elsewhere, or is `here`.
+        """`plan` for a row without pages, if the tokens before `num_tokens` come from elsewhere or are `here`.
 
-        Each group looks for itself which of these pages it has here or in the `host`, and none takes pages that nobody
-        sees.
+        Each group looks for itself which of these pages the device or the `host` has. No group takes pages that no
+        query sees.
         """
-        cached = here.end * self._page_size  # in all tables: nothing has to be copied up to there
+        cached = here.end * self._page_size  # all tables have these tokens, so nothing before them is copied
         start = max(num_tokens, cached)
         digests = digests_of(min(start, context.current_length - 1) // self._page_size if self._caching else 0)
         found, slots, firsts = list[Pages](), list[Slots](), list[int]()
@@ -185,7 +186,7 @@ class RowTables:
             names = self._mix(tables, digests[firsts[-1] :])
             pages = self._find_each(names)
             below = np.where(pages == NO_PAGE, host(names.reshape(-1, names.shape[2])).reshape(pages.shape), NO_PAGE)
-            missing = (pages == below).any(axis=0).nonzero()[0]  # neither of them has it
+            missing = (pages == below).any(axis=0).nonzero()[0]  # both are `NO_PAGE`
             end = missing[0] if missing.size else pages.shape[1]
             found.append(pages[:, :end])
             slots.append(below[:, :end][pages[:, :end] == NO_PAGE])
@@ -213,7 +214,7 @@ class RowTables:
                 leaves[tables, :now] = True
                 own = mine.T[tables, at - pages.shape[1] : at]
                 come = pages[:, : own.shape[1]]
-                # A page from below is restored into the row's own page if it has one. A found page may be its own too.
+                # A page from below is restored into the row's own page, if there is one. A found page may be the row's.
                 leaves[tables, at - pages.shape[1] : at] |= (come != NO_PAGE) & (come != own)
                 new -= int(np.count_nonzero((come == NO_PAGE) & (own != NO_PAGE)))
             leaves &= mine.T != NO_PAGE
@@ -226,19 +227,19 @@ class RowTables:
         committed = min(map(_before_hole, found, ends_found)) if self._caching else 0
         return Reservation(found, tuple(ends_found), tuple(firsts), tuple(ends), gone, new, committed, cost, 0, 0)
 
-    def fits(self, row: int | None, plan: Reservation, free: int) -> bool:  # noqa: ARG002 - the plan has counted
-        """Whether so many `free` pages are enough for the plan; surely, where they are for its `cost`."""
+    def fits(self, row: int | None, plan: Reservation, free: int) -> bool:  # noqa: ARG002 - `cost` is exact here
+        """Whether `free` pages are enough for the plan. `cost` free pages always are."""
         return plan.cost <= free
 
     def least(self, context: Context, length: int, start: int) -> int:
-        """Pages that the request takes where nothing is found, and it runs from `start`."""
+        """The pages that the request takes if nothing is found, and it runs from `start`."""
         return sum(
             tables.num_tables * (self._to_hold(tables.group, context, length, start) - self._seen(tables.group, start))
             for tables in self.groups
         )
 
     def most(self, context: Context, length: int) -> int:
-        """Pages that a request without pages takes at most, whatever is found: from the worst end it may go on from."""
+        """The most pages that a request without pages takes, over all ends from which it may resume."""
         size, known = self._page_size, context.end_idx
         starts: Ints = np.arange(0, known, size)
         next_chunk = np.minimum(known, starts + context.active_length)
@@ -251,7 +252,7 @@ class RowTables:
         return pages
 
     def take(self, row: int, plan: Reservation) -> Pages:
-        """Do what was planned, for which there is room; the pages into which its `slots` are to come."""
+        """Carry out a plan for which there is room. Returns the pages for the content of its `slots`."""
         rows, pool = self._rows, self._pool
         parts = [
             (rows.table[tables, row, at - pages.shape[1] : at], pages)
@@ -288,9 +289,9 @@ class RowTables:
         return np.concatenate([mine[pages == NO_PAGE] for mine, pages in parts])
 
     def append(self, rows: Ints) -> bool:
-        """One more page for each of `rows` in each table; what fell out of their windows goes.
+        """Append a page to each of `rows` in each table, and give back pages that fall out of windows.
 
-        False: too few pages, or a row is in a chunk; nothing has changed.
+        Returns False, with nothing changed, if pages are too few or a row is within a chunk.
         """
         ends = self._rows.ends
         if (ends[-1, rows] != ends[0, rows]).any() or len(rows) * self.count > self._pool.free_count:
@@ -300,15 +301,15 @@ class RowTables:
         return True
 
     def publish(self, rows: Ints, columns: Ints, digests: Digests, told: Ints | None) -> tuple[Pages, Digests, Ints]:
-        """Publish the pages at `rows`, `columns`, which are full of tokens of these `digests`, all of them distinct.
+        """Publish the full pages at `rows`, `columns`, whose tokens have these `digests`, all distinct.
 
-        Content that was published before is shared instead. `told`: by row, tokens that readers were told of, where
-        there are any. Returns the pages that are new in the index, their digests, and the row of each that the first
-        table shares.
+        If content is already published, its page is shared instead. `told`: by row, the tokens that readers may know;
+        None without leases. Returns the pages that are new in the index, their digests, and the row of each page that
+        the first table shares.
         """
         table = self._rows.table
         at = table[:, rows, columns]
-        there = (at != NO_PAGE) & ~self._pool.index.published[at]  # else it was found, behind one that came from below
+        there = (at != NO_PAGE) & ~self._pool.index.published[at]  # others were found after a page from below
         own, names = at[there], self.every(digests)[there]
         of_table, places = there.nonzero()
         self._numbers[own] = of_table
@@ -316,7 +317,7 @@ class RowTables:
         of_rows, of_columns, shared = rows[places], columns[places], _NO_ROWS
         duplicate = kept != own
         if np.count_nonzero(duplicate):
-            # The rows name the pages to keep before the duplicates are freed: they never name a free page.
+            # Rows name the shared pages before the duplicates are freed, so that no row ever names a free page.
             self._pool.hold(kept[duplicate])
             at[there] = kept
             table[:, rows, columns] = at
@@ -333,13 +334,13 @@ class RowTables:
         return own, names, shared
 
     def _pass_to_readers(self, rows: Ints, columns: Ints, pages: Pages, told: Ints | None) -> None:
-        """These pages leave their leased rows one by one; `told`: by row, tokens that readers were told of."""
+        """Pass these pages, which leave their leased rows, to the leases. `told`: by row, tokens that readers know."""
         if told is not None:
             for row, column, page in zip(rows.tolist(), columns.tolist(), pages[:, None], strict=True):
                 self._leases.replace(row, column, page, int(told[row]))
 
     def fork(self, parent: int, row: int, full: int, end: int) -> list[tuple[int, int]]:
-        """Let `row` share the first `full` pages, and have pages up to `end`; each page after these, and its twin."""
+        """Let `row` share the first `full` pages, and get pages up to `end`. Returns pages to copy, with targets."""
         rows, table = self._rows, self._rows.table
         shared = table[:, parent, :full]
         self._pool.hold(shared[shared != NO_PAGE])
@@ -353,9 +354,9 @@ class RowTables:
     # ---- what rows have
 
     def lists(self, row: int, tokens: int, *, first: int, windows: bool) -> tuple[tuple[int, ...], ...]:
-        """The row's pages of its first `tokens` tokens, of each table; of a window those that the next query sees.
+        """The row's pages of its first `tokens` tokens from column `first` on, by table.
 
-        From column `first` on. Without `windows` none of these.
+        Of a window only the pages that the next query sees are included; without `windows`, none.
         """
         end, named = -(-tokens // self._page_size), list[tuple[int, ...]]()
         for number, (group, tables) in enumerate(self.groups):
@@ -365,13 +366,13 @@ class RowTables:
         return tuple(named)
 
     def by_table(self, of_groups: Sequence[int]) -> list[int]:
-        """The value of each table, given that of its group."""
+        """The value for each table, given that for each group."""
         return [one for group, one in zip(self.groups, of_groups, strict=True) for _ in range(group.num_tables)]
 
     def needed(self, row: int, digests: Digests, ends: Sequence[int]) -> tuple[Ints, Pages]:
-        """The pages of the row's published columns, of these `digests`, and of what going on from columns `ends` needs.
+        """The pages of the row's published columns, with these `digests`, and those needed to resume from `ends`.
 
-        As far as they are there: the column of each, and the pages, none twice.
+        Returns the column of each cached page, and the page, without duplicates.
         """
         wanted = self._rows.table[:, row, : len(digests)] != NO_PAGE
         for group, tables in self.groups:
@@ -382,20 +383,20 @@ class RowTables:
         return at[1], pages[at]
 
     def width(self) -> float:
-        """How many published pages there are for each of the first table."""
+        """The number of published pages for each published page of the first table."""
         published = self._pool.index.published
         every = np.count_nonzero(published)
         first = every - np.count_nonzero(published & (self._numbers != 0))
         return every / first if first else float(self.count)
 
     def pages(self, row: int, end: int) -> Pages:
-        """The row's pages before column `end`: of a first table that keeps all, then those of the others by column."""
+        """The row's pages before column `end`: first those of a table that keeps all, then the others by column."""
         mine, kept = self._rows.table[:, row, :end], int(self.keeps_prefix)
         every = np.concatenate((mine[:kept].ravel(), mine[kept:].T.ravel()))
         return every[every != NO_PAGE]
 
     def refuse_lost(self, rows: Rows, starts: Ints) -> None:
-        """Raise `InvalidRequestError` if one of `rows` would run from a token whose window it has given back."""
+        """Raise `InvalidRequestError` if one of `rows` would run from a token whose window was given back."""
         for number, (group, _) in enumerate(self.groups):
             first = self._rows.firsts[number, rows]
             behind = (group.first_seen(starts) // self._page_size < first).nonzero()[0]
@@ -408,14 +409,14 @@ class RowTables:
                 )
 
     def sees(self, row: int, start: int) -> bool:
-        """Whether the row has what the query at token `start` sees."""
+        """Whether the row has the pages that the query at token `start` sees."""
         rows, before = self._rows, -(-start // self._page_size)
         return int(rows.ends[-1, row]) >= before and all(
             int(rows.firsts[number, row]) <= self._seen(group, start) for number, (group, _) in enumerate(self.groups)
         )
 
     def check(self) -> None:
-        """Raise `InvariantError` if a table has not the pages that its row stands for."""
+        """Raise `InvariantError` if a table lacks pages of a row, or has pages that it should not."""
         rows = self._rows
         columns = np.arange(rows.table.shape[2], dtype=np.int64)
         for number, (group, tables) in enumerate(self.groups):
@@ -431,7 +432,7 @@ class RowTables:
     # ---- inside
 
     def _slide(self, rows: Ints) -> None:
-        """Give back what the next queries of `rows` do not see, as if row by row: the first row's pages age first."""
+        """Give back pages that the next queries of `rows` do not see. The first row's pages are released first."""
         size, state, published = self._page_size, self._rows, self._rows.committed[rows]
         of_row = self._leases.of_row
         leased = [at for at, row in enumerate(rows.tolist()) if row in of_row] if of_row else []
@@ -450,7 +451,7 @@ class RowTables:
             if not at.size:
                 continue
             columns = before[at]
-            if np.count_nonzero(counts[at] != 1):  # else each gives back one page, as in nearly all steps
+            if np.count_nonzero(counts[at] != 1):  # in nearly all steps each gives back one page
                 at = np.repeat(np.arange(len(rows)), counts)
                 columns = np.arange(len(at)) + np.repeat(before - np.cumsum(counts) + counts, counts)
             mine = state.table[tables]
@@ -470,9 +471,9 @@ class RowTables:
     def _for_readers(
         self, row: int, found: Sequence[Pages], ends_found: Sequence[int], firsts: Sequence[int]
     ) -> Iterator[tuple[TableGroup, int, int]]:
-        """Columns of a leased row, by group from a first to a last, whose pages pass to its leases.
+        """The ranges of columns of a leased row whose pages pass to its leases, as `(group, first, last)`.
 
-        A group comes twice: pages that fall out of a window and were told to readers, and computed pages that cached
+        There are two ranges a group: pages known to readers that fall out of a window, and computed pages that cached
         ones replace.
         """
         if row not in self._leases.of_row:
@@ -484,21 +485,21 @@ class RowTables:
             yield of, max(at - pages.shape[1], told), min(at, last)
 
     def _told(self, group: LayerGroup, row: int) -> tuple[int, int]:
-        """The first column of a leased row that readers were told of, and the one after the last."""
+        """The first column of a leased row's window that readers may know, and the end of those columns."""
         behind = -(-int(self._leases.told[row]) // self._page_size)
         return self._seen(group, int(self._leases.kept[row])), behind
 
     def _leave_to_readers(self, row: int, tables: slice, first: int, last: int) -> None:
-        """The row's leases hold what it has from column `first` to `last`."""
+        """The leases of the row take over its pages in columns `first` to `last`."""
         for pages in self._rows.table[tables, row, first:last]:
             self._leases.replace(row, first, pages, int(self._rows.cached[row]))
 
     def _seen(self, group: LayerGroup, position: int) -> int:
-        """The first column that the query at `position` sees."""
+        """The first column with tokens that the query at `position` sees."""
         return group.first_seen(position) // self._page_size
 
     def _seen_pages(self, first: int, end: int, digests: Digests) -> tuple[Pages, ...]:
-        """By group the published pages, of `digests` from column `first` on, that are seen from column `end`."""
+        """By group, the published pages that are seen from column `end`, for `digests` from column `first` on."""
         return tuple(
             self._find(tables, digests[max(0, self._seen(group, end * self._page_size) - first) : end - first])
             for group, tables in self.groups
@@ -509,17 +510,17 @@ class RowTables:
         return self._find_each(self._mix(tables, digests))
 
     def _find_each(self, mixed: Digests) -> Pages:
-        """The published page of each of these, `[tables, pages, words]`."""
+        """The published page of each of these digests, `[tables, pages, words]`."""
         return self._pool.index.find(mixed.reshape(-1, mixed.shape[2])).reshape(mixed.shape[:2])
 
     def _mix(self, tables: slice, digests: Digests) -> Digests:
-        """The digests of the pages of `tables`, given those of their tokens: uint64 `[tables, pages, words]`."""
+        """The digests of pages of `tables`, given the digests of their tokens: uint64 `[tables, pages, words]`."""
         mixed = np.repeat(digests[None], len(self._mixed[tables]), axis=0)
         mixed[:, :, 0] ^= self._mixed[tables, None]
         return mixed
 
     def _to_hold(self, group: LayerGroup, context: Context, length: int, start: int) -> int:
-        """Columns of a request that runs from `start`: of all `length` tokens, or of those of the chunk that runs."""
+        """Columns of a request that runs from `start`: for all `length` tokens, or to the end of its chunk."""
         if not group.keeps_all:
             active = chunk_end(context, start)
             length = active if active < context.end_idx else length
@@ -527,18 +528,18 @@ class RowTables:
 
 
 def _before_hole(pages: Pages, end: int) -> int:
-    """The column of the first of these pages, `[tables, pages]` before column `end`, that has yet to come; or `end`."""
+    """The column of the first hole in these pages, `[tables, pages]`, which end at column `end`; `end` if none."""
     holes = (pages == NO_PAGE).any(axis=0).nonzero()[0]
     return end - pages.shape[1] + int(holes[0]) if holes.size else end
 
 
 class OneTable(RowTables):
-    """One table of full attention: it has all columns up to its end, and nothing is looked at twice."""
+    """One table of full attention. It has pages in all columns, so most of the work can be left out."""
 
     is_plain = True
 
     def _number_pages(self) -> None:
-        """All pages are of this table."""
+        """The index needs no table numbers: all pages belong to this table."""
 
     def nothing(self, first: int) -> Found:
         return Found(first, first, _NONE_FOUND) if first else _NOTHING
@@ -570,7 +571,7 @@ class OneTable(RowTables):
         cached, active = start if count else 0, context.active_idx
         if start >= active:
             active = chunk_end(context, start)
-        ends, cost = (max(needed, have),), new + count  # how many of those found are idle is not counted yet
+        ends, cost = (max(needed, have),), new + count  # an upper bound: some found pages may not be idle
         return Reservation(found.pages, (end,), _FIRST, ends, leaving, new, end, cost, start, active, cached)
 
     def plan_import(
@@ -578,13 +579,13 @@ class OneTable(RowTables):
         row: int,
         context: Context,
         length: int,
-        num_tokens: int,  # noqa: ARG002 - what is found is here
+        num_tokens: int,  # noqa: ARG002 - one table needs only `here`
         here: Found,
         digests_of: DigestsTo,  # noqa: ARG002
         host: Host,  # noqa: ARG002
     ) -> Reservation:
-        # Not what is found behind a state that it goes on from: if the import is cancelled, it computes these tokens,
-        # and would write over pages that others share.
+        # Pages after the state from which it resumes are not used. If the import is cancelled, the request computes
+        # these tokens, and would overwrite shared pages.
         return self.plan(row, context, length, here.end * self._page_size, here)
 
     def by_table(self, of_groups: Sequence[int]) -> list[int]:
@@ -621,7 +622,7 @@ class OneTable(RowTables):
             for tell in pool.journal.found:
                 tell(found)
         new, last = plan.new, plan.ends[0]
-        if new == 1:  # all was found but the end: a third of the cost
+        if new == 1:  # a third of the cost; usual if all but the end was found
             rows.table[0, row, last - 1] = pool.allocate_one()
         elif new:
             rows.table[0, row, last - new : last] = pool.allocate(new)
@@ -648,7 +649,7 @@ class OneTable(RowTables):
         own = table[rows, columns]
         kept, shared = self._pool.index.publish(own, digests), _NO_ROWS
         if kept is not own and np.count_nonzero(duplicate := kept != own):
-            # The rows name the pages to keep before the duplicates are freed: they never name a free page.
+            # Rows name the shared pages before the duplicates are freed, so that no row ever names a free page.
             shared = rows[duplicate]
             self._pool.hold(kept[duplicate])
             table[shared, columns[duplicate]] = kept[duplicate]
