@@ -1,4 +1,4 @@
-"""Our prefix index and our transfer under SGLang, which calls `register` by its plugin entry point.
+"""Our prefix index and our transfer for SGLang, which calls `register` through its plugin entry point.
 
 Importing the plugin needs no SGLang.
 

@@ -1,21 +1,21 @@
 """Our prefix index behind SGLang's cache interface: `--radix-cache-backend pagewire`. Written for SGLang 0.5.23.
 
-Importing this module imports SGLang, which finds it by itself where pagewire is installed beside it (`plugin.register`
-is an entry point of its plugin group).
+Importing this module imports SGLang. SGLang finds it through its plugin group if pagewire is installed beside it
+(`plugin.register` is the entry point).
 
-Ownership: SGLang keeps its rows, its free pages and its scheduler. We own the pages that hold a published prefix:
-page states, digests, index and eviction order (`kvcache.pool.pages.PagePool`, `kvcache.replica.hashing`). Our pool
-sees SGLang as the one holder of a page that is free in SGLang or that one of its requests still fills. `checkpoint`
-publishes such a page and passes that hold to the locks on it; `evict` gives the page back to SGLang:
+Ownership: SGLang keeps its rows, its free pages and its scheduler. We own the pages that hold a published prefix: page
+states, digests, index and eviction order (`kvcache.pool.pages.PagePool`, `kvcache.replica.hashing`). In our pool,
+SGLang is the one holder of each page that is free in SGLang or that one of its requests still fills. `checkpoint`
+publishes such a page and turns that hold into the locks on it. `evict` gives the page back to SGLang:
 
     of SGLang ──checkpoint──► published, locked ──unlock──► published, idle ──evict──► of SGLang
                                      ▲                             │
                                      └─────────────lock────────────┘
 
-A cached prefix is found page by page, by chained digests: no tree, no split, and eviction is exact to a page, the tails
-of prefixes first. The price is a hash of every page, once for each request: a prompt of 32,768 tokens takes 0.4 ms in
-pages of 64, 1 ms in pages of 16, and 20 ms in pages of 1, SGLang's default, where its own tree takes 0.1. So give it
-`--page-size 16` or more.
+A cached prefix is found page by page, by chained digests. There is no tree and no split, and eviction is exact to a
+page, the tails of prefixes first. The price is one hash of every page for each request. A prompt of 32,768 tokens takes
+0.4 ms in pages of 64, 1 ms in pages of 16, and 20 ms in pages of 1, SGLang's default, where its own tree takes 0.1 ms.
+Use `--page-size 16` or more.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ if TYPE_CHECKING:
 Pages: TypeAlias = NDArray[np.int32]
 Tokens: TypeAlias = NDArray[np.int64]
 
-_ALGORITHM: HashAlgorithm = "sha256"  # tenants share a server: collisions must not be craftable
-_MAX_TOKEN = (1 << 31) - 1  # digests are of int32 tokens
+_ALGORITHM: HashAlgorithm = "sha256"  # tenants share a server, so an attacker must not be able to construct collisions
+_MAX_TOKEN = (1 << 31) - 1  # digests cover int32 tokens
 
 
 def build(context: TreeCacheBuildContext) -> BasePrefixCache:
-    """The cache for a scheduler; SGLang's own where prefix caching is off.
+    """Returns the cache for a scheduler, or SGLang's own if prefix caching is off.
 
     Raises:
-        InvalidParamsError: (a ValueError) a setting that needs what this cache has not, by name.
+        InvalidParamsError: (a ValueError) a setting needs a feature that this cache lacks; the message names it.
     """
     if context.disable_radix_cache:
         return default_radix_cache_factory(context)
@@ -94,12 +94,13 @@ def build(context: TreeCacheBuildContext) -> BasePrefixCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """A cached prefix, as SGLang passes it around: what a node of its tree is elsewhere.
+    """A cached prefix, as SGLang passes it around in place of a tree node.
 
     Attributes:
         pages: int32, in logical order.
-        digests: uint64 `[pages, words]`, what each page was found by.
-        generation: of the index when it was found: while that is the index's, every page is still what it was.
+        digests: uint64 `[pages, words]`, the digest of each page.
+        generation: generation of the index when the prefix was found. While the index has the same generation, the
+            pages are unchanged.
     """
 
     pages: Pages
@@ -109,7 +110,7 @@ class Prefix:
 
 @dataclass(slots=True)
 class _HashedIds:
-    """How far a request's tokens are hashed, which tokens these were, and what was found by them last."""
+    """The hashed tokens of a request, its hasher, and the result of its last lookup."""
 
     hasher: PrefixHasher
     tokens: Tokens
@@ -121,11 +122,11 @@ class PagewireCache(BasePrefixCache):
     """SGLang's prefix cache over our index and page states.
 
     Args:
-        params: what SGLang gives to every cache: its row pool, its allocator, the page size.
+        params: SGLang's parameters of every cache: its row pool, its allocator, the page size.
 
     Attributes:
-        pool: the pages and their index: others after each `reset`.
-        watch: answers who watches them; None if nobody may.
+        pool: the pages and their index; replaced by each `reset`.
+        watch: answers watchers of the cache; None if it is not watched.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
@@ -137,7 +138,7 @@ class PagewireCache(BasePrefixCache):
         self.root_node = Prefix(np.zeros(0, np.int32), np.zeros((0, DIGEST_BYTES[_ALGORITHM] // 8), np.uint64))
         self._offsets = torch.arange(self.page_size, device=self.device)
         self._hashed: weakref.WeakKeyDictionary[Req, _HashedIds] = weakref.WeakKeyDictionary()
-        self._events = self.kv_events = event_recorder(params)  # SGLang takes them out by that name
+        self._events = self.kv_events = event_recorder(params)  # SGLang takes events out of this attribute
         self.watch: Watch | None = None
         self.reset()
         if params.enable_metrics:
@@ -146,17 +147,17 @@ class PagewireCache(BasePrefixCache):
     # ---- of SGLang's interface: finding
 
     def reset(self) -> None:
-        """Forget everything. SGLang clears its own pools beside it, and no request is running."""
+        """Forgets everything. SGLang clears its own pools at the same time, and no request is running."""
         num_pages = self.token_to_kv_pool_allocator.size // self.page_size
         self.pool = PagePool(num_pages, DIGEST_BYTES[_ALGORITHM] // 8)
-        self.pool.allocate(num_pages)  # all of them are SGLang's
+        self.pool.allocate(num_pages)  # SGLang holds all of them
         self._published = 0
         self._locks: Counter[Prefix] = Counter()
-        self._hashed.clear()  # what was found, was found in the old index
+        self._hashed.clear()  # earlier results refer to the old index
         self._events.record_all_cleared()
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """The longest cached prefix of a key, whole pages of it."""
+        """Returns the longest cached prefix of a key, in whole pages."""
         if self.watch is not None:
             self.watch.attend()
         prefix = self._find(params.key, params.req)
@@ -168,21 +169,22 @@ class PagewireCache(BasePrefixCache):
         )
 
     def touch_prefix(self, key: RadixKey) -> None:
-        """Count the cached prefix of a key as used now."""
+        """Counts the cached prefix of a key as used now."""
         prefix = self._find(key, None)
         self.pool.hold(prefix.pages)
         self.pool.release(prefix.pages)
 
     def path_device_indices(self, node: Prefix) -> torch.Tensor:
-        """The token slots of a prefix, int64."""
+        """Returns the token slots of a prefix, int64."""
         return self._slots(node.pages)
 
     # ---- keeping
 
     def checkpoint(self, req: Req, *, up_to: int, **_: Any) -> None:
-        """Publish what a request has computed of its first `up_to` tokens, and lock all of it for the request.
+        """Publishes what a request has computed of its first `up_to` tokens, and locks all of it for the request.
 
-        Content that was published before is shared: the row names the page to keep before the duplicate goes back.
+        Content that was already published is shared: the row is pointed at the published page before the duplicate is
+        given back.
         """
         ids, protected = req.full_untruncated_fill_ids, req.kv.cache_protected_len // self.page_size
         hashed, digests = self._hashed_of(ids, up_to, req.cache_salt, req.extra_key, req)
@@ -210,7 +212,10 @@ class PagewireCache(BasePrefixCache):
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, req.kv.cache_protected_len)
 
     def inc_lock_ref(self, node: Prefix) -> IncLockRefResult:
-        """Keep a prefix from being evicted; `InvariantError` if a page of it was, since it was matched."""
+        """Locks a prefix against eviction.
+
+        Raises `InvariantError` if one of its pages was evicted since it was matched.
+        """
         index = self.pool.index
         if node.generation != index.generation and not np.array_equal(index.find(node.digests), node.pages):
             raise InvariantError(f"a prefix of {len(node.pages)} pages is locked after some of them were evicted")
@@ -220,7 +225,7 @@ class PagewireCache(BasePrefixCache):
         return IncLockRefResult(delta=(self.pool.free_count - before) * self.page_size)
 
     def dec_lock_ref(self, node: Prefix, params: DecLockRefParams | None = None) -> DecLockRefResult:  # noqa: ARG002
-        """Take one lock of a prefix away. Raises `InvariantError` if it has none."""
+        """Releases one lock of a prefix. Raises `InvariantError` if it has none."""
         if not self._locks[node]:
             raise InvariantError(f"a prefix of {len(node.pages)} pages is unlocked more often than locked")
         before = self.pool.free_count
@@ -231,7 +236,7 @@ class PagewireCache(BasePrefixCache):
         return DecLockRefResult(delta=(self.pool.free_count - before) * self.page_size)
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Give pages without a lock back to SGLang, least recently used first; as few as hold `num_tokens`."""
+        """Gives pages without a lock back to SGLang, least recently used first: as few as hold `num_tokens`."""
         started = time.perf_counter()
         count = min(-(-max(0, params.num_tokens) // self.page_size), self.pool.free_count)
         if not count:
@@ -258,13 +263,13 @@ class PagewireCache(BasePrefixCache):
         return self._published * self.page_size
 
     def pretty_print(self) -> None:
-        """What SGLang prints where it runs out of memory."""
+        """Prints what SGLang reports when it runs out of memory."""
         print(f"pagewire: {self.total_size()} tokens cached, {self.evictable_size()} of them evictable")  # noqa: T201
 
     def check(self) -> None:
-        """Recount everything; `InvariantError` names the first discrepancy."""
+        """Recounts everything. An `InvariantError` names the first discrepancy."""
         pool = self.pool
-        holders = (~pool.index.published).astype(np.int64)  # what is not published is SGLang's
+        holders = (~pool.index.published).astype(np.int64)  # SGLang holds each page that is not published
         holders[0] = 0
         for prefix, count in self._locks.items():
             holders[prefix.pages] += count
@@ -280,12 +285,12 @@ class PagewireCache(BasePrefixCache):
     # ---- read by who watches, in another thread
 
     def free_pages(self) -> Pages:
-        """The pages that SGLang has free."""
+        """Returns the pages that are free in SGLang. Called by the watch."""
         allocator: Any = self.token_to_kv_pool_allocator
         return allocator.get_all_free_pages().cpu().numpy()
 
     def requests(self) -> list[Req]:
-        """Those that have asked for their prefix, and are not forgotten yet."""
+        """Returns the requests that have looked up their prefix and still exist. Called by the watch."""
         return [req for ref in self._hashed.keyrefs() if (req := ref()) is not None]
 
     # ---- inside
@@ -298,16 +303,17 @@ class PagewireCache(BasePrefixCache):
         if found is None or found.generation != index.generation or hashed.pages_asked != len(digests):
             pages = index.match(digests)
             found = Prefix(pages, digests[: len(pages)], index.generation) if len(pages) else self.root_node
-            # A request that waits is asked for again and again.
+            # A waiting request is looked up again and again.
             hashed.found, hashed.pages_asked = found, len(digests)
         return found
 
     def _hashed_of(
         self, ids: Any, limit: int | None, salt: str | None, extra_key: str | None, req: Req | None
     ) -> tuple[_HashedIds, Digests]:
-        """Digests of the whole pages of `ids`, an `array('q')`, up to `limit` and to the first token that is no int32.
+        """Returns the digests of the whole pages of `ids`, an `array('q')`, up to `limit`.
 
-        They are computed once for a request while its tokens stay the same. An aborted request gets other tokens.
+        They end before the first token that is no int32. A request is hashed once as long as its tokens stay the same.
+        An aborted request gets other tokens.
         """
         tokens = np.frombuffer(ids, np.int64)[:limit] if len(ids) else np.zeros(0, np.int64)
         kept = None if req is None else self._hashed.get(req)
@@ -322,15 +328,15 @@ class PagewireCache(BasePrefixCache):
         if len(new) and not 0 <= int(new.min()) <= int(new.max()) <= _MAX_TOKEN:
             tokens = tokens[: known + int(np.argmax((new < 0) | (new > _MAX_TOKEN)))]
         if len(tokens) > len(kept.tokens):
-            kept.tokens = tokens.copy()  # of the array that SGLang extends in place, no view may stay
+            kept.tokens = tokens.copy()  # a copy, because SGLang extends its array in place, which a view would prevent
         if req is not None:
             self._hashed[req] = kept
         return kept, kept.hasher.digests(kept.tokens, 0, len(tokens) // self.page_size)
 
     def _publish(self, own: Pages, digests: Digests, protected: int) -> Pages:
-        """Make the pages from `protected` on findable, and return those that now stand for the digests.
+        """Makes the pages from `protected` on findable, and returns the pages that now stand for the digests.
 
-        SGLang's hold on a page that is new here ends with the first lock: `checkpoint` takes it right after.
+        SGLang's hold on a newly published page ends here; `checkpoint` locks the page right afterwards.
         """
         kept = np.concatenate((own[:protected], self.pool.index.publish(own[protected:], digests[protected:])))
         new = kept[protected:][kept[protected:] == own[protected:]]
@@ -339,11 +345,11 @@ class PagewireCache(BasePrefixCache):
         return kept
 
     def _give_back(self, pages: Pages) -> None:
-        """Let SGLang have the pages, which have no other holder, as free ones."""
+        """Frees pages in SGLang. They must have no other holder."""
         self.token_to_kv_pool_allocator.free_segment(self._slots(pages), start_pos=0)
 
     def _pages_of(self, slots: torch.Tensor) -> Pages:
-        # One copy to the host for each checkpoint: the index is on the host, the row may be on a GPU.
+        # One copy to the host for each checkpoint: the index is on the host, and the row may be on a GPU.
         return (slots[:: self.page_size] // self.page_size).to("cpu", torch.int32).numpy()
 
     def _slots(self, pages: Pages) -> torch.Tensor:

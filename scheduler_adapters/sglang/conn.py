@@ -1,8 +1,8 @@
 """SGLang's manager, sender, receiver and bootstrap server, over our leases and pulls.
 
-SGLang's own base classes keep what is theirs: the states of a room, its timeouts, the HTTP rendezvous and its signs of
-life, ranks that agree poll by poll. Where its backends write from prefill, here decode reads: a sender offers its pages
-under a lease, and a receiver pulls them.
+SGLang's own base classes keep the state and timeouts of a room, the HTTP rendezvous with its heartbeats, and the
+agreement of ranks in each poll. In SGLang's backends prefill writes. Here decode reads: a sender offers its pages under
+a lease, and a receiver pulls them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PagewireKVManager(CommonKVManager):
     """One rank's transfers, on either side. Made by SGLang.
 
     Raises:
-        InvalidEngineError: a setting, a model or a topology that is not supported, by name.
+        InvalidEngineError: a setting, a model or a topology is not supported; the message names it.
     """
 
     supports_deferred_decode_kv_release = True
@@ -73,7 +73,7 @@ class PagewireKVManager(CommonKVManager):
         self._settings = read_settings()
         self._keyring = fleet_keys("SGLang", self._settings.secret)[1]
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        self.server_socket.close(linger=0)  # SGLang's own channel, on which nothing is said here
+        self.server_socket.close(linger=0)  # SGLang's own channel, which is not used here
         if disaggregation_mode == DisaggregationMode.DECODE:
             self._start_decode()
             self._start_heartbeat_checker_thread()
@@ -89,12 +89,12 @@ class PagewireKVManager(CommonKVManager):
         return worker
 
     def _shared(self, made: Callable[[], Any]) -> Any:
-        """An object that rank 0 makes, handed to every rank."""
+        """Returns an object that rank 0 makes and broadcasts to every rank."""
         group = get_parallel().attn_tp_group
         return group.broadcast_object(made() if self.attn_tp_rank == 0 else None, src=0)
 
     def register_to_bootstrap(self) -> None:
-        """Start prefill's side, and tell SGLang's rendezvous where decode may ask."""
+        """Starts prefill's side, and registers it with SGLang's rendezvous."""
         server = RoomServer(self.local_ip, self._keyring) if self.attn_tp_rank == 0 else None
         engine_id, port, token = self._shared(
             lambda: (new_engine_id("prefill", self.local_ip), server and server.port, secrets.token_bytes(16))
@@ -122,7 +122,7 @@ class PagewireKVManager(CommonKVManager):
         self.pulls = RoomPulls(worker, NixlConnectorScheduler(alone), client, self)
 
     def _resolve_rank_mapping(self, info: PrefillServerInfo) -> None:
-        """One process of prefill speaks for all its ranks; which of them a page comes from, the plan says."""
+        """Maps all ranks to one: one process of prefill answers for all its ranks, and the plan finds their pages."""
         info.target_tp_rank = 0
         info.target_tp_ranks = info.target_cp_ranks = info.target_pp_ranks = [0]
         info.required_dst_info_num = info.required_prefill_response_num = 1
@@ -130,36 +130,36 @@ class PagewireKVManager(CommonKVManager):
     # ---- what becomes of a room
 
     def step(self) -> None:
-        """Take what has come, without waiting: once in each turn of the scheduler's loop."""
+        """Handles what has arrived, without waiting. Called once in each turn of the scheduler's loop."""
         if self.leases is not None:
             self.leases.step()
         if self.pulls is not None:
             self.pulls.step()
 
     def room_wanted(self, room: int) -> None:
-        """Decode has asked for it."""
+        """Decode has asked for the room."""
         self.update_status(room, STATES.WaitingForInput)
 
     def room_loading(self, room: int) -> None:
-        """Its pages are being read."""
+        """The room's pages are being read."""
         self.update_status(room, STATES.Transferring)
 
     def room_read(self, room: int) -> None:
-        """Decode has all of it."""
+        """Decode has read all of the room."""
         self.update_status(room, STATES.Success)
 
     room_loaded = room_read
 
     def room_failed(self, room: int, reason: str) -> None:
-        """It will not be read; the first reason stays."""
+        """The room will not be read. The first reason is kept."""
         if self.request_status.get(room) not in {None, KVPoll.Failed, KVPoll.Success}:
             self.record_failure(room, reason)
             self.update_status(room, STATES.Failed)
 
     def prefill_gone(self, address: str) -> None:
-        """The process that answered there has ended: the next request asks the rendezvous where it is now."""
+        """The process at `address` has ended. The next request asks the rendezvous for its new address."""
         with self.connection_lock:
-            pool: dict[str, Any] = self.connection_pool  # of lists, whatever SGLang's annotation says
+            pool: dict[str, Any] = self.connection_pool  # of lists, despite SGLang's annotation
             for key, infos in list(pool.items()):
                 if any(endpoint(info["rank_ip"], info["rank_port"]) == address for info in infos):
                     del pool[key]
@@ -169,7 +169,7 @@ class PagewireKVManager(CommonKVManager):
         return self.pulls is None or self.pulls.is_over(bootstrap_room)
 
     def shutdown(self) -> None:
-        """End every lease and read."""
+        """Ends every lease and load."""
         for side in (self.leases, self.pulls):
             if side is not None:
                 side.shutdown()
@@ -177,14 +177,14 @@ class PagewireKVManager(CommonKVManager):
     # ---- the row of metadata
 
     def read_row(self, index: int) -> tuple[bytes, ...]:
-        """SGLang's row of metadata, buffer by buffer."""
+        """Returns SGLang's row of metadata, buffer by buffer."""
         return tuple(
             ctypes.string_at(pointer + index * size, size)
             for pointer, size in zip(self.kv_args.aux_data_ptrs, self.kv_args.aux_item_lens, strict=True)
         )
 
     def write_row(self, index: int, row: Sequence[bytes]) -> None:
-        """Put a row where SGLang reads it. A ValueError if the other side has other buffers."""
+        """Writes a row where SGLang reads it. Raises ValueError if the other side has other buffers."""
         sizes = list(self.kv_args.aux_item_lens)
         if [len(data) for data in row] != sizes:
             raise ValueError(
@@ -196,7 +196,7 @@ class PagewireKVManager(CommonKVManager):
 
 
 class PagewireKVSender(CommonKVSender):
-    """A request at prefill: its pages are offered when all of them are computed."""
+    """A request at prefill. Its pages are offered when all of them are computed."""
 
     kv_mgr: PagewireKVManager
     aux_index: int  # `init` sets it before anything is sent
@@ -227,7 +227,7 @@ class PagewireKVSender(CommonKVSender):
         num_kv_tokens: int | None = None,
         indices_event: object | None = None,  # noqa: ARG002  (of backends that copy indices later)
     ) -> None:
-        """Take a chunk's pages; offer them all with the last chunk's."""
+        """Adds the pages of a chunk. The last chunk offers all of them."""
         if self.conclude_state in {KVPoll.Success, KVPoll.Failed}:
             return
         if self._transfer_start_time is None:
@@ -239,7 +239,7 @@ class PagewireKVSender(CommonKVSender):
         if self.curr_idx < self.num_kv_indices:
             return
         blocks, firsts = [self._pages], [0]
-        for pages in state_indices or ():  # of the sliding window: its last pages
+        for pages in state_indices or ():  # state indices are the last pages of the sliding window
             end = -(-self._num_tokens // self.kv_mgr.config.groups[1].block_size)
             blocks.append(np.asarray(pages).tolist())
             firsts.append(end - len(blocks[-1]))
@@ -248,12 +248,12 @@ class PagewireKVSender(CommonKVSender):
         self.kv_mgr.update_status(self.bootstrap_room, STATES.Transferring)
 
     def abort(self) -> None:
-        """End the request: no reader reads its pages when this returns."""
+        """Ends the request. After this no reader reads its pages."""
         super().abort()
         self._leases.close(self.bootstrap_room, "aborted at prefill")
 
     def clear(self) -> None:
-        """SGLang has done with the request, or releases its pages next: no reader reads them when this returns."""
+        """Ends a request whose pages SGLang releases next. After this no reader reads them."""
         super().clear()
         with self.kv_mgr.failure_lock:
             reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "given up at prefill")
@@ -261,15 +261,15 @@ class PagewireKVSender(CommonKVSender):
 
 
 class PagewireKVReceiver(CommonKVReceiver):
-    """A request at decode: prefill is asked for it at once, and read when both sides have pages."""
+    """A request at decode. It asks prefill at once, and reads when both sides have pages."""
 
     kv_mgr: PagewireKVManager
-    bootstrap_room: int  # of every request of a disaggregated server
+    bootstrap_room: int  # set for every request of a disaggregated server
     request: Req  # a hook sets it
 
     def init(self, prefill_dp_rank: int) -> None:
-        """The prefill process is known: ask it."""
-        self.kv_mgr.step()  # whose connections are gone is asked for again
+        """Asks the prefill process, which is known now."""
+        self.kv_mgr.step()  # drops lost connections first, so that they are made anew
         super().init(prefill_dp_rank)
         if self.conclude_state == STATES.Failed or not self.bootstrap_infos:
             return
@@ -284,7 +284,7 @@ class PagewireKVReceiver(CommonKVReceiver):
         return pulls
 
     def _register_kv_args(self) -> bool:
-        return True  # prefill is told nothing of our memory
+        return True  # prefill needs no information about our memory
 
     def send_metadata(
         self,
@@ -295,7 +295,7 @@ class PagewireKVReceiver(CommonKVReceiver):
         destination: KVTransferDestination = KVTransferDestination.DEVICE,
         device_kv_indices: NDArray[np.int32] | None = None,
     ) -> None:
-        """There are pages for the request: nothing is sent, they are read into."""
+        """Reads into the request's pages, which are allocated now. Nothing is sent."""
         if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
             raise NotImplementedError("pages of the host are not read into")
         index = int(aux_index or 0)
@@ -316,12 +316,12 @@ class PagewireKVReceiver(CommonKVReceiver):
         self._pulls.give_up(self.bootstrap_room, "aborted at decode")
 
     def clear(self) -> None:
-        """SGLang has done with the request."""
+        """Forgets a request that SGLang has finished."""
         super().clear()
         self._pulls.forget(self.bootstrap_room)
 
 
 class PagewireKVBootstrapServer(CommonKVBootstrapServer):
-    """SGLang's rendezvous. It tells no page size: pages of any two sizes go together."""
+    """SGLang's rendezvous, without a page size: pages of any two sizes can be transferred."""
 
     page_size = property(lambda self: None, lambda self, value: None)  # noqa: ARG005

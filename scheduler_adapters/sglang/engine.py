@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
 
 building: ContextVar[Any] = ContextVar("building")
-"""SGLang's queue that makes its manager: a manager is told of pointers alone, the queue has the pools."""
+"""The SGLang queue that is making its manager. SGLang gives a manager only pointers; the queue has the pools."""
 
 
 def check_supported(queue: Any, args: KVArgs) -> None:
-    """Refuse what the transfer does not do.
+    """Refuses settings that the transfer does not support.
 
     Args:
-        queue: SGLang's, of requests that bootstrap: it has the pools and the scheduler.
-        args: what SGLang tells its backends of them.
+        queue: SGLang's bootstrap queue, which has the pools and the scheduler.
+        args: SGLang's description of the pools for its backends.
 
     Raises:
-        InvalidEngineError: the first such setting, in one line.
+        InvalidEngineError: names the first such setting, in one line.
     """
     parallel, disagg = get_parallel(), get_disagg()
     states = [state.value for state in args.state_types if state != StateType.SWA]
@@ -58,7 +58,7 @@ def check_supported(queue: Any, args: KVArgs) -> None:
 
 
 def caches(queue: Any, tp_size: int) -> Caches:
-    """The groups and tensors of this rank's pool."""
+    """Returns the groups and tensors of this rank's pool."""
     scheduler = queue.scheduler
     return caches_of(
         queue.token_to_kv_pool,
@@ -75,10 +75,10 @@ def worker_config(
 
     Args:
         queue: as in `check_supported`.
-        found: its caches.
-        settings: the operator's.
-        engine: its id, this rank, and the number of ranks.
-        host: our own address.
+        found: the rank's caches.
+        settings: the operator's settings.
+        engine: the engine's id, this rank, and the number of ranks.
+        host: address of this host.
     """
     engine_id, rank, ranks = engine
     model = queue.scheduler.model_config
@@ -96,5 +96,5 @@ def worker_config(
 
 
 def new_engine_id(role: str, host: str) -> str:
-    """An id that no other engine has, and that says where this one is."""
+    """Returns an id that no other engine has, and that names this host and process."""
     return f"{role}-{host}-{os.getpid()}-{uuid.uuid4().hex[:12]}"

@@ -1,7 +1,7 @@
 """Reports the contents of the cache in SGLang's own stream of KV events: `--kv-events-config`.
 
 SGLang's recorder keeps the events until its scheduler publishes them. SGLang uses a block's hash only as an identifier.
-We pass the first word of the page's digest, which covers salt and extra key.
+We pass the first word of the page's digest, which covers the salt and the extra key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Digests: TypeAlias = NDArray[np.uint64]
 
 
 def event_recorder(params: CacheInitParams) -> KVCacheEventRecorder:
-    """SGLang's recorder, which keeps nothing where events are off."""
+    """Returns SGLang's recorder, which keeps nothing if events are off."""
     return KVCacheEventRecorder(
         enabled=params.enable_kv_cache_events,
         page_size=params.page_size,
@@ -33,14 +33,14 @@ def event_recorder(params: CacheInitParams) -> KVCacheEventRecorder:
 def record_stored(
     recorder: KVCacheEventRecorder, req: Req, tokens: NDArray[np.int64], digests: Digests, new: NDArray[np.bool_]
 ) -> None:
-    """Tells of those pages of a prompt that are `new`: an event for each run of them, with the page that it continues.
+    """Records the `new` pages of a prompt: one event for each run of them, with the page that the run continues.
 
     Args:
-        recorder: SGLang's.
-        req: whose prompt it is.
-        tokens: of all its pages, and maybe more.
-        digests: of all its pages.
-        new: for each page, whether it was published now.
+        recorder: SGLang's recorder.
+        req: the request of the prompt.
+        tokens: tokens of all its pages, and possibly more.
+        digests: digests of all its pages.
+        new: bool `[pages]`, whether each page was published now.
     """
     if not recorder.enabled or not new.any():
         return
@@ -63,7 +63,7 @@ def record_stored(
 
 
 def record_removed(recorder: KVCacheEventRecorder, digests: Digests) -> None:
-    """Tells of pages that were evicted."""
+    """Records evicted pages."""
     if recorder.enabled:
         recorder.enqueue(BlockRemoved(block_hashes=_hashes(digests), medium=StorageMedium.GPU))
 

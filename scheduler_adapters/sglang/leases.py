@@ -1,4 +1,4 @@
-"""Prefill's side: for each room a lease over its pages, from their computation until decode has read them."""
+"""The prefill side: a lease over each room's pages, from their computation until decode has read them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LeasesTold(Protocol):
 
 
 def _over(output: WorkerOutput) -> list[tuple[int, str]]:
-    """The rooms whose lease has ended on a rank, or was not granted there, and why."""
+    """Returns the rooms whose lease has ended on a rank, or was not granted there, each with the reason."""
     refused = {name: error for name, error in output.offered.items() if error}
     return [(int(name), reason) for name, reason in (refused | output.sent).items()]
 
@@ -65,14 +65,14 @@ def _tell_end(told: LeasesTold, room: int, reason: str) -> None:
 
 @dataclass(slots=True, eq=False)
 class Computed:
-    """A room's pages.
+    """The computed pages of a room.
 
     Attributes:
-        block_ids: for each group, its pages.
-        first_blocks: for each group, which page of the request the first of them is.
-        num_tokens: that they hold.
+        block_ids: the pages of each group.
+        first_blocks: index in the request of the first page of each group.
+        num_tokens: tokens that the pages hold.
         row: SGLang's row of metadata.
-        prompt: what the KV is of.
+        prompt: the prompt whose KV the pages hold.
     """
 
     block_ids: Sequence[Sequence[int]]
@@ -86,9 +86,9 @@ class Computed:
 class _LeasedRoom:
     readers: set[bytes] = field(default_factory=set[bytes])
     opened: bool = False
-    dropped: str = ""  # why decode does not want it any more
+    dropped: str = ""  # why decode no longer wants the room
     computed: Computed | None = None
-    offered: bool = False  # its lease was asked for, and is not over here
+    offered: bool = False  # its lease was asked for, and has not ended on this rank
     answer: FromPrefill | None = None
 
 
@@ -96,12 +96,12 @@ class RoomLeases:
     """The rooms of a prefill engine, at its rank 0. For the thread of the scheduler.
 
     Args:
-        worker: of this rank.
-        scheduler: of the engine.
-        server: where decode asks, and the other ranks answer.
-        leader: tells the other ranks what to do.
-        told: hears what becomes of each room.
-        expect_s: how long a question is kept for a request that has not come yet.
+        worker: worker of this rank.
+        scheduler: scheduler side of the engine.
+        server: receives the messages of decode and of the other ranks.
+        leader: sends commands to the other ranks.
+        told: is told the outcome of each room.
+        expect_s: how long a room that decode wants is kept if its request has not arrived, in seconds.
     """
 
     def __init__(
@@ -120,13 +120,14 @@ class RoomLeases:
         self._told = told
         self._expect_s = expect_s
         self._rooms: dict[int, _LeasedRoom] = {}
-        self._unopened: OrderedDict[int, float] = OrderedDict()  # asked for, but not here yet: since when
-        self._failed: OrderedDict[int, str] = OrderedDict()  # requests that came to nothing, and why: the last ones
-        self._waiting: list[int] = []  # computed, and without a lease yet
+        # Rooms that decode wants but that are not open yet, with the time of the first message.
+        self._unopened: OrderedDict[int, float] = OrderedDict()
+        self._failed: OrderedDict[int, str] = OrderedDict()  # the latest failed rooms, with the reason
+        self._waiting: list[int] = []  # computed rooms without a lease
 
     @property
     def open_count(self) -> int:
-        """Requests of SGLang that are known, without those that decode alone has asked for."""
+        """Open requests of SGLang, without the rooms that only decode has asked for."""
         return sum(known.opened for known in self._rooms.values())
 
     def open(self, room: int) -> None:
@@ -138,14 +139,14 @@ class RoomLeases:
         self._tell_wishes(room, known)
 
     def offer(self, room: int, computed: Computed) -> None:
-        """Have the pages of a room leased, and decode told of them."""
+        """Leases the pages of a room, and tells decode of them."""
         known = self._rooms[room]
         known.computed = computed
         self._waiting.append(room)
         self.step()
 
     def close(self, room: int, reason: str) -> None:
-        """Forget a room: when this returns, no reader reads its pages any more."""
+        """Forgets a room. After this no reader reads its pages."""
         known = self._rooms.pop(room, None)
         if known is None:
             return
@@ -165,7 +166,7 @@ class RoomLeases:
                 self._failed.popitem(last=False)
 
     def step(self) -> None:
-        """Hear decode, and take what the transfer thread has done, without waiting.
+        """Handles messages of decode and events of the transfer thread, without waiting.
 
         Raises:
             EngineClosedError: the transfer thread has died.
@@ -174,7 +175,8 @@ class RoomLeases:
         for room in self._waiting[:]:
             try:
                 self._scheduler.offer(str(room))
-            except InvalidLeaseError:  # no slot is free, or an earlier request's lease is not over on every rank
+            # No slot is free, or the lease of an earlier request with this number is open on some rank.
+            except InvalidLeaseError:
                 continue
             self._waiting.remove(room)
             self._rooms[room].offered = True
@@ -237,7 +239,7 @@ class RoomLeases:
         if isinstance(message, RoomDropped):
             known.dropped = message.reason or "decode has given it up"
         else:
-            known.dropped = ""  # what was dropped was an earlier request of this number
+            known.dropped = ""  # an earlier drop was about an earlier request of this number
             known.readers.add(reader)
             if known.answer is not None:
                 self._server.send(reader, known.answer)
@@ -251,7 +253,7 @@ class RoomLeases:
             self._told.room_wanted(room)
 
     def _forget_unopened(self) -> None:
-        """Requests that never came: answered as such, the oldest ones first."""
+        """Fails the rooms whose request never arrived, oldest first."""
         now = time.monotonic()
         while self._unopened:
             room, since = next(iter(self._unopened.items()))
@@ -262,19 +264,19 @@ class RoomLeases:
             self._answer(self._rooms.pop(room), RoomFailed(room=room, reason=reason))
 
     def shutdown(self) -> None:
-        """End every lease, and close the sockets."""
+        """Ends every lease, and closes the sockets."""
         self._worker.shutdown()
         self._scheduler.close()
         self._server.close()
 
 
 class FollowerLeases:
-    """The rooms of a prefill engine, at any other rank: it grants the leases that rank 0 takes, once it has the pages.
+    """The rooms of a prefill engine at any other rank. It grants rank 0's leases once its own pages are computed.
 
     Args:
-        worker: of this rank.
-        follower: hears rank 0.
-        told: hears what becomes of each room.
+        worker: worker of this rank.
+        follower: receives commands of rank 0.
+        told: is told the outcome of each room.
     """
 
     def __init__(self, worker: NixlConnectorWorker, follower: RankFollower, told: LeasesTold) -> None:
@@ -283,24 +285,28 @@ class FollowerLeases:
         self._told = told
         self._computed: set[int] = set()
         self._offered: set[int] = set()
-        self._unsent: dict[str, SendRequest] = {}  # what rank 0 wants granted, and is not computed here yet
+        # Leases that rank 0 wants granted, whose pages are not computed here yet.
+        self._unsent: dict[str, SendRequest] = {}
 
     @property
     def open_count(self) -> int:
-        """Rooms that are known."""
+        """The number of known rooms."""
         return len(self._computed | self._offered) + len(self._unsent)
 
     def open(self, room: int) -> None:
-        """A request has come. Whether decode wants it, rank 0 knows: SGLang waits for the last of its ranks."""
+        """Accepts a new request.
+
+        Only rank 0 knows whether decode wants it, and SGLang waits for the last of its ranks.
+        """
         self._told.room_wanted(room)
 
     def offer(self, room: int, computed: Computed) -> None:  # noqa: ARG002  (SGLang gives all ranks the same pages)
-        """The room's pages are computed here."""
+        """Reports that the room's pages are computed here."""
         self._computed.add(room)
         self.step()
 
     def close(self, room: int, reason: str) -> None:
-        """Forget a room: when this returns, no reader reads its pages on this rank any more."""
+        """Forgets a room. After this no reader reads its pages on this rank."""
         if room in self._offered:
             self._worker.start_load_kv(ConnectorMetadata(reqs_not_processed={str(room): reason}))
         while room in self._offered:
@@ -309,7 +315,7 @@ class FollowerLeases:
         self._computed.discard(room)
 
     def step(self) -> None:
-        """Do what rank 0 says, and tell it what has happened here, without waiting.
+        """Carries out rank 0's commands and reports events to it, without waiting.
 
         Raises:
             EngineClosedError: the transfer thread has died.
@@ -338,6 +344,6 @@ class FollowerLeases:
                 _tell_end(self._told, room, reason)
 
     def shutdown(self) -> None:
-        """End every lease, and close the socket."""
+        """Ends every lease, and closes the socket."""
         self._worker.shutdown()
         self._follower.close()

@@ -1,6 +1,6 @@
-"""SGLang's plugin: it makes our cache and our transfer known by name, and imports them where they are asked for.
+"""SGLang's plugin: registers our cache and our transfer by name, and imports them only if they are used.
 
-SGLang calls `register` in each of its processes, and most of them have neither: so this imports little by itself.
+SGLang calls `register` in each of its processes, most of which use neither. This module therefore imports little.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ QUEUES = (_PREFILL, _DECODE)
 
 
 def register() -> None:
-    """Make `--radix-cache-backend pagewire` and `--disaggregation-transfer-backend pagewire` known. Safe twice."""
+    """Registers `--radix-cache-backend pagewire` and `--disaggregation-transfer-backend pagewire`.
+
+    Safe to call twice.
+    """
     from sglang.srt.mem_cache.registry import (  # noqa: PLC0415  (where SGLang is not, this can be imported)
         get_radix_cache_factory,
         register_radix_cache_backend,
@@ -41,10 +44,10 @@ def _build(context: TreeCacheBuildContext) -> BasePrefixCache:
 
 
 def _register_transfer() -> None:
-    """Register the transfer backend: SGLang lets a plugin add the name, but looks the backend up in an enum, by value.
+    """Registers the transfer backend. SGLang lets a plugin add the name, but looks the backend up in an enum, by value.
 
-    An enum calls its `_missing_` for values that it does not have. That hook makes the name a member and installs what
-    the backend needs, but only in processes that were started with this backend.
+    An enum calls its `_missing_` hook for unknown values. Our hook returns a new member for the name. It also installs
+    what the backend needs, so that only processes with this backend are changed.
     """
     from sglang.srt.arg_groups.choices import (  # noqa: PLC0415
         DISAGG_TRANSFER_BACKEND_CHOICES,
@@ -69,11 +72,11 @@ def _register_transfer() -> None:
 
 
 def _hook(member: object) -> None:
-    """Have SGLang's own registry of hooks answer for our classes, and show us the queue that makes a manager."""
+    """Makes SGLang's hook registry return our classes, and pass us the queue that makes a manager."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 
     targets = ("sglang.srt.disaggregation.utils.get_kv_class", *(f"{queue}._init_kv_manager" for queue in QUEUES))
-    # It has no other way to ask.
+    # The registry has no public way to ask.
     if targets[0] in HookRegistry._patched:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         return
 
@@ -83,10 +86,10 @@ def _hook(member: object) -> None:
     HookRegistry.register(targets[0], classes, HookType.AROUND)
     for target in targets[1:]:
         HookRegistry.register(target, _show, HookType.AROUND)
-    # Each turn of its loop calls these, also where no request is there that would be polled.
+    # Each turn of the scheduler's loop calls these, even without a request to poll.
     HookRegistry.register(f"{_PREFILL}.pop_bootstrapped", _step, HookType.BEFORE)
     HookRegistry.register(f"{_DECODE}.resume_retracted_reqs", _step, HookType.BEFORE)
-    # A sender and a receiver are told a number alone: the request itself has the tokens that the pages are of.
+    # SGLang gives a sender or receiver only a number. The request itself has the tokens of the pages.
     HookRegistry.register(f"{_PREFILL}.create_sender", _name_sender, HookType.AFTER)
     HookRegistry.register(f"{_DECODE}._create_receiver_and_enqueue", _name_receiver, HookType.AFTER)
     HookRegistry.apply_hooks()

@@ -1,4 +1,4 @@
-"""SGLang's KV pools as the groups and tensors of a connector worker. What is not known here is refused at start."""
+"""Describes SGLang's KV pools as groups and tensors of a connector worker. Unknown pools are refused at start."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MLA = "page,token,dim"
 
 
 class Caches(NamedTuple):
-    """The groups of a model, and this rank's tensors by the name of their layer.
+    """The groups of a model, and this rank's tensors by layer name.
 
-    The first group is that of the pages that SGLang calls KV; a second one, if any, that of its sliding window.
+    The first group has the pages that SGLang calls KV. A second one, if any, has those of its sliding window.
     """
 
     groups: tuple[GroupConfig, ...]
@@ -27,16 +27,16 @@ class Caches(NamedTuple):
 
 
 def caches_of(pool: Any, *, tp_size: int, total_kv_heads: int, window: int) -> Caches:
-    """Returns what of a pool is moved.
+    """Returns the parts of a pool that are transferred.
 
     Args:
-        pool: SGLang's.
-        tp_size: ranks over which heads are split.
-        total_kv_heads: of the model.
-        window: SGLang's number: tokens before the one that looks.
+        pool: SGLang's KV pool.
+        tp_size: ranks that heads are split over.
+        total_kv_heads: KV heads of the model.
+        window: SGLang's window size, which does not count the current token.
 
     Raises:
-        InvalidEngineError: a pool, or a shape, that is not known here.
+        InvalidEngineError: the pool or its shape is not known here.
     """
     parts = [(pool, 0)]
     if type(pool) is SWAKVPool:
@@ -53,7 +53,7 @@ def caches_of(pool: Any, *, tp_size: int, total_kv_heads: int, window: int) -> C
 
 
 def _layers(pool: Any) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
-    """Each layer's number in the model, and its tensors by pages. A page is what SGLang numbers: slot // page size."""
+    """Yields each layer's number in the model, and its tensors by page (SGLang's slot // page size)."""
     kind: object = type(pool)
     if kind is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and pool.head_dim == pool.v_head_dim:
         buffers = list(zip(pool.k_buffer, pool.v_buffer, strict=True))
@@ -74,7 +74,7 @@ def _group(pool: Any, layers: list[int], window: int, tp_size: int, total_kv_hea
     mla = kind is MLATokenToKVPool
     heads = 1 if mla else pool.head_num * tp_size
     if not mla and pool.head_num == 1 < tp_size:
-        heads = total_kv_heads  # fewer heads than ranks: some hold the same one
+        heads = total_kv_heads  # fewer heads than ranks: some ranks hold the same head
     dtype = str(pool.store_dtype).removeprefix("torch.")
     return GroupConfig(
         layers={f"layer.{number}": number for number in layers},

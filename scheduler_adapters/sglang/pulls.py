@@ -1,4 +1,4 @@
-"""Decode's side: for each room the question to prefill, and the read of its pages into those of this rank."""
+"""The decode side: asks prefill for each room, and reads its pages into those of this rank."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from transfer.wire.prompt import Prompt
 
 
 class PullsTold(Protocol):
-    """What SGLang's manager hears of a room."""
+    """The calls by which SGLang's manager learns of a room."""
 
     def room_loading(self, room: int) -> None:
-        """Its pages are being read."""
+        """The room's pages are being read."""
         ...
 
     def room_loaded(self, room: int) -> None:
-        """They are here, and the row of metadata as well."""
+        """The room's pages and its row of metadata are here."""
         ...
 
     def room_failed(self, room: int, reason: str) -> None:
-        """They will not come. They may still be written until `is_over`."""
+        """The room's pages will not come. They may still be written until `is_over`."""
         ...
 
     def prefill_gone(self, address: str) -> None:
-        """The process that answered there has ended."""
+        """The process at `address` has ended."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Destination:
-    """Where a room's pages go.
+    """The local pages of a room.
 
     Attributes:
-        block_ids: for each group, our pages.
-        first_blocks: for each group, which page of the request the first of them is; None if the group's window
-            decides, which reaches back from the last token.
-        num_computed_tokens: of the prompt, that are here already.
-        write_row: puts SGLang's row of metadata where it belongs; a ValueError if it does not fit.
+        block_ids: local pages of each group.
+        first_blocks: index in the request of the first page of each group; None for a window group, whose pages end
+            with the last token.
+        num_computed_tokens: prompt tokens that are already local.
+        write_row: writes SGLang's row of metadata to its place; raises ValueError if it does not fit.
     """
 
     block_ids: Sequence[Sequence[int]]
@@ -66,18 +66,18 @@ class _WantedRoom:
     ready: RoomReady | None = None
     wanted: Wanted | None = None
     is_held: bool = False  # prefill's lease is renewed until there is a destination
-    is_loading: bool = False  # its pages may be written
+    is_loading: bool = False  # a READ may write to its pages
     is_given_up: bool = False
 
 
 class RoomPulls:
-    """The rooms of a rank of decode. For the thread of the scheduler.
+    """The rooms of one rank of decode. For the thread of the scheduler.
 
     Args:
-        worker: of this rank.
-        scheduler: of this rank alone: SGLang agrees with the other ranks by itself, poll by poll.
-        client: asks prefill.
-        told: hears what becomes of each room.
+        worker: worker of this rank.
+        scheduler: scheduler side of this rank alone. SGLang itself makes the ranks agree in each poll.
+        client: sends messages to prefill.
+        told: is told the outcome of each room.
     """
 
     def __init__(
@@ -89,32 +89,33 @@ class RoomPulls:
         self._told = told
         self._numbers = itertools.count()
         self._rooms: dict[int, _WantedRoom] = {}
-        self._open: dict[str, _WantedRoom] = {}  # of which something is held or loaded, those given up among them
+        # Rooms with a held or loading source, including those that were given up.
+        self._open: dict[str, _WantedRoom] = {}
 
     @property
     def open_count(self) -> int:
-        """Rooms of which something is expected, or may still be written."""
+        """Rooms that are open, or whose pages may still be written."""
         return len(self._rooms) + len(self._open)
 
     def want(self, room: int, endpoint: str, prompt: Prompt) -> None:
-        """Ask the prefill process at `endpoint` for a room, whose pages must be of this prompt."""
+        """Asks the prefill process at `endpoint` for a room, whose pages must match this prompt."""
         known = self._rooms[room] = _WantedRoom(room, f"{room}#{next(self._numbers)}", endpoint, prompt)
         if error := self._client.send(endpoint, RoomWanted(room=room)):
             self._fail(known, error)
 
     def place(self, room: int, destination: Destination) -> None:
-        """There are pages for a room now."""
+        """Sets the pages of a room, which may then be read."""
         if (known := self._rooms.get(room)) is not None:
             known.destination = destination
             self._load(known)
 
     def give_up(self, room: int, reason: str) -> None:
-        """Tell prefill that a room is not wanted. Its pages may be used for something else when it `is_over`."""
+        """Tells prefill that a room is not wanted. Its pages may be reused once it `is_over`."""
         if (known := self._rooms.pop(room, None)) is not None:
             self._drop(known, reason)
 
     def forget(self, room: int) -> None:
-        """SGLang has done with a room."""
+        """Forgets a room that SGLang has finished."""
         self.give_up(room, "given up")
 
     def is_over(self, room: int) -> bool:
@@ -123,7 +124,7 @@ class RoomPulls:
         return not any(known.room == room and known.is_loading for known in self._open.values())
 
     def step(self) -> None:
-        """Hear prefill, and take what the transfer thread has done, without waiting.
+        """Handles messages of prefill and events of the transfer thread, without waiting.
 
         Raises:
             EngineClosedError: the transfer thread has died.
@@ -152,7 +153,7 @@ class RoomPulls:
             self._received(self._open.pop(key))
 
     def _load(self, known: _WantedRoom) -> None:
-        """Begin to read where prefill is ready and there are pages; where there are none yet, keep its lease."""
+        """Begins to read if prefill is ready and there are pages; without pages, keeps prefill's lease alive."""
         if known.ready is None or known.is_loading:
             return
         try:
@@ -193,7 +194,7 @@ class RoomPulls:
         self._scheduler.load(known.key, wanted, destination.block_ids, total, done, first_blocks=tuple(firsts))
         self._told.room_loading(known.room)
         if done >= total and not known.is_held:
-            self._received(known)  # all of it was here
+            self._received(known)  # all pages were local
             return
         self._open[known.key] = known
         known.is_loading = True
@@ -220,11 +221,11 @@ class RoomPulls:
         known.is_given_up = True
         if known.key in self._open:
             self._scheduler.cancel(known.key, reason)
-        if not is_told:  # no lease need run out for a request that nobody reads
+        if not is_told:  # otherwise the lease would run out although no rank reads
             self._client.send(known.endpoint, RoomDropped(room=known.room, reason=short(reason)))
 
     def shutdown(self) -> None:
-        """Give up every load, and close the sockets."""
+        """Gives up every load, and closes the sockets."""
         self._worker.shutdown()
         self._scheduler.close()
         self._client.close()

@@ -1,7 +1,7 @@
-"""Tensor parallelism at prefill: rank 0 decides about leases and speaks with decode, the others do as it says.
+"""Tensor parallelism at prefill: rank 0 decides about leases and talks to decode, and the other ranks follow it.
 
-What a rank is told in a step, and what it answers, is that of any engine's workers (`transfer.connector.metadata`).
-Here it goes through the socket at which decode asks, with a token that only the ranks have.
+The steps and outputs of ranks are those of any engine's workers (`transfer.connector.metadata`). Here they travel over
+the socket that decode uses too, authenticated by a token that only the ranks have.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _output = msgspec.msgpack.Decoder(WorkerOutput)
 
 
 class RankLeader:
-    """Rank 0's end. Ranks are known by their first message, and what was told before waits until then.
+    """Rank 0's end. It learns the address of a rank from its first message; earlier steps wait until all are known.
 
     Args:
-        server: where decode and the ranks speak.
-        ranks: that there are, this one included.
-        token: of the ranks.
+        server: the socket that decode and the ranks talk to.
+        ranks: number of ranks, including this one.
+        token: secret shared by the ranks.
     """
 
     def __init__(self, server: RoomServer, ranks: int, token: bytes) -> None:
@@ -39,7 +39,7 @@ class RankLeader:
         self._unsaid: list[bytes] = []
 
     def tell(self, metadata: ConnectorMetadata) -> None:
-        """Have every other rank do this step's work."""
+        """Sends a step's work to every other rank."""
         data = _encode(metadata)
         if len(self._peers) < self._ranks - 1:
             self._unsaid.append(data)
@@ -51,10 +51,10 @@ class RankLeader:
             self._server.send(peer, RankStep(metadata=data))
 
     def heard(self, peer: bytes, message: RankOutput) -> tuple[int, WorkerOutput]:
-        """What a rank tells, and which it is.
+        """Returns the number of a rank and its output.
 
         Raises:
-            MetadataError: the message is of no rank of ours.
+            MetadataError: the message is not from a rank of this engine.
         """
         if not hmac.compare_digest(message.token, self._token) or not 0 < message.rank < self._ranks:
             raise MetadataError(f"an output of rank {message.rank} that is not ours")
@@ -74,24 +74,24 @@ class RankFollower:
     """The end of any other rank.
 
     Args:
-        endpoint: of rank 0.
-        rank: this one.
-        token: of the ranks.
-        keyring: of the fleet.
+        endpoint: endpoint of rank 0.
+        rank: number of this rank.
+        token: secret shared by the ranks.
+        keyring: keys of the fleet.
     """
 
     def __init__(self, endpoint: str, rank: int, token: bytes, keyring: Keyring | None) -> None:
         self._socket = connect(endpoint, keyring)
         self._rank = rank
         self._token = token
-        self.report(WorkerOutput())  # rank 0 knows us from now on
+        self.report(WorkerOutput())  # tells rank 0 our address
 
     def report(self, output: WorkerOutput) -> None:
-        """Tell rank 0 what has happened here."""
+        """Sends rank 0 the events of this rank."""
         self._socket.send(_encode(RankOutput(rank=self._rank, token=self._token, output=_encode(output))))
 
     def steps(self) -> Iterator[ConnectorMetadata]:
-        """The steps that rank 0 has sent."""
+        """Yields the steps that rank 0 has sent."""
         decoder = msgspec.msgpack.Decoder(RankStep)
         while True:
             try:

@@ -1,11 +1,11 @@
-"""How decode asks prefill for a request: messages, and sockets at both ends. A room is SGLang's number of a request.
+"""The messages and sockets by which decode asks prefill for a request. A room is SGLang's number of a request.
 
 decode ──RoomWanted──► prefill    as soon as decode has the request: from then on prefill computes it
 decode ◄──RoomReady─── prefill    its pages are computed and leased
 decode ◄──RoomFailed── prefill
 decode ──RoomDropped─► prefill    decode has given it up
 
-What is said here are pointers and SGLang's own row of metadata. The bytes of pages are read by the transfer.
+The messages carry only pointers and SGLang's own row of metadata. The transfer reads the pages themselves.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ Reason: TypeAlias = Annotated[str, Meta(max_length=_MAX_REASON)]
 
 
 class RoomWanted(msgspec.Struct, frozen=True, tag="wanted"):
-    """A rank of decode will read the room's pages."""
+    """A rank of decode wants to read the room's pages."""
 
     room: Room
 
 
 class RoomDropped(msgspec.Struct, frozen=True, tag="dropped"):
-    """It will not."""
+    """A rank of decode no longer wants the room."""
 
     room: Room
     reason: Reason
 
 
 class RoomReady(msgspec.Struct, frozen=True, tag="ready"):
-    """The room's pages are computed, and a lease stands over them.
+    """The room's pages are computed and leased.
 
     Attributes:
         room: the room.
@@ -55,14 +55,14 @@ class RoomReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class RoomFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """Prefill has given it up, or has never had it."""
+    """Prefill has given the room up, or never had it."""
 
     room: Room
     reason: Reason
 
 
 class RankOutput(msgspec.Struct, frozen=True, tag="output"):
-    """What a rank of prefill tells rank 0, which knows it by its token."""
+    """The output of a rank of prefill, for rank 0. The token authenticates it."""
 
     rank: int
     token: bytes
@@ -84,12 +84,12 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def short(reason: str) -> str:
-    """A reason as a message may carry it."""
+    """Returns a reason, cut to the length that messages allow."""
     return reason[:_MAX_REASON]
 
 
 def endpoint(host: str, port: int) -> str:
-    """A ZMQ endpoint."""
+    """Returns a ZMQ endpoint."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
@@ -106,14 +106,14 @@ def _dealer(endpoint: str, keyring: Keyring | None) -> Socket:
 
 
 def connect(endpoint: str, keyring: Keyring | None) -> Socket:
-    """A socket to a `RoomServer`."""
+    """Returns a socket that is connected to a `RoomServer`."""
     socket = _dealer(endpoint, keyring)
     socket.connect(endpoint)
     return socket
 
 
 class _PrefillSockets(NamedTuple):
-    """To a prefill process: where messages go, what ZMQ tells of it, and whether the process is still there."""
+    """The sockets to a prefill process: for messages, for ZMQ's connection events, and for its liveness."""
 
     socket: Socket
     monitor: Socket
@@ -131,11 +131,11 @@ class RoomServer:
 
     Args:
         host: address to bind, on a port of the system's choice.
-        keyring: lets in only the processes of the fleet; None for anybody.
+        keyring: admits only processes of the fleet; None admits every process.
 
     Attributes:
-        port: as bound.
-        malformed: messages that were none.
+        port: the bound port.
+        malformed: number of messages that could not be decoded.
     """
 
     def __init__(self, host: str, keyring: Keyring | None) -> None:
@@ -144,7 +144,7 @@ class RoomServer:
         self.malformed = 0
 
     def received(self) -> Iterator[tuple[bytes, ToServer]]:
-        """The messages that have arrived, each with the rank that sent it, of decode or of this engine."""
+        """Yields the messages that have arrived, each with its sender: a rank of decode or of this engine."""
         for frames in received(self._socket):
             try:
                 yield frames[0], _to_server.decode(frames[-1])
@@ -152,7 +152,7 @@ class RoomServer:
                 self.malformed += 1
 
     def send(self, reader: bytes, message: FromPrefill | RankStep) -> bool:
-        """Whether the rank is still connected."""
+        """Sends to a rank. Returns False if it is no longer connected."""
         try:
             self._socket.send_multipart([reader, _encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -168,8 +168,8 @@ class RoomClient:
     """Decode's end: a socket for each prefill process. For the thread of the scheduler, which never waits here.
 
     Args:
-        keyring: speaks only to processes of the fleet; None to whoever answers.
-        allowed: who may be asked: addresses come with requests.
+        keyring: talks only to processes of the fleet; None talks to any process.
+        allowed: hosts that may be contacted, because addresses come with requests.
     """
 
     def __init__(self, keyring: Keyring | None, allowed: AllowedPeers) -> None:
@@ -178,7 +178,7 @@ class RoomClient:
         self._connections: dict[str, _PrefillSockets] = {}
 
     def send(self, address: str, message: FromDecode) -> str:
-        """Sends, and returns why that was not possible; empty if it was."""
+        """Sends a message. Returns the reason if that was impossible; empty if it was sent."""
         try:
             connection = self._connections.get(address) or self._connect(address)
             connection.socket.send(_encode(message), zmq.NOBLOCK)
@@ -195,16 +195,19 @@ class RoomClient:
         return made
 
     def received(self) -> Iterator[FromPrefill]:
-        """The messages of prefill that have come."""
+        """Yields the messages of prefill that have arrived."""
         for connection in list(self._connections.values()):
             for frames in received(connection.socket):
                 try:
                     yield _from_prefill.decode(frames[-1])
                 except msgspec.DecodeError:
-                    continue  # its room runs into its deadline
+                    continue  # its room times out
 
     def lost(self) -> Iterator[str]:
-        """The endpoints that have gone away. Questions sent there stay unanswered; a new process may be there now."""
+        """Yields the endpoints whose process is gone.
+
+        Messages sent there stay unanswered; a new process may be there now.
+        """
         for address, connection in list(self._connections.items()):
             if connection.monitor.poll(0) or connection.pulse.is_over:
                 del self._connections[address]

@@ -1,4 +1,4 @@
-"""Settings from environment variables: SGLang passes no options through to a transfer backend."""
+"""Reads settings from environment variables, because SGLang passes no options to a transfer backend."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def timing(self) -> Timing:
-        """Seconds, as a worker is told."""
+        """The time limits of a worker."""
         return Timing(lease=self.lease_s, load=self.load_s)
 
 
@@ -42,7 +42,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """Returns the settings of this process.
 
     Raises:
-        InvalidEngineError: a value that is none, by the name of its variable.
+        InvalidEngineError: a value is invalid; the message names its variable.
     """
     found: dict[str, Any] = {
         name: environ[variable]

@@ -1,7 +1,7 @@
-"""`pagewire top` over our cache in SGLang's scheduler: the pages of SGLang's pool, cached or in use, and whose.
+"""`pagewire top` over our cache in SGLang's scheduler: the pages of SGLang's pool, cached or in use, and their owners.
 
-The cache's own books say which page is cached, and how soon it is evicted; SGLang's say which page is free, and its
-rows which request has the others. These two are tensors, read in the thread of the watch.
+Our cache knows which pages are cached and how soon they are evicted. SGLang knows which pages are free, and its rows
+say which request has each of the others. SGLang's data are tensors, which the thread of the watch reads.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ logger = logging.getLogger("pagewire.sglang")
 
 
 def watch(cache: object, settings: Settings) -> None:
-    """Begin to answer watchers at the address of `PAGEWIRE_WATCH`, on one of the ranks that have the same pages.
+    """Starts to answer watchers at the address in `PAGEWIRE_WATCH`. Only rank 0 does: all ranks have the same pages.
 
-    Raises what `Watch` raises, where the endpoint cannot be bound.
+    Raises what `Watch` raises if the endpoint cannot be bound.
     """
     if not settings.watch or not isinstance(cache, PagewireCache) or get_parallel().attn_tp_rank:
         return
@@ -63,7 +63,7 @@ def watch(cache: object, settings: Settings) -> None:
 
 
 class CachePool:
-    """What a watch reads of the cache, and of SGLang's rows and free pages."""
+    """The data of a watch: from our cache, and from SGLang's rows and free pages."""
 
     name = "0"
 
@@ -72,11 +72,14 @@ class CachePool:
 
     @property
     def pool(self) -> PagePool:
-        """Another one after each `reset`."""
+        """The cache's pool, which each `reset` replaces."""
         return self._cache.pool
 
     def cells(self) -> Cells:
-        """To our pool each page that is not cached is held, by SGLang: there it is free, or of a request."""
+        """Our pool counts each uncached page as held by SGLang.
+
+        This tells SGLang's free pages from those of requests.
+        """
         pool = self.pool
         cells = pool_cells(pool)
         free = self._cache.free_pages()
@@ -88,7 +91,7 @@ class CachePool:
         return cells
 
     def owners(self, phases: Mapping[str, str]) -> OwnerColumns:
-        """The requests that have rows, and those that wait for one."""
+        """The requests that have a row, and those that wait for one."""
         rows = {id(req): (row + 1, len(pages)) for req, row, pages in self._rows()}
         known = [req for req in self._cache.requests() if id(req) in rows or not req.finished()]
         each = [rows.get(id(req), (0, 0)) for req in known]
@@ -117,7 +120,7 @@ class CachePool:
         found = [(req, row, tokens) for req, row, tokens in has if row is not None and tokens]
         if not found:
             return []
-        # One copy of all of them: the table may be on a GPU.
+        # One copy for all rows, because the table may be on a GPU.
         slots = table[[row for _, row, _ in found], : max(tokens for _, _, tokens in found) : size]
         pages = (slots // size).cpu().numpy()
         return [(req, row, pages[at, : -(-tokens // size)]) for at, (req, row, tokens) in enumerate(found)]

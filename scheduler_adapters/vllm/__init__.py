@@ -1,4 +1,4 @@
-"""Our transfer behind vLLM's connector interface. Needs vLLM, which imports this name.
+"""Our transfer behind vLLM's connector interface. Needs vLLM, which imports this package by name.
 
 Imports `transfer.wire`, `transfer.connector` and the values of `transfer`. Start reading at `connector.py`.
 """

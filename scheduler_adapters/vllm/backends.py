@@ -1,8 +1,8 @@
-"""Contents of a page for each of vLLM's attention backends, and where keys and values lie in a head of it.
+"""Maps each of vLLM's attention backends to the contents of its pages, and to the place of keys and values in a head.
 
-vLLM's tensors do not show this: the CPU backend uses the [tokens, content] of a head for all keys, then all values, and
-stores the keys column by column. So backends are recognised by class, and an unknown one is refused. `proof.py` tests
-the layout stated here on the tensors themselves.
+vLLM's tensors do not show this. The CPU backend uses the [tokens, content] of a head for all keys, then all values, and
+stores the keys column by column. Backends are therefore recognised by class, and an unknown one is refused. `proof.py`
+tests the layout stated here on the tensors themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionBackend
 
-# Classes and not names: two backends of vLLM's have the name FLASH_ATTN.
+# Classes instead of names, because two backends of vLLM have the name FLASH_ATTN.
 _BACKENDS = "vllm.v1.attention.backends."
 _BY_TOKEN = {
     "flash_attn.FlashAttentionBackend",
@@ -46,8 +46,10 @@ _LATENTS = {
 }
 _CPU = "cpu_attn.CPUAttentionBackend"
 _KEYS_IN_COLUMNS = {"vec", "vec16"}
-"""Instruction sets for which the CPU backend keeps keys as columns and values as rows. Others, AMX for example, keep
-both in tiles whose layout only the backend knows."""
+"""Instruction sets for which the CPU backend keeps keys as columns and values as rows.
+
+For others, such as AMX, it keeps both in tiles whose layout only the backend knows.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,9 @@ class Contents:
 
     Attributes:
         text: a name for the contents; it must be equal on both sides of a transfer.
-        whole_pages: only the backend knows what lies where in a head of a page.
-        columns: a head of a page has all keys, a column for each token, and then all values, a row for each.
-        states: shape and dtype of each state that a page of bytes holds, in their order.
+        whole_pages: True if only the backend knows the layout of a head of a page.
+        columns: True if a head of a page has all keys, one column per token, and then all values, one row per token.
+        states: shape and dtype of each state in a page of bytes, in order.
     """
 
     text: str
@@ -67,11 +69,11 @@ class Contents:
     states: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
 
     def tensors(self, where: str, cache: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
-        """A layer's tensor `[pages, heads, tokens, content]` as a transfer takes it.
+        """Converts a layer's tensor `[pages, heads, tokens, content]` to the form that a transfer takes.
 
-        Where there are columns it is two, keys and values, each `[pages, heads, tokens, dim]`, over the same memory.
-        Where there are states it is one of each, `[pages, *shape]`: vLLM registers bytes, `[pages, 1, 1, content]`,
-        that hold the states of a layer one after another and then nothing.
+        With `columns` the result is two tensors, keys and values, each `[pages, heads, tokens, dim]`, over the same
+        memory. With `states` it is one tensor for each state, `[pages, *shape]`: vLLM registers bytes, `[pages, 1, 1,
+        content]`, which hold the states of a layer one after another, followed by padding.
         """
         if self.states:
             return _cut_states(where, cache, self.states)
@@ -106,7 +108,7 @@ def _cut_states(
 
 
 def layers_of(where: str, vllm_config: VllmConfig, names: Sequence[str]) -> dict[str, Any]:
-    """The layers of vLLM's model with these names, all of which it must have."""
+    """Returns the layers of vLLM's model with these names. Raises `InvalidEngineError` if one is missing."""
     layer_type: Any = AttentionLayerBase
     found: dict[str, Any] = get_layers_from_vllm_config(vllm_config, layer_type, list(names))
     if missing := set(names) - set(found):
@@ -115,7 +117,7 @@ def layers_of(where: str, vllm_config: VllmConfig, names: Sequence[str]) -> dict
 
 
 def contents_of(where: str, vllm_config: VllmConfig, names: Sequence[str], spec: Any, page_size: int) -> Contents:
-    """The contents of the pages of some layers, which must be the same for all of these layers."""
+    """Returns the contents of the pages of some layers. Raises `InvalidEngineError` if the layers differ."""
     layers = layers_of(where, vllm_config, names).values()
     contents = {_contents(where, vllm_config, layer.get_attn_backend(), spec, page_size) for layer in layers}
     if len(contents) != 1:
@@ -148,13 +150,13 @@ def _contents(
 
 
 def _keys_and_values(spec: Any) -> str:
-    """Named with their sizes where these differ: then a head's content is not cut into keys and values."""
+    """Names the contents. If the sizes differ they are named too, because a head's content is then not split."""
     values = getattr(spec, "head_size_v", None) or spec.head_size
     return "keys and values" if values == spec.head_size else f"keys of {spec.head_size} and values of {values}"
 
 
 def _instructions(vllm_config: VllmConfig, spec: Any, page_size: int) -> str:
-    """The set of instructions that the CPU backend has chosen, and packs keys for."""
+    """Returns the instruction set for which the CPU backend packs keys."""
     from vllm.v1.attention.backends.cpu_attn import (  # noqa: PLC0415  (for CPUs alone)
         _get_attn_isa,  # pyright: ignore[reportPrivateUsage] - vLLM tells it nowhere else
     )

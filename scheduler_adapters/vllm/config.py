@@ -1,7 +1,7 @@
-"""Derives our workers' configuration of a vLLM engine: its ranks from vLLM's own configs, plus our own options.
+"""Derives our workers' configuration from a vLLM engine: its ranks from vLLM's own configs, plus our options.
 
-Anything not understood here is refused by name when the engine starts: a cache that was moved in a wrong shape would go
-unnoticed.
+Anything unknown is refused by name when the engine starts, because a cache that is transferred in a wrong shape would
+go unnoticed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def read_options(vllm_config: VllmConfig, *, listens: bool = False) -> Options:
-    """Returns the options, with a port of its own for each data-parallel engine.
+    """Returns the options, with a separate port for each data-parallel engine.
 
-    `listens`: this is the scheduler's process, which answers readers where the engine serves any.
+    `listens` is True in the scheduler's process, which answers readers if the engine serves any.
     """
     transfer = _transfer_config(vllm_config)
     index = int(getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0)
@@ -33,17 +33,17 @@ def read_options(vllm_config: VllmConfig, *, listens: bool = False) -> Options:
 def worker_config(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kernel_block_sizes: Mapping[str, int] | None = None
 ) -> WorkerConfig:
-    """Returns the config of one rank; the scheduler's side is told that of rank 0.
+    """Returns the config of one rank; the scheduler's side uses that of rank 0.
 
-    `kernel_block_sizes` are the tokens of a page as the tensors have them, by layer, block sizes where a layer is not
-    in it. None at the scheduler, which has no layers to ask what their pages keep.
+    `kernel_block_sizes` has the tokens of a page of the tensors, by layer; a missing layer has the scheduler's block
+    size. It is None at the scheduler, which has no layers whose backends could tell the contents of pages.
     """
     parallel, options, transfer = vllm_config.parallel_config, read_options(vllm_config), _transfer_config(vllm_config)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := int(getattr(parallel, name, 1) or 1)) > 1:
             raise InvalidEngineError(f"{name} is {size}: tokens split over ranks are not moved, 1 is needed")
     rank = parallel.rank % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
-    # With each start another one, and the same in all processes of the engine.
+    # Changes with each start, and is the same in all processes of the engine.
     incarnation = f"{vllm_config.instance_id}-{transfer.engine_id}"
     return WorkerConfig(
         engine_id=str(transfer.engine_id),

@@ -5,9 +5,9 @@ vLLM finds it by its module; nothing else of ours imports vLLM:
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "PagewireConnector", "kv_role": "kv_producer",
       "kv_connector_module_path": "scheduler_adapters.vllm"}'
 
-for prefill, and with `kv_consumer` for decode. Requests and proxies are those of vLLM's own NIXL connector,
-and so are `VLLM_NIXL_SIDE_CHANNEL_HOST` and `_PORT`; `scheduler_adapters.vllm.config.Options` has the rest. Our
-`kv_transfer_params` use only the keys of that connector that say which engine to ask.
+for prefill, and the same with `kv_consumer` for decode. Requests and proxies work as with vLLM's own NIXL connector,
+and so do `VLLM_NIXL_SIDE_CHANNEL_HOST` and `_PORT`. `scheduler_adapters.vllm.options.Options` has the other settings.
+Our `kv_transfer_params` use only those keys of that connector that name the engine to ask, and `lease_id`.
 
 Ownership: vLLM keeps its blocks and its scheduler. One of our leases covers the blocks of a prefilled request; vLLM
 keeps the blocks until every rank reports that the lease has ended. The two sides may differ in block size, memory
@@ -68,7 +68,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
     Its methods are vLLM's; see `KVConnectorBase_V1` for when each is called.
 
     Raises:
-        InvalidEngineError: (a ValueError) something of the engine that is not supported, by name.
+        InvalidEngineError: (a ValueError) the engine uses an unsupported feature; the message names it.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -95,17 +95,21 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
             raise EngineClosedError("asked for a worker's side in the scheduler, or after shutdown")
         return self._worker
 
-    # What vLLM asks before it makes one: options that are wrong end the start here
+    # VLLM calls these before it makes a connector, so that invalid options end the start here.
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No: nothing is done layer by layer. vLLM asks if graphs are full, before any process of the engine starts."""
+        """Returns False, because nothing is done layer by layer.
+
+        If graphs are full, vLLM asks before any process of the engine starts, so that invalid options end the start
+        here.
+        """
         check_options(extra_config)
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Heads before tokens, so that a rank's share of heads is one run. Latents may have any layout.
+        """Returns the layout with heads before tokens, so that a rank's heads are one run. Latents may have any layout.
 
         vLLM calls this in the scheduler's process, before memory is measured and graphs are captured.
         """
@@ -116,12 +120,12 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:  # noqa: ARG003
-        """No: registered memory must stay where it is while any peer may read it."""
+        """Returns False: registered memory must not move while any peer may read it."""
         return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        """Stats out of what another process has sent."""
+        """Returns stats from the data that another process has sent."""
         return PullStats(data=data or {})
 
     @classmethod
@@ -132,7 +136,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
-        """Metrics of all engines."""
+        """Returns the metrics of all engines."""
         return PullMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # The scheduler's side
@@ -140,113 +144,116 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Begins to answer readers."""
+        """Starts to answer readers."""
         ranks = {ranks: rank for ranks, rank in metadata.items() if isinstance(rank, RankHandshakeMetadata)}
         if len(ranks) != len(metadata):
             raise TypeError("handshake metadata of another connector than ours")
         self._scheduling.set_handshake_metadata(ranks)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """The same, of an engine without pipeline stages."""
+        """The same, for an engine without pipeline stages."""
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): found for rank, found in metadata.items()})
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Takes the manager of the blocks."""
+        """Sets the manager of vLLM's blocks."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduling.manager = kv_cache_manager
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:  # noqa: ARG002
-        """A load brings every group that is moved at all."""
+        """Returns all transferred groups, because a load reads every one of them."""
         return self._kv_cache_config.transfer_group_ids
 
     def on_new_request(self, request: Request) -> None:
-        """A request has come."""
+        """Handles a new request."""
         self._scheduling.add(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens that a load brings beyond those that are here; it runs beside the engine's steps."""
+        """Returns how many tokens a load would add to the local ones, and whether it is asynchronous (it always is)."""
         count = self._scheduling.match(request, num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """A request has blocks."""
+        """Handles the allocation of blocks to a request."""
         self._scheduling.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """A step's work for the workers."""
+        """Returns a step's work for the workers."""
         return self._scheduling.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take over the workers' output."""
+        """Processes the workers' output."""
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, WorkersMetadata):
             self._scheduling.update(metadata.outputs)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request of a model with one group has ended."""
+        """Handles the end of a request of a model with one group."""
         return self._scheduling.ended(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended: whether its blocks are to be kept for a reader, and what the reader is told."""
+        """Handles the end of a request.
+
+        Returns whether its blocks must be kept for a reader, and the reader's params.
+        """
         return self._scheduling.ended(request, block_ids)
 
     def reset_cache(self) -> bool:
-        """There is no cache here that could be out of date."""
+        """Returns True: the connector has no cache that could be out of date."""
         return True
 
     # The workers' side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The tensors of this rank."""
+        """Registers the tensors of this rank."""
         self._working.register(kv_caches)
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        """How blocks get to host buffers and back."""
+        """Sets the function that copies blocks to host buffers and back."""
         self._working.set_copy(copy_operation)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        """The metadata of this rank that the scheduler's side serves to readers."""
+        """Returns the metadata of this rank, which the scheduler's side serves to readers."""
         return self._working.handshake_metadata()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ARG002
-        """A step's leases and loads begin."""
+        """Starts a step's leases and loads."""
         self._working.start(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request is parked until its load is over.
+        """Does nothing, because a request is parked until its load has ended.
 
-        Before the fence after the last layer no token of it may leave. So to run it while layers are on their way could
-        save it one step at most, and would hold the steps of all others meanwhile.
+        No token of the request may be used before the fence after its last layer. Running it while layers arrive could
+        save one step at most, and would delay the steps of all other requests.
         """
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Pages are read where the model has written them."""
+        """Does nothing: readers read pages where the model has written them."""
 
     def wait_for_save(self) -> None:
-        """Blocks that this step has computed go to host buffers, where there are any."""
+        """Copies blocks that this step has computed to host buffers, if there are any."""
         self._working.running.save_kv_to_host(self._metadata().step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:  # noqa: ARG002
-        """Requests that are sent, and that are received."""
+        """Returns the requests that are sent, and those that are received."""
         sent, received, _ = self._working.results()
         return sent, received
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """Requests that are sent, received, and of these those that failed.
+        """Returns the requests that are sent, those that are received, and which of the latter failed.
 
-        Failures are told by request, not by block: that holds for models of any number of groups.
+        Failures are reported by request instead of by block, which works for models with any number of groups.
         """
         return KVConnectorTransferResults(*self._working.results())
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """This rank's output for the scheduler's side; None if there is none."""
+        """Returns this rank's output for the scheduler's side; None if there is none."""
         output = self._working.take_output()
         return WorkersMetadata([(self._working.running.config.rank, output)]) if output else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Figures since the last call: of a rank, and at the scheduler of requests that could not be loaded."""
+        """Returns figures since the last call: of a rank, or, at the scheduler, of requests that failed to load."""
         if self._scheduler is not None:
             counts = self._scheduler.take_counts()
             return PullStats(data=counts) if any(counts.values()) else None
@@ -266,7 +273,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.close()
 
 
-# The process that serves metrics gets the stats of the connectors in a `MultiConnector` as plain data, and asks for the
-# classes of these stats by the connectors' names: one that it does not know ends that process.
-with suppress(ValueError):  # the name is known already
+# The metrics process gets the stats of a `MultiConnector` as plain data, and looks up their classes by connector name.
+# An unknown name would end that process.
+with suppress(ValueError):  # the name is already registered
     KVConnectorFactory.register_connector(PagewireConnector.__name__, __name__, PagewireConnector.__name__)

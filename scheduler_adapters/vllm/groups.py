@@ -1,7 +1,7 @@
-"""Page groups from vLLM's cache specs: the layout of the tensors, their layers, and the contents of a page.
+"""Makes page groups from vLLM's cache specs: the layout of the tensors, their layers, and the contents of a page.
 
 The tensors are always [blocks, heads, tokens, content]; their strides give the layout in memory. The backend's kernels
-decide what lies in the content: see `backends.py`.
+determine the layout of the content: see `backends.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOVED = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowM
 def cache_group(
     where: str, vllm_config: VllmConfig, group: KVCacheGroupSpec, kernels: Mapping[str, int] | None
 ) -> GroupConfig:
-    """Returns one page group."""
+    """Returns one page group. `kernels` has the tokens of a page of each layer's tensor; None at the scheduler."""
     spec = one_spec(where, group)
     sizes = {kernels[name] for name in group.layer_names if name in kernels} if kernels else set[int]()
     if len(sizes) > 1:
@@ -65,7 +65,7 @@ def cache_group(
 
 
 def one_spec(where: str, group: KVCacheGroupSpec) -> Any:
-    """The spec of a group, whose layers all have the same one."""
+    """Returns the spec that all layers of a group share. Raises `InvalidEngineError` if they differ."""
     spec: Any = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         specs: list[KVCacheSpec] = list(spec.kv_cache_specs.values())
@@ -81,7 +81,7 @@ def _attention(where: str, vllm_config: VllmConfig, spec: Any) -> dict[str, Any]
             f"{where}: {spec.tokens_per_state} tokens in a state, {spec.num_heads} slots for {spec.num_kv_heads} "
             "heads: one for each is expected"
         )
-    # What a head keeps of a token, keys and values or whatever else: cut in two only because the axes have two sides.
+    # The elements that a head keeps of a token. Two sides of half the size serve any content, not only keys and values.
     content = spec.state_content_size_bytes // spec.dtype.itemsize
     if type(spec) is MLAAttentionSpec:
         return {"kind": "mla", "layout": _LATENT_AXES, "head_dim": content, "dtype": _name(spec.dtype)}
@@ -99,11 +99,11 @@ def _attention(where: str, vllm_config: VllmConfig, spec: Any) -> dict[str, Any]
 
 
 def _all_heads(where: str, vllm_config: VllmConfig, here: int) -> int:
-    """Heads of the model, of which a rank has `here`: a share, or one of them that others have, too."""
+    """Returns the heads of the model. A rank has `here` of them: a share, or one that other ranks have too."""
     tp_size, total = vllm_config.parallel_config.tensor_parallel_size, vllm_config.model_config.get_total_num_kv_heads()
     if len(share(total, tp_size, 0)) == here:
         return total
-    if here > 1 or tp_size == 1:  # layers that have other heads than most: an even share, if there is one
+    if here > 1 or tp_size == 1:  # layers with another number of heads than most: assume an even share
         return here * tp_size
     raise InvalidEngineError(f"{where}: {here} heads on each of {tp_size} ranks, the model has {total}")
 
@@ -117,7 +117,7 @@ def _state(where: str, vllm_config: VllmConfig, names: Sequence[str], spec: Mamb
 
 
 def _layers(where: str, vllm_config: VllmConfig, names: list[str]) -> dict[str, int]:
-    """Numbers of layers in the whole model: those in their names, or their order where names have none."""
+    """Returns the numbers of layers in the whole model: those in their names, or their order if names have none."""
     numbers = {name: [int(part) for part in name.split(".") if part.isdigit()] for name in names}
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
     plain = all(len(found) == 1 for found in numbers.values()) and len({*map(tuple, numbers.values())}) == len(names)
@@ -130,7 +130,10 @@ def _layers(where: str, vllm_config: VllmConfig, names: list[str]) -> dict[str, 
 
 
 def _of_all_stages(where: str, vllm_config: VllmConfig, layers: dict[str, int]) -> dict[str, int]:
-    """The layers of all pipeline stages, of which this rank knows its own: named alike, and all of one kind."""
+    """Returns the layers of all pipeline stages.
+
+    A rank knows only its own, so all must be of one kind and named alike.
+    """
     total = int(vllm_config.model_config.hf_text_config.num_hidden_layers)
     first, number = next(iter(layers.items()))
     named = {

@@ -17,15 +17,14 @@ from transfer.connector.metadata import ConnectorMetadata, WorkerOutput
 class StepMetadata(KVConnectorMetadata):
     """One step's work, from the scheduler to every worker.
 
-    A worker also sees leases and loads end that vLLM does not wait for (of requests that still run, or that never
-    waited). It reports the end of those named here and of no others: vLLM stops the engine if it hears of a request
-    that it does not wait for.
+    A worker also sees the end of leases and loads that vLLM does not wait for: those of requests that still run or that
+    never waited. It reports only the requests named here, because vLLM stops the engine if it is told of any other.
 
     Attributes:
         step: leases and loads.
-        parked: requests that vLLM has parked until their load is over.
-        finished: requests whose blocks vLLM keeps until their lease is over.
-        refused: parked requests that cannot be loaded: they fail without any load.
+        parked: requests that vLLM has parked until their load has ended.
+        finished: requests whose blocks vLLM keeps until their lease has ended.
+        refused: parked requests that cannot be loaded; they fail without a load.
     """
 
     step: ConnectorMetadata = field(default_factory=ConnectorMetadata)
@@ -41,7 +40,7 @@ class WorkersMetadata(KVConnectorWorkerMetadata):
     outputs: list[tuple[int, WorkerOutput]]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Both; a rank may be in it twice, where vLLM has kept what it said in a step that failed."""
+        """Concatenates two reports. A rank can occur twice, because vLLM keeps its output of a step that failed."""
         if not isinstance(other, WorkersMetadata):
             raise TypeError(f"metadata of {type(other).__name__} beside ours")
         return WorkersMetadata(self.outputs + other.outputs)

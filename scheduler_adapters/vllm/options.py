@@ -1,7 +1,7 @@
-"""`Options`: what a deployment asks for in `kv_connector_extra_config`, checked before anything is made of it.
+"""`Options`: the settings in `kv_connector_extra_config`, checked before anything is made from them.
 
-vLLM writes its arguments to its log, and loads weights for minutes before it makes a connector. So a secret is named,
-never given, and all that is wrong is said at once, in the words in which it was written.
+vLLM logs its arguments, and loads weights for minutes before it makes a connector. A secret is therefore given only by
+name, and all faults are reported together at the start, with the values as they were written.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ _MAX_PORT = 65535
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """`kv_connector_extra_config`.
+    """The options in `kv_connector_extra_config`.
 
     Attributes:
-        host: name or IPv4 address under which readers reach a source, not `0.0.0.0`; vLLM's own setting for its NIXL
-            connector by default.
-        port: of the handshake; likewise.
-        keyring: file with the keys of the side channel; none where there is a secret.
-        secret: `file:PATH` or `env:NAME` of the fleet's secret. The secret itself is refused: vLLM logs its arguments.
-        allowed_peers: as `WorkerConfig` has it, or one string with commas; the own host is among them.
-        kv_lease_duration: seconds that a lease lasts without a word of its readers.
-        load_timeout: seconds until a load fails by itself.
-        model_id: name of the weights that both sides must agree on; vLLM's where empty.
+        host: name or IPv4 address under which readers reach a source, not `0.0.0.0`. Defaults to vLLM's own setting for
+            its NIXL connector.
+        port: port of the handshake server. Defaults likewise.
+        keyring: file with the keys of the side channel; omit it if there is a secret.
+        secret: `file:PATH` or `env:NAME` of the fleet's secret. The secret itself is refused, because vLLM logs its
+            arguments.
+        allowed_peers: as in `WorkerConfig`, or one comma-separated string. This host is always allowed.
+        kv_lease_duration: duration of a lease that no reader renews, in seconds.
+        load_timeout: time until a load fails, in seconds.
+        model_id: name of the weights, which both sides must share; vLLM's name if empty.
     """
 
     host: str = msgspec.field(default_factory=lambda: envs.VLLM_NIXL_SIDE_CHANNEL_HOST)
@@ -61,12 +62,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keys(self) -> Keyring | None:
-        """Reads the keyring; None if none is named."""
+        """The keys in the keyring file; None if no file is named."""
         return load_keyring(Path(self.keyring)) if self.keyring else None
 
     @property
     def secured_by(self) -> str:
-        """The origin of the side channel's keys, for a log."""
+        """The origin of the side channel's keys, for the log."""
         return "of a secret" if self.secret else "of a keyring" if self.keyring else "none"
 
 
@@ -85,22 +86,22 @@ _TYPES = {field.name: field.type for field in msgspec.structs.fields(Options)}
 
 
 def check_options(extra: Mapping[str, Any]) -> None:
-    """Checks all that can be checked without the files, the variables and the names of this machine.
+    """Checks everything that needs no files, variables or host names of this machine.
 
     Raises:
-        InvalidEngineError: names every option that is wrong, its value, and what is expected. A secret is not shown.
+        InvalidEngineError: names every invalid option, its value and what is expected. A secret is not shown.
     """
     _raise([*_unknown(extra), *_faults(extra)])
 
 
 def options_of(extra: Mapping[str, Any], index: int = 0, *, serves: bool = False, resolves: bool = False) -> Options:
-    """Returns the options, and makes sure that what they name is there and can be used.
+    """Returns the options, after checking that the files, variables and hosts that they name are usable.
 
     Args:
         extra: `kv_connector_extra_config`.
-        index: of the data-parallel engine; it is added to the port.
-        serves: readers are told the host.
-        resolves: this is the process that listens at the host, so the name must have an address here.
+        index: index of the data-parallel engine; it is added to the port.
+        serves: whether readers are told the host.
+        resolves: whether this process listens at the host, whose name must then have an address here.
 
     Raises:
         InvalidEngineError: as `check_options`.
@@ -119,7 +120,7 @@ def _raise(faults: list[str]) -> None:
 
 
 def _vllms() -> dict[str, Any]:
-    """The settings of vLLM itself. A port that it cannot read as a number is given as it is written."""
+    """Returns vLLM's own settings. A port that vLLM cannot parse is returned as text."""
     try:
         port: Any = envs.VLLM_NIXL_SIDE_CHANNEL_PORT
     except ValueError:
@@ -133,7 +134,7 @@ def _unknown(extra: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _faults(given: Mapping[str, Any], spelled: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
-    """What is wrong with each value by itself. `spelled`: what options are called where they come from."""
+    """Yields the fault of each value by itself. `spelled` maps option names to the names in their source."""
     for name in (name for name in _TYPES if name in given):
         if reason := _fault(name, given[name]):
             shown = "" if name == "secret" else f" is {reprlib.repr(given[name])}"
@@ -141,7 +142,7 @@ def _faults(given: Mapping[str, Any], spelled: Mapping[str, str] = MappingProxyT
 
 
 def _fault(name: str, value: Any) -> str:
-    """Why a value cannot be; empty if it can."""
+    """Returns the fault of a value; empty if it is valid."""
     expected = f"{_EXPECTED[name]} is expected"
     try:
         found: Any = msgspec.convert(value, _TYPES[name], strict=False)
@@ -179,7 +180,7 @@ def _faults_of_peers(listed: str | tuple[str, ...]) -> Iterator[str]:
 
 
 def _unusable(options: Options, index: int, *, resolves: bool) -> Iterator[str]:
-    """What is well written, and does not work on this machine."""
+    """Yields faults that only show on this machine."""
     if options.port + index > _MAX_PORT:
         yield f"port is {options.port}: data-parallel engine {index} would listen at {options.port + index}"
     if resolves:

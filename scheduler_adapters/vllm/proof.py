@@ -1,9 +1,9 @@
-"""The proof, when caches are registered, that our boxes are where vLLM's kernels write.
+"""Proves, when caches are registered, that our boxes are where vLLM's kernels write.
 
-Two pages of each layer are written by vLLM's own operation, as a step of the model writes them, and read by the boxes
-that peers are told of. What is written numbers every element of the two pages, digit by digit, so that no two of them
-can be confused; and each digit is told by the order of what is found, whatever type the cache has. It takes about
-a millisecond for each layer, and leaves the pages as they were.
+vLLM's own operation writes two pages of each layer, as a step of the model would, and the boxes that peers are told of
+read them. The written values number every element of the two pages, digit by digit, so that no two elements can be
+confused. A digit is recognised by the order of the values that are found, whatever the type of the cache. The proof
+takes about a millisecond per layer and restores the pages.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from transfer.connector.layer_view import LayerView
 from transfer.errors import InvalidEngineError
 
 _FEW, _MANY = 8, 128
-"""Values from 1 on that are exact, and stay in order, in every type of one byte, and in larger ones."""
+"""Counts of values, from 1 on, that are exact and keep their order: in every one-byte type, and in larger types."""
 
 
 def prove(config: WorkerConfig, layers: Mapping[str, Any], caches: Mapping[str, Cache], dtype: torch.dtype) -> int:
-    """Writes to and reads from the caches of every attention layer. Returns how many that were.
+    """Writes to and reads from the caches of every attention layer. Returns the number of layers.
 
     Args:
-        config: of the rank.
-        layers: vLLM's layers, by name, with their caches bound.
+        config: config of the rank.
+        layers: vLLM's layers by name, with their caches bound.
         caches: the tensors of each layer, as they will be registered.
-        dtype: of the model, in which keys and values come.
+        dtype: dtype of the model's keys and values.
 
     Raises:
-        InvalidEngineError: what is written is not found where the boxes are, or nothing can be written.
+        InvalidEngineError: written values are not found where the boxes are, or vLLM cannot write.
     """
     memory, tried = cache_layout(config, caches), 0
     with torch.inference_mode():
         for number, group in enumerate(config.groups):
-            if group.is_state:  # moved as it is: nothing is cut
+            if group.is_state:  # moved whole, so there is nothing to prove
                 continue
             for name in [name for name in group.layers if name in caches]:
                 where = f"engine {config.engine_id!r} rank {config.rank}: group {number}, layer {name!r}"
@@ -60,7 +60,7 @@ class _Proof:
     dtype: torch.dtype
 
     def run(self) -> None:
-        """Tries two pages, and puts back what they had."""
+        """Tests two pages, and restores their contents."""
         pages = sorted({1 % self.view.num_pages, self.view.num_pages - 1})
         before = self.view.read(pages)
         try:
@@ -77,7 +77,7 @@ class _Proof:
         return type(getattr(self.layer, "impl", self.layer)).__name__
 
     def _elements(self, pages: Sequence[int]) -> Iterator[str]:
-        """Each digit of the elements' numbers that is not found."""
+        """Yields each digit of the elements' numbers that is not found."""
         view = self.view
         shape = (len(pages) * view.page_size, view.heads, view.content)
         numbers, unit = torch.arange(math.prod(shape)).view(shape), 1
@@ -98,11 +98,14 @@ class _Proof:
                 f"{len(wrong)} of {digits.numel()} elements differ, the first is {element} of head {head} of token "
                 f"{token % self.view.page_size} of page {pages[token // self.view.page_size]}"
             )
-        elif not bool((codes.diff() > 0).all()):  # a bit pattern that is larger is a larger number, of positive ones
+        elif not bool((codes.diff() > 0).all()):  # among positive numbers, a larger bit pattern is a larger number
             yield f"values that grow are found in another order: {[int(code) for code in codes[:8]]}"
 
     def _whole(self, pages: Sequence[int]) -> Iterator[str]:
-        """Each page whose read would include bytes that are not its own. Only the backend knows what lies where."""
+        """Yields each page whose read would include bytes of other pages.
+
+        Only the backend knows the layout within a page.
+        """
         for page in pages:
             found: list[torch.Tensor] = []
             for value in (1, 2):
@@ -112,7 +115,7 @@ class _Proof:
                 yield f"{same} elements of page {page} do not change when all of its tokens are written"
 
     def _write(self, content: torch.Tensor, pages: Sequence[int]) -> None:
-        """Has vLLM write what all tokens of some pages keep, `[pages * tokens, heads, content]`."""
+        """Makes vLLM write the content of all tokens of some pages, `[pages * tokens, heads, content]`."""
         layer, size = self.layer, self.view.page_size
         slots = (torch.tensor(pages)[:, None] * size + torch.arange(size)).reshape(-1)
         try:
@@ -134,9 +137,9 @@ class _Proof:
             ) from error
 
     def _scaled(self, given: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """What is kept as `given` where a kernel divides by a scale, of all or of each head, as those for 8 bits do.
+        """Multiplies by the scale, for all heads or per head, that an 8-bit kernel divides by.
 
-        And a little more: some of them cut what a type cannot hold, and some round it.
+        It adds 3 %, because some kernels truncate values that the type cannot represent, and others round them.
         """
         if self.view.itemsize > 1:
             return given

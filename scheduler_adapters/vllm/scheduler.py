@@ -1,13 +1,13 @@
-"""The scheduler's side of our vLLM connector: leases for what prefill has computed, loads for what decode waits for.
+"""The scheduler's side of our vLLM connector: leases for prefilled requests, and loads for decode.
 
-A source's request gets its lease when it gets its blocks, so the lease stands when the request ends and its
-`kv_transfer_params` are made. A reader's request is looked at when it comes: its source is told at once that somebody
-waits, so the lease lasts however long vLLM keeps the request in its queue, and a source that is dead, or params that
-make no sense, are known before any block is taken.
+A source's request gets its lease when it gets its blocks, so that the lease is granted by the time that the request
+ends and its `kv_transfer_params` are made. A reader's request is handled when it arrives: its source is told at once
+that a reader waits. The lease then lasts however long vLLM keeps the request in its queue, and a dead source or invalid
+params are known before any block is allocated.
 
-A request that cannot be loaded is parked all the same, and reported as failed: then vLLM does what its
-`kv_load_failure_policy` says. That is an error of the request, or a warning where vLLM computes the prompt instead. No
-input that came from outside raises from here, since that would end the engine.
+A request that cannot be loaded is parked all the same, and reported as failed. vLLM then follows its
+`kv_load_failure_policy`: the request fails, or vLLM computes the prompt and a warning is logged. No input from outside
+raises here, because that would end the engine.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pagewire.vllm")
 _DONE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-_NULL = 0  # vLLM's block that holds nothing: it stands for blocks that a window has left behind
+_NULL = 0  # vLLM's null block, which stands for blocks that a window has left behind
 
 
 class SchedulerSide:
     """The scheduler's side of one engine. For the thread of vLLM's scheduler.
 
     Attributes:
-        manager: vLLM's own, bound once it exists. It names the blocks to copy to host buffers, and is told which blocks
-            no request may find.
+        manager: vLLM's block manager, bound once it exists. It gives the blocks to copy to host buffers, and is told
+            which blocks no request may find.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -64,19 +64,19 @@ class SchedulerSide:
         self._has_states = any(group.is_state for group in config.groups)
         self._shortens = any(group.is_state or group.window for group in config.groups)
         self._select = kv_cache_config.select_transfer_block_ids
-        self._group_ids = kv_cache_config.transfer_group_ids  # vLLM's numbers of the groups that are moved
+        self._group_ids = kv_cache_config.transfer_group_ids  # vLLM's numbers of the transferred groups
         address = socket.gethostbyname(options.host) if self._serves else "127.0.0.1"
         self._connector = NixlConnectorScheduler(config, options.host, f"tcp://{address}:{options.port}", options.keys)
-        self._sources: set[str] = set()  # with a lease, until they end
-        self._unsaved: dict[str, Request] = {}  # of these, those whose blocks are not in host buffers yet
-        self._waiting: dict[str, Wanted] = {}  # readers that have no blocks yet
-        self._refused: set[str] = set()  # readers whose load cannot be, until they are parked
+        self._sources: set[str] = set()  # requests with a lease that still run
+        self._unsaved: dict[str, Request] = {}  # sources whose blocks are not in host buffers yet
+        self._waiting: dict[str, Wanted] = {}  # readers' requests that have no blocks yet
+        self._refused: set[str] = set()  # readers' requests that cannot be loaded, until they are parked
         self._next = StepMetadata()
         self._counts = Counter[str]()  # since the last stats
-        self._spans: dict[str, HandoverSpan] = {}  # of readers whose requests came with a trace, until they are loaded
+        self._spans: dict[str, HandoverSpan] = {}  # spans of traced readers' requests, until they are loaded
 
     def set_handshake_metadata(self, ranks: Mapping[tuple[int, int], RankHandshakeMetadata]) -> None:
-        """Begins to answer readers, and says so in the log. Keys are pipeline and tensor-parallel ranks."""
+        """Starts to answer readers, and logs that. Keys are pipeline and tensor-parallel ranks."""
         if not self._serves:
             self._say_started("reads only")
             return
@@ -100,7 +100,7 @@ class SchedulerSide:
         )
 
     def add(self, request: Request) -> None:
-        """A request has come. Its source, if it names one, is told that a reader waits."""
+        """Handles a new request. If it names a source, the source is told that a reader waits."""
         request_id, params = request.request_id, request.kv_transfer_params
         try:
             wanted = (
@@ -128,7 +128,7 @@ class SchedulerSide:
             )
 
     def _begin_span(self, request: Request, wanted: Wanted) -> None:
-        """Only where vLLM traces requests itself does it tell us of their headers: then this process has a provider."""
+        """Begins a span if the request has trace headers. vLLM passes them only if it traces, so a provider exists."""
         if request.trace_headers:
             from transfer.spans import HandoverSpan  # noqa: PLC0415  (vLLM's own tracing has it installed)
 
@@ -143,15 +143,15 @@ class SchedulerSide:
             span.begin("room")
 
     def _end_span(self, request_id: str, error: str = "") -> None:
-        """End the request's span: its blocks are loaded, or never will be. A no-op if it has no span."""
+        """Ends the request's span, after its load or without one. A no-op if it has no span."""
         if (span := self._spans.pop(request_id, None)) is not None:
             span.end(error)
 
     def _shorten(self, request: Request, params: dict[str, Any]) -> None:
         """Leaves the last token of a prompt to decode, which computes it in any case.
 
-        A recurrent state cannot be taken back by a token, and a window has moved on: prefill would give up a block that
-        decode needs for this token.
+        A recurrent state cannot go back by one token, and a window moves on: prefill would give up a block that decode
+        needs for this token.
         """
         if not self._shortens or request.num_prompt_tokens < 2 or params.get("_shortened"):
             return
@@ -159,7 +159,7 @@ class SchedulerSide:
             del request.prompt_token_ids[-1]
         elif request.prompt_embeds is not None:
             request.prompt_embeds = request.prompt_embeds[:-1]
-        # vLLM's own connector does it so: there is no other way.
+        # VLLM's own connector does the same; there is no public way.
         del request._all_token_ids[-1]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         request.num_prompt_tokens -= 1
         request.max_tokens = 1
@@ -187,15 +187,15 @@ class SchedulerSide:
         return max(0, min(wanted.num_tokens, limit) - num_computed_tokens)
 
     def _limit(self, request: Request) -> int:
-        """Tokens of a prompt that are loaded at most. vLLM runs the last one again where it has all of them.
+        """Returns the most prompt tokens to load. If a load brings all of them, vLLM still runs the last token again.
 
-        But by then it has given up the block that only this token's window begins in, and a state is that after it: so
-        with windows or states the last token is not loaded.
+        By then, however, vLLM has freed a block that only this token's window needs, and a state already includes the
+        token. With windows or states, the last token is therefore not loaded.
         """
         return request.num_prompt_tokens - self._shortens
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """A request has its blocks: a source's gets its lease, a reader's its load."""
+        """Handles the allocation of blocks: a source's request gets its lease, a reader's its load."""
         request_id = request.request_id
         if _is_source(request.kv_transfer_params):
             self._offer(request)
@@ -209,26 +209,26 @@ class SchedulerSide:
             self._park(request_id, num_external_tokens, fails=fails)
 
     def _park(self, request_id: str, num_external_tokens: int, *, fails: bool) -> None:
-        if num_external_tokens > 0:  # else it runs on at once: nothing of it depends on a load
+        if num_external_tokens > 0:  # otherwise it runs on at once, because it waits for no load
             self._next.parked.add(request_id)
             if fails:
                 self._next.refused.add(request_id)
 
     def _offer(self, request: Request) -> None:
-        if request.request_id not in self._sources:  # else it was preempted, and its lease stands
+        if request.request_id not in self._sources:  # otherwise it was preempted, and its lease is still open
             try:
                 self._connector.offer(request.request_id, running=True)
             except TransferError:
                 logger.exception("request %r: it is prefilled, but nobody will be able to read it", request.request_id)
                 return
             self._sources.add(request.request_id)
-        if self._saves:  # also what was saved before: its blocks are others now
+        if self._saves:  # a preempted request is saved again, because its blocks have changed
             self._unsaved[request.request_id] = request
 
     def _load(self, request: Request, wanted: Wanted, blocks: KVCacheBlocks, num_external_tokens: int) -> bool:
-        """Has every rank read what is missing. Whether that can be."""
+        """Makes every rank read the missing pages. Returns whether that is possible."""
         block_ids, first_blocks = _without_null(self._select(blocks.get_block_ids()))
-        # Where nothing is missing the source is told that all is here.
+        # If no page is missing, the load only tells the source that the reader is done.
         total = self._limit(request) if num_external_tokens else request.num_prompt_tokens
         computed = min(wanted.num_tokens, total) - num_external_tokens
         try:
@@ -255,11 +255,11 @@ class SchedulerSide:
         return metadata
 
     def update(self, outputs: Sequence[tuple[int, WorkerOutput]]) -> None:
-        """Books what the workers have said."""
+        """Processes the workers' outputs."""
         for rank, output in outputs:
             progress = self._connector.update(rank, output)
             for request_id, (fence_at, over_at) in output.times.items():
-                if (span := self._spans.get(request_id)) is not None:  # of several ranks, once for each
+                if (span := self._spans.get(request_id)) is not None:  # reached once for each rank
                     span.begin("fence", fence_at)
                     span.begin("commit", over_at)
             for request_id in progress.received - progress.failed.keys():
@@ -277,31 +277,36 @@ class SchedulerSide:
                     logger.warning("request %r: its pages were given up unread: %s", request_id, reason)
 
     def _hide(self, request_id: str, unwritten: Mapping[int, int]) -> None:
-        """Keeps blocks out of vLLM's prefix cache that were loaded in part: prefill had given up what they begin with.
+        """Keeps partly loaded blocks out of vLLM's prefix cache.
 
-        The request itself does not look at what is missing. It publishes its blocks in the next step, from the one on
-        that its group's manager counts as the first that is not cached yet.
+        Prefill had already freed the first pages that they cover.
+
+        The request itself needs no missing token. It publishes its blocks in the next step, starting with the first
+        block that its group's manager counts as not cached yet, so that count is raised past the incomplete blocks.
         """
         if self.manager is None:
             raise EngineClosedError(f"request {request_id!r}: vLLM has not bound its block manager")
         for number, token in unwritten.items():
             blocks = self.manager.coordinator.single_type_managers[self._group_ids[number]]
-            if request_id in blocks.req_to_blocks:  # else it has ended meanwhile, and its blocks are gone
+            if request_id in blocks.req_to_blocks:  # otherwise the request has ended, and its blocks are free
                 cached = blocks.num_cached_block
                 cached[request_id] = max(cached.get(request_id, 0), token // blocks.block_size + 1)
 
     def take_counts(self) -> dict[str, int]:
-        """Returns what has gone wrong since the last call, by the names of our stats, each request counted once."""
+        """Returns the counts of failures since the last call, by the names of our stats. Each request counts once."""
         counts, self._counts = self._counts, Counter[str]()
         return dict(counts)
 
     def ended(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended. Returns whether its blocks are to be kept until its lease is over, and its params."""
+        """Handles the end of a request.
+
+        Returns whether its blocks must be kept until its lease ends, and its params.
+        """
         request_id = request.request_id
         self._refused.discard(request_id)
         self._waiting.pop(request_id, None)
         self._connector.cancel(request_id, f"the request has ended: {request.status}")
-        if request.status != RequestStatus.FINISHED_ERROR:  # else what failed is told right after this: `update`
+        if request.status != RequestStatus.FINISHED_ERROR:  # otherwise `update` reports the failure right after this
             self._end_span(request_id, f"the request has ended: {request.status}")
         self._unsaved.pop(request_id, None)
         if request_id not in self._sources:
@@ -312,7 +317,8 @@ class SchedulerSide:
             self._connector.abort(request_id, f"the request has ended: {request.status}")
             return True, None
         blocks, first_blocks = _without_null(self._select(block_ids))
-        computed = request.num_computed_tokens  # with steps in flight, maybe more than has run; a prompt has
+        # With steps in flight, it may count tokens that have not run, but the prompt has.
+        computed = request.num_computed_tokens
         tokens = computed if self._has_states else min(computed, request.num_prompt_tokens)
         try:
             prompt = prompt_of(request, tokens)
@@ -330,13 +336,16 @@ class SchedulerSide:
 
 
 def _is_source(params: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
-    """Whether a request is to be offered to a reader. One that names a source as well is refused, and is none."""
+    """Whether a request is to be offered to a reader.
+
+    A request that also names a source is refused, and is not offered.
+    """
     if not isinstance(params, dict) or params.get("do_remote_decode") is not True:
         return False
     return params.get("do_remote_prefill") is None or params["do_remote_prefill"] is False
 
 
 def _without_null(block_ids: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:
-    """Each group's blocks without the null ones that a window has left at the front, and how many these were."""
+    """Removes the null blocks that a window has left at the front of each group, and returns their numbers too."""
     first_blocks = [next((at for at, block in enumerate(group) if block != _NULL), len(group)) for group in block_ids]
     return [list(group[first:]) for group, first in zip(block_ids, first_blocks, strict=True)], first_blocks

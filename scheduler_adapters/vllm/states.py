@@ -1,8 +1,8 @@
-"""What a recurrent layer keeps, cut as vLLM divides it over tensor-parallel ranks, for ranks that divide it otherwise.
+"""Splits the state of a recurrent layer into parts, as vLLM divides it over tensor-parallel ranks.
 
-A convolution's channels are several projections one after another, each with a share for every rank: x, B and C of a
-Mamba 2 layer, queries, keys and values of a gated delta network. vLLM's spec has their sum alone. What is no
-convolution has its heads first (Mamba 1: its channels).
+Ranks that divide it differently can then exchange the parts. The channels of a convolution are several projections in
+sequence, each with a share for every rank: x, B and C of a Mamba 2 layer; queries, keys and values of a gated delta
+network. vLLM's spec has only their sum. A state that is no convolution has its heads first (Mamba 1: its channels).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import MambaSpec
 
 _TENSORS = {"MAMBA1": 2, "MAMBA2": 2, "GDN_ATTN": 2, "SHORT_CONV": 1}
-"""Kinds of layers whose cut is known, and their tensors: the convolution's first. More of them hold something else."""
+"""Known kinds of layers, and their number of tensors, the convolution's first. With more tensors a layer is unknown."""
 
 
 def is_cut(spec: MambaSpec) -> bool:
-    """Whether a rank's part can be told from the others': if not, it is moved as it is, between equal ranks."""
+    """Whether a rank's part is known. If not, the state moves as it is, between ranks with equal parallelism."""
     return not spec.tp_replicated and _TENSORS.get(spec.mamba_type.name) == len(spec.shapes)
 
 
 def state_parts(where: str, spec: MambaSpec, ranks: int, layer: Any) -> tuple[StatePart, ...]:
-    """The parts of a state, in the order in memory.
+    """Returns the parts of a state, in memory order.
 
     Args:
         where: names the cache in errors.
-        spec: of one of `ranks` tensor-parallel ranks.
-        ranks: that there are.
-        layer: one of its layers; None at the scheduler, which moves nothing.
+        spec: vLLM's spec for one rank.
+        ranks: number of tensor-parallel ranks.
+        layer: a layer with this state; None at the scheduler, which moves nothing.
     """
     if not is_cut(spec):
         units = 1 if spec.tp_replicated else ranks
@@ -60,7 +60,7 @@ def state_parts(where: str, spec: MambaSpec, ranks: int, layer: Any) -> tuple[St
 
 
 def described(spec: MambaSpec) -> str:
-    """Properties, besides the parts, that must be equal on both sides of a transfer, whatever the number of ranks."""
+    """Names further properties that must be equal on both sides of a transfer, whatever the number of ranks."""
     if not is_cut(spec):
         return "states " + " and ".join("x".join(map(str, shape)) for shape in spec.shapes)
     columns = spec.shapes[0][1 if is_conv_state_dim_first() else 0]
@@ -71,12 +71,12 @@ def described(spec: MambaSpec) -> str:
 def _projections(
     where: str, spec: MambaSpec, ranks: int, channels: int, layer: Any
 ) -> tuple[tuple[str, int, int], ...]:
-    """The parts of a convolution's `channels` on a rank: name, units in the whole model, and channels of a unit."""
+    """Returns the parts of a convolution's `channels` on a rank: name, units in the whole model, channels of a unit."""
     if spec.mamba_type.name in {"MAMBA1", "SHORT_CONV"}:
         return (("x", channels * ranks, 1),)
     heads, *sizes = spec.shapes[1]
     values, unit = heads * sizes[0], sizes[1]
-    # B and C have equally many groups, and so do queries and keys.
+    # B and C have equally many groups; so do queries and keys.
     groups, left = divmod(channels - values, 2 * unit)
     if left or groups < 1:
         raise InvalidEngineError(
@@ -85,7 +85,7 @@ def _projections(
         )
     if spec.mamba_type.name == "GDN_ATTN":
         return ("q", groups * ranks, unit), ("k", groups * ranks, unit), ("v", heads * ranks, sizes[0])
-    # One group on each of several ranks: the model's only one, which all of them have, or each has its own.
+    # With one group on each of several ranks, all may have the model's only group, or each its own.
     total = layer.norm.n_groups if groups == 1 and ranks > 1 and layer is not None else groups * ranks
     return ("x", heads * ranks, sizes[0]), ("B", total, unit), ("C", total, unit)
 

@@ -1,4 +1,4 @@
-"""Figures of our vLLM connector: as vLLM logs them, and as Prometheus reads them."""
+"""Statistics of our vLLM connector, for vLLM's log and for Prometheus."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ _NIXL_LISTS = {
 
 @dataclass
 class PullStats(KVConnectorStats):
-    """Events of one or several ranks in an interval: counts, and figures of each pull."""
+    """Events of one or more ranks in an interval: counts, and figures of each pull."""
 
     def __post_init__(self) -> None:
-        """Set missing counts to zero and missing lists to empty."""
+        """Sets missing counts to zero and missing lists to empty."""
         given = self.data
         self.reset()
         self.data |= given
@@ -63,13 +63,13 @@ class PullStats(KVConnectorStats):
         self.data: dict[str, Any] = dict.fromkeys(_COUNTS, 0) | {name: [] for name in _LISTS}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Adds what has happened elsewhere."""
+        """Adds the events of another rank."""
         for name in (*_COUNTS, *_LISTS):
             self.data[name] += other.data[name]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One figure each, for a line of a log."""
+        """Returns one figure of each kind, for a log line."""
         counts: dict[str, int | float] = {name: count for name in _COUNTS if (count := self.data[name])}
         seconds, moved = self.data["pull_seconds"], self.data["pull_bytes"]
         if not seconds:
@@ -86,12 +86,12 @@ class PullStats(KVConnectorStats):
         }
 
     def is_empty(self) -> bool:
-        """Whether nothing has happened."""
+        """Whether there was no event."""
         return not any(self.data.values())
 
 
 def pull_stats(now: StatsSnapshot, before: StatsSnapshot | None) -> PullStats:
-    """Returns what has happened on a rank since an earlier snapshot, or since its start: counters only grow."""
+    """Returns the events of a rank since an earlier snapshot, or since its start. Counters only grow."""
     earlier = {} if before is None else _counts(before)
     data: dict[str, Any] = {name: count - earlier.get(name, 0) for name, count in _counts(now).items()}
     data["pull_seconds"] = [record.total_s for record in now.records]
@@ -109,7 +109,7 @@ def _counts(snapshot: StatsSnapshot) -> dict[str, int]:
 class PullMetrics(KVConnectorPromMetrics):
     """The same figures as Prometheus metrics, named `vllm:pagewire_*`, and again as `vllm:nixl_*`.
 
-    The latter are left out where vLLM's NIXL connector has them already: it is beside ours in a `MultiConnector`.
+    The latter are left out if vLLM's NIXL connector already has them, beside ours in a `MultiConnector`.
     """
 
     def __init__(
@@ -120,14 +120,14 @@ class PullMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters: list[tuple[str, Any]] = []  # of each its figure among our stats
+        self._counters: list[tuple[str, Any]] = []  # with the name of the figure in our stats
         self._histograms: list[tuple[str, Any]] = []
         for name, text in _COUNTS.items():
             self._counters.append((name, self._made(metric_types[Counter], f"pagewire_{name}", text)))
         for name, (text, buckets) in _LISTS.items():
             made = self._made(metric_types[Histogram], f"pagewire_{name}", text, buckets=list(buckets))
             self._histograms.append((name, made))
-        with suppress(ValueError):  # the names are taken, and with the first all are
+        with suppress(ValueError):  # if the first name is taken, all are
             for name, (text, buckets, ours) in _NIXL_LISTS.items():
                 self._histograms.append((ours, self._made(metric_types[Histogram], name, text, buckets=list(buckets))))
             for name, (text, ours) in _NIXL_COUNTS.items():
@@ -138,7 +138,7 @@ class PullMetrics(KVConnectorPromMetrics):
         return create_metric_per_engine(metric, self.per_engine_labelvalues)
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
-        """Books an interval of one engine."""
+        """Adds an interval of one engine."""
         for name, counters in self._counters:
             counters[engine_idx].inc(transfer_stats_data[name])
         for name, histograms in self._histograms:

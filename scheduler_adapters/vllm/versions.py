@@ -1,4 +1,7 @@
-"""The versions of vLLM that this connector supports. Checked before importing any part that other versions may lack."""
+"""The versions of vLLM that this connector supports.
+
+They are checked before any import that other versions may lack.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from importlib.metadata import PackageNotFoundError, version
 from transfer.errors import InvalidEngineError
 
 TRIED = ("0.32", "0.33")
-"""vLLM changes its interface of connectors with every one of these: methods, arguments, and when they are called."""
+"""vLLM changes its connector interface with every one of these versions: methods, arguments, and the time of calls."""
 
 
 def check_version(found: str | None = None) -> str:
-    """Returns vLLM's version, or that which is given, if the connector is for it.
+    """Returns the installed version of vLLM, or `found` if given, if the connector supports it.
 
     Raises:
-        InvalidEngineError: (a ValueError) another one, or none.
+        InvalidEngineError: (a ValueError) vLLM is missing or has another version.
     """
     if found is None:
         found = _installed()
@@ -41,7 +44,7 @@ def _version_of(*names: str) -> str:
 
 
 VLLM = check_version()
-"""The version that runs here."""
+"""The installed version of vLLM."""
 
 OURS = _version_of("pagewire") or "of a source tree"
-"""Our own version."""
+"""The version of this package."""

@@ -1,4 +1,4 @@
-"""The workers' side of our vLLM connector: one rank's caches, and what is told to vLLM of its leases and loads."""
+"""The worker's side of our vLLM connector: one rank's caches, and its reports to vLLM of leases and loads."""
 
 from __future__ import annotations
 
@@ -34,19 +34,21 @@ class WorkerSide:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._keyring = read_options(vllm_config).keys
-        check_config(worker_config(vllm_config, kv_cache_config, {}))  # what cannot be is refused before caches come
+        # Refuses an unsupported config before there are caches.
+        check_config(worker_config(vllm_config, kv_cache_config, {}))
         self._worker: NixlConnectorWorker | None = None
         self._copy: Any = None
         self._waits = StepMetadata()  # requests whose load or lease vLLM waits for
-        self._sent: set[str] = set()  # requests whose lease is over, though vLLM does not wait for it yet
+        self._sent: set[str] = set()  # requests whose lease has ended, but that vLLM does not wait for yet
         self._failures: set[str] = set()
         self._output = WorkerOutput()
         self._snapshot: StatsSnapshot | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """Takes the tensors of this rank's layers, and starts to serve and to read."""
+        """Registers the tensors of this rank's layers, and starts to serve and to read."""
         moved = self._kv_cache_config.transfer_group_index_by_layer
-        caches = {name: cache for name, cache in kv_caches.items() if name in moved}  # others share one of these
+        # Other layers share one of these tensors.
+        caches = {name: cache for name, cache in kv_caches.items() if name in moved}
         pages = {name: cache.shape[2] for name, cache in caches.items()}
         config = worker_config(self._vllm_config, self._kv_cache_config, pages)
         moved_as = self._as_moved(caches, pages)
@@ -59,7 +61,7 @@ class WorkerSide:
             thread.replica.timed = self._vllm_config.observability_config.otlp_traces_endpoint is not None
 
     def _as_moved(self, caches: Mapping[str, Any], pages: Mapping[str, int]) -> dict[str, Cache]:
-        """The tensors of layers as keys and values, or states, lie in them."""
+        """Returns the tensors of layers, split into keys and values or states as the backend stores them."""
         found: dict[str, Cache] = dict(caches)
         for number, group in enumerate(self._kv_cache_config.transfer_groups):
             where, names = f"cache group {number}", [name for name in group.layer_names if name in pages]
@@ -70,7 +72,7 @@ class WorkerSide:
         return found
 
     def _prove(self, config: WorkerConfig, caches: Mapping[str, Cache]) -> None:
-        """Refuses an engine whose kernels write elsewhere than we read, before anybody can ask for it."""
+        """Raises if the kernels write elsewhere than the boxes say, before any reader can ask for a page."""
         start = time.perf_counter()
         layers = layers_of(f"engine {config.engine_id!r}", self._vllm_config, list(caches))
         tried = prove(config, layers, caches, self._vllm_config.model_config.dtype)
@@ -78,33 +80,33 @@ class WorkerSide:
         logger.info("rank %d: %d layers are read where vLLM writes them (%.1f ms)", config.rank, tried, milliseconds)
 
     def set_copy(self, copy_operation: Any) -> None:
-        """Sets how blocks get to host buffers and back."""
+        """Sets the function that copies blocks to host buffers and back."""
         self._copy = copy_operation
         if self._worker is not None:
             self._worker.set_host_xfer_buffer_ops(copy_operation)
 
     @property
     def running(self) -> NixlConnectorWorker:
-        """The worker over the registered caches."""
+        """The worker over the registered caches. Raises `EngineClosedError` if there is none."""
         if self._worker is None:
             raise EngineClosedError("no caches are registered, or the connector was shut down")
         return self._worker
 
     def handshake_metadata(self) -> RankHandshakeMetadata:
-        """The metadata of this rank that the scheduler's side serves to readers."""
+        """Returns the metadata of this rank, which the scheduler's side serves to readers."""
         return RankHandshakeMetadata(self.running.get_handshake_metadata(), self.running.config.fingerprint())
 
     def start(self, metadata: StepMetadata) -> None:
-        """Takes a step's work over."""
+        """Starts a step's work."""
         self.running.start_load_kv(metadata.step)
         self._waits.parked |= metadata.parked
         self._waits.finished |= metadata.finished
         self._waits.refused |= metadata.refused
 
     def results(self) -> tuple[set[str], set[str], set[str]]:
-        """Returns what vLLM waits for and is over now: sent, received, and of the latter those that failed.
+        """Returns the requests that vLLM waits for and that are done: sent, received, and which of the received failed.
 
-        A failed load is told when nothing of it is in flight any more, not before: vLLM gives its blocks away at once.
+        A failed load is reported only once nothing of it is in flight, because vLLM reuses its blocks at once.
         """
         self._output = output = self.running.take_output()
         self._sent |= output.sent.keys() | {request_id for request_id, error in output.offered.items() if error}
@@ -118,12 +120,12 @@ class WorkerSide:
         return sent, received, failed
 
     def take_output(self) -> WorkerOutput:
-        """Returns, once, all that happened up to the last results: for the scheduler's side."""
+        """Returns the events up to the last `results`, once, for the scheduler's side."""
         output, self._output = self._output, WorkerOutput()
         return output
 
     def stats(self) -> PullStats | None:
-        """Returns what has happened since the last call; None if nothing has."""
+        """Returns the figures since the last call; None if there was no event."""
         found = None if self._worker is None else self._worker.get_kv_connector_stats()
         if found is None:
             return None
@@ -132,7 +134,7 @@ class WorkerSide:
         return None if stats.is_empty() else stats
 
     def close(self) -> None:
-        """Ends every lease and load, and lets go of the caches. Safe to call twice."""
+        """Ends every lease and load, and releases the caches. Safe to call twice."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.shutdown()
