@@ -1,6 +1,6 @@
 """Checks of callers' arguments, before any state changes. An error names the argument, its value and what is allowed.
 
-numpy's integers count as integers, a bool does not, and no value is rounded.
+Integers of numpy count as integers, a bool does not, and no value is rounded.
 """
 
 import math
@@ -13,13 +13,13 @@ import numpy as np
 from kvcache.errors import InvalidParamsError, InvalidRequestError, KVCacheError
 
 MOST = (1 << 31) - 1
-"""Positions, page ids and counts of them are int32 where models read them."""
+"""The largest position, page id or count: models read them as int32."""
 
-_SHOWN = 120  # characters of a value in a message
+_SHOWN = 120  # the most characters of a value in a message
 
 
 def shown(value: object) -> str:
-    """`value` for a message: one line, not too long, whatever its own `repr` does."""
+    """`value` for a message: one line of bounded length, whatever its own `repr` does."""
     try:
         text = " ".join(repr(value).split())
     except Exception as error:  # noqa: BLE001 - a caller's own object, or an integer of too many digits
@@ -28,7 +28,7 @@ def shown(value: object) -> str:
 
 
 def integer(value: object) -> int | None:
-    """`value` as an int where it is an integer, else None."""
+    """`value` as an int if it is an integer, else None."""
     if type(value) is int:
         return value
     if isinstance(value, bool | np.bool_):
@@ -42,7 +42,7 @@ def integer(value: object) -> int | None:
 def whole(
     name: str, value: object, least: int, most: int = MOST, error: type[KVCacheError] = InvalidParamsError
 ) -> int:
-    """`value` as an int from `least` to `most`; else `error`."""
+    """`value` as an int from `least` to `most`. Raises `error` otherwise."""
     found = integer(value)
     if found is None or not least <= found <= most:
         raise error(f"{name} is {shown(value)}: an integer from {least} to {most} is needed")
@@ -56,45 +56,45 @@ def number(
     most: float = math.inf,
     error: type[KVCacheError] = InvalidParamsError,
 ) -> float:
-    """`value`, a finite number from `least` to `most`; else `error`."""
+    """`value`, which must be a finite number from `least` to `most`. Raises `error` otherwise."""
     given = cast("Any", value)
     if isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool):
         found = cast("float", given)
-        if -(1 << 62) < found < 1 << 62 and least <= found <= most:  # a huge int is no float
+        if -(1 << 62) < found < 1 << 62 and least <= found <= most:  # a huge int does not fit a float
             return found
     limits = "a finite number" if math.isinf(least) else f"a number from {least} to {most}"
     raise error(f"{name} is {shown(value)}: {limits} is needed")
 
 
 def flag(name: str, value: object, error: type[KVCacheError] = InvalidParamsError) -> bool:
-    """`value`, which is True or False; else `error`."""
+    """`value`, which must be True or False. Raises `error` otherwise."""
     if not isinstance(value, bool | np.bool_):
         raise error(f"{name} is {shown(value)}: True or False is needed")
     return bool(cast("Any", value))
 
 
 def one_of(name: str, value: object, choices: tuple[str, ...]) -> str:
-    """`value`, which is one of these texts; else `InvalidParamsError`."""
+    """`value`, which must be one of these texts. Raises `InvalidParamsError` otherwise."""
     if not isinstance(value, str) or value not in choices:
         raise InvalidParamsError(f"{name} is {shown(value)}: one of {', '.join(choices)} is needed")
     return value
 
 
 def of_kind(name: str, value: object, kind: Any, needed: str) -> object:
-    """`value`, which is of this kind; else `InvalidParamsError`."""
+    """`value`, which must be of this kind. Raises `InvalidParamsError` otherwise."""
     if not isinstance(value, kind):
         raise InvalidParamsError(f"{name} is {shown(value)}: {needed} is needed")
     return value
 
 
 def optional(rule: Callable[[str, Any], object]) -> Callable[[str, Any], object]:
-    """`rule`, or None."""
+    """A rule that accepts None and otherwise applies `rule`."""
     return lambda name, value: None if value is None else rule(name, value)
 
 
 def steps(num_steps: object) -> int:
-    """`num_steps` of a call. Raises `InvalidRequestError`."""
-    if type(num_steps) is int and 1 <= num_steps <= MOST:  # as nearly always
+    """A call's `num_steps`, checked. Raises `InvalidRequestError`."""
+    if type(num_steps) is int and 1 <= num_steps <= MOST:  # nearly always
         return num_steps
     return whole("num_steps", num_steps, 1, error=InvalidRequestError)
 

@@ -1,4 +1,4 @@
-"""Recounts a replica from scratch and names the first place where its books do not agree."""
+"""Recounts a replica from scratch, and reports the first inconsistency."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _CHANGES_SOMETHING = (
 
 
 def check_around_calls(manager: Any) -> None:
-    """Let every call of this object that changes something run `check` before and after it, also after an error."""
+    """Make every call of this manager that changes something run `check` before and after it, also after an error."""
     for name in _CHANGES_SOMETHING:
         setattr(manager, name, _checked_around(getattr(manager, name), manager.check))
 
@@ -28,7 +28,7 @@ def _checked_around(method: Callable[..., Any], check: Callable[[], None]) -> Ca
         check()
         try:
             result = method(*args, **kwargs)
-        except KVCacheError as error:  # after any other, the next call shows whether the books are right
+        except KVCacheError as error:  # after another exception, the next call checks the state first
             if not isinstance(error, InterruptedCallError):
                 check()
             raise
@@ -41,8 +41,8 @@ def _checked_around(method: Callable[..., Any], check: Callable[[], None]) -> Ca
 def check_replica(replica: Replica) -> None:
     """Raise `InvariantError` at the first discrepancy: rows, then holders, writers and free pages, then the index.
 
-    Holders are counted by walking rows and leases, writers by walking open imports and pages on their way from a lower
-    tier, free pages by difference.
+    `Replica.counted` recounts holders and writers from rows, leases, imports, copies and parked pages. A page without
+    either must be fresh or idle.
     """
     pool, rows = replica.pool, replica.rows
     for request_id, row in rows.row_of.items():
@@ -71,8 +71,8 @@ def _check_row(replica: Replica, row: int) -> None:
         raise InvariantError(f"request {request_id!r}: names pages past its {end}")
     if committed > end or not pool.index.published[replica.tables.pages(row, committed)].all():
         raise InvariantError(f"request {request_id!r}: not all of its {committed} committed pages are published")
-    # A fork may have published the pages that it shares with this row. With several tables, a pending import may
-    # have found more pages of the first one than of all; and pages are found behind one that comes from below.
+    # A fork may have published the pages that it shares with this row. With several tables, a pending import may have
+    # found more pages of the first one than of all. A row may also have published pages after one from a lower tier.
     alone = pool.holders[pages[committed:]] == 1
     found = not replica.tables.is_plain or replica.tier.keeps
     if not found and (pool.index.published[pages[committed:]] & alone).any():

@@ -1,4 +1,4 @@
-"""Which replica and row each claimed request has."""
+"""The replica and row of each claimed request."""
 
 from collections.abc import Iterable, Sequence
 from typing import cast
@@ -15,32 +15,33 @@ from kvcache.steps_in_flight import StepInFlight
 from kvcache.types import RequestID
 
 One = tuple[int, TextContext]
-"""The only request of a call, and before it its row of the only replica. A plain tuple: a named one takes 0.2 µs."""
+"""A call's only request: its row of the only replica, and its context. A named tuple would cost 0.2 µs more."""
 
 
 class Claims:
-    """Request id → place; a place is a row of a replica: `replica × rows_per_replica + row`.
+    """Maps request ids to places. A place is a row of a replica: `replica × rows_per_replica + row`.
 
-    With its first pages a place is bound to the context that they were reserved for. Another object of the same request
-    id is refused from then on: its tokens may be others, and would be published as the content of these pages. A loop
-    that rebuilds its contexts releases the request and claims it anew, or hands in one object that reads from them.
+    When a place gets its first pages, it is bound to the context for which they were reserved. From then on another
+    object with the same request id is refused: its tokens could differ, and would be published as the content of these
+    pages. A loop that rebuilds its contexts must release the request and claim it again, or pass one object that reads
+    from them.
 
     The calls raise as those of `PagedKVCacheManager` that use them.
     """
 
     def __init__(self, replicas: Sequence[Replica], steps: Sequence[StepInFlight]) -> None:
         self._replicas = replicas
-        self._steps = steps  # that are in flight now
+        self._steps = steps  # the steps in flight
         self._rows_per_replica = len(replicas[0].rows.request_ids)
         self._releases = 0
         self.places: dict[RequestID, int] = {}
-        # Place of each bound context, by the context itself, which is compared by identity and kept alive; by its `id`
-        # in a tuple where its class compares or hashes otherwise.
+        # The place of each bound context. The key is the context, which is kept alive, if its class compares and hashes
+        # by identity; otherwise it is a tuple with its `id`.
         self.bound: dict[object, int] = {}
         self._contexts: dict[int, Context] = {}  # by place
 
     def free_at(self, request_id: RequestID, replica_idx: int | None) -> int:
-        """The replica on which a new request is to be claimed, which has a row for it; changes nothing."""
+        """The replica on which to claim a new request. Raises if it has no free row. Changes nothing."""
         count = len(self._replicas)
         check_request_id(request_id, "external_claim")
         if request_id in self.places:
@@ -55,7 +56,7 @@ class Claims:
         return chosen
 
     def claim(self, request_id: RequestID, replica_idx: int) -> int:
-        """Bind a row of the replica, of which `free_at` has said that there is one; which row."""
+        """Bind a row of the replica and return it. `free_at` must have found one."""
         row = self._replicas[replica_idx].claim(request_id)
         self.places[request_id] = replica_idx * self._rows_per_replica + row
         return row
@@ -65,20 +66,20 @@ class Claims:
         return self._at(self._place(request_id, call))
 
     def own(self, context: Context, call: str) -> tuple[Replica, int, int]:
-        """`locate` for a call that reads the context, or moves it: it is the one that its row is bound to, if any."""
+        """`locate` for a call that reads or moves the context. Raises if the row is bound to another context."""
         place = self.bound.get(context if type(context) is TextContext else _key(context))
         return self._at(self._unbound(context, call) if place is None else place)
 
     def bind(self, context: Context, replica_idx: int, row: int) -> None:
-        """The row has its pages, for this context."""
+        """Bind the row to this context, for which its pages were reserved."""
         place = replica_idx * self._rows_per_replica + row
         if place not in self._contexts:
             self._contexts[place] = context
             self.bound[_key(context)] = place
 
     def one(self, batch: Sequence[Context]) -> One | None:
-        """The request of a list of one, where it has pages of the only replica; else None: it takes `gather`."""
-        kind: type = type(batch)  # a subclass may say other things each time that it is asked
+        """The request of a list of one, if it has pages and there is one replica. Otherwise None: call `gather`."""
+        kind: type = type(batch)  # a subclass could return something else at each access
         if kind is not list or len(batch) != 1 or len(self._replicas) > 1:
             return None
         context = batch[0]
@@ -87,7 +88,7 @@ class Claims:
         return row, context
 
     def gather(self, batch: Sequence[Context], call: str) -> Gathered:
-        """The requests of a call as arrays; a `Batch` is that already."""
+        """The requests of a call as arrays. A `Batch` is returned as it is."""
         if isinstance(batch, Batch):
             if batch.checked_at != self._releases or batch.unbound or batch.owner is not self:
                 self._refuse_stale(batch, call)
@@ -101,23 +102,23 @@ class Claims:
         return gathered
 
     def batch(self, contexts: Sequence[Context]) -> Batch:
-        """The requests looked up once."""
+        """Look the requests up once, for a `Batch`."""
         listed, replicas, rows, places, unbound = self._bind(contexts, "batch")
         made = Batch(listed, replicas, rows, places, self._replicas[0].page_size, self)
         made.unbound = unbound
         return made
 
     def leaving(self, request_id: RequestID) -> tuple[int, TextContext | ReadContext | None]:
-        """The place of a request that is about to be released, and what its hints are read from."""
+        """The place of a request that is about to be released, and a view of its context for its hints."""
         place = self._place(request_id, "release")
         context = self._contexts.get(place)
         try:
             return place, None if context is None else read_context(context)
-        except Exception:  # noqa: BLE001 - the caller's code: a release cannot be refused for what a context does
+        except Exception:  # noqa: BLE001 - the caller's code: a release must not fail because of a context
             return place, None
 
     def release(self, request_id: RequestID, place: int, context: TextContext | ReadContext | None) -> None:
-        """Give back the request's row and pages: of what `leaving` has said."""
+        """Free the request's row and pages, with the results of `leaving`."""
         replica, _, row = self._at(place)
         replica.release(row, context)
         del self.places[request_id]
@@ -126,11 +127,11 @@ class Claims:
         self._releases += 1
 
     def unclaim(self, request_id: RequestID) -> None:
-        """The request gives its row and pages back."""
+        """Release the request."""
         self.release(request_id, *self.leaving(request_id))
 
     def mend(self) -> None:
-        """A request is claimed where all say so: here, and the replica's rows, which are mended by that."""
+        """Keep the requests that both this and a replica's rows have as claimed. Mends the rows accordingly."""
         claimed: dict[RequestID, int] = {}
         for at, replica in enumerate(self._replicas):
             row_of: dict[RequestID, int] = {}
@@ -142,12 +143,12 @@ class Claims:
         self.places = claimed
         with_pages = {place for place in claimed.values() if self._at(place)[0].rows.num_pages[self._at(place)[2]]}
         self._contexts = {place: context for place, context in self._contexts.items() if place in with_pages}
-        self.bound.clear()  # `get` of it is remembered elsewhere
+        self.bound.clear()  # in place: `PagedKVCacheManager` keeps its `get`
         self.bound.update({_key(context): place for place, context in self._contexts.items()})
         self._releases += 1
 
     def context_at(self, place: int) -> Context | None:
-        """The context that the place is bound to."""
+        """The context to which the place is bound."""
         return self._contexts.get(place)
 
     def names_at(self, places: Iterable[int]) -> list[RequestID]:
@@ -156,7 +157,7 @@ class Claims:
         return [names[place] for place in places if place in names]
 
     def check(self) -> None:
-        """Raise `InvariantError` unless the replicas have bound these rows to the same requests."""
+        """Raise `InvariantError` unless the replicas have the same requests in the same rows."""
         rows = {
             request_id: replica_idx * self._rows_per_replica + row
             for replica_idx, replica in enumerate(self._replicas)
@@ -176,7 +177,7 @@ class Claims:
     def _place(self, request_id: RequestID, call: str) -> int:
         try:
             return self.places[request_id]
-        except (KeyError, TypeError):  # no string may be no key either
+        except (KeyError, TypeError):  # an id that is no string may not be hashable
             raise UnknownRequestError(
                 f"request {shown(request_id)}: {call} of a request that is not claimed (or was released)"
             ) from None
@@ -186,7 +187,7 @@ class Claims:
         return self._replicas[replica_idx], replica_idx, row
 
     def _unbound(self, context: Context, call: str) -> int:
-        """The place of a context that is bound to none."""
+        """The place of a context that is not bound. Raises if the place is bound to another context."""
         check_context(context, call)
         place = self._place(context.request_id, call)
         if place in self._contexts:
@@ -197,13 +198,13 @@ class Claims:
         return place
 
     def _bind(self, batch: Sequence[Context], call: str) -> tuple[Sequence[Context], Ints, Ints, Ints, bool]:
-        """The contexts, the replica, row and place of each, and whether some are bound to no row yet."""
-        is_listed = type(batch) in (list, tuple)  # a subclass may say other things each time that it is asked
+        """The contexts; the replica, row and place of each; and whether some are not bound to a row yet."""
+        is_listed = type(batch) in (list, tuple)  # a subclass could return something else at each access
         contexts = batch if is_listed else _listed(batch, call)
         bound, unbound = self.bound, False
         try:
             found = [bound[context] for context in contexts]
-        except (KeyError, TypeError):  # TypeError: cannot be hashed
+        except (KeyError, TypeError):  # TypeError: a context is not hashable
             at = [bound.get(_key(context)) for context in contexts]
             unbound = None in at
             found = [

@@ -1,8 +1,7 @@
-"""Copies whole pages as rows of memory: between pools, and between a pool and the host tier. All such copies are here.
+"""All copies of whole pages as rows of memory: between pools, and between a pool and the host tier.
 
-Between a device and the host, rows are gathered into a dense piece of device memory (scattered from one) by one kernel,
-so that the copy engine is asked once for a run of slots, not once for a page: asking costs the loop some microseconds
-each time.
+Between a device and the host, one kernel gathers rows into a dense piece of device memory, or scatters them from it. So
+the copy engine is called once for a run of slots and not once for a page: each call costs the loop some microseconds.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,26 +15,26 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
 
-_STAGED_BYTES = 32 << 20  # of device memory, at a time
+_STAGED_BYTES = 32 << 20  # device memory used at a time
 
 
 def page_rows(blocks: torch.Tensor) -> torch.Tensor:
-    """A pool, `[pages, ...]`, as rows, a view: `[pages, words]`, int64 or, where odd, uint8.
+    """A view of a pool `[pages, ...]` as rows `[pages, words]`, int64, or uint8 if the row size is odd.
 
-    A row is a whole page: all from its start to the next one's, what lies behind its values included.
+    A row is a whole page: everything up to the start of the next page, including what follows its values.
     """
     return _as_words(blocks, blocks.stride(0))
 
 
 def _as_words(blocks: torch.Tensor, elements: int) -> torch.Tensor:
-    """The first `elements` of each page, a view: `[pages, words]`, int64 or, where odd, uint8."""
+    """A view of the first `elements` of each page: `[pages, words]`, int64, or uint8 if their size is odd."""
     rows = blocks.as_strided((blocks.shape[0], elements), (blocks.stride(0), 1)).view(torch.uint8)
     # A kernel that gathers bytes one by one takes several times as long as one that gathers words.
     return rows if rows.shape[1] % 8 else rows.view(torch.int64)
 
 
 def copy_pages(source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Ids) -> None:
-    """Copy the rows `taken` of `source` into as many rows `given`, distinct, of `target`, whatever holds them."""
+    """Copy rows `taken` of `source` to as many distinct rows `given` of `target`, in any memory."""
     if source.device.type == target.device.type == "cpu":
         copy_rows(source.numpy(), taken, target.numpy(), given)
         return
@@ -46,8 +45,8 @@ def copy_pages(source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Id
 
 
 def copy_rows(source: NDArray[Any], taken: Ids, target: NDArray[Any], given: Ids) -> None:
-    """`copy_pages` of host memory."""
-    if not source.flags.c_contiguous:  # `take` would copy all of it first; such rows are large
+    """`copy_pages` within host memory."""
+    if not source.flags.c_contiguous:  # `take` would first copy all of it, and such rows are large
         for row, place in zip(taken.tolist(), given.tolist(), strict=True):
             target[place] = source[row]
         return
@@ -58,13 +57,13 @@ def copy_rows(source: NDArray[Any], taken: Ids, target: NDArray[Any], given: Ids
 
 
 def runs(ids: Ids) -> Iterator[tuple[int, int]]:
-    """First and end of each run of neighbours that follow each other upwards."""
+    """The first index and the end of each run of ascending neighbours in `ids`."""
     cuts = [0, *(np.flatnonzero(np.diff(ids) != 1) + 1).tolist(), len(ids)]
     return pairwise(cuts) if len(ids) else iter(())
 
 
 def _gather(rows: torch.Tensor, ids: Ids, device: torch.device) -> torch.Tensor:
-    """These rows as a dense piece of device memory: host rows on `device`, a device's own where they are."""
+    """These rows as a dense piece of device memory: host rows on `device`, device rows on their own device."""
     if rows.device.type != "cpu":
         return rows.index_select(0, _upload(ids, rows.device))
     staged = torch.empty((len(ids), rows.shape[1]), dtype=rows.dtype, device=device)
@@ -86,7 +85,7 @@ def _upload(ids: Ids, device: torch.device) -> torch.Tensor:
 
 
 class CopyMark:
-    """The point in a device's work at which a copy is over."""
+    """The point in a device's work at which a copy ends."""
 
     def __init__(self, side: Any, main: Callable[[], Any]) -> None:
         self._event: Any = torch.cuda.Event()  # pyright: ignore[reportUnknownMemberType] - torch's has no types
@@ -94,15 +93,15 @@ class CopyMark:
         self._main = main
 
     def over(self) -> bool:
-        """Whether it is over. Never waits."""
+        """Whether the copy is over. Never waits."""
         return bool(self._event.query())
 
     def wait(self) -> None:
-        """Wait until it is over."""
+        """Wait until the copy is over."""
         self._event.synchronize()
 
     def order(self) -> None:
-        """Let what the device is told to do from now on begin after the copy. Never waits."""
+        """Let work that is launched from now on start after the copy. Never waits."""
         self._main().wait_event(self._event)
 
 
@@ -110,8 +109,8 @@ class PageMover:
     """Copies between the pages of a shard, `[pages, ...]`, and slots of the host tier, uint8 `[slots, page_bytes]`.
 
     On the CPU the calling thread copies, at the rate of memcpy. A second thread was rejected: it releases the GIL while
-    it copies, but each time it takes the GIL back, the loop may wait for a scheduler tick. One of a hundred steps of
-    0.2 ms then took 4.3 ms (two cores, decode steps of 64 and 1,024 requests). Nor does a thread save work if the model
+    it copies, but whenever it takes the GIL back, the loop may wait for a scheduler tick. One of a hundred steps of
+    0.2 ms then took 4.3 ms (two cores, decode steps of 64 and 1,024 requests). A thread also saves no work if the model
     runs on the same cores. A GPU copies between pages and pinned slots on its own stream, in order with `stream` (None:
     the current one), and the calls return marks. Without a GPU the copies are done when the call returns (`at_once`).
 
@@ -129,11 +128,11 @@ class PageMover:
         self.at_once = self._side is None
 
     def store(self, pages: Ids, slots: Ids) -> list[CopyMark]:
-        """Copy device pages into host slots, as many, distinct."""
+        """Copy device pages to as many distinct host slots."""
         return self._copy(self._pages, pages, self._slots, slots)
 
     def load(self, slots: Ids, pages: Ids) -> list[CopyMark]:
-        """Copy host slots into device pages, as many, distinct."""
+        """Copy host slots to as many distinct device pages."""
         return self._copy(self._slots, slots, self._pages, pages)
 
     def _copy(self, source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Ids) -> list[CopyMark]:

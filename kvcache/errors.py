@@ -1,12 +1,12 @@
-"""The one error tree: every error names the request, the value and the limit it broke.
+"""The one error tree: every error names the request, the value and the limit that it broke.
 
 Each error also subclasses the built-in that code written for the documented API catches (`ValueError`, `KeyError`,
-`RuntimeError`). None is an `AssertionError`: an assert is for our own mistakes, these are for a caller's.
+`RuntimeError`). None is an `AssertionError`: an assert is for our own mistakes, these errors are for a caller's.
 """
 
 
 class KVCacheError(Exception):
-    """Base of every error that pagewire raises on purpose. No change is half done when one is raised."""
+    """Base of every error that pagewire raises on purpose. When one is raised, no change is half done."""
 
     def __str__(self) -> str:
         # KeyError would print the repr of its argument; these messages are sentences.
@@ -18,15 +18,15 @@ class InvalidParamsError(KVCacheError, ValueError):
 
 
 class UnknownArgumentError(InvalidParamsError, TypeError):
-    """A keyword that nothing uses: what it was meant to change would silently stay as it is."""
+    """A keyword that nothing uses. Accepting it would silently ignore what the caller wanted to change."""
 
 
 class InvalidRequestError(KVCacheError, ValueError):
-    """An argument of a call that does not fit the request or the manager it names."""
+    """An argument of a call that does not fit the request or the manager that it names."""
 
 
 class AlreadyClaimedError(KVCacheError, ValueError):
-    """The request id holds a row already."""
+    """The request id already has a row."""
 
 
 class NoFreeRowError(KVCacheError, ValueError):
@@ -38,7 +38,7 @@ class NoFreeStatePageError(NoFreeRowError):
 
 
 class StatePageError(KVCacheError, ValueError):
-    """A state page that is not at the token where its request goes on, or that a transfer writes."""
+    """A recurrent state cannot be used: it covers other tokens, is leased, is not booked, or a transfer writes it."""
 
 
 class UnknownRequestError(KVCacheError, KeyError):
@@ -46,7 +46,7 @@ class UnknownRequestError(KVCacheError, KeyError):
 
 
 class PoolTooSmallError(KVCacheError, RuntimeError):
-    """The memory budget does not hold a single page."""
+    """The memory budget, a device or the host is too small for what the cache needs at least."""
 
 
 class SequenceTooLongError(KVCacheError, RuntimeError):
@@ -54,7 +54,7 @@ class SequenceTooLongError(KVCacheError, RuntimeError):
 
 
 class PromptTooLongError(SequenceTooLongError):
-    """A request needs more pages than the whole pool has: waiting cannot help it."""
+    """A request needs more pages than the whole pool has, so waiting cannot help it."""
 
 
 class NotReservedError(KVCacheError, RuntimeError):
@@ -62,19 +62,19 @@ class NotReservedError(KVCacheError, RuntimeError):
 
 
 class BlockTableMismatchError(KVCacheError, ValueError):
-    """A block table from elsewhere that does not fit this manager's pages, or this request's tokens."""
+    """A block table from another manager that does not fit this manager's pages or the request's tokens."""
 
 
 class InterruptedCallError(KVCacheError, RuntimeError):
-    """A call was interrupted while it changed the manager's books: nothing else runs until `recover()` mends them."""
+    """A call was interrupted while it changed the manager's state: other calls fail until `recover()` mends it."""
 
 
 class ManagerClosedError(KVCacheError, RuntimeError):
-    """A call that only an open manager answers, after `close`."""
+    """The manager was closed, and only an open manager can answer this call."""
 
 
 class InvariantError(KVCacheError, RuntimeError):
-    """`check()` found the first place where the manager's books do not agree. Always a bug of ours: report it."""
+    """`check()` found an inconsistency in the manager's state. It is always a bug of ours: please report it."""
 
 
 class WatchError(KVCacheError, ValueError):

@@ -1,11 +1,11 @@
-"""`EvictionOrder`: the order in which a pool's idle pages are evicted. A pool has one order, and asks only that.
+"""`EvictionOrder`: the order in which a pool's idle pages are evicted. A pool uses it only through this interface.
 
     LruOrder      least recently used first; the default
     HintedOrder   another order, biased by the retention hints of requests
     QuotaOrder    another order, in which pages above their tenants' quotas go first
 
-`KVCacheParams.eviction_order` takes one of your own. `tests/kvcache/test_eviction_order.py` holds all of them to one
-contract: run it on yours.
+`KVCacheParams.eviction_order` accepts an order of your own. `tests/kvcache/test_eviction_order.py` tests all orders
+against one contract: run it on yours.
 """
 
 from abc import abstractmethod
@@ -22,7 +22,7 @@ Indices = NDArray[np.intp]
 Reasons = NDArray[np.uint8]
 
 BY_TURN, BY_HINT, BY_QUOTA = 0, 1, 2
-"""Why a page went: its turn had come, somebody had said that it goes first, or its tenant had more than its quota."""
+"""The reasons of evictions: the page's turn had come, a hint put it first, or its tenant was above its quota."""
 
 
 class EvictionOrder(Protocol):
@@ -30,13 +30,13 @@ class EvictionOrder(Protocol):
 
     The pool calls `append` when a page becomes idle, `remove` when an idle page is used again, and `pop` when it needs
     pages. An order only names pages; it neither frees nor holds them. All calls come from one thread, except
-    `positions`. Your own order needs `count` and the abstract methods. The other methods have defaults, for an order
-    that ignores hints and tenants. Its results are checked: if `pop` returns a page that is not idle, the call fails
-    with an error (`CheckedOrder`).
+    `positions`. Your own order needs `count` and the abstract methods. The other methods have defaults, which ignore
+    hints and tenants. `CheckedOrder` checks its results: if `pop` returns a page that is not idle, the call fails with
+    an error.
 
     Attributes:
-        count: the pages in the order. Read at each allocation.
-        by_age: whether pages go strictly by the time when they became idle, whatever hints say.
+        count: the number of pages in the order. The pool reads it at each allocation.
+        by_age: whether pages go strictly by the time at which they became idle, whatever hints say.
     """
 
     count: int = 0
@@ -46,11 +46,11 @@ class EvictionOrder(Protocol):
 
     @abstractmethod
     def append(self, pages: Pages | Indices) -> None:
-        """Add `pages`, none of which is in the order: they are idle now. The first of them are worth the least."""
+        """Add `pages`, which are idle now and are not in the order. The first of them are worth the least."""
 
     @abstractmethod
     def remove(self, pages: Pages | Indices) -> None:
-        """Remove `pages`, all of which are in the order: they are used again. `append` may add them again later."""
+        """Remove `pages`, which are in the order and are used again. `append` may add them again later."""
 
     @abstractmethod
     def pop(self, count: int) -> Pages:
@@ -70,7 +70,7 @@ class EvictionOrder(Protocol):
         Pages that were in it keep their order as far as it is known, and come before the others.
         """
 
-    # ---- what an order need not say
+    # ---- optional for an order
 
     def first(self) -> int:
         """The page that `pop` would return first, if any. It stays in the order."""
@@ -81,7 +81,7 @@ class EvictionOrder(Protocol):
         return int(self.pop(1)[0])
 
     def pop_explained(self, count: int) -> tuple[Pages, Reasons | None]:
-        """`pop`, with the reason for each page (such as `BY_HINT`); None: all of them went in their normal turn."""
+        """`pop`, with the reason for each page (such as `BY_HINT`); None: all pages went in their normal turn."""
         return self.pop(count), None
 
     def forget(self, pages: Pages) -> None:
@@ -94,7 +94,7 @@ class EvictionOrder(Protocol):
         """Announce that `pages`, which are in the order, will be replaced by others that stand for the same content."""
 
     def hint(self, pages: Pages, hints: PageHints | None) -> None:
-        """A request that used `pages`, which are not in the order, leaves them with these `hints`; None: no hint."""
+        """A request releases `pages`, which are not in the order, with these `hints`; None: without hints."""
 
     def own(self, pages: Pages, salt: str | None) -> None:
         """Assign `pages`, which are not in the order, to this tenant; None: to no tenant."""
@@ -102,14 +102,14 @@ class EvictionOrder(Protocol):
     def trust(self, share: float) -> None:
         """Let this share of the idle pages follow hints from now on, 0.0 to 1.0."""
 
-    # ---- what is compared with pages of another order
+    # ---- comparison with pages of another order
 
     def due(self) -> int:
-        """The page that must go next, however young it is; 0: none."""
+        """The page that must go next, however young it is; 0 if there is none."""
         return 0
 
     def leads(self, pages: Pages | Indices) -> NDArray[np.float64]:
-        """By how many pools' pages each of `pages` outlives its age; below 0 if it goes earlier."""
+        """The lead of each of `pages` over its age, in pool sizes; negative if it goes earlier."""
         return np.zeros(len(pages))
 
     def first_lead(self) -> float:
@@ -127,7 +127,7 @@ class EvictionOrder(Protocol):
         return places[pages]
 
     def check(self) -> None:
-        """Raise `InvariantError` if the books do not agree."""
+        """Raise `InvariantError` if the counts disagree."""
         pages = self.pages()
         if len(np.unique(pages)) != len(pages) or len(pages) != self.count:
             raise InvariantError(f"idle order: {len(np.unique(pages))} pages in {len(pages)}, {self.count} counted")

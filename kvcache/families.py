@@ -1,6 +1,6 @@
-"""Metrics for Prometheus: a table of families, each with what reads it, and the collector that a scrape calls.
+"""Metrics for Prometheus: families, each with a function that reads it, and the collector that a scrape calls.
 
-Imported only where metrics are wanted: it needs `prometheus_client` (the extra `observe`).
+Imported only if metrics are wanted: it needs `prometheus_client` (the extra `observe`).
 """
 
 import functools
@@ -13,23 +13,24 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 Histogram = tuple[Sequence[float], Sequence[int], float]
-"""Upper bounds; how many figures each one has that the bound before has not, those above all at the end; their sum."""
+"""Upper bounds; the number of values in each bucket, the one above all bounds last; and the sum of the values."""
 Sample = tuple[Sequence[object], float | Histogram]
-"""Values of a family's own labels, and the figure."""
+"""The values of a family's own labels, and the figure."""
 
 _log = logging.getLogger("pagewire")
 
 
 class Family(NamedTuple):
-    """One family.
+    """A metric family.
 
     Attributes:
         name: its name in a scrape: counters end in `_total`, units are seconds and bytes, shares are 0 to 1.
-        kind: its type.
+        kind: its Prometheus type.
         text: its help, a sentence.
-        labels: names of its own labels.
+        labels: the names of its own labels.
         read: returns its samples, given the observed object. The scraping thread calls it, not the thread that counts.
-            So it only reads, and first copies in one step (`list(d.values())`) anything that the other may change.
+            So it only reads. Anything that the other thread may change, it first copies in one step
+            (`list(d.values())`).
     """
 
     name: str
@@ -40,11 +41,11 @@ class Family(NamedTuple):
 
 
 class FamilyCollector(Collector):
-    """Reads families at each scrape. Register it with a `CollectorRegistry`, which takes one collector of a class.
+    """Reads families at each scrape. Register it with a `CollectorRegistry`, which accepts one collector of a class.
 
     Scraping costs the loop nothing: a scrape reads existing counters in its own thread. Each figure is right by itself;
-    two figures of one scrape may be a step apart, as the loop goes on meanwhile. A family that cannot be read is left
-    out of this scrape, logged the first time, and counted: no error is raised into the host.
+    two figures of one scrape may be a step apart, because the loop continues meanwhile. A family that cannot be read is
+    left out of the scrape, logged the first time, and counted. The collector never raises.
 
     Attributes:
         families: the families that it reads, and a count of those that it could not read.
@@ -53,7 +54,7 @@ class FamilyCollector(Collector):
     def __init__(
         self, room: str, look: Callable[[], Any], families: Sequence[Family], labels: Mapping[str, object]
     ) -> None:
-        self._look = look  # once a scrape: what families read
+        self._look = look  # called once a scrape; families read its result
         self._labels, self._values = tuple(labels), tuple(map(str, labels.values()))
         self._unread: dict[str, int] = {}
         errors = f"pagewire_{room}_unread_families_total"
@@ -64,11 +65,11 @@ class FamilyCollector(Collector):
         return [((), sum(self._unread.values()))]
 
     def describe(self) -> Iterator[Any]:
-        """The families without samples, for a registry that looks for names that it has already."""
+        """The families without samples. A registry uses them to find duplicate names."""
         return map(self._empty, self.families)
 
     def collect(self) -> Iterator[Any]:
-        """The families with their samples now."""
+        """The families with their present samples."""
         look = functools.cache(self._look)
         for family in self.families:
             metric = self._empty(family)
@@ -79,7 +80,7 @@ class FamilyCollector(Collector):
                         metric.add_metric(labels, *_cumulative(figure))
                     else:
                         metric.add_metric(labels, figure)
-            except Exception:  # noqa: BLE001  (whatever it is, the host's other metrics are none the worse)
+            except Exception:  # noqa: BLE001  (an unreadable family must not cost the host its other metrics)
                 if family.name not in self._unread:
                     _log.exception("metric %s cannot be read", family.name)
                 self._unread[family.name] = self._unread.get(family.name, 0) + 1
@@ -95,6 +96,6 @@ class FamilyCollector(Collector):
 
 
 def _cumulative(figure: Histogram) -> tuple[list[tuple[str, float]], float]:
-    """As Prometheus has it: how many are at most each bound, and all of them at most infinity."""
+    """Prometheus's form: the number of values up to each bound, and up to infinity."""
     bounds, counts, total = figure
     return list(zip([*map(repr, map(float, bounds)), "+Inf"], accumulate(counts), strict=True)), total

@@ -1,4 +1,4 @@
-"""`PoolFigures`: how much of its memory a manager uses, as properties of it."""
+"""`PoolFigures`: properties of a manager that say how much of its memory is in use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcache.steps_in_flight import StepInFlight
 
 
 class PoolFigures:
-    """What is read of all replicas together; none of these changes anything."""
+    """Figures over all replicas. None of these properties changes anything."""
 
     _replicas: Replicas
     num_replicas: int
@@ -27,32 +27,32 @@ class PoolFigures:
 
     @property
     def slab_pages(self) -> int:
-        """Neighbouring pages that each request takes for its state (`kvcache.pool.slabs`); 0: none."""
+        """Consecutive pages that each request takes for its state (`kvcache.pool.slabs`); 0: none."""
         return self._replicas.each[0].pool.beside
 
     @property
     def device_tensors(self) -> list[list[torch.Tensor]]:
-        """The page tensors, `[replica][shard]`: what a transfer engine registers, of `total pages + 1` pages each."""
+        """The page tensors, `[replica][shard]`, of `pages + 1` pages each, for a transfer engine to register."""
         return [place.blocks for place in self._replicas.placed]
 
     @property
     def total_num_pages(self) -> int:
-        """Pages of all replicas; the null page of each is not counted."""
+        """Pages of all replicas, without the null page of each."""
         return sum(replica.pool.num_pages for replica in self._replicas.each)
 
     @property
     def num_free_blocks(self) -> int:
-        """Pages of all replicas that a reservation can take; cached pages without a holder count."""
+        """Pages of all replicas that a reservation can take, including cached pages without a holder."""
         return sum(replica.pool.free_count for replica in self._replicas.each)
 
     @property
     def num_held_blocks(self) -> int:
-        """Pages of all replicas with a holder, or that a transfer or a step in flight writes; not idle cached ones."""
+        """Pages of all replicas with a holder, or that a transfer or a step in flight writes, including states."""
         return self.total_num_pages - self.num_free_blocks + sum(states.num_held for states in self.states)
 
     @property
     def num_leased_blocks(self) -> int:
-        """Pages of all replicas that leases of released requests hold. Those of claimed ones are their rows' still."""
+        """Pages of all replicas that leases of released requests hold. Those of claimed requests do not count."""
         return sum(replica.leases.num_pages for replica in self._replicas.each)
 
     @property
@@ -62,26 +62,26 @@ class PoolFigures:
 
     @property
     def free_blocks_pct(self) -> float:
-        """Free share of the pages, 0.0 to 1.0, mean over the replicas."""
+        """The free share of the pages, 0.0 to 1.0, as a mean over the replicas."""
         return sum(each.pool.free_count / each.pool.num_pages for each in self._replicas.each) / self.num_replicas
 
     @property
     def used_blocks_pct(self) -> float:
-        """Used share of the pages, 0.0 to 1.0, mean over the replicas."""
+        """The used share of the pages, 0.0 to 1.0, as a mean over the replicas."""
         return 1.0 - self.free_blocks_pct
 
     @property
     def total_num_host_pages(self) -> int:
-        """Pages of the host tier, which all replicas share: 0 if there is none."""
+        """Pages of the host tier, which all replicas share; 0 if there is none."""
         return 0 if self._replicas.tiers is None else self._replicas.tiers.host.pool.num_pages
 
     @property
     def host_committed_block_pct(self) -> float:
-        """Share of the host pages that can be found, 0.0 to 1.0: 0.0 if there is no host tier."""
+        """The share of the host pages that hold a cached page, 0.0 to 1.0; 0.0 if there is no host tier."""
         tiers = self._replicas.tiers
         return 0.0 if tiers is None else float(tiers.host.pool.index.published[1:].mean())
 
     @property
     def hint_share(self) -> float:
-        """The share of idle pages that follow retention hints now, 0.0 to 1.0, mean over the replicas."""
+        """The share of idle pages that follow retention hints at present, 0.0 to 1.0, as a mean over the replicas."""
         return sum(replica.hints.share for replica in self._replicas.each) / self.num_replicas

@@ -1,11 +1,11 @@
-"""`Gate`: stands between strangers and a bound ZMQ socket, and passes on only messages of few frames.
+"""`Gate`: protects a bound ZMQ socket from strangers. It passes on only messages of few frames.
 
 libzmq limits the size of a frame and the number of whole messages that wait, but not the number of frames in a message.
 It keeps all frames until the last one arrives. A peer that never ends its message can fill the process's memory, and
-one that does end it keeps the reader busy for seconds. So this thread owns the address, and libzmq listens at an
+one that does end it keeps the reader busy for seconds. So the gate's thread owns the address, and libzmq listens at an
 abstract Unix socket that only this process may connect to. Each outside connection has its own connection there. The
-gate follows a peer's traffic frame by frame (ZMTP 3 without encryption: CURVE lets no stranger in), keeps none of it,
-and drops a peer that exceeds a limit. It passes traffic to a peer on unchanged.
+gate follows a peer's traffic frame by frame (ZMTP 3 without encryption; CURVE needs no gate), stores none of it, and
+drops a peer that exceeds a limit. It passes traffic to a peer on unchanged.
 
 A gate limits the frames per second of each peer and of all peers together. Further frames wait at the peer.
 """
@@ -28,17 +28,17 @@ from pathlib import Path
 from typing import Literal
 
 Dropped = Literal["peers", "protocol", "frames", "bytes", "subscriptions"]
-"""By which limit a peer was dropped."""
+"""The limit for which a peer was dropped."""
 
-_GREETING = 64  # bytes, of ZMTP 3
+_GREETING = 64  # bytes of a ZMTP 3 greeting
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _SUBSCRIPTIONS = (b"SUBSCRIBE", b"CANCEL")
-_LONGEST_NAME = 10  # of a command, with its length: longer ones are of no interest
-_READ, _PASSED = 1 << 14, 1 << 18  # bytes at once, from a peer and to it
-_FRAMES_AT_ONCE = 64  # of one peer; then it is the others' turn
+_LONGEST_NAME = 10  # bytes of a command's name with its length; longer names need not be read
+_READ, _PASSED = 1 << 14, 1 << 18  # the most bytes at a time, from a peer and to it
+_FRAMES_AT_ONCE = 64  # the most frames of one peer before the others have their turn
 _ACCEPTS_PER_S = 500.0
 _REFILL_S = 0.002
-_SAID_S = 60.0  # between two lines of the log
+_SAID_S = 60.0  # between two log messages
 _INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 _log = logging.getLogger("pagewire")
 
@@ -48,20 +48,20 @@ class Limits:
     """Limits on the traffic of one peer and on the number of peers."""
 
     message_bytes: int
-    frames: int = 8  # of a message
-    per_second: float = 300.0  # frames; twice as many at once; all peers together may send ten times that
+    frames: int = 8  # of one message
+    per_second: float = 300.0  # frames; twice as many in a burst; all peers together may send ten times that
     peers: int = 1024
-    subscription_bytes: int | None = None  # as long as the peer is there; None: any
+    subscription_bytes: int | None = None  # of one connection in all; None: no limit
 
     @property
     def most_peers(self) -> int:
-        """Peers that may be there: each takes three of the process's file descriptors, and a half of them stay free."""
+        """The most peers at a time. Each takes three file descriptors, and half of the process's stay free."""
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return self.peers if most == resource.RLIM_INFINITY else min(self.peers, max(8, most // 6))
 
 
 class GateError(Exception):
-    """A peer sends what it may not."""
+    """A peer has sent something that is not allowed."""
 
     def __init__(self, limit: Dropped, reason: str) -> None:
         super().__init__(reason)
@@ -69,20 +69,19 @@ class GateError(Exception):
 
 
 class FrameCounter:
-    """Follows what one peer sends: how far in its greeting, a frame, a message."""
+    """Follows the bytes that one peer sends through its greeting, frames and messages."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._greeted = 0
-        self._left = 0  # bytes of the frame under way
-        self._frames = self._bytes = 0  # of the message under way
+        self._left = 0  # bytes that are left of the present frame
+        self._frames = self._bytes = 0  # of the present message
         self._subscribed = 0
 
     def passes(self, data: bytes, most: int) -> tuple[int, int]:
-        """How many bytes of what came next may be passed on, and the frames that begin in them: `most` at most.
+        """How many bytes of `data` may be passed on, and how many frames, at most `most`, begin in them.
 
-        Fewer bytes and fewer frames than there could be: the rest is the beginning of a frame, and more must come.
-        Raises `GateError`.
+        If both are less than possible, the rest is an incomplete header, and more data must come. Raises `GateError`.
         """
         at = self._greeting(data) if self._greeted < _GREETING else 0
         frames = 0
@@ -96,7 +95,7 @@ class FrameCounter:
             frames += 1
 
     def _greeting(self, data: bytes) -> int:
-        """Check the greeting as it comes; how many bytes of `data` belong to it."""
+        """Check the greeting as it arrives. Returns how many bytes of `data` belong to it."""
         part = data[: _GREETING - self._greeted]
         for at, byte in enumerate(part, self._greeted):
             expected = {0: (0xFF,), 9: (0x7F,), 10: range(3, 256)}.get(at)
@@ -107,7 +106,7 @@ class FrameCounter:
         return len(part)
 
     def _header(self, data: bytes, at: int) -> int:
-        """Take up the frame that begins at a place; the bytes of its header, 0 if not all of that is there."""
+        """Begin the frame at index `at`. Returns the bytes of its header; 0 if the header is incomplete."""
         if self._greeted < _GREETING or at >= len(data):
             return 0
         flags = data[at]
@@ -149,46 +148,46 @@ def _name(begin: bytes) -> bytes:
 
 
 class FrameAllowance:
-    """So many a second, and those of two seconds at once."""
+    """A rate limit: `per_second`, with bursts of two seconds' worth."""
 
     def __init__(self, per_second: float) -> None:
         self._rate = per_second
         self._left, self._since = 2 * per_second, time.monotonic()
 
     def left(self) -> float:
-        """Those that are there now."""
+        """The present allowance."""
         now = time.monotonic()
         self._left = min(2 * self._rate, self._left + (now - self._since) * self._rate)
         self._since = now
         return self._left
 
     def take(self, count: int) -> None:
-        """Use some up, more than there are too: then the next come later."""
+        """Use up `count` of the allowance, which may become negative."""
         self._left -= count
 
 
 class _Connection:
-    """A connection from outside, and the one that is its own at the ZMQ socket."""
+    """A connection from outside, and its own connection to the ZMQ socket."""
 
     def __init__(self, client: socket.socket, inner: socket.socket, limits: Limits) -> None:
         self.client, self.inner = client, inner
         self.counter = FrameCounter(limits)
         self.tokens = FrameAllowance(limits.per_second)
-        self.unread = b""  # has come, and is not followed yet
+        self.unread = b""  # has arrived, and is not checked yet
         self.up = b""  # may be passed on, and waits for the ZMQ socket
         self.down = memoryview(b"")  # waits for the peer
-        self.is_held = False  # it has sent more than it may for now
-        self.is_ending = False  # the ZMQ socket has closed: the peer gets what is left
+        self.is_held = False  # the peer has used up its allowance
+        self.is_ending = False  # the ZMQ socket has closed, and only the rest goes to the peer
 
     def interest(self) -> tuple[int, int]:
-        """The events that each connection is to be polled for; 0 for none."""
+        """The events for which each of the two connections is to be polled; 0 for none."""
         reads, writes = selectors.EVENT_READ, selectors.EVENT_WRITE
         client = (reads if not (self.up or self.is_held) else 0) | (writes if self.down else 0)
         inner = (reads if not (self.down or self.is_ending) else 0) | (writes if self.up else 0)
         return client, inner
 
     def read(self) -> None:
-        """Take up what has come from the peer. `OSError`: it is gone."""
+        """Read from the peer. Raises `OSError` if it is gone."""
         with contextlib.suppress(BlockingIOError):
             data = self.client.recv(_READ)
             if not data:
@@ -196,7 +195,7 @@ class _Connection:
             self.unread += data
 
     def pass_up(self, most: int) -> int:
-        """Pass on what has come, `most` frames of it at most: what it has cost. Raises `GateError`, `OSError`."""
+        """Pass on at most `most` frames. Returns the used allowance. Raises `GateError` or `OSError`."""
         passed, frames = self.counter.passes(self.unread, most)
         self.up, self.unread = self.unread[:passed], self.unread[passed:]
         self.is_held = frames == most and bool(self.unread)
@@ -204,12 +203,12 @@ class _Connection:
         return 1 + frames
 
     def send_up(self) -> None:
-        """Give the ZMQ socket what it takes of what may be passed on."""
+        """Send to the ZMQ socket as much as it takes."""
         with contextlib.suppress(BlockingIOError):
             self.up = self.up[self.inner.send(self.up) :] if self.up else b""
 
     def send_down(self) -> None:
-        """Give the peer what it takes, of what the ZMQ socket has sent."""
+        """Send to the peer as much as it takes of the ZMQ socket's data."""
         with contextlib.suppress(BlockingIOError):
             if not self.down:
                 data = self.inner.recv(_PASSED)
@@ -223,9 +222,9 @@ class Gate:
     """Listens at `address` until it is closed, and passes peers on to the ZMQ socket that listens at `inner`.
 
     Attributes:
-        address: as bound, with the port that a 0 turned into.
-        inner: where the ZMQ socket is to listen, with `zmq.IPC_FILTER_PID` set to this process's id.
-        dropped: how many peers were dropped, by the limit that they exceeded.
+        address: the address as bound, with the chosen port if the port was 0.
+        inner: the address for the ZMQ socket, which must set `zmq.IPC_FILTER_PID` to this process's id.
+        dropped: the number of dropped peers by the limit that they exceeded.
 
     Raises `OSError` if the address cannot be bound.
     """
@@ -237,10 +236,10 @@ class Gate:
         self._listener, self.address = listen(address)
         self._what, self._limits = what, limits
         self._tokens, self._accepts = FrameAllowance(10 * limits.per_second), FrameAllowance(_ACCEPTS_PER_S)
-        self._peers: dict[_Connection, tuple[int, int]] = {}  # with what each is polled for
+        self._peers: dict[_Connection, tuple[int, int]] = {}  # with the events for which each is polled
         self._held: deque[_Connection] = deque()
         self._said_at = -_SAID_S
-        # Once it is closed: until when what is left is passed on, as told, and as the thread has read it.
+        # After `close`: until when the rest is passed on, as set by the caller, and as read by the thread.
         self._ends_at: float | None = None
         self._deadline: float | None = None
         self._selector = selectors.DefaultSelector()
@@ -254,7 +253,7 @@ class Gate:
         """Stop listening, and end. Messages already sent are delivered for up to `linger_s` seconds. Safe twice."""
         if self._listener.fileno() < 0:
             return
-        if self._thread.is_alive():  # else this is a fork, and would end the gate of its parent
+        if self._thread.is_alive():  # False in a fork, which must not end its parent's gate
             self._ends_at = time.monotonic() + linger_s
             os.eventfd_write(self._wake, 1)
             self._thread.join(linger_s + 2.0)
@@ -268,7 +267,7 @@ class Gate:
             while self._deadline is None or (self._peers and time.monotonic() < self._deadline):
                 try:
                     self._turn()
-                except Exception:  # noqa: BLE001 - whatever a peer does, the others are served
+                except Exception:  # noqa: BLE001 - one peer must not stop the service of others
                     _log.exception("%s: a turn of its gate failed", self._what)
                     time.sleep(_REFILL_S)
         finally:
@@ -286,7 +285,7 @@ class Gate:
             elif key.data is not None:
                 peer, which = key.data
                 self._serve(peer, which, events)
-            elif self._deadline is None:  # it is closed
+            elif self._deadline is None:  # `close` was called
                 self._deadline = self._ends_at
                 self._selector.unregister(self._wake)
                 self._selector.unregister(self._listener)
@@ -319,7 +318,7 @@ class Gate:
             if client.family != socket.AF_UNIX:
                 keep_connected(client)
             inner.connect("\0" + self._inner_name)
-        except OSError:  # it connects again
+        except OSError:  # the peer will connect again
             client.close()
             inner.close()
             return
@@ -328,7 +327,7 @@ class Gate:
         self._poll(peer)
 
     def _serve(self, peer: _Connection, which: socket.socket, events: int) -> None:
-        if peer not in self._peers:  # dropped in this turn
+        if peer not in self._peers:  # dropped earlier in this turn
             return
         try:
             is_inner = which is peer.inner
@@ -388,16 +387,16 @@ class Gate:
 
 
 def keep_connected(client: socket.socket) -> None:
-    """A host that is gone without a word is noticed within half a minute; small messages go at once."""
+    """Notice within half a minute that a host is gone without a word, and send small messages at once."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_NODELAY: 1}
-    options[socket.TCP_USER_TIMEOUT] = 15_000  # of what nobody acknowledges, as `keep_alive` has it
+    options[socket.TCP_USER_TIMEOUT] = 15_000  # for data without acknowledgement, as in `keep_alive`
     for option, value in options.items():
         client.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """A listening socket at a ZMQ address of tcp or ipc, and that address as bound. `OSError`: it cannot be."""
+    """A listening socket at a ZMQ address of tcp or ipc, and the address as bound. Raises `OSError`."""
     transport, _, place = address.partition("://")
     if transport == "ipc":
         return _listening(socket.AF_UNIX, "\0" + place[1:] if place.startswith("@") else place), address
@@ -413,12 +412,12 @@ def listen(address: str) -> tuple[socket.socket, str]:
 
 def _numeric(host: str) -> str:
     if host == "*":
-        return "0.0.0.0"  # noqa: S104 - what the caller has asked for
+        return "0.0.0.0"  # noqa: S104 - the caller asks for it
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError):
             socket.inet_pton(family, host.partition("%")[0])
             return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:  # else it is the name of an interface
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:  # `host` is the name of an interface
         try:
             found = fcntl.ioctl(asked, _INTERFACE_ADDRESS, struct.pack("256s", host.encode()[:15]))
         except OSError as error:
@@ -427,16 +426,16 @@ def _numeric(host: str) -> str:
 
 
 def remove_left(place: str) -> None:
-    """Remove the socket that a killed process has left at this place of an ipc address.
+    """Remove the socket file that a killed process has left at an ipc address.
 
-    libzmq removes any file there, and takes over the address of a process that is alive. Raises `OSError` if somebody
-    listens there, or if the file is no socket. Abstract places (`@name`) have no file.
+    libzmq would remove any file there, and so take over the address of a live process. Raises `OSError` if a process
+    listens there, or if the file is no socket. Abstract addresses (`@name`) have no file.
     """
     path = Path(place)
     if place.startswith("@") or not path.exists():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asked:
-        found = asked.connect_ex(str(path))  # 0, or EAGAIN where many wait to be accepted
+        found = asked.connect_ex(str(path))  # 0, or EAGAIN if many connections wait there
     if found != errno.ECONNREFUSED or not path.is_socket():
         raise OSError(errno.EADDRINUSE, "Address already in use")
     with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""`KVEvents`: where a manager tells what its caches hold."""
+"""`KVEvents`: the addresses and limits of the events with which a manager reports its cached pages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ _TRANSPORTS = ("tcp://", "ipc://", "inproc://")
 class KVEvents:
     """KV events in the wire format of vLLM 0.33: `KVCacheParams(..., kv_events=KVEvents())`.
 
-    Each replica is a data-parallel rank with a stream of its own: the port is that of the endpoint plus the rank (0:
-    any free one), an address of another kind gets `_dp<rank>`. `PagedKVCacheManager.kv_event_endpoints` has them as
-    bound.
+    Each replica is a data-parallel rank with its own stream. Its port is that of the endpoint plus the rank (0: any
+    free port); an address of another kind gets `_dp<rank>` appended. `PagedKVCacheManager.kv_event_endpoints` has the
+    bound addresses.
 
-    Events carry the tokens of prompts in clear, and who may ask for a replay learns all that is cached: the endpoints
-    are of this host alone unless told otherwise, and `secure` is for those that are not.
+    Events contain the tokens of prompts in clear, and a replay reveals everything that is cached. So the endpoints are
+    of this host by default. Use `secure` for others.
 
     Raises `InvalidParamsError` (a ValueError) for a value that cannot work.
     """
 
-    endpoint: str = "tcp://127.0.0.1:5557"  # bound, by a PUB socket
-    replay_endpoint: str | None = None  # bound, by a ROUTER socket: for who missed something; None: no replay
+    endpoint: str = "tcp://127.0.0.1:5557"  # bound by a PUB socket
+    replay_endpoint: str | None = None  # bound by a ROUTER socket, for subscribers that missed a batch; None: no replay
     topic: str = ""  # the first frame of every message; some routers want `kv@<pod>@<model>`
-    buffer_steps: int = 10_000  # batches kept for replays. What is older is answered with all that is there
-    hwm: int = 1_000  # batches that wait for a slow subscriber, then it misses some (and sees it by the sequence)
+    buffer_steps: int = 10_000  # batches kept for replays; a request for older ones is answered with the whole state
+    hwm: int = 1_000  # batches that may wait for a slow subscriber; it misses later ones, and sees the gap
     # Prepares each socket before it is bound: `Keyring.secure_server` of `transfer` turns CURVE on.
     secure: Callable[[Any], None] | None = None
 
@@ -49,7 +49,7 @@ class KVEvents:
         whole("kv_events: hwm", self.hwm, 1)
 
     def addresses(self, rank: int) -> tuple[str, str | None]:
-        """Where the events of a rank are, and its replays."""
+        """The addresses of a rank's events and of its replays."""
         return _of_rank(self.endpoint, rank), self.replay_endpoint and _of_rank(self.replay_endpoint, rank)
 
 

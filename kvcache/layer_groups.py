@@ -1,9 +1,9 @@
 """`LayerGroup`: layers that keep the same tokens; and how groups of unequal size share pages of one size.
 
-All groups take pages of the same bytes from one pool, as vLLM has it: a page holds the KV of `page_size` tokens in
-`layers_per_page` layers, whichever these are. So no memory is set apart for a group, and none is cut into pieces that
-fit one group alone. A group of more layers has several block tables; a table of fewer layers leaves the rest of its
-pages empty, which is the loss.
+As in vLLM, all groups take pages of one size in bytes from one pool: a page holds the KV of `page_size` tokens in
+`layers_per_page` layers of any group. So no memory is reserved for a group, and no free page fits only one group. A
+group with more layers has several block tables. A table with fewer layers leaves the rest of its pages empty, which is
+the loss.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ LayerKind = Literal["full", "window", "chunked"]
 
 _Positions = TypeVar("_Positions", int, NDArray[np.int64])
 
-MOST_LOST = 0.05  # of a request's pages, in layers that are not there
+MOST_LOST = 0.05  # the share of a request's pages that may be empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class LayerGroup:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every query sees every token before it: then a request has pages for all known tokens at once."""
+        """Whether every query sees every token before it, so that a request needs pages for all known tokens."""
         return self.kind == "full"
 
     def first_seen(self, position: _Positions) -> _Positions:
-        """The first token that the query at each of these positions sees."""
+        """The first token that the query at each position sees."""
         if self.kind == "full":
             return position * 0
         if self.kind == "chunked":
@@ -61,39 +61,39 @@ class LayerGroup:
         return first * (first > 0)
 
     def most_pages(self, tokens: int, page_size: int) -> int:
-        """Most pages that a table of the group has of a request of `tokens` tokens, one of which runs at a time."""
+        """The most pages of a request with `tokens` tokens in one table of the group, if one token runs at a time."""
         pages = -(-tokens // page_size)
         return pages if self.kind == "full" else min(pages, -(-(self.window - 1) // page_size) + 1)
 
 
 class GroupTable(NamedTuple):
-    """A block table of a model: which layers' KV its pages have, and how long these keep it."""
+    """A block table of a model: the layers whose KV its pages hold, and the group of these layers."""
 
     group: LayerGroup
-    layers: tuple[int, ...]  # in the order in which they lie in a page
+    layers: tuple[int, ...]  # in the order in which a page holds them
 
 
 class TableGroup(NamedTuple):
-    """The block tables of one group of layers, which are one run of a model's tables."""
+    """A group of layers and its block tables, which are consecutive among the model's tables."""
 
     group: LayerGroup
     tables: slice
 
     @property
     def num_tables(self) -> int:
-        """How many these are."""
+        """The number of tables of the group."""
         return self.tables.stop - self.tables.start
 
 
 class LayerTables(NamedTuple):
-    """The block tables of a model: those of full attention first, if any; those of one group follow one another."""
+    """The block tables of a model: those of full attention first, if any, and those of a group next to each other."""
 
     layers_per_page: int
     tables: tuple[GroupTable, ...]
 
     @property
     def groups(self) -> tuple[TableGroup, ...]:
-        """Each group, and which tables are its."""
+        """Each group with its tables."""
         found: list[TableGroup] = []
         for at, (group, _) in enumerate(self.tables):
             first = found.pop().tables.start if found and found[-1].group is group else at
@@ -111,13 +111,13 @@ class LayerTables(NamedTuple):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each table: "full", or a kind and its tokens, "window 1024"."""
+        """The kind of each table: "full", or the kind and its tokens, such as "window 1024"."""
         groups = (table.group for table in self.tables)
         return tuple(one.kind if one.kind == "full" else f"{one.kind} {one.window}" for one in groups)
 
     @property
     def kinds_named(self) -> tuple[str, ...]:
-        """`kinds` as a `BlockTable` names them: a first table of full attention goes without saying."""
+        """`kinds` as a `BlockTable` carries them: without a first table of full attention."""
         return self.kinds[1:] if self.tables[0].group.keeps_all else self.kinds
 
     def described(self) -> str:
@@ -126,15 +126,15 @@ class LayerTables(NamedTuple):
         return ", ".join(f"{kind} of layers {' '.join(map(str, table.layers))}" for kind, table in tables)
 
     def most_pages(self, tokens: int, page_size: int) -> int:
-        """Most pages of a request of `tokens` tokens, one of which runs at a time, in all tables together."""
+        """The most pages of a request with `tokens` tokens in all tables together, if one token runs at a time."""
         return sum(table.group.most_pages(tokens, page_size) for table in self.tables)
 
 
 def layer_tables(groups: tuple[LayerGroup, ...], num_layers: int) -> LayerTables:
-    """The fewest tables that lose no more than `MOST_LOST` of a request's pages, however long it is.
+    """The fewest tables that leave at most `MOST_LOST` of a request's pages empty, whatever its length.
 
-    Without groups one table of all `num_layers` layers. Raises `InvalidParamsError` if groups do not have each of
-    these once.
+    Without groups it is one table of all `num_layers` layers. Raises `InvalidParamsError` unless the groups have each
+    layer exactly once.
     """
     if not groups:
         every = LayerGroup("full", tuple(range(num_layers)))
@@ -162,10 +162,10 @@ def layer_tables(groups: tuple[LayerGroup, ...], num_layers: int) -> LayerTables
 
 
 def _cut(groups: list[LayerGroup], size: int) -> tuple[int, float]:
-    """How many tables of `size` layers the groups take, and what is lost of a request of the worst length.
+    """The number of tables of `size` layers that the groups take, and the share lost at the worst request length.
 
-    The longer a request, the more pages of the longest windows stand against one of the others: what is lost at any
-    length is no more than the worst of the first group, the first two, and so on.
+    The longer a request is, the more its pages are those of full layers and long windows. So the loss at any length is
+    at most the worst of: the loss of the first group, of the first two, and so on.
     """
     tables, layers, lost = 0, 0, 0.0
     for group in groups:

@@ -1,4 +1,4 @@
-"""`PageLayout`: where each element of a page lies in memory, on one shard. Pure arithmetic."""
+"""`PageLayout`: the place of each element of a page in memory, on one shard. Pure arithmetic."""
 
 import hashlib
 import math
@@ -11,30 +11,30 @@ import torch
 from kvcache.params import KVCacheParams
 
 AXES = ("layer", "side", "head", "token", "dim")
-_ALIGNED = 16  # bytes, of pages with scales and of the scales in them
+_ALIGNED = 16  # alignment in bytes, of pages with scales and of the scales in them
 
 
 class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layout/1"):
-    """The byte geometry of one page on one shard, and which part of the model's KV it holds.
+    """The byte geometry of one page on one shard, and the part of the model's KV that it holds.
 
-    A page is a dense box of `layers × sides × heads × page_size × head_dim` elements. `order` says how the box lies in
-    memory, outermost axis first. In the default order a page is one run of bytes, and so is any range of its heads:
-    a transfer between different tensor-parallel splits still copies one run per page.
+    A page is a dense box of `layers × sides × heads × page_size × head_dim` elements. `order` lists its axes in memory,
+    outermost first. In the default order a page is one run of bytes, and so is any range of its heads. So a transfer
+    between different tensor-parallel splits still copies one run per page.
 
-    Where values are quantised their scales lie behind them in the page, a dense box of their own in the same order:
-    `scales` has its extents, of tokens, heads and dims no more than have scales of their own.
+    If values are quantised, their scales follow them in the page, as a dense box in the same order. `scales` has the
+    extents of that box: fewer tokens, heads or dims if several of them share a scale.
     """
 
     dtype: str  # element type, as torch spells it ("bfloat16")
     itemsize: int  # bytes of one element
     num_layers: int  # layers that contribute KV
     sides: int  # 2 for keys and values, 1 for a latent
-    first_head: int  # number, in the model, of the first head of this shard
+    first_head: int  # the model's number of this shard's first head
     num_heads: int  # heads of this shard
     page_size: int  # tokens of a page
     head_dim: int  # elements of one head of one token
     order: str  # the axes, outermost first, comma-separated
-    scales: "PageLayout | None" = None  # of quantised values
+    scales: "PageLayout | None" = None  # the box of scales, if values are quantised
 
     @property
     def extents(self) -> dict[str, int]:
@@ -49,13 +49,13 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
 
     @property
     def scales_offset(self) -> int:
-        """Bytes from the start of a page to its scales, and so the bytes of its values, where it has none."""
+        """Bytes from the start of a page to its scales; without scales, the bytes of its values."""
         values = self.page_elements * self.itemsize
         return values if self.scales is None else _aligned(values)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, its scales included."""
+        """Bytes of one page, including its scales."""
         return self.scales_offset + (0 if self.scales is None else _aligned(self.scales.page_bytes))
 
     @property
@@ -79,17 +79,17 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
         return (at["side"], at["layer"], at["token"], at["head"], at["dim"])
 
     def fingerprint(self) -> str:
-        """Names this geometry: two shards whose fingerprints agree may exchange pages byte for byte."""
+        """A digest of this geometry. Shards with equal fingerprints may exchange pages byte for byte."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]
 
 
 class KindPages(NamedTuple):
-    """Where the pages of one kind lie on one shard, beside those of tokens: a part of recurrent states, say."""
+    """The location of one further kind of pages on one shard, such as a part of recurrent states."""
 
-    kind: str  # name of the logical tensor that they are part of ("ssm")
+    kind: str  # the name of the logical tensor that they belong to ("ssm")
     layout: PageLayout  # of one page
-    region: int | None  # the tensor that they lie in, of those that are theirs alone; None: that of the token pages
-    offset: int  # bytes from the start of this tensor to page 0
+    region: int | None  # the index of their tensor among those of further kinds; None: they lie in the token pages
+    offset: int  # bytes from the start of the tensor to page 0
     stride: int  # bytes from one page to the next
 
 
@@ -129,20 +129,20 @@ def shard_layouts(params: KVCacheParams, num_layers: int, page_size: int) -> lis
 
 
 def replica_fingerprint(layouts: list[PageLayout], groups: str = "") -> str:
-    """Names the geometry of all shards of a replica together, and its `groups` of layers, where there are several."""
+    """A digest of the geometry of all shards of a replica, and of its `groups` of layers if there are several."""
     joined = ",".join(layout.fingerprint() for layout in layouts) + groups
     return hashlib.sha256(joined.encode()).hexdigest()[:16]
 
 
 def kv_kind(layouts: Sequence[PageLayout]) -> str:
-    """The contents that a replica's shards keep for a token, independent of the split of heads and the page layout."""
+    """A description of what a replica keeps for a token, whatever the split of heads and the page layout."""
     one, heads = layouts[0], max(layout.first_head + layout.num_heads for layout in layouts)
     kind = f"{one.dtype}, {one.num_layers} layers of {one.sides} x {heads} heads of {one.head_dim}"
     return kind + (f", {scales_kind(layouts)}" if one.scales is not None else "")
 
 
 def scales_kind(layouts: Sequence[PageLayout]) -> str:
-    """The values that share a scale; empty if values have no scales."""
+    """A description of the values that share a scale; empty if values have no scales."""
     layout = layouts[-1]
     scales = layout.scales
     if scales is None:
@@ -159,9 +159,9 @@ def as_blocks(pages: torch.Tensor, layout: PageLayout, num_pages: int) -> torch.
 
 
 def scales_of(rows: torch.Tensor, layout: PageLayout) -> torch.Tensor | None:
-    """The scales in `rows`, whole pages as words of any type, `[pages, words]`; None if pages have none.
+    """The scales in `rows`, whole pages as words of any type `[pages, words]`; None if pages have none.
 
-    `[pages, sides, layers, tokens, heads, dims]`, of tokens, heads and dims one where a scale is of all of a page.
+    Shape `[pages, sides, layers, tokens, heads, dims]`; tokens, heads or dims is 1 if one scale covers the whole axis.
     """
     scales = layout.scales
     if scales is None:

@@ -37,8 +37,9 @@ class PagedKVCacheManager(PoolFigures):
     `step`; at the end `release` (`with claim` is both ends). Not thread-safe: one serving loop owns it.
 
     Every error is a `KVCacheError` and leaves the state unchanged. An exception from elsewhere in the middle of a call
-    (Ctrl-C, no memory) may leave the books half done: then every call raises `InterruptedCallError` until `recover` has
-    mended them. An error from a caller's own context leaves the state unchanged. Besides the errors that a call names:
+    (Ctrl-C, no memory) may leave the state half changed. Then every call raises `InterruptedCallError` until `recover`
+    has mended it. An error from a caller's own context leaves the state unchanged. In addition to the errors that a
+    call documents:
 
     - `UnknownRequestError` (a KeyError): a request is not claimed.
     - `InvalidRequestError` (a ValueError): an invalid argument; `num_steps` below 1; a request named twice; a context
@@ -49,10 +50,10 @@ class PagedKVCacheManager(PoolFigures):
 
     Args:
         params: shape and placement of the cache.
-        max_batch_size: requests that may be claimed at a time, split evenly over the replicas.
-        max_seq_len: most tokens of a request.
-        num_layers: layers that contribute KV.
-        devices: torch devices or their names, `params.n_devices` of them, replica by replica.
+        max_batch_size: the most requests that may be claimed at a time, split evenly over the replicas.
+        max_seq_len: the most tokens of a request.
+        num_layers: layers that have KV.
+        devices: `params.n_devices` torch devices or their names, replica by replica.
         session: orders device work: a CUDA stream, or an object with one as `stream`; None means the current stream.
         available_cache_memory: bytes for pages over all devices.
         zmq_endpoint_base: opens a socket at `<base>-reset_prefix_cache`: a message there drops the prefix cache before
@@ -95,18 +96,18 @@ class PagedKVCacheManager(PoolFigures):
         self.enable_kvcache_swapping_to_host = params.enable_kvcache_swapping_to_host
         tp = params.tensor_parallel_degree
         self.devices_per_replica = devices_of = [every[first : first + tp] for first in range(0, len(every), tp)]
-        self.layer_tables = tables = layer_tables(params.groups, self.num_layers)  # whose pages are in each block table
+        self.layer_tables = tables = layer_tables(params.groups, self.num_layers)  # the layers of each block table
         self.layouts = shard_layouts(params, tables.layers_per_page, self.page_size)
         pages = sizing.pages_per_replica(params, sizes, tables, self.page_size, available_cache_memory, every)
         check_endpoint(zmq_endpoint_base)
         sizing.warn_of_what_falls_short(params, sizes, tables, self.page_size, pages)
         self._replicas = place_replicas(params, sizes, self.layouts, devices_of, stream, pages, tables)
         self.fingerprint = self._replicas.fingerprint
-        self._mark = self._replicas.mark  # which call changes the books
+        self._mark = self._replicas.mark  # the call that is changing the state
         self.kv_event_endpoints: list[tuple[str, str | None]] = self._replicas.event_endpoints
         self._claims = Claims(self._replicas.each, self._replicas.steps.open)
-        self.contents = PageContents(self._replicas.each, self.fingerprint, self._mark)  # pages by what they hold
-        # What a decode step looks up: the place of a context, and the tokens that the pages of a place hold.
+        self.contents = PageContents(self._replicas.each, self.fingerprint, self._mark)  # pages by content
+        # Kept for decode steps: the lookup of a context's place, and the tokens for which a place has pages.
         self._place_of: Callable[[Any, int], int] = self._claims.bound.get
         self._capacity = self._replicas.capacity
         self._metrics_before = KVCacheMetrics()
@@ -117,7 +118,7 @@ class PagedKVCacheManager(PoolFigures):
     # ---- claiming
 
     def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
-        """Bind a row of a replica to the request; takes no pages. With one replica `replica_idx` may be left out.
+        """Bind a row of a replica to the request. Takes no pages. With one replica `replica_idx` may be omitted.
 
         Raises `AlreadyClaimedError`, or `NoFreeRowError` if every row of the replica is claimed (both ValueErrors). Its
         subclass `NoFreeStatePageError` means that the request's recurrent state has no room.
@@ -126,13 +127,13 @@ class PagedKVCacheManager(PoolFigures):
         if mark.call is not None:
             mark.refuse("external_claim")
         chosen = self._claims.free_at(request_id, replica_idx)
-        mark.call = ("external_claim", request_id)  # as `changing`, a seventh of the call quicker; so are the next two
+        mark.call = ("external_claim", request_id)  # instead of `changing`: saves a seventh of the call
         self._claims.claim(request_id, chosen)
         mark.call = None
 
     @contextmanager
     def claim(self, context: Context, replica_idx: int | None = None) -> Generator[int]:
-        """Claim for the length of a `with` block, then release; yields the replica, the recommended one if not named.
+        """Claim for the length of a `with` block, then release. Yields the replica, by default the recommended one.
 
         If a call was interrupted in the block, `recover` releases the request, and the block's own error propagates.
         """
@@ -156,7 +157,7 @@ class PagedKVCacheManager(PoolFigures):
         return request_id in self._claims.places
 
     def get_replica(self, context: Context) -> int:
-        """The replica that the request is claimed on."""
+        """The replica on which the request is claimed."""
         self._mark.check_books("get_replica")
         check_context(context, "get_replica")
         return self._claims.locate(context.request_id, "get_replica")[1]
@@ -180,7 +181,7 @@ class PagedKVCacheManager(PoolFigures):
         return self._replicas.admission(context, num_steps)
 
     def prefetch(self, context: Context) -> bool:
-        """Begin to load the request's pages from files into the host tier; returns whether some are on their way.
+        """Begin to load the request's pages from files into the host tier. Returns whether some are on their way.
 
         Call it while a request waits. `maybe_reserve` uses the pages that have arrived, waits up to 100 ms, once, for
         the others, and uses pages that arrive later when it is called for a later chunk.
@@ -193,12 +194,12 @@ class PagedKVCacheManager(PoolFigures):
             return self._replicas.prefetch(read)
 
     def release(self, request_id: RequestID) -> None:
-        """Give back the request's row and pages. With prefix caching its full pages stay findable while there is room.
+        """Free the request's row and pages. With prefix caching its full pages stay findable while there is room.
 
         Pages under a lease stay unchanged and are not reused until the lease has ended.
         """
         mark = self._mark
-        if mark.call is not None:  # a third of the cost of a method call
+        if mark.call is not None:  # tested here, as it saves a third of the cost of a method call
             mark.check_books("release")
         place, context = self._claims.leaving(request_id)
         mark.call = ("release", request_id)
@@ -208,7 +209,7 @@ class PagedKVCacheManager(PoolFigures):
     # ---- a step of the serving loop
 
     def maybe_reserve(self, data: Context, num_steps: int = 1) -> bool:
-        """Give the request pages for all its known tokens and `num_steps` steps, cached pages if their tokens match.
+        """Give the request pages for all its known tokens and `num_steps` steps. Cached pages are used if they match.
 
         The context's `start_idx` moves to the end of a prefix hit. A request without pages has computed nothing: it
         starts at its hit, or at 0, whatever its context says. A preempted request can therefore be claimed again with
@@ -216,19 +217,19 @@ class PagedKVCacheManager(PoolFigures):
         other requests have released theirs.
 
         Raises `InvalidRequestError`, as `reserve_batch` and `fetch` do, if a request with pages has its `start_idx`
-        beyond the tokens that it can have computed, or would compute tokens again that a lease promises to readers.
+        beyond the tokens that it can have computed, or would recompute tokens that a lease promises to readers.
         """
         mark = self._mark
         if mark.call is not None:
             mark.refuse("maybe_reserve")
-        # A decode step that stays on its page: 15 of 16 calls end here.
+        # The usual decode step, without a new page: 15 of 16 calls end here.
         try:
             place = self._place_of(data, -1)
-        except TypeError:  # cannot be hashed
+        except TypeError:  # the context is not hashable
             place = -1
         if type(num_steps) is int and num_steps > 0:
-            most = self._capacity[place] - num_steps + 1  # place -1 is no request's, and holds no tokens
-            if type(data) is TextContext:  # one call, where the protocol takes two
+            most = self._capacity[place] - num_steps + 1  # place -1 has no pages
+            if type(data) is TextContext:  # one call; the protocol needs two
                 if data.decodes_within(most):
                     return True
             elif place >= 0 and data.active_length == 1 and data.current_length <= most:
@@ -250,7 +251,7 @@ class PagedKVCacheManager(PoolFigures):
         return reserved
 
     def reserve_batch(self, batch: Sequence[Context], num_steps: int = 1) -> NDArray[np.bool_]:
-        """`maybe_reserve` for each: bool `[len(batch)]`. A refused request takes no page. Raises before any change."""
+        """`maybe_reserve` for each request: bool `[len(batch)]`. Refused requests take no page. Errors come first."""
         self._mark.check("reserve_batch")
         num_steps = arguments.steps(num_steps)
         gathered = self._claims.gather(batch, "reserve_batch")
@@ -259,7 +260,7 @@ class PagedKVCacheManager(PoolFigures):
         return self._replicas.reserve_batch(gathered, num_steps, self._claims.bind)
 
     def fork(self, parent: Context, child: Context, num_steps: int = 1) -> bool:
-        """Claim `child` on the parent's replica with everything that the parent had computed by its last `step`.
+        """Claim `child` on the parent's replica, with everything that the parent had computed by its last `step`.
 
         Full pages are shared; a partly filled last page is copied. `child` must not be claimed yet, must have the
         parent's salt and keys, and must know more tokens than the parent has computed (`TextContext.fork` makes one).
@@ -276,7 +277,7 @@ class PagedKVCacheManager(PoolFigures):
         if end is None:
             return False
         with self._mark.changing("fork", read.request_id, read):
-            # First, as a context of the caller's own may refuse. Nothing that follows raises.
+            # First, because a caller's own context may refuse. Nothing after this raises.
             replica.move(read, replica.rows.cached.item(parent_row), read.end_idx)
             row = self._claims.claim(read.request_id, replica_idx)
             self._replicas.fork(replica_idx, parent_row, row, end)
@@ -284,12 +285,12 @@ class PagedKVCacheManager(PoolFigures):
         return True
 
     def batch(self, contexts: Sequence[Context]) -> Batch:
-        """Look the requests up once; the result is accepted wherever a sequence of contexts is."""
+        """Look the requests up once. All calls accept the result in place of a sequence of contexts."""
         self._mark.check("batch")
         return self._claims.batch(contexts)
 
     def fetch(self, batch: Sequence[Context], num_steps: int = 1) -> list[RaggedKVCacheInputs]:
-        """The model's inputs for the batch: one entry per device, replica by replica. Allocates nothing.
+        """The model's inputs for the batch: one entry per device, replica by replica. Allocates no pages.
 
         Each replica sees its own requests, in batch order. Raises `NotReservedError` if a request has too few pages.
         """
@@ -304,8 +305,8 @@ class PagedKVCacheManager(PoolFigures):
         """`fetch` for a loop that plans a step while the one before it runs: its `inputs` stay until `end_step`.
 
         Pages that are released meanwhile, for whatever reason, are not handed out before the step has ended. So a
-        request may go while the device runs it, and `maybe_reserve` may return False until the step has ended. Two
-        steps may be in flight; a third is an `InvalidRequestError`, and so is a step of recurrent states.
+        request may be released while the device runs it, and `maybe_reserve` may return False until the step has ended.
+        Two steps may be in flight. A third raises `InvalidRequestError`, and so does a step with recurrent states.
         """
         if self._mark.call is not None:
             self._mark.refuse("fetch_ahead")
@@ -314,7 +315,7 @@ class PagedKVCacheManager(PoolFigures):
         return self._replicas.fetch_ahead(self._claims.gather(batch, "fetch_ahead"), num_steps)
 
     def end_step(self, step: StepInFlight) -> None:
-        """The device has done a step that was fetched ahead, or will not run it. Safe twice."""
+        """End a step that was fetched ahead: the device has run it, or will not run it. Safe to call twice."""
         self._mark.check_books("end_step")
         step = check_step(step, self._replicas.steps)
         with self._mark.changing("end_step", step):
@@ -343,7 +344,7 @@ class PagedKVCacheManager(PoolFigures):
         return inputs.increment_cache_lengths(kv_cache_inputs, prev_model_inputs, replicas=self.num_replicas)
 
     def get_data_parallel_splits(self, context_batch: Sequence[Context]) -> torch.Tensor:
-        """Where each replica's requests end in a batch ordered by replica: int64 `[num_replicas + 1]`, from 0."""
+        """The end of each replica's requests in a batch ordered by replica: int64 `[num_replicas + 1]`, after a 0."""
         self._mark.check("get_data_parallel_splits")
         gathered = self._claims.gather(context_batch, "get_data_parallel_splits")
         return inputs.data_parallel_splits(gathered.replicas, self.num_replicas)
@@ -364,7 +365,7 @@ class PagedKVCacheManager(PoolFigures):
     # ---- pages for and from another manager
 
     def block_table(self, request_id: RequestID, *, full_pages: bool = False, first_page: int = 0) -> BlockTable:
-        """The pages that the request had computed by its last `step`. Valid while it is claimed, or a lease is open.
+        """The pages that the request had computed by its last `step`. Valid while it is claimed or leased.
 
         `full_pages` leaves out a last page that is not full yet. `first_page` (with one table) leaves out the pages
         before it.
@@ -380,7 +381,7 @@ class PagedKVCacheManager(PoolFigures):
         """Hold the pages of a claimed request until `end_lease`, including those that it computes after this call.
 
         The lease has no effect while the request is claimed. When the request is released, for whatever reason, its row
-        is free, but its pages stay unchanged while one of its leases is open. They stay findable by their prefix.
+        becomes free, but its pages stay unchanged while one of its leases is open. They stay findable by their prefix.
         `seal` makes the `seals` of each `block_table` that is made of the request from now on.
         """
         self._mark.check("lease")
@@ -393,7 +394,7 @@ class PagedKVCacheManager(PoolFigures):
         return lease
 
     def end_lease(self, lease: PageLease) -> None:
-        """End a lease under which no reader reads any more. Frees pages without another holder. Safe twice."""
+        """End a lease that no reader uses any more. Frees pages without another holder. Safe to call twice."""
         self._mark.check_books("end_lease")
         granted = granted_by(lease, [replica.leases for replica in self._replicas.each])
         with self._mark.changing("end_lease", lease):
@@ -402,12 +403,12 @@ class PagedKVCacheManager(PoolFigures):
     def import_block_table(
         self, context: Context, table: BlockTable, num_steps: int = 1, *, partial: bool = False
     ) -> PendingImport | None:
-        """Reserve the claimed request's pages and say which to copy from the maker of `table`. None: too few are free.
+        """Reserve the claimed request's pages, and find those to copy from the maker of `table`.
 
-        Pages cached here are shared; `copier` gives the right to copy the others. The request can run after
-        `commit_import`. After `cancel_import` it computes its tokens itself in the pages it has, or is released. If it
-        is not leased and has not run, it may also import again: its pages are given back first, and a result of None
-        leaves it without pages.
+        Returns None if too few pages are free. Pages cached here are shared; `copier` gives the right to copy the
+        others. The request can run after `commit_import`. After `cancel_import` it computes its tokens itself in the
+        pages that it has, or is released. If it is not leased and has not run, it may also import again. Its pages are
+        given back first, so a result of None leaves it without pages.
 
         The table may have any page size and split. It must cover fewer tokens than the context knows, because the last
         token runs here. With `partial` it covers only the first full pages, and `extend_import` follows. Raises
@@ -429,7 +430,7 @@ class PagedKVCacheManager(PoolFigures):
         return pending
 
     def extend_import(self, context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> PageCopy:
-        """The pages to copy in addition to those named before, now that the source's table covers more tokens.
+        """The pages to copy in addition to those returned before, now that the source's table covers more tokens.
 
         Raises as `import_block_table` does, and also if the earlier pages differ or the import is closed.
         """
@@ -450,8 +451,8 @@ class PagedKVCacheManager(PoolFigures):
     def commit_import(self, context: Context, pending: PendingImport, proof: ImportProof | None = None) -> None:
         """Commit an import whose pages have all been copied: the tokens count as cached, full pages are published.
 
-        `proof` comes from the import's copier; if an endpoint reads the pages, it comes with the event of a pull that
-        passed. It must belong to this import and cover its whole table. Pass None if no page was to be copied
+        `proof` comes from the import's copier. If an endpoint reads the pages, the event of a pull that passed carries
+        it. It must belong to this import and cover its whole table. Pass None if no page was to be copied
         (`pending.needs_copy`).
         """
         self._mark.check("commit_import")
@@ -462,7 +463,7 @@ class PagedKVCacheManager(PoolFigures):
             replica.states.commit_import(read.request_id, pending.num_tokens)
 
     def cancel_import(self, pending: PendingImport) -> None:
-        """Give up an import. Calling it twice is safe.
+        """Cancel an import. Safe to call twice.
 
         While its copier may still write, its pages are not handed out and its request cannot run. If the pages were
         written without taking the copier, this call promises that no write is in flight any more.
@@ -474,10 +475,10 @@ class PagedKVCacheManager(PoolFigures):
             with self._mark.changing("cancel_import", pending):
                 replica.imports.cancel(pending)
 
-    # ---- what is where
+    # ---- pages, metrics and resets
 
     def get_req_blocks(self, request_id: RequestID) -> list[int]:
-        """The request's page ids in logical order, including shared pages; of several block tables, the first one's."""
+        """The request's page ids in the first block table, in logical order, including shared pages."""
         self._mark.check_books("get_req_blocks")
         replica, _, row = self._claims.locate(request_id, "get_req_blocks")
         pages = replica.rows.pages(row)
@@ -485,23 +486,23 @@ class PagedKVCacheManager(PoolFigures):
 
     @property
     def metrics(self) -> KVCacheMetrics:
-        """The counters since the manager was made or since `reset_metrics`, over all replicas."""
+        """The counters over all replicas, since the manager was made or `reset_metrics` was called."""
         return self._replicas.metrics - self._metrics_before
 
     def reset_metrics(self) -> None:
-        """Start counting from zero."""
+        """Restart the counters at zero."""
         self._metrics_before = self._replicas.metrics
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached page without a holder, on all tiers. Pages in use stay findable."""
+        """Forget every cached page without a holder, in all tiers. Pages in use stay findable."""
         self._mark.check("reset_prefix_cache")
         with self._mark.changing("reset_prefix_cache"):
             self._replicas.forget_idle()
 
     def _look_for_reset(self) -> None:
         if self._reset_endpoint.is_asked:
-            with self._mark.changing("reset_prefix_cache"):  # first: an interrupt does not forget what was asked for
-                self._reset_endpoint.is_asked = False  # before the reset: what is asked for from now on comes after it
+            with self._mark.changing("reset_prefix_cache"):  # first, so that an interrupt does not lose the request
+                self._reset_endpoint.is_asked = False  # before the reset, so that a later request causes another one
                 self._replicas.forget_idle()
 
     def flush_tiers(self) -> None:
@@ -511,32 +512,32 @@ class PagedKVCacheManager(PoolFigures):
             self._replicas.flush()
 
     def check(self) -> None:
-        """Recount everything. Raises `InvariantError` (a RuntimeError), naming the first discrepancy."""
+        """Recount everything. Raises `InvariantError` (a RuntimeError) that names the first discrepancy."""
         self._mark.check_books("check")
         self._replicas.check()
         self._claims.check()
 
     def recover(self) -> Recovered:
-        """Mend the books after a call was interrupted while it changed them. Otherwise it only checks them.
+        """Mend the state after a call was interrupted while it changed it. Otherwise it only checks the state.
 
-        Waits until no copy is in flight, then rebuilds all books from rows, leases and imports, and recounts them.
+        Waits until no copy is in flight, then rebuilds the state from rows, leases and imports, and recounts it.
         It releases requests whose pages may have wrong contents, requests that the interrupted call claimed, forked,
         imported or released, and requests whose `with claim` block has ended in the meantime. Claim these again and run
-        them from their first token. The other requests go on; repeat the interrupted call for them. If `recover` is
+        them from their first token. The other requests continue; repeat the interrupted call for them. If `recover` is
         interrupted itself, call it again.
 
-        Raises `InvariantError` (a RuntimeError) if the books are still wrong: only `close` works then.
+        Raises `InvariantError` (a RuntimeError) if the state is still wrong: only `close` works then.
         """
         return recover(self._replicas, self._claims, self._mark)
 
     def close(self) -> None:
-        """Close the sockets, and the file tier once all published pages are written. Calling it twice is safe.
+        """Close the sockets, and the lower tiers once all published pages are written. Safe to call twice.
 
         Held pages can still be given back (`release`, `end_lease`, `cancel_import`, `end_step`, a copier's `give_up`),
         and the state can still be read (`check`, `contains`, `get_replica`, `get_req_blocks`, `metrics` and other
         figures). Every other call raises `ManagerClosedError` (a RuntimeError).
 
-        It also works after an interrupted call whose books were not mended; then it writes no more pages.
+        It also works after an interrupted call whose state was not mended; then it writes no more pages.
         """
         mark = self._mark
         right = not mark.is_interrupted
