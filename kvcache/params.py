@@ -90,15 +90,15 @@ class KVCacheParams:
     """Shape, placement and policy of a KV cache.
 
     `n_devices` is `data_parallel_degree × tp`; devices are listed replica by replica. Heads are split over the `tp`
-    shards of a replica; where there are fewer heads than shards, each head is held by several shards.
+    shards of a replica; if there are fewer heads than shards, several shards hold each head.
 
     Files of `file_tier_dir` are found again after a restart, and shared by any number of processes of one user. Only
     that user may access the files and folders, whatever the umask: a folder with wider rights is tightened; a link, or
     another user's folder, is refused. Anyone who may write there is trusted: checksums guard only against accidents.
 
-    Options that need prefix caching, the host tier or several replicas have no effect without them; the manager logs a
-    warning that names the unused options. Raises `InvalidParamsError` (a ValueError) on the first value that cannot
-    work, with the limit it broke.
+    Options that need prefix caching, the host tier or several replicas have no effect without them. The manager then
+    logs a warning that names the unused options. Raises `InvalidParamsError` (a ValueError) on the first value that
+    cannot work, with the limit that it broke.
     """
 
     dtype: torch.dtype  # element type of keys and values
@@ -107,12 +107,12 @@ class KVCacheParams:
     enable_prefix_caching: bool = False  # keep the pages of finished requests and reuse them by content
     # Copy published pages to host memory too, and back if a prompt needs them after they were evicted.
     enable_kvcache_swapping_to_host: bool = False
-    # Size of that memory in units of 2**30 bytes; all replicas share it. It also holds the device's pages, so make it
-    # several times as large as they are.
+    # The size of that memory in units of 2**30 bytes; all replicas share it. It also holds the device's pages, so make
+    # it several times as large as they are.
     host_kvcache_swap_space_gb: float | None = None
-    page_size: int | None = None  # tokens per page; None leaves the choice to the manager's argument of the same name
+    page_size: int | None = None  # tokens per page; None: the manager's argument of the same name decides
     n_devices: int = 1  # devices of all replicas together
-    is_mla: bool = False  # one latent side in place of keys and values
+    is_mla: bool = False  # one latent side instead of keys and values
     data_parallel_degree: int = 1  # replicas, each with its own pool and index
     # The hash of the prefix chain; it must be the same wherever pages are exchanged. blake3, an extra, is as strong as
     # sha256 and quicker on some processors without SHA instructions; collisions in xxh3_128 can be crafted.
@@ -121,18 +121,18 @@ class KVCacheParams:
     # `kvcache.replica.partial`); 0 means never.
     partial_reuse_min_tokens: int = 0
     page_order: PageOrder = "head,layer,side,token,dim"  # axes of a page, outermost first (`kvcache.layout`)
-    routing: Routing = field(default_factory=Routing)  # which replica a request is claimed on, and copies between them
+    routing: Routing = field(default_factory=Routing)  # the choice of a request's replica, and copies between replicas
     # The largest share of a replica's idle pages that may follow retention hints, 0.0 to 1.0; the rest is least
     # recently used first (see `kvcache.pool.hinted_order`). 0.0: hints are ignored.
     max_hint_share: float = 0.95
     # The share of a replica's pages that one `cache_salt` may keep idle before its own are evicted first, 0.0 to 1.0.
     tenant_quota: float = 1.0
-    # `tenant_quota` of particular salts.
+    # `tenant_quota` for individual salts.
     tenant_quotas: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     file_tier_dir: str | None = None  # folder for pages below the host tier; None: no files
-    file_tier_max_gb: float | None = None  # most bytes of the files of this key and layout, in units of 2**30
-    # Names what KV depends on besides tokens, salt and layout: the model and its weights. Pages of different keys are
-    # never mixed.
+    file_tier_max_gb: float | None = None  # the most bytes of the files of this key and layout, in units of 2**30
+    # A name for all that KV depends on besides tokens, salt and layout: the model and its weights. Pages of different
+    # keys are never mixed.
     file_tier_key: str = ""
     # Makes the `kvcache.types.PageIO` that moves bytes between files and the host tier. It is called with the tier's
     # memory, once for each of two threads. None: preadv and pwritev.
@@ -140,31 +140,31 @@ class KVCacheParams:
     # Makes the `kvcache.types.ObjectIO` that moves bytes between an object store and the host tier, once for each of
     # two threads: `transfer.NixlObjects(bucket)`. None: no objects. Objects use `file_tier_key`, with or without files.
     object_tier_io: MakeObjectIO | None = None
-    # Pages of an object, which are written and found together. If the last pages of a prompt are fewer, they are not
-    # written, unless a state is kept after them (`states`). All processes that share objects need the same number.
+    # The number of pages of an object, which are written and found together. The last pages of a prompt, if fewer, are
+    # written only if a state is kept after them (`states`). All processes that share objects need the same number.
     object_tier_pages: int = 8
-    # Seconds that a call of the object store may take; after a longer one the store is left alone for 10 s. A request
-    # waits at most so long for the list of its objects, and then at most so long for their pages.
+    # Seconds that a call of the object store may take. After a longer call the store is not used for 10 s. A request
+    # waits at most so long to learn which objects exist, and then at most so long for their pages.
     object_tier_timeout_s: float = 2.0
-    # Tokens that the model computes in a second: objects are read if recent reads brought more tokens in a second.
-    # None: always.
+    # Tokens that the model computes in a second. Objects are read if recent reads brought more tokens in a second.
+    # None: objects are always read.
     object_tier_tokens_per_s: float | None = None
-    kv_events: KVEvents | None = None  # tells routers what is cached, as vLLM does; None: no events
-    # Groups of layers that keep the same tokens, each layer in one group. If empty, all layers attend to everything.
-    # All layers have the same heads and `head_dim`. A prefix ends where every group has what the next token sees; a
-    # window does not need the pages before it. See `kvcache.layer_groups`.
+    kv_events: KVEvents | None = None  # reports cached pages to routers, as vLLM does; None: no events
+    # Groups of layers that keep the same tokens; each layer is in one group. If empty, all layers have full attention.
+    # All layers have the same heads and `head_dim`. A hit ends where every group has the pages that the next token
+    # sees; a window does not need the pages before it. See `kvcache.layer_groups`.
     groups: tuple[LayerGroup, ...] = ()
-    # Values of 8 bits with scales in the same page, which are shared, copied, evicted and handed over with it.
+    # For 8-bit values with scales. The scales lie in the page, and are shared, copied, evicted and transferred with it.
     kvcache_quant_config: KVCacheQuantizationConfig | None = None
     # The state that recurrent layers keep of each request, in addition to layers with keys and values; None: no such
-    # layers. Each claimed request then has a state page, and with prefix caching copies of states are kept: a cached
-    # prefix ends after a page whose state is cached too (`kvcache.states`).
+    # layers. Each claimed request then has a state page. With prefix caching, copies of states are kept, and a hit ends
+    # after a page with a cached state (`kvcache.states`).
     states: StateShape | None = None
-    # True: states lie among the pages of tokens, each in a run of neighbouring pages, and copies of states and pages
-    # are evicted by their last use. False: a part of each replica's memory is for states alone, those of its requests
-    # and `state_copies` more. None: True, unless `state_copies` is given.
+    # True: states share the memory of token pages. Each takes a run of consecutive pages, and copies of states and
+    # pages are evicted by their last use. False: a part of each replica's memory is only for states, those of its
+    # requests and `state_copies` more. None: True, unless `state_copies` is given.
     share_state_memory: bool | None = None
-    state_copies: int | None = None  # copies apart from the pages; None: two for each request of a replica
+    state_copies: int | None = None  # copies in memory of their own; None: two for each request of a replica
     # Keep a copy of a prompt's state after every so many pages of it, in addition to other copies; 0: none of these.
     state_every_pages: int = 0
     # The share of host memory and of files for recurrent states, 0.0 to 1.0, if the model has any (see
@@ -208,18 +208,18 @@ class KVCacheParams:
 
     @property
     def sides(self) -> int:
-        """2 for keys and values, 1 for MLA's latent."""
+        """2 for keys and values, 1 for an MLA latent."""
         return 1 if self.is_mla else 2
 
     @property
     def has_states_in_pages(self) -> bool:
-        """Whether there are recurrent states, and they lie in the memory of the pages."""
+        """Whether there are recurrent states that share the memory of token pages."""
         if self.states is None:
             return False
         return self.state_copies is None if self.share_state_memory is None else self.share_state_memory
 
     def states_apart(self, requests: int) -> int:
-        """State pages in memory of their own that a replica of so many requests has."""
+        """The state pages, in memory of their own, of a replica with so many requests."""
         if self.states is None or self.has_states_in_pages:
             return 0
         copies = 2 * requests * self.enable_prefix_caching if self.state_copies is None else self.state_copies
@@ -272,7 +272,7 @@ class KVCacheParams:
         object.__setattr__(self, "groups", tuple(given))
 
     def _check_states(self) -> None:
-        """Refuse parameters that do not go with recurrent states."""
+        """Raise if other parameters are incompatible with recurrent states."""
         if self.states is None:
             return
         copies, every = self.state_copies, self.state_every_pages
@@ -293,15 +293,15 @@ class KVCacheParams:
 
 @functools.cache
 def usable_hashes() -> tuple[HashAlgorithm, ...]:
-    """The algorithms whose packages are installed: blake3 is an extra."""
+    """The algorithms whose packages are installed. blake3 is an extra."""
     known: tuple[HashAlgorithm, ...] = get_args(HashAlgorithm)
     return tuple(one for one in known if one != "blake3" or importlib.util.find_spec("blake3"))
 
 
 def resolve_page_size(params: KVCacheParams, page_size: int | None) -> int:
-    """Page size in tokens: of the params, else the argument, else the default of 128.
+    """The page size in tokens: that of the params, else the argument, else 128.
 
-    Raises `InvalidParamsError` if both are given and differ; the argument's default counts as not given.
+    Raises `InvalidParamsError` if both are given and differ. An argument equal to the default counts as not given.
     """
     page_size = whole("page_size", _DEFAULT_PAGE_SIZE if page_size is None else page_size, 1)
     if params.page_size is None or params.page_size == page_size:

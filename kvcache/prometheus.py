@@ -1,4 +1,4 @@
-"""What Prometheus reads of a manager: `REGISTRY.register(ManagerCollector(manager, engine="0"))`."""
+"""Prometheus metrics of a manager: `REGISTRY.register(ManagerCollector(manager, engine="0"))`."""
 
 from collections.abc import Callable, Iterator
 
@@ -22,12 +22,12 @@ def _each(read: Callable[[Replica], float]) -> Callable[[Replicas], Iterator[Sam
 
 
 def _total(name: str) -> Callable[[Replicas], Iterator[Sample]]:
-    """A counter of `KVCacheMetrics`, of all replicas together."""
+    """A counter of `KVCacheMetrics`, summed over all replicas."""
     return lambda all_of: iter([((), getattr(all_of.metrics, name))])
 
 
 def _free(replica: Replica) -> int:
-    """Read in two steps, between which the loop may have gone on: never more than there are."""
+    """The free pages, at most all pages: the loop may change the two counts between the reads."""
     return min(replica.pool.free_count, replica.pool.num_pages)
 
 
@@ -267,11 +267,11 @@ FAMILIES = (
 
 
 class ManagerCollector(FamilyCollector):
-    """A manager's pages, prefix cache and tiers, since it was made: `reset_metrics` changes nothing here.
+    """Metrics of a manager's pages, prefix cache and tiers since it was made. `reset_metrics` does not reset them.
 
-    `labels` are those of the process, say `engine="0"`: every sample has them. Raises nothing, see `FamilyCollector`.
+    `labels` are those of the process, such as `engine="0"`; every sample has them. Never raises, see `FamilyCollector`.
     """
 
     def __init__(self, manager: PagedKVCacheManager, **labels: object) -> None:
-        inner = manager._replicas  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - of the same room
+        inner = manager._replicas  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - the manager's own collector
         super().__init__("cache", lambda: inner, FAMILIES, labels)

@@ -1,4 +1,4 @@
-"""`KVCacheQuantizationConfig`: keys and values of 8 bits, and the scales that stand beside them in each page."""
+"""`KVCacheQuantizationConfig`: 8-bit keys and values, with their scales in the same pages."""
 
 import functools
 from collections.abc import Callable
@@ -21,13 +21,13 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
 
 @dataclass(frozen=True, slots=True)
 class KVCacheQuantizationConfig:
-    """Scales of quantised keys and values: which values of a page share one, for each layer and side.
+    """The scales of quantised keys and values: which values of a page share one, for each layer and side.
 
     The values have the 8-bit type `KVCacheParams.dtype`. The model writes and reads them: a value is the stored one
     times its scale. Raises `InvalidParamsError` (a ValueError).
     """
 
-    scale_dtype: torch.dtype = torch.float32  # of the scales, a floating-point type
+    scale_dtype: torch.dtype = torch.float32  # the type of scales, which must be a floating-point type
     quantization_granularity: int = 128  # elements of `head_dim` that share a scale; a divisor of it
     # The values of a page that share a scale; "page": one scale for all heads of the model, the same on each shard.
     # Scales of whole pages cannot be converted to another page size.

@@ -1,8 +1,8 @@
-"""`recover`: mends a manager's books after a call was interrupted while it changed them.
+"""`recover`: mends a manager's state after a call was interrupted while it changed it.
 
-Rows, leases and imports are the truth; what others know of the pages follows from them, and is not believed: who holds
-and writes a page, which are idle and fresh, the links of the index, quotas, what is on its way between tiers. A page
-stays findable where a row says that it is published, or where nobody holds it: it was published with its content in it.
+Rows, leases and imports are trusted. All other state of pages is derived from them: the holders and writers of pages,
+which pages are idle or fresh, the links of the index, quotas, and copies between tiers. A page stays published if a row
+counts it as committed, or if it has no holder, because then its content was written before it was published.
 """
 
 from collections.abc import Iterable
@@ -22,27 +22,27 @@ from kvcache.types import RequestID
 from kvcache.under_way import UnderWay
 
 _OF_A_REQUEST = {"external_claim", "release", "fork", "extend_import", "commit_import"}
-"""Calls whose request is released: of what came of them nobody was told."""
+"""Calls whose request is released, because the caller did not learn of their result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What `PagedKVCacheManager.recover` has done, and what there is now.
+    """The result of `PagedKVCacheManager.recover`, and the state after it.
 
-    The interrupted call has returned nothing. Where a call was interrupted as it returned, the manager cannot know that
-    what it gave is lost: so the other fields name all that there is. End what you do not know.
+    The interrupted call has returned nothing. If a call was interrupted while it returned, the manager cannot know that
+    its result was lost. So the other fields list everything that is open. End whatever you do not know.
     """
 
     call: str | None
-    """The call that was interrupted while it changed the books; None: they were right, and nothing was done."""
+    """The call that was interrupted while it changed the state; None if there was none, and nothing was done."""
     released: tuple[RequestID, ...]
-    """Requests that are not claimed any more, as after `release`."""
+    """Requests that are no longer claimed, as after `release`."""
     claimed: tuple[RequestID, ...]
     """All requests that are claimed."""
     leases: tuple[PageLease, ...]
     """All leases that are open."""
     imports: tuple[PendingImport, ...]
-    """All imports whose pages somebody may write."""
+    """All imports whose pages a copier may still write."""
     copiers: tuple[ImportCopier, ...]
     """The copiers of these imports that were handed out and have not ended."""
     steps: tuple[StepInFlight, ...]
@@ -50,7 +50,7 @@ class Recovered:
 
 
 def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
-    """Mend the books if the word says that they may be half done, and clear it. See `PagedKVCacheManager.recover`."""
+    """Mend the state if `mark` says that it may be half changed. See `PagedKVCacheManager.recover`."""
     if mark.call is None or not mark.is_interrupted:
         mark.leaving.clear()
         return _report(replicas, claims, None, ())
@@ -59,7 +59,7 @@ def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
     claims.mend()
     _close_unknown(replicas, claims, mark)
     lost = replicas.mend(about if isinstance(about, PageLease | StepInFlight) else None)
-    # Noted before the first of them goes: where that is interrupted, too, they go at the next time.
+    # Recorded before the first is released, so that a repeated `recover` releases the rest after an interrupt.
     mark.leaving += sorted({*lost, *_doubtful(claims, call, about)} - {*mark.leaving})
     for request_id in mark.leaving:
         if request_id in claims.places:
@@ -75,7 +75,7 @@ def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
 
 
 def _close_unknown(replicas: Replicas, claims: Claims, mark: UnderWay) -> None:
-    """Give up leases and imports that an interrupted call has made and not returned."""
+    """Cancel an import, or forget a copier, that an interrupted call has made and not returned."""
     call, about = mark.call or ("", None)
     if call == "import_block_table" and isinstance(about, str) and about in claims.places:
         replica, _, row = claims.locate(about, call)
@@ -88,18 +88,18 @@ def _close_unknown(replicas: Replicas, claims: Claims, mark: UnderWay) -> None:
 
 
 def _doubtful(claims: Claims, call: str, about: object) -> Iterable[RequestID]:
-    """Requests that are claimed and cannot go on, or whose claim was not reported to the caller."""
+    """Requests that are claimed and cannot continue, or whose claim was not reported to the caller."""
     named: list[RequestID] = []
     if call in _OF_A_REQUEST and isinstance(about, str):
         yield about
     elif call in ("maybe_reserve", "import_block_table") and isinstance(about, str):
         named = [about]
-    elif call == "reserve_batch" or (call == "step" and about is not None):  # a step of drafted states
+    elif call == "reserve_batch" or (call == "step" and about is not None):  # a step with drafted tokens
         named = claims.names_at(as_rows(cast("Rows", about)).tolist())
     for request_id, place in claims.places.items():
         replica, _, row = claims.locate(request_id, call)
         context = claims.context_at(place)
-        if context is None:  # its context may have been moved, for pages that it did not get
+        if context is None:  # its context may have been moved for pages that it did not get
             if replica.rows.num_pages[row] or request_id in named:
                 yield request_id
         elif request_id in named and not _goes_on(replica, row, context):

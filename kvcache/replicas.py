@@ -1,4 +1,4 @@
-"""`Replicas`: divides a call on a batch by replica, and makes it on each."""
+"""`Replicas`: splits a call on a batch by replica, and carries it out on each."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ def place_replicas(
     pages: int,
     tables: LayerTables,
 ) -> "Replicas":
-    """Replicas of `pages` pages each, on the `devices` of each, with block `tables`, and the tiers below them."""
+    """Make replicas of `pages` pages each, on their `devices`, with block `tables`, and the tiers below them."""
     words = DIGEST_BYTES[params.hash_algorithm] // 8
     rows = sizes.max_batch_size // len(devices)
     page_size = layouts[0].page_size
@@ -101,15 +101,15 @@ class Replicas:
         fingerprint: str,
     ) -> None:
         self.placed = placed
-        self.fingerprint = fingerprint  # of the geometry of a replica's pages and states, on all shards
+        self.fingerprint = fingerprint  # of the pages and states of a replica, on all shards
         self._rows = rows
-        self.capacity = rows.capacity_of  # by place, tokens that its pages hold; place -1, nobody's, holds none
+        self.capacity = rows.capacity_of  # by place: the tokens for which it has pages; place -1 has none
         self.tiers = tiers
-        self.state_tiers: Tiers | None = None  # of recurrent states, where layers have some
+        self.state_tiers: Tiers | None = None  # the tiers of recurrent states, if there are any
         self.each: list[Replica] = [place.replica for place in placed]
         self.steps = StepsInFlight(placed)
-        self.mark = self.each[0].mark  # which call changes the books of all this
-        self.states: Sequence[ReplicaStates] = ()  # of each replica, where there are recurrent layers
+        self.mark = self.each[0].mark  # the call that is changing the state of all replicas
+        self.states: Sequence[ReplicaStates] = ()  # by replica, if there are recurrent layers
         self._most = self.each[0].max_seq_len
         self._router = Router(len(placed), params.routing)
         copies = params.routing.copy_pages and len(placed) > 1
@@ -117,9 +117,9 @@ class Replicas:
         least = params.partial_reuse_min_tokens
         self._partial = [PartialReuse(replica, least) for replica in self.each] if least else []
         self._events: EventPublisher | None = None
-        self._indexes: dict[int, PrefixIndex] = {}  # that these are of, by source
-        self._log: EventLog | None = None  # what is written down for them
-        # Whether a step of one request tells nobody, and asks nobody but its row.
+        self._indexes: dict[int, PrefixIndex] = {}  # by source of events: its index
+        self._log: EventLog | None = None  # the record for events
+        # Whether a step of one request needs only its row: there are no tiers, events or further tables.
         self._is_plain = tiers is None and self.each[0].tables.is_plain
 
     @property
@@ -134,7 +134,7 @@ class Replicas:
         return sum((replica.metrics for replica in self.each), below)
 
     def admission(self, context: Context, num_steps: int = 1) -> Admission:
-        """Where a new request is best claimed."""
+        """The best replica for a new request."""
         one = self.each[0]
         length = one.length_of(context, num_steps, 0)
         claimed = [len(replica.rows.row_of) for replica in self.each]
@@ -143,7 +143,7 @@ class Replicas:
             found = self.each[chosen].find(context)
             new, fits = self._fits(chosen, context, length, found)
             return Admission(chosen, found.end, new, fits)
-        # One hash of the prompt for all of them, also where the context cannot keep it.
+        # The prompt is hashed once for all replicas, even if the context cannot keep the hasher.
         hasher = hasher_of(context, one.hash_algorithm, one.page_size) if one.caching else None
         found = [replica.find(context, hasher=hasher) for replica in self.each]
         missing, fits = zip(*(self._fits(at, context, length, one) for at, one in enumerate(found)), strict=True)
@@ -152,16 +152,16 @@ class Replicas:
 
     @property
     def is_loading(self) -> bool:
-        """Whether pages are held that are, or were, on their way from host memory."""
+        """Whether pages are held for copies from host memory that may have ended."""
         return any(tiers.is_loading for tiers in self._all_tiers)
 
     def take_up(self) -> None:
-        """Take up what has come from host memory: its pages may be free. A loop that only waits runs no step."""
+        """Handle ended copies from host memory, which may free pages. A loop that only waits runs no step to do so."""
         for tiers in self._all_tiers:
             tiers.take_up()
 
     def prefetch(self, context: Context) -> bool:
-        """Begin to bring the request's pages to the host tier; whether some are on their way."""
+        """Begin to bring the request's pages to the host tier. Returns whether some are on their way."""
         if self.tiers is None or not self.tiers.lower:
             return False
         hasher = hasher_of(context, self.each[0].hash_algorithm, self.each[0].page_size)
@@ -170,9 +170,9 @@ class Replicas:
         return most.fetch_prefix(digests, wait=False)
 
     def reserve(self, replica_idx: int, row: int, context: Context, num_steps: int) -> bool:
-        """Pages for one request; False: too few, nothing changed."""
+        """Give one request its pages. Returns False, with nothing changed, if there are too few."""
         replica = self.each[replica_idx]
-        first_time = replica.rows.prompt.item(row) < 0  # then what is cached is looked up, whatever is to run
+        first_time = replica.rows.prompt.item(row) < 0  # then cached pages are looked up even for one token
         if first_time and self.tiers is not None:
             self.take_up()
         if self._copies is not None and first_time:
@@ -180,7 +180,7 @@ class Replicas:
         new_pages = replica.reserve(row, context, num_steps)
         if new_pages is not None and first_time:
             self._router.admitted(replica_idx, new_pages)
-        # A step in flight may still write the page that would take the part.
+        # A step in flight may still write to the page that would get the copy.
         may_copy = first_time or (context.active_length > 1 and not self.steps.open)
         if self._partial and new_pages is not None and may_copy:
             self._reuse_part(self._partial[replica_idx], replica_idx, row, context)
@@ -191,8 +191,8 @@ class Replicas:
     ) -> NDArray[np.bool_]:
         """`reserve` for each request: bool `[batch]`. Raises before any request is touched.
 
-        `bind` is told of a context that has pages now, its replica and row. Where a caller's own context raises when it
-        is moved, those before it have their pages.
+        `bind` is called with each context that has pages now, its replica and its row. If a caller's own context raises
+        while it is moved, the requests before it keep their pages.
         """
         if gathered.slack >= num_steps - 1 or self._reserve_decoding(gathered, num_steps):
             self.mark.call = None
@@ -215,12 +215,12 @@ class Replicas:
         return reserved
 
     def fork(self, replica_idx: int, parent: int, row: int, end: int) -> None:
-        """Let the claimed `row` share what the row `parent` has computed, and have the columns before `end`."""
+        """Let the claimed `row` share the computed pages of row `parent`, and have pages up to column `end`."""
         for source, target in self.each[replica_idx].fork(parent, row, end):
             self.placed[replica_idx].copy_page(source, target)
 
     def fetch_ahead(self, gathered: Gathered, num_steps: int) -> StepInFlight:
-        """`fetch` into tables of their own, which stay as they are until the step has ended."""
+        """`fetch` into separate tables, which stay unchanged until the step has ended."""
         if self.states:
             raise InvalidRequestError(
                 f"fetch_ahead of {len(gathered.contexts)} requests: a step writes a recurrent state over the one that "
@@ -234,15 +234,15 @@ class Replicas:
         return step
 
     def fetch(self, gathered: Gathered, num_steps: int, number: int | None = None) -> list[RaggedKVCacheInputs]:
-        """The model's inputs, shard by shard and replica by replica. Raises before anything is counted.
+        """The model's inputs, shard by shard and replica by replica. Raises before any token is counted.
 
-        `number`: of the set of tables that they are to be in.
+        `number`: the set of tables for them.
         """
         states = [gathered.part(share) for share in gathered.split(len(self.each))]
         if gathered.slack < num_steps - 1:
             for replica, state in zip(self.each, states, strict=True):
                 lengths = state.ends if num_steps == 1 else state.ends + (num_steps - 1)
-                if replica.tables.in_chunks:  # pages for a chunk are enough to run it
+                if replica.tables.in_chunks:  # a chunk needs only its own pages
                     lengths = np.where(state.actives < state.ends, state.actives, lengths)
                     replica.tables.refuse_lost(state.rows, state.starts)
                 replica.refuse_short(state.rows, lengths, "fetch")
@@ -252,19 +252,19 @@ class Replicas:
         self.mark.call = _FETCH
         if self.tiers is not None:
             for tier, state in zip(self.tiers.replicas, states, strict=True):
-                tier.arrive(state.rows)  # what is restored from below is there when the model reads it
+                tier.arrive(state.rows)  # restored pages must be complete when the model reads them
             self._tick()
         fetched: list[RaggedKVCacheInputs] = []
         for place, state in zip(self.placed, states, strict=True):
             place.replica.counter.run(state.rows, state.starts, state.actives)
             fetched += place.inputs(state, num_steps, number)
-        for of_replica, state in zip(self.states, states, strict=False):  # none, or one of each replica
+        for of_replica, state in zip(self.states, states, strict=False):  # `self.states` may be empty
             of_replica.fetched(state.rows)
         self.mark.call = None
         return fetched
 
     def fetch_one(self, one: One | None, num_steps: int) -> list[RaggedKVCacheInputs] | None:
-        """`fetch` of a single request, without arrays of one: a third of the time. None: it takes `fetch`."""
+        """`fetch` for a single request, without arrays of one, in a third of the time. None: call `fetch` instead."""
         if one is None or num_steps != 1:
             return None
         row, context = one
@@ -274,7 +274,7 @@ class Replicas:
         if end > self.capacity[row]:
             return None
         counter = self.each[0].counter
-        if row in counter.open:  # a decode step changes nothing
+        if row in counter.open:  # not in a decode step
             counter.refuse_ahead(row, start)
             self.mark.call = _FETCH
             counter.run_one(row, start, active)
@@ -287,7 +287,7 @@ class Replicas:
         return inputs
 
     def step_one(self, one: One | None) -> bool:
-        """`step` of a single request, likewise. False: it takes `step`."""
+        """`step` for a single request. Returns False if `step` must be called instead."""
         if one is None or self.states or not self._is_plain:
             return False
         (row, context), replica = one, self.each[0]
@@ -311,16 +311,16 @@ class Replicas:
         return True
 
     def step(self, gathered: Gathered, settle: Callable[[], None] | None = None) -> None:
-        """Publish what is full of computed tokens. Raises before anything is published.
+        """Publish pages that are full of computed tokens. Raises before anything is published.
 
-        `settle`: of drafted states, what is done once the tokens are published.
+        `settle`: called once the tokens are published, for drafted tokens.
         """
         for states in self.states:
             if settle is None and states.pages.drafts.page_of:
                 step_drafted(self.states, gathered, self.step)
                 return
         computed = gathered.computed
-        if gathered.slack < -1:  # else none was run past its pages
+        if gathered.slack < -1:  # a request may have run past its pages
             for share in gathered.split(len(self.each)):
                 self.each[share.replica].refuse_short(share.rows, computed[share.at], "step")
         word = _STEP if settle is None else ("step", gathered.places)
@@ -336,9 +336,9 @@ class Replicas:
         self.mark.call = None
 
     def _publish(self, gathered: Gathered, word: tuple[str, object]) -> None:
-        """Publish what may be full of computed tokens; the call is marked by `word` as under way on return."""
+        """Publish pages that may be full of computed tokens. Leaves `word` set as the call that is under way."""
         computed = gathered.computed
-        # No page was full before the last token, so only those requests are asked whose page that token has filled.
+        # No page was full before the last token, so only requests whose page this token fills are looked at.
         looked = None if gathered.due else gathered.turning()
         # Hash on all replicas before publishing: a request whose salt or keys changed is refused before any change.
         full = [
@@ -349,23 +349,23 @@ class Replicas:
         self.mark.call = word
         for share, pages in full:
             self.each[share.replica].publish(share.rows, computed[share.at], pages)
-        if looked is not None or len(full) < len(self.each):  # else that has told of all
+        if looked is not None or len(full) < len(self.each):  # otherwise `publish` has counted all
             self._computed(gathered)
         if self._partial:
             _learn(self._partial, gathered, full)
         if gathered.has_futures:
             gathered.due = UNKNOWN
         elif full:
-            gathered.due = 1  # of many requests that fill pages now, others do next
+            gathered.due = 1  # with many requests, others fill a page at the next token
         elif isinstance(gathered, Batch):
             gathered.due = self._rows.due(gathered.places, computed) if self.each[0].caching else NEVER
         if self._log is not None:
             self._log.end_call()
 
     def publish_events(self, options: KVEvents, params: KVCacheParams, tables: LayerTables) -> None:
-        """Tell subscribers what the pools and the tiers below them hold, from now on; each replica is a rank.
+        """Report to subscribers what the pools and the tiers below them hold, from now on. Each replica is a rank.
 
-        Recurrent states, cached after some of the pages, are told as a further group behind those of the block tables.
+        Recurrent states, which are cached after some pages, are reported as a further group after the block tables.
         """
         specs = [_spec_of(table.group, params) for table in tables.tables] + [CacheSpec("mamba")] * bool(self.states)
         indexes = {at * len(specs): replica.pool.index for at, replica in enumerate(self.each)}
@@ -386,16 +386,16 @@ class Replicas:
             replica.log = log
 
     def stop(self) -> None:
-        """Return once no device and no thread of a tier copies, reads or writes anything."""
+        """Return once no device and no tier's thread copies, reads or writes anything."""
         for place in self.placed:
             place.settle()
         for tiers in self._all_tiers:
             tiers.stop()
 
     def mend(self, over: PageLease | StepInFlight | None) -> set[RequestID]:
-        """After an interrupt, `stop` and the claims' `mend`: all books follow from rows, leases, imports and steps.
+        """After an interrupt, `stop` and the claims' `mend`: derive all state from rows, leases, imports and steps.
 
-        `over`: a lease that is open no more, or a step. Returns requests that cannot go on.
+        `over`: a lease or step that is no longer open. Returns requests that cannot continue.
         """
         lost: set[RequestID] = set()
         lease = over if isinstance(over, PageLease) else None
@@ -420,11 +420,11 @@ class Replicas:
 
     @property
     def event_endpoints(self) -> list[tuple[str, str | None]]:
-        """The address of each replica's KV events, and of their replays."""
+        """The addresses of each replica's KV events and of their replays."""
         return [] if self._events is None else self._events.endpoints
 
     def flush(self) -> None:
-        """Copy and write what the tiers lack."""
+        """Copy and write all pages and states that the tiers lack."""
         for tiers in self._all_tiers:
             tiers.flush()
 
@@ -437,14 +437,14 @@ class Replicas:
         return [tiers for tiers in (self.tiers, self.state_tiers) if tiers is not None]
 
     def close(self, *, flush: bool) -> None:
-        """Close the file tier, with `flush` once all that is published is written, and what tells of it. Safe twice."""
+        """Close the tiers, with `flush` after writing everything published, and the events. Safe to call twice."""
         for tiers in self._all_tiers:
             tiers.close(flush=flush)
         if self._events is not None:
             self._events.close()
 
     def check(self) -> None:
-        """Recount every replica, then what lies below. Raises `InvariantError` at the first discrepancy."""
+        """Recount every replica, then the tiers below. Raises `InvariantError` at the first discrepancy."""
         for replica in self.each:
             check_replica(replica)
         self.steps.check()
@@ -452,7 +452,7 @@ class Replicas:
             tiers.check()
 
     def _reuse_part(self, partial: PartialReuse, replica_idx: int, row: int, context: Context) -> None:
-        """Copy a page of which the request shares a part into the request's own."""
+        """Copy a cached page, of which the request shares a part, into the request's own page."""
         found = partial.find(row, context)
         if found is not None:
             pages, own, cached = found
@@ -461,17 +461,17 @@ class Replicas:
                 self.placed[replica_idx].copy_page(page, target)
 
     def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
-        """Pages for a batch of one token each; False if it takes a closer look at each request."""
-        # All had pages before the last token: of a batch those alone can lack one whose token begins a page.
+        """Reserve pages for a batch with one token each. Returns False if each request must be looked at."""
+        # All had pages before the last token, so only requests whose token begins a page can lack one.
         shares = gathered.turning(self._most) if gathered.slack == -1 and num_steps == 1 else None
-        if not shares:  # all may lack pages, or none does
+        if not shares:  # None: all may lack pages; empty: none does, so `slack` is computed anew
             if shares is None and np.count_nonzero(gathered.actives - gathered.starts != 1):
                 return False
             slack = self._rows.slack(gathered.places, gathered.ends)
             if slack >= num_steps - 1:
                 gathered.slack = slack
                 return True
-            if slack < -1:  # one has no pages, or says that it has computed more than they hold
+            if slack < -1:  # a request has no pages, or claims more computed tokens than they hold
                 return False
             shares = gathered.split(len(self.each))
         lengths = gathered.ends + (num_steps - 1) if num_steps > 1 else gathered.ends
@@ -480,11 +480,11 @@ class Replicas:
             if not self.each[share.replica].reserve_decoding(share.rows, lengths[share.at]):
                 self.mark.call = None
                 return False
-        gathered.slack = num_steps - 1  # of many requests that get pages now, others do next
+        gathered.slack = num_steps - 1  # with many requests, others need pages at the next token
         return True
 
     def _computed(self, gathered: Gathered) -> None:
-        """The model has computed what is before each request's start."""
+        """Record that the model has computed the tokens before each request's start."""
         self._rows.cached[gathered.places] = gathered.computed
         for share in gathered.split(len(self.each)):
             counter = self.each[share.replica].counter
@@ -492,7 +492,7 @@ class Replicas:
                 counter.run(share.rows, 0, gathered.computed[share.at])
 
     def _filled(self, gathered: Gathered, share: Share) -> Filled | None:
-        """The pages of the share's requests that are full now."""
+        """The full pages of the share's requests."""
         digests_of = functools.partial(self._digests, gathered, share)
         return self.each[share.replica].filled(share.rows, gathered.computed[share.at], digests_of)
 
@@ -528,7 +528,7 @@ def _spec_of(group: LayerGroup, params: KVCacheParams) -> CacheSpec:
 
 
 def _learn(partial: Sequence[PartialReuse], gathered: Gathered, full: Sequence[tuple[Share, Filled]]) -> None:
-    """Let partial reuse find the pages that were published now."""
+    """Tell partial reuse which pages were just published."""
     places = zip(gathered.replicas.tolist(), gathered.rows.tolist(), strict=True)
     contexts = dict(zip(places, gathered.contexts, strict=True))
     for (replica_idx, _, _), pages in full:

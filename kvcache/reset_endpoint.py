@@ -1,4 +1,4 @@
-"""A socket on which another process asks for the prefix cache to be dropped (new weights, say)."""
+"""A socket on which another process can ask to drop the prefix cache, for example after new weights are loaded."""
 
 import logging
 import os
@@ -13,20 +13,20 @@ from kvcache.arguments import shown
 from kvcache.errors import InvalidParamsError
 from kvcache.sockets import BoundSocket, bound_socket
 
-_PAUSE_S = 0.005  # after some messages
+_PAUSE_S = 0.005  # after reading messages
 _MESSAGES = 64
 
 _log = logging.getLogger("pagewire")
 
 
 def check_endpoint(endpoint_base: object) -> None:
-    """Raise `InvalidParamsError` unless this may be the beginning of an address, or None."""
+    """Raise `InvalidParamsError` unless this is None or can be the beginning of an address."""
     if endpoint_base is not None and (not isinstance(endpoint_base, str) or "\0" in endpoint_base):
         raise InvalidParamsError(f"zmq_endpoint_base is {shown(endpoint_base)}: the beginning of an address is needed")
 
 
 def open_endpoint(endpoint_base: str | None, *, caching: bool) -> "NoEndpoint":
-    """The endpoint; one that hears nothing if no address is given, or if there is no cache to drop."""
+    """Open the endpoint. Returns a `NoEndpoint` if no address is given, or if there is no cache to drop."""
     if endpoint_base is None:
         return NoEndpoint()
     if not caching:
@@ -46,13 +46,13 @@ class NoEndpoint:
         self.is_asked = False
 
     def close(self) -> None:
-        """End what listens here. Safe twice."""
+        """Stop listening. Safe to call twice."""
 
 
 class ResetEndpoint(NoEndpoint):
-    """A PULL socket at `<base>-reset_prefix_cache`; any message asks for one reset.
+    """A PULL socket at `<base>-reset_prefix_cache`. Any message asks for one reset.
 
-    A thread reads it. The loop looks at a flag.
+    A thread reads the socket. The loop only tests a flag.
     """
 
     def __init__(self, endpoint_base: str) -> None:
@@ -67,20 +67,20 @@ class ResetEndpoint(NoEndpoint):
         self._end = weakref.finalize(self, _end, self._thread, wake)
 
     def close(self) -> None:
-        """End the thread, and close the socket. Safe twice."""
+        """End the thread and close the socket. Safe to call twice."""
         self._end()
         self._thread.join(2.0)
 
 
 def _end(thread: threading.Thread, wake: int) -> None:
-    if thread.is_alive():  # else this is a fork, and would wake the thread of its parent
+    if thread.is_alive():  # False in a fork, which must not wake its parent's thread
         os.eventfd_write(wake, 1)
 
 
 def _read(socket: BoundSocket, wake: int, endpoint: "weakref.ref[ResetEndpoint]") -> None:
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
-    poller.register(wake, zmq.POLLIN)  # a wait with an end would wake an idle process again and again
+    poller.register(wake, zmq.POLLIN)  # instead of a timeout, which would wake an idle process again and again
     with closing(socket), suppress(zmq.ContextTerminated):
         while wake not in dict(poller.poll()):
             taken = 0
@@ -92,4 +92,4 @@ def _read(socket: BoundSocket, wake: int, endpoint: "weakref.ref[ResetEndpoint]"
                 asked.is_asked = True
                 del asked
             time.sleep(_PAUSE_S)
-        os.close(wake)  # after it was written to: nobody writes there again
+        os.close(wake)  # it was written to, and is not written again

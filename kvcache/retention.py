@@ -1,4 +1,4 @@
-"""Retention hints as codes of one byte for each page: `kvcache.pool.hinted_order` goes by them."""
+"""Retention hints as one-byte codes for each page, which `kvcache.pool.hinted_order` uses."""
 
 import math
 from typing import NamedTuple
@@ -9,31 +9,31 @@ from numpy.typing import NDArray
 from kvcache.types import RangeRetention, Retention
 
 Codes = NDArray[np.uint8]
-"""Kinds of hint: a level, 0 (goes first) to 4 (goes last), and a class of time to live."""
+"""Kinds of hint: a level, from 0 (goes first) to 4 (goes last), and a class of time to live."""
 Times = NDArray[np.float64]
 
 LEVELS = 5
-NEUTRAL = 2  # the level, and the code, of a page that nobody said anything about
-_TTL_CLASSES = 7  # without a time, then up to 4, 16, 64, 256, 1024 seconds, then above
-SHARED = LEVELS * _TTL_CLASSES  # neutral, and not to be put first again: see `merge_codes`
+NEUTRAL = 2  # the level, and the code, of a page without a hint
+_TTL_CLASSES = 7  # no limit; up to 4, 16, 64, 256, 1024 seconds; longer
+SHARED = LEVELS * _TTL_CLASSES  # neutral, and never put first again: see `merge_codes`
 LEVEL_OF = np.array([*[code % LEVELS for code in range(SHARED)], NEUTRAL], np.uint8)
 
 
 class PageHints(NamedTuple):
-    """The hints of a request for its pages, and for how many seconds they hold; None: no hint has an end."""
+    """The hints of a request for its pages, and the seconds for which each holds; None: no hint expires."""
 
     codes: Codes
     lives: Times | None
 
     def of(self, at: NDArray[np.intp]) -> "PageHints":
-        """The hints for the pages at these places."""
+        """The hints for the pages at these indices."""
         return PageHints(self.codes[at], None if self.lives is None else self.lives[at])
 
 
 def page_hints(retention: Retention, pages: int, page_size: int) -> PageHints:
-    """The hints of a request's first `pages` pages. A range speaks for the pages that lie in it with all tokens."""
+    """The hints for a request's first `pages` pages. A range applies to pages that lie entirely in it."""
     codes, lives = np.zeros(pages, np.uint8), np.zeros(pages)
-    for hint in (retention, *retention.ranges):  # what a range says stands over what the whole says
+    for hint in (retention, *retention.ranges):  # a range overrides the hint for the whole request
         first, last = 0, pages
         if isinstance(hint, RangeRetention):
             first, last = -(-hint.start // page_size), pages if hint.end is None else hint.end // page_size
@@ -51,10 +51,10 @@ def _code_of(hint: Retention | RangeRetention) -> int:
 
 
 def merge_codes(old: Codes, new: Codes | None) -> Codes:
-    """The codes of pages that had `old` ones, now that a request that used them says `new`, or nothing.
+    """The codes of pages with `old` codes after a request that used them brings the hints `new`, or None.
 
-    The latest word counts, except that a page of which somebody said that it should go first, and which was used all
-    the same, is shared by more than one session (a system prompt, say): no session's end puts it first again.
+    The latest hint counts, with one exception. If a page was hinted to go first and was used again, several sessions
+    share it (for example, a system prompt). Then the end of one session does not put it first again.
     """
     refuted = LEVEL_OF[old] < NEUTRAL
     if new is None:

@@ -1,4 +1,4 @@
-"""Which replica a request should be claimed on. Answers, claims nothing."""
+"""The choice of the replica on which a request should be claimed. It claims nothing itself."""
 
 import math
 from collections.abc import Sequence
@@ -12,24 +12,25 @@ RoutingRule = Literal["prefix", "least-loaded", "round-robin"]
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How `get_or_recommend_replica` chooses, and whether replicas copy from each other.
+    """The rule by which `get_or_recommend_replica` chooses, and whether replicas copy pages from each other.
 
-    `prefix`: fewest pages to compute, weighed against recent load; `least-loaded`: fewest claimed requests, the lowest
-    index among equals; `round-robin`: the one after that which took the last new request.
+    `prefix`: the fewest pages to compute, weighed against recent load. `least-loaded`: the fewest claimed requests, the
+    lowest index among equals. `round-robin`: the replica after the one that took the last new request.
 
-    With the default load 8 replicas have 93 and 98 % of the hits of one pool of all pages (Mooncake's conversation and
-    synthetic traces), and the busiest of them computes 7 and 5 % more than its share of 500 requests, 17 and 7 % in the
-    worst of these windows. Twice the weight gives up 3 to 5 points of these hits. With `copy_pages` they
-    have 98 and 99 %, and 16 and 9 % more in the worst window; a router that sees nothing but load, and places each
-    request as it comes, has 15 and 5 %. To count a page that another has as cheaper costs hits and balances no better.
+    With the default load weight, 8 replicas get 93 and 98 % of the hits of one pool of the same total size (Mooncake's
+    conversation and synthetic traces). In windows of 500 requests the busiest replica computes 7 and 5 % more than its
+    share, and 17 and 7 % more in the worst window. Twice the weight costs 3 to 5 points of these hits. With
+    `copy_pages` they get 98 and 99 % of the hits, and 16 and 9 % more load in the worst window. A router that sees only
+    load, and places each request as it arrives, has 15 and 5 % there. Counting a page that another replica has as
+    cheaper costs hits, and balances no better.
 
     Raises `InvalidParamsError` (a ValueError) on the first value that cannot work.
     """
 
-    rule: RoutingRule = "prefix"  # how a request's replica is chosen, as above
-    load_weight: float = 0.25  # of `prefix`: what a page that was computed of late counts, against one to compute
-    load_decay: float = 0.995  # of `prefix`: what is left of the load with each admitted request
-    copy_pages: bool = False  # pages and states that a request misses on its replica, and others have, are copied
+    rule: RoutingRule = "prefix"  # see above
+    load_weight: float = 0.25  # for `prefix`: the weight of a recently computed page against a page to compute
+    load_decay: float = 0.995  # for `prefix`: the factor on the load at each admitted request
+    copy_pages: bool = False  # copy pages and states that a request misses on its replica from other replicas
 
     def __post_init__(self) -> None:
         one_of("rule", self.rule, get_args(RoutingRule))
@@ -39,7 +40,7 @@ class Routing:
 
 
 class Router:
-    """Weighs the pages that a replica would have to compute against the pages it computed of late."""
+    """Weighs the pages that a replica would have to compute against the pages that it computed recently."""
 
     def __init__(self, replicas: int, routing: Routing | None = None) -> None:
         self.routing = routing or Routing()
@@ -57,14 +58,14 @@ class Router:
         return min(range(len(costs)), key=lambda replica: (not fits[replica], costs[replica], claimed[replica]))
 
     def without_looking(self, claimed: Sequence[int]) -> int:
-        """The replica by a rule that looks at no prefix: `least-loaded` or `round-robin`."""
+        """The replica by a rule without prefix lookup: `least-loaded` or `round-robin`."""
         if self.routing.rule == "round-robin":
             return (self._last + 1) % len(claimed)
         return min(range(len(claimed)), key=claimed.__getitem__)
 
     def admitted(self, replica: int, computed: int) -> None:
-        """A request was admitted that computes `computed` pages there."""
-        if len(self._loads) == 1:  # there is no choice to make
+        """Record that a request was admitted that computes `computed` pages on this replica."""
+        if len(self._loads) == 1:  # there is no choice
             return
         decay = self.routing.load_decay
         self._loads = [load * decay for load in self._loads]

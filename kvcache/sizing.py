@@ -1,8 +1,8 @@
-"""How many pages, tokens and requests a memory budget holds, and whether a host holds them. Allocates nothing.
+"""How many pages, tokens and requests a memory budget holds, and whether the host can hold them. Allocates nothing.
 
-The page size is that of the params, else of the argument, as of the manager. With groups of layers, a request's pages
-are counted as when one token of it runs at a time: what of a prompt runs at once takes more pages of its windows.
-Keywords that the documented API may pass on to some other manager are refused, as nothing here would follow them.
+The page size is that of the params, else of the argument, as in the manager. With groups of layers, a request's pages
+are counted for one token running at a time; a longer chunk of a prompt takes more pages of windows. Keywords that the
+documented API may pass to another manager are refused, because nothing here would follow them.
 """
 
 import functools
@@ -24,11 +24,11 @@ from kvcache.states.replica_states import slab_pages_of
 from kvcache.states.state_layout import page_bytes as state_bytes
 from kvcache.states.state_layout import state_layouts
 
-MOST_REQUESTS = 512  # of `infer_optimal_batch_size`: what one step of a model still gains from
+MOST_REQUESTS = 512  # the most that `infer_optimal_batch_size` returns; larger steps gain nothing
 MOST_ROWS = 1 << 20
 MOST_LAYERS = 1 << 16
 MOST_BYTES = (1 << 63) - 1
-_BOOK_BYTES = 64  # of the host, for each page
+_BOOK_BYTES = 64  # host memory for the bookkeeping of a page
 
 _log = logging.getLogger("pagewire")
 
@@ -36,7 +36,7 @@ Devices = Sequence[torch.device | str]
 
 
 class Sizes(NamedTuple):
-    """What a manager is asked to serve, checked: Python's own integers."""
+    """The checked sizes of a manager, as Python integers."""
 
     max_batch_size: int
     max_seq_len: int
@@ -53,7 +53,7 @@ def estimated_memory_size(
     page_size: int = 128,
     **unknown: Any,
 ) -> int:
-    """Bytes of pages and states over all devices: the budget, or less where full-length requests need less.
+    """Bytes of pages and states over all devices: the budget, or less if requests of full length need less.
 
     Raises `InvalidParamsError` (a ValueError), and `UnknownArgumentError` (a TypeError) for a keyword that nothing
     uses.
@@ -76,7 +76,7 @@ def infer_optimal_batch_size(
     page_size: int = 128,
     **unknown: Any,
 ) -> int:
-    """Requests of full length that the budget holds at a time: one a replica at least, `MOST_REQUESTS` at most.
+    """The requests of full length that the budget holds at a time: at least one a replica, at most `MOST_REQUESTS`.
 
     Raises as `estimated_memory_size`.
     """
@@ -95,7 +95,7 @@ def infer_optimal_batch_size(
 def max_supported_sequence_length(
     params: KVCacheParams, num_layers: int, memory_available: int, page_size: int = 128
 ) -> int:
-    """Tokens of the longest request that each replica can hold, a multiple of the page size; `InvalidParamsError`."""
+    """Tokens of the longest request that a replica can hold, in whole pages. Raises `InvalidParamsError`."""
     check_params(params)
     tables = layer_tables(params.groups, check_layers(num_layers))
     size, memory = _each_replica(params, page_size, "memory_available", memory_available)
@@ -105,9 +105,9 @@ def max_supported_sequence_length(
 
 
 def _bytes_of(params: KVCacheParams, tables: LayerTables, page_size: int, longest: int, requests: int) -> int:
-    """Bytes of so many requests of this length on a replica, and of their states."""
+    """Bytes of so many requests of this length on a replica, including their states."""
     pages, slab = tables.most_pages(longest, page_size), _slab_pages(params, tables, page_size)
-    count = max(requests * (pages + slab), (requests + 1) * slab - 1)  # no slab has page 0
+    count = max(requests * (pages + slab), (requests + 1) * slab - 1)  # the slab with page 0 is not used
     return count * page_bytes(params, tables.layers_per_page, page_size) + _bytes_apart(params, requests)
 
 
@@ -118,7 +118,7 @@ def _longest(tables: LayerTables, pages: int, page_size: int) -> int:
 
 
 def _each_replica(params: KVCacheParams, page_size: int, name: str, memory: object) -> tuple[int, int]:
-    """Tokens of a page, and bytes of each replica."""
+    """The page size in tokens, and each replica's share of the memory in bytes."""
     return resolve_page_size(params, page_size), whole(name, memory, 0, MOST_BYTES) // params.data_parallel_degree
 
 
@@ -137,8 +137,8 @@ def pages_per_replica(
 ) -> int:
     """Pages of each replica when `memory` bytes are split over the replicas.
 
-    Raises `InvalidParamsError` for no number of bytes, or more pages than have an id; `PoolTooSmallError` (a
-    RuntimeError) for not one page, or more than the host has memory for.
+    Raises `InvalidParamsError` if `memory` is no number of bytes, or gives more pages than there are ids. Raises
+    `PoolTooSmallError` (a RuntimeError) if it gives no page, or more than the host has memory for.
     """
     if memory is None:
         raise InvalidParamsError("available_cache_memory is not given: a number of bytes is needed")
@@ -168,12 +168,12 @@ def pages_per_replica(
 
 
 def _slab_pages(params: KVCacheParams, tables: LayerTables, page_size: int) -> int:
-    """Pages that a request takes for its state."""
+    """Pages that a request takes for its state; 0 if it takes none."""
     return slab_pages_of(params, shard_layouts(params, tables.layers_per_page, page_size))
 
 
 def _bytes_apart(params: KVCacheParams, requests: int) -> int:
-    """Bytes of a replica's states in memory of their own, on all its shards, page 0 included."""
+    """Bytes of a replica's states in memory of their own, on all its shards, including page 0."""
     count = params.states_apart(requests)
     if params.states is None or not count:
         return 0
@@ -190,7 +190,7 @@ def _refuse_what_no_host_holds(
 ) -> None:
     """Raise `PoolTooSmallError` if the host's memory is too small for its part of `pages` a replica.
 
-    An allocation that the system cannot keep is often promised, and ends the process when it is touched.
+    The system often grants memory that it does not have, and then kills the process when the memory is touched.
     """
     dp = params.data_parallel_degree
     on_host = sum(device.type == "cpu" for device in devices)
@@ -211,7 +211,7 @@ def _refuse_what_no_host_holds(
 def warn_of_what_falls_short(
     params: KVCacheParams, sizes: Sizes, tables: LayerTables, page_size: int, pages: int
 ) -> None:
-    """Log what is given in vain, and what `pages` a replica are too few for."""
+    """Log warnings about parameters without effect, and about sizes for which `pages` a replica are too few."""
     rows, longest = sizes.max_batch_size // params.data_parallel_degree, sizes.max_seq_len
     for sentence in params.without_effect():
         _log.warning("%s", sentence)
@@ -233,7 +233,7 @@ def check_params(params: object) -> None:
 
 
 def check_sizes(params: KVCacheParams, max_batch_size: object, max_seq_len: object, num_layers: object) -> Sizes:
-    """These sizes as integers. Raises `InvalidParamsError` unless a manager of them can be made."""
+    """These sizes as integers. Raises `InvalidParamsError` if no manager can have them."""
     check_params(params)
     return Sizes(
         whole("max_batch_size", max_batch_size, params.data_parallel_degree, MOST_ROWS),
@@ -243,12 +243,12 @@ def check_sizes(params: KVCacheParams, max_batch_size: object, max_seq_len: obje
 
 
 def check_layers(num_layers: object) -> int:
-    """This number of layers. Raises `InvalidParamsError`."""
+    """The number of layers as an integer. Raises `InvalidParamsError`."""
     return whole("num_layers", num_layers, 1, MOST_LAYERS)
 
 
 def check_devices(params: KVCacheParams, devices: object, *, here: bool = False) -> list[torch.device]:
-    """The device of each shard, the CPU or a GPU; `here`: it must exist. Raises `InvalidParamsError`."""
+    """The device of each shard, the CPU or a GPU. `here`: it must exist. Raises `InvalidParamsError`."""
     if isinstance(devices, str) or not isinstance(devices, Sequence):
         raise InvalidParamsError(f"devices is {shown(devices)}: a list of torch devices or their names is needed")
     named = cast("Sequence[Any]", devices)
@@ -274,7 +274,7 @@ def _checked_device(device: object, *, here: bool) -> torch.device:
 
 
 def stream_of(session: object, devices: Sequence[torch.device]) -> Any:
-    """The CUDA stream that `session` is or has as `stream`; None for None. Raises `InvalidParamsError`."""
+    """The CUDA stream that `session` is, or has as `stream`; None if that is None. Raises `InvalidParamsError`."""
     stream = getattr(session, "stream", session)
     if stream is not None and not isinstance(stream, torch.cuda.Stream):
         raise InvalidParamsError(

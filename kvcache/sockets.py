@@ -1,4 +1,4 @@
-"""ZMQ sockets that are bound: bounded, and closed where they cannot be."""
+"""Bound ZMQ sockets with limits. A socket that cannot be bound is closed."""
 
 import errno
 import os
@@ -12,26 +12,26 @@ from kvcache.errors import InvalidParamsError
 from kvcache.gate import Gate, Limits, remove_left
 
 _MAX_QUESTION_BYTES = 1 << 10
-"""The most bytes of a message to such a socket. Messages are short: those of CURVE's greeting are the longest."""
+"""The most bytes of a message to such a socket. Messages are short; those of CURVE's handshake are the longest."""
 _UNREAD_QUESTIONS = 100
 QUESTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES)
-"""Limits of a socket on which peers ask a few times a second."""
+"""The limits of a socket on which each peer asks a few times a second."""
 SUBSCRIPTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES, peers=256, subscription_bytes=1 << 14)
-"""Limits of a PUB socket. libzmq keeps a node of 40 bytes for each byte of a topic: a peer takes at most 640 KiB."""
+"""The limits of a PUB socket. libzmq stores 40 bytes for each byte of a topic, so a peer takes at most 640 KiB."""
 
 
 class BoundSocket(zmq.Socket[bytes]):
-    """A socket that listens, behind a `Gate` where strangers can reach it."""
+    """A socket that listens, behind a `Gate` if strangers can reach it."""
 
     _gate: Gate | None = None
 
     @property
     def address(self) -> str:
-        """As bound, with the port that a 0 turned into."""
+        """The address as bound, with the chosen port if the port was 0."""
         return self.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") if self._gate is None else self._gate.address
 
     def listen(self, what: str, address: str, limits: Limits | None) -> None:
-        """Bind; None: strangers cannot reach it, and it needs no gate. `ZMQError` if that cannot be."""
+        """Bind the socket. `limits` is None if strangers cannot reach it, so it needs no gate. Raises `ZMQError`."""
         try:
             if limits is None or not address.startswith(("tcp://", "ipc://")):
                 if address.startswith("ipc://"):
@@ -47,20 +47,20 @@ class BoundSocket(zmq.Socket[bytes]):
         self.bind(self._gate.inner)
 
     def close(self, linger: int | None = None) -> None:
-        """Close it; what was sent goes on for `linger` milliseconds. Safe twice."""
+        """Close the socket. Sent messages are delivered for up to `linger` milliseconds. Safe to call twice."""
         super().close(linger)
         if self._gate is not None:
             self._gate.close((linger or 0) / 1000)
 
 
 def keep_alive(socket: "zmq.Socket[bytes]") -> None:
-    """Notice a host that is gone without a word, and find it again within seconds once it is back.
+    """Notice that a host is gone without a word, and find it again within seconds once it is back.
 
-    TCP by itself tries again ever more seldom, both to connect and to send what nobody has acknowledged: after a minute
-    without a link up to a minute later. So a connection that gets no acknowledgement for 15 s ends, an idle one that
-    hears nothing after 25 s, and an attempt to connect after 2 s; ZMQ then begins anew.
+    TCP alone retries ever less often, both to connect and to send unacknowledged data: after a minute without a link,
+    up to a minute later. So a connection ends if it gets no acknowledgement for 15 s, an idle connection if it hears
+    nothing for 25 s, and an attempt to connect after 2 s. ZMQ then begins anew.
 
-    Not by the heartbeats of ZMQ: an assertion of libzmq 4.3.5 ends a process whose queue a dead peer has filled.
+    ZMQ's heartbeats are not used: an assertion of libzmq 4.3.5 ends a process whose queue a dead peer has filled.
     """
     for option, value in (
         (zmq.TCP_KEEPALIVE, 1),
@@ -81,7 +81,7 @@ def listening(
     limits: Limits | None,
     secure: Callable[[Any], None] | None,
 ) -> BoundSocket:
-    """A socket of this kind at `address`. With `secure`, which prepares it, no stranger gets to it.
+    """A socket of this kind at `address`. `secure` prepares it, and then no stranger can reach it.
 
     Raises `zmq.ZMQError` if the address cannot be bound, and what `secure` raises; nothing stays open then.
     """
@@ -108,10 +108,10 @@ def bound_socket(
     secure: Callable[[Any], None] | None = None,
     limits: Limits = QUESTIONS,
 ) -> BoundSocket:
-    """A socket of this kind at `address`; a peer has `unread` messages waiting for it at most.
+    """A socket of this kind at `address`. At most `unread` messages wait for each peer.
 
-    `secure` prepares it before it is bound. Raises what that raises, and `InvalidParamsError` if the address cannot
-    be bound, under the name of `what` it is for.
+    `secure` prepares it before it is bound. Raises what that raises, and `InvalidParamsError`, which names the purpose
+    `what`, if the address cannot be bound.
     """
     options = {zmq.SNDHWM: unread, zmq.RCVHWM: _UNREAD_QUESTIONS, zmq.MAXMSGSIZE: _MAX_QUESTION_BYTES}
     try:

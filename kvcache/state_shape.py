@@ -1,4 +1,4 @@
-"""`StateShape`: what the recurrent layers of a model keep of a request, of whatever form."""
+"""`StateShape`: the state that a model's recurrent layers keep of a request, in any of the known forms."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -22,30 +22,30 @@ _CONVOLVED: dict[StateForm, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """The recurrent layers of a model, all alike.
+    """The recurrent layers of a model, which are all alike.
 
-    Raises `InvalidParamsError` for a number below 1, a kernel below 2 where there is a convolution, or heads that are
-    no multiple of the groups.
+    Raises `InvalidParamsError` if a number is below 1, a convolution has a kernel below 2, or the heads are no multiple
+    of the groups.
     """
 
-    layers: int  # recurrent ones
+    layers: int  # the number of recurrent layers
     heads: int  # of one layer
     head_dim: int  # channels of x for each head
-    groups: int  # of heads that share one B and one C; 1 if these are not convolved
-    d_state: int  # elements of the state for each channel of x, and channels of B, and of C, for each group
-    kernel: int  # width of the convolution, which keeps one input less; 1 if there is none
+    groups: int  # groups of heads that share one B and one C; 1 if these are not convolved
+    d_state: int  # elements of the state for each channel of x; also channels of B, and of C, for each group
+    kernel: int  # the width of the convolution, which keeps one input fewer; 1 if there is none
     conv_dtype: torch.dtype  # of the convolution's inputs
     ssm_dtype: torch.dtype = torch.float32  # of the matrices
     form: StateForm = "mamba2"
 
     @property
     def conv_kinds(self) -> tuple[str, ...]:
-        """What is convolved, in the order of the mixers."""
+        """The convolved inputs, in the order of the mixers."""
         return _CONVOLVED[self.form]
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """The shape of what the mixers keep of each head beside its inputs; empty: nothing."""
+        """The shape of the matrix that the mixers keep for each head beside its inputs; empty if there is none."""
         if self.form == "short_conv":
             return ()
         if self.form == "mamba1":

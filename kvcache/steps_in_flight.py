@@ -1,7 +1,7 @@
-"""`StepInFlight`: a step whose tables stay as they are while the device runs it and the next one is planned.
+"""`StepInFlight`: a step whose tables stay unchanged while the device runs it and the next step is planned.
 
-There are two sets of tables, used in turn, so that two steps may be in flight: the one that runs and the one planned
-behind it. A page that is let go meanwhile is parked until the step has ended, as the step may still read and write it.
+Two sets of tables are used in turn, so two steps may be in flight: one runs, and one is planned after it. A page that
+is released meanwhile is parked until the step has ended, because the step may still read and write it.
 """
 
 from collections.abc import Sequence
@@ -18,25 +18,25 @@ class StepInFlight:
     """A step that was fetched ahead. Made by `PagedKVCacheManager.fetch_ahead`, ended by `end_step`.
 
     Attributes:
-        inputs: as `fetch` returns them. The addresses of `cache_lengths` and `lookup_table` are those of the step
-            before the last; the tensors stay as they are until the step has ended.
+        inputs: as `fetch` returns them. The tensors stay unchanged until the step has ended. `cache_lengths` and
+            `lookup_table` have the same addresses as in the step before the last.
     """
 
     __slots__ = ("inputs", "num_requests", "number", "owner")
 
     def __init__(self, owner: "StepsInFlight", number: int, num_requests: int) -> None:
         self.owner = owner
-        self.number = number  # of its set of tables
+        self.number = number  # the number of its set of tables
         self.num_requests = num_requests
         self.inputs: list[RaggedKVCacheInputs] = []
 
     @property
     def is_over(self) -> bool:
-        """Whether `end_step` was called for it."""
+        """Whether `end_step` was called for the step."""
         return self not in self.owner.open
 
     def padded(self, batch_size: int) -> list[RaggedKVCacheInputs]:
-        """`inputs` with `batch_size` rows and all columns, for a captured graph: the rest has no tokens and no pages.
+        """`inputs` with `batch_size` rows and all columns, for a captured graph. Added rows have no tokens or pages.
 
         Raises `InvalidRequestError` if a replica has more requests in the step, or fewer rows, or the step is over.
         """
@@ -54,7 +54,7 @@ class StepsInFlight:
         self._placed = placed
 
     def make(self, num_requests: int) -> StepInFlight:
-        """A step to come, and its tables. Raises `InvalidRequestError` if two are in flight. Changes nothing."""
+        """Make a step and its tables. Raises `InvalidRequestError` if two are in flight. Changes no step in flight."""
         used = {step.number for step in self.open}
         if len(used) == MOST_STEPS:
             raise InvalidRequestError(
@@ -67,14 +67,14 @@ class StepsInFlight:
         return StepInFlight(self, number, num_requests)
 
     def begin(self, step: StepInFlight, inputs: list[RaggedKVCacheInputs]) -> None:
-        """The step is in flight."""
+        """Mark the step as in flight."""
         step.inputs = inputs
         self.open.append(step)
         for place in self._placed:
             place.replica.pool.begin_step()
 
     def end(self, step: StepInFlight) -> None:
-        """The device has done the step. Safe twice."""
+        """Mark the step as ended by the device. Safe to call twice."""
         if step not in self.open:
             return
         at = self.open.index(step)
@@ -93,7 +93,7 @@ class StepsInFlight:
         return [table.padded(inputs, batch_size) for table, inputs in zip(tables, step.inputs, strict=True)]
 
     def mend(self, over: StepInFlight | None) -> None:
-        """After an interrupt: what is in the tables of the steps in flight, all but `over`, is parked for them."""
+        """After an interrupt: park the pages in the tables of all steps in flight except `over`."""
         self.open[:] = [step for step in self.open if step is not over]
         for place in self._placed:
             pages = [place.step_tables(step.number)[0].pages() for step in self.open]

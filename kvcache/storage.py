@@ -1,4 +1,4 @@
-"""Allocates the page tensors of one shard, and the host memory of a tier."""
+"""Allocates the page tensors of a shard, and the host memory of a tier."""
 
 import mmap
 import weakref
@@ -16,10 +16,10 @@ HUGE_PAGE_BYTES = 2 << 20
 def allocate_blocks(layout: PageLayout, num_pages: int, device: torch.device) -> torch.Tensor:
     """Zeroed pages of one shard, `[num_pages, sides, layers, page_size, heads, head_dim]`, strided by `layout`.
 
-    Where a page has scales they lie in the same memory behind its values (`kvcache.layout.scales_of`).
+    If pages have scales, these follow the values in the same memory (`kvcache.layout.scales_of`).
 
-    On the CPU the memory is private, anonymous and in huge pages, touched here: a transfer that meets an untouched or
-    4 KiB page runs at a fraction of the rate (measured: 0.4 to 8 GB/s in place of 15). Raises `PoolTooSmallError`.
+    On the CPU the memory is private, anonymous, in huge pages, and touched here. A transfer that meets an untouched
+    page or a 4 KiB page is much slower (measured: 0.4 to 8 GB/s instead of 15). Raises `PoolTooSmallError`.
     """
     elements = num_pages * layout.page_bytes // layout.itemsize
     dtype: torch.dtype = getattr(torch, layout.dtype)
@@ -36,10 +36,10 @@ def allocate_blocks(layout: PageLayout, num_pages: int, device: torch.device) ->
 
 
 def allocate_host_rows(rows: int, row_bytes: int, pinned_for: object = None) -> torch.Tensor:
-    """Zeroed host memory, uint8 `[rows, row_bytes]`, in huge pages; pinned for the life of `pinned_for` where given.
+    """Zeroed host memory, uint8 `[rows, row_bytes]`, in huge pages; pinned while `pinned_for` exists, if it is given.
 
-    Pinned memory is registered with the driver and not allocated by torch, which rounds up to a power of two. Raises
-    `PoolTooSmallError` if there is not that much, or it may not be pinned.
+    Pinned memory is registered with the driver. torch does not allocate it, because torch rounds up to a power of two.
+    Raises `PoolTooSmallError` if there is too little memory, or it cannot be pinned.
     """
     try:
         memory = _huge_pages(rows * row_bytes)[: rows * row_bytes]
@@ -53,14 +53,14 @@ def allocate_host_rows(rows: int, row_bytes: int, pinned_for: object = None) -> 
 
 
 def _unpin(cudart: Any, memory: torch.Tensor) -> None:
-    """Unregister memory, which is mapped until here: the call holds it."""
+    """Unregister pinned memory. The argument keeps it mapped until then."""
     cudart.cudaHostUnregister(memory.data_ptr())
 
 
 def _huge_pages(num_bytes: int) -> torch.Tensor:
-    """`num_bytes`, rounded up to huge pages, of zeroed memory as uint8. The tensor keeps the mapping alive."""
+    """Zeroed memory of `num_bytes`, rounded up to huge pages, as uint8. The tensor keeps the mapping alive."""
     size = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    # Private on purpose: shared mappings get no huge pages. One huge page more, so that the start can be aligned.
+    # Private, because shared mappings get no huge pages. One huge page is added so that the start can be aligned.
     mapping = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)

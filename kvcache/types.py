@@ -1,4 +1,4 @@
-"""Small values that callers of the manager pass in or receive."""
+"""Small values that callers of the manager pass or receive."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, cast
@@ -18,20 +18,20 @@ RequestID = str
 class RaggedKVCacheInputs(NamedTuple):
     """The inputs of a model's attention on one device, as `PagedKVCacheManager.fetch` returns them.
 
-    Valid until the manager's next `maybe_reserve`, `step` or `release`: the tensors are views of its tables. Those of
-    `fetch_ahead` are valid until `end_step`.
+    Valid until the manager's next `maybe_reserve`, `step` or `release`, because the tensors are views of its tables.
+    Those of `fetch_ahead` are valid until `end_step`.
 
     Attributes:
-        blocks: the whole pool of this device, `[pages + 1, sides, layers, page_size, heads, head_dim]`, strided
-            (page 0 is the null page).
-        cache_lengths: int32 `[batch]`, tokens of each request whose KV is in the cache.
+        blocks: the whole pool of this device, `[pages + 1, sides, layers, page_size, heads, head_dim]`, strided. Page 0
+            is the null page.
+        cache_lengths: int32 `[batch]`, the tokens of each request whose KV is in the cache.
         lookup_table: int32 `[batch, columns]`, page ids in logical order; unused entries name the null page, 0. If
             groups of layers have several tables (`PagedKVCacheManager.layer_tables`), it is `[tables, batch, columns]`,
             and entries that have left a window also name the null page.
         max_lengths: int32 `[num_steps, 2]` on the host: the longest active run and the longest context of each step.
-        kv_scales: the scales of quantised values, in the same pages (`KVCacheParams.kvcache_quant_config`), else None:
+        kv_scales: the scales of quantised values, in the same pages (`KVCacheParams.kvcache_quant_config`), else None.
             `[pages + 1, sides, layers, page_size, heads, head_dim / quantization_granularity]`, strided. If a scale
-            covers a whole page, there is one token and one head.
+            covers a whole page, the extents of tokens and heads are 1.
     """
 
     blocks: torch.Tensor
@@ -42,7 +42,7 @@ class RaggedKVCacheInputs(NamedTuple):
 
 
 class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A `Retention` for some of a request's tokens: its system prompt, its tool definitions. Raises as `Retention`."""
+    """A `Retention` for some of a request's tokens, such as a system prompt or tools. Raises as `Retention`."""
 
     start: int  # the first of these tokens
     end: int | None = None  # the token after the last one; None: all tokens from `start` on
@@ -60,17 +60,17 @@ class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A client's knowledge about the future of a request's pages. A hint biases the eviction order, but locks no page.
+    """A client's knowledge about the future use of a request's pages. It biases the eviction order, and pins no page.
 
     It is read when the request is admitted and when it is released; the second reading counts for its pages. A wrong
     hint costs little (see `kvcache.retention`); a true `session_continues` can be worth twice the pool. Raises
-    `InvalidRequestError` (a ValueError) for a value out of range.
+    `InvalidRequestError` (a ValueError) if a value is out of range.
     """
 
     session_continues: bool | None = None  # whether another request is expected to extend this one; None: unknown
     priority: int = 50  # 0 (first to go) to 100 (last to go), in steps of 25
-    ttl_s: float | None = None  # seconds from the release on for which the hint is worth anything; None: it decays
-    ranges: tuple[RangeRetention, ...] = ()  # what is said of some tokens alone: the last that holds a page counts
+    ttl_s: float | None = None  # seconds after the release for which the hint holds; None: it decays
+    ranges: tuple[RangeRetention, ...] = ()  # hints for some tokens; the last range that contains a page counts for it
 
     def __post_init__(self) -> None:
         _check_hint(self)
@@ -91,17 +91,17 @@ class Admission(NamedTuple):
     """The best replica for a request that is not claimed yet, and the expected outcome of a claim there."""
 
     replica_idx: int
-    cached_pages: int  # of the request, published there
-    missing_pages: int  # that it would have to be given there, to begin with
-    # Whether it would be given a row and its pages now: `external_claim` and `maybe_reserve` succeed if nothing comes
-    # in between. False: on no replica, where the rule weighs them (`prefix`), else not on this one; the request has to
-    # wait for another's release. (Where recurrent states lie among the pages, and the claim itself may evict some that
-    # were found, these do not count as found; so that some requests fit, and are told that they do not.)
+    cached_pages: int  # pages of the request that are published there
+    missing_pages: int  # pages that it would have to allocate there, to begin with
+    # Whether a row and the missing pages are free now, so that `external_claim` and `maybe_reserve` succeed if nothing
+    # else happens before. False: the request fits on no replica (rule `prefix`) or not on this one (other rules), and
+    # has to wait for a release. If recurrent states lie among the pages, the claim itself may evict found pages. These
+    # do not count then, so `fits` may be False for a request that would fit.
     fits: bool
 
 
 Part = NDArray[np.uint8]
-"""Bytes of a page, as they lie in memory."""
+"""Bytes of a part of a page in memory."""
 
 
 class PageIO(Protocol):
@@ -110,12 +110,12 @@ class PageIO(Protocol):
     It moves all bytes or raises `OSError`.
     """
 
-    def write(self, file: int, parts: Sequence[Part], offset: int) -> None: ...  # noqa: D102 - as the class says
+    def write(self, file: int, parts: Sequence[Part], offset: int) -> None: ...  # noqa: D102 - see the class
     def read(self, file: int, parts: Sequence[Part], offset: int) -> None: ...  # noqa: D102
 
 
 class ObjectRange(NamedTuple):
-    """Bytes of an object, from `offset` on, and where they lie in the memory of an `ObjectIO`."""
+    """A range of bytes of an object, from `offset` on, and its `start` in the memory of an `ObjectIO`."""
 
     key: str
     offset: int
@@ -126,25 +126,25 @@ class ObjectRange(NamedTuple):
 class ObjectIO(Protocol):
     """Moves bytes between objects of a store and `memory`, for one thread.
 
-    No call takes much longer than the time limit given to its maker. If the store fails or is too slow, a call raises
-    `OSError`, as may the next one, and no late data is written to `memory`.
+    No call takes much longer than the time limit that was given to its maker. If the store fails or is too slow, a call
+    raises `OSError`, and so may the next one. Late data is never written to `memory`.
     """
 
     @property
-    def memory(self) -> Part: ...  # noqa: D102 - as the class says
+    def memory(self) -> Part: ...  # noqa: D102 - see the class
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        """Whether there is an object, for each key."""
+        """Whether the object of each key exists."""
         ...
 
     def write(self, objects: Sequence[ObjectRange]) -> None:
         """Write whole objects, each from offset 0 on. No reader sees an object before it is whole."""
 
     def read(self, ranges: Sequence[ObjectRange]) -> list[bool]:
-        """Whether each range was read: False if there is no such object. A truncated object leaves a rest unfilled."""
+        """Whether each range was read; False if its object is absent. A truncated object leaves its rest unfilled."""
         ...
 
     def close(self) -> None: ...  # noqa: D102
 
 
 MakeObjectIO = Callable[[int, float], ObjectIO]
-"""Makes an `ObjectIO` with so many bytes of memory, whose calls take so many seconds at most. Never raises."""
+"""Makes an `ObjectIO` with so many bytes of memory, whose calls take at most so many seconds. Never raises."""

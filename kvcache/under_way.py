@@ -1,9 +1,9 @@
-"""`UnderWay`: the one word that says which call of a manager is changing its books.
+"""`UnderWay`: a mark that says which call of a manager is changing its state.
 
-A call sets the word before its first change and clears it after its last. An interruption in between (Ctrl-C, a signal
-handler that raises, no memory, no stack) leaves the word set, whatever the call's handlers did. Every later call then
-sees that the books may be half done, and refuses. `PagedKVCacheManager.recover` mends the books and clears the word.
-A closed manager has its own word, which is never cleared. Calls that give something back, or only read, still work.
+A call sets the mark before its first change and clears it after its last. An interruption in between (Ctrl-C, a signal
+handler that raises, no memory, no stack) leaves the mark set, whatever the call's handlers did. Every later call then
+sees that the state may be half changed, and refuses. `PagedKVCacheManager.recover` mends the state and clears the mark.
+A closed manager has its own mark, which is never cleared. Calls that only release or read something still work.
 """
 
 from typing import NoReturn, Protocol, Self
@@ -14,53 +14,53 @@ _CLOSED: tuple[str, object] = ("close", "is over")
 
 
 class Refusing(Protocol):
-    """An object that may raise its own error while a call changes the books: the context of a request."""
+    """An object that may raise its own error while a call changes state: the context of a request."""
 
     @property
     def refused(self) -> bool:
-        """Whether it has, and nothing has changed: neither it nor, so far, the books."""
+        """Whether it has raised, and neither it nor the manager's state has changed so far."""
         ...
 
 
 class UnderWay:
-    """The word of one manager, which everything that changes its books shares.
+    """The mark of one manager, which everything that changes its state shares.
 
     Attributes:
-        call: the call that changes the books, and whose requests or objects it is about; None: the books are right.
-        context: what the call moves, and may refuse that; None: nothing.
-        leaving: requests whose `with claim` block ended while the word was set: `recover` releases them.
+        call: the call that changes the state, and its requests or objects; None: the state is consistent.
+        context: the context that the call moves, which may refuse; None: none.
+        leaving: requests whose `with claim` block ended while the mark was set; `recover` releases them.
     """
 
     __slots__ = ("_rest", "call", "context", "leaving")
 
     def __init__(self) -> None:
         self.call: tuple[str, object] | None = None
-        self._rest: tuple[str, object] | None = None  # what the word is while no call changes the books
+        self._rest: tuple[str, object] | None = None  # the value of `call` while no call changes the state
         self.context: Refusing | None = None
         self.leaving: list[str] = []
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the books may be half done."""
+        """Whether the state may be half changed."""
         return self.call is not self._rest
 
     def end(self) -> None:
-        """The books are right."""
+        """Mark the state as consistent."""
         self.call = self._rest
 
     def close(self) -> None:
-        """From now on `check` refuses. The books are right, unless a call was interrupted before."""
+        """Let `check` refuse from now on. The state is consistent, unless a call was interrupted before."""
         if not self.is_interrupted:
             self.call = _CLOSED
         self._rest = _CLOSED
 
     def check_books(self, call: str) -> None:
-        """Raise `InterruptedCallError` if a call was interrupted; a closed manager answers such a call."""
+        """Raise `InterruptedCallError` if a call was interrupted. A closed manager does not raise."""
         if self.is_interrupted:
             self.refuse(call)
 
     def refuse(self, call: str) -> NoReturn:
-        """Raise `InterruptedCallError`, or `ManagerClosedError`, as the word is set."""
+        """Raise `InterruptedCallError` or `ManagerClosedError`, whichever the mark calls for."""
         if self.call is _CLOSED:
             raise ManagerClosedError(
                 f"{call}: the manager is closed: it only gives back what is held (release, end_lease, cancel_import)"
@@ -72,15 +72,16 @@ class UnderWay:
         )
 
     def check(self, call: str) -> None:
-        """Raise `InterruptedCallError`, or `ManagerClosedError`, if the word is set."""
+        """Raise `InterruptedCallError` or `ManagerClosedError` if the mark is set."""
         if self.call is not None:
             self.refuse(call)
 
     def changing(self, call: str, about: object = None, context: Refusing | None = None) -> Self:
-        """In the `with` block of this the call changes the books, and may move `context`.
+        """A context manager for a block in which the call changes the state, and may move `context`.
 
-        The word is cleared at the end of the block, and where an error leaves it that says that everything is as it
-        was: one of our own, or one of the context's before anything was changed. Any other leaves it set.
+        The mark is cleared at the end of the block. It is also cleared if an error leaves the block that guarantees
+        that nothing has changed: one of this package, or one of the context before any change. Other errors leave it
+        set.
         """
         self.context = context
         self.call = (call, about)
@@ -96,7 +97,7 @@ class UnderWay:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """A call that changes the books, and may move `context`, has raised: see `changing`."""
+        """Handle an error of a call that changes the state and may move `context`: see `changing`."""
         if isinstance(error, KVCacheError):
             nothing_changed = not isinstance(error, InvariantError | InterruptedCallError)
         else:

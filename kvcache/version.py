@@ -4,5 +4,5 @@ from importlib.metadata import PackageNotFoundError, version
 
 try:
     __version__ = version("pagewire")
-except PackageNotFoundError:  # run from a folder that was never installed
+except PackageNotFoundError:  # pagewire runs from a folder and was never installed
     __version__ = "unknown"

@@ -1,8 +1,8 @@
-"""What a watcher of a manager is told: a `Look` at every page and request, whole or as what changed since another one.
+"""The messages between a manager and a watcher. A `Look` describes every page and request, in full or by its changes.
 
-A look is one message: the header below, in msgpack, then for each pool two frames of little-endian uint32: the pages
-that have changed, and their cells. A whole pool has an empty first frame, and a cell for every page, the null page too.
-A cell says all of a page: its state, how soon it is evicted, whether it is shared, and whose it is.
+A look is one message: the header below, in msgpack, then two frames of little-endian uint32 for each pool, the changed
+pages and their cells. A full pool has an empty first frame, and a cell for every page, including the null page. A cell
+holds all about a page: its state, its place in the eviction order, whether it is shared, and its owner.
 """
 
 import hashlib
@@ -23,14 +23,14 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
 
 class PageState(IntEnum):
-    """What a page is. Where several are true, it is the last of them."""
+    """The state of a page. If several apply, the last of them counts."""
 
     FREE = 0  # its content is worth nothing
-    IDLE = 1  # cached, findable, nobody's: it may be evicted
+    IDLE = 1  # cached and findable, without a holder: it may be evicted
     HELD = 2  # a request has it
-    LEASED = 3  # no request has it, a lease keeps it for its reader
+    LEASED = 3  # no request has it; a lease keeps it for a reader
     WRITTEN = 4  # a transfer or a copy from a lower tier writes it
-    QUARANTINED = 5  # its import was given up, and something in flight may still write it
+    QUARANTINED = 5  # its import was cancelled, and a write in flight may still reach it
 
 
 def states_of(cells: Cells) -> NDArray[np.uint8]:
@@ -39,7 +39,7 @@ def states_of(cells: Cells) -> NDArray[np.uint8]:
 
 
 def ages_of(cells: Cells) -> NDArray[np.uint8]:
-    """The eighth of the eviction order of each idle page: 0 goes first, 7 was released last."""
+    """The place of each idle page in the eviction order, in eighths: 0 goes first, 7 was released last."""
     return (cells >> AGE_SHIFT & 7).astype(np.uint8)
 
 
@@ -54,13 +54,13 @@ def request_digest(request_id: str) -> str:
 
 
 class _Versioned(msgspec.Struct, frozen=True):
-    """The field that all messages of all versions have: name and version. Looks that carry none are of version 1."""
+    """The field that messages of all versions have: name and version. Looks without it are of version 1."""
 
     type: str = ""
 
 
 def other_version(message: bytes, known: type[msgspec.Struct]) -> str:
-    """A sentence on a message of another version than the one that is known; empty if it is none of those."""
+    """An error text for a message of another version than `known`; empty if the message is no such message."""
     try:
         found = msgspec.msgpack.decode(message, type=_Versioned).type
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -72,32 +72,32 @@ def other_version(message: bytes, known: type[msgspec.Struct]) -> str:
 
 
 class AskLook(msgspec.Struct, frozen=True, kw_only=True, tag="ask_look/1"):
-    """A watcher's question; one look is the answer. Without questions no look is made."""
+    """A watcher's question, which one look answers. Without questions no look is made."""
 
-    known: Count = 0  # the number of the last look that came; 0: none, the answer is whole
-    incarnation: Label = ""  # of the watch that it came from
-    check: bool = False  # have the loop recount everything, which stops it meanwhile: `CheckReport` tells
+    known: Count = 0  # the number of the last look received; 0: none, so the answer is a full look
+    incarnation: Label = ""  # of the watch that sent that look
+    check: bool = False  # ask the loop for a recount, which stops it meanwhile; `CheckReport` has the result
 
 
 class WatchRefusal(msgspec.Struct, frozen=True, kw_only=True, tag="watch_refusal/1"):
-    """The answer in place of a look: there are too many watchers."""
+    """The answer in place of a look: there are too many watchers, or the question has another version."""
 
-    refused: Label  # why
+    refused: Label  # the reason
 
 
 class PoolLook(msgspec.Struct, frozen=True, kw_only=True):
     """The pages of one pool."""
 
     name: Label  # the number of the replica, or the tier
-    num_pages: Annotated[int, Meta(ge=1, lt=1 << 31)]  # the null page, 0, is not counted
+    num_pages: Annotated[int, Meta(ge=1, lt=1 << 31)]  # without the null page, 0
     counts: tuple[Count, ...]  # pages by `PageState`
 
 
 class Owners(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests, and what else holds pages, in columns. A number stays its owner's while that is there."""
+    """Requests and other holders of pages, in columns. An owner keeps its number while it exists."""
 
-    numbers: tuple[Count, ...] = ()  # 0: it has no pages here
-    request_ids: tuple[Label, ...] = ()  # or `request_digest` of each
+    numbers: tuple[Count, ...] = ()  # 0: the request has no pages here
+    request_ids: tuple[Label, ...] = ()  # the ids, or the `request_digest` of each
     tenants: tuple[Label, ...] = ()  # a digest of `cache_salt`; empty: none
     phases: tuple[Label, ...] = ()
     pools: tuple[Label, ...] = ()
@@ -107,13 +107,13 @@ class Owners(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease that stands."""
+    """An open lease."""
 
     request_id: Label
     pool: Label
     age_s: float
     left_s: float | None  # seconds to its deadline, unless a reader renews it; None: its request still runs
-    heard: Label = ""  # what readers have said
+    heard: Label = ""  # the last messages of readers
 
 
 class PullRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,49 +123,49 @@ class PullRow(msgspec.Struct, frozen=True, kw_only=True):
     pool: Label
     source: Label
     stage: Label
-    num_bytes: Count  # read, or on their way
+    num_bytes: Count  # that were read or are on their way
     age_s: float | None  # None: it has not begun
     left_s: float
 
 
 class TreeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages of the prefix tree between two branchings."""
+    """A run of pages of the prefix tree without a branch."""
 
     pool: Label
-    page: Count  # the first of them
-    parent: Count  # the first of those before them; 0: none
+    page: Count  # the first page of the run
+    parent: Count  # the first page of the run before it; 0: none
     pages: Count
-    below: Count  # with all that follow
-    hits: Count  # requests that found the first one
+    below: Count  # pages of the run and of all that follow it
+    hits: Count  # requests that found the first page
 
 
 class EvictionRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages that were given away together."""
+    """Pages that were evicted together."""
 
     age_s: float
     pool: Label
     reason: Label  # "LRU", "hint", "quota" or "reset"
     pages: Count
-    again: Count  # of them, that were asked for again, and computed or copied anew
-    first: Label  # the digest of one, in part
+    again: Count  # of these pages, those that were computed or copied again later
+    first: Label  # the beginning of one page's digest
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     """A recount by the loop."""
 
     age_s: float
-    seconds: float  # that it took
-    error: str  # the first discrepancy; empty: the books agree
-    counts: dict[Label, tuple[Count, ...]]  # of each pool the pages by `PageState` at that moment
+    seconds: float  # the duration of the recount
+    error: str  # the first discrepancy; empty: there is none
+    counts: dict[Label, tuple[Count, ...]]  # by pool: pages by `PageState` at that moment
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
-    """A look at a manager."""
+    """A description of a manager at one moment."""
 
     name: Label  # of the process
-    incarnation: Label  # random, of the watch
+    incarnation: Label  # a random id of the watch
     number: Count  # of the look
-    base: Count  # the look that this one is a difference to; 0: it is whole
+    base: Count  # the look to which this one has the changes; 0: it is a full look
     at: float  # seconds since 1970
     cost_s: float  # processor time of the last look
     page_size: Count
@@ -176,15 +176,15 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
     pulls: tuple[PullRow, ...] = ()
     tree: tuple[TreeRow, ...] = ()
     evictions: tuple[EvictionRow, ...] = ()
-    evicted: dict[Label, tuple[Count, Count]] = {}  # by reason, pages since somebody looks, and those asked for again
+    evicted: dict[Label, tuple[Count, Count]] = {}  # by reason: pages since the watch began, and those needed again
     figures: dict[Label, float] = {}  # totals; a rate is the difference of two looks
     check: CheckReport | None = None
 
 
 class Beside(NamedTuple):
-    """Figures from outside the manager: phases by request id, leases, pulls, totals."""
+    """Data from outside the manager: phases by request id, leases, pulls, totals."""
 
-    phases: dict[str, str] = {}  # noqa: RUF012  (defaults that nobody changes)
+    phases: dict[str, str] = {}  # noqa: RUF012  (these defaults are never changed)
     leases: tuple[LeaseRow, ...] = ()
     pulls: tuple[PullRow, ...] = ()
     figures: dict[str, float] = {}  # noqa: RUF012
