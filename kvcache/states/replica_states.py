@@ -240,7 +240,14 @@ class ReplicaStates(RequestStates):
         digest = self._kept.digest_at(context, had) if had else None
         page = self.pages.begin_import(context.request_id, digest)
         pending.parts.append(ImportPart(0, np.array([page], np.int32), is_state=True))
-        pending.on_free = functools.partial(self.pages.cancel_import, page)
+        pending.on_free = functools.partial(self._cancel_import, context.request_id, page)
+
+    def _cancel_import(self, request_id: str, page: int) -> None:
+        """Nothing writes the page any more, which was the request's when the import began."""
+        self.pages.cancel_import(page)
+        if self.pages.holds(request_id) and self.pages.page_of(request_id) == page:
+            # Others may have more of its prompt by the time that it computes it itself.
+            self._kept.leave(request_id)
 
     def commit_import(self, request_id: str, tokens: int) -> None:
         self.pages.commit_import(request_id, tokens)
