@@ -130,6 +130,21 @@ class Claims:
         """Release the request."""
         self.release(request_id, *self.leaving(request_id))
 
+    def claim_anew(self, request_id: RequestID, replica_idx: int) -> int:
+        """The request, which nobody leases, gives its pages back, as if it were claimed just now; which row it has."""
+        self.unclaim(request_id)
+        return self.claim(request_id, replica_idx)
+
+    def without_import(self, request_id: RequestID, replica_idx: int, row: int, place: int) -> tuple[int, int]:
+        """The row and the place of a request that is to be reserved, -1 for one that is bound to no context.
+
+        Pages of a cancelled import in which it cannot run are given back first, unless it is leased.
+        """
+        replica = self._replicas[replica_idx]
+        if row not in replica.imports.to_give_back or row in replica.leases.of_row:
+            return row, place
+        return self.claim_anew(request_id, replica_idx), -1
+
     def mend(self) -> None:
         """Keep the requests that both this and a replica's rows have as claimed. Mends the rows accordingly."""
         claimed: dict[RequestID, int] = {}

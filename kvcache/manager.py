@@ -214,7 +214,8 @@ class PagedKVCacheManager(PoolFigures):
         The context's `start_idx` moves to the end of a prefix hit. A request without pages has computed nothing: it
         starts at its hit, or at 0, whatever its context says. A preempted request can therefore be claimed again with
         the same context. Returns False, with nothing changed, if too few pages are free; the same call may succeed once
-        other requests have released theirs.
+        other requests have released theirs. With several block tables the pages of a cancelled import are given back
+        first: then a request that is refused has none.
 
         Raises `InvalidRequestError`, as `reserve_batch` and `fetch` do, if a request with pages has its `start_idx`
         beyond the tokens that it can have computed, or would recompute tokens that a lease promises to readers.
@@ -241,6 +242,7 @@ class PagedKVCacheManager(PoolFigures):
         context = read_context(data)
         mark.call, mark.context = ("maybe_reserve", context.request_id), context
         try:
+            row, place = self._claims.without_import(context.request_id, replica_idx, row, place)
             reserved = self._replicas.reserve(replica_idx, row, context, num_steps)
         except Exception as error:
             mark.fail(error)
@@ -407,8 +409,9 @@ class PagedKVCacheManager(PoolFigures):
 
         Returns None if too few pages are free. Pages cached here are shared; `copier` gives the right to copy the
         others. The request can run after `commit_import`. After `cancel_import` it computes its tokens itself in the
-        pages that it has, or is released. If it is not leased and has not run, it may also import again. Its pages are
-        given back first, so a result of None leaves it without pages.
+        pages that it has, or is released. With several block tables `maybe_reserve` comes first and gives it other
+        pages, unless it is leased. If it is not leased and has not run, it may also import again. Its pages are given
+        back first, so a result of None leaves it without pages.
 
         The table may have any page size and split. It must cover fewer tokens than the context knows, because the last
         token runs here. With `partial` it covers only the first full pages, and `extend_import` follows. Raises
@@ -422,8 +425,7 @@ class PagedKVCacheManager(PoolFigures):
         with self._mark.changing("import_block_table", read.request_id, read):
             if replica.imports.is_given_up(row) and row not in replica.leases.of_row:
                 imports.check_table(replica, read, table, last=not partial)
-                self._claims.unclaim(read.request_id)
-                row = self._claims.claim(read.request_id, replica_idx)
+                row = self._claims.claim_anew(read.request_id, replica_idx)
             pending = imports.begin_import(replica, replica_idx, row, read, table, num_steps, partial=partial)
             if pending is not None:
                 self._claims.bind(context, replica_idx, row)

@@ -86,10 +86,16 @@ class ImportCopier:
 
 
 class ImportBook:
-    """The imports of a replica, from their beginning until no copier writes to their pages any more."""
+    """The imports of a replica, from their beginning until no copier writes to their pages any more.
 
-    def __init__(self, pool: PagePool, rows: BlockRows, mark: UnderWay) -> None:
+    `shares_ahead`: whether an import shares pages behind those from which its request could go on by itself. Then the
+    request does not run in the pages of a cancelled import, as it would write over them.
+    """
+
+    def __init__(self, pool: PagePool, rows: BlockRows, mark: UnderWay, *, shares_ahead: bool) -> None:
         self._mark = mark
+        self._shares_ahead = shares_ahead
+        self.to_give_back: set[int] = set()  # rows whose import was cancelled and that cannot run in its pages
         self.each: list[PendingImport] = []  # includes cancelled ones while their copier may still write
         self.of_row: dict[int, PendingImport] = {}  # by claimed row that waits for the import and cannot run
         self.copiers: dict[PendingImport, ImportCopier] = {}  # those that were handed out
@@ -140,12 +146,19 @@ class ImportBook:
 
     def is_given_up(self, row: int) -> bool:
         """Whether all pages of the row are those of a cancelled import, so that nothing has run in them."""
-        return row not in self.of_row and self._given_up.get(row) == self._rows.counted.item(row)
+        if row in self.of_row:
+            return False
+        return row in self.to_give_back or self._given_up.get(row) == self._rows.counted.item(row)
+
+    def may_run(self, row: int) -> bool:
+        """Whether a model may write to the row's pages."""
+        return row not in self.of_row and row not in self.to_give_back
 
     def leave(self, row: int) -> None:
         """Forget a released row."""
         self.of_row.pop(row, None)
         self._given_up.pop(row, None)
+        self.to_give_back.discard(row)
 
     def refuse_unknown(self, pending: PendingImport) -> None:
         """Raise `InvalidRequestError` if an open import is a copy of one of these, not the object itself."""
@@ -165,6 +178,9 @@ class ImportBook:
         for row, pending in list(self.of_row.items()):
             if pending not in self.each or rows[row] != pending.request_id:
                 del self.of_row[row]
+                if self._shares_ahead and rows[row] == pending.request_id:
+                    self.to_give_back.add(row)
+        self.to_give_back.intersection_update(self._rows.row_of.values())
         return [pending.request_id for pending in over]
 
     def _is_written(self, pending: PendingImport) -> bool:
@@ -177,6 +193,9 @@ class ImportBook:
             copier = self.copiers.get(pending)
             if pending.closed and (copier is None or copier.is_over):
                 raise InvariantError(f"request {pending.request_id!r}: its import is closed, but still has its pages")
+        for row in self.to_give_back:
+            if self._rows.request_ids[row] is None or self._rows.capacity.item(row) >= 0:
+                raise InvariantError(f"row {row} may run in the pages of a cancelled import, which others may share")
         for row, pending in self.of_row.items():
             if pending not in self.each or self._rows.request_ids[row] != pending.request_id:
                 raise InvariantError(f"row {row} waits for an import of {pending.request_id!r} that is not its own")
@@ -192,5 +211,8 @@ class ImportBook:
         row = self._rows.row_of.get(pending.request_id)
         if row is not None and self.of_row.get(row) is pending:
             del self.of_row[row]
-            self._rows.measure(row)
+            if self._shares_ahead and row in self._given_up:
+                self.to_give_back.add(row)
+            else:
+                self._rows.measure(row)
         self._pool.drop_writer(pending.written)

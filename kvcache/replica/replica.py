@@ -62,12 +62,12 @@ class Replica:
         self.hash_algorithm: HashAlgorithm = params.hash_algorithm
         self.pool = pool
         self.rows = rows
-        self.imports = ImportBook(self.pool, rows, self.mark)
+        one = tables.kinds == ("full",)
+        self.imports = ImportBook(self.pool, rows, self.mark, shares_ahead=not one)
         self.leases = PageLeases(self.pool, rows)
         self._hashers: dict[int, PrefixHasher] = {}  # by row: hashers of contexts that cannot carry them
         self._named: dict[int, tuple[str | None, ExtraKeys]] = {}  # by row: salt and keys of the request's pages
         self.counter = PromptCounter(rows)
-        one = tables.kinds == ("full",)
         self.tables = (OneTable if one else RowTables)(tables, pool, rows, self.leases, caching=self.caching)
         # A request of up to so many tokens fits in any case, so that its pages need not be counted.
         self._always_fits = min(self.max_seq_len, (pool.num_pages - pool.beside) // self.tables.count * self.page_size)
@@ -109,7 +109,7 @@ class Replica:
 
         Returns the number of newly allocated pages, or None, with nothing changed, if there are too few.
         """
-        if row in self.imports.of_row:
+        if not self.imports.may_run(row):
             self.refuse_pending(row, "maybe_reserve")
         have = self.rows.num_pages.item(row)
         start = context.start_idx if have else 0
@@ -432,7 +432,7 @@ class Replica:
         vouched[rows.table[:, columns < committed[:, None]]] = True
         published[used & ~vouched] = False
         for row in range(len(committed)):
-            rows.measure(row, usable=row not in self.imports.of_row)
+            rows.measure(row, usable=self.imports.may_run(row))
         self.counter.mend()
         for known in (self._hashers, self._named):
             for row in known.keys() - {*claimed}:
@@ -516,6 +516,11 @@ class Replica:
             if pending.closed:
                 reason = "cancelled import may still be written: its copier has to prove, or to give up, first"
             raise NotReservedError(f"request {self.rows.request_ids[row]!r}: {call} while its {reason}")
+        if row in self.imports.to_give_back:
+            raise NotReservedError(
+                f"request {self.rows.request_ids[row]!r}: {call} in the pages of its cancelled import, of which others "
+                "may have some: call maybe_reserve first, which gives them back, or release it if it is leased"
+            )
 
     def refuse_short(self, rows: Rows, lengths: Ints, call: str) -> None:
         """Raise unless each of `rows` has pages for `lengths` tokens, which are to run or were computed."""

@@ -190,6 +190,11 @@ class ImportMoves(Moves):
         elif kind == 1 and self.replica(one).is_plain and not one.unsure:
             one.cached = 0
             one.ready = one.room >= len(one.tokens)
+        elif kind == 1 and not one.unsure and not self.is_leased(one):
+            one.cached, one.gives_back = 0, True
+            if self.reserve_one(one, 1) is None:
+                self.leave(one)
+            self.seen["computes itself"] += 1
         else:
             self.leave(one)
 

@@ -343,6 +343,9 @@ class Moves:
             context.set_token_indices(active_idx=was)
             return None
         self.fetch_below(context)
+        if one.gives_back:
+            self.books.gives_back(one)
+            one.rows, one.first, one.gives_back = [{} for _ in one.rows], [0] * len(one.rows), False
         looks = not one.has_pages or context.active_length > 1
         if looks:  # what was promised comes first
             self.books.use(one.loads)

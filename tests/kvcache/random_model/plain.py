@@ -82,6 +82,7 @@ class Request:
     unsure: bool = False  # a call was interrupted since it came: what is published of it is not known
     passing: Digest | None = None  # the copy of its state that goes with the next one
     surely: bool = True  # or that may go
+    gives_back: bool = False  # its import was cancelled, and its next reservation gives its pages back first
 
     @property
     def name(self) -> str:
@@ -93,7 +94,7 @@ class Request:
 
     @property
     def has_pages(self) -> bool:
-        return any(self.rows)
+        return any(self.rows) and not self.gives_back
 
     @property
     def room(self) -> int:

@@ -1,17 +1,27 @@
-"""Cancelled imports: the request computes its tokens itself."""
+"""Cancelled imports: the request computes its tokens itself, and writes over no page that others have."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
-from kvcache import PagedKVCacheManager, PendingImport, TextContext
+from kvcache import InvalidRequestError, LayerGroup, NotReservedError, PagedKVCacheManager, PendingImport, TextContext
 from tests.kvcache.build import manager_of
-from tests.kvcache.states.test_grouped_states import NEXT, PROMPT, SHAPE, SIZE, served, without_state_at
+from tests.kvcache.replica.test_further_tables import gone
+from tests.kvcache.states.test_grouped_states import NEXT, PROMPT, SHAPE, SIZE, run, served, start, without_state_at
+
+FULL = LayerGroup("full", (0,))
+WIDE = FULL, LayerGroup("window", (1,), 100)  # it sees all of the prompt: no page falls out of it
+NARROW = FULL, LayerGroup("window", (1,), 6)
 
 
-def make() -> PagedKVCacheManager:
-    states = {"states": SHAPE, "state_copies": 20, "state_every_pages": 0}
-    return manager_of(100 + 29 * 8, page_size=SIZE, layers=1, dtype=torch.int64, params=states)
+def make(groups: tuple[LayerGroup, ...] = (), *, states: bool = True, pages: int = 100) -> PagedKVCacheManager:
+    told: dict[str, Any] = {"groups": groups}
+    told |= {"states": SHAPE, "state_copies": 20, "state_every_pages": 0} if states else {}
+    more = 29 * 8 if states else 0  # pages that the states take
+    return manager_of(pages + more, page_size=SIZE, layers=2 if groups else 1, dtype=torch.int64, params=told)
 
 
 def forget_states(manager: PagedKVCacheManager) -> None:
@@ -19,13 +29,40 @@ def forget_states(manager: PagedKVCacheManager) -> None:
         without_state_at(manager, pages)
 
 
+def compute(manager: PagedKVCacheManager, context: TextContext) -> None:
+    """A chunk, in pages of its own alone."""
+    replica = manager._replicas.each[0]
+    row = replica.rows.row_of[context.request_id]
+    pages = replica.rows.table[:, row, context.start_idx // SIZE : -(-context.active_idx // SIZE)]
+    assert (pages > 0).all()
+    assert not replica.pool.index.published[pages].any()
+    assert (replica.pool.holders[pages] == 1).all()
+    if manager.states:
+        run(manager, context)
+        return
+    manager.fetch([context])
+    context.update(NEXT)
+    manager.step([context])
+    manager.check()
+
+
 def importing(source: PagedKVCacheManager, target: PagedKVCacheManager) -> tuple[TextContext, PendingImport]:
-    served(source, PROMPT, release=False)
+    if source.states:
+        served(source, PROMPT, release=False)
+    else:
+        without_states(source, "r")
     context = TextContext([*PROMPT, NEXT], 256, "d")
     target.external_claim("d", 0)
     pending = target.import_block_table(context, source.block_table("r"))
     assert pending is not None
     return context, pending
+
+
+def without_states(manager: PagedKVCacheManager, name: str) -> None:
+    context = start(manager, PROMPT, name)
+    manager.fetch([context])
+    context.update(NEXT)
+    manager.step([context])
 
 
 def test_its_chunks_end_where_it_leaves_what_others_have_by_now() -> None:
@@ -36,3 +73,104 @@ def test_its_chunks_end_where_it_leaves_what_others_have_by_now() -> None:
     target.cancel_import(pending)
     assert target.maybe_reserve(context)
     assert (context.start_idx, context.active_idx) == (0, 5 * SIZE)
+
+
+@pytest.mark.parametrize("holds", ["request", "lease", "nobody"])
+@pytest.mark.parametrize("groups", [WIDE, NARROW])
+def test_what_is_found_behind_its_state_is_not_written(groups: tuple[LayerGroup, ...], holds: str) -> None:
+    source, target = make(groups), make(groups)
+    served(target, PROMPT, "first", release=False)
+    if holds == "lease":
+        target.lease("first")
+    if holds != "request":
+        target.release("first")
+    forget_states(target)
+    context, pending = importing(source, target)
+    assert pending.tokens == (40, 40)
+    target.cancel_import(pending)
+    target.check()
+    with pytest.raises((NotReservedError, InvalidRequestError)):
+        target.fetch([context])
+    with pytest.raises(NotReservedError, match="reserve_batch in the pages of its cancelled import"):
+        target.reserve_batch([context])
+    while context.start_idx < 45:
+        assert target.maybe_reserve(context)
+        compute(target, context)
+
+
+@pytest.mark.parametrize("groups", [WIDE, NARROW])
+def test_without_states_what_a_full_table_finds_behind_a_lost_window_is_not_written(
+    groups: tuple[LayerGroup, ...],
+) -> None:
+    source, target = make(groups, states=False), make(groups, states=False)
+    without_states(target, "first")
+    target.lease("first")
+    target.release("first")
+    for column in range(10):
+        gone(target, PROMPT, 0, column)
+    context, pending = importing(source, target)
+    assert pending.tokens == (40, 40)
+    target.cancel_import(pending)
+    while context.start_idx < 45:
+        assert target.maybe_reserve(context)
+        compute(target, context)
+
+
+def test_a_leased_request_does_not_go_on_in_them() -> None:
+    source, target = make(WIDE), make(WIDE)
+    served(target, PROMPT, "first")
+    forget_states(target)
+    served(source, PROMPT, release=False)
+    context = TextContext([*PROMPT, NEXT], 256, "d")
+    target.external_claim("d", 0)
+    lease = target.lease("d")
+    pending = target.import_block_table(context, source.block_table("r"))
+    assert pending is not None
+    target.cancel_import(pending)
+    for _ in range(2):
+        with pytest.raises(NotReservedError, match="or release it if it is leased"):
+            target.maybe_reserve(context)
+    target.end_lease(lease)
+    assert target.maybe_reserve(context)
+    compute(target, context)
+
+
+def test_it_waits_without_pages_where_too_few_are_free() -> None:
+    source, target = make(WIDE, states=False), make(WIDE, states=False, pages=30)
+    context, pending = importing(source, target)
+    target.cancel_import(pending)
+    other = TextContext([*range(3 * SIZE)], 256, "other")
+    target.external_claim("other", 0)
+    assert target.maybe_reserve(other)
+    assert not target.maybe_reserve(context, 20)
+    assert target.get_req_blocks("d") == []
+    assert target.maybe_reserve(context)
+    compute(target, context)
+
+
+@pytest.mark.parametrize("interrupted", ["cancel_import", "a later call"])
+def test_after_an_interrupt_they_are_not_written(monkeypatch: pytest.MonkeyPatch, interrupted: str) -> None:
+    def stops(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    source, target = make(WIDE, states=False), make(WIDE, states=False)
+    without_states(target, "first")
+    target.lease("first")
+    target.release("first")
+    target.external_claim("other")
+    for column in range(10):
+        gone(target, PROMPT, 0, column)
+    context, pending = importing(source, target)
+    if interrupted == "a later call":
+        target.cancel_import(pending)
+    imports = target._replicas.each[0].imports
+    monkeypatch.setattr(imports, "_give_back", stops)
+    monkeypatch.setattr(target._replicas.each[0].leases, "grant", stops)
+    with pytest.raises(KeyboardInterrupt):
+        target.lease("other") if imports.to_give_back else target.cancel_import(pending)
+    monkeypatch.undo()
+    assert target.recover().call is not None
+    target.check()
+    while context.start_idx < 45:
+        assert target.maybe_reserve(context)
+        compute(target, context)
