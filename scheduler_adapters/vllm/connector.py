@@ -95,7 +95,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
             raise EngineClosedError("asked for a worker's side in the scheduler, or after shutdown")
         return self._worker
 
-    # VLLM calls these before it makes a connector, so that invalid options end the start here.
+    # vLLM calls these before it makes a connector, so that invalid options end the start here.
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -159,7 +159,7 @@ class SchedulerSide:
             del request.prompt_token_ids[-1]
         elif request.prompt_embeds is not None:
             request.prompt_embeds = request.prompt_embeds[:-1]
-        # VLLM's own connector does the same; there is no public way.
+        # vLLM's own connector does the same; there is no public way.
         del request._all_token_ids[-1]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         request.num_prompt_tokens -= 1
         request.max_tokens = 1

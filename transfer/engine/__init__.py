@@ -1,4 +1,4 @@
-"""`KVTransferEngine`, the documented transfer engine of MAX, and what is its alone.
+"""`KVTransferEngine`, the documented transfer engine of MAX, and the modules that only it uses.
 
 Imports `transfer.plan`, `transfer.wire`, `transfer.nixl` and the values of `transfer`. Start reading at `engine.py`.
 """

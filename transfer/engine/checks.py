@@ -1,4 +1,4 @@
-"""What a caller hands in, checked before anything is done: the tensors of an engine and the pages of a transfer."""
+"""Checks a caller's input before anything is done: the tensors of an engine and the pages of a transfer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _MEMORY_OF = {"cpu": MemoryType.DRAM, "cuda": MemoryType.VRAM}
 
 
 def is_index(value: Any) -> bool:
-    """Whether a value is an integer of Python's or numpy's, and no bool."""
+    """Whether a value is a Python or numpy integer, but not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def check_tensors(name: str, tensors: Sequence[Sequence[torch.Tensor]], total_num_pages: int) -> MemoryType:
-    """Checks that an engine can be built over `tensors`, `[replica][tp_shard]`, and returns where they live."""
+    """Checks that an engine can be built over `tensors`, `[replica][tp_shard]`. Returns the kind of their memory."""
     if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
         raise InvalidEngineError(f"an engine needs a name, got {name!r}")
     engine = f"engine {name!r}"
@@ -68,7 +68,7 @@ def _check_tensor(label: str, tensor: torch.Tensor, total_num_pages: int) -> Non
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements, in some order of the dimensions, cover one stretch of memory without gap or overlap."""
+    """Whether the elements, in some order of dimensions, cover one stretch of memory without gap or overlap."""
     covered = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -80,7 +80,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _check_apart(engine: str, flat: list[tuple[str, torch.Tensor]]) -> None:
-    """Two shards over the same bytes would overwrite each other."""
+    """Raises if two shards share memory, because they would overwrite each other."""
     regions = sorted((t.device.index or 0, t.data_ptr(), t.numel() * t.element_size(), label) for label, t in flat)
     for (device, start, size, label), (next_device, next_start, _, next_label) in pairwise(regions):
         if device == next_device and next_start < start + size:
@@ -88,12 +88,12 @@ def _check_apart(engine: str, flat: list[tuple[str, torch.Tensor]]) -> None:
 
 
 def _all_indices(values: Sequence[Any]) -> bool:
-    # The first test is three times as fast, and enough for the lists that a block table gives.
+    # The first test is three times as fast, and suffices for lists from a block table.
     return {int}.issuperset(map(type, values)) or all(map(is_index, values))
 
 
 def page_indices(label: str, idxs: Sequence[int] | npt.NDArray[Any], total_num_pages: int) -> Ints:
-    """Returns integers, a list or a numpy array, as int64 `[pages]`, each of them a page of the engine."""
+    """Returns page ids as int64 `[pages]`. Raises `InvalidTransferError` if one is no page of the engine."""
     try:
         values = np.asarray(idxs)
     except ValueError as error:
@@ -102,7 +102,7 @@ def page_indices(label: str, idxs: Sequence[int] | npt.NDArray[Any], total_num_p
         raise InvalidTransferError(
             f"{label} has shape {list(values.shape)}; one dimension and at least one page is needed"
         )
-    # numpy turns a list of True and 7 into integers, so what came in is looked at as well.
+    # numpy turns [True, 7] into integers, so the input is checked too.
     if values.dtype.kind not in "iu" or (not isinstance(idxs, np.ndarray) and not _all_indices(idxs)):
         wrong = next((value for value in idxs if not is_index(value)), "an integer beyond 64 bits")
         raise InvalidTransferError(f"{label} holds {wrong!r}, which is no page number")
@@ -114,13 +114,13 @@ def page_indices(label: str, idxs: Sequence[int] | npt.NDArray[Any], total_num_p
 
 
 def check_replica(label: str, replica_idx: int, dp: int) -> None:
-    """Checks the index of a replica."""
+    """Raises `InvalidTransferError` for an invalid replica index."""
     if not is_index(replica_idx) or not 0 <= replica_idx < dp:
         raise InvalidTransferError(f"{label} is {replica_idx!r}, the engine has replicas 0 to {dp - 1}")
 
 
 def check_request(where: str, engine: str, request: TransferReqData, dp: int) -> None:
-    """Checks that a request is one, of this engine and one of its replicas."""
+    """Raises `InvalidTransferError` unless a request is valid and names this engine and one of its replicas."""
     if not isinstance(request, TransferReqData):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
         raise InvalidTransferError(f"{where}: expected TransferReqData, got {type(request).__name__}")
     name = request.transfer_name

@@ -1,8 +1,8 @@
-"""The transfer engine: moves pages between the pools of two processes, and knows when each transfer is over.
+"""The transfer engine: moves pages between the pools of two processes, and tracks the end of each transfer.
 
-A page belongs to a transfer until NIXL has called it ended, whoever stopped waiting for it in between. NIXL cannot stop
-a copy: what a time-out, a failure or a `disconnect` leaves in flight is parked, polled to its end, and its local pages
-are reported by `quarantined_pages` until then. Nothing else tells when they may be used again.
+A page belongs to a transfer until NIXL reports its end, even if the caller stopped waiting for it. NIXL cannot stop a
+copy. After a time-out, a failure or a `disconnect`, the copies in flight are parked and polled until they end. Until
+then `quarantined_pages` reports their local pages. Only it tells when these pages may be used again.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ from transfer.nixl.agent import Agent
 from transfer.nixl.settings import agreed_settings
 
 _FIRST_PAUSE_S = 20e-6  # most small transfers end within it
-_LAST_PAUSE_S = 1e-3  # a stuck one is looked at each millisecond: 2 % of a core
+_LAST_PAUSE_S = 1e-3  # polls a stuck transfer every millisecond: 2 % of a core
 
 
 class KVTransferEngine:
     """Sends pages to other engines and reads pages from them. Both sides must `connect` to each other first.
 
-    A WRITE is started by the source, a READ by the destination. The side that starts it hears of its end from NIXL, the
-    other side from one notification per shard, which follows the last byte. Nothing runs in the background: a peer's
-    first READ, and every notification, wait until this side calls `poll`, `is_complete` or `sync_and_release`. So call
-    `poll` every few milliseconds while peers may be at work.
+    The source starts a WRITE, the destination a READ. NIXL tells the starting side of the end. The other side gets one
+    notification per shard, which follows the last byte. Nothing runs in the background: a peer's first READ, and every
+    notification, wait until this side calls `poll`, `is_complete` or `sync_and_release`. Call `poll` every few
+    milliseconds while peers may be active.
 
     One NIXL agent serves each (replica, shard). Not thread-safe: one thread owns the engine.
 
     Args:
-        name: names the engine to its peers; a restarted engine may take its predecessor's.
+        name: name of the engine for its peers; a restarted engine may take its predecessor's.
         tensors: `[replica][tp_shard]`, all of one size, dtype and kind of device. Each covers a dense stretch of
             memory, page after page, whatever the order of its dimensions. It stays registered until `cleanup`, and must
             stay mapped while any peer lives: a READ of unmapped memory breaks the connection, or delivers half a page.
         total_num_pages: pages of each tensor.
 
     Attributes:
-        name, total_num_pages: as given.
+        name, total_num_pages: the arguments.
         bytes_per_page: bytes of a page of one tensor.
         dp, tp: number of replicas, and of shards of a replica.
         memory_type: where the tensors live.
-        metadata: what a peer's `connect` needs, for all replicas.
+        metadata: argument for a peer's `connect`, for all replicas.
         tensor_agents: `[replica][tp_shard]`; empty after `cleanup`.
 
     Raises:
@@ -124,42 +124,42 @@ class KVTransferEngine:
 
     @property
     def remote_connections(self) -> dict[str, KVTransferEngineMetadata]:
-        """Engine name to metadata of each connected peer, dead ones included until `disconnect`."""
+        """Metadata of each connected peer by engine name, including dead peers until `disconnect`."""
         return {name: peer.metadata for name, peer in self._peers.connected.items()}
 
     @property
     def remote_agent_to_engine(self) -> dict[str, str]:
-        """Agent name to engine name, of each agent of a connected peer."""
+        """Engine name by agent name, for each agent of a connected peer."""
         return {agent: name for agent, (name, _) in self._peers.sender.items()}
 
     @property
     def inflight_send_transfers(self) -> dict[str, TransferReqData]:
-        """Transfer name to request of each WRITE that this engine started and that is not cleaned up."""
+        """Request by transfer name of each WRITE that this engine started and that is not cleaned up."""
         return self._postings.requests(is_read=False)
 
     @property
     def inflight_read_transfers(self) -> dict[str, TransferReqData]:
-        """Transfer name to request of each READ that this engine started and that is not cleaned up."""
+        """Request by transfer name of each READ that this engine started and that is not cleaned up."""
         return self._postings.requests(is_read=True)
 
     @property
     def completed_recv_transfers(self) -> dict[str, dict[str, set[int]]]:
-        """Engine name to transfer name to the shards that have ended, of the transfers that peers started."""
+        """For transfers that peers started: engine name to transfer name to the shards that have ended."""
         return self._notifications.completed
 
     @property
     def notification_counts(self) -> dict[str, int]:
-        """How many notifications were accepted, and how many dropped as unknown, malformed, duplicate or late."""
+        """Number of notifications by verdict: accepted, unknown, malformed, duplicate or late."""
         return dict(self._notifications.counts)
 
     @property
     def suspect_peers(self) -> frozenset[str]:
-        """Peers with a transfer that timed out, and none that we started and that has ended well since."""
+        """Peers with a transfer that timed out, and since then no successful transfer that this engine started."""
         return frozenset(self._suspects)
 
     @property
     def failed_peers(self) -> dict[str, str]:
-        """Engine name to reason of each connected peer that is known to be dead. Only `disconnect` is of use for it."""
+        """Reason by engine name of each connected peer that is known to be dead. Only `disconnect` works for it."""
         return {name: str(peer.failure) for name, peer in self._peers.connected.items() if peer.failure is not None}
 
     def connect(self, remote: KVTransferEngineMetadata) -> None:
@@ -169,8 +169,8 @@ class KVTransferEngine:
         bytes are checked. If it comes from a network, give `encode` and `decode_metadata` a key, or use
         `NixlConnectorWorker`.
 
-        A name stays connected until `disconnect`, even when its engine has died and a new incarnation calls: only the
-        caller knows what is to become of the transfers with the old one.
+        A name stays connected until `disconnect`, even if its engine has died and a new incarnation calls: only the
+        caller can decide about the transfers with the old one.
 
         Raises:
             AlreadyConnectedError: an engine of this name is connected, or its last connection has not drained yet.
@@ -184,8 +184,8 @@ class KVTransferEngine:
     def disconnect(self, name: str) -> None:
         """Forgets a peer. Transfers with it that have not ended fail; those in flight are drained by `poll`.
 
-        It does not stop the peer: pages of a peer's own transfer that was given up here stay in quarantine until
-        `release_quarantine`.
+        This does not stop the peer: pages of a transfer that the peer started and that was given up here stay in
+        quarantine until `release_quarantine`.
 
         Raises:
             UnknownPeerError: no engine of this name is connected.
@@ -204,20 +204,20 @@ class KVTransferEngine:
         src_replica_idx: int,
         dst_replica_idx: int,
     ) -> TransferReqData:
-        """Starts to write pages of ours into pages of a peer, the same pages in every shard. Returns at once.
+        """Starts to write local pages into pages of a peer, the same pages in every shard. Returns at once.
 
         Args:
             remote_metadata: the peer's metadata, as it was connected.
-            src_idxs: pages of ours, in any order.
+            src_idxs: local pages, in any order.
             dst_idxs: pages of the peer, one for each of `src_idxs`, none twice.
-            src_replica_idx: our replica.
+            src_replica_idx: the local replica.
             dst_replica_idx: the peer's replica.
 
         Returns:
-            The request, by which both sides name the transfer. Send it to the peer.
+            The request, which identifies the transfer on both sides. Send it to the peer.
 
         Raises:
-            InvalidTransferError: a page, a replica or a length does not fit, or a page of ours is in quarantine.
+            InvalidTransferError: a page, a replica or a length does not fit, or a local page is in quarantine.
             UnknownPeerError: no engine of this name, or not this incarnation of it, is connected.
             PeerFailedError: the peer is gone.
             TransferFailedError: NIXL refused a shard. Those started before it are parked; the transfer never completes.
@@ -232,7 +232,7 @@ class KVTransferEngine:
         src_replica_idx: int,
         dst_replica_idx: int,
     ) -> TransferReqData:
-        """Starts to read pages of a peer, `src_idxs` of its `src_replica_idx`, into pages of ours. Returns at once.
+        """Starts to read pages of a peer, `src_idxs` of its `src_replica_idx`, into local pages. Returns at once.
 
         The peer is notified once its pages have been read. Returns and raises as `initiate_send_transfer` does.
         """
@@ -274,22 +274,24 @@ class KVTransferEngine:
         return request
 
     def is_complete(self, transfer_req: TransferReqData) -> bool:
-        """Tells whether a transfer has ended well, whichever side started it. Also moves it on, and serves peers.
+        """Returns whether a transfer has ended successfully, whichever side started it.
 
-        Until it returns True, pages of the destination hold anything. After an error they do for ever.
+        Also drives it, and serves peers.
+
+        Until it returns True, and after an error, the contents of the destination pages are undefined.
 
         Raises:
             TransferFailedError: NIXL ended the transfer with an error. Each further call raises it again.
-            PeerFailedError: as above, since the peer is gone or was disconnected.
-            UnknownTransferError: it was cleaned up or given up.
-            UnknownPeerError: the peer that started it is not connected, so that no notification can come.
+            PeerFailedError: as above, because the peer is gone or was disconnected.
+            UnknownTransferError: the transfer was cleaned up or given up.
+            UnknownPeerError: the peer that started it is not connected, so no notification can come.
             InvalidTransferError: the request is not of this engine.
         """
         if not self._is_ours(transfer_req):
             return self._has_arrived(transfer_req)
         posting = self._postings.get(transfer_req.transfer_name)
         if not self._postings.is_done(posting):
-            self._drain(transfer_req.side_of(self.name)[0])  # peers may be waiting for us while we wait for them
+            self._drain(transfer_req.side_of(self.name)[0])  # the peers may be waiting for this side too
             return False
         self._suspects.discard(posting.connection.metadata.name)
         return True
@@ -316,9 +318,9 @@ class KVTransferEngine:
         return False
 
     def poll(self) -> int:
-        """Serves the peers' transfers, books their notifications, and moves on what was given up.
+        """Serves the peers' transfers, handles their notifications, and polls parked transfers.
 
-        Returns how many notifications were accepted. Raises `AgentError` if NIXL fails.
+        Returns the number of accepted notifications. Raises `AgentError` if NIXL fails.
         """
         self._check_open()
         accepted = sum(map(self._drain, range(self.dp)))
@@ -334,12 +336,12 @@ class KVTransferEngine:
         return self._notifications.counts["accepted"] - before
 
     def cleanup_transfer(self, transfer_req: TransferReqData) -> None:
-        """Forgets a transfer that has ended or failed. Each side does so for itself.
+        """Forgets a transfer that has ended or failed. Each side calls this for itself.
 
         Raises:
-            TransferIncompleteError: it has not ended; see `abandon_transfer`.
-            TransferFailedError: it turns out just now to have failed. The next call forgets it.
-            UnknownTransferError: it was cleaned up or given up before.
+            TransferIncompleteError: the transfer has not ended; see `abandon_transfer`.
+            TransferFailedError: this call found that the transfer has failed. The next call forgets it.
+            UnknownTransferError: the transfer was cleaned up or given up before.
         """
         ours, peer, name = self._is_ours(transfer_req), transfer_req.initiator, transfer_req.transfer_name
         if ours:
@@ -356,28 +358,28 @@ class KVTransferEngine:
         """Stops waiting for a transfer, in any state. Nothing stops the copy: see `quarantined_pages`.
 
         Raises:
-            UnknownTransferError: it was cleaned up or given up before.
+            UnknownTransferError: the transfer was cleaned up or given up before.
         """
         ours, name = self._is_ours(transfer_req), transfer_req.transfer_name
         if ours:
             self._postings.give_up(name)
             return
         page_indices(f"{self._here}: transfer {name}", transfer_req.side_of(self.name)[1], self.total_num_pages)
-        with suppress(UnknownPeerError, PeerFailedError):  # a peer that is not connected may be writing all the same
+        with suppress(UnknownPeerError, PeerFailedError):  # an unconnected peer may still be writing
             if self._has_arrived(transfer_req):
                 self._notifications.end(transfer_req.initiator, name)
                 return
         self._notifications.given_up[name] = transfer_req
 
     def sync_and_release(self, transfer_req: TransferReqData, timeout_s: float = 30.0) -> None:
-        """Waits for the end of a transfer, serves peers meanwhile, and forgets the transfer in every case.
+        """Waits for the end of a transfer and serves peers meanwhile. Forgets the transfer in every case.
 
         Raises:
-            TransferTimeoutError: it did not end within `timeout_s` seconds. It is given up, its local pages are in
-                quarantine, and the peer is among `suspect_peers`.
-            InvalidTransferError: `timeout_s` is negative or no number. The other errors are those of `is_complete`.
+            TransferTimeoutError: the transfer did not end within `timeout_s` seconds. It is given up, its local pages
+                are in quarantine, and the peer is in `suspect_peers`.
+            InvalidTransferError: `timeout_s` is negative or NaN. The other errors are those of `is_complete`.
         """
-        if not timeout_s >= 0:  # also refuses NaN, which no clock ever reaches
+        if not timeout_s >= 0:  # also refuses NaN
             raise InvalidTransferError(f"{self._here}: timeout_s is {timeout_s}, it must be 0 or more")
         check_request(self._here, self.name, transfer_req, self.dp)
         peer = transfer_req.dst_name if transfer_req.src_name == self.name else transfer_req.src_name
@@ -400,10 +402,10 @@ class KVTransferEngine:
         self.cleanup_transfer(transfer_req)
 
     def quarantined_pages(self, replica_idx: int) -> frozenset[int]:
-        """Returns the pages of one replica that a transfer which was given up or failed may still read or write.
+        """Returns the pages of one replica that a failed or given-up transfer may still read or write.
 
-        A transfer of ours lets go of its pages when NIXL says that it has ended, which `poll` asks. A peer's does when
-        its last notification comes in, or at `release_quarantine`. `cleanup` ends them all.
+        The pages of a transfer that this engine started are released when NIXL reports its end to `poll`. Those of a
+        peer's transfer are released by its last notification, or by `release_quarantine`. `cleanup` releases all.
         """
         check_replica(f"{self._here}: replica_idx", replica_idx, self.dp)
         parked = [posting.request for posting in self._postings.parked.values()]
@@ -422,14 +424,14 @@ class KVTransferEngine:
                 self._notifications.end(peer, name)
 
     def cleanup(self, drain_s: float = 2.0) -> None:
-        """Gives everything back to NIXL, and destroys its agents. Safe twice, and after a failed constructor.
+        """Releases everything from NIXL, and destroys its agents. Safe to call twice, and after a failed constructor.
 
-        No byte moves for this engine when it returns. Peers' transfers from and to it fail. Those in flight are given
-        `drain_s` seconds to end: one that is cut off over TCP can crash the peer. In a fork of its process the engine
-        is only forgotten.
+        No byte moves for this engine afterwards. Peers' transfers from and to it fail. Transfers in flight get
+        `drain_s` seconds to end, because one that is cut off over TCP can crash the peer. In a forked child this only
+        forgets the engine.
 
         Raises:
-            AgentError: NIXL failed to give something back. All the rest was given back before this is raised.
+            AgentError: NIXL failed to release something. Everything else was released first.
         """
         ours, deadline = self._owner == os.getpid(), time.monotonic() + drain_s
         while ours and self._postings.moving() and time.monotonic() < deadline:
@@ -441,6 +443,6 @@ class KVTransferEngine:
         self.tensor_agents, self._peers = [], Peers(self.name)
         self._postings, self._notifications = Postings(self.name), NotificationBook(0)
         peers.close()
-        with ExitStack() as closing:  # calls them all, and raises what one of them has raised
+        with ExitStack() as closing:  # calls all of them, and raises an error of one afterwards
             for made in itertools.chain.from_iterable(agents):
                 closing.callback(made.agent.close, in_flight=made.agent in busy)

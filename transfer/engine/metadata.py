@@ -1,6 +1,6 @@
 """The metadata that engines exchange: wire structs, their encoding, and every check that needs no second engine.
 
-NIXL's own bytes can crash the process that loads them if a single bit is wrong. So an engine's metadata carries a
+A single wrong bit in NIXL's own bytes can crash the process that loads them. An engine's metadata therefore carries a
 digest, and `check_metadata` checks everything before NIXL sees any of it.
 """
 
@@ -18,7 +18,7 @@ from transfer.memory import MemoryType
 from transfer.plan.boxes import ADDRESS_LIMIT, MAX_PAGES
 
 WIRE_VERSION = 2
-"""Version of the structs below. Raised with each change that an older reader would misread."""
+"""Version of the structs below. It increases with each change that an older reader would misread."""
 
 _KEYED_BYTES = 32
 
@@ -26,14 +26,14 @@ _Text = Annotated[str, Meta(min_length=1)]
 
 
 class _Sent(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type"):
-    """Base of what travels between processes."""
+    """Base of the structs that are sent between processes."""
 
 
 class TensorAgentMetadata(_Sent, frozen=True, kw_only=True, tag="agent_metadata"):
-    """One tensor of an engine, as a peer needs to know it. Safe to send between processes.
+    """One tensor of an engine, in the form that a peer needs. Safe to send between processes.
 
     Attributes:
-        agent_name: name of the NIXL agent; holds the incarnation, so it is never used a second time.
+        agent_name: name of the NIXL agent; includes the incarnation, so it is never used twice.
         metadata: NIXL's own description of the agent, opaque.
         base_addr: address of the first byte of page 0 in the owner's address space.
         device_id: index of the device; 0 for host memory.
@@ -46,7 +46,7 @@ class TensorAgentMetadata(_Sent, frozen=True, kw_only=True, tag="agent_metadata"
 
 
 class KVTransferEngineMetadata(_Sent, frozen=True, kw_only=True, tag="engine_metadata"):
-    """One engine with all its replicas, as a peer needs to know it. Safe to send between threads and processes.
+    """One engine with all its replicas, in the form that a peer needs. Safe to send between threads and processes.
 
     Attributes:
         name: name of the engine. A restarted engine may have its predecessor's name.
@@ -57,8 +57,8 @@ class KVTransferEngineMetadata(_Sent, frozen=True, kw_only=True, tag="engine_met
         agents_meta: `[replica][tp_shard]`.
         incarnation: random, new with each engine object.
         settings: the effective settings that two processes must agree on, and the version of NIXL.
-        version: `WIRE_VERSION` of the sender. 0 means that no engine made this, and is refused.
-        digest: over all other fields; `sealed` fills it in.
+        version: `WIRE_VERSION` of the sender. 0 means that no engine made it; such metadata is refused.
+        digest: digest over all other fields; `sealed` fills it in.
     """
 
     name: _Text
@@ -74,7 +74,7 @@ class KVTransferEngineMetadata(_Sent, frozen=True, kw_only=True, tag="engine_met
 
 
 class TransferReqData(_Sent, frozen=True, kw_only=True, tag="transfer_request"):
-    """One transfer between two engines, as both sides name it. Safe to send between threads and processes.
+    """One transfer between two engines; both sides use it to identify the transfer. Safe to send between processes.
 
     Attributes:
         dst_name: engine whose pages are written.
@@ -85,8 +85,8 @@ class TransferReqData(_Sent, frozen=True, kw_only=True, tag="transfer_request"):
         dst_idxs: pages of the destination.
         src_replica_idx: replica of the source.
         dst_replica_idx: replica of the destination.
-        is_read: the destination started the transfer with a READ; else the source did with a WRITE.
-        version: `WIRE_VERSION` of the sender; 0 if no engine made this.
+        is_read: True if the destination started the transfer with a READ; False if the source did with a WRITE.
+        version: `WIRE_VERSION` of the sender; 0 if no engine made it.
     """
 
     dst_name: str
@@ -106,7 +106,7 @@ class TransferReqData(_Sent, frozen=True, kw_only=True, tag="transfer_request"):
         return self.dst_name if self.is_read else self.src_name
 
     def side_of(self, engine: str) -> tuple[int, list[int]]:
-        """The replica of one of its two engines, and the pages there."""
+        """Returns the replica and the pages of one of the two engines."""
         if engine == self.dst_name:
             return self.dst_replica_idx, self.dst_idxs
         return self.src_replica_idx, self.src_idxs
@@ -123,19 +123,19 @@ def sealed(metadata: KVTransferEngineMetadata) -> KVTransferEngineMetadata:
 
 
 def encode(struct: KVTransferEngineMetadata | TransferReqData, key: bytes = b"") -> bytes:
-    """Returns the msgpack bytes of `struct`; where both sides have a key, after a digest of 32 bytes made with it."""
+    """Returns the msgpack bytes of `struct`. With a key, a digest of 32 bytes under that key comes first."""
     data = msgspec.msgpack.encode(struct)
     return hmac.digest(key, data, "sha256") + data if key else data
 
 
 def decode_metadata(data: bytes, key: bytes = b"") -> KVTransferEngineMetadata:
-    """Returns the engine metadata that `encode` made `data` of, fully checked.
+    """Decodes and fully checks the engine metadata in `data`, the result of `encode`.
 
-    Without a key that shows that the bytes came unharmed, and not who made them: `KVTransferEngine.connect` hands
-    NIXL's part of them to NIXL, which a wrong byte there can crash.
+    Without a key this only shows that the bytes are undamaged, not who made them. `KVTransferEngine.connect` hands
+    NIXL's part of them to NIXL, which a wrong byte can crash.
 
     Raises:
-        MetadataError: the bytes are cut, changed, of another key, kind or version, or `check_metadata` finds a fault.
+        MetadataError: the bytes are truncated, changed, or of another key, kind or version, or a value is invalid.
     """
     if key:
         digest, data = data[:_KEYED_BYTES], data[_KEYED_BYTES:]
@@ -150,10 +150,10 @@ def decode_metadata(data: bytes, key: bytes = b"") -> KVTransferEngineMetadata:
 
 
 def decode_request(data: bytes) -> TransferReqData:
-    """Returns the transfer request that `encode` made `data` of.
+    """Decodes the transfer request in `data`, the result of `encode`.
 
     Raises:
-        InvalidTransferError: the bytes are cut or changed, or of another kind or version.
+        InvalidTransferError: the bytes are truncated or changed, or of another kind or version.
     """
     try:
         request = msgspec.msgpack.decode(data, type=TransferReqData)
@@ -167,14 +167,14 @@ def decode_request(data: bytes) -> TransferReqData:
 
 
 def check_metadata(metadata: KVTransferEngineMetadata) -> KVTransferEngineMetadata:
-    """Checks all that can be known of a peer's metadata without NIXL, and returns a private copy."""
+    """Checks a peer's metadata as far as possible without NIXL, and returns a private copy."""
     if not isinstance(metadata, KVTransferEngineMetadata):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
         raise MetadataError(f"expected KVTransferEngineMetadata, got {type(metadata).__name__}")
     try:
         data = msgspec.msgpack.encode(metadata)
     except (TypeError, ValueError, OverflowError) as error:
         raise MetadataError(f"metadata of engine {metadata.name!r} cannot be encoded: {error}") from error
-    # The round trip checks the type of every field, and cuts the tie to lists that the caller may change later.
+    # The round trip checks the type of every field, and copies lists that the caller may change later.
     return decode_metadata(data)
 
 

@@ -1,4 +1,4 @@
-"""Notifications from peers: which shards of which transfer have said that all their bytes have arrived."""
+"""Notifications from peers: the shards of each transfer that have reported that all their bytes have arrived."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Verdict = Literal["accepted", "unknown", "malformed", "duplicate", "late"]
 
 
 class NotificationBook:
-    """A ledger of completed shards. Anything unexpected is counted and dropped: peers are not trusted to be right.
+    """Records completed shards. Unexpected notifications are counted and dropped, because peers are not trusted.
 
     Attributes:
-        completed: engine name to transfer name to the shards that have ended. It is bounded: of more than 65,536 open
-            transfers of one peer, the oldest is dropped.
-        counts: how many notifications met which verdict.
-        given_up: transfer name to request of those that were given up here before their end was known.
+        completed: engine name to transfer name to the shards that have ended. Each peer has at most 65,536 entries; the
+            oldest is dropped.
+        counts: number of notifications by verdict.
+        given_up: request by transfer name of the transfers that were given up here before their end was known.
     """
 
     def __init__(self, tp: int) -> None:
@@ -33,7 +33,7 @@ class NotificationBook:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def connect(self, peer: str) -> None:
-        """Opens the ledger of a peer."""
+        """Starts to record notifications of a peer."""
         self.completed.setdefault(peer, {})
 
     def disconnect(self, peer: str) -> None:
@@ -43,9 +43,9 @@ class NotificationBook:
             self.completed[peer] = left
 
     def accept(self, peer: str | None, shard: int, message: bytes) -> None:
-        """Books a notification that our agent of `shard` got. The last one ends a transfer that was given up.
+        """Records a notification that our agent of `shard` received. The last one ends a transfer that was given up.
 
-        `peer` is None if no connected engine has the agent that sent it on this shard.
+        `peer` is None if the sending agent belongs to no connected engine on this shard.
         """
         verdict = self._verdict(peer, shard, message)
         self.counts[verdict] += 1
@@ -73,11 +73,11 @@ class NotificationBook:
         return self.completed.get(peer, {}).get(transfer_name) == self._shards
 
     def has_ended(self, transfer_name: str) -> bool:
-        """Whether a transfer was given up, or `end` was called for it not long ago."""
+        """Whether a transfer was given up, or was ended recently by `end`."""
         return transfer_name in self.given_up or transfer_name in self._ended
 
     def end(self, peer: str, transfer_name: str) -> None:
-        """Forgets a transfer: whatever still arrives for it is dropped."""
+        """Forgets a transfer. Later notifications for it are dropped."""
         self.completed.get(peer, {}).pop(transfer_name, None)
         self.given_up.pop(transfer_name, None)
         self._ended[transfer_name] = None

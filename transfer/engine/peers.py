@@ -1,4 +1,4 @@
-"""Which engines an engine is connected to, what each of them is, and whose connections are still draining."""
+"""The engines that an engine is connected to, their metadata, and connections that are still draining."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from transfer.wire.handshake import differences
 
 
 class Connection:
-    """A peer that is loaded, wholly or not at all: each replica of ours to each of the peer's, shard i to shard i.
+    """A loaded peer. Each local replica is connected to each replica of the peer, shard i to shard i.
 
     Attributes:
-        metadata: the peer's, checked.
-        failure: why the peer is taken for dead; None while it lives.
+        metadata: the peer's checked metadata.
+        failure: why the peer counts as dead; None while it lives.
     """
 
     def __init__(self, agents: list[list[TensorAgent]], metadata: KVTransferEngineMetadata) -> None:
@@ -44,7 +44,7 @@ class Connection:
             raise
 
     def close(self) -> None:
-        """Unloads the peer, over which nothing moves any more. What NIXL says of a dead one is of no use."""
+        """Unloads the peer, over whose connection nothing moves any more. Ignores NIXL's errors about a dead peer."""
         loaded, self._loaded = self._loaded, []
         for agent, name in loaded:
             with suppress(AgentError):
@@ -55,8 +55,8 @@ class Peers:
     """Connections by engine name.
 
     Attributes:
-        connected: engine name to the connection with it, dead ones included.
-        sender: agent name to engine name and shard, of each agent of a connected peer.
+        connected: connection by engine name, including dead ones.
+        sender: engine name and shard by agent name, for each agent of a connected peer.
     """
 
     def __init__(self, engine: str) -> None:
@@ -93,7 +93,7 @@ class Peers:
                 raise MetadataError(f"{self._here}: agent {agent.agent_name!r} of {remote.name!r} belongs to {owner!r}")
 
     def connection(self, remote: KVTransferEngineMetadata) -> Connection:
-        """The living connection to a peer, of this incarnation."""
+        """Returns the live connection to this incarnation of a peer. Raises if there is none."""
         if not isinstance(remote, KVTransferEngineMetadata):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
             raise InvalidTransferError(f"{self._here}: expected a peer's metadata, got {type(remote).__name__}")
         connection = self.connected.get(remote.name)
@@ -109,7 +109,7 @@ class Peers:
         return connection
 
     def disconnect(self, name: str) -> Connection:
-        """Forgets a peer, and returns its connection, which `reap` unloads once nothing moves over it."""
+        """Forgets a peer, and returns its connection. `reap` unloads it once nothing moves over it."""
         connection = self.connected.pop(name, None)
         if connection is None:
             raise UnknownPeerError(f"{self._here} is not connected to engine {name!r}")
@@ -118,7 +118,7 @@ class Peers:
         return connection
 
     def reap(self, moving: set[Connection]) -> None:
-        """Unloads each forgotten connection over which nothing moves."""
+        """Unloads each forgotten connection that is not in `moving`."""
         for connection in [old for old in self._retiring if old not in moving]:
             self._retiring.remove(connection)
             connection.close()
@@ -130,7 +130,7 @@ class Peers:
 
 
 def _check_fit(mine: KVTransferEngineMetadata, remote: KVTransferEngineMetadata) -> None:
-    """Checks that two engines can exchange pages."""
+    """Raises `MetadataError` or `SettingsMismatchError` if two engines cannot exchange pages."""
     pair = f"engines {mine.name!r} and {remote.name!r}"
     if remote.name == mine.name:
         raise MetadataError(f"engine {mine.name!r} cannot connect to an engine of its own name")

@@ -11,7 +11,7 @@ from transfer.errors import InvalidTransferError, NoFreePortError
 def available_port(start_port: int = 8000, end_port: int = 9000, max_attempts: int = 100) -> int:
     """Returns a TCP port that was free on every IPv4 interface a moment ago. Another process may take it first.
 
-    Ports are tried in random order, so that processes that start together seldom meet.
+    Ports are tried in random order, so that processes that start together seldom collide.
 
     Args:
         start_port: lowest port to try, 1 or more.

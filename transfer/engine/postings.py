@@ -1,4 +1,4 @@
-"""The transfers that this engine has started, each until NIXL has called every copy of it ended."""
+"""The transfers that this engine has started, until NIXL reports the end of every copy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from transfer.plan.intersection import Ints
 from transfer.plan.runs import PagePairs, Runs
 
 _MOST_FEW = 8
-"""Runs that plain Python turns into descriptors sooner than numpy would."""
+"""Up to this many runs, plain Python makes descriptors faster than numpy."""
 
 
 def page_runs(label: str, src: Ints, dst: Ints, page_bytes: int) -> Runs:
-    """Pairs of pages as runs from `dst` to `src`, counted from page 0. Neighbours on both sides are one run."""
+    """Returns pairs of pages as runs, in bytes from page 0: `local` from `dst`, `remote` from `src`.
+
+    Pairs that are neighbours on both sides form one run.
+    """
     if src.size != dst.size:
         raise InvalidTransferError(f"{label}: {src.size} source pages for {dst.size} destination pages")
     if src.size == 1:
@@ -36,14 +39,14 @@ def page_runs(label: str, src: Ints, dst: Ints, page_bytes: int) -> Runs:
 
 @dataclass(eq=False)
 class Posting:
-    """One transfer: a handle of NIXL's for each shard, released as soon as that has ended, and never before.
+    """One transfer: a NIXL handle for each shard, released as soon as its copy has ended, and never before.
 
-    Releasing a handle earlier would not stop its copy, and NIXL could not tell any more when it is over.
+    An earlier release would not stop the copy, and NIXL could no longer report its end.
 
     Attributes:
         request: the transfer.
-        connection: the peer it goes to or comes from.
-        failure: how it failed; None otherwise.
+        connection: the peer of the transfer.
+        failure: why it failed; None otherwise.
         pending: agent and handle of each shard that has not ended.
     """
 
@@ -53,7 +56,7 @@ class Posting:
     pending: list[tuple[Agent, Handle]] = field(default_factory=list["tuple[Agent, Handle]"])
 
     def post(self, shards: Sequence[TensorAgent], runs: Runs) -> None:
-        """Starts every shard. Where NIXL refuses one (`AgentError`), those before it are still in flight."""
+        """Starts every shard. If NIXL refuses one (`AgentError`), those before it are still in flight."""
         request, note = self.request, self.request.transfer_name.encode()
         replica = request.src_replica_idx if request.is_read else request.dst_replica_idx
         for ours, theirs in zip(shards, self.connection.metadata.agents_meta[replica], strict=True):
@@ -61,7 +64,7 @@ class Posting:
                 here, there, operation = runs.local, runs.remote, "READ"
             else:
                 here, there, operation = runs.remote, runs.local, "WRITE"
-            if len(runs) <= _MOST_FEW:  # the calls into numpy would take longer than the sums
+            if len(runs) <= _MOST_FEW:  # calls into numpy would take longer than the arithmetic
                 lengths = runs.length.tolist()
                 local = [(ours.base_addr + at, n, ours.device_id) for at, n in zip(here.tolist(), lengths, strict=True)]
                 remote = [
@@ -77,7 +80,7 @@ class Posting:
                 self.pending.append((ours.agent, handle))
 
     def poll(self) -> None:
-        """Moves every shard on, and releases those that have ended; raises the first error (`AgentError`) of them."""
+        """Drives every shard, and releases those that have ended. Raises the first `AgentError` of them."""
         first: AgentError | None = None
         for agent, handle in list(self.pending):
             try:
@@ -94,13 +97,16 @@ class Posting:
             raise first
 
     def is_moving(self) -> bool:
-        """Whether anything of it is in flight, polled once more: an error ends a copy as well as success does."""
+        """Polls once. Returns whether anything is still in flight; an error ends a copy as success does."""
         with suppress(AgentError):
             self.poll()
         return bool(self.pending)
 
     def drop(self) -> set[Agent]:
-        """Releases the handles of shards in flight, just before their agents are destroyed: the copies go on."""
+        """Releases the handles of shards in flight, just before their agents are destroyed.
+
+        The copies go on until then.
+        """
         pending, self.pending = self.pending, []
         for agent, handle in pending:
             with suppress(AgentError):
@@ -135,7 +141,7 @@ class Postings:
         self.started[posting.request.transfer_name] = posting
 
     def get(self, name: str) -> Posting:
-        """Returns a transfer that is not cleaned up."""
+        """Returns a transfer that is not cleaned up. Raises `UnknownTransferError` if there is none."""
         if name not in self.started:
             raise UnknownTransferError(
                 f"{self._here} has no transfer {name}: it was cleaned up or given up, or never started"
@@ -143,7 +149,7 @@ class Postings:
         return self.started[name]
 
     def is_done(self, posting: Posting) -> bool:
-        """Whether a transfer has ended well."""
+        """Whether a transfer has ended successfully. Raises its failure."""
         if posting.failure is not None:
             raise posting.failure.with_traceback(None)
         try:
@@ -160,7 +166,7 @@ class Postings:
         self._park(posting)
 
     def disconnect(self, connection: Connection) -> None:
-        """Fails what is in flight over a connection."""
+        """Fails the transfers that are in flight over a connection."""
         for name, posting in self.started.items():
             if posting.connection is not connection or posting.failure is not None:
                 continue
@@ -176,12 +182,12 @@ class Postings:
                 self._park(posting)
 
     def reap(self) -> set[Connection]:
-        """Polls what is parked, forgets what has ended of it, and returns the connections of the rest."""
+        """Polls the parked transfers, forgets those that have ended, and returns the connections of the others."""
         self.parked = {name: posting for name, posting in self.parked.items() if posting.is_moving()}
         return {posting.connection for posting in self.parked.values()}
 
     def moving(self) -> set[Posting]:
-        """All transfers that anything is in flight of."""
+        """Returns all transfers with copies in flight."""
         return {posting for posting in (*self.started.values(), *self.parked.values()) if posting.is_moving()}
 
     def _fail(self, posting: Posting, error: AgentError) -> TransferFailedError:

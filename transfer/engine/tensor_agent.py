@@ -1,4 +1,4 @@
-"""One tensor of pages, registered with a NIXL agent of its own: what `KVTransferEngine` is made of."""
+"""One tensor of pages, registered with a NIXL agent of its own; `KVTransferEngine` has one for each shard."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TensorAgent:
         base_addr: address of page 0.
         ucx_backend: NIXL's handle of the UCX backend.
         device_id: index of the device; 0 for host memory.
-        agent_metadata: what another NIXL agent loads to reach this one.
+        agent_metadata: metadata that another NIXL agent loads to reach this one.
         reg_dlist: NIXL's record of the registration.
     """
 
@@ -54,15 +54,15 @@ class TensorAgent:
 
         Args:
             agent_name: a name that no agent has had before.
-            listen_port: of no use, for no listener is started: it would answer anyone on any interface, and metadata
-                travels in messages of our own. 0 will do.
+            listen_port: ignored; pass 0. No listener is started, because it would answer any process on any interface.
+                Our own messages carry the metadata.
             tensor: any dtype; its elements cover one dense stretch of memory, page after page.
             total_num_pages: pages of the tensor.
             elts_per_page: elements of a page.
             memory_type: DRAM for a tensor on the CPU, VRAM for one on a GPU.
 
         Raises:
-            InvalidEngineError: the pages do not make up the tensor.
+            InvalidEngineError: the tensor has another number of elements.
             AgentError: nixl is missing, or refuses the settings, the memory or its type.
         """
         if tensor.numel() != total_num_pages * elts_per_page:
@@ -76,7 +76,7 @@ class TensorAgent:
         return cls(agent, agent_name, tensor, base, agent.backend, device, agent.metadata, registered)
 
     def to_metadata(self) -> TensorAgentMetadata:
-        """Returns what a peer needs to know of this tensor."""
+        """Returns the metadata of this tensor for a peer."""
         return TensorAgentMetadata(
             agent_name=self.agent_name,
             metadata=self.agent_metadata,

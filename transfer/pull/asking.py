@@ -1,4 +1,4 @@
-"""The reader's side of a pull by content: questions to sources for pages by digest, and what they lease."""
+"""The reader's side of a pull by content: asks sources for pages by digest, and receives the leases that they grant."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from transfer.wire.handshake import HandshakeClient
     from transfer.wire.messages import Answer
 
-# Until a source is asked again whether it has looked by now; doubled each time.
+# Pause before a source that has not looked yet is asked again; doubled each time.
 _PAUSE_S, _MAX_PAUSE_S = 1e-4, 0.05
 
 
 class Lent(NamedTuple):
-    """What a source leases of the pages that it was asked for.
+    """A source's answer to a question for pages by content.
 
     Attributes:
-        key: of the question.
-        source: to pull from; None if it has no page, lends no more, or `error` says why nothing is known.
-        table: of these pages, for `import_block_table`; None likewise.
-        error: why the source has not said what it has.
+        key: the key of the question.
+        source: the lease to pull under. None if the source has none of the pages, lends no more, or has not answered.
+        table: block table of the leased pages, for `import_block_table`; None if there is no source.
+        error: why the source has given no answer; empty if it has.
     """
 
     key: str
@@ -45,7 +45,7 @@ class Lent(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """A question, and when it is asked again."""
+    """An open question, and when it is asked again."""
 
     replica: int
     key: str
@@ -53,23 +53,23 @@ class _Question:
     query: ContentQuery
     digests: bytes
     deadline: float
-    at: float = -math.inf  # inf while an answer is waited for
+    at: float = -math.inf  # inf while an answer is awaited
     pause_s: float = _PAUSE_S
     waits_for: str = ""
 
 
 class PageAsks:
-    """The open questions of a process. The loop's thread calls it, and never waits.
+    """The open questions of a process. For the loop's thread; no call waits.
 
     Args:
-        client: nobody else uses it.
-        name: of who asks.
-        key: of the digests over answers.
-        compatibility: what must agree with a source.
-        kind: likewise, what we keep of a token.
-        tables: how many block tables a request has.
-        kinds: what each of them keeps, as a `BlockTable` names it.
-        beside: further groups of a block table, each of one page, the state of a request.
+        client: used only here.
+        name: name of the asking process.
+        key: key of the digests over answers.
+        compatibility: entries that must agree with a source.
+        kind: kind of contents of a token, which must agree with a source too.
+        tables: number of block tables of a request.
+        kinds: kind of each table, as in a `BlockTable`.
+        beside: number of further groups of a block table, each with one page: the state of a request.
     """
 
     def __init__(
@@ -85,12 +85,13 @@ class PageAsks:
     ) -> None:
         self._client, self._kind, self._tables, self._kinds, self._beside = client, kind, tables, kinds, beside
         self._name, self._key, self._compatibility = name, key, dict(compatibility)
-        self._asker = f"{name[:400]}@{secrets.token_hex(8)}"  # another start of this process may ask for the same pages
+        # The random part tells a restarted process from its predecessor.
+        self._asker = f"{name[:400]}@{secrets.token_hex(8)}"
         self._open: dict[int, _Question] = {}  # by `ask_id`
         self._happened: list[tuple[int, Lent]] = []
 
     def ask(self, replica: int, key: str, place: Place, wanted: PageDigests, timeout_s: float) -> None:
-        """As `PageExchange.ask`."""
+        """See `PageExchange.ask`."""
         now, ask_id = time.monotonic(), secrets.randbits(63)
         query = ContentQuery(
             query_id=0,
@@ -109,7 +110,7 @@ class PageAsks:
         self._send(self._open[ask_id])
 
     def poll(self) -> list[tuple[int, Lent]]:
-        """The sources' answers since the last call, each with the replica that it was asked for."""
+        """Returns the answers since the last call, each with the number of the asking replica."""
         if not self._open:
             return []
         self._client.poll()
@@ -124,7 +125,7 @@ class PageAsks:
         return found
 
     def close(self) -> None:
-        """Ends all questions. Safe to call twice."""
+        """Drops all open questions. Safe to call twice."""
         self._open.clear()
         self._client.close()
 
@@ -155,7 +156,7 @@ class PageAsks:
                 self._end(ask, error=f"{where}: {error}")
 
     def _lent(self, ask: _Question, data: bytes) -> tuple[Source, BlockTable] | tuple[None, None]:
-        """What is leased, if it is what was asked for."""
+        """Returns the leased pages, or raises `MetadataError` if they are not those that were asked for."""
         pages = open_pages(data, ask.place[1], None, self._key)
         if not any(pages.block_ids) and not pages.num_tokens:
             return None, None

@@ -1,4 +1,4 @@
-"""`Bell`: wakes a serving loop that sleeps on file descriptors once another thread has something for it."""
+"""`Bell`: wakes a serving loop that sleeps on file descriptors when another thread has events for it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import threading
 
 
 class Bell:
-    """Rung by any thread, heard by one. It can be waited for like a file, which can be read once it has rung.
+    """Any thread rings it, and one thread hears it. Its descriptor is readable from a ring until `hear`.
 
-    The flag says whether the file can be read. The lock changes both together: a flag that outlives what it stands for
-    would keep every later ring silent. A signal handler may ring, too, in the middle of a call.
+    The flag mirrors whether the descriptor is readable. The lock changes both together: a flag that stayed set would
+    silence every later ring. A signal handler may also ring, in the middle of a call.
     """
 
     def __init__(self) -> None:
@@ -19,17 +19,17 @@ class Bell:
         self._lock = threading.RLock()
 
     def fileno(self) -> int:
-        """Can be read from a ring on until `hear`."""
+        """Returns the descriptor, which is readable from a ring until `hear`."""
         return self._fd
 
     def ring(self) -> None:
-        """There is something to look at: it was put there before this call."""
-        if self._rung:  # without the lock: who hears this ring looks at what was put there before it
+        """Signals that there are events. The caller must have stored them before this call."""
+        if self._rung:  # no lock is needed: the thread that hears this ring finds everything stored before it
             return
         with self._lock:
             if not self._rung and self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
-                self._rung = True  # last: a signal handler that rings in between rings once for nothing
+                self._rung = True  # last: if a signal handler rings in between, it only rings once more than needed
 
     def hear(self) -> None:
         """Acknowledge the bell: the caller now looks at all events so far, and a later event rings again."""
@@ -38,10 +38,11 @@ class Bell:
         with self._lock:
             if self._rung and self._fd >= 0:
                 os.eventfd_read(self._fd)
-                self._rung = False  # last: what a signal handler puts there in between is looked at now
+                # Last: events of a signal handler in between are found by the caller, who looks after this call.
+                self._rung = False
 
     def close(self) -> None:
-        """Close the bell. Calling it twice is safe."""
+        """Closes the bell. Safe to call twice."""
         with self._lock:  # a concurrent ring must not write to a descriptor that another file has reused
             fd, self._fd = self._fd, -1
             if fd >= 0:

@@ -1,9 +1,9 @@
-"""Which engines a replica reads from: found by address and engine id, watched while pulls go on, forgotten in the end.
+"""The engines that a replica reads from: found by address and engine id, watched during pulls, and finally forgotten.
 
-A request says where its source is, and may be wrong: what it says touches no request that says otherwise. Metadata is
-asked for at the first request, and an engine is forgotten when it dies, is replaced, or is idle. It is replaced when it
-is known to be gone, and not because somebody else answers to its name: whoever does waits until it has been asked.
-Metadata that no key authenticates is loaded only where a process on this host vouches for it.
+A request names its source, and may be wrong. A wrong name affects only the requests that use it. An engine's metadata
+is asked for at its first request. The engine is forgotten when it dies, is replaced, or stays idle. It is replaced only
+when it is known to be gone: another engine that answers under its id waits until the known one was pinged. Metadata
+that no key authenticates is loaded only if a process on this host vouches for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNKNOWN = (
 
 
 class Times(NamedTuple):
-    """How long what may take, in seconds; see `ReplicaTransfer`."""
+    """Time limits in seconds; see `ReplicaTransfer`."""
 
     handshake: float
     heartbeat: float
@@ -36,7 +36,7 @@ class Times(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """What an engine has answered that is not loaded yet: its start, and for each rank here what is known of it."""
+    """An engine that has answered but is not loaded: its incarnation, and the `RemoteEngine` for each local rank."""
 
     incarnation: str
     remotes: list[RemoteEngine]
@@ -44,27 +44,31 @@ class _Candidate(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """An engine at an address: when it was last used and heard of, and what has been asked of it."""
+    """An engine at an address, with the times of its last use, sign of life and ping."""
 
     place: Place
-    incarnation: str = ""  # which start of it is loaded; empty while that is not known
+    incarnation: str = ""  # the loaded incarnation; empty until it is known
     used: float = 0.0
     heard: float = 0.0
     asked: float = 0.0
     connecting: bool = False
     pinging: bool = False
-    candidate: _Candidate | None = None  # what is there now, until it is loaded or refused
+    candidate: _Candidate | None = None  # the engine that has answered, until it is loaded or refused
 
 
 class Directory:
-    """The engines that are known to all ranks of this process, or are being asked. Single-threaded.
+    """The engines that all ranks of this process know, or that are being asked. Single-threaded.
 
     Args:
-        on_ready: called with an engine that has just said who it is, every time that it does.
-        on_lost: called with an engine that is not to be read from any more, and why.
+        ranks: the local ranks.
+        client: asks engines for metadata and pings them.
+        times: time limits.
+        clock: a monotonic clock, in seconds.
+        on_ready: called each time that an engine has confirmed its identity.
+        on_lost: called with an engine that must not be read from any more, and the reason.
 
     Attributes:
-        failed_handshakes: engines that did not answer, or not well.
+        failed_handshakes: engines that gave no answer, or an unusable one.
     """
 
     def __init__(
@@ -92,19 +96,22 @@ class Directory:
         return len(self._peers)
 
     def ready(self, place: Place) -> Peer | None:
-        """Returns the engine at a place if all ranks have it loaded."""
+        """Returns the engine at a place if all local ranks have loaded it."""
         peer = self._peers.get(place)
         return peer if peer is not None and self._is_connected(peer) else None
 
     def use(self, place: Place) -> Peer | None:
-        """As `ready`; the engine is in use from now on, and not forgotten as idle."""
+        """Like `ready`, but marks the engine as used, so that it is not forgotten as idle."""
         peer = self.ready(place)
         if peer is not None:
             peer.used = self._clock()
         return peer
 
     def connect(self, place: Place) -> None:
-        """Asks the engine at a place for its metadata unless it is loaded. `on_ready` or `on_lost` tells of the end."""
+        """Asks the engine at a place for its metadata unless it is loaded.
+
+        `on_ready` or `on_lost` reports the outcome.
+        """
         if (peer := self._peers.get(place)) is None:
             peer = self._peers[place] = Peer(place)
         peer.used = self._clock()
@@ -119,7 +126,7 @@ class Directory:
         self._client.ask_metadata(*place, self._compatibility, done, self._times.handshake)
 
     def add(self, address: str, ranks: Sequence[bytes]) -> str:
-        """As `TransferThread.add_engine`."""
+        """See `TransferThread.add_engine`."""
         first, remotes = self._open(address, ranks)
         if remotes and not self._has_key and not _is_vouched(remotes[0]):
             raise HandshakeError(f"engine {first.engine_id!r} at {address}: {_UNKNOWN}")
@@ -132,7 +139,10 @@ class Directory:
         return first.engine_id
 
     def _open(self, address: str, ranks: Sequence[bytes]) -> tuple[RankMetadata, list[RemoteEngine]]:
-        """The first rank of an engine, and for each rank here what is known of it; empty if it is loaded."""
+        """Returns the metadata of the engine's first rank, and a `RemoteEngine` for each local rank.
+
+        The second is empty if the engine is loaded.
+        """
         if not ranks:
             raise MetadataError(f"{address}: metadata of 0 ranks, an engine has at least one")
         first = open_rank(ranks[0], self._ranks[0].identity.key)
@@ -146,7 +156,7 @@ class Directory:
         return bool(peer.incarnation) and self._is_loaded(peer.place[1], peer.incarnation)
 
     def _is_loaded(self, engine_id: str, incarnation: str) -> bool:
-        for rank in self._ranks:  # asked for each pull, several times: a generator takes twice as long
+        for rank in self._ranks:  # each pull calls this several times, and a generator would take twice as long
             remote = rank.remote(engine_id)
             if remote is None or remote.incarnation != incarnation:
                 return False
@@ -165,7 +175,7 @@ class Directory:
         self._admit(peer, _Candidate(answer.incarnation, remotes))
 
     def _admit(self, peer: Peer, candidate: _Candidate) -> None:
-        """Loads a candidate, if that may be, once no other start of it lives."""
+        """Loads a candidate unless another incarnation of its engine is loaded; that one is pinged first."""
         peer.candidate = candidate
         try:
             if not self._is_loaded(peer.place[1], candidate.incarnation):
@@ -184,7 +194,7 @@ class Directory:
         self._on_alive(peer)
 
     def _others(self, peer: Peer, incarnation: str) -> list[Peer]:
-        """The places at which another start of an engine is known, and loaded."""
+        """Returns the places where another incarnation of the engine is loaded."""
         same = [other for other in self._peers.values() if other.place[1] == peer.place[1] and other is not peer]
         return [other for other in same if other.incarnation != incarnation and self._is_connected(other)]
 
@@ -193,7 +203,7 @@ class Directory:
         return [(peer, peer.candidate) for peer in same if peer.candidate is not None]
 
     def _on_alive(self, peer: Peer) -> None:
-        """An engine has said who it is: pulls that wait for another engine at its address fail."""
+        """Handles an engine's confirmed identity: refuses candidates of its id that have another incarnation."""
         self._on_ready(peer)
         address, engine_id = peer.place
         for other, candidate in self._candidates(engine_id):
@@ -225,9 +235,9 @@ class Directory:
                 self._forget(other, f"engine {engine_id!r} was started anew, at {address}")
 
     def watch(self, busy: Callable[[], set[Place]]) -> None:
-        """Asks for signs of life that are due, and forgets idle sources. To be called often; mostly a no-op.
+        """Pings engines in use, and forgets idle ones. To be called often; usually returns at once.
 
-        `busy` returns the places that pulls go on from, or wait for.
+        `busy` returns the places that pulls read from or wait for.
         """
         now = self._clock()
         if now < self._next_watch:
@@ -248,7 +258,7 @@ class Directory:
                 self._ping(peer)
 
     def check(self, place: Place) -> None:
-        """Asks the engine at a place, if it is known, whether it lives and is still the one that is loaded."""
+        """Pings the engine at a place, if it is known, to see whether it lives and is still the loaded incarnation."""
         if (peer := self._peers.get(place)) is not None:
             self._ping(peer)
 
@@ -273,7 +283,7 @@ class Directory:
         self._client.ping(*peer.place, done, self._times.dead_after)
 
     def _forget(self, peer: Peer, reason: str) -> None:
-        """Drops what was learnt at a place; the next request asks anew."""
+        """Forgets an engine and everything learnt from it. The next request asks anew."""
         address, engine_id = peer.place
         self._peers.pop(peer.place, None)
         peer.candidate = None
@@ -283,7 +293,8 @@ class Directory:
                 rank.disconnect(engine_id, reason, peer.incarnation)
         self._on_lost(peer, reason)
         self._client.forget(address)
-        for other, candidate in self._candidates(engine_id):  # the place is empty now, if this was its last
+        # If this was the last place of the engine, a waiting candidate can be loaded.
+        for other, candidate in self._candidates(engine_id):
             if other.candidate is candidate:
                 self._admit(other, candidate)
 

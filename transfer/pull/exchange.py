@@ -1,6 +1,7 @@
-"""`PageExchange`: pages change hands between processes, under leases and fences, and never apart from their manager.
+"""`PageExchange`: leases a manager's pages to other processes and pulls theirs, under leases and fences.
 
-One a process: an engine with a thread for each replica of a manager, and the server that tells peers of them.
+Each process has one: an engine with a transfer thread for each replica of a manager, and the server that describes them
+to peers.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
     from transfer.wire.keys import Keyring
 
 _STUCK_S = 10.0
-"""A stopped source's READs may never end. Until their agent is destroyed they hold pages and rows here."""
+"""In seconds. READs of a stopped source may never end; until their agent is destroyed they hold pages and rows here."""
 _REFUSE_S = 5.0
-"""To reach a source that nobody here has spoken to. Its lease ends by itself, too."""
+"""In seconds, to reach a source that this process has not talked to. Its lease also ends by itself."""
 
 
 class ExchangeEvent(NamedTuple):
@@ -50,7 +51,7 @@ class ExchangeEvent(NamedTuple):
     Attributes:
         replica: the number of the replica.
         event: the event.
-        proof: the proof of a pull that passed, for `commit_import`; None for other events, and if nothing was read.
+        proof: for `commit_import` after a pull that passed; None for other events, and if nothing was read.
     """
 
     replica: int
@@ -59,45 +60,47 @@ class ExchangeEvent(NamedTuple):
 
 
 class PageExchange:
-    """Leases pages of a manager to other processes, and pulls pages of others' into it.
+    """Leases pages of a manager to other processes, and pulls their pages into it.
 
-    What is leased is held by the manager, whatever becomes of its request, from `offer` until the lease word is cleared
-    on every shard; what is pulled into is the pull's until nothing of it is in flight, whatever becomes of the import.
-    Both ends are booked by `poll`.
+    The manager holds leased pages, whatever happens to their request, from `offer` until the lease word is cleared on
+    every shard. Pages that a pull writes stay with the pull until nothing of it is in flight, whatever happens to the
+    import. `poll` ends both.
 
-    Every method may be called at any time by the thread that runs the scheduler; none waits, but `wait` and `close`.
-    The pages of a call that names few (1 MiB, of a known source) are read within it: waking the transfer thread for
-    them would take longer.
+    The thread that runs the scheduler may call every method at any time. Only `wait`, `seal` and `close` block. A call
+    that names few pages (up to 1 MiB, of a known source) reads them itself, because waking the transfer thread would
+    take longer.
 
     Args:
-        manager: whose pages. Its tensors must live until `close`.
-        name: of this process, as peers call it. Its replicas are the engines `<name>/<replica>`.
-        bind: ZMQ endpoint at which peers ask for what they need to know.
-        compatibility: what must agree with a peer, say the model.
-        replica_options: times of `ReplicaTransfer`, by name.
-        verify: the source makes page checks, and the reader compares all that it pulls with them. Only between
-            processes whose pages are laid out alike.
-        agent: makes an agent, given its name and memory type. Replaced by one that misbehaves, to see what it harms.
-        keyring: keys of the sockets over which engines tell each other of themselves; None for plain sockets.
-        secret: shared by the fleet, as `transfer.wire.secret.read_secret` takes it: turns on keys for those sockets,
-            and for the metadata that they carry. In place of a keyring.
-        allowed_peers: addresses, networks and host names of sources that may be contacted, beside this host.
-        lend: of a replica's pages, the share that readers who `ask` may hold at a time, 0.0 to 1.0; they get fewer
-            pages beyond that, as our own requests come first.
+        manager: the manager whose pages are leased and filled. Its tensors must live until `close`.
+        name: name of this process for its peers. Its replicas are the engines `<name>/<replica>`.
+        bind: ZMQ endpoint of the handshake server.
+        compatibility: entries that must agree with a peer, such as the model.
+        replica_options: time limits of `ReplicaTransfer`, by name.
+        verify: the source makes page checks, and the reader compares all pulled pages with them. Both processes need
+            the same page layout.
+        agent: makes an agent, given its name and memory type. Tests pass one that injects faults.
+        keyring: keys of the sockets between engines; None for plain sockets.
+        secret: the fleet's shared secret, as for `transfer.wire.secret.read_secret`. It turns on keys for these sockets
+            and for the metadata that they carry. Use it instead of a keyring.
+        allowed_peers: addresses, networks and host names of the sources that may be contacted, in addition to this
+            host.
+        lend: share of a replica's pages, 0.0 to 1.0, that may be lent at a time to readers that `ask`. Beyond it they
+            get fewer pages, because our own requests come first.
 
     Attributes:
-        address: the endpoint, as bound.
+        address: the bound endpoint of the handshake server.
         incarnation: random, new with each start.
-        cards: of each replica, what peers are told of it.
-        bell: can be waited for like a file: it can be read once `poll` has something to tell, or to do.
-        lending: what readers who asked for pages by what they hold were leased.
-        threads: of each replica, the thread that counts what it does.
-        queries: how often peers have asked, by what became of it.
+        cards: the description of each replica for peers.
+        bell: an object with a descriptor that is readable when `poll` has events or work.
+        lending: the pages lent to readers that asked for them by content.
+        threads: the transfer thread of each replica, which has its statistics.
+        queries: counts of peers' queries, by outcome.
 
     Raises:
         AgentError: NIXL cannot be used.
         HandshakeError: the endpoint cannot be bound.
-        InvalidEngineError: a secret that cannot be read, or one beside a keyring; no list of peers; no such share.
+        InvalidEngineError: the secret cannot be read or is given beside a keyring, or `allowed_peers` or `lend` is
+            invalid.
     """
 
     def __init__(
@@ -127,11 +130,11 @@ class PageExchange:
         self._names = [f"{name}/{replica}" for replica in range(manager.num_replicas)]
         self.threads: list[TransferThread] = []
         self._slots, self._lent_slots = list[LeaseSlots](), list[LeaseSlots]()
-        self._leases: list[dict[int, tuple[LeaseRef, Any]]] = []  # of each replica, by the id in the word
-        self._pulls: dict[tuple[int, str], Any] = {}  # the copiers of those that are open, by replica and key
-        self._happened: list[ExchangeEvent] = []  # at the end of a thread
+        self._leases: list[dict[int, tuple[LeaseRef, Any]]] = []  # for each replica, by the lease id
+        self._pulls: dict[tuple[int, str], Any] = {}  # the copiers of open pulls, by replica and key
+        self._happened: list[ExchangeEvent] = []  # collected when a thread was closed
         agreed, options = dict(compatibility or {}), dict[str, Any](replica_options or {})
-        tables = manager.layer_tables  # with several a page is of other layers, and its neighbours of other tokens
+        tables = manager.layer_tables  # with several tables, pages of the same size may hold other layers and tokens
         agreed |= {"layer tables": tables.described()} if tables.kinds_named else {}
         agreed |= {"scales": shared} if (shared := scales_kind(manager.layouts)) else {}
         ask = None if keyring is None else keyring.secure_client
@@ -187,33 +190,33 @@ class PageExchange:
         return ranks
 
     def engine_id(self, replica: int) -> str:
-        """The name by which peers know a replica."""
+        """Returns the engine id of a replica."""
         return self._names[replica]
 
     @property
     def pull_seconds(self) -> float:
-        """Time in which at least one READ was under way, in seconds, of all replicas."""
+        """Seconds in which a READ was under way or a source was waited for, summed over all replicas."""
         return sum(thread.pull_seconds for thread in self.threads)
 
     @property
     def open_pulls(self) -> set[str]:
-        """Keys of the pulls, of all replicas, whose last event has not come out of `poll`."""
-        return {key for _, key in list(self._pulls)}  # also read by who scrapes metrics, in another thread
+        """Keys of the pulls, over all replicas, whose last event `poll` has not returned yet."""
+        return {key for _, key in list(self._pulls)}  # copied, because metrics are read in another thread
 
     # ---- leases
 
     def offer(self, request_id: str, duration_s: float, *, running: bool = False) -> Source | None:
-        """Leases what a claimed request computes. None: as many leases stand as can.
+        """Leases the pages that a claimed request computes. Returns None if every lease slot is taken.
 
-        `Offered` tells that the lease stands: only then may the result leave, with the manager's block table. That is
-        made after this call: a table carries the seals of the leases that its request has by then, and no reader takes
-        one that lacks the seal of its lease. The manager holds the pages from now on, also when the request is
-        released, until `LeaseOver` or a failed `Offered` has come out of `poll`.
+        The `Offered` event reports that the lease was granted. Only then may the result be sent, with a block table
+        that the manager made after this call. A table carries the seals of the leases that its request has when it is
+        made, and a reader rejects a table without the seal of its lease. The manager holds the pages from now on, even
+        if the request is released, until `poll` has returned `LeaseOver` or a failed `Offered`.
 
         Args:
-            request_id: claimed, and not to be filled by an import.
-            duration_s: seconds that the lease stands without a word of its reader.
-            running: the request still computes: no time runs before `start_clock`.
+            request_id: a claimed request without a pending import.
+            duration_s: duration of the lease if its reader does not renew it, in seconds.
+            running: True while the request is still computed. The lease's time starts with `start_clock`.
 
         Raises:
             UnknownRequestError: (a KeyError) the manager has no such request.
@@ -235,7 +238,7 @@ class PageExchange:
         running: bool,
         pages: Sequence[Sequence[int]] | None = None,
     ) -> Source | None:
-        """Has a lease stand for what the manager holds; lets go of that where there is none."""
+        """Has a lease granted for a hold of the manager. Ends the hold if there is no slot."""
         replica: int = held.replica_idx
         lease = None
         try:
@@ -262,20 +265,25 @@ class PageExchange:
         self._server.look_again()
 
     def seal(self, replica: int, pages: Sequence[Sequence[int]]) -> None:
-        """Makes the page checks of computed pages, a list for each group, where readers verify. Waits for that."""
+        """Makes the page checks of computed pages, a list for each group, if readers verify.
+
+        Blocks until they are made.
+        """
         if self._verify:
             self.threads[replica].call(lambda transfers: [rank.seal(pages) for rank in transfers.ranks])
 
     def start_clock(self, source: Source) -> None:
-        """All pages of an offer are computed: it ends where its reader says nothing for as long as it lasts.
+        """Starts the time of a lease whose pages are all computed.
+
+        It expires if its reader stays silent for its duration.
 
         Raises:
-            InvalidLeaseError: (a ValueError) the offer is another process's. So for `revoke`.
+            InvalidLeaseError: (a ValueError) the offer is not of this process; also raised by `revoke`.
         """
         self._thread_of(source).call_soon(ReplicaTransfer.start_clock, source.lease.lease_id)
 
     def revoke(self, source: Source, reason: str) -> None:
-        """Ends a lease: `LeaseOver` tells when no reader can take the pages for good any more."""
+        """Ends a lease. `LeaseOver` reports when no reader can use pages that it reads under it any more."""
         self._thread_of(source).call_soon(ReplicaTransfer.revoke, source.lease.lease_id, reason)
 
     def _thread_of(self, source: Source) -> TransferThread:
@@ -288,43 +296,44 @@ class PageExchange:
     def ask(
         self, replica: int, key: str, address: str, engine_id: str, wanted: PageDigests, timeout_s: float = 5.0
     ) -> None:
-        """Asks a source for pages by content, whichever request computed them. `Lent` comes out of `poll`.
+        """Asks a source for pages by content, whichever request computed them. `poll` returns the answer as `Lent`.
 
-        The source leases the longest run of them, from the first on, that it holds, and that it lends: it may be
-        shorter than it was yesterday, and none, which is no error. With the table of a `Lent` the pages are imported
-        and pulled like those of any offer, where all that comes before them is cached here: so one prompt may come from
-        several sources, in stretches. `refuse` gives back what nobody pulls; else it ends by itself within seconds.
+        The source leases the longest run of the pages, starting with the first, that it has and may lend. The run may
+        be shorter than an earlier one, or empty, which is no error. The table of a `Lent` is imported and pulled like
+        that of any offer, if all pages before it are cached here. One prompt can therefore come from several sources,
+        in stretches. `refuse` gives back a lease that is not pulled; otherwise it expires within seconds.
 
         Args:
-            replica: ours, which the event names.
+            replica: the asking replica; the event repeats it.
             key: names the question in the event.
-            address: ZMQ endpoint of the source's handshake.
+            address: ZMQ endpoint of the source's handshake server.
             engine_id: the engine there, a replica of another exchange.
-            wanted: `manager.contents.digests` of the request, or those from a page on, as each names all before it;
-                of more than 512 KiB of digests the first.
-            timeout_s: seconds until the source is given up, and `Lent` says so.
+            wanted: `manager.contents.digests` of the request, or those from a page on, because each digest covers all
+                pages before it. Only the first 512 KiB of digests are sent.
+            timeout_s: seconds until the source is given up, which `Lent` reports as an error.
         """
         self._asks.ask(replica, key, (address, engine_id), wanted, timeout_s)
 
     def refuse(self, replica: int, source: Source, reason: str) -> None:
-        """Gives a lease back under which nothing was read, and never will be: its source need not keep the pages."""
+        """Gives a lease back that was not and will not be read, so that its source can free the pages."""
         self.threads[replica].call_soon(ReplicaTransfer.refuse, source, reason, _REFUSE_S)
 
     # ---- pulls
 
     def pull(self, key: str, source: Source, pending: PendingPages, timeout_s: float) -> None:
-        """Pulls all that an import lacks, in one; its last `PullEvent` comes with the proof for `commit_import`.
+        """Pulls all pages that an import lacks. The last `PullEvent` carries the proof for `commit_import`.
 
         Args:
-            key: names the pull, and no other one that is open on the import's replica.
-            source: as it was offered.
-            pending: an open import of the manager, which nobody else copies.
-            timeout_s: seconds until the pull fails, its first contact with the source included.
+            key: names the pull; no other open pull on the import's replica may have this name.
+            source: the source, as it was offered.
+            pending: an open import of the manager that no other pull writes.
+            timeout_s: seconds until the pull fails, including its first contact with the source.
 
         Raises:
-            InvalidRequestError: (a ValueError) a pull of this name is open; the import is closed, of another manager,
-                or somebody else copies it.
-            EngineClosedError: the transfer thread has died, or was closed. So for all calls but `poll` and `close`.
+            InvalidRequestError: (a ValueError) a pull of this name is open; or the import is closed, of another
+                manager, or written by another pull.
+            EngineClosedError: the transfer thread has died, or was closed. All calls except `poll` and `close` raise it
+                then.
         """
         replica = pending.replica_idx
         self._refuse_open(replica, key)
@@ -332,12 +341,12 @@ class PageExchange:
         try:
             self.threads[replica].pull(key, source, copier.take(last=True), timeout_s, copier.tables)
         except BaseException:
-            copier.give_up()  # nobody has begun to write
+            copier.give_up()  # nothing was written yet
             raise
         self._pulls[replica, key] = copier
 
     def open_pull(self, replica: int, key: str, source: Source, timeout_s: float) -> None:
-        """Begins a pull of which the pages are named later: from now on the lease is renewed. `read` says of what.
+        """Opens a pull whose pages `read` names later. The lease is renewed from now on.
 
         Raises:
             InvalidRequestError: (a ValueError) a pull of this name is open.
@@ -351,13 +360,13 @@ class PageExchange:
             raise InvalidRequestError(f"a pull {key!r} is open on replica {replica} already")
 
     def read(self, replica: int, key: str, pending: PendingPages, *, last: bool) -> None:
-        """Reads what an import lacks and was not read before; `last` ends the pull with the fence after it.
+        """Reads the pages that an import lacks and that were not read before. `last` ends the pull with a fence.
 
-        The pull has the import's copier from the first call on: the proof that it gives comes with its last event.
+        The first call takes the import's copier for the pull. The copier's proof comes with the pull's last event.
 
         Raises:
-            InvalidRequestError: (a ValueError) no such pull is open, or its last pages were asked for; the import is
-                closed, of another manager, replica or pull, or somebody else copies it.
+            InvalidRequestError: (a ValueError) no such pull is open, or its last pages were asked for; or the import is
+                closed, of another manager, replica or pull, or written by another pull.
         """
         is_open = (replica, key) in self._pulls
         if not is_open or pending.replica_idx != replica:
@@ -374,17 +383,17 @@ class PageExchange:
         self.threads[replica].add_pages(key, groups, last=last, tables=copier.tables)
 
     def cancel_pull(self, replica: int, key: str, reason: str) -> None:
-        """Gives a pull up; its last event comes when nothing of it is in flight."""
+        """Gives a pull up. Its last event comes when nothing of it is in flight."""
         self.threads[replica].call_soon(ReplicaTransfer.cancel, key, reason)
 
     # ---- what happened
 
     def poll(self) -> list[ExchangeEvent]:
-        """The events since the last call. Pages whose lease or pull is over belong to the manager again.
+        """Returns the events since the last call. The manager gets back pages whose lease or pull has ended.
 
         Raises:
-            EngineClosedError: a transfer thread has died. Leased or pulled pages stay held: a lease word may still
-                stand, a READ may still write.
+            EngineClosedError: a transfer thread has died. Leased and pulled pages stay held, because a lease word may
+                still be valid and a READ may still write.
         """
         self.bell.hear()
         found, self._happened = self._happened, []
@@ -408,7 +417,7 @@ class PageExchange:
         return found
 
     def _end_copy(self, replica: int, event: PullEvent) -> Any:
-        """Nothing of a pull is in flight any more. Gives the proof of one that has passed."""
+        """Ends the copy of a pull that has nothing in flight any more. Returns the proof of one that has passed."""
         copier = self._pulls.pop((replica, event.key), None)
         if copier is None:
             return None
@@ -418,32 +427,32 @@ class PageExchange:
         return None
 
     def _end_lease(self, replica: int, lease_id: int) -> None:
-        """The word of a lease is cleared on every rank, or never stood: word and pages may be used again."""
+        """Frees the slot and pages of a lease whose word is cleared on every rank, or that was never granted."""
         lease, held = self._leases[replica].pop(lease_id)
         slots = self._lent_slots if lease.slot in self._lent_slots[replica].slots else self._slots
         slots[replica].give_back(lease)
         self._manager.end_lease(held)
 
     def wait(self, replica: int, timeout_s: float) -> None:
-        """Waits until something has happened on a replica."""
+        """Blocks until there is an event on a replica, or the time is over."""
         thread = self.threads[replica]
         thread.wait(lambda: bool(thread.events), timeout_s)
 
     def totals(self) -> tuple[int, int]:
-        """Bytes that were pulled, and pulls that failed."""
+        """Returns the bytes pulled and the number of failed pulls."""
         every = [thread.replica.stats for thread in self.threads]
         return sum(one.num_bytes for one in every), sum(one.failures.total() for one in every)
 
     def close(self) -> None:
-        """Ends everything: leases and pulls give their pages back. Safe to call twice.
+        """Ends all leases and pulls, which give their pages back. Safe to call twice.
 
-        Those of a thread that cannot be ended stay held: nobody knows what it still does.
+        If a thread cannot be ended, its pages stay held, because it may still use them.
         """
         for replica, thread in enumerate(self.threads):
             thread.close()
             self._happened += self._take(replica)
             if thread.is_closed:
-                # The thread never began its last requests, and never will.
+                # Commands that the thread never ran will not run any more.
                 for lease_id in list(self._leases[replica]):
                     self._end_lease(replica, lease_id)
                 for place in [place for place in self._pulls if place[0] == replica]:
@@ -456,8 +465,8 @@ class PageExchange:
 
 
 def _shards(manager: PageOwner, replica: int) -> list[tuple[ShardLayout, list[torch.Tensor]]]:
-    """The layout of each shard of a replica, and its tensors in the order of the layout's regions."""
-    pages = manager.total_num_pages // manager.num_replicas + 1  # the null page is one of the tensor's
+    """Returns the layout of each shard of a replica, and its tensors in the order of the layout's regions."""
+    pages = manager.total_num_pages // manager.num_replicas + 1  # the tensor includes the null page
     shards: list[tuple[ShardLayout, list[torch.Tensor]]] = []
     for shard, (page, blocks) in enumerate(zip(manager.layouts, manager.device_tensors[replica], strict=True)):
         layout, tensors = of_tables(dense(page, pages), manager.layer_tables), [blocks]

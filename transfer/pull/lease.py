@@ -1,11 +1,11 @@
-"""Leases: the readers of a request's pages, their deadline, and the words in memory that show a reader if one stands.
+"""Leases: the readers of a request's pages, their deadline, and the memory words that show readers whether one is open.
 
-A lease stands while its random id stands in its *lease word*, eight bytes that every peer may READ. A reader copies the
-pages first and READs the word afterwards. If the id is still there, the pages had not been given away when the last
-byte was copied, because a lease is ended in one order only: the word is cleared, then the pages lose their holder. So
-all later writes to the pages come after the word was cleared. `docs/concepts/protocol.md` has the whole argument.
+A lease is open while its random id is in its *lease word*, eight bytes that every peer may READ. A reader first copies
+the pages and then READs the word. If the id is still there, the pages had not been given away when the last byte was
+copied, because a lease always ends in one order: first the word is cleared, then the pages lose their holder. All later
+writes to the pages therefore come after the word was cleared. `docs/concepts/protocol.md` has the whole argument.
 
-The idea of a generation word that is read after the data is that of a seqlock (Lameter 2005; Boehm, MSPC 2012).
+A generation word that is read after the data is the idea of a seqlock (Lameter 2005; Boehm, MSPC 2012).
 """
 
 from __future__ import annotations
@@ -29,27 +29,29 @@ from transfer.nixl.agent import WORD_BYTES
 from transfer.wire.messages import ReaderNote
 
 CLEARED = 0
-"""What a lease word holds while no lease stands in it. No lease has this id."""
+"""The content of a lease word without a lease. No lease has this id."""
 
 LEASE_SLOTS = 4096
-"""Leases of our own requests that can stand at a time."""
+"""The most leases of our own requests at a time."""
 LENT_SLOTS = 1024
-"""Leases of pages that readers asked for by what they hold: their words follow those of our own requests. So nobody
-who asks can take a word that a request of ours needs."""
+"""The most leases of pages that readers asked for by content.
+
+Their words follow those of our own requests, so that such a reader cannot take a word that one of our requests needs.
+"""
 
 _MAX_ENDED = 1 << 16
 _MADV_WIPEONFORK = 18
-"""A Linux constant that Python does not name. A fork gets pages of zeros instead of a copy."""
+"""A Linux constant that Python does not define. A forked child gets zeroed pages instead of a copy."""
 
 Verdict = Literal["accepted", "unknown", "late", "duplicate", "malformed"]
 
 
 def make_words(count: int) -> NDArray[np.uint64]:
-    """Returns `count` words of zero, uint64, in pages of their own: a transfer may read them, and nothing else.
+    """Returns `count` zeroed words, uint64, in memory pages of their own.
 
-    They are this process's alone. A process that is forked from it finds zeros at their address, and what it writes
-    there nobody else sees: whoever reads a lease word of the fork, say because the fork has got our pid and is older
-    than the lease's end, finds no lease.
+    These pages hold nothing else that a peer could read. The memory is private to this process. A forked child finds
+    zeros at its address, and the child's writes are not shared. A reader that reads a lease word in the child, for
+    example because our pid was reused for it, finds no lease.
     """
     size = count * WORD_BYTES
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # freed with the last view of it
@@ -63,12 +65,12 @@ def make_words(count: int) -> NDArray[np.uint64]:
 
 
 def new_lease_id() -> int:
-    """Returns a random 64-bit id, never 0. That no other process can hold it is what a fence rests on."""
+    """Returns a random 64-bit id, never 0. Fences rely on no other process having this id."""
     return secrets.randbelow((1 << 64) - 1) + 1
 
 
 class LeaseRef(NamedTuple):
-    """A lease as its readers know it: id, slot of the word on every rank, and seconds that a renewal lasts."""
+    """A lease as its readers know it: id, slot of the word on every rank, and duration of a renewal in seconds."""
 
     lease_id: Annotated[int, Meta(ge=1)]
     slot: Annotated[int, Meta(ge=0)]
@@ -76,10 +78,10 @@ class LeaseRef(NamedTuple):
 
 
 class LeaseSlots:
-    """The free slots. The grantor of leases on several ranks takes slots here, so that the ranks agree.
+    """The free lease slots of an engine. All its ranks use the same slots, so they are allocated centrally here.
 
     Args:
-        slots: those that may be taken.
+        slots: the slots to allocate from.
     """
 
     def __init__(self, slots: range = range(LEASE_SLOTS)) -> None:
@@ -87,13 +89,13 @@ class LeaseSlots:
         self._free = list(slots)
 
     def take(self, duration_s: float, lease_id: int | None = None) -> LeaseRef | None:
-        """A lease in the lowest free slot, with a new id or the given one; None if as many stand as can."""
+        """Returns a lease in the lowest free slot, with a new id or the given one; None if no slot is free."""
         if not self._free:
             return None
         return LeaseRef(new_lease_id() if lease_id is None else lease_id, heapq.heappop(self._free), duration_s)
 
     def give_back(self, lease: LeaseRef) -> None:
-        """The word of a lease is cleared on every rank, or it never stood: the slot may be another's."""
+        """Frees the slot of a lease whose word is cleared on every rank, or that was never granted."""
         heapq.heappush(self._free, lease.slot)
 
 
@@ -101,36 +103,36 @@ class LeaseSlots:
 class Lease:
     """One lease on one shard. Every shard of a source grants it under the same id and slot."""
 
-    lease_id: int  # random, 64 bits; also the content of the word
-    request_id: str  # whose pages are held, as the source calls it
+    lease_id: int  # random, 64 bits; also the content of the lease word
+    request_id: str  # the source's name of the request whose pages are held
     slot: int  # index of the lease word
-    duration_s: float  # that a grant or a renewal lasts
-    engines: int  # reading engines that must have ended before the lease does
+    duration_s: float  # of a grant and of each renewal
+    engines: int  # reading engines that must finish before the lease ends
     deadline: float  # on the book's clock
-    last_deadline: float  # no renewal goes beyond it
-    heard: dict[str, set[int]] = field(default_factory=dict[str, set[int]])  # by engine, its ranks that have ended
-    ranks: dict[str, int] = field(default_factory=dict[str, int])  # by engine, how many it has
-    refusal: str = ""  # the first reason that a reader gave for giving up
-    ended: str = ""  # why it has ended; empty while it stands
+    last_deadline: float  # renewals do not extend beyond it
+    heard: dict[str, set[int]] = field(default_factory=dict[str, set[int]])  # by engine, the ranks that have finished
+    ranks: dict[str, int] = field(default_factory=dict[str, int])  # by engine, how many ranks it has
+    refusal: str = ""  # the first reason of a reader that gave up
+    ended: str = ""  # why it has ended; empty while it is open
 
     @property
     def is_read(self) -> bool:
-        """Whether every rank of as many engines as were expected has said that it is done, or will not read."""
+        """Whether all ranks of the expected number of engines have said that they are done or will not read."""
         ended = sum(len(ranks) == self.ranks[engine] for engine, ranks in self.heard.items())
         return ended >= self.engines
 
 
 class LeaseBook:
-    """The leases of one shard. Only `_end` clears a word, and it does so before anyone learns that the lease is over.
+    """The leases of one shard. Only `_end` clears a word, and it does so before the end of the lease is reported.
 
     Args:
-        slots: leases that can stand at once.
-        clock: seconds, monotonic. Deadlines never leave the process: peers are told durations.
-        longest: how many durations a lease lives at most, whatever readers renew.
+        slots: the most leases at a time.
+        clock: a monotonic clock, in seconds. Deadlines stay in the process; peers are told durations.
+        longest: longest life of a lease with renewals, as a multiple of its duration.
 
     Attributes:
-        words: uint64 `[slots]`, the lease words. To be registered, and to stay mapped while any peer lives.
-        counts: how many notes of readers met which verdict.
+        words: uint64 `[slots]`, the lease words. They must be registered, and stay mapped while any peer lives.
+        counts: notes of readers, by verdict.
     """
 
     def __init__(self, slots: int = 4096, clock: Callable[[], float] = time.monotonic, *, longest: float = 20) -> None:
@@ -156,12 +158,12 @@ class LeaseBook:
         engines: int = 1,
         running: bool = False,
     ) -> Lease:
-        """Lets a lease stand from now on. Its id may leave the process afterwards, not before.
+        """Grants a lease. Its id may leave the process only after this call.
 
         See `ReplicaTransfer.offer`. The caller holds the pages until the lease has ended.
 
         Raises:
-            InvalidLeaseError: (a ValueError) an id or slot that is taken or out of range, or no duration.
+            InvalidLeaseError: (a ValueError) the id or slot is taken or out of range, or the duration is invalid.
         """
         lease = f"request {request_id!r}: lease {lease_id:#018x}"
         if not CLEARED < lease_id < 1 << 64 or lease_id in self._by_id:
@@ -188,24 +190,27 @@ class LeaseBook:
             self._next_deadline = min(self._next_deadline, lease.deadline)
 
     def find(self, lease_id: int) -> Lease | None:
-        """Returns the lease of this id if it stands."""
+        """Returns the open lease of this id, or None."""
         return self._by_id.get(lease_id)
 
     def times(self, lease: Lease) -> tuple[float, float | None]:
-        """Seconds since a lease's time began, and to its deadline; 0 and None before that. Any thread may ask."""
+        """Seconds since the time of a lease started, and until its deadline; 0 and None before.
+
+        Safe from any thread.
+        """
         if lease.deadline == math.inf:
             return 0.0, None
         now = self._clock()
         return now - lease.last_deadline + lease.duration_s * self._longest, lease.deadline - now
 
     def ids(self) -> list[int]:
-        """Returns the ids of all leases that stand."""
+        """Returns the ids of all open leases."""
         return list(self._by_id)
 
     def hear(self, note: ReaderNote) -> Lease | None:
-        """Books what a rank of a reading engine says.
+        """Records a note from a rank of a reading engine.
 
-        Returns the lease where this was the last that had to end: its word is cleared, the pages may go.
+        Returns the lease if the note ended it. Its word is then cleared, and its pages may be freed.
         """
         verdict = self._verdict(note)
         self.counts[verdict] += 1
@@ -235,15 +240,15 @@ class LeaseBook:
         lease.deadline = max(lease.deadline, min(self._clock() + lease.duration_s, lease.last_deadline))
 
     def end(self, lease_id: int, reason: str) -> Lease | None:
-        """Ends a lease even if it is read, and returns it, its word cleared; None if it has ended before.
+        """Ends a lease even while it is read, and returns it with its word cleared; None if it had already ended.
 
-        For an abort, or where room is needed. Readers find out by their fence.
+        Use this for an abort, or if pages are needed. Readers find out by their fence.
         """
         lease = self._by_id.get(lease_id)
         return None if lease is None else self._end(lease, reason)
 
     def expire(self) -> list[Lease]:
-        """Ends the leases whose deadline has passed, and returns them, their words cleared."""
+        """Ends the leases whose deadline has passed, and returns them with their words cleared."""
         now = self._clock()
         if now < self._next_deadline:
             return []
@@ -254,7 +259,7 @@ class LeaseBook:
         return over
 
     def _end(self, lease: Lease, reason: str) -> Lease:
-        self.words[lease.slot] = CLEARED  # first: from here on no fence accepts what is read of the pages
+        self.words[lease.slot] = CLEARED  # first: from now on no fence accepts pages read under the lease
         lease.ended = reason
         del self._by_id[lease.lease_id], self._slots[lease.slot]
         self._ended[lease.lease_id] = None
@@ -266,7 +271,8 @@ class LeaseBook:
         """Recounts everything.
 
         Raises:
-            InvalidLeaseError: a word does not hold the id of the lease in its slot, or a lease that has ended stands.
+            InvalidLeaseError: a word does not hold the id of the lease in its slot, or an ended lease is recorded as
+                open.
         """
         expected = np.zeros_like(self.words)
         for slot, lease in self._slots.items():

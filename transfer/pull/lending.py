@@ -1,8 +1,8 @@
-"""The source's side of a pull by content: readers ask for pages by digest, and get a lease of those that are here.
+"""The source's side of a pull by content: readers ask for pages by digest, and get a lease of the pages that are here.
 
-A question comes in the thread of the handshake's server, which knows no pages. It waits for the serving loop, which
-holds the pages and has a lease granted for them; when that stands on every rank the reader hears which pages they are.
-The server holds its question for so long, or it asks again. From there on it is a lease like any other.
+A question arrives on the handshake server's thread, which knows no pages, and waits for the serving loop. The loop
+holds the pages and requests a lease for them. Once every rank has granted the lease, the reader is told the pages. The
+server holds the question for a while; after that the reader asks again. From there on it is a lease like any other.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ if TYPE_CHECKING:
     from transfer.pull.source import Source
 
     Grant = Callable[[Any, BlockTable], Source | None]
-    """Has a lease granted for what the manager holds, the pages of the table. None: as many leases stand as can."""
+    """Requests a lease for a hold of the manager and the table of its pages.
 
-LENT_S = 10.0  # without a word of the reader, who has asked a moment ago
-_KNOWN = 4096  # questions whose answers are kept
-_MOST_ASKED = 64  # questions that wait for the loop: each may bring half a MiB of digests
-_MOST_OF_ONE = 32  # of these, from one reader
-_LOAD_S = 0.25  # for pages to come from a lower tier: what is late is left out
+    Returns None if every lease slot is taken.
+    """
+
+LENT_S = 10.0  # in seconds, if the reader does not renew, although it asked a moment ago
+_KNOWN = 4096  # the most questions whose answers are kept
+_MOST_ASKED = 64  # the most questions that wait for the loop; each may bring half a MiB of digests
+_MOST_OF_ONE = 32  # the most of them from one reader
+_LOAD_S = 0.25  # in seconds, for pages to come from a lower tier; later pages are left out
 _LOADING = LeaseReply(query_id=0, waits_for="its pages to come from a lower tier")
 _UNSEEN = LeaseReply(query_id=0, waits_for="its serving loop to look for the pages")
 _LENT = LeaseReply(query_id=0, waits_for="another lease of the same pages to end, which this reader has")
@@ -42,11 +45,14 @@ _GRANTING = LeaseReply(query_id=0, waits_for="the lease to stand on all its rank
 
 
 class _LentPages(NamedTuple):
-    """Pages under a lease: for which question, which pages, and what it is answered once the lease stands.
+    """Leased pages, their question, and its answer once the lease is granted.
 
     Attributes:
-        pages: of the tokens; a state that is lent with them counts below 0.
-        size: pages that all this takes.
+        ask_id: id of the question.
+        asker: id of the reading process.
+        pages: ids of the pages for tokens; a state page counts as a negative number.
+        size: the number of pages that all this occupies.
+        answer: the sealed answer.
     """
 
     ask_id: int
@@ -57,14 +63,14 @@ class _LentPages(NamedTuple):
 
 
 class PageLender:
-    """Leases pages of one replica to readers that ask by digest. Any thread may call `answer`, only the loop the rest.
+    """Leases pages of one replica to readers that ask by digest. Any thread may call `answer`; only the loop the rest.
 
-    Its own requests come first. At most a `share` of its pages, and of the pages for recurrent states, is lent at a
-    time, and beyond that readers get fewer. Leases of these pages have lease words of their own, and a reader gets each
-    page under one lease at a time.
+    Our own requests come first: at most a `share` of the pages, and of the pages for recurrent states, is lent at a
+    time. Readers get fewer pages beyond that. These leases have lease words of their own, and a reader gets each page
+    under one lease at a time.
 
     Attributes:
-        pages_lent: pages leased so far, states among them, each time that they were.
+        pages_lent: pages leased so far, including state pages; a page counts each time that it is leased.
     """
 
     def __init__(
@@ -86,19 +92,20 @@ class PageLender:
         self._ring = ring
         self._answered = answered
         self._most = int(share * (manager.total_num_pages // manager.num_replicas))
-        # Each lease takes one page of what is kept beside tokens.
+        # Each lease takes one page of every further group.
         self._most_leases = min(
             (int(share * group.num_pages) for group in manager.further_groups[replica]), default=LENT_SLOTS
         )
         self._key, self._seals = key, seals
         self._kind, self._tables = kv_kind(manager.layouts), len(manager.layer_tables.tables)
-        self._lent: dict[int, _LentPages] = {}  # by lease
-        self._lent_to: dict[str, set[int]] = {}  # by reader, the pages that it has under leases
-        self._granting: set[int] = set()  # those of them that do not stand yet
-        self._lock = threading.Lock()  # of these two
+        self._lent: dict[int, _LentPages] = {}  # by lease id
+        self._lent_to: dict[str, set[int]] = {}  # the pages that each reader has under leases
+        self._granting: set[int] = set()  # leases that are not granted yet
+        self._lock = threading.Lock()  # protects the next three fields
         self._asked: deque[ContentQuery] = deque()
-        self._loading: list[tuple[ContentQuery, float]] = []  # questions that wait for a lower tier, and until when
-        self._answers: OrderedDict[int, LeaseReply] = OrderedDict()  # by question, the last ones
+        # Questions that wait for a lower tier, with their time limit.
+        self._loading: list[tuple[ContentQuery, float]] = []
+        self._answers: OrderedDict[int, LeaseReply] = OrderedDict()  # the latest answers, by question
 
     @property
     def is_asked(self) -> bool:
@@ -107,15 +114,15 @@ class PageLender:
 
     @property
     def num_leases(self) -> int:
-        """Leases that stand, or will."""
+        """The number of leases that are granted or requested."""
         return len(self._lent)
 
     def stop(self) -> None:
-        """Lend nothing more."""
+        """Lends no more pages."""
         self._most = 0
 
     def answer(self, query: ContentQuery) -> LeaseReply:
-        """The present answer to a reader that asks, or asks again."""
+        """Returns the present answer to a reader's question, new or repeated."""
         with self._lock:
             known = self._answers.get(query.ask_id)
             if known is None and (most := self._too_many(query)):
@@ -131,14 +138,14 @@ class PageLender:
         return LeaseReply(query_id=query.query_id, pages=known.pages, error=known.error, waits_for=known.waits_for)
 
     def _too_many(self, query: ContentQuery) -> int:
-        """How many questions wait, where another one is too many: of all readers, or of this one."""
+        """Returns the limit that one more question would exceed, of all readers or of this one; 0 if there is room."""
         waiting = [*self._asked, *(loading for loading, _ in self._loading)]
         if len(waiting) >= _MOST_ASKED:
             return _MOST_ASKED
         return _MOST_OF_ONE if sum(_asker(one) == _asker(query) for one in waiting) >= _MOST_OF_ONE else 0
 
     def poll(self) -> None:
-        """Looks for what was asked for since the last call, and has it leased."""
+        """Looks up the pages of the questions since the last call, and requests their leases."""
         now, looked_for = time.monotonic(), self._loading
         self._loading = []
         while self._asked:
@@ -151,7 +158,7 @@ class PageLender:
                 self._say(query.ask_id, LeaseReply(query_id=0, error=str(error)))
 
     def settle(self, event: LeaseOver | Offered) -> bool:
-        """Handle an event of a lease of ours, of which the loop need not hear. Returns whether the lease is ours."""
+        """Handles an event of a lease. Returns whether it is a lease of lent pages, which the loop need not hear of."""
         lent = self._lent.get(event.lease_id)
         if lent is None:
             return False
@@ -207,7 +214,7 @@ class PageLender:
         self._say(query.ask_id, _GRANTING)
 
     def _sealed(self, query: ContentQuery, source: Source | None, table: BlockTable | None) -> bytes:
-        """What is said of the pages of a table, or of none."""
+        """Returns the sealed answer for the pages of a table, or for no pages."""
         pages = 0 if table is None else table.num_tokens // query.page_size - query.first_page
         digests = b"" if table is None else table.digests
         leased = LeasedPages(
@@ -232,7 +239,10 @@ class PageLender:
 
 
 def _asker(query: ContentQuery) -> str:
-    """The reading process that asks; one of an earlier version names the request as well."""
+    """Returns the id of the reading process.
+
+    Readers of an earlier version send only a name, which includes the request.
+    """
     return query.asker or query.reader
 
 
@@ -241,15 +251,15 @@ class PageLending:
 
     Args:
         manager: the owner of the pages.
-        grant: grants a lease.
-        ring: called at each question, in the handshake server's thread, to have `poll` called.
-        answered: called when a question has its last answer.
-        share: the share of each replica's pages that may be lent at a time.
-        key: the key of the digests over answers.
+        grant: requests a lease.
+        ring: called for each question, on the handshake server's thread, so that `poll` is called.
+        answered: called when a question has its final answer.
+        share: share of each replica's pages that may be lent at a time.
+        key: key of the digests over answers.
         seals: makes the seals of lent tables.
 
     Attributes:
-        of: the pages that each replica lends.
+        of: the lender of each replica.
     """
 
     def __init__(
@@ -270,12 +280,12 @@ class PageLending:
 
     @property
     def pages_lent(self) -> int:
-        """Pages that were leased to readers that asked for them."""
+        """Pages leased so far to readers that asked for them by content."""
         return sum(one.pages_lent for one in self.of)
 
     @property
     def num_leases(self) -> int:
-        """Leases of such pages that stand, or will."""
+        """The number of such leases that are granted or requested."""
         return sum(one.num_leases for one in self.of)
 
     @property
@@ -284,11 +294,11 @@ class PageLending:
         return any(one.is_asked for one in self.of)
 
     def stop(self) -> None:
-        """Lend nothing more."""
+        """Lends no more pages."""
         for one in self.of:
             one.stop()
 
     def poll(self) -> None:
-        """Looks for what was asked for since the last call."""
+        """Looks up the pages of the questions since the last call."""
         for one in self.of:
             one.poll()

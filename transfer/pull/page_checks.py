@@ -1,11 +1,11 @@
-"""Checksums of pages: made by the source as it leases them, compared by the reader after they have arrived.
+"""Checksums of pages: the source makes them when it leases pages, and the reader compares them after the pages arrive.
 
 A fence proves that a page was not written while it was read. It does not prove that the reader's bytes equal the
 source's: NIXL reports a short read as done, and memory or a wire may corrupt data. Ruling that out costs one pass over
 the bytes on each side. XXH3 finds accidents, not attacks; see the benchmark for the price.
 
 The source keeps a word for each page in memory that readers may READ, so no message grows. Readers copy the words along
-with the pages: the words of leased pages do not change while the lease stands.
+with the pages, because the words of leased pages do not change while the lease is open.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from transfer.pull.parts import Part
 from transfer.wire.messages import RankMetadata
 
 ATTEMPTS = 3
-"""How often a page is read until it is taken for bad at its source."""
+"""A page is read this often before it counts as bad at its source."""
 
 
 class PageChecks:
     """The checksums of one shard's pages, and the words that hold them. Each box of a page must be one run of bytes.
 
     Attributes:
-        words: for each group uint64 `[num_pages]`, the checksum of each page that was sealed last. To be registered.
+        words: uint64 `[num_pages]` for each group: the checksum of each page when it was last sealed. To be registered.
 
     Raises:
         InvalidEngineError: the pages of a box have gaps.
@@ -52,12 +52,12 @@ class PageChecks:
         ]
 
     def seal(self, group: int, pages: ArrayLike) -> None:
-        """Takes down what pages hold now. Nothing may write to them any more."""
+        """Records the checksums of pages, which must not be written any more."""
         ids = self._ids(group, pages)
         self.words[group][ids] = self._sums(group, ids)
 
     def bad(self, group: int, pages: ArrayLike, expected: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Returns the positions in `pages`, which have arrived, of those whose checksum is not the one expected."""
+        """Returns the positions in `pages` (local, arrived) whose checksum differs from the expected one."""
         return np.flatnonzero(self._sums(group, self._ids(group, pages)) != expected)
 
     def _ids(self, group: int, pages: ArrayLike) -> NDArray[np.int64]:
@@ -82,7 +82,7 @@ def _sum_of(views: list[NDArray[np.uint8]], page: int) -> int:
 
 
 def _view(number: int, box: Box, group: Group, bases: Sequence[int]) -> NDArray[np.uint8]:
-    """uint8 `[num_pages, bytes]`, the bytes of a box of each page, in place."""
+    """uint8 `[num_pages, bytes]`: the bytes of a box in each page, as a view."""
     num_bytes = int(np.prod(box.extent)) * box.itemsize
     if num_bytes != box.span:
         raise InvalidEngineError(
@@ -96,7 +96,7 @@ def _view(number: int, box: Box, group: Group, bases: Sequence[int]) -> NDArray[
 
 
 def same_pages(local: ShardLayout, remote: ShardLayout) -> bool:
-    """Whether a page of one shard is, byte for byte, a page of the other: only then can a checksum be compared."""
+    """Whether the pages of two shards are equal byte for byte, which a comparison of checksums requires."""
 
     def shape(layout: ShardLayout) -> list[object]:
         return [
@@ -112,22 +112,21 @@ def same_pages(local: ShardLayout, remote: ShardLayout) -> bool:
 
 
 class _Pair(NamedTuple):
-    """Pages of one group that are to be equal: int64 `[pages]` each."""
+    """Pages of one group that must be equal: int64 `[pages]` each."""
 
     local: Ints
     remote: Ints
 
 
 class Verifier:
-    """Compares the pages that came from one rank with its page checks.
+    """Compares pages that came from one rank with its page checks.
 
-    Its copy of the source's words is shared by all pulls: while a lease stands, the words of its pages do not change,
-    and when it has ended the fence refuses the pull.
-
-    `share` of the pages are compared, drawn at random; `repeated` were read again.
+    All pulls share its copy of the source's words. The words of a page do not change while its lease is open, and once
+    the lease has ended, the fence refuses the pull. A random `share` of the pages is compared. `repeated` counts the
+    pages that were read again.
 
     Raises:
-        HandshakeError: the source makes no checks, or a page there is not a page here.
+        HandshakeError: the source makes no checks, or its pages have another layout.
     """
 
     def __init__(self, checks: PageChecks, mine: RankMetadata, there: RankMetadata, share: float, agent: Agent) -> None:
@@ -148,7 +147,7 @@ class Verifier:
         agent.register([(words.ctypes.data, words.nbytes, 0) for words in self._words], MemoryType.DRAM)
 
     def part(self, key: str, plan: Plan, groups: Sequence[PageList]) -> Part | None:
-        """Returns what to read, with the checks of its pages; None if nothing is to be read."""
+        """Returns the part to read, with the checks of its pages; None if nothing is to be read."""
         pairs: list[_Pair] = []
         for group, (local, remote, (start, stop)) in zip(self._groups, groups, strict=True):
             count = max(0, math.ceil(stop / group.page_size) - start // group.page_size)
@@ -171,13 +170,13 @@ class Verifier:
         )
 
     def _span(self, group: int, pair: _Pair) -> tuple[int, int, int, int]:
-        # All words from the first page to the last, whoever's: one run, where picking them would be one for each page.
+        # All words from the first page to the last, as one run; selecting them would take a run for each page.
         first, last = int(pair.remote.min()), int(pair.remote.max())
         here, there = self._words[group].ctypes.data, self._there.checks_addrs[group]
         return here + WORD_BYTES * first, there + WORD_BYTES * first, WORD_BYTES * (last - first + 1), 0
 
     def _compare(self, key: str, plan: Plan, pairs: list[_Pair], attempts: int) -> Part | None:
-        """Compares what has arrived. Returns what has to be read again, if anything."""
+        """Compares the pages that have arrived. Returns the part that must be read again, if any."""
         bad: list[_Pair] = []
         for group, pair in enumerate(pairs):
             drawn = self._draw(pair)

@@ -1,4 +1,4 @@
-"""What an exchange needs of the manager whose pages it leases and fills."""
+"""The interface that an exchange needs of the manager whose pages it leases and fills."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class PendingPages(Protocol):
-    """Pages that are to be filled from another manager's, of a request and a replica: `kvcache.PendingImport`."""
+    """An import: pages of a request on a replica that a pull will fill, such as `kvcache.PendingImport`."""
 
     request_id: str
     replica_idx: int
 
 
 class FurtherPages(Protocol):
-    """Keeps further pages of each request, such as a state: one more group in the request's block table."""
+    """Further pages for each request, such as its state: one more group in the request's block table."""
 
     @property
     def tensors(self) -> Sequence[Sequence[torch.Tensor]]:
-        """`[shard][region]`: those that are theirs alone."""
+        """`[shard][region]`: the tensors that hold only these pages."""
         ...
 
     @property
@@ -35,7 +35,7 @@ class FurtherPages(Protocol):
         ...
 
     def kinds(self, shard: int) -> Sequence[KindPages]:
-        """Where the pages of each kind lie on a shard, and in which of its tensors."""
+        """The layout of the pages of each kind on a shard, and the tensor that holds them."""
         ...
 
 
@@ -52,12 +52,12 @@ class PageOwner(Protocol):
 
     @property
     def total_num_pages(self) -> int:
-        """Pages of all replicas; the null page of each is not counted."""
+        """Pages of all replicas, without the null page of each."""
         ...
 
     @property
     def slab_pages(self) -> int:
-        """Pages of those of tokens that a request's state takes; 0: none."""
+        """Token pages that a request's state takes; 0 for none."""
         ...
 
     @property
@@ -67,34 +67,34 @@ class PageOwner(Protocol):
 
     @property
     def layer_tables(self) -> LayerTables:
-        """Its block tables, and the layers of each."""
+        """The block tables of a request, and the layers of each."""
         ...
 
     @property
     def device_tensors(self) -> Sequence[Sequence[torch.Tensor]]:
-        """`[replica][shard]`, dense: the null page, then all others."""
+        """`[replica][shard]`, dense: the null page, then all other pages."""
         ...
 
     @property
     def further_groups(self) -> Sequence[Sequence[FurtherPages]]:
-        """`[replica][group]`, in the order of a block table, after the pages of tokens."""
+        """`[replica][group]`, in the order of a block table, after the token pages."""
         ...
 
     def lease(self, request_id: str, *, seal: Callable[[BlockTable], bytes]) -> Any:
-        """Hold what a claimed request computes, until `end_lease`. The hold says its `replica_idx`.
+        """Holds the pages that a claimed request computes, until `end_lease`. The hold has a `replica_idx`.
 
-        From now on each block table of the request carries its `seal` among its `seals`.
+        From now on each block table of the request carries the result of `seal` in its `seals`.
         """
         ...
 
     @property
     def contents(self) -> Any:
-        """Pages by what they hold: `kvcache.replica.contents.PageContents`."""
+        """The pages by content: a `kvcache.replica.contents.PageContents`."""
         ...
 
     def end_lease(self, lease: Any) -> None:
-        """End a hold under which no reader reads any more."""
+        """Ends a hold whose pages no reader reads any more."""
 
     def copier(self, pending: Any) -> Any:
-        """The only writer to the pages of an import, which can prove that it wrote them."""
+        """Returns the only writer to the pages of an import. It can prove that it has written them."""
         ...

@@ -1,10 +1,10 @@
-"""The reading side of one rank: READs of pages, the fence after them, and what is in flight until it is not.
+"""The reading side of one rank: READs of pages, the fence after them, and the tracking of everything in flight.
 
-A pull is over in two steps that may be far apart. It *fails* as soon as the reason is known. Its pages are *safe* when
-nothing of it is in flight: NIXL cannot stop a copy, so until then bytes may still land in them.
+A pull ends in two steps that may be far apart. It *fails* as soon as a reason is known. Its pages are *safe* when
+nothing of it is in flight: NIXL cannot stop a copy, so bytes may still land in the pages until then.
 
-Few pages are copied by the post itself, and so is the lease word after them. Such a pull is over as it begins, and
-needs none of the books that others need: `Puller.pull_at_once`.
+The post itself copies a small READ, and also the lease word after it. Such a pull has ended when it is posted, and
+needs none of the state that other pulls need: see `Puller.pull_at_once`.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from transfer.wire.messages import RankMetadata, ReaderNote, encode_message
 
 _SLICE_S = 0.3e-3
 LATELY_S = 1.0
-"""A message to a source may be on its way for so long, below NIXL, and waits for polls of its agent."""
+"""In seconds. NIXL may still be sending a message to a source for this long, for which its agent must be polled."""
 _MOST_IN_FLIGHT = 8
-"""Transfers of a pull at a time, where posts return before all is copied: 32 MiB on the wire, and the background."""
+"""The most transfers of a pull at a time, if posts return early: 32 MiB on the wire, plus the background transfer."""
 
 
 class Puller:
-    """The pulls of one rank. Single-threaded: the thread that owns the agents calls everything.
+    """The pulls of one rank. Single-threaded: the thread that owns the agents makes all calls.
 
-    `identity` is the engine id, the rank and the number of ranks, as sources are told; `slots` are fences at a time.
+    `identity` is the engine id, the rank and the number of ranks that sources are told. `slots` is the most fences at a
+    time.
 
     Attributes:
-        words: uint64 `[slots]`, where fences put the lease words that they read. To be registered with every agent.
-        events: what became of pulls, until the owner takes it.
-        ended: figures of pulls that ended well, likewise.
-        is_copying: there is more to copy, and who polls does it: the next poll should come at once.
-        timed: the events of pulls that pass say when their fence was posted.
+        words: uint64 `[slots]`, the buffer for lease words that fences read. To be registered with every agent.
+        events: outcomes of pulls; the owner takes them.
+        ended: records of successful pulls; the owner takes them.
+        is_copying: whether more is left to copy, so that the next poll should follow at once.
+        timed: whether events of pulls that passed carry the time of their fence.
     """
 
     def __init__(
@@ -61,11 +62,12 @@ class Puller:
         self._memory_type, self._clock = memory_type, clock
         self._address = self.words.ctypes.data
         self._free = list(range(slots))
-        self._spoken: dict[RemoteEngine, float] = {}  # when something was last said to a source
+        self._spoken: dict[RemoteEngine, float] = {}  # when a message was last sent to a source
         self._pulls: dict[str, RankPull] = {}
-        self._moving: dict[str, RankPull] = {}  # of these, those that a poll may move on
-        self._due: list[tuple[float, str]] = []  # a heap: when one is to be renewed, or times out, if it is still there
-        self._behind: dict[int, Handle] = {}  # by id of the source: what NIXL's thread copies from it
+        self._moving: dict[str, RankPull] = {}  # pulls that a poll may advance
+        # A heap of the times at which pulls are renewed or time out; a pull may be gone by then.
+        self._due: list[tuple[float, str]] = []
+        self._behind: dict[int, Handle] = {}  # by id of the source, the transfer that NIXL's thread copies
         self.is_copying = self.timed = False
 
     def __len__(self) -> int:
@@ -76,30 +78,30 @@ class Puller:
 
     @property
     def is_reading(self) -> bool:
-        """Whether something is in flight, or about to be: a pull that waits for further pages does not count."""
+        """Whether anything is in flight or about to be. A pull that waits for further pages does not count."""
         return any(pull.in_flight or pull.waiting for pull in self._moving.values())
 
     @property
     def is_moving(self) -> bool:
-        """Whether a poll may move anything on."""
+        """Whether a poll may advance a pull."""
         return bool(self._moving)
 
     def engines_in_use(self) -> set[RemoteEngine]:
-        """Those whose agents need polls: something is in flight of them, or was said to them lately."""
+        """Returns the engines whose agents need polls: something is in flight, or a message was sent recently."""
         before = self._clock() - LATELY_S
         for engine in [engine for engine, at in self._spoken.items() if at <= before]:
             del self._spoken[engine]
         return {*self._spoken, *(pull.engine for pull in self._moving.values())}
 
     def uses(self, engine: RemoteEngine) -> bool:
-        """Tells whether a pull still has to do with an engine."""
+        """Whether an open pull reads from an engine."""
         return any(pull.engine is engine for pull in self._pulls.values())
 
     def open(self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float) -> RankPull:
-        """Begins a pull: the lease is renewed from now on, and `add` may read. Its name is free after its last event.
+        """Opens a pull: its lease is renewed from now on, and `add` may read. Its key is free after its last event.
 
         Raises:
-            InvalidTransferError: the key is taken, or the source has no such lease word.
+            InvalidTransferError: the key is taken, the source has no such lease word, or a time is invalid.
             PullFailedError: the source is known to be gone.
         """
         check_opening(key, engine, lease, timeout_s, is_open=key in self._pulls)
@@ -118,13 +120,13 @@ class Puller:
     def pull_at_once(
         self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float, part: Part
     ) -> PullEvent | RankPull:
-        """A whole pull of one part that is posted in one transfer, from an engine of one rank.
+        """Makes a whole pull of one part in one transfer, from an engine with one rank.
 
-        Where READ and fence have ended as they were posted, and the word is the lease's, it is over here. Else it is a
-        pull as any other, from where it is. Raises as `open`.
+        If READ and fence have ended when they are posted, and the word holds the lease, the pull is complete here.
+        Otherwise it continues as a normal pull from its current state. Raises as `open`.
 
         Returns:
-            The event of a pull that has ended well, which is not among `events`; else the pull.
+            The event of a successful pull, which is not added to `events`; otherwise the pull.
         """
         check_opening(key, engine, lease, timeout_s, is_open=key in self._pulls)
         started = self._spoken[engine] = self._clock()
@@ -134,7 +136,7 @@ class Puller:
         try:
             reading = agent.read(there.agent_name, part.local, part.remote, (self._memory_type, there.memory_type))
             post_s = time.perf_counter() - begin
-            if reading is None and self._free:  # else another pull's fence ends first
+            if reading is None and self._free:  # if no word is free, another pull's fence must end first
                 slot = self._cleared()
                 fencing = agent.read_word(there.agent_name, *self._word(slot, there, lease), self._done(lease))
         except AgentError as failed:
@@ -161,7 +163,7 @@ class Puller:
         return pull
 
     def get(self, key: str) -> RankPull:
-        """Returns a pull that can still be added to; a PullFailedError says why there is none."""
+        """Returns a pull that parts can be added to. Raises `PullFailedError` if there is none."""
         pull = self._pulls.get(key)
         if pull is None or pull.error or not pull.more:
             reason = "no such pull" if pull is None else pull.error or "its last part was added before"
@@ -169,14 +171,14 @@ class Puller:
         return pull
 
     def look_up(self, key: str) -> RankPull | None:
-        """Returns a pull, whatever has become of it. Any thread may ask."""
+        """Returns the pull of this key in any state, or None. Safe from any thread."""
         return self._pulls.get(key)
 
     def add_pages(self, key: str, groups: PageLists, *, last: bool) -> None:
-        """Reads pages of a pull, or further ones, as `ReplicaTransfer.add_pages`.
+        """Reads pages of a pull; see `ReplicaTransfer.add_pages`.
 
         Raises:
-            InvalidTransferError: pages or tokens that do not fit either layout. The pull has failed.
+            InvalidTransferError: the pages or tokens do not fit the layouts. The pull has failed.
             PullFailedError: there is no such pull, or it has failed.
         """
         pull = self.get(key)
@@ -188,7 +190,7 @@ class Puller:
         self.add(key, parts, last=last)
 
     def add(self, key: str, parts: list[Part], *, last: bool) -> None:
-        """Reads further parts of a pull, and fences it after the last. Raises as `get`."""
+        """Reads further parts of a pull, with a fence after the last. Raises as `get`."""
         pull = self.get(key)
         pull.waiting += [part for part in parts if len(part.local)]
         pull.more = not last
@@ -196,15 +198,15 @@ class Puller:
         self._advance(pull)
 
     def fail(self, key: str, reason: str) -> None:
-        """Gives a pull up. A no-op for an unknown pull, and for one that has failed already."""
+        """Gives a pull up. A no-op for an unknown pull, and for one that has failed."""
         if (pull := self._pulls.get(key)) is not None and not pull.error:
             self._fail(pull, reason)
             self._advance(pull)
 
     def withdraw(self, pull: RankPull, reason: str) -> None:
-        """Gives a pull up for its owner, who has it, and sees in it what becomes of it.
+        """Gives up a pull on behalf of its owner, who follows its state directly.
 
-        Of one that is over no event is left, which would be taken for one of the next pull of this name.
+        If the pull is over, its event is removed, so that it is not taken for an event of the next pull with this key.
         """
         if not (pull.is_over or pull.error):
             self._fail(pull, reason)
@@ -213,17 +215,17 @@ class Puller:
             self.events = deque(event for event in self.events if event.key != pull.key)
 
     def passed(self, key: str) -> int:
-        """How many calls of `add` a fence has passed; 0 if there is no such pull."""
+        """Returns how many calls of `add` a fence has passed for; 0 if there is no such pull."""
         return 0 if (pull := self._pulls.get(key)) is None else pull.passed
 
     def fail_engine(self, engine: RemoteEngine, reason: str) -> None:
-        """Gives up every pull from an engine, and takes no further one from it."""
+        """Gives up every pull from an engine, and accepts no further one from it."""
         engine.failure = engine.failure or reason
         for key in [pull.key for pull in self._pulls.values() if pull.engine is engine]:
             self.fail(key, reason)
 
     def poll(self) -> None:
-        """Moves every pull on. Their outcomes are in `events`."""
+        """Advances every pull. Outcomes are added to `events`."""
         self.is_copying = False
         now = self._clock()
         while self._due and self._due[0][0] <= now:
@@ -272,7 +274,7 @@ class Puller:
         return PullEvent(pull.key, "", True, 0, PullTimes(pull.fence_at, now) if pull.fence_at else None)
 
     def _post(self, pull: RankPull) -> None:
-        """Posts what is waiting; of what the posts themselves copy only a little, for others wait to be polled."""
+        """Posts waiting parts. Stops after a time slice of copying, because peers and other pulls wait to be polled."""
         stop_at, engine = pull.post_s + _SLICE_S, pull.engine
         while pull.waiting:
             part = pull.waiting[0]
@@ -319,7 +321,7 @@ class Puller:
             self._came(pull, part)
 
     def _came(self, pull: RankPull, part: Part) -> None:
-        """A transfer of a part has ended, its handle is released."""
+        """Handles the end of a part's transfer, whose handle is released."""
         if part.in_flight:
             return
         if part.is_here and part.arrived and not pull.error:
@@ -340,10 +342,10 @@ class Puller:
     def _fence(self, pull: RankPull) -> None:
         """Reads the lease word of every rank that was read from.
 
-        While more is to come, that only marks what is here as good. The last time, our `done` rides on it.
+        If more pages will follow, this only confirms those read so far. The last fence also carries our `done` note.
         """
         if pull.fenced or pull.fencing or len(self._free) < len(pull.read_ranks):
-            return  # in the last case another pull's fence ends first
+            return  # with too few free words, another pull's fence must end first
         pull.marking = pull.added if pull.more else 0
         note = b"" if pull.more else self._done(pull.lease)
         if self.timed and pull.read_ranks:
@@ -364,20 +366,20 @@ class Puller:
             self._passed(pull)
 
     def _cleared(self) -> int:
-        """Takes a word of ours. It holds no lease: a fence that delivers nothing must not find an old one."""
+        """Takes a free word of the buffer and clears it, so that a fence that delivers nothing finds no lease."""
         slot = self._free.pop()
         self.words[slot] = CLEARED
         return slot
 
     def _word(self, slot: int, there: RankMetadata, lease: LeaseRef) -> tuple[int, int]:
-        """The addresses of a word of ours, and of a lease's on a rank of the source."""
+        """Returns the address of a word of the buffer, and that of the lease word on a rank of the source."""
         return self._address + slot * WORD_BYTES, there.words_addr + lease.slot * WORD_BYTES
 
     def _done(self, lease: LeaseRef) -> bytes:
         return encode_message(self._note(lease, "done"))
 
     def _passed(self, pull: RankPull) -> None:
-        """All that was read before the fence was under the lease."""
+        """Records that everything read before the fence was under the lease."""
         pull.passed = pull.marking or pull.added
         pull.fenced = not pull.marking
 
@@ -395,7 +397,7 @@ class Puller:
                 self._passed(pull)
 
     def _holds(self, pull: RankPull, rank: int, slot: int) -> bool:
-        """Whether the word of a rank, whose READ has ended, is that of the lease; else the pull has failed."""
+        """Whether the word that was read from a rank holds the lease's id. If not, the pull fails."""
         word = self.words.item(slot)
         self._free.append(slot)
         if not pull.marking:
@@ -432,7 +434,7 @@ class Puller:
         return ReaderNote(lease.lease_id, engine_id, rank, ranks, verdict, reason[:200])  # pyright: ignore[reportArgumentType]
 
     def _tell(self, pull: RankPull, ranks: set[int] | range, verdict: str, reason: str = "") -> None:
-        """Sends a note to each rank. One that is lost costs the source time, not pages: its lease runs out."""
+        """Sends a note to each rank. A lost note costs the source only time, because its lease expires."""
         if not ranks:
             return
         self._spoken[pull.engine] = self._clock()
@@ -442,14 +444,14 @@ class Puller:
                 pull.agent.notify(pull.engine.ranks[rank].agent_name, message)
 
     def stuck(self, seconds: float) -> list[RemoteEngine]:
-        """Engines of pulls that failed so long ago, and whose copies NIXL still has not called ended."""
+        """Returns the engines of pulls that failed at least so many seconds ago and still have copies in flight."""
         before = self._clock() - seconds
         return list({pull.engine for pull in self._moving.values() if pull.error and pull.failed_at < before})
 
     def abandon(self, engine: RemoteEngine) -> list[RankPull]:
-        """Fails an engine's pulls, and releases what is in flight of them without its end being known.
+        """Fails an engine's pulls, and releases their handles although the copies may still be in flight.
 
-        Returns those that were in flight: the caller destroys the agent, and then calls `conclude`.
+        Returns all pulls from the engine. The caller destroys the agent and then calls `conclude`.
         """
         self.fail_engine(engine, engine.failure or "given up")
         pulls = [pull for pull in self._pulls.values() if pull.engine is engine]
@@ -460,7 +462,7 @@ class Puller:
         return pulls
 
     def conclude(self, pulls: list[RankPull]) -> None:
-        """Ends abandoned pulls: their agent is gone, so nothing writes to their pages any more."""
+        """Ends abandoned pulls. Their agent is destroyed, so nothing writes to their pages any more."""
         for pull in pulls:
             for _, part in pull.reading:
                 part.settle()

@@ -1,4 +1,4 @@
-"""A pull of one rank, or of all of a replica: what is in flight or waits of it, and what became of it."""
+"""The state of a pull, by one rank and by all ranks of a replica: what is in flight, what waits, and the outcome."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from kvcache.replica.block_table import BlockTable
 
 FIRST_PAUSE_S = 1e-3
-"""Until a source is asked again whether a lease stands by now on all its ranks; doubled each time."""
-# Default factories. Not `list[int]` and the like: calling such an alias takes 1 µs, and a pull has eight of them.
+"""In seconds, before a source is asked again whether all its ranks have granted a lease; doubled each time."""
+# Default factories. Calling an alias such as `list[int]` takes 1 µs, and a pull has eight of these fields.
 _LIST = cast("Callable[[], list[Any]]", list)
 _SET = cast("Callable[[], set[Any]]", set)
 _DEQUE = cast("Callable[[], deque[Any]]", deque)
 
 
 class PullTimes(NamedTuple):
-    """When the last fence of a pull was posted, and when it had passed, on the puller's clock."""
+    """The times at which the last fence of a pull was posted and passed, on the puller's clock."""
 
     fence_at: float
     over_at: float
@@ -42,13 +42,14 @@ class PullEvent(NamedTuple):
     Attributes:
         key: the name of the pull, as given to `pull` or `open_pull`.
         error: why it failed; empty if every byte was under the lease when it was read.
-        safe: none of its transfers is in flight any more: its pages may be given back or, without an error, used.
+        safe: True if none of its transfers is in flight. Its pages may then be given back or, without an error, used.
         passed: for a pull that failed, the number of its reads (`PageExchange.read`, or the one of
             `PageExchange.pull`), from the first on, whose pages were under the lease when they were read. Those pages
             may be kept, and only the rest pulled from elsewhere.
-        times: the times of a pull that passed, if pulls are timed (`ReplicaTransfer`); else None, also without READs.
-        begins: for a pull that passed and whose source has named its blocks, the first token read of each group: a
-            source whose window has moved on may have less than was asked for. Otherwise empty.
+        times: the times of a pull that passed, if pulls are timed (`ReplicaTransfer`). None otherwise, and without
+            READs.
+        begins: the first token read of each group, for a pull that passed and whose source has named its blocks. A
+            source whose window has moved on may have fewer tokens than were asked for. Empty otherwise.
     """
 
     key: str
@@ -61,34 +62,35 @@ class PullEvent(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RankPull:
-    """The part of a pull that one rank reads, from every rank of the source that holds some of it."""
+    """The part of a pull that one local rank reads, from every rank of the source that holds some of it."""
 
     key: str
     engine: RemoteEngine
-    agent: Agent  # that reads from it
+    agent: Agent  # the agent that reads from the source
     lease: LeaseRef
-    deadline: float  # on the puller's clock, as the next two and `failed_at`
+    deadline: float  # on the puller's clock, like the next two fields and `failed_at`
     started: float
     renew_at: float
-    more: bool = True  # further parts may be added, so the fence has to wait
+    more: bool = True  # further parts may be added, so the last fence must wait
     error: str = ""
     failed_at: float = 0.0
-    fence_at: float = 0.0  # where pulls are timed: when the last fence was posted
-    num_bytes: int = 0  # read so far, or on their way
+    fence_at: float = 0.0  # if pulls are timed, when the last fence was posted
+    num_bytes: int = 0  # bytes posted so far
     num_runs: int = 0
-    post_s: float = 0.0  # that the posts took
-    added: int = 0  # times that parts were added
-    passed: int = 0  # of those, how many a fence has passed
-    marking: int = 0  # of those, how many the fence in flight is for; 0 if it is the last one
+    post_s: float = 0.0  # seconds spent posting
+    added: int = 0  # number of calls that added parts
+    passed: int = 0  # number of these that a fence has passed for
+    marking: int = 0  # number of these that the fence in flight covers; 0 for the last fence
     waiting: list[Part] = field(default_factory=_LIST)
     reading: list[tuple[Handle, Part]] = field(default_factory=_LIST)
-    # of each READ of a lease word its handle, the rank of the source, and which word of the puller's it goes to
+    # For each READ of a lease word: its handle, the rank of the source, and the index of the puller's word.
     fencing: list[tuple[Handle, int, int]] = field(default_factory=_LIST)
     fenced: bool = False  # the last fence has passed
-    is_over: bool = False  # it has its last event: nothing of it is in flight, or ever will be
-    over_at: float = 0.0  # where it has passed, on the puller's clock
-    read_ranks: list[int] = field(default_factory=_LIST)  # of the source: the fence reads the words of these
-    told: list[int] = field(default_factory=_LIST)  # of the source, those that know that this rank is done
+    is_over: bool = False  # it has its last event, and nothing of it will ever be in flight again
+    over_at: float = 0.0  # when it passed, on the puller's clock
+    # Ranks of the source that were read from; the fence reads their words.
+    read_ranks: list[int] = field(default_factory=_LIST)
+    told: list[int] = field(default_factory=_LIST)  # ranks of the source that know that this rank is done
 
     @property
     def in_flight(self) -> bool:
@@ -96,7 +98,7 @@ class RankPull:
         return bool(self.reading or self.fencing)
 
     def posted(self, part: Part, last: int) -> None:
-        """The runs of a part up to the index `last` were posted."""
+        """Records that the runs of a part up to index `last` were posted."""
         if not part.posted:
             self.num_bytes += part.num_bytes
             if part.rank not in self.read_ranks:
@@ -109,9 +111,10 @@ class Reading(NamedTuple):
     """Pages that a pull is to read.
 
     Attributes:
-        groups: for each group of the layout the pages here and there, and their tokens.
-        last: nothing more will be read.
-        tables: the source's block tables that name them, beside those of readings before: its seals are compared first.
+        groups: for each group of the layout, the local and remote pages and their tokens.
+        last: whether nothing more will be read.
+        tables: the source's block tables that name these pages, without those of earlier readings. Their seals are
+            checked before the pages are read.
     """
 
     groups: PageLists
@@ -121,18 +124,22 @@ class Reading(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ReplicaPull:
-    """A pull by all ranks: what waits until its source is known, and which ranks are not through. Each has its READs.
+    """A pull by all ranks: the readings that wait for its source, and the pull of each rank.
 
     Attributes:
-        source: a `Wanted` until it has said what it holds.
-        pages: that; None if the owner names the pages.
-        ask_at: when it is to be asked again.
-        waits_for: what it has said was missing when it was last asked, and since when it has said so.
-        waiting: pages to read.
-        reads: what each rank reads, in order, once the source is known.
-        told: its owner knows that it has failed.
-        refusal: what its source is to be told, of which the owner has had the last event.
-        begins: of each group the first token that is read, where the source has named its blocks.
+        source: a `Wanted` until the source has named its pages.
+        deadline: on the replica's clock.
+        pages: the source's answer; None if the owner names the pages.
+        ask_at: when the source is to be asked again.
+        waits_for: what the source's last answer named as missing, and since when it has answered so.
+        pause_s: pause before the next question.
+        waiting: pages to read, in order.
+        reads: the pull of each rank, once the source is known.
+        started: whether the ranks' pulls were opened.
+        error: why it failed; empty if it has not.
+        told: whether the owner knows that it has failed.
+        refusal: the reason to refuse the source's lease, if that is the only purpose; it has no events.
+        begins: the first token that is read of each group, if the source has named its blocks.
     """
 
     source: Source | Wanted
@@ -151,22 +158,22 @@ class ReplicaPull:
 
     @property
     def is_safe(self) -> bool:
-        """Whether no rank reads any more."""
+        """Whether no rank has anything in flight."""
         return all(one.is_over for one in self.reads)
 
     @property
     def passed(self) -> int:
-        """How many calls of `add_pages` a fence has passed, on every rank."""
+        """The number of calls of `add_pages` that a fence has passed for on every rank."""
         return min((one.passed for one in self.reads), default=0)
 
     @property
     def times(self) -> PullTimes | None:
-        """Those of the last fence over all ranks; None if none was timed."""
+        """The times of the last fence over all ranks; None if pulls are not timed."""
         fence_at = max(one.fence_at for one in self.reads)
         return PullTimes(fence_at, max(one.over_at for one in self.reads)) if fence_at else None
 
     def next_pages(self, key: str) -> Reading:
-        """The first that wait, with the blocks that the source has named."""
+        """Takes the first waiting reading, with the blocks that the source has named."""
         reading = self.waiting.popleft()
         if self.pages is None:
             return reading
@@ -174,10 +181,10 @@ class ReplicaPull:
 
 
 def check_opening(key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float, *, is_open: bool) -> None:
-    """Whether a pull can begin.
+    """Raises if a pull cannot be opened.
 
     Raises:
-        InvalidTransferError: the key is that of an open pull, the source has no such lease word, or a time is wrong.
+        InvalidTransferError: the key is that of an open pull, the source has no such lease word, or a time is invalid.
         PullFailedError: the source is known to be gone.
     """
     if is_open:
@@ -194,7 +201,7 @@ def check_opening(key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: fl
 
 
 def how_ended(lease: LeaseRef) -> str:
-    """What a reader can say of a lease whose word holds another value. The log of the source has the reason."""
+    """Describes the possible ends of a lease whose word holds another value. Only the source's log has the reason."""
     return (
         f"expired (it lasts {lease.duration_s:g} s without a word of its reader, who may read or renew sooner), "
         "was ended by the source, or never stood"

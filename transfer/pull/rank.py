@@ -1,4 +1,4 @@
-"""One rank of an engine: its agent, the leases that it grants, and the pulls that it makes. Single-threaded."""
+"""One rank of an engine: its agents, the leases that it grants, and the pulls that it makes. Single-threaded."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from transfer.wire.messages import RankMetadata, decode_note, open_rank, sealed_
 
 log = logging.getLogger("pagewire.transfer")
 _IN_TURN = 8
-"""Agents that a poll serves of sources that nothing is read from: each takes 2 µs."""
+"""The number of unused sources whose agents a poll serves; each takes 2 µs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankIdentity:
-    """Which rank of which engine this is, and what must agree with a peer.
+    """The identity of a rank, and the entries that must agree with a peer.
 
     Attributes:
         engine_id: shared by all ranks of the engine.
         incarnation: random, new with each start, shared by all ranks; `new_incarnation` makes one.
-        rank: of `ranks`, tensor-parallel and pipeline ranks counted together.
+        rank: number of this rank among `ranks`, counting tensor-parallel and pipeline ranks together.
         ranks: ranks of the engine.
-        compatibility: what must agree for the bytes to mean the same: model, cache dtype and so on.
-        key: shared secret of the digest over metadata; empty where metadata only has to arrive unharmed.
-        table_key: of the seals of the engine's block tables; empty if it makes none.
+        compatibility: entries that must agree for the bytes to mean the same: model, cache dtype and so on.
+        key: shared secret of the digest over metadata; empty if the digest only detects damage.
+        table_key: key of the seals of the engine's block tables; empty if it seals none.
     """
 
     engine_id: str
@@ -57,12 +57,12 @@ class RankIdentity:
 
 
 def new_incarnation() -> str:
-    """Returns a name that no start of an engine has had before."""
+    """Returns a random name that no other incarnation has."""
     return uuid.uuid4().hex
 
 
 class ShardMemory(NamedTuple):
-    """What a rank registers: the layout of its shard, the address of each region of it, and the device of them all."""
+    """The memory that a rank registers: the layout of its shard, the address of each region, and their device."""
 
     layout: ShardLayout
     bases: Sequence[int]
@@ -72,16 +72,16 @@ class ShardMemory(NamedTuple):
 class ReaderAgents:
     """Makes agents, lends each to one source, and takes it back when nothing moves over it any more.
 
-    What NIXL copies cannot be stopped, except by destroying the agent that does it. So the agent that reads is not the
-    one that serves peers, and not the one that reads from another source: one source's end costs no other anything. One
-    is kept ready, because making it takes 10 ms.
+    A NIXL copy can be stopped only by destroying its agent. Each source therefore has its own reading agent, apart from
+    the agent that serves peers, so that giving up one source disturbs no other. One agent is kept ready, because making
+    one takes 10 ms.
 
     Args:
-        name: of the rank; agents are named after it and numbered, no name is used twice.
-        make: makes an agent of a name, and registers with it all memory that is read into.
+        name: name of the rank. Agents get this name and a number, and no name is used twice.
+        make: makes an agent of a name, and registers all memory that it reads into.
 
     Raises:
-        AgentError: NIXL refuses the first one.
+        AgentError: NIXL refuses the first agent.
     """
 
     def __init__(self, name: str, make: Callable[[str], Agent]) -> None:
@@ -94,20 +94,20 @@ class ReaderAgents:
         return self._spare.pop() if self._spare else self._make(next(self._names))
 
     def keep_ready(self) -> None:
-        """Makes one ahead of the next source, where there is none. For a moment in which nothing else is to be done."""
+        """Makes an agent for the next source, if none is ready. Call this when nothing else is to be done."""
         if not self._spare:
-            with suppress(AgentError):  # the next source's request will tell
+            with suppress(AgentError):  # the next source's request will report it
                 self._spare.append(self._make(next(self._names)))
 
     def give_back(self, agent: Agent, *, reuse: bool = True) -> None:
-        """Takes an agent back, its peers unloaded and nothing in flight. One that is not to be reused is destroyed."""
+        """Takes back an agent without peers or transfers in flight. Destroys it if it is not to be reused."""
         if self._spare or not reuse:
             _close(agent)
         else:
             self._spare.append(agent)
 
     def close(self) -> None:
-        """Destroys those that are not lent. Safe to call twice."""
+        """Destroys the agents that are not lent. Safe to call twice."""
         while self._spare:
             _close(self._spare.pop())
 
@@ -120,29 +120,29 @@ def _close(agent: Agent) -> None:
 
 
 class RankTransfer:
-    """The leases of one rank to readers, and its pulls from sources. One thread owns it, and calls `poll` repeatedly.
+    """The leases of one rank to readers, and its pulls from sources. Its owner's thread calls `poll` repeatedly.
 
     Args:
-        identity: which rank this is.
+        identity: the identity of this rank.
         layout: geometry of its pages.
         bases: address of each region of the layout. The memory must stay mapped while any peer lives.
-        memory_type: where the regions live.
-        device: index of the device that they are on; 0 for host memory.
-        checks: makes page checks of what it leases, for readers that verify.
-        verify: share of the pages that it compares with their page checks once it has read them; 1 for all of them.
-        stuck_s: seconds that copies of a failed pull may go on before the agent that makes them is destroyed, and all
-            that was learnt of their source with it.
-        agent: makes an agent, given its name and memory type. Replaced by tests that inject faults.
-        clock: seconds, monotonic.
+        memory_type: memory of the regions.
+        device: index of the device of the regions; 0 for host memory.
+        checks: whether to make page checks of leased pages, for readers that verify.
+        verify: share of the pages, 0 to 1, that are compared with their page checks after they were read.
+        stuck_s: seconds that copies of a failed pull may go on. After that their agent is destroyed, and everything
+            known of their source is forgotten.
+        agent: makes an agent, given its name and memory type. Tests pass one that injects faults.
+        clock: a monotonic clock, in seconds.
 
     Attributes:
         leases: the leases granted here.
         puller: the pulls made here.
-        released: leases that have ended, their words cleared, until the owner takes them.
-        metadata: sealed bytes, for a handshake.
+        released: ended leases, with their words cleared; the owner takes them.
+        metadata: the rank's sealed metadata, for the handshake.
 
     Raises:
-        InvalidEngineError: the addresses are not those of the layout's regions.
+        InvalidEngineError: the addresses do not match the layout's regions.
         AgentError: NIXL cannot be used, or refuses the memory.
     """
 
@@ -182,14 +182,14 @@ class RankTransfer:
         self._make_agent = agent
         self._remotes: dict[str, RemoteEngine] = {}
         self._retiring: list[RemoteEngine] = []
-        self._next = 0  # of the sources that are not in use, the first that the next poll serves
+        self._next = 0  # the first of the unused sources that the next poll serves
         self._readers: ReaderAgents | None = None
         self._agent: Agent | None = agent(name, memory_type)
         try:
             self._register_own(self._agent)
             self._readers = ReaderAgents(name, self._make_reader)
             self.metadata = sealed_rank(self._describe(name, self._agent.metadata), identity.key)
-            self._mine = open_rank(self.metadata, identity.key)  # as peers will check it
+            self._mine = open_rank(self.metadata, identity.key)  # checked as peers will check it
             if not identity.key:
                 self._agent.vouch(self._mine.agent_metadata)
         except BaseException:
@@ -250,12 +250,13 @@ class RankTransfer:
     def inspect(self, ranks: Sequence[bytes], expected: tuple[str, str] | None = None) -> RemoteEngine:
         """Checks an engine's metadata as far as possible without NIXL, and makes a plan. Loads nothing.
 
-        `ranks` is the sealed metadata of each of its ranks; `expected` the engine id and incarnation that it must have.
+        `ranks` is the sealed metadata of each of its ranks. `expected` is the engine id and incarnation that it must
+        have.
 
         Raises:
-            MetadataError: one is damaged, or they are not the ranks of one engine. NIXL has seen none of them.
+            MetadataError: the metadata is damaged, or not that of the ranks of one engine. NIXL has seen none of it.
             SettingsMismatchError: the peer runs with other UCX settings or another version of NIXL.
-            HandshakeError: settings that must agree differ, or it is another engine; the error has both values.
+            HandshakeError: it is another engine, or entries that must agree differ; the message has both values.
         """
         self._open()
         found = [open_rank(data, self.identity.key) for data in ranks]
@@ -269,7 +270,7 @@ class RankTransfer:
         return remote
 
     def load(self, remote: RemoteEngine) -> RemoteEngine:
-        """Loads an engine that was inspected. One of the same id, of this or another incarnation, is forgotten before.
+        """Loads an inspected engine. A loaded engine of the same id, whatever its incarnation, is forgotten first.
 
         Raises:
             AgentError: NIXL refuses a rank. None of them stays loaded.
@@ -291,9 +292,9 @@ class RankTransfer:
         return remote
 
     def disconnect(self, engine_id: str, reason: str, incarnation: str = "") -> None:
-        """Fails the pulls from an engine and forgets it: what it told is never used again.
+        """Fails the pulls from an engine and forgets the engine and its metadata.
 
-        A no-op if another `incarnation` is loaded; empty stands for any.
+        A no-op if another `incarnation` is loaded. An empty `incarnation` matches any.
         """
         remote = self._remotes.get(engine_id)
         if remote is not None and incarnation in {"", remote.incarnation}:
@@ -302,13 +303,13 @@ class RankTransfer:
             self._retiring.append(remote)
 
     def seal(self, pages: Sequence[ArrayLike]) -> None:
-        """Takes down the checksums of pages, a list for each group, before they are leased."""
+        """Records the checksums of pages, a list for each group, before they are leased."""
         if self._checks is not None and self._shows_checks:
             for group, ids in enumerate(pages):
                 self._checks.seal(group, ids)
 
     def poll(self) -> None:
-        """Serves peers, books their notes, ends leases that are over and moves pulls on.
+        """Serves peers, handles their notes, ends leases and advances pulls.
 
         Raises:
             AgentError: NIXL fails.
@@ -324,7 +325,8 @@ class RankTransfer:
         for engine_id in [key for key, remote in self._remotes.items() if remote.failure]:
             self.disconnect(engine_id, self._remotes[engine_id].failure)
         for remote in self._to_poll():
-            with suppress(AgentError):  # nobody writes to it; but what it sends, and a dead peer, wait for its polls
+            # No peer writes to this agent, but its own messages and the detection of dead peers need polls.
+            with suppress(AgentError):
                 remote.agent.notifications()
         self.puller.poll()
         self._give_up_stuck()
@@ -334,7 +336,7 @@ class RankTransfer:
             readers.keep_ready()
 
     def _to_poll(self) -> set[RemoteEngine]:
-        """Sources whose agents are served now: all that are in use, and of hundreds that are not a few, in turn."""
+        """Returns the sources whose agents are polled now: all that are in use, and a few of the others, in turn."""
         known = list(self._remotes.values())
         if len(known) <= _IN_TURN:
             return {*known, *self._retiring}
@@ -344,7 +346,7 @@ class RankTransfer:
         return {*known[first : first + _IN_TURN], *used, *self._retiring}
 
     def _give_up_stuck(self) -> None:
-        """The barrier of last resort: where NIXL never ends a copy, its agent does by being destroyed."""
+        """Destroys the agents of copies that NIXL never ends. This is the last resort to stop them."""
         for remote in self.puller.stuck(self._stuck_s):
             log.warning("engine %r: copies did not end; destroying the agent that makes them", remote.engine_id)
             self.disconnect(remote.engine_id, f"engine {remote.engine_id!r} is stuck")
@@ -352,13 +354,13 @@ class RankTransfer:
 
     def _destroy(self, remote: RemoteEngine) -> None:
         pulls, agent = self.puller.abandon(remote), remote.agent
-        with suppress(AgentError):  # it is gone all the same
+        with suppress(AgentError):  # the agent is gone in any case
             agent.close(in_flight=True)
         del agent
         self.puller.conclude(pulls)
 
     def end_lease(self, lease_id: int, reason: str) -> None:
-        """Ends a lease now; it is among `released` then. A no-op if it has already ended."""
+        """Ends a lease now and adds it to `released`. A no-op if it has already ended."""
         if (lease := self.leases.end(lease_id, reason)) is not None:
             self.released.append(lease)
 
@@ -371,16 +373,16 @@ class RankTransfer:
         agent = remote.agent
         remote.unload()
         if agent.is_open and self._readers is not None:
-            # A verifier's words were registered with it, and go away with the verifier.
+            # The verifier's words were registered with this agent, and are freed with the verifier.
             self._readers.give_back(agent, reuse=remote.verifier is None)
 
     def close(self, drain_s: float = 1.0) -> None:
-        """Ends every lease and pull, and destroys the agent: no byte moves afterwards. Safe to call twice.
+        """Ends every lease and pull, and destroys the agents: no byte moves afterwards. Safe to call twice.
 
-        In a fork it does nothing: leases and pulls are those of the process that made them.
+        In a forked child it does nothing, because the leases and pulls belong to the parent.
 
         Args:
-            drain_s: seconds to wait for copies in flight before the agent is destroyed under them.
+            drain_s: seconds to wait for copies in flight before their agents are destroyed.
         """
         if self._agent is None or not self._agent.is_own:
             return

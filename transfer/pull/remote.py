@@ -1,4 +1,4 @@
-"""An engine that this rank reads from: all its ranks, which of them hold what, and the plan for each."""
+"""An engine that this rank reads from: all its ranks, the parts that they hold, and the plan for each."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
 
 class RemoteEngine:
-    """What is known of an engine in one incarnation. Everything is planned here, once; a request only adds its pages.
+    """A source engine in one incarnation. Its plans are made once, here; a request only adds its pages.
 
     Attributes:
         ranks: metadata by rank.
-        words: lease words that every rank has.
-        failure: why it is taken for dead; empty otherwise.
-        read_ranks: the ranks that hold a part of what we need and are read from. The others are only told.
-        staging: where pulls go through whose runs are too short for the wire; None if all are direct.
-        seals: compares what a block table says with what this engine has said; None if it makes no tables.
-        verifier: compares what arrives with the source's page checks; None if that is not asked for.
+        words: number of lease words that every rank has.
+        failure: why it counts as dead; empty otherwise.
+        read_ranks: the ranks that are read from. The others are only sent notes.
+        staging: staging area for pulls whose runs are too short for the wire; None if all pulls are direct.
+        seals: checks the seals of its block tables; None if it seals none.
+        verifier: compares arrived pages with the source's page checks; None if that is not wanted.
 
     Raises:
-        MetadataError: the metadata is not that of the ranks of one engine, or no rank holds what we need.
-        HandshakeError: what must agree does not.
+        MetadataError: the metadata is not that of the ranks of one engine, or no rank holds a part that we need.
+        HandshakeError: entries that must agree differ.
         SettingsMismatchError: UCX or NIXL settings differ.
     """
 
@@ -65,26 +65,27 @@ class RemoteEngine:
         self._mine = mine
         held = sources(mine.layout, [found.layout for found in self.ranks], mine.rank)
         self.read_ranks = tuple(at for at, _ in held)
-        self._plans = [self._plan(at, local, mine) for at, local in held]  # what cannot be is found at first contact
+        # Made now, so that an impossible plan shows at first contact.
+        self._plans = [self._plan(at, local, mine) for at, local in held]
         self._loaded: list[str] = []
         self._agent: Agent | None = None
 
     @property
     def agent(self) -> Agent:
-        """The agent that reads from this engine, and from no other one.
+        """The agent that reads only from this engine.
 
         Raises:
-            PullFailedError: it was taken away, or never lent.
+            PullFailedError: the engine is not loaded.
         """
         if self._agent is None:
             raise PullFailedError(f"engine {self.engine_id!r} is not loaded")
         return self._agent
 
     def load(self, agent: Agent) -> None:
-        """Makes every rank known to the agent that reads from this engine from now on.
+        """Loads every rank into the agent that reads from this engine from now on.
 
         Raises:
-            AgentError: NIXL refuses one. None of them stays loaded.
+            AgentError: NIXL refuses a rank. None of them stays loaded.
         """
         self._agent = agent
         try:
@@ -96,20 +97,20 @@ class RemoteEngine:
             raise
 
     def unload(self) -> None:
-        """Makes the agent forget it, and returns the agent to the caller's use. No transfer may be in flight."""
+        """Unloads all ranks, after which the caller may reuse the agent. No transfer may be in flight."""
         loaded, self._loaded = self._loaded, []
         agent, self._agent = self._agent, None
         if agent is None or not agent.is_open:
             return
         for name in loaded:
-            with suppress(AgentError):  # what NIXL says of a dead peer is of no use
+            with suppress(AgentError):  # NIXL's errors about a dead peer are of no use
                 agent.remove_peer(name)
 
     def parts(self, key: str, groups: PageLists) -> list[Part]:
-        """Returns what to read, in order, of each rank that holds some of it.
+        """Returns the parts to read, in order, from each rank that holds some of the pages.
 
         Raises:
-            InvalidTransferError: pages or tokens that do not fit either layout.
+            InvalidTransferError: the pages or tokens do not fit the layouts.
         """
         if len(groups) != len(self._mine.layout.groups):
             raise InvalidTransferError(
@@ -125,13 +126,13 @@ class RemoteEngine:
         return found
 
     def check_tables(self, key: str, lease: LeaseRef, tables: Sequence[BlockTable]) -> None:
-        """Whether this engine has said of each table that the lease holds its pages.
+        """Checks that this engine has sealed each table under the lease.
 
         Raises:
-            PullFailedError: it has not, of one of them.
+            PullFailedError: the seal of a table is missing or does not match.
         """
         for table in tables:
-            try:  # no comparison in constant time is needed: whoever is refused waits for far more than these 16 bytes
+            try:  # a plain comparison suffices: its time is drowned by that of a refused pull
                 is_sealed = self.seals is not None and self.seals.seal(lease.lease_id, table) in table.seals
             except (TypeError, ValueError, OverflowError, RecursionError):
                 is_sealed = False
@@ -143,14 +144,14 @@ class RemoteEngine:
                 )
 
     def begins(self, groups: PageLists) -> tuple[int, ...]:
-        """Returns the first token that is read of each group whose blocks the source has named; 0 of any other group.
+        """Returns the first token that is read of each group whose blocks the source has named; 0 for any other group.
 
-        `parts` has taken the same lists before.
+        `parts` must have accepted the same lists before.
         """
         return tuple(map(max, zip(*(planned.begins(groups) for planned in self._plans), strict=True)))
 
     def small_part(self, groups: PageLists) -> Part | None:
-        """All that is to be read of few pages, where one rank holds it and one transfer brings it; else None."""
+        """Returns the part for few pages if one rank holds them and one transfer suffices; otherwise None."""
         if self.verifier is not None or len(self.ranks) > 1 or len(groups) != len(self._mine.layout.groups):
             return None
         (planned,) = self._plans

@@ -1,6 +1,6 @@
-"""The ranks of one engine that live in this process, driven as one: leases on all of them, pulls by all or by none.
+"""The local ranks of one engine, driven together: leases on all of them, and pulls by all or by none.
 
-Single-threaded: `transfer.pull.thread` runs it. `transfer.pull.directory` finds the sources and watches them.
+Single-threaded: `transfer.pull.thread` runs it. `transfer.pull.directory` finds and watches the sources.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class LeaseOver(NamedTuple):
-    """A lease has ended on every rank here: every word is cleared, so the pages may go.
+    """A lease has ended on every local rank: every word is cleared, so the pages may be freed.
 
     Attributes:
-        request_id: as it was offered.
+        request_id: as in the offer.
         lease_id: the lease.
         reason: "read", or why it ended otherwise.
     """
@@ -46,17 +46,17 @@ class LeaseOver(NamedTuple):
 
 
 class Offered(NamedTuple):
-    """A lease stands on every rank here: its id may leave the process. `error` says why it does not."""
+    """A lease was granted on every local rank, so its id may leave the process; or `error` says why it was not."""
 
     request_id: str
     lease_id: int
     error: str
 
 
-_REFUSED = "\0refused "  # names that no pull of an owner has
-_MAX_PAUSE_S = 0.25  # until a source is asked again: see `ReplicaPull`
+_REFUSED = "\0refused "  # prefix of keys that no owner's pull has
+_MAX_PAUSE_S = 0.25  # in seconds, before a source is asked again: see `ReplicaPull`
 _SMALL_BYTES = 1 << 20
-"""A pull of so many bytes takes 0.1 to 0.3 ms. On a busy machine a thread, woken for it, takes twice that."""
+"""A pull of this size takes 0.1 to 0.3 ms. On a busy machine, waking a thread for it takes twice as long."""
 Event = PullEvent | LeaseOver | Offered
 
 
@@ -64,18 +64,18 @@ class ReplicaTransfer:
     """Leases and pulls of one replica, over all its ranks in this process.
 
     Args:
-        ranks: of one engine, in order.
+        ranks: local ranks of one engine, in order.
         client: asks sources for their metadata.
-        handshake_timeout_s: how long a source may take to answer.
-        heartbeat_s: how often a source is asked for a sign of life while pulls from it go on.
-        dead_after_s: how long it may be silent then.
+        handshake_timeout_s: time that a source has to answer.
+        heartbeat_s: interval between pings to a source that is read from.
+        dead_after_s: how long it may be silent after a ping.
         idle_s: how long a source is remembered without a pull.
-        timed: the events of pulls that pass say when their fence was posted, and when it passed.
-        clock: seconds, monotonic.
+        timed: whether events of pulls that passed carry the times of their fence.
+        clock: a monotonic clock, in seconds.
 
     Attributes:
-        events: what happened, until the owner takes it.
-        stats: counters and the last pulls.
+        events: events in order; the owner takes them.
+        stats: counters, and records of the last pulls.
         directory: the engines that it reads from.
     """
 
@@ -97,7 +97,8 @@ class ReplicaTransfer:
         self._client = client
         self._clock = clock
         self._pulls: dict[str, ReplicaPull] = {}
-        self._unstarted: set[str] = set()  # those whose source has still to answer, and a heap of when they are due
+        # Pulls whose source must still answer, and a heap of the times when they are due.
+        self._unstarted: set[str] = set()
         self._due: list[tuple[float, str]] = []
         self._refusals = itertools.count()
         self._leases: dict[int, set[int]] = {}
@@ -108,7 +109,7 @@ class ReplicaTransfer:
 
     @property
     def timed(self) -> bool:
-        """Whether the events of pulls that pass say when their fence was posted, and when it passed."""
+        """Whether events of pulls that passed carry the times at which their fence was posted and passed."""
         return any(rank.puller.timed for rank in self.ranks)
 
     @timed.setter
@@ -125,18 +126,19 @@ class ReplicaTransfer:
         pages: Sequence[ArrayLike] | None = None,
         running: bool = False,
     ) -> None:
-        """Lets a lease stand on every rank, or on none. `Offered` comes as an event.
+        """Grants a lease on every rank, or on none. An `Offered` event reports the outcome.
 
-        Nothing here knows whose pages these are. The caller holds them until `LeaseOver`, or a failed `Offered`, as the
-        block manager of a serving engine does for the vLLM connector. Pages of a `PagedKVCacheManager` are leased with
-        `PageExchange.offer`, where the manager itself holds them.
+        The caller owns the pages, and holds them until `LeaseOver` or a failed `Offered`. For the vLLM connector, the
+        engine's block manager does so. For pages of a `PagedKVCacheManager`, use `PageExchange.offer`, with which the
+        manager itself holds them.
 
         Args:
-            request_id: whose pages.
-            lease: a new id, a free slot, and seconds that it stands without a renewal.
-            engines: reading engines that must have ended before the lease does.
-            pages: for each group the pages under it, so that readers can verify them; None if nobody does.
-            running: the request is still computed, chunk by chunk: no time runs before `start_clock`.
+            request_id: the request of the pages.
+            lease: a new id, a free slot, and the duration of the lease without a renewal.
+            engines: reading engines that must finish before the lease ends.
+            pages: the leased pages of each group, so that readers can verify them; None if none does.
+            running: True while the request is still computed, chunk by chunk. The lease's time starts with
+                `start_clock`.
         """
         granted: list[RankTransfer] = []
         try:
@@ -156,12 +158,12 @@ class ReplicaTransfer:
         self.events.append(Offered(request_id, lease.lease_id, ""))
 
     def start_clock(self, lease_id: int) -> None:
-        """Start the clock of a lease: its request is computed. A no-op if it already runs or the lease is over."""
+        """Starts the time of a lease whose request is computed. A no-op if it has started or the lease has ended."""
         for rank in self.ranks:
             rank.leases.start_clock(lease_id)
 
     def revoke(self, lease_id: int, reason: str) -> None:
-        """Ends a lease on every rank. `LeaseOver` comes as an event where it stood."""
+        """Ends a lease on every rank. If it was open, a `LeaseOver` event follows."""
         for rank in self.ranks:
             rank.end_lease(lease_id, reason)
         self._collect_leases()
@@ -176,15 +178,17 @@ class ReplicaTransfer:
         tables: Sequence[BlockTable] = (),
         refusal: str = "",
     ) -> None:
-        """Begins a pull by all ranks, of all the pages that `groups` names; None: `add_pages` says of what.
+        """Begins a pull by all ranks, of all pages in `groups`; None means that `add_pages` names them later.
 
-        Its `PullEvent`s come as events, also for bad input. For a `Wanted`, the source says which pages it holds. If
-        they are of other tokens, or too few, the pull fails and gives the lease back, which is of no use then.
-        If block `tables` name the pages, the pull fails unless the source has sealed each of them under this
-        lease.
+        `PullEvent`s report its outcome, even for invalid input. For a `Wanted`, the source says which pages it holds.
+        If these are of other tokens, or too few, the pull fails and gives back the lease, which is useless then. If
+        block `tables` name the pages, the pull fails unless the source has sealed each of them under this lease.
+
+        Raises:
+            PullFailedError: a pull of this name is open; that one goes on.
         """
         if key in self._pulls:
-            # The new pull has no state yet: its owner is told at once, and the older pull goes on.
+            # The new pull has no state yet, so it cannot have events. The older pull goes on.
             raise PullFailedError(f"request {key!r}: a pull of this name has not ended yet")
         if groups is not None and not refusal and self._pull_at_once(key, source, timeout_s, groups, tables):
             return
@@ -197,14 +201,14 @@ class ReplicaTransfer:
             heapq.heappush(self._due, (pull.deadline, key))
             self.directory.connect(source.place)
             self._ask(key)
-        self._collect_pulls()  # few pages are here by now
+        self._collect_pulls()  # a small pull may have ended by now
 
     def _pull_at_once(
         self, key: str, source: Source | Wanted, timeout_s: float, groups: PageLists, tables: Sequence[BlockTable]
     ) -> bool:
-        """Whether a pull of few pages, by one rank from one, has begun; mostly it is over then.
+        """Begins a small pull by one rank from one rank, and returns whether it has begun. Usually it ends here too.
 
-        A page is copied in 10 µs, and what a pull of any size needs around it takes five times as long.
+        Copying a page takes 10 µs. The state of a normal pull would take five times as long.
         """
         if len(self.ranks) > 1 or not isinstance(source, Source):
             return False
@@ -218,7 +222,7 @@ class ReplicaTransfer:
             remote.check_tables(key, source.lease, tables)
             begun = rank.puller.pull_at_once(key, remote, source.lease, timeout_s, part)
         except TransferError:
-            return False  # of which the long way tells
+            return False  # the normal way reports it
         if isinstance(begun, PullEvent):
             self.events.append(begun)
         else:
@@ -227,7 +231,10 @@ class ReplicaTransfer:
         return True
 
     def is_small(self, source: Source | Wanted | None, groups: PageLists) -> bool:
-        """Whether reading these pages, into host memory and from a known source, is quicker than waking a thread."""
+        """Whether reading these pages takes less time than waking a thread.
+
+        That holds for few pages of a known source that are read into host memory.
+        """
         sizes, num_bytes = self._page_bytes, 0
         if sizes is None or not isinstance(source, Source) or len(groups) != len(sizes):
             return False
@@ -237,7 +244,7 @@ class ReplicaTransfer:
         return num_bytes <= _SMALL_BYTES and self.directory.ready(source.place) is not None
 
     def _ask(self, key: str) -> None:
-        """Asks the source of a pull what it holds, where it has not said so."""
+        """Asks the source of a pull which pages its lease holds, unless that is known."""
         pull = self._pulls[key]
         wanted, pull.ask_at = pull.source, math.inf
         if isinstance(wanted, Source):
@@ -265,7 +272,7 @@ class ReplicaTransfer:
             self._on_pages(key, wanted, answer.pages)
 
     def _on_pages(self, key: str, wanted: Wanted, data: bytes) -> None:
-        """The source has said what it holds: that is read where it is of the wanted tokens."""
+        """Handles the source's answer: starts to read if its pages are those of the wanted tokens."""
         pull = self._pulls[key]
         try:
             source, pages = source_in(wanted, data, self.ranks[0].identity.key)
@@ -282,7 +289,7 @@ class ReplicaTransfer:
         self._start(key, pull)
 
     def _waited(self, pull: ReplicaPull) -> str:
-        """What a source that is asked again and again has named as missing; empty if it never did."""
+        """Describes what a source that was asked repeatedly has named as missing; empty if it named nothing."""
         missing, since = pull.waits_for
         return f" (asked for {self._clock() - since:.1f} s, last answer: {missing[:200]})" if missing else ""
 
@@ -291,8 +298,8 @@ class ReplicaTransfer:
 
         Args:
             key: the pull.
-            groups: for each group of the layout the pages here and there, and their tokens; only ours (`BlocksOfGroup`)
-                if the source says which pages it holds.
+            groups: for each group of the layout, the local and remote pages and their tokens; only the local ones
+                (`BlocksOfGroup`) if the source says which pages it holds.
             last: no further pages will be read.
             tables: the source's block tables that name these pages, as for `pull`.
         """
@@ -303,12 +310,12 @@ class ReplicaTransfer:
         self._collect_pulls()
 
     def source_of(self, key: str) -> Source | Wanted | None:
-        """What an open pull reads from; None if there is none of this name."""
+        """Returns the source of an open pull; None if there is no such pull."""
         pull = self._pulls.get(key)
         return None if pull is None else pull.source
 
     def cancel(self, key: str, reason: str) -> None:
-        """Gives a pull up, where it has not ended. A source that has not answered yet is told when it does."""
+        """Gives up an open pull. A source that has not answered yet is told when it does."""
         if (pull := self._pulls.get(key)) is None:
             return
         if not pull.started and not pull.error:
@@ -316,7 +323,7 @@ class ReplicaTransfer:
         self._fail(key, reason, is_failure=False)
 
     def _give_back(self, key: str, reason: str) -> None:
-        """Fails a pull whose source lives, but holds nothing for it. A refusal is said once, and not refused again."""
+        """Fails a pull and gives back the lease of its source. A refusal itself is not given back again."""
         pull = self._pulls[key]
         if not pull.refusal:
             self.refuse(pull.source, reason, pull.deadline - self._clock())
@@ -325,12 +332,13 @@ class ReplicaTransfer:
     def refuse(self, source: Source | Wanted, reason: str, timeout_s: float) -> None:
         """Tells a source that no page will be read under its lease, so that it can free them. Causes no event.
 
-        A reader may give back any lease that it can name, whatever its tokens: those of a rejected request are unknown.
+        A reader may give back any lease that it can name. The tokens do not matter, because those of a rejected request
+        are unknown.
         """
         self.pull(f"{_REFUSED}{next(self._refusals)}", nothing_of(source), timeout_s, refusal=reason)
 
     def poll(self) -> bool:
-        """Moves everything on. Whether READs are under way, or a source is waited for.
+        """Advances everything. Returns whether READs are under way or a source is waited for.
 
         Raises:
             AgentError: NIXL fails.
@@ -343,7 +351,7 @@ class ReplicaTransfer:
         self._expire()
         self.directory.watch(lambda: {pull.source.place for pull in self._pulls.values()})
         self.stats.failed_handshakes = self.directory.failed_handshakes
-        # Not: whether there are pulls. One that waits for the next chunk of a prompt is no reason to poll more often.
+        # Open pulls alone do not count: one that waits for the next chunk of a prompt needs no frequent polls.
         reading = any(rank.puller.is_reading for rank in self.ranks)
         return reading or bool(self._unstarted)
 
@@ -354,17 +362,17 @@ class ReplicaTransfer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether polls have time: no lease stands, no pull goes on, and no source has still to answer."""
+        """Whether polls are not urgent: there is no lease and no pull, and no source has to answer."""
         return not (self._leases or self._pulls or self._client.is_waiting)
 
     @property
     def num_leases(self) -> int:
-        """Leases that stand. Any thread may ask, as for the next one."""
+        """The number of open leases. Safe from any thread, like `num_pulls`."""
         return len(self._leases)
 
     @property
     def num_pulls(self) -> tuple[int, int]:
-        """Pulls that have not ended: those that go on, and those that have failed while something may still write."""
+        """The pulls that are active, and those that have failed while something may still write."""
         pulls = [pull for pull in list(self._pulls.values()) if not pull.refusal]
         failed = sum(bool(pull.error) for pull in pulls)
         return len(pulls) - failed, failed
@@ -392,7 +400,7 @@ class ReplicaTransfer:
         return [key for key, pull in self._pulls.items() if pull.source.place == place]
 
     def _start_all(self, peer: Peer) -> None:
-        """The source has just said who it is: leases of another start of it are void."""
+        """Handles a source's confirmed identity: starts its pulls, and fails those under leases of another incarnation."""
         for key in self._of(peer.place):
             if is_of_other_start(self._pulls[key].source, peer):
                 self._fail(key, f"engine {peer.place[1]!r} is not the start of it that granted the lease")
@@ -404,17 +412,17 @@ class ReplicaTransfer:
             pull = self._pulls[key]
             another = isinstance(pull.source, Wanted) or is_of_other_start(pull.source, peer)
             if peer.incarnation and not pull.started and another:
-                # Another start has promised it, or none has yet: most likely the one that is there.
+                # Another incarnation, most likely the present one, has granted the lease or will.
                 self.directory.connect(peer.place)
             else:
                 self._fail(key, reason)
 
     def _start(self, key: str, pull: ReplicaPull) -> None:
-        """Opens a pull on every rank once its source is known, and reads what has been asked for."""
+        """Opens a pull on every rank once its source is known, and reads the pages that wait."""
         if pull.error or isinstance(pull.source, Wanted) or (peer := self.directory.use(pull.source.place)) is None:
             return
         if is_of_other_start(pull.source, peer):
-            self.directory.check(peer.place)  # it was restarted, or the request is older: only the source knows
+            self.directory.check(peer.place)  # it was restarted, or the request is older: a ping tells
             return
         try:
             if not pull.started:
@@ -431,25 +439,25 @@ class ReplicaTransfer:
     def _open(self, key: str, pull: ReplicaPull, source: Source) -> None:
         left = max(pull.deadline - self._clock(), 1e-3)
         for rank in self.ranks:
-            if (remote := rank.remote(source.engine_id)) is not None:  # as the directory has just found
+            if (remote := rank.remote(source.engine_id)) is not None:  # the directory has just found it
                 pull.reads.append(rank.puller.open(key, remote, source.lease, left))
 
     def _read_next(self, key: str, pull: ReplicaPull, source: Source) -> None:
-        """Reads the first pages that wait, on every rank."""
+        """Reads the first waiting pages on every rank."""
         reading = pull.next_pages(key)
         pull.reads[0].engine.check_tables(key, source.lease, reading.tables)
         for rank in self.ranks:
             rank.puller.add_pages(key, reading.groups, last=reading.last)
         if pull.pages is not None:
             begins = [one.engine.begins(reading.groups) for one in pull.reads]
-            pull.begins = tuple(map(max, zip(*begins, strict=True)))  # of the rank where it is the latest
+            pull.begins = tuple(map(max, zip(*begins, strict=True)))  # the latest over all ranks
 
     def _on_rank(self, event: PullEvent) -> None:
         if (pull := self._pulls.get(event.key)) is None:
             return
         if event.error:
             self._fail(event.key, event.error)
-            self.directory.check(pull.source.place)  # does it live, and is it still the one that we know?
+            self.directory.check(pull.source.place)  # a ping tells whether it lives and is still the same incarnation
         elif not pull.error and all(one.fenced for one in pull.reads):
             del self._pulls[event.key]
             if pull.begins or len(self.ranks) > 1:
@@ -457,14 +465,14 @@ class ReplicaTransfer:
             self.events.append(event)
 
     def _fail(self, key: str, reason: str, *, is_failure: bool = True) -> None:
-        """All or none: what one rank lacks, no rank needs. Tells of it at once, and again when the pages are safe."""
+        """Fails a pull on all ranks. Reports the failure at once, and again when the pages are safe."""
         pull = self._pulls[key]
         if not pull.error:
             pull.error = reason
             pull.waiting.clear()
             if is_failure and not pull.refusal:
                 self.stats.record_failure(reason)
-            for rank, one in zip(self.ranks, pull.reads, strict=False):  # not all, if a rank refused
+            for rank, one in zip(self.ranks, pull.reads, strict=False):  # fewer reads than ranks if opening one failed
                 rank.puller.withdraw(one, reason)
         safe = pull.is_safe
         if safe:
@@ -489,25 +497,25 @@ class ReplicaTransfer:
                 self._ask(key)
 
     def close(self) -> None:
-        """Ends everything; events of what was still open are there to be taken. Safe to call twice."""
+        """Ends everything. Events of open leases and pulls can still be taken. Safe to call twice."""
         for key in list(self._pulls):
             self._fail(key, "this engine was shut down")
         for rank in self.ranks:
             rank.close()
         self._collect_leases()
         for key, pull in list(self._pulls.items()):
-            del self._pulls[key]  # the agents are gone, so nothing is in flight
+            del self._pulls[key]  # the agents are destroyed, so nothing is in flight
             self.events.append(PullEvent(key, pull.error, safe=True))
         self._client.close()
 
 
 def is_of_other_start(source: Source | Wanted, peer: Peer) -> bool:
-    """Whether another start of the engine has granted the lease than the one that is known."""
+    """Whether another incarnation than the known one has granted the lease."""
     return isinstance(source, Source) and source.incarnation not in (peer.incarnation, "")
 
 
 def _page_bytes(ranks: Sequence[RankTransfer]) -> list[int] | None:
-    """The bytes of a page of each group on all ranks; None if they are not in host memory."""
+    """Returns the bytes of a page of each group, over all ranks; None if a rank is not in host memory."""
     if any(rank.memory_type is not MemoryType.DRAM for rank in ranks):
         return None
     every = zip(*(rank.layout.groups for rank in ranks), strict=True)

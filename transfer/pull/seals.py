@@ -41,12 +41,12 @@ class TableSeals:
         self._hash = hashlib.blake2b(digest_size=_SEAL_BYTES, key=key)
 
     def seal(self, lease_id: int, table: BlockTable) -> bytes:
-        """Returns what the holder of the key says of a table whose pages the lease holds.
+        """Returns the seal of a table whose pages the lease holds.
 
         Raises:
             TypeError, ValueError, OverflowError: a field has a value that no table has.
         """
-        found = self._hash.copy()  # made once, with the key: half the time of a new one
+        found = self._hash.copy()  # copying the keyed hash takes half the time of a new one
         found.update(
             _encode(
                 (

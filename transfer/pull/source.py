@@ -19,14 +19,14 @@ Place: TypeAlias = tuple[str, str]
 
 
 class Source(NamedTuple):
-    """The origin from which a request's pages are read. msgspec enforces the limits of its fields when decoding.
+    """The source of a request's pages. msgspec enforces the limits of its fields when decoding.
 
     Attributes:
-        address: ZMQ endpoint of the handshake.
+        address: ZMQ endpoint of the handshake server.
         engine_id: the engine there.
         lease: the lease under which it holds the pages.
-        incarnation: the start of the engine that granted the lease. If it is empty (unknown), only the lease word
-            shows that the source was restarted.
+        incarnation: the incarnation that granted the lease. If it is empty (unknown), only the lease word shows that
+            the source was restarted.
     """
 
     address: Annotated[str, Meta(min_length=1, max_length=512)]
@@ -36,17 +36,17 @@ class Source(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """Where the directory finds it."""
+        """The address and engine id, by which the directory finds it."""
         return (self.address, self.engine_id)
 
 
 def nothing_of(source: Source | Wanted) -> Source | Wanted:
-    """Returns what is asked of a source that is only to be told that nothing is read: no token, of whatever prompt."""
+    """Returns `source` in a form that asks for no tokens, to tell a source only that nothing will be read."""
     return source if isinstance(source, Source) else source._replace(num_tokens=0, digest=b"")
 
 
 def source_in(wanted: Wanted, data: bytes, key: bytes) -> tuple[Source, LeasedPages]:
-    """Returns where a lease stands, and what it holds, as the source's sealed answer says.
+    """Returns the source of a lease and its pages, from the source's sealed answer.
 
     Raises:
         MetadataError: the answer was changed on its way, or is that of another engine or lease.
@@ -57,7 +57,7 @@ def source_in(wanted: Wanted, data: bytes, key: bytes) -> tuple[Source, LeasedPa
 
 
 def check_tokens(where: str, wanted: Wanted, pages: LeasedPages) -> None:
-    """Whether a lease holds the pages of the wanted tokens; a PullFailedError with both digests where it does not."""
+    """Raises `PullFailedError`, with both digests, if a lease does not hold the pages of the wanted tokens."""
     if pages.prompt_digest != wanted.digest:
         raise PullFailedError(
             f"{where}: lease {wanted.lease_id:#018x} of engine {wanted.engine_id!r} holds the pages of another prompt: "

@@ -1,4 +1,4 @@
-"""Host memory that staged pulls go through, in slabs; and the parts of a pull that do."""
+"""The host memory of staged pulls, in slabs, and the parts of a pull that pass through it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from transfer.pull.parts import Part
 
 SLABS = 4
 SLAB_BYTES = 16 << 20
-"""A slab's pages are read, then moved home, while the next slab's are read."""
+"""Pages are read into a slab and then moved home, while the next slab is read into."""
 
 
 class StagingArea:
-    """Memory of its own, and the local pages as arrays. Pages of the system are only taken once it is used.
+    """A staging area, and the local regions as arrays. The system allocates its memory on first use.
 
     Attributes:
-        address: of the area, of `num_bytes`. To be registered with every agent that reads.
+        num_bytes: size of the area.
+        address: address of the area. To be registered with every agent that reads.
         regions: uint8 over each region of the layout.
     """
 
@@ -39,15 +40,15 @@ class StagingArea:
         self._free = list(range(SLABS))
 
     def take(self) -> int | None:
-        """Returns a free slab; None while there is none."""
+        """Returns a free slab; None if there is none."""
         return self._free.pop() if self._free else None
 
     def give_back(self, slab: int) -> None:
-        """Free a slab that is no longer read into."""
+        """Frees a slab that is no longer read into."""
         self._free.append(slab)
 
     def view(self, slab: int) -> NDArray[np.uint8]:
-        """uint8 `[SLAB_BYTES]`."""
+        """uint8 `[SLAB_BYTES]`: the memory of a slab."""
         return self._bytes[slab * SLAB_BYTES : (slab + 1) * SLAB_BYTES]
 
 
@@ -57,7 +58,10 @@ def _bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
 
 
 class StagedPart(Part):
-    """A part that goes through a slab. It is posted once it has one; its addresses count from the slab's start."""
+    """A part that goes through a slab. It can be posted once it has one.
+
+    Its addresses first count from the slab's start.
+    """
 
     __slots__ = ("_area", "_pages", "_rows", "_slab", "_staging")
 
@@ -70,7 +74,7 @@ class StagedPart(Part):
         self._slab: int | None = None
 
     def is_ready(self) -> bool:
-        """Takes a slab, if there is one."""
+        """Takes a slab. Returns False if none is free."""
         self._slab = self._area.take()
         if self._slab is None:
             return False
@@ -78,7 +82,7 @@ class StagedPart(Part):
         return True
 
     def settle(self) -> None:
-        """Free the slab, which is no longer read into."""
+        """Frees the slab, which is no longer read into."""
         if self._slab is not None:
             self._area.give_back(self._slab)
             self._slab = None
@@ -90,7 +94,7 @@ class StagedPart(Part):
 
 
 def staged_parts(area: StagingArea, plan: Plan, group: int, pages: PageList) -> list[Part] | None:
-    """What is read of a group in parts that fit a slab each; None if it is to be read directly.
+    """Returns parts that fit a slab each and read a group's pages; None if direct runs are preferred.
 
     Raises:
         InvalidTransferError: as `Plan.runs`.
@@ -107,12 +111,13 @@ def staged_parts(area: StagingArea, plan: Plan, group: int, pages: PageList) -> 
     most = held // step * step
     while step < min(stop, most) and staging.num_bytes((0, min(2 * step, most))) <= SLAB_BYTES:
         step = min(2 * step, most)
-    of_group.local_pages(local, of_group.tokens((start, stop)))  # so that nothing is read where they do not fit
+    # Raises before anything is read if the pages do not fit.
+    of_group.local_pages(local, of_group.tokens((start, stop)))
     return [StagedPart(area, plan, group, cut) for cut in _cut(pages, sides[0].page_size, sides[1].page_size, step)]
 
 
 def _cut(pages: PageList, ours: int, theirs: int, step: int) -> Iterator[PageList]:
-    """The pages of `step` tokens at a time."""
+    """Yields the pages of `step` tokens at a time."""
     local, remote, (start, stop) = np.asarray(pages[0]), np.asarray(pages[1]), pages[2]
     first = start
     while first < stop:

@@ -1,12 +1,12 @@
-"""The one thread that polls the transfers of a process, about every millisecond while anybody waits.
+"""The thread that polls the transfers of a replica, about every millisecond while a transfer is open.
 
-A model's step takes tens or hundreds of milliseconds. In that time a peer's first READ and every notification would
-wait, so a serving loop hands its work over, and picks events up when it likes. The exception are pages so few that to
-wake the thread, and to be woken by it, would take about as long as to read them: whoever asks for them reads them,
-between two rounds of the thread, and the event is there when the call returns.
+A model's step takes tens or hundreds of milliseconds, during which a peer's first READ and every notification would
+wait. A serving loop therefore hands work to this thread, and takes events when it likes. Small pulls are the exception:
+waking the thread, and being woken by it, would take about as long as reading the pages. The calling thread reads them
+itself between two rounds of this thread, and the event is there when the call returns.
 
-NIXL has no descriptor to sleep on without a thread of its own that polls. But peers read under a lease alone, and what
-grants a lease or begins a pull is a command, which wakes the thread: where there is neither, it sleeps.
+NIXL offers a descriptor to sleep on only with a thread of its own that polls. But peers read only under a lease, and a
+lease or a pull begins with a command, which wakes this thread. Without either it sleeps.
 """
 
 from __future__ import annotations
@@ -42,44 +42,49 @@ _open: WeakSet[TransferThread] = WeakSet()
 
 @atexit.register
 def _close_open() -> None:
-    """Ends what is still open when the interpreter ends, whatever ended it.
+    """Closes the threads that are still open when the interpreter exits, for whatever reason.
 
-    Later the interpreter would end the thread itself, in the midst of a call into NIXL. C++ takes that for an exception
-    that nobody may catch, and aborts the process, sometimes before the traceback of the program's own error.
+    Otherwise the interpreter would later end such a thread in the middle of a call into NIXL. C++ treats that as an
+    exception that must not be caught, and aborts the process, sometimes before the traceback of the program's own
+    error.
     """
     for thread in list(_open):
         thread.close()
 
 
-os.register_at_fork(after_in_child=_open.clear)  # a fork has none of them, and a lock may be held there for ever
+# A forked child has none of these threads, and their locks may be held there for ever.
+os.register_at_fork(after_in_child=_open.clear)
 
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 POLL_S = 1e-3
-# While our own READs are in flight: they take a few hundred microseconds, and the request waits for them.
+# While our own READs are in flight: they take a few hundred microseconds, and a request waits for them.
 BUSY_POLL_S = 1e-4
-# Without a lease or a pull, nothing is late: notes about leases that have ended, and the ends of peers.
+# Without a lease or a pull only two things arrive, neither urgent: notes about ended leases, and deaths of peers.
 IDLE_POLL_S = 0.25
-# Where no lease has stood for a while, and pulls wait for their owner to name pages: only their times run.
+# Without a recent lease, while pulls wait for their owner to name pages: only their time limits matter.
 AWAIT_POLL_S = 1e-2
-# How long the last lease or pull is over before that counts: a reader may still wait for an answer below NIXL.
+# How long the last lease or pull must be over before these apply: a reader may still wait for an answer of NIXL.
 LINGER_S = 1.0
 
 
 class TransferThread:
-    """Runs the transfers of one replica. Any thread may call any method; only `call`, `add_engine` and `close` wait.
+    """Runs the transfers of one replica.
+
+    Any thread may call any method; `call`, `add_engine`, `wait`, `snapshot` and `close` block.
 
     Args:
-        replica: nobody else uses it from now on.
-        ring: called when there are events, or the thread has died, in whatever thread that happens.
+        replica: used only here from now on.
+        ring: called when there are events or the thread has died, on the thread where that happens.
 
     Attributes:
-        replica: as given. Another thread may read what it has counted.
-        events: what happened, in order. Taken from the left by one thread.
-        pull_seconds: time in which at least one READ was under way, or a source was waited for, in seconds.
-        is_closed: `close` has ended it: every lease word is cleared, nothing is in flight, no event will follow.
+        replica: the replica. Other threads may read its statistics.
+        events: events in order. One thread takes them from the left.
+        pull_seconds: seconds in which a READ was under way or a source was waited for.
+        is_closed: True after a complete `close`: every lease word is cleared, nothing is in flight, no event will
+            follow.
     """
 
     def __init__(self, replica: ReplicaTransfer, ring: Callable[[], None] = lambda: None) -> None:
@@ -87,16 +92,16 @@ class TransferThread:
         self.is_closed = False
         self.pull_seconds = 0.0
         self._ring = ring
-        self._woken = 0.0  # when the first of the last commands came
-        self._used = time.perf_counter()  # when a lease or a pull was last there
-        self._leased = self._used  # when a lease was
-        self._is_resting = False  # there was none for a while
-        self._busy, self._since = False, 0.0  # something was under way at that time
-        self._early = False  # what commands have brought, a few pages say, was told of before the poll, which is due
+        self._woken = 0.0  # when the first of the latest commands arrived
+        self._used = time.perf_counter()  # when there was last a lease or a pull
+        self._leased = self._used  # when there was last a lease
+        self._is_resting = False  # there was no lease or pull for a while
+        self._busy, self._since = False, 0.0  # whether anything is under way, and since when
+        self._early = False  # events of commands were delivered before this round's poll, which is still due
         self.replica = replica
-        self._turn = threading.Lock()  # of whoever is at the replica
+        self._turn = threading.Lock()  # held by the thread that uses the replica
         self._commands: deque[Callable[[], object]] = deque()
-        self._wake: SimpleQueue[None] = SimpleQueue()  # one for each command
+        self._wake: SimpleQueue[None] = SimpleQueue()  # one entry for each command
         self._changed = threading.Condition()
         self._stopping = False
         self._failure: BaseException | None = None
@@ -105,34 +110,35 @@ class TransferThread:
         _open.add(self)
 
     def call(self, function: Callable[[ReplicaTransfer], T], timeout_s: float = 30.0) -> T:
-        """Runs `function` in the thread and waits for the result. For set-up, not for serving."""
+        """Runs `function` on the thread and waits for the result. For set-up, not for serving."""
         future: Future[T] = Future()
 
         def run() -> None:
             try:
                 future.set_result(function(self.replica))
-            except Exception as error:  # noqa: BLE001  (the caller gets it, whatever it is)
+            except Exception as error:  # noqa: BLE001  (the caller gets the error, whatever it is)
                 future.set_exception(error)
 
         self._hand_over(run)
         return future.result(timeout_s)
 
     def add_engine(self, address: str, ranks: Sequence[bytes]) -> str:
-        """Loads an engine whose metadata came by another way than the handshake. Returns its id.
+        """Loads an engine whose metadata did not arrive through the handshake. Returns its id.
 
         Args:
-            address: where it answers signs of life, as requests will name it.
+            address: ZMQ endpoint where the engine answers pings, as requests will name it.
             ranks: sealed metadata of each of its ranks.
 
         Raises:
-            TransferError: the metadata is damaged, does not fit, or nothing vouches for it. Nothing stays loaded.
+            TransferError: the metadata is damaged, does not fit, or no key or process vouches for it. Nothing stays
+                loaded.
         """
         return self.call(lambda replica: replica.directory.add(address, ranks))
 
     def call_soon(
         self, method: Callable[Concatenate[ReplicaTransfer, P], object], *args: P.args, **options: P.kwargs
     ) -> None:
-        """Has a method of `ReplicaTransfer` called in the thread, and waits for nothing: its events tell of it."""
+        """Calls a method of `ReplicaTransfer` on the thread, without waiting. Its events report the outcome."""
         self._hand_over(lambda: method(self.replica, *args, **options))
 
     def pull(
@@ -143,7 +149,7 @@ class TransferThread:
         timeout_s: float,
         tables: Sequence[BlockTable] = (),
     ) -> None:
-        """Begins a pull, with all its pages unless `groups` is None. Its `PullEvent`s come as events."""
+        """Begins a pull, with all its pages unless `groups` is None. `PullEvent`s report its outcome."""
 
         def run() -> None:
             try:
@@ -155,7 +161,7 @@ class TransferThread:
             self._hand_over(run)
 
     def add_pages(self, key: str, groups: PageLists, *, last: bool, tables: Sequence[BlockTable] = ()) -> None:
-        """Reads pages of a pull, or further ones, as `ReplicaTransfer.add_pages`."""
+        """Reads pages of a pull; see `ReplicaTransfer.add_pages`."""
 
         def run() -> None:
             self.replica.add_pages(key, groups, last=last, tables=tables)
@@ -164,20 +170,20 @@ class TransferThread:
             self._hand_over(run)
 
     def snapshot(self) -> StatsSnapshot:
-        """Counters and percentiles since the last call; see `TransferStats.snapshot`."""
+        """Returns counters, and percentiles since the last call; see `TransferStats.snapshot`."""
         return self.call(lambda replica: replica.stats.snapshot())
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Waits until `ready`, which is asked after each round of the thread that changed something.
+        """Waits until `ready` returns True. It is called after each round of the thread that changed something.
 
         Returns:
-            Whether it is ready.
+            Whether `ready` returned True before the time was over.
         """
         with self._changed:
             return self._changed.wait_for(lambda: ready() or self._failure is not None, timeout_s) and ready()
 
     def raise_failure(self) -> None:
-        """Raises what ended the thread, if anything did.
+        """Raises an error if the thread has died.
 
         Raises:
             EngineClosedError: the thread has died.
@@ -186,7 +192,7 @@ class TransferThread:
             raise EngineClosedError(f"the transfer thread died: {self._failure!r}") from self._failure
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Ends the thread and everything that it runs. Safe to call twice."""
+        """Ends the thread, its leases and its pulls. Safe to call twice."""
         self._stopping = True
         self._wake.put(None)
         self._thread.join(timeout_s)
@@ -205,16 +211,20 @@ class TransferThread:
 
     def _refuse_ended(self) -> None:
         self.raise_failure()
-        if self._stopping:  # nobody would ever run it: what the caller books for it would be held for good
+        if self._stopping:  # the command would never run, and its pages would be held for ever
             raise EngineClosedError("the transfer thread was closed")
 
     def _run_here(self, is_small: Callable[[], bool], command: Callable[[], object]) -> bool:
-        """Runs a small command in the caller's thread. False: the thread is at work, or has others to run before."""
+        """Runs a small command on the caller's thread.
+
+        Returns False if the transfer thread is busy or has commands waiting.
+        """
         self._refuse_ended()
         if not self._turn.acquire(blocking=False):
             return False
         try:
-            if self._commands or not self._thread.is_alive() or not is_small():  # in a fork it is not alive
+            # In a forked child the thread is not alive.
+            if self._commands or not self._thread.is_alive() or not is_small():
                 return False
             begin = self._used = time.perf_counter()
             command()
@@ -238,12 +248,12 @@ class TransferThread:
                 self._sleep()
                 with self._turn:
                     self._round()
-        except BaseException as error:  # noqa: BLE001  (told to whoever calls next)
+        except BaseException as error:  # noqa: BLE001  (the next call raises it)
             self._failure = error
         self._tell()
 
     def _round(self) -> None:
-        """Runs what it was told to, and polls, unless that has brought something which can be told of before."""
+        """Runs the commands, and polls unless the commands have brought events, which are then delivered first."""
         changed = bool(self._commands)
         while self._commands:
             self._commands.popleft()()
@@ -258,12 +268,12 @@ class TransferThread:
         if not self._early:
             self._busy = self.replica.poll()
         if not was_busy and not self._busy and any(isinstance(event, PullEvent) for event in events):
-            self.pull_seconds += time.perf_counter() - self._since  # the READs were made, and ended, in this round
+            self.pull_seconds += time.perf_counter() - self._since  # the READs were posted, and ended, in this round
         if changed or self._busy or events:
             self._tell()
 
     def _tell(self) -> None:
-        """Hands events over, and wakes threads that wait for them."""
+        """Delivers events, and wakes threads that wait for them."""
         has_news = bool(self.replica.events) or self._failure is not None
         self.events.extend(self.replica.events)
         self.replica.events.clear()
@@ -273,7 +283,7 @@ class TransferThread:
             self._ring()
 
     def _pause(self) -> float:
-        """Seconds to the next poll, where no command comes before."""
+        """Returns the seconds until the next poll, unless a command comes first."""
         now = time.perf_counter()
         if not self.replica.is_idle:
             self._used = now
@@ -288,22 +298,22 @@ class TransferThread:
             return IDLE_POLL_S
         if now - self._leased < LINGER_S or any(rank.puller.is_moving for rank in self.replica.ranks):
             return POLL_S
-        return AWAIT_POLL_S  # say, between two chunks of a prompt: a poll would be in the way of the next one
+        return AWAIT_POLL_S  # for example between two chunks of a prompt, where a poll would delay the next one
 
     def _sleep(self) -> None:
-        """Sleeps until there is a command, but not longer than a poll may wait."""
+        """Sleeps until a command arrives or the next poll is due."""
         pause_s = self._pause()
         with contextlib.suppress(Empty):
             self._wake.get(pause_s > 0, pause_s)
             self._woken = time.perf_counter()
-            while not self._wake.empty():  # it is awake for all of them
+            while not self._wake.empty():  # one wake-up serves all of them
                 self._wake.get_nowait()
 
 
 def start_thread(replica: ReplicaTransfer, ring: Callable[[], None] = lambda: None) -> TransferThread:
-    """Starts the thread that owns a replica from now on; on a GPU one that has it as its device."""
+    """Starts the thread that owns a replica from now on. For GPU memory, sets the thread's device."""
     thread = TransferThread(replica, ring)
     rank = replica.ranks[0]
-    if rank.memory_type is MemoryType.VRAM:  # without a context in the thread, UCX does without the GPU's own paths
+    if rank.memory_type is MemoryType.VRAM:  # without a CUDA context in the thread, UCX does not use its GPU transports
         thread.call(lambda _: torch.cuda.set_device(rank.device))
     return thread
