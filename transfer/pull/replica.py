@@ -400,7 +400,7 @@ class ReplicaTransfer:
         return [key for key, pull in self._pulls.items() if pull.source.place == place]
 
     def _start_all(self, peer: Peer) -> None:
-        """Handles a source's confirmed identity: starts its pulls, and fails those under leases of another incarnation."""
+        """Handles a source's confirmed identity: starts its pulls, and fails those with leases of another start."""
         for key in self._of(peer.place):
             if is_of_other_start(self._pulls[key].source, peer):
                 self._fail(key, f"engine {peer.place[1]!r} is not the start of it that granted the lease")
