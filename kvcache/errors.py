@@ -38,7 +38,7 @@ class NoFreeStatePageError(NoFreeRowError):
 
 
 class StatePageError(KVCacheError, ValueError):
-    """A recurrent state cannot be used: it covers other tokens, is leased, is not booked, or a transfer writes it."""
+    """A recurrent state cannot be used: it covers other tokens, is leased or drafted, or a transfer writes it."""
 
 
 class UnknownRequestError(KVCacheError, KeyError):

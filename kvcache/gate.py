@@ -39,7 +39,7 @@ _FRAMES_AT_ONCE = 64  # the most frames of one peer before the others have their
 _ACCEPTS_PER_S = 500.0
 _REFILL_S = 0.002
 _SAID_S = 60.0  # between two log messages
-_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
+_INTERFACE_ADDRESS = 0x8915  # the ioctl SIOCGIFADDR
 _log = logging.getLogger("pagewire")
 
 

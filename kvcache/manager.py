@@ -199,7 +199,7 @@ class PagedKVCacheManager(PoolFigures):
         Pages under a lease stay unchanged and are not reused until the lease has ended.
         """
         mark = self._mark
-        if mark.call is not None:  # tested here, as it saves a third of the cost of a method call
+        if mark.call is not None:  # tested here, at a third of the cost of a method call
             mark.check_books("release")
         place, context = self._claims.leaving(request_id)
         mark.call = ("release", request_id)
@@ -340,8 +340,8 @@ class PagedKVCacheManager(PoolFigures):
         """The inputs of the next of several steps, in which the last step's tokens count as cached.
 
         A list is changed in place and returned. `prev_model_inputs.input_row_offsets` are the offsets `[batch + 1]` of
-        the ragged batch (of a list, the first is used). With several replicas `prev_model_inputs.data_parallel_splits`
-        `[replicas + 1]` assigns the requests to replicas.
+        the ragged batch (the first item, if it is a list). With several replicas,
+        `prev_model_inputs.data_parallel_splits` `[replicas + 1]` assigns the requests to replicas.
         """
         return inputs.increment_cache_lengths(kv_cache_inputs, prev_model_inputs, replicas=self.num_replicas)
 

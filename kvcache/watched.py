@@ -102,7 +102,7 @@ class Owners(msgspec.Struct, frozen=True, kw_only=True):
     phases: tuple[Label, ...] = ()
     pools: tuple[Label, ...] = ()
     pages: tuple[Count, ...] = ()
-    tokens: tuple[Count, ...] = ()  # computed
+    tokens: tuple[Count, ...] = ()  # computed tokens
     prompts: tuple[Count, ...] = ()  # tokens of the prompt, or 0
 
 

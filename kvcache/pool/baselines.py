@@ -36,7 +36,7 @@ class LruBaseline:
             self.rate *= 2
         # A digest is in the sample if its first word has none of these bits. The prefix index uses other bits.
         self.mask = np.uint64((self.rate - 1) << 32)
-        self._room = max(1, num_pages // self.rate)  # as of the last visit
+        self._room = max(1, num_pages // self.rate)  # at the last visit
         self._kept: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     def count(self, words: Words) -> int:
@@ -93,9 +93,9 @@ class HintedBaseline:
         self.rate, self.mask = rate, mask
         self._order = HintedOrder(most, LruOrder(most), share=share)
         self._most = most
-        self._room = most  # as of the last visit
-        self._ids: dict[int, int] = {}  # by word
-        self._words = np.zeros(most + 1, np.uint64)  # by id
+        self._room = most  # at the last visit
+        self._ids: dict[int, int] = {}  # the id of each word
+        self._words = np.zeros(most + 1, np.uint64)  # the word of each id
         self._free = [*range(most, 0, -1)]
 
     def visit(self, words: Words, room: int) -> int:
@@ -187,7 +187,7 @@ class HintShare:
     def __init__(self, num_pages: int, most: float) -> None:
         self._num_pages = num_pages
         self._most = most
-        self._promise = 0.0  # pages by which the largest share is ahead of the others
+        self._promise = 0.0  # the pages by which the largest share leads plain LRU and the real share
         self._credit = _CREDIT * num_pages
         self.value = min(most, _FIRST_SHARE)
 

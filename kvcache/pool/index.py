@@ -43,8 +43,8 @@ class PrefixIndex:
         self._linked = np.zeros(len(self._links), np.bool_)  # the links that are in a chain: buckets, published pages
         self._linked[self._first :] = True
         self.published = self._linked[: self._first]  # a view
-        self.generation = 0  # counts the changes: a match made at the same generation still stands
-        self.journal = Journal()  # of the pool
+        self.generation = 0  # the number of changes: a match of the same generation is still valid
+        self.journal = Journal()  # the pool's
         self.tables: Buckets | None = None  # by page: the block table that `find` adds to it; None: one table
 
     def find(self, digests: Digests) -> Pages:
@@ -59,7 +59,7 @@ class PrefixIndex:
     def match(self, digests: Digests) -> Pages:
         """The pages of the longest run of digests, from the first on, that are all published."""
         pages = self.find(digests)
-        if np.count_nonzero(pages) == len(pages):  # a third of what a comparison takes
+        if np.count_nonzero(pages) == len(pages):  # a third of the cost of a comparison
             return pages
         return pages[: (pages == NO_PAGE).argmax()]
 
@@ -143,7 +143,7 @@ class PrefixIndex:
             self.tables[pages] = tables
 
     def mend(self) -> None:
-        """Rebuild the links from the published pages. Of two pages with equal digests one stays. Notifies no reader."""
+        """Rebuild the links from the published pages, one for each digest. Notifies no reader."""
         pages = np.flatnonzero(self.published)
         _, once = np.unique(self._records[pages], return_index=True)
         pages = pages[np.sort(once)].astype(np.int32)
@@ -232,7 +232,8 @@ class PrefixIndex:
             heads = self._heads[buckets]
             self._heads[buckets] = pages
             self._links[at] = heads
-            # Of several pages for one bucket, one was written as its head and links to the old head. The rest go again.
+            # If several pages go to one bucket, one of them was written as its head, and links to the old head. The
+            # others go through the loop again.
             written = self._heads[buckets]
             self._before[heads.astype(INDEX)] = written  # an entry for the null page is never read
             self._before[at] = buckets + self._first
@@ -251,7 +252,7 @@ class PrefixIndex:
 
     def _unlink(self, at: Buckets, before: Pages, link: Buckets) -> None:
         """Take `at` out of their chains. `before` has the link that names each page; `link` is the same as `INDEX`."""
-        if self._links[link].astype(INDEX).tobytes() != at.tobytes():  # for few pages a third of a comparison
+        if self._links[link].astype(INDEX).tobytes() != at.tobytes():  # for few pages a third of a comparison's cost
             raise InvariantError(f"page {at[self._links[link] != at][0]} is not in the chain of its digest")
         after = self._links[at]
         self._links[link] = after

@@ -6,10 +6,10 @@ from kvcache.errors import InvariantError
 from kvcache.eviction_order import EvictionOrder, Indices, Pages
 from kvcache.pool.index import INDEX
 
-CHUNK = 1 << 12  # entries
+CHUNK = 1 << 12  # entries of a chunk
 _BITS, _NOWHERE = np.array(12, np.int32), np.array(-1, np.int32)  # numpy takes twice as long for a Python int
 _SCAN = 64
-_NEAR = 8  # entries that are looked at one by one
+_NEAR = 8  # entries that `pop_one` tests one by one
 _LAST = 1 << 62
 
 

@@ -56,7 +56,7 @@ class CheckedOrder(OverOrder):
     """Checks a caller's own order: only idle pages may leave it.
 
     If an order handed out a page that a request holds, that page would be overwritten. Each wrong result raises
-    `InvariantError`, which says what was wrong. The call that needed the pages is interrupted, and `recover` mends it.
+    `InvariantError`, which says what was wrong. That interrupts the call that needed pages; `recover` mends the state.
 
     Raises `InvalidParamsError` if `order` is not an empty `EvictionOrder`.
     """

@@ -104,7 +104,7 @@ class SlabPool(PagePool):
         return page
 
     def move_by(self, moves: PageMoves) -> None:
-        """Held pages give way to slabs from now on, as far as `moves` can move them."""
+        """Let `moves` move held pages from now on, to make room for slabs."""
         self.moves = moves
 
     # ---- slabs

@@ -21,12 +21,12 @@ class BatchState(NamedTuple):
     """The requests of one replica in a batch: int64 `[batch]`, and maxima over them."""
 
     rows: Rows
-    starts: Ints  # tokens cached
-    actives: Ints  # end of the tokens to run
-    ends: Ints  # tokens known
-    longest_run: int
-    longest_context: int  # of `actives`
-    longest: int  # of `ends`
+    starts: Ints  # the number of cached tokens
+    actives: Ints  # the end of the tokens to run
+    ends: Ints  # the number of known tokens
+    longest_run: int  # the most tokens to run
+    longest_context: int  # the largest of `actives`
+    longest: int  # the largest of `ends`
 
 
 UNKNOWN = -(1 << 62)
@@ -59,7 +59,7 @@ class Gathered:
         self.starts: Ints = np.fromiter([context.start_idx for context in contexts], np.int64, count)
         self.computed: Ints = self.starts  # with steps in flight `read_computed` corrects it
         self.slack = UNKNOWN  # tokens by which every request can surely grow on its pages; one fewer after each update
-        self.due = UNKNOWN  # tokens that every request can surely compute before one fills a page; likewise
+        self.due = UNKNOWN  # tokens that every request can surely compute before one fills a page; also one fewer
         if starts_only:
             return
         self.actives: Ints = np.fromiter([context.active_idx for context in contexts], np.int64, count)
@@ -203,7 +203,7 @@ class Batch(Gathered, Sequence[Context]):
         self._begin_log()
         self._hashers = {}
         self._turning: dict[int, list[Share]] = {}  # by the place of the first request's newest token in its page
-        self._behind: dict[int, int] = {}  # by replica: its longest request is so much shorter than the longest of all
+        self._behind: dict[int, int] = {}  # by replica: the lead of the longest request over its longest
         self._updated = False
         own = [context for context in self.contexts if isinstance(context, TextContext)]
         self._together = len(own) == len(self.contexts) and bool((self.actives == self.ends).all())

@@ -107,7 +107,7 @@ class TextContext:
         self._place = 0
         self._flight: int | None = None  # the start of the step in flight whose token has not come yet
         self.prefix_hasher: PrefixHasher | None = None
-        # What pages depend on besides tokens. One tuple, so that comparing by identity first is cheap.
+        # Salt and keys, on which pages depend besides tokens. In one tuple, so that an identity test usually suffices.
         self.named = (checked_salt(self.request_id, cache_salt), checked_keys(self.request_id, extra_keys))
         self.retention = retention
         self._buffer = checked_tokens(self.request_id, tokens)

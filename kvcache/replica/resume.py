@@ -19,7 +19,7 @@ Slots = NDArray[np.int32]
 NO_SLOTS: Slots = np.zeros(0, np.int32)
 
 Asked = NDArray[np.bool_]
-"""A mask of the pages of several block tables that are asked for, or that are found: `[tables, pages]`."""
+"""A mask over the pages of block tables, `[tables, pages]`: pages that are asked for, or that are found."""
 Below = Callable[[Digests, Asked], Asked]
 """Maps digests of pages, `[tables, pages, words]`, and a mask of those to look for, to the mask of those found."""
 

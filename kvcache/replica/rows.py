@@ -106,7 +106,7 @@ class BlockRows:
         return self._first_table[row, : self.num_pages[row]]
 
     def grow(self, row: int, end: int) -> None:
-        """The row's entries before column `end` are set, with one table."""
+        """Record that the row has pages before column `end`. Only for a single table."""
         self.num_pages[row] = end
         self.changed[row] = True
         self.capacity[row] = min(end * self.page_size, self.max_seq_len)
@@ -205,14 +205,14 @@ class PromptCounter:
             self.open.add(row)
 
     def hit(self, row: int, known: int, start: int, cached: int) -> None:
-        """The tokens `start` to `cached` of a request with `known` tokens need not run."""
+        """Count the tokens `start` to `cached` of a request with `known` tokens, which need not run."""
         rows = self._rows
         prompt, counted = rows.prompt.item(row), rows.counted.item(row)
         self.found += max(0, min(cached, known if prompt < 0 else prompt) - max(start, counted))
         rows.counted[row] = max(cached, counted)
 
     def run(self, rows: Rows, starts: Ints | int, ends: Ints) -> None:
-        """The tokens `starts` to `ends` of `rows` run, or ran."""
+        """Count the tokens `starts` to `ends` of `rows`, which run or have run."""
         if not self.open:
             return
         state = self._rows
@@ -251,7 +251,7 @@ class PromptCounter:
         )
 
     def computed(self, rows: Rows, tokens: Ints) -> None:
-        """The model has computed this many tokens of `rows`."""
+        """Record the number of tokens that the model has computed for each of `rows`."""
         self._rows.cached[rows] = tokens
         self.run(rows, 0, tokens)
 

@@ -356,7 +356,7 @@ class RowTables:
     def lists(self, row: int, tokens: int, *, first: int, windows: bool) -> tuple[tuple[int, ...], ...]:
         """The row's pages of its first `tokens` tokens from column `first` on, by table.
 
-        Of a window only the pages that the next query sees are included; without `windows`, none.
+        A window is listed only as far as the next query sees it, and without `windows` not at all.
         """
         end, named = -(-tokens // self._page_size), list[tuple[int, ...]]()
         for number, (group, tables) in enumerate(self.groups):

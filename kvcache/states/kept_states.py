@@ -30,7 +30,7 @@ class KeptStates:
         self._ends: dict[str, tuple[int, ...]] = {}  # by request: tokens after which chunks of its prompt end
 
     def planned(self, request_id: str, context: Context, plan: Reservation, reached: int) -> Reservation:
-        """The reservation, with its chunk cut at the first such end. `reached`: columns whose pages were found."""
+        """The reservation, its chunk cut where a state is to be kept. `reached`: columns whose pages were found."""
         start, active, of_prompt = plan.start, plan.active, self._ends.get(request_id, ())
         # Chunks of one token had no lookup: a first chunk of one token, or a fork that decodes.
         if not of_prompt and (plan.cached or active - start > 1):

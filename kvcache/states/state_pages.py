@@ -82,18 +82,18 @@ class StatePages(StateMemory):
         slabs: StateSlabs | None = None,
         mark: UnderWay | None = None,
     ) -> None:
-        self._mark = mark or UnderWay()  # of the manager
+        self._mark = mark or UnderWay()  # the manager's
         room = slabs or StateRoom(state_layouts(shape, len(devices)), num_pages, devices, digest_words)
         super().__init__(shape, room)
         self.read, self.write = self._views.read, self._views.write
         self._page_of: dict[str, int] = {}
-        self._before: dict[int, int] = {}  # by page that a transfer writes: the copy from which it was resumed
-        self._saved: dict[int, list[torch.Tensor]] = {}  # or else its former content, in host memory
+        self._before: dict[int, int] = {}  # by page that a transfer writes: the copy that it had resumed from
+        self._saved: dict[int, list[torch.Tensor]] = {}  # without such a copy: its former content, in host memory
         self._passing = PassingCopies()
         self.hits = 0  # requests that resumed from a copy
         self.drafts = DraftedPages(self._tokens)
 
-    # ---- who holds what
+    # ---- holders
 
     def allocate(self, request_id: str) -> int:
         """Give a request a zeroed page, the state before its first token. Raises `NoFreeStatePageError`."""

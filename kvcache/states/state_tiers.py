@@ -105,6 +105,6 @@ def state_movers(states: StatePages, host: HostTier) -> list[PageMover]:
 
 
 def _bounds(kinds: Sequence[torch.Tensor], offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each kind begins and ends in a slot."""
+    """The first byte and the end of each kind in a slot."""
     sizes = [blocks[0].numel() * blocks.element_size() for blocks in kinds]
     return [(first, first + size) for (first, _), size in zip(pairwise(offsets), sizes, strict=True)]

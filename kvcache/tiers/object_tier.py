@@ -41,10 +41,10 @@ _TRY_S = 30.0  # after this, pages that are cheaper to compute are read anyway: 
 _WEIGHT = 0.25  # of the newest figure in a running mean
 MEMORY_BYTES = 16 << 20  # moved by a thread at a time; or one object, if that is larger
 _FIRST_EPOCH = "0" * 16  # of a namespace that was never reset
-_PAUSE_S = 10.0  # after the store failed
+_PAUSE_S = 10.0  # without calls after the store has failed
 _ABSENT_S = 10.0  # for which an object counts as absent after the store has said so
 _LONGEST_FLUSH_S = 10.0
-_MOST_KNOWN = 1 << 16  # objects
+_MOST_KNOWN = 1 << 16  # objects whose presence or absence is remembered
 MOST_ASKED = 256  # objects of a table in one question to the store
 MOST_QUEUED = 256  # objects of a table that wait to be written
 _PRESENT, _UNKNOWN, _ABSENT = 1, 0, -1
@@ -72,9 +72,9 @@ class ReadRates:
 
     def __init__(self, compute_page_s: float | None) -> None:
         self._compute_page_s = compute_page_s
-        self.answer_s = 0.0  # running means of seconds: to be told what there is,
-        self.page_s: float | None = None  # and for each page that is read, beside
-        self._tried = -math.inf  # when reading was tried though it did not pay
+        self.answer_s = 0.0  # running mean of the seconds for an answer about objects
+        self.page_s: float | None = None  # running mean of the further seconds for each page of a read
+        self._tried = -math.inf  # when pages were last read although that did not pay
 
     def asked(self, seconds: float) -> None:
         self.answer_s = _mean(self.answer_s or None, seconds)
@@ -83,10 +83,10 @@ class ReadRates:
         self.page_s = _mean(self.page_s, max(0.0, seconds - self.answer_s) / pages)
 
     def pays(self, pages: int, before: int, now: float, gain: int | None = None) -> bool:
-        """Whether `pages` are here sooner than computed, after `before` others that are on their way.
+        """Whether reading `pages`, after `before` others that are under way, is faster than computing them.
 
-        `gain`: pages of tokens that are not computed then; None: as many as are read. Now and then also where they are
-        not: the store may have become faster.
+        `gain`: the number of pages whose tokens then need not be computed; None: as many as are read. Returns True
+        every `_TRY_S` seconds even if reading is slower, as the store may have become faster.
         """
         if self._compute_page_s is None or self.page_s is None:
             return True

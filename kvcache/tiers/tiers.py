@@ -32,7 +32,7 @@ class TierRoom(NamedTuple):
     """The division of host memory and files between pages and states."""
 
     host_bytes: int  # for pages
-    file_bytes: int  # likewise
+    file_bytes: int  # for pages
     state_slots: int
     state_file_bytes: int
 
@@ -195,7 +195,7 @@ def _check_queue(tier: ReplicaTier, number: int) -> None:
 
 
 class Kept(NamedTuple):
-    """What tiers keep, pages of tokens or states, and how much of it."""
+    """The things that tiers keep, pages of tokens or states, and the room for them."""
 
     noun: str  # in metrics: "blocks", or "states"
     shard_bytes: Sequence[int]  # of a page or state, on each shard
