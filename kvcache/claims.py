@@ -131,14 +131,14 @@ class Claims:
         self.release(request_id, *self.leaving(request_id))
 
     def claim_anew(self, request_id: RequestID, replica_idx: int) -> int:
-        """The request, which nobody leases, gives its pages back, as if it were claimed just now; which row it has."""
+        """Free the pages of a request without leases, and claim it again. Returns its row."""
         self.unclaim(request_id)
         return self.claim(request_id, replica_idx)
 
     def without_import(self, request_id: RequestID, replica_idx: int, row: int, place: int) -> tuple[int, int]:
-        """The row and the place of a request that is to be reserved, -1 for one that is bound to no context.
+        """Prepare a reservation: free pages of a cancelled import in which the request cannot run, unless it is leased.
 
-        Pages of a cancelled import in which it cannot run are given back first, unless it is leased.
+        Returns its row and its place, which is -1 if it is not bound to a context.
         """
         replica = self._replicas[replica_idx]
         if row not in replica.imports.to_give_back or row in replica.leases.of_row:

@@ -214,8 +214,8 @@ class PagedKVCacheManager(PoolFigures):
         The context's `start_idx` moves to the end of a prefix hit. A request without pages has computed nothing: it
         starts at its hit, or at 0, whatever its context says. A preempted request can therefore be claimed again with
         the same context. Returns False, with nothing changed, if too few pages are free; the same call may succeed once
-        other requests have released theirs. With several block tables the pages of a cancelled import are given back
-        first: then a request that is refused has none.
+        other requests have released theirs. With several block tables, pages of a cancelled import are given back
+        first, so a refused request has none left.
 
         Raises `InvalidRequestError`, as `reserve_batch` and `fetch` do, if a request with pages has its `start_idx`
         beyond the tokens that it can have computed, or would recompute tokens that a lease promises to readers.
@@ -253,7 +253,10 @@ class PagedKVCacheManager(PoolFigures):
         return reserved
 
     def reserve_batch(self, batch: Sequence[Context], num_steps: int = 1) -> NDArray[np.bool_]:
-        """`maybe_reserve` for each request: bool `[len(batch)]`. Refused requests take no page. Errors come first."""
+        """`maybe_reserve` for each request: bool `[len(batch)]`.
+
+        A refused request takes no page. An error is raised before any request has changed.
+        """
         self._mark.check("reserve_batch")
         num_steps = arguments.steps(num_steps)
         gathered = self._claims.gather(batch, "reserve_batch")
@@ -409,9 +412,9 @@ class PagedKVCacheManager(PoolFigures):
 
         Returns None if too few pages are free. Pages cached here are shared; `copier` gives the right to copy the
         others. The request can run after `commit_import`. After `cancel_import` it computes its tokens itself in the
-        pages that it has, or is released. With several block tables `maybe_reserve` comes first and gives it other
-        pages, unless it is leased. If it is not leased and has not run, it may also import again. Its pages are given
-        back first, so a result of None leaves it without pages.
+        pages that it has, or is released. With several block tables `maybe_reserve` must be called first: it gives the
+        request other pages, unless it is leased. A request that is not leased and has not run may also import again.
+        Its pages are given back first, so a result of None leaves it without pages.
 
         The table may have any page size and split. It must cover fewer tokens than the context knows, because the last
         token runs here. With `partial` it covers only the first full pages, and `extend_import` follows. Raises

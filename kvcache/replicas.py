@@ -507,8 +507,8 @@ class Replicas:
         if not has_row or not replica.states.has_room:
             return plan.new, False
         free = replica.pool.free_count - replica.pool.beside
-        # Its state may evict some found pages. Also, lower tiers are looked up only when it reserves: with their pages
-        # it continues from a later token, where windows need other pages.
+        # The request's state may evict some found pages. Lower tiers are looked up only when the request reserves. With
+        # their pages it resumes from a later token, where windows need other pages.
         if replica.states.may_lose_pages or (replica.tier.keeps and not replica.tables.is_plain):
             return plan.new, replica.tables.most(context, length) <= free
         return plan.new, replica.tables.fits(None, plan, free)

@@ -79,9 +79,8 @@ class UnderWay:
     def changing(self, call: str, about: object = None, context: Refusing | None = None) -> Self:
         """A context manager for a block in which the call changes the state, and may move `context`.
 
-        The mark is cleared at the end of the block. It is also cleared if an error leaves the block that guarantees
-        that nothing has changed: one of this package, or one of the context before any change. Other errors leave it
-        set.
+        The mark is cleared at the end of the block. It is also cleared by an error that guarantees that nothing has
+        changed: one of this package, or one of the context before any change. Other errors leave it set.
         """
         self.context = context
         self.call = (call, about)

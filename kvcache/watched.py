@@ -60,7 +60,7 @@ class _Versioned(msgspec.Struct, frozen=True):
 
 
 def other_version(message: bytes, known: type[msgspec.Struct]) -> str:
-    """An error text for a message of another version than `known`; empty if the message is no such message."""
+    """An error text if `message` is of another version than `known`; otherwise empty."""
     try:
         found = msgspec.msgpack.decode(message, type=_Versioned).type
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -165,7 +165,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
     name: Label  # of the process
     incarnation: Label  # a random id of the watch
     number: Count  # of the look
-    base: Count  # the look to which this one has the changes; 0: it is a full look
+    base: Count  # the look since which this one lists changes; 0: it is a full look
     at: float  # seconds since 1970
     cost_s: float  # processor time of the last look
     page_size: Count

@@ -62,7 +62,7 @@ class EventBook:
         self._parent = np.zeros(most + 1, np.int32)
         self._depth = np.zeros(most + 1, np.int32)  # the page's place in its prompt
         self._described = np.zeros(most + 1, np.bool_)  # tokens and parent are known; otherwise only the hash is
-        self._keys: dict[int, tuple[str | None, BlockKeys | None]] = {}  # by content with any: adapter and extra keys
+        self._keys: dict[int, tuple[str | None, BlockKeys | None]] = {}  # by content: adapter and extra keys, if any
         # By source. Shared sources have negative numbers, so they are the last rows.
         self._shared = range(-len(_SHARED) * len(specs), 0)
         self._present = np.zeros((sources + len(self._shared), most + 1), np.bool_)

@@ -69,7 +69,7 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The events of one rank between two looks at it, in order. `ts`: seconds since 1970."""
+    """Events of one rank that are sent together, in order. `ts`: seconds since 1970."""
 
     ts: float
     events: Sequence[KVEvent]

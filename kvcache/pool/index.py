@@ -2,8 +2,8 @@
 
 A hash table with chained buckets whose links are arrays: no Python object a page, and a removal frees its entry at
 once. Open addressing was rejected, as its tombstones call for a rebuild of the whole table now and then. The chains are
-doubly linked, and the heads of buckets are links like any other. So many pages are removed in four operations; a walk
-along the chains of a full pool would take a dozen operations a link of the longest chain.
+doubly linked, and the heads of buckets are links like any other. So any number of pages is removed in four operations.
+A walk along the chains of a full pool would take a dozen operations for each link of the longest one.
 """
 
 import numpy as np
@@ -45,7 +45,7 @@ class PrefixIndex:
         self.published = self._linked[: self._first]  # a view
         self.generation = 0  # the number of changes: a match of the same generation is still valid
         self.journal = Journal()  # the pool's
-        self.tables: Buckets | None = None  # by page: the block table that `find` adds to it; None: one table
+        self.tables: Buckets | None = None  # by page: its block table; None: there is one table
 
     def find(self, digests: Digests) -> Pages:
         """The published page of each digest, `NO_PAGE` if there is none. int32 `[len(digests)]`."""

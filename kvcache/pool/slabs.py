@@ -77,7 +77,7 @@ class SlabPool(PagePool):
         self._ages = np.zeros(num_pages // slab_pages + 1, np.int64)
         self._ages_back = self._ages[self.num_slabs : 0 : -1]
         # The fresh pages are a section of this stack. It moves up as slabs are taken from below, and down as they come
-        # back. It never moves by the pages of more than one slab beyond those taken.
+        # back. `_bottom` stays below the number of pages in one slab more than are taken.
         self._stack: Pages = np.concatenate((self._fresh, np.zeros(slab_pages, np.int32)))
         self._bottom = 0
         self._place = np.arange(num_pages, -1, -1)  # by fresh page: its place in `_stack`

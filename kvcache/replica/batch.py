@@ -179,7 +179,7 @@ class Batch(Gathered, Sequence[Context]):
         super().__init__(tuple(contexts), replicas, rows, places)
 
     def found_right(self, releases: int, *, unbound: bool) -> None:
-        """The requests were found to have these rows, after so many `releases`. `unbound`: some have no pages yet."""
+        """Record that the rows are right as of this number of `releases`. `unbound`: some have no pages yet."""
         self.unbound = unbound
         self.slack = self.due = UNKNOWN  # a request may have been claimed again, with other pages
         self.checked_at = releases  # last, so that the claims are compared again after an interrupt
@@ -203,7 +203,7 @@ class Batch(Gathered, Sequence[Context]):
         self._begin_log()
         self._hashers = {}
         self._turning: dict[int, list[Share]] = {}  # by the place of the first request's newest token in its page
-        self._behind: dict[int, int] = {}  # by replica: the lead of the longest request over its longest
+        self._behind: dict[int, int] = {}  # by replica: by how much its longest request is shorter than the longest
         self._updated = False
         own = [context for context in self.contexts if isinstance(context, TextContext)]
         self._together = len(own) == len(self.contexts) and bool((self.actives == self.ends).all())
@@ -217,7 +217,7 @@ class Batch(Gathered, Sequence[Context]):
                 last = context.tokens[-self._page_size :]
                 self._log[self._page_size - len(last) : self._page_size, place] = last
                 context.follow(self, place)
-        self._stale = False  # last: a context that already followed this batch leaves it first, which sets it
+        self._stale = False  # last: contexts that already followed this batch leave it first, which sets it
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse `copy` and `pickle`: two batches would each move the same contexts as if there were no other."""

@@ -130,7 +130,7 @@ def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
     count = max(0, min(len(wanted.digests), room, tier.brought_at_once))
     if count:
         names = wanted.digests[:count]
-        tier.hold(slots := tier.slots(names))  # evictions by `allocate` below may need host slots: not these
+        tier.hold(slots := tier.slots(names))  # so that evictions by `allocate` do not reuse these slots
         pool.hold(wanted.here)  # `allocate` must not evict the pages that are needed with the others
         pages = pool.allocate(count)
         pool.index.say_tables(pages, wanted.tables[:count])

@@ -88,14 +88,14 @@ class ImportCopier:
 class ImportBook:
     """The imports of a replica, from their beginning until no copier writes to their pages any more.
 
-    `shares_ahead`: whether an import shares pages behind those from which its request could go on by itself. Then the
-    request does not run in the pages of a cancelled import, as it would write over them.
+    `shares_ahead`: an import may share cached pages after the point from which its request could resume by itself. Then
+    the request must not run in the pages of a cancelled import, because it would overwrite shared pages.
     """
 
     def __init__(self, pool: PagePool, rows: BlockRows, mark: UnderWay, *, shares_ahead: bool) -> None:
         self._mark = mark
         self._shares_ahead = shares_ahead
-        self.to_give_back: set[int] = set()  # rows whose import was cancelled and that cannot run in its pages
+        self.to_give_back: set[int] = set()  # rows that must not run in the pages of their cancelled import
         self.each: list[PendingImport] = []  # includes cancelled ones while their copier may still write
         self.of_row: dict[int, PendingImport] = {}  # by claimed row that waits for the import and cannot run
         self.copiers: dict[PendingImport, ImportCopier] = {}  # those that were handed out

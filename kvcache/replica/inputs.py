@@ -78,7 +78,10 @@ class StepTables:
     def lookup(self, rows: Rows, columns: int) -> torch.Tensor:
         found, (had_rows, had_columns) = self._source.lookup(rows, columns), self._used
         count = found.shape[-2]
-        self._used = max(count, had_rows), max(columns, had_columns)  # so that an interrupted lookup is cleared next
+        self._used = (
+            max(count, had_rows),
+            max(columns, had_columns),
+        )  # an interrupted call is cleared by the next
         table = self._table[..., :count, :columns]
         table.copy_(found)
         if count < had_rows:

@@ -133,7 +133,7 @@ class PageLeases:
         self.told[row], self.kept[row] = 0, _NEVER
 
     def last_read(self, row: int) -> int:
-        """The end of the pages of a leased row with computed tokens. If such a page leaves the row, leases keep it."""
+        """The end of a leased row's pages with computed tokens, which leases keep when they leave the row; else 0."""
         if row not in self.of_row:
             return 0
         return -(-max(int(self._rows.cached[row]), int(self.told[row])) // self._rows.page_size)

@@ -555,10 +555,10 @@ class Replica:
         return self.states.planned(row, context, plan, reached)
 
     def look_up(self, row: int, context: Context, start: int) -> tuple[Found, int]:
-        """Find the pages, on the device and below it, with which the row's request can resume; `start`: so far.
+        """Find the pages, on the device and below it, with which the row's request can resume.
 
-        They come after the row's own columns. Also returns the column up to which pages are cached, whether or not
-        there is a state after the last of them.
+        `start`: the token from which it runs so far. The pages come after the row's own columns. Also returns the
+        column up to which pages are cached, whether or not there is a state after the last of them.
         """
         run = self.published_run(context, row)
         if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):  # else after its `step`

@@ -174,7 +174,7 @@ class RowTables:
     ) -> Reservation:
         """`plan` for a row without pages, if the tokens before `num_tokens` come from elsewhere or are `here`.
 
-        Each group looks for itself which of these pages the device or the `host` has. No group takes pages that no
+        Each group itself looks up which of these pages the device or the `host` has. No group takes pages that no
         query sees.
         """
         cached = here.end * self._page_size  # all tables have these tokens, so nothing before them is copied
@@ -214,7 +214,7 @@ class RowTables:
                 leaves[tables, :now] = True
                 own = mine.T[tables, at - pages.shape[1] : at]
                 come = pages[:, : own.shape[1]]
-                # A page from below is restored into the row's own page, if there is one. A found page may be the row's.
+                # A page from below is restored into the row's own page, if there is one. A found page may be its own.
                 leaves[tables, at - pages.shape[1] : at] |= (come != NO_PAGE) & (come != own)
                 new -= int(np.count_nonzero((come == NO_PAGE) & (own != NO_PAGE)))
             leaves &= mine.T != NO_PAGE

@@ -135,7 +135,7 @@ class ReplicaStates(RequestStates):
         return self.pages.bring_newest(digests, wait=wait)
 
     def ends(self, request_id: str | None, digests: Digests) -> Asked:
-        """As the base: where there is a copy. None for a request whose own state is promised to readers."""
+        """As the base: where there is a copy. Nowhere for a request whose own state is promised to readers."""
         if request_id is not None and self.pages.is_promised(request_id):
             return np.zeros(len(digests), np.bool_)
         return self.pages.kept_after(digests)
@@ -243,10 +243,10 @@ class ReplicaStates(RequestStates):
         pending.on_free = functools.partial(self._cancel_import, context.request_id, page)
 
     def _cancel_import(self, request_id: str, page: int) -> None:
-        """Nothing writes the page any more, which was the request's when the import began."""
+        """End a cancelled import, once nothing writes to the page that the request had when it began."""
         self.pages.cancel_import(page)
         if self.pages.holds(request_id) and self.pages.page_of(request_id) == page:
-            # Others may have more of its prompt by the time that it computes it itself.
+            # By the time that it computes its prompt itself, more of it may be cached: other chunks may be right.
             self._kept.leave(request_id)
 
     def commit_import(self, request_id: str, tokens: int) -> None:

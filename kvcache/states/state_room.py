@@ -1,4 +1,4 @@
-"""`StateRoom`: the memory of a replica's recurrent states: their own, or slabs of the token pages' memory.
+"""`StateRoom`: the memory of a replica's recurrent states, either their own or slabs of token pages.
 
 With slabs (`StateSlabs`) states and token pages share one budget. A slab (`kvcache.pool.slabs`) is a run of as many
 pages as hold a state on every shard. State page s is slab s. Its kinds lie one behind the other from the slab's first

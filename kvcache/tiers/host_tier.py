@@ -27,11 +27,11 @@ from kvcache.replica.rows import Pages, Rows, as_rows
 from kvcache.storage import allocate_host_rows
 from kvcache.tiers.page_files import FileRefusals
 
-_BROUGHT_BYTES = 8 << 20  # copied between two steps for requests of other replicas
+_BROUGHT_BYTES = 8 << 20  # copied between two steps for readers of pages, and not for rows
 
 
 class HostTier:
-    """Slots of host memory, one for a page of any replica. The shards of a page lie at its slot in one array each.
+    """Slots of host memory, one for a page of any replica. Each shard has an array, in which a page lies at its slot.
 
     Slot 0 is the null slot. `pinned`: a GPU copies from and to the memory. `tables`: pages belong to several block
     tables, and the index records which. Raises `PoolTooSmallError`.

@@ -31,7 +31,7 @@ _log = logging.getLogger("pagewire")
 
 
 class Scan(NamedTuple):
-    """The changes in the folder: names, sizes and digests of new files, least recently used first, and names gone."""
+    """Changes in the folder: names, sizes and digests of new files, least recently used first; names of lost files."""
 
     found: list[tuple[str, int, NDArray[np.uint64]]]
     gone: list[str]

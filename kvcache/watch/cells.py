@@ -27,7 +27,7 @@ class Holding(NamedTuple):
 
 
 class OwnerNumbers:
-    """Numbers for holders of pages other than rows. A holder keeps its number while it exists. Rows have 1 and up."""
+    """Numbers for holders of pages other than rows. A holder keeps its number while it exists. Rows count from 1."""
 
     def __init__(self, rows: int) -> None:
         self._next = self._first = rows + 1

@@ -175,7 +175,7 @@ class _WatchThread:
 
 
 class Watch:
-    """Shows watchers what every page of some pools is doing; `pagewire top ADDRESS` is one.
+    """Shows watchers, such as `pagewire top ADDRESS`, what every page of some pools is doing.
 
     It costs the loop nothing while no watcher asks. Tokens are never shown. Salts are shown only as digests that are
     valid for this process.

@@ -37,7 +37,7 @@ class Followed:
         return AskLook(known=self.look.number, incarnation=self.look.incarnation)
 
     def apply(self, frames: Sequence[Any]) -> Look:
-        """Apply a look. Raises `WatchError`, and changes nothing, if it is malformed or does not follow."""
+        """Apply a look. Raises `WatchError`, and changes nothing, if it is malformed or not the next one."""
         if len(frames) == 1:
             with suppress(msgspec.DecodeError, UnicodeDecodeError):
                 raise WatchError(f"it refuses to be watched: {_refusals.decode(frames[0]).refused}")

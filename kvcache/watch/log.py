@@ -221,7 +221,7 @@ class PrefixTree:
         self._parent[pages], self._born[pages], self._hits[pages] = parents, born, 0
 
     def rows(self, pool: str, most: int) -> tuple[TreeRow, ...]:
-        """The largest parts of the tree, each a run without branches, by its pages and all below. `most` at most."""
+        """The `most` largest parts of the tree, counted with all below. A part is a run of pages without a branch."""
         known = np.flatnonzero(self._pool.index.published & (self._born > 0))
         if not known.size:
             return ()
