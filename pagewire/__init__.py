@@ -1,7 +1,7 @@
-"""The whole project under one name: `from pagewire import KVCacheParams, PagedKVCacheManager, PageExchange`.
+"""All public names of the project in one module: `from pagewire import KVCacheParams, PagedKVCacheManager`.
 
-A name is imported from its package when it is first used: `import pagewire` takes milliseconds, and needs neither torch
-nor NIXL. `__all__` has the public names of the three packages below.
+A name is imported from its package when it is first used, so `import pagewire` takes milliseconds and needs neither
+torch nor NIXL. `__all__` has the public names of the three packages below.
 
 Imports `kvcache`, `transfer` and `scheduler_adapters`. Start reading at `cli.py`, the command line.
 """
@@ -31,7 +31,7 @@ check_packages()
 
 
 def __getattr__(name: str) -> Any:
-    """A public name of one of the packages, which is then kept here. `AttributeError`: there is none of that name."""
+    """Imports a public name from its package on first use. Raises `AttributeError` if no package has it."""
     if name == "__all__":
         public = {*import_module("kvcache").__all__, *import_module("transfer").__all__, *_ADAPTERS}
         return sorted({*public, "ShadowedPackageError"})

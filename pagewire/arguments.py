@@ -1,7 +1,7 @@
-"""Options of a command: the fields of a dataclass, each with its type, its default and its help.
+"""Declares the options of a command as fields of a dataclass, each with its type, its default and its help.
 
-The types refuse values out of range before anything is started or allocated. So the code of a command need not check
-its options again.
+The types refuse values out of range before anything is started or allocated, so a command need not check its options
+again.
 """
 
 import argparse
@@ -17,36 +17,33 @@ from typing import Any
 
 _SHOWN = 300  # characters of a value in a message
 _LONGEST_PLAIN = 200
-_MOST_BYTES = 1 << 20  # of a file that is read whole
+_MOST_BYTES = 1 << 20  # the largest file that is read whole
 _MOST_PORT = 65_535
-_MOST_DIGITS = 60  # Python refuses to read thousands, which no limit needs
+_MOST_DIGITS = 60  # Python refuses to parse numbers of thousands of digits
 
 
 def option(metavar: str | None, kind: Callable[[str], object], default: object, told: str, **more: object) -> Any:
-    """A field that is an option with a value: how it is called in the help, its type, its default, and its help.
+    """Returns a field for an option with a value: its name in the help, its type, its default, and its help text.
 
-    `more` goes to `ArgumentParser.add_argument`; `name` takes the place of the field's own. `--help` leaves an option
-    out that is `rare`, `--help-all` shows it.
+    `more` is passed to `ArgumentParser.add_argument`, except `name`, which replaces the field's own name, and `rare`:
+    `--help` omits a rare option and `--help-all` shows it.
     """
     shown = "" if default is None or default is MISSING else f" (default: {_default(default)})"
     return field(default=default, metadata={"metavar": metavar, "type": kind, "help": told + shown, **more})
 
 
 def switch(told: str, *, default: bool = False, **more: object) -> Any:
-    """A field that is an option without a value, which changes the default."""
+    """Returns a field for an option without a value, which inverts the default."""
     return field(default=default, metadata={"action": f"store_{not default}".lower(), "help": told, **more})
 
 
 def choice(told: str, *, default: bool, **more: object) -> Any:
-    """A field that is an option without a value, and one with `no-` before its name."""
+    """Returns a field for an option without a value, and its counterpart with `no-` before the name."""
     return field(default=default, metadata={"action": argparse.BooleanOptionalAction, "help": told, **more})
 
 
 def add_options(parser: argparse.ArgumentParser, options: Any, *, rare: bool) -> int:
-    """Let a parser know the options of a command; what it then finds are the arguments of that dataclass.
-
-    The help leaves rare options out unless `rare` is set. Returns the number of those left out.
-    """
+    """Adds the options of a command to a parser, whose result then has the arguments of that dataclass."""
     left_out = 0
     for one in fields(options):
         told: dict[str, Any] = dict(one.metadata)
@@ -62,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser, options: Any, *, rare: bool) ->
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """The type of a whole number from `least` to `most`."""
+    """Returns the type of a whole number from `least` to `most`."""
 
     def parse(text: str) -> int:
         with contextlib.suppress(ValueError):
@@ -74,7 +71,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def number(above: int, most: int) -> Callable[[str], float]:
-    """The type of a number that is more than `above`, and at most `most`."""
+    """Returns the type of a number above `above` and up to `most`."""
 
     def parse(text: str) -> float:
         with contextlib.suppress(ValueError):
@@ -86,7 +83,7 @@ def number(above: int, most: int) -> Callable[[str], float]:
 
 
 def num_bytes(least: int, most: int) -> Callable[[str], int]:
-    """The type of a number of bytes from `least` to `most`: digits, a number with a unit (2.5GiB), or 4e9."""
+    """Returns the type of a number of bytes from `least` to `most`: digits, a number with a unit (2.5GiB), or 4e9."""
     needed = f"no number of bytes from {least:,} to {most:,}, as in 40000000000, 40e9, 40GB or 37.25GiB"
 
     def parse(text: str) -> int:
@@ -102,7 +99,7 @@ def num_bytes(least: int, most: int) -> Callable[[str], int]:
 
 
 def input_path(text: str) -> Path:
-    """The type of an input file or folder, which must exist. The command that reads it reports any other fault."""
+    """Parses an input file or folder, which must exist. The command that reads it reports any other fault."""
     path = _path(text)
     if not path.exists():
         raise argparse.ArgumentTypeError(f"file or folder {_shown(text)} does not exist")
@@ -110,7 +107,10 @@ def input_path(text: str) -> Path:
 
 
 def small_file(path: Path) -> bytes:
-    """What is in a file. `OSError` if it cannot be read, or is longer than 1 MiB: some never end."""
+    """Returns the contents of a file.
+
+    Raises `OSError` if it cannot be read or exceeds 1 MiB, as an endless file does.
+    """
     with path.open("rb") as file:
         found = file.read(_MOST_BYTES + 1)
     if len(found) > _MOST_BYTES:
@@ -119,9 +119,9 @@ def small_file(path: Path) -> bytes:
 
 
 def write_json(path: Path | None, figures: object) -> None:
-    """Write what a command has found where `--json` says, if it does. `AdapterError`: that cannot be written."""
+    """Writes a command's figures to the file of `--json`, if given. Raises `AdapterError` if that fails."""
     if path is not None:
-        import msgspec  # noqa: PLC0415 - here, as the errors are: with them comes torch
+        import msgspec  # noqa: PLC0415 - here, because the errors import torch
 
         from scheduler_adapters.errors import AdapterError  # noqa: PLC0415
 
@@ -132,7 +132,7 @@ def write_json(path: Path | None, figures: object) -> None:
 
 
 def output_file(text: str) -> Path:
-    """The type of a file that is written, at the end: its folder is there, and it can be written."""
+    """Parses an output file. Its folder must exist, and the file must be writable."""
     path = _path(text)
     folder = path.absolute().parent
     if path.is_dir():
@@ -145,7 +145,7 @@ def output_file(text: str) -> Path:
 
 
 def output_folder(text: str) -> Path:
-    """The type of a folder that is written, and made where it is not there: it can be made."""
+    """Parses an output folder, which must be writable or possible to create."""
     path = _path(text)
     nearest = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     if not nearest.is_dir():
@@ -156,14 +156,14 @@ def output_folder(text: str) -> Path:
 
 
 def plain(text: str) -> str:
-    """The type of a name, an address or a secret. What is wrong is not shown: it may be a secret."""
+    """Parses a name, an address or a secret. An error does not show the value, which may be a secret."""
     if not 0 < len(text) <= _LONGEST_PLAIN or not text.isascii() or not text.isprintable() or not text.strip():
         raise argparse.ArgumentTypeError(f"1 to {_LONGEST_PLAIN} printable ASCII characters are needed")
     return text
 
 
 def endpoint(text: str) -> str:
-    """The type of an address of a socket. ZeroMQ connects to a port that there cannot be, and waits for ever."""
+    """Parses a socket address. Checks the port, because ZeroMQ connects to an impossible port and waits for ever."""
     found = re.fullmatch(r"tcp://.*:(\d+)", plain(text))
     if found and (len(found[1]) > _MOST_DIGITS or int(found[1]) > _MOST_PORT):
         raise argparse.ArgumentTypeError(f"{_shown(text)}: a port from 0 to {_MOST_PORT:,} is needed")
@@ -171,20 +171,20 @@ def endpoint(text: str) -> str:
 
 
 def device(text: str) -> str:
-    """The type of a torch device that can hold pages."""
+    """Parses a torch device that can hold pages."""
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"{_shown(text)} is no device for pages: cpu, cuda or cuda:N is needed")
     return text
 
 
 def _path(text: str) -> Path:
-    """The path that a text names, where the system can name it at all."""
+    """Returns the path that a text names. Raises if the system cannot name it."""
     try:
         text.encode()
         if not text.strip():
             raise argparse.ArgumentTypeError("an empty path")
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.stat(text)  # noqa: PTH116  (Path.exists takes a null character for "no")
+            os.stat(text)  # noqa: PTH116  (Path.exists returns False for a null character)
         return Path(text)
     except UnicodeEncodeError as error:
         raise argparse.ArgumentTypeError(f"{_shown(text)} is not UTF-8 text") from error
@@ -194,7 +194,7 @@ def _path(text: str) -> Path:
 
 
 def _default(value: Any) -> str:
-    """A default as it would be typed."""
+    """Returns a default as a user would type it."""
     return str(value) if isinstance(value, str | int | float) else ",".join(map(str, value))
 
 

@@ -25,10 +25,10 @@ from pagewire.serve.options import ServeOptions
 from pagewire.top.options import TopOptions
 from scheduler_adapters import interrupts
 
-# Nothing heavy is imported here: torch takes a second, in which an interrupt would show a traceback.
+# Nothing heavy is imported here: torch takes a second, and an interrupt during that would show a traceback.
 
 Options = DemoOptions | DoctorOptions | PlanOptions | ReplayOptions | ServeOptions | TopOptions
-_BAD = 2  # exit status: something does not work, as argparse has it
+_BAD = 2  # exit status of a failure, as in argparse
 _LONGEST = 1000  # characters of a message
 _WIDEST_HELP, _HELP_COLUMN = 100, 25
 
@@ -38,10 +38,10 @@ class _Command(NamedTuple):
 
     Attributes:
         options: the dataclass of its options.
-        does: what it does, in the list of commands.
+        does: its summary in the list of commands.
         description: the first lines of its help.
-        example: a command line that works, but for the names of files.
-        usage: what it cannot do without, and where its options go.
+        example: a command line that works, except for the names of files.
+        usage: its mandatory arguments, and the place of its options.
     """
 
     options: type[Options]
@@ -102,7 +102,7 @@ _COMMANDS: dict[str, _Command] = {
 
 
 class _Version(argparse.Action):
-    """Prints the version and ends. The distribution is looked up only on request."""
+    """Prints the version and exits. The distribution is looked up only on request."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib import metadata  # noqa: PLC0415
@@ -116,7 +116,7 @@ class _Version(argparse.Action):
 
 
 class _HelpAll(argparse.Action):
-    """Prints the help of a command with its rare options, too, and ends."""
+    """Prints the help of a command with its rare options, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         build_parser(rare=True).parse_args([parser.prog.split()[-1], "--help"])
@@ -125,13 +125,13 @@ class _HelpAll(argparse.Action):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, where argparse would print the usage too."""
+        """Prints one line and exits; argparse would print the usage too."""
         _complain(self.prog, f"error: {message}")
         sys.exit(_BAD)
 
 
 def build_parser(*, rare: bool = False) -> argparse.ArgumentParser:
-    """The command line. Its help leaves rare options out unless `rare` is set."""
+    """Returns the parser of the command line. Its help leaves rare options out unless `rare` is set."""
     parser = _Parser(
         prog="pagewire",
         usage="pagewire COMMAND [OPTIONS]",
@@ -172,7 +172,7 @@ def _add_command(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; its exit status. Errors are one line on standard error."""
+    """Runs a command and returns its exit status. An error is one line on standard error."""
     command = "pagewire"
     try:
         with interrupts.raised():
@@ -189,9 +189,9 @@ def main(argv: list[str] | None = None) -> int:
         told = str(error) if isinstance(error, NotInstalledError) else missing_line(error)
         _complain(command, f"error: {told}")
         return _BAD
-    except BrokenPipeError:  # who reads our output has gone
+    except BrokenPipeError:  # the reader of our output has gone
         with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes the output that is flushed at exit
         return 128 + signal.SIGPIPE
 
 
@@ -208,7 +208,7 @@ def _run(command: str, options: Options) -> int:
 
 
 def _run_heavy(command: str, options: Options, listening: socket.socket | None) -> int:
-    """Import what the command needs, which takes seconds, and run it."""
+    """Imports the modules of a command, which takes seconds, and runs it."""
     from kvcache.errors import KVCacheError  # noqa: PLC0415  (torch, see above)
 
     try:
@@ -245,7 +245,7 @@ def _run_heavy(command: str, options: Options, listening: socket.socket | None) 
 
 def _complain(command: str, text: str) -> None:
     line = " ".join(text.splitlines())
-    if len(line) > _LONGEST:  # argparse repeats whatever it was given
+    if len(line) > _LONGEST:  # argparse repeats the whole value that it was given
         line = f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
-    with contextlib.suppress(OSError):  # a terminal that has hung up takes no more
+    with contextlib.suppress(OSError):  # a terminal that has hung up accepts no output
         print(f"{command}: {line}", file=sys.stderr)  # noqa: T201  (the command line's own output)

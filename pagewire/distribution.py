@@ -1,7 +1,7 @@
-"""Whether `kvcache`, `transfer` and `scheduler_adapters` are those of this distribution.
+"""Checks that the packages `kvcache`, `transfer` and `scheduler_adapters` are those of this distribution.
 
-Their names are common: PyPI's `transfer` installs a package of the same name. Imported in our place, it would fail much
-later, with the name of something that it does not have.
+Their names are common: PyPI's `transfer` installs a package of the same name. If such a package were imported in place
+of ours, the failure would come much later and name some missing attribute.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 DISTRIBUTION = "pagewire"
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters")
-"""The packages of this distribution below `pagewire`."""
+"""The packages of this distribution besides `pagewire`."""
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -24,10 +24,10 @@ class ShadowedPackageError(ImportError):
 
 
 def check_packages(root: Path = _ROOT) -> None:
-    """Raise `ShadowedPackageError`, with the file that is imported, unless all three packages are ours.
+    """Raises `ShadowedPackageError`, with the file that is imported, unless all three packages are ours.
 
-    They lie beside `pagewire`, and where a wheel was installed, its RECORD has the digest of their `__init__.py`: pip
-    lets a later distribution write over it.
+    They must lie beside `pagewire`. If a wheel is installed, their `__init__.py` must also have the digest in its
+    RECORD, because pip lets a later distribution overwrite it.
     """
     recorded = _recorded(root)
     for name in PACKAGES:
@@ -56,14 +56,14 @@ def check_packages(root: Path = _ROOT) -> None:
 
 
 def _file_of(name: str) -> Path | None:
-    """The file that `import name` runs, or has run; nothing for a folder without one, or no folder."""
+    """Returns the file that `import name` runs or has run; None if there is no such file."""
     loaded = sys.modules.get(name)
     spec: ModuleSpec | None = loaded.__spec__ if loaded is not None else find_spec(name)
     return None if spec is None or spec.origin is None else Path(spec.origin).resolve()
 
 
 def _recorded(root: Path) -> dict[str, str]:
-    """Digests of the files of an installed wheel, as its RECORD spells them; none for a source tree."""
+    """Returns the digests of the files of an installed wheel, as in its RECORD; empty for a source tree."""
     found: dict[str, str] = {}
     for record in root.glob("pagewire-*.dist-info/RECORD"):
         for line in record.read_text(encoding="utf-8").splitlines():
@@ -79,8 +79,8 @@ def _digest(path: Path) -> str:
 
 
 def _installed_by(name: str) -> str:
-    """The distributions beside ours that say they installed the package, for a message."""
-    from importlib.metadata import packages_distributions  # noqa: PLC0415 - reads every distribution, for a message
+    """Returns a phrase that names the other distributions that have installed the package, for a message."""
+    from importlib.metadata import packages_distributions  # noqa: PLC0415 - needed only for a message
 
     others = sorted(set(packages_distributions().get(name, ())) - {"pagewire"})
     return f" ({', '.join(others)})" if others else ""

@@ -1,6 +1,6 @@
-"""The extras of the distribution that commands need, and the line that names a missing one.
+"""The extras of the distribution that commands need, and the error line for a missing one.
 
-Imports no heavy packages: the line is printed before torch is imported.
+This module imports no heavy packages, because the line is printed before torch is imported.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "observe": ("prometheus_client", "opentelemetry"),
     "blake3": ("blake3",),
 }
-"""Each extra, and the packages that it brings, as they are imported."""
+"""The packages that each extra brings, by import name."""
 
 
 class NotInstalledError(ImportError):
-    """What a command needs is not installed; the message is one line with the command of pip."""
+    """A package that a command needs is not installed. The message is one line with the pip command."""
 
 
 class Need(NamedTuple):
-    """What is needed, and by which extra it comes."""
+    """A requirement of a command or option: the packages, and the extra that brings them."""
 
     who: str
     extra: str
@@ -40,7 +40,7 @@ class Need(NamedTuple):
 
 
 def installed(package: str) -> bool:
-    """Whether a package can be found; it is not imported."""
+    """Whether a package can be found. Does not import it."""
     try:
         return find_spec(package) is not None
     except (ImportError, ValueError):
@@ -48,7 +48,7 @@ def installed(package: str) -> bool:
 
 
 def require(needs: list[Need]) -> None:
-    """Raise `NotInstalledError` for the first need that is not met."""
+    """Raises `NotInstalledError` for the first need that is not met."""
     for who, extra, packages in needs:
         missing = [one for one in packages if not installed(one)]
         if missing:
@@ -59,7 +59,7 @@ def require(needs: list[Need]) -> None:
 
 
 def needs_of(command: str, options: object) -> list[Need]:
-    """What a command needs with these options."""
+    """Returns the requirements of a command with these options."""
     extra, packages = {
         "demo": ("serve", ("rich", *_SERVED)),
         "serve": ("serve", EXTRAS["serve"][1:]),
@@ -80,10 +80,10 @@ def needs_of(command: str, options: object) -> list[Need]:
 
 
 def missing_line(error: ImportError) -> str:
-    """The line that says what to install for a package that cannot be imported. Raises `error` if it is our own."""
+    """Returns the error line for a package that cannot be imported. Raises `error` again if the package is ours."""
     package = (error.name or "").partition(".")[0]
     if package in ("", "pagewire", *PACKAGES):
-        raise error  # a bug of ours
+        raise error  # a bug in this distribution
     extra = next((extra for extra, brought in EXTRAS.items() if package in brought), "")
     needed = f"'{DISTRIBUTION}[{extra}]'" if extra else DISTRIBUTION
     return f"this needs the package {package!r} (pip install {needed}): {error}"

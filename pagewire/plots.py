@@ -1,7 +1,7 @@
-"""One look for every plot of the project: as wide as a README, labels whole, round ticks, limits and peers alike.
+"""The common style of all plots: as wide as a README, with whole labels and round ticks.
 
-What is ours is drawn whole and in colour, others dashed and in shades of grey, the limit dotted and black. Legends
-stand below the panels. The same figures give the same bytes.
+Our own curves are solid and coloured. Others are dashed and grey, and the limit is dotted and black. Legends are below
+the panels. The same figures give the same bytes.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any, Literal, NamedTuple
 
 from scheduler_adapters.errors import MissingExtraError
 
-WIDTH, HEIGHT, DPI = 9.0, 4.2, 100  # inches of a figure and of a row of panels; a README shows some 900 pixels
+WIDTH, HEIGHT, DPI = 9.0, 4.2, 100  # inches of a figure and of a row of panels; a README shows about 900 pixels
 
 CurveRole = Literal["ours", "peer", "limit", "worst"]
 _OURS = ("#0b6e99", "#d1495b", "#3a7d44", "#8a4fbe", "#c98b00", "#17a398", "#7a4b2a", "#b0578d", "#4f6d2f", "#274690")
 _PEERS = ("#555555", "#7a7a7a", "#9a9a9a", "#b0b0b0")
 _PEER_MARKS = ("s", "^", "v", "D", "P", "X")
-_CHARACTERS_AN_INCH = 11.5  # of a title
-_MOST_TICKS = 10  # on an axis as wide as the figure
-_LEAST_SPAN = 20.0  # of a log axis: what is flat is to look flat
+_CHARACTERS_AN_INCH = 11.5  # characters of a title per inch
+_MOST_TICKS = 10  # for an axis as wide as the figure
+_LEAST_SPAN = 20.0  # smallest span of a log axis, so that a flat curve looks flat
 _OF_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Curve(NamedTuple):
-    """A curve of a panel: its name, its points, and whose it is; `worst` goes with the line before it."""
+    """A curve of a panel: its name, its points, and its role. A `worst` curve belongs to the curve before it."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -35,11 +35,11 @@ class Curve(NamedTuple):
 
 
 def pyplot() -> Any:
-    """matplotlib's, for files alone. Raises `MissingExtraError` if there is none."""
+    """Returns matplotlib's pyplot, for files only. Raises `MissingExtraError` if it is not installed."""
     try:
         import matplotlib as mpl  # noqa: PLC0415 - only pictures need it
 
-        mpl.use("Agg")  # files only: there may be no screen
+        mpl.use("Agg")  # files only, because there may be no screen
         from matplotlib import pyplot as plt  # noqa: PLC0415 - as above
     except ImportError as error:
         raise MissingExtraError(f"plots need matplotlib: pip install 'pagewire[bench]' ({error})") from error
@@ -47,7 +47,7 @@ def pyplot() -> Any:
 
 
 def figure(columns: int, heights: Sequence[float] = (1.0,)) -> tuple[Any, Sequence[Sequence[Any]]]:
-    """A figure and its panels, row by row; `heights` are those of the rows. A row of height above 1 has one panel."""
+    """Returns a figure and its panels, row by row, with the given heights. A row of height above 1 has one panel."""
     plt = pyplot()
     made = plt.figure(figsize=(WIDTH, HEIGHT * sum(heights)), layout="constrained")
     grid = made.add_gridspec(len(heights), columns, height_ratios=heights)
@@ -61,7 +61,7 @@ def figure(columns: int, heights: Sequence[float] = (1.0,)) -> tuple[Any, Sequen
 def draw_lines(
     axes: Any, lines: Sequence[Curve], *, title: str, along: str, up: str, logs: str = "xy", in_bytes: bool = False
 ) -> None:
-    """Lines of one panel; `logs` names the axes that are logarithmic, `in_bytes`: what the x axis counts."""
+    """Draws the curves of one panel. `logs` names the logarithmic axes; `in_bytes` labels the x axis in bytes."""
     colours, peers, colour = iter(_OURS * 2), 0, _OURS[0]
     for line in lines:
         points = sorted(line.points)
@@ -98,7 +98,7 @@ def draw_lines(
 def draw_bars(
     axes: Any, bars: Mapping[str, Mapping[str, float]], roles: Mapping[str, CurveRole], title: str, along: str
 ) -> None:
-    """Bars lying side by side for each case: `bars[case][who]`, and whose each is."""
+    """Draws a group of bars for each case: `bars[case][who]`, with the role of each `who`."""
     cases, thick = list(bars)[::-1], 0.8 / len(roles)
     looks: dict[CurveRole, dict[str, Any]] = {
         "ours": {"color": _OURS[0]},
@@ -118,7 +118,7 @@ def draw_bars(
 
 
 def mark(axes: Any, at: float, name: str) -> None:
-    """An upright line at some x, with its name."""
+    """Draws a labelled vertical line at some x."""
     axes.axvline(at, color="black", linewidth=0.8)
     axes.annotate(
         name, (at, 1), xycoords=("data", "axes fraction"), xytext=(3, -10), textcoords="offset points", fontsize=8
@@ -126,7 +126,7 @@ def mark(axes: Any, at: float, name: str) -> None:
 
 
 def save(made: Any, path: Path) -> None:
-    """Add the legend, cut titles into lines, write the file, and forget the figure."""
+    """Adds the legend, wraps titles, writes the file, and closes the figure."""
     named: dict[str, Any] = {}
     for axes in made.axes:
         handles, names = axes.get_legend_handles_labels()
@@ -134,7 +134,7 @@ def save(made: Any, path: Path) -> None:
     if named:
         columns = max(1, min(len(named), 3, int(110 // (max(map(len, named)) + 8))))
         made.legend(named.values(), named.keys(), loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-    made.canvas.draw()  # how wide the panels are is known from here on
+    made.canvas.draw()  # the widths of the panels are known from here on
     for axes in made.axes:
         inches = axes.get_window_extent().width / made.dpi
         title = axes.get_title(loc="left").replace("\n", " ")
@@ -145,7 +145,7 @@ def save(made: Any, path: Path) -> None:
 
 
 def _round_ticks(axis: Any, values: Sequence[float], most: int, *, in_bytes: bool) -> None:
-    """Ticks at powers of two where all values are such, else at 1, 2 and 5 times powers of ten: few, spelled out."""
+    """Sets a few labelled ticks: at powers of two if all values are such, else at 1, 2 and 5 times powers of ten."""
     some = [value for value in values if value > 0]
     if not some:
         return

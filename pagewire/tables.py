@@ -1,4 +1,4 @@
-"""Prints tables by `rich` at any width: no figure is ever cut, wherever the output goes."""
+"""Prints tables with `rich` at any width. No figure is ever cut, wherever the output goes."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-_WIDEST = 1 << 16  # characters that a table may take: rich cuts cells to fit the width that it is given
+_WIDEST = 1 << 16  # characters that a table may take; rich cuts cells to fit this width
 _GAP = 3  # characters between two columns
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> None:
-    """Print a title, and a table whose first columns are words and the others figures.
+    """Prints a title, and a table whose first columns are words and the others figures.
 
     A table that is wider than the terminal is printed in parts, one below the other. Each part begins with the columns
-    of words. A file or a pipe takes any width.
+    of words. For a file or a pipe there is no limit.
 
     Args:
         title: printed above the table.
-        columns: the headings; all empty: no heading is printed.
+        columns: the headings. If all are empty, no heading is printed.
         rows: the cells of each row, as many as there are columns.
-        words: how many columns are words.
+        words: number of leading columns that are words.
     """
     console, terminal = Console(width=_WIDEST), Console()
     console.print(title, style="bold", soft_wrap=True)
@@ -38,7 +38,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def _parts(widths: Sequence[int], words: int, limit: int) -> Iterator[list[int]]:
-    """The columns of each part: those of words, and as many others as there is room for, at least one."""
+    """Yields the columns of each part: those of words, and as many others as fit, at least one."""
     named = list(range(min(words, len(widths))))
     part, used = list(named), sum(widths[number] + _GAP for number in named)
     for number in range(len(named), len(widths)):

@@ -1,4 +1,4 @@
-"""`pagewire top` beside a command that shows its own pages: in this terminal, or in a browser."""
+"""Runs `pagewire top` beside a command that shows its own pages: in this terminal, or in a browser."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _END_S = 5.0
 
 
 def top_option(told: str) -> Any:
-    """The option `--top`, or `--top web`."""
+    """Returns the option `--top`, or `--top web`."""
     told += "; web: in a browser"
     return option(None, str, None, told, nargs="?", const="here", choices=("here", "web"))
 
@@ -24,7 +24,7 @@ def top_option(told: str) -> Any:
 def viewer(addresses: Sequence[str], where: str, more: Sequence[str] = ()) -> Generator[Callable[[], bool]]:
     """Shows these addresses, and waits at the end of the `with` block until the viewer quits.
 
-    Yields a function that tells whether somebody still looks.
+    Yields a function that tells whether the viewer is still open.
     """
     told = [*addresses, *more, *(["--web"] if where == "web" else [])]
     program = subprocess.Popen([*PROGRAM, *told])  # noqa: S603  (our own)

@@ -1,4 +1,4 @@
-"""`pagewire demo`: serve prompts across a prefill and a decode process, and compare with the model's own output."""
+"""`pagewire demo`: serves prompts across prefill and decode processes, and compares with the model's own output."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEFAULT_REQUESTS = 32
-_STALL_S = 120.0  # nothing new for this long: something hangs
-_SETTLE_S = 5.0  # for the last notifications to come in
-# Under chaos notifications are lost: pages whose reader is done stay until their lease ends by itself.
+_STALL_S = 120.0  # in seconds, without a message: a process hangs
+_SETTLE_S = 5.0  # in seconds, for the last notifications to arrive
+# Under chaos notifications get lost, so pages that were read stay leased until their lease expires.
 _LEASE_S, _CHAOS_LEASE_S = 10.0, 3.0
 _MEGABYTE = 1 << 20
 
 
 @dataclass(slots=True)
 class Served:
-    """One prompt and what became of it. Times are of `time.perf_counter`, in seconds."""
+    """One prompt and its outcome. Times are from `time.perf_counter`, in seconds."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -71,9 +71,10 @@ class _Side(NamedTuple):
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo; 0 if every output is the model's own and no page is left held, else 1.
+    """Runs the demo. Returns 0 if every output is the model's own and no page is left held, else 1.
 
-    A `KVCacheError` says in a sentence which option, file or process does not work. No process is left.
+    Raises:
+        KVCacheError: an option, a file or a process does not work; the message names it. No process is left.
     """
     reporter = Reporter()
     prefill, decode = sides = _sides(options)
@@ -103,7 +104,7 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def serve_watched(fleet: Fleet, served: list[Served], options: DemoOptions, where: str) -> None:
-    """Serve every request, and with a viewer again and again; only the first time counts."""
+    """Serves every request. With a viewer, repeats them until it is closed; only the first round counts."""
     addresses = [ready.watch for ready in fleet.ready.values()]
     keys = ["--keyring", str(fleet.viewer_keys)] if options.curve else []
     with viewer(addresses, where, keys) as is_open:
@@ -122,9 +123,12 @@ def serve(
     show: Callable[[int, str], None],
     earlier: int = 0,
 ) -> None:
-    """Submit every request, at most `concurrency` at a time, and collect the tokens. `ServiceError`: one hangs.
+    """Submits every request, at most `concurrency` at a time, and collects the tokens.
 
-    `earlier`: requests that these processes were sent before.
+    `earlier` is the number of requests that these processes were sent before.
+
+    Raises:
+        ServiceError: no message arrives for a while.
     """
     by_id = {one.request_id: one for one in served}
     decodes = [name for name in fleet.running if fleet.role(name) == "decode"]
@@ -137,7 +141,7 @@ def serve(
                 request_id=one.request_id,
                 prompt=one.prompt,
                 max_new_tokens=options.max_new_tokens,
-                serial=earlier + submitted + 1,  # 0 is for none
+                serial=earlier + submitted + 1,  # 0 means no serial
             )
             fleet.send(decodes[submitted % len(decodes)], submit)
             submitted += 1
@@ -151,7 +155,7 @@ def serve(
 
 
 def _take(one: Served, message: msg.Tokens) -> bool:
-    """Book what came for a request; whether it has ended."""
+    """Records the tokens of a message. Returns whether the request has ended."""
     if message.tokens:
         one.last = time.perf_counter()
         one.first = one.first or one.last
@@ -161,7 +165,7 @@ def _take(one: Served, message: msg.Tokens) -> bool:
 
 
 def settled_stats(fleet: Fleet) -> dict[str, msg.Stats]:
-    """The counters once nothing is held any more, or as they are after five seconds: notifications come last."""
+    """Returns the counters once nothing is held any more, or after five seconds, because notifications come last."""
     deadline = time.monotonic() + _SETTLE_S
     while True:
         stats = fleet.stats()
@@ -171,7 +175,10 @@ def settled_stats(fleet: Fleet) -> dict[str, msg.Stats]:
 
 
 def _sides(options: DemoOptions) -> tuple[_Side, _Side]:
-    """Prefill and decode, whose caches fit the machine."""
+    """Returns the processes for prefill and for decode.
+
+    Raises `PoolTooSmallError` if their caches exceed the memory.
+    """
     processes = options.prefills + options.decodes
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _MEGABYTE
     if options.device == "cpu" and processes * options.cache_mb > machine:
@@ -201,14 +208,15 @@ def _requests(options: DemoOptions, model: PreTrainedModel, texts: Sequence[str]
 def _server_configs(
     options: DemoOptions, sides: Sequence[_Side], model: PreTrainedModel, served: Sequence[Served]
 ) -> list[ServerConfig]:
-    """The validated configurations of the processes: every prompt fits the model and the caches."""
+    """Returns the configurations of the processes. Raises if a prompt does not fit the model or the caches."""
     longest = max(served, key=lambda one: len(one.prompt))
     needed = len(longest.prompt) + options.max_new_tokens
     asked = f"{longest.request_id} has {len(longest.prompt):,} tokens and may get {options.max_new_tokens} more"
     positions = getattr(text_config_of(model.config), "max_position_embeddings", None)
     if positions and needed > positions:
         raise PromptsError(f"{asked}: the model has positions for {positions:,}")
-    alike = len({(side.page_size, side.tp) for side in sides}) == 1  # a page of one is a page of the other
+    # Both sides have the same pages, so page checks can be compared.
+    alike = len({(side.page_size, side.tp) for side in sides}) == 1
     configs: list[ServerConfig] = []
     for side in sides:
         capacity = _capacity(options, model, side)
@@ -239,7 +247,7 @@ def _server_configs(
 
 
 def _capacity(options: DemoOptions, model: PreTrainedModel, side: _Side) -> int:
-    """Tokens that the pages of one process hold."""
+    """Returns the number of tokens that the pages of one process hold."""
     params = kv_params_of(model.config, page_size=side.page_size, n_devices=side.tp, group_layers=options.group_layers)
     layers = num_layers_of(model.config)
     memory = int(options.cache_mb * _MEGABYTE) - state_bytes_of(model, side.tp, options.concurrency)
@@ -253,13 +261,17 @@ def _capacity(options: DemoOptions, model: PreTrainedModel, side: _Side) -> int:
 def _compare(
     options: DemoOptions, model: PreTrainedModel, served: Sequence[Served], reporter: Reporter
 ) -> tuple[list[str], int, bool]:
-    """Compare each output with the model's own: what to say of those that differ, ties, whether all are equal."""
+    """Compares each output with the model's own.
+
+    Returns notes on differences, the number of ties, and overall equality.
+    """
     notes, ties, equal = list[str](), 0, True
     with reporter.phase("checking against generate", len(served)) as show:
         for number, one in enumerate(served):
             theirs = reference_tokens(model, one.prompt, options.max_new_tokens)
             if one.error:
-                equal = equal and options.chaos is not None  # it said so; an answer that is not the model's would not
+                # Under chaos a reported failure is fine; a wrong answer would not be.
+                equal = equal and options.chaos is not None
                 notes.append(f"{one.request_id}: failed: {one.error}")
             elif one.tokens != theirs and is_rounding_tie(model, one.prompt, one.tokens, theirs):
                 ties += 1
@@ -279,7 +291,7 @@ def _difference(ours: Sequence[int], theirs: Sequence[int]) -> str:
 
 
 def _faults(stats: Mapping[str, msg.Stats]) -> dict[str, int]:
-    """How often each fault was injected, all processes together; 0 for one that was not."""
+    """Returns how often each fault was injected, over all processes."""
     total: Counter[str] = Counter()
     for one in stats.values():
         total.update(one.faults)

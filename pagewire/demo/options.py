@@ -15,7 +15,7 @@ _SEED = whole(0, (1 << 32) - 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """Options of the command line, each validated."""
+    """The validated options of `pagewire demo`."""
 
     model: Path | None = option("DIR", input_path, None, "a directory of transformers; without it, a random Llama")
     prompts: Path | None = option("FILE", input_path, None, 'one prompt to a line, or JSON lines with a "prompt"')

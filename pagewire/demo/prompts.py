@@ -1,4 +1,4 @@
-"""The prompts of the demo: questions that share long heads, or the lines of a file."""
+"""The prompts of the demo: questions that share long prefixes, or the lines of a file."""
 
 from itertools import cycle, islice
 from pathlib import Path
@@ -38,7 +38,7 @@ allow it. To ask for a deposit was refused as unfriendly. To send the list of mi
 names, was accepted by five votes to two, for one season, as a trial. The librarian asked to note that she had
 proposed this in 1998. The next meeting is on the first Tuesday after the spring tour, in the room behind the stage.""",
 )
-_LONGEST_FILE = 64 << 20  # bytes; a device file would fill the memory
+_LONGEST_FILE = 64 << 20  # in bytes; a device file would fill the memory
 _QUESTIONS = (
     "What happened first, and when?",
     "Which number in the text is the largest?",
@@ -52,7 +52,7 @@ _QUESTIONS = (
 
 
 def default_prompts(count: int) -> list[str]:
-    """`count` prompts: several questions on each of a few documents, the documents taking turns."""
+    """Returns `count` prompts: several questions about each of a few documents, in turn."""
     documents = [" ".join(document.split()) for document in _DOCUMENTS]
     prompts: list[str] = []
     for number in range(count):
@@ -64,9 +64,10 @@ def default_prompts(count: int) -> list[str]:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file: one to a line, or JSON lines with a text "prompt" each. Empty lines are skipped.
+    """Returns the prompts of a file: one per line, or JSON lines with a text "prompt" each. Skips empty lines.
 
-    A file whose first line is a JSON object is taken for JSON lines. `PromptsError` names what is wrong, and the line.
+    A file whose first line is a JSON object counts as JSON lines. An error raises `PromptsError` with the line and
+    reason.
     """
     where = f"prompts file {str(path)!r}"
     try:
@@ -87,7 +88,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def take(prompts: list[str], count: int | None) -> list[str]:
-    """The first `count` prompts, from the start again where there are fewer; all of them for None."""
+    """Returns the first `count` prompts, repeated if there are fewer; all of them for None."""
     return prompts if count is None else list(islice(cycle(prompts), count))
 
 

@@ -1,4 +1,4 @@
-"""Output of the demo: progress while it works, and a table at the end. Without a terminal it prints plain lines."""
+"""The output of the demo: progress while it runs, and a table at the end. Without a terminal it prints plain lines."""
 
 import sys
 from collections.abc import Callable, Generator
@@ -10,26 +10,26 @@ from scheduler_adapters.errors import MissingExtraError
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The figures of a run, as `--json` writes them."""
+    """The figures of a run, in the form that `--json` writes."""
 
     requests: int  # prompts served
     tokens_equal: bool  # every output is the model's own, rounding ties excepted
     ties: int  # outputs whose first difference is a rounding tie
-    prompt_tokens: int  # of all prompts
-    cached_tokens: int  # of these, those that prefill found in its prefix cache
+    prompt_tokens: int  # tokens of all prompts
+    cached_tokens: int  # prompt tokens that prefill found in its prefix cache
     hit_rate: float  # cached over prompt tokens, 0 to 1
-    pages_pulled: int  # that decode read from prefill
-    bytes_pulled: int  # of these
+    pages_pulled: int  # pages that decode read from prefill
+    bytes_pulled: int  # bytes of these pages
     gbps: float  # bytes over the time in which at least one READ was in flight, in units of 1e9 bytes per second
-    ttft_ms_p50: float  # median time from submission to the first token, in milliseconds
+    ttft_ms_p50: float  # median over the requests of the time from submission to the first token, in milliseconds
     tpot_ms_p50: float  # median over the requests of the mean time per further token, in milliseconds
-    leaked_pages: int  # still held in either process after the last request
-    failed: dict[str, str] | None = None  # requests that were not served, and why; only `--chaos` lets them be
-    faults: dict[str, int] | None = None  # how often each fault was injected, in all processes; only with `--chaos`
+    leaked_pages: int  # pages that some process still holds after the last request
+    failed: dict[str, str] | None = None  # requests that failed, with the reason; only with `--chaos`
+    faults: dict[str, int] | None = None  # number of injected faults by kind, over all processes; only with `--chaos`
 
 
 class Reporter:
-    """Writes to standard output, by `rich`."""
+    """Writes to standard output with `rich`."""
 
     def __init__(self) -> None:
         try:
@@ -41,12 +41,12 @@ class Reporter:
         self._console = Console(file=sys.stdout, highlight=False)
 
     def line(self, text: str) -> None:
-        """Print one line."""
+        """Prints one line."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
     def phase(self, title: str, total: int) -> Generator[Callable[[int, str], None]]:
-        """Show how far a phase is. Yields a function that takes the number done, and a remark."""
+        """Shows the progress of a phase. Yields a function that takes the number of requests done, and a remark."""
         if not self._console.is_terminal:
             self.line(f"{title} ...")
             yield lambda _done, _remark: None
@@ -60,7 +60,7 @@ class Reporter:
             yield lambda done, remark: progress.update(task, completed=done, remark=remark)
 
     def table(self, figures: Figures, where: str, notes: list[str]) -> None:
-        """Print the table of a run, and below it what was not as it should be."""
+        """Prints the table of a run, and below it the notes on anything unexpected."""
         from pagewire.tables import print_table  # noqa: PLC0415  (of an optional extra)
 
         print_table(where, ("", ""), _rows(figures))

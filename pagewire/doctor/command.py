@@ -1,4 +1,4 @@
-"""`pagewire doctor`: the findings as lines, or as JSON. It needs no extra."""
+"""`pagewire doctor`: prints the findings as lines, or writes them as JSON. Needs no extra."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pagewire.arguments import write_json
 from pagewire.doctor.findings import Findings, Refusal, find, refusals
 from pagewire.doctor.options import DoctorOptions
 
-_NAME = 14  # characters of a line's name
+_NAME = 14  # width of a line's name, in characters
 
 
 def run_doctor(options: DoctorOptions) -> int:
-    """Report; the exit status is 0 whatever was found. `AdapterError`: the file of `--json` cannot be written."""
+    """Reports the findings. Returns 0 whatever they are; `AdapterError` if the file of `--json` cannot be written."""
     found = find()
     refused = refusals(found)
     write_json(options.json, {**msgspec.to_builtins(found), "refusals": refused})

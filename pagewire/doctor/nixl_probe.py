@@ -1,4 +1,4 @@
-"""Makes a NIXL agent and prints its plugins: in a process of its own, since NIXL may end the process that tries it."""
+"""Makes a NIXL agent and prints its plugins. A process of its own, because NIXL may kill the process that tries it."""
 
 import json
 import sys

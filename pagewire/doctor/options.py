@@ -8,6 +8,6 @@ from pagewire.arguments import option, output_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorOptions:
-    """Options of the command line, each validated."""
+    """The validated options of `pagewire doctor`."""
 
     json: Path | None = option("FILE", output_file, None, "write the report there, too")

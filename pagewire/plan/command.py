@@ -1,4 +1,4 @@
-"""`pagewire plan`: the tables, and the figures as JSON and a plot where asked to."""
+"""`pagewire plan`: prints the tables, and writes figures as JSON and a plot if requested."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from scheduler_adapters.errors import PlanError
 
 
 def run_plan(options: PlanOptions) -> int:
-    """Plan and report; the exit status. A `KVCacheError` says in a sentence what does not work."""
+    """Plans and reports. Returns the exit status. A `KVCacheError` says what does not work."""
     model = read_model(options.model, options.kv_dtype)
     blocks = None if options.trace is None else load_trace(options.trace)
     found = plan_memory(options, model)
     if options.plot is not None:
         if options.trace is None:
             raise PlanError("--plot needs --trace: what is drawn is hits against memory")
-        plots.pyplot()  # before the minutes that the replays take
+        plots.pyplot()  # checked before the replays, which take minutes
     console = Console()
     print_table(*table_of_answer(found))
     console.print(longest(found), soft_wrap=True)
@@ -83,7 +83,7 @@ def _replayed(options: PlanOptions, found: MemoryPlan, trace: Sequence[Blocks]) 
 
 
 def _write(options: PlanOptions, found: MemoryPlan) -> None:
-    """The files that were asked for. Raises `PlanError` for one that cannot be written."""
+    """Writes the requested files. Raises an error for one that cannot be written."""
     if options.plot is not None and options.trace is not None and found.trace is not None:
         try:
             draw(found.trace, f"{found.model}, {options.trace.name}: hits against memory", options.plot)

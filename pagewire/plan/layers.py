@@ -1,4 +1,4 @@
-"""The caches of a model's layers, read from its `config.json` with the help of `transformers`."""
+"""Reads the caches of a model's layers from its `config.json`, with the help of `transformers`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scheduler_adapters.errors import MissingExtraError, PlanError
 
 CacheKind = Literal["full", "window", "chunked", "latent", "state", "conv"]
 
-# The caches of a layer, by transformers' name of the layer. Some keep data of each token, others a state per request.
+# The caches of a layer, by its name in transformers. Some keep data of each token, others a state per request.
 _KEEPS: dict[str, tuple[CacheKind, ...]] = {
     "full_attention": ("full",),
     "sliding_attention": ("window",),
@@ -27,12 +27,12 @@ _KEEPS: dict[str, tuple[CacheKind, ...]] = {
     "conv": ("conv",),
     "hybrid": ("full", "state"),
     "hybrid_sliding": ("window", "state"),
-    "dummy": (),  # it has no attention, or reads what another layer keeps
+    "dummy": (),  # it has no attention, or reads the cache of another layer
 }
 _WINDOW_FIELDS = {"window": "sliding_window", "chunked": "attention_chunk_size"}
-# Heads, their width, groups of heads that share a B and a C (queries and keys), the width of these, and the kernel: of
-# gated delta networks; of Mamba-2 as Bamba, Granite 4 and Falcon-H1 spell it; as Nemotron-H does; as Zamba2 does; and
-# of Kimi Linear, whose values, queries and keys are all alike.
+# For each family: heads, their width, groups of heads that share a B and a C (queries and keys), the width of these;
+# the kernel is below. The families are gated delta networks; Mamba-2 as in Bamba, Granite 4 and Falcon-H1; as in
+# Nemotron-H; as in Zamba2; and Kimi Linear, whose values, queries and keys are all alike.
 _STATE_FIELDS = (
     *[("linear_num_value_heads", "linear_value_head_dim", "linear_num_key_heads", "linear_key_head_dim")],
     *[("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state")],
@@ -48,29 +48,29 @@ _MOST = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class AlikeLayers:
-    """Layers that keep the same: something of each token, or a state of each request."""
+    """Layers with equal caches: data of each token, or a state of each request."""
 
     kind: CacheKind
     layers: int
-    heads: int = 0  # key/value heads of the whole model; 1 for a latent, 0 for states
-    width: int = 0  # elements that a head keeps of a token: key and value together, or the latent
-    window: int = 0  # tokens that a layer looks back to; 0: all
-    state: StateShape | None = None  # of all these layers
-    value_width: int | None = None  # elements of the width that are a value's; None: half, or none of a latent
+    heads: int = 0  # KV heads of the whole model; 1 for a latent, 0 for states
+    width: int = 0  # elements of a token per head: key and value together, or the latent
+    window: int = 0  # tokens that a layer looks back; 0 for all
+    state: StateShape | None = None  # the state of all these layers together
+    value_width: int | None = None  # elements of `width` that belong to the value; None: half, or 0 for a latent
 
     @property
     def values(self) -> int:
-        """Elements that a head keeps of a token's value; 0 with a latent."""
+        """The elements of a token's value per head; 0 with a latent."""
         if self.value_width is not None:
             return self.value_width
         return 0 if self.kind == "latent" else self.width // 2
 
     def state_bytes(self, tp: int) -> int:
-        """Bytes of a request's state on each of `tp` ranks. Raises as `state_layouts`."""
+        """Returns the bytes of a request's state on each of `tp` ranks. Raises as `state_layouts`."""
         return page_bytes(self.state_layouts(tp)) // tp
 
     def state_layouts(self, tp: int) -> list[Mapping[str, PageLayout]]:
-        """Where a state lies on each of `tp` ranks, if there is one. `PlanError`: ranks that cannot split it."""
+        """Returns the layout of a state on each of `tp` ranks. Raises `PlanError` if the ranks cannot split it."""
         try:
             return [] if self.state is None else state_layouts(self.state, tp)
         except InvalidParamsError as error:
@@ -79,25 +79,25 @@ class AlikeLayers:
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """What a model keeps of its requests."""
+    """The caches of a model."""
 
     name: str
-    max_len: int | None  # positions that it was made for
-    dtype: torch.dtype  # of keys and values
+    max_len: int | None  # the most positions of the model
+    dtype: torch.dtype  # dtype of keys and values
     each: tuple[AlikeLayers, ...]
 
     @property
     def paged(self) -> tuple[AlikeLayers, ...]:
-        """The layers that keep something of each token."""
+        """The layers with data of each token."""
         return tuple(one for one in self.each if one.heads)
 
     def state_bytes(self, tp: int) -> int:
-        """Bytes of a request's states on each of `tp` ranks."""
+        """Returns the bytes of a request's states on each of `tp` ranks."""
         return sum(one.state_bytes(tp) for one in self.each)
 
 
 def read_model(folder: Path, kv_dtype: str = "auto") -> CachedModel:
-    """The cache contents of the model in this folder.
+    """Reads the caches of the model in this folder.
 
     Raises `PlanError`, which names the file, the field and the allowed values, and `MissingExtraError` if transformers
     is not installed.
@@ -125,7 +125,7 @@ def _load(file: Path) -> Any:
     except ImportError as error:
         raise MissingExtraError(f"a config is read by transformers: pip install 'pagewire[plan]' ({error})") from error
     try:
-        with warnings.catch_warnings():  # of what only a running model needs
+        with warnings.catch_warnings():  # these warnings matter only for a running model
             warnings.simplefilter("ignore")
             transformers.logging.set_verbosity_error()
             auto: Any = transformers.AutoConfig
@@ -138,7 +138,7 @@ def _load(file: Path) -> Any:
 
 
 def _each_layer(file: Path, config: Any) -> Iterator[AlikeLayers]:
-    """The cache of each layer; a layer with two caches occurs twice."""
+    """Yields the cache of each layer; a layer with two caches occurs twice."""
     from transformers import cache_utils  # noqa: PLC0415 - as above
 
     text, library = config.get_text_config(), cast("Any", cache_utils)
@@ -175,7 +175,7 @@ def _attention(file: Path, own: Any, kind: CacheKind) -> AlikeLayers:
 
 def _state(file: Path, own: Any, number: int, config: Any) -> StateShape:
     dtype = _config_dtype(file, config)
-    if hasattr(own, "linear_attn_alpha_factor"):  # MiniMax's lightning attention has heads as its attention does
+    if hasattr(own, "linear_attn_alpha_factor"):  # MiniMax's lightning attention has the heads of its attention
         heads = _field(file, own, "num_attention_heads")
         width = _field(file, own, "head_dim", _field(file, own, "hidden_size", heads) // heads)
         return StateShape(1, heads, width, heads, width, 1, dtype, dtype, form="linear")
@@ -194,7 +194,7 @@ def _state(file: Path, own: Any, number: int, config: Any) -> StateShape:
 
 
 def _of_channels(file: Path, config: Any, form: StateForm, channels: int, elements: int, kernel: int) -> StateShape:
-    """A layer each of whose channels is a head, with so many elements of a matrix, if it has one."""
+    """Returns a layer in which each channel is a head, with this many elements of a matrix, if it has one."""
     try:
         return StateShape(1, channels, 1, 1, elements, kernel, _config_dtype(file, config), form=form)
     except InvalidParamsError as error:
@@ -206,7 +206,7 @@ def _times(one: AlikeLayers, count: int) -> AlikeLayers:
 
 
 def _field(file: Path, config: Any, name: str, default: int | None = None) -> int:
-    """A positive whole number of a config, or the default where it says nothing."""
+    """Returns a positive whole number of a config, or the default if it has none."""
     value = getattr(config, name, None)
     if value is None and default is not None:
         return default
@@ -216,7 +216,7 @@ def _field(file: Path, config: Any, name: str, default: int | None = None) -> in
 
 
 def _kv_dtype(file: Path, config: Any) -> torch.dtype:
-    """The dtype of keys and values: that of the checkpoint's quantisation if it names one, else the model's own."""
+    """Returns the dtype of keys and values: that of the checkpoint's KV quantisation if given, else the model's own."""
     text = config.get_text_config()
     found: Any = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None) or {}
     told = cast("dict[str, Any]", found if isinstance(found, dict) else found.to_dict())

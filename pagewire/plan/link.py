@@ -1,4 +1,4 @@
-"""The bytes to move from prefill to decode, and the speed needed for a first token in time. Pure arithmetic."""
+"""The bytes that move from prefill to decode, and the speed needed for the first token in time. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from transfer.plan.plan import plan
 from transfer.plan.shapes import dense
 from transfer.plan.source_ranks import sources
 
-_PAGES = 8  # whose runs are counted; scattered, so that no two are one run
+_PAGES = 8  # pages whose runs are counted; scattered, so that no two form one run
 
 
 class LinkLoad(msgspec.Struct, frozen=True):
-    """What a request of some length asks of the link between prefill and decode, over all ranks together.
+    """The load of a request on the link between prefill and decode, over all ranks together.
 
     Attributes:
-        length: tokens.
-        bytes: that are read. A rank that holds a copy of another's heads reads them, too.
-        runs: READs of NIXL that these are, no two pages being neighbours.
+        length: tokens of the request.
+        bytes: bytes that are read, including copies of the same heads for several ranks.
+        runs: NIXL descriptors for these bytes, if no two pages are neighbours.
         compute_s: seconds of prefill.
-        after_gbps: GB/s that the pull needs where it starts when prefill has ended; None: prefill alone takes too long.
-        after_runs_s: runs per second likewise.
-        chunks_gbps: GB/s where each chunk is pulled while the next one is computed.
-        chunks_runs_s: runs per second likewise.
+        after_gbps: needed GB/s if the pull starts after prefill; None if prefill alone takes too long.
+        after_runs_s: needed runs per second, likewise.
+        chunks_gbps: needed GB/s if each chunk is pulled while the next one is computed.
+        chunks_runs_s: needed runs per second, likewise.
     """
 
     length: int
@@ -46,7 +46,7 @@ class LinkLoad(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Seconds to the first token, tokens that a prefill replica computes in a second, and tokens of a chunk."""
+    """The target: seconds to the first token, prefill tokens per second of a replica, and tokens of a chunk."""
 
     first_token_s: float
     prefill_speed: float
@@ -56,8 +56,8 @@ class Target:
 def pulls(
     model: CachedModel, tps: tuple[int, int], page_size: int, lengths: Sequence[int], target: Target
 ) -> Iterator[LinkLoad]:
-    """A request of each length, from a prefill replica of `tps[0]` ranks to a decode replica of `tps[1]`."""
-    shapes = Counter[tuple[int, int, bool]]()  # layers of one shape lie in one page, whatever they look back to
+    """Yields the load of a request of each length, between replicas of `tps` ranks for prefill and decode."""
+    shapes = Counter[tuple[int, int, bool]]()  # layers of one shape share a page, whatever their window
     for one in model.paged:
         shapes[one.heads, one.width, one.kind == "latent"] += one.layers
     runs = sum(
@@ -71,8 +71,8 @@ def pulls(
         size, count = pages * of_page + states, -(-pages * runs // _PAGES)
         left = target.first_token_s - length / target.prefill_speed
         part = min(1.0, target.chunk / length)
-        # Chunk by chunk: what has not been pulled when a chunk ends is due by the same time. That is most pressing
-        # after the first chunk, when all is still to come, or after the last.
+        # With chunks, the data that is not pulled when a chunk ends is due by the same time. That is most urgent after
+        # the first chunk, when all is still to come, or after the last.
         ahead = target.first_token_s - part * length / target.prefill_speed
         after = None if left <= 0 else 1 / left
         chunks = None if left <= 0 else max(1 / ahead, part / left)
@@ -93,7 +93,7 @@ def _rate(amount: float, per_s: float | None) -> float | None:
 
 
 def _runs_of_pages(model: CachedModel, one: AlikeLayers, tps: tuple[int, int], page_size: int) -> int:
-    """Runs that bring some pages of layers that are alike to all ranks of decode, as `transfer.plan` has it."""
+    """Returns the runs that bring some pages of equal layers to all ranks of decode, as `transfer.plan` makes them."""
     prefill, decode = (
         [dense(shard_layout(params_of(model, one, tp, page_size), one.layers, page_size, rank), 2 * _PAGES + 1)
          for rank in range(tp)]

@@ -1,4 +1,4 @@
-"""How many pages, tokens and requests the memory of a rank holds, under each way to lay them. Pure arithmetic."""
+"""The pages, tokens and requests that the memory of a rank holds, under each layout. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pagewire.plan.layers import CachedModel
 from pagewire.plan.ways import LaidWay, MemoryAsked, Way, laid_ways, params_of
 from scheduler_adapters.errors import PlanError
 
-_LONGEST = 1 << 40  # tokens: where the search for the longest request ends
+_LONGEST = 1 << 40  # in tokens, the end of the search for the longest request
 
 
 class RoomPart(msgspec.Struct, frozen=True):
-    """The part of a request in block tables of one kind, or its state: `ways.LaidPart`, in figures.
+    """The part of a request in block tables of one kind, or its state; the figures of a `ways.LaidPart`.
 
     Attributes:
         kind: the kind of the layers, and their window; "all" for several kinds in one table.
@@ -35,9 +35,9 @@ class Room(msgspec.Struct, frozen=True):
     Attributes:
         way: the layout (`ways.py`).
         page_bytes: bytes of one page on each rank; None if there is no common page size.
-        pages: pages of each replica if they get all memory. We add the null page to these; vLLM's is among them.
-        longest: tokens of the longest request that a replica holds; None: unlimited, as no layer looks back without
-            limit.
+        pages: pages of each replica if they get all memory. Our null page is not included; vLLM's is.
+        longest: tokens of the longest request that a replica holds; None if unlimited, because every layer has a window
+            or a state.
         request_bytes: bytes that a request of each length takes on each rank.
         requests: the number of requests of each length that all replicas hold at a time.
         lost_bytes: the part of `request_bytes` that the layers do not need.
@@ -55,16 +55,16 @@ class Room(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """A host's devices as `dp` replicas of `tp` ranks.
+    """One division of a host's devices: `dp` replicas of `tp` ranks.
 
     Attributes:
         tp: ranks of a replica.
         dp: replicas.
-        heads: key/value heads that a rank holds, of each kind of layer that has pages.
-        copies: ranks that hold the same heads (the most of all kinds): memory that buys nothing.
-        token_bytes: of a token on each rank, all layers.
-        state_bytes: of a request's recurrent states on each rank.
-        rooms: what the memory holds, each way.
+        heads: KV heads on a rank, for each kind of layer with pages.
+        copies: ranks that hold the same heads, the most over all kinds; their memory adds no capacity.
+        token_bytes: bytes of a token on each rank, for all layers.
+        state_bytes: bytes of a request's recurrent states on each rank.
+        rooms: the capacity under each layout.
     """
 
     tp: int
@@ -77,16 +77,16 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def choices(model: CachedModel, devices: int, asked: MemoryAsked) -> Iterator[Choice]:
-    """Every way to divide the devices of a host that the model's heads allow, the widest first."""
+    """Yields every division of a host's devices that the model's heads allow, the largest `tp` first."""
     for tp in (tp for tp in range(devices, 0, -1) if devices % tp == 0):
         try:
             yield choice(model, tp, devices // tp, asked)
         except PlanError:
-            continue  # its heads can neither be split nor shared evenly
+            continue  # the heads can neither be split nor replicated evenly
 
 
 def choice(model: CachedModel, tp: int, dp: int, asked: MemoryAsked) -> Choice:
-    """The capacity of the memory with `dp` replicas of `tp` ranks. Raises `PlanError` as `params_of` does."""
+    """Returns the capacity of the memory with `dp` replicas of `tp` ranks. Raises `PlanError` as `params_of` does."""
     every, state = list(laid_ways(model, tp, asked)), model.state_bytes(tp)
     page = every[0].page or 0
     if asked.memory < page + state:
@@ -116,7 +116,10 @@ def _room(laid: LaidWay, least: LaidWay, asked: MemoryAsked, dp: int) -> Room:
 
 
 def _longest(memory: int, of_request: Callable[[int], int]) -> int | None:
-    """The most tokens of one request that fit, None for any number; what it takes never falls as it grows."""
+    """Returns the most tokens of one request that fit; None if unlimited.
+
+    The size must not fall as the length grows.
+    """
     low, high = 0, _LONGEST
     if of_request(high) <= memory:
         return None

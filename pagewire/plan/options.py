@@ -15,7 +15,7 @@ _MOST_DEVICES = 1024
 
 
 def _lengths(text: str) -> tuple[int, ...]:
-    """The type of `--lengths`: whole numbers with commas between."""
+    """Parses `--lengths`: comma-separated whole numbers."""
     parts = text.split(",")
     if len(parts) > _MOST_LENGTHS:
         raise argparse.ArgumentTypeError(f"{len(parts)} lengths: {_MOST_LENGTHS} are the most")
@@ -24,7 +24,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """Options of the command line, each validated."""
+    """The validated options of `pagewire plan`."""
 
     model: Path = option("DIR", input_path, MISSING, "a folder with the config.json of a model", required=True)
     memory: int = option(

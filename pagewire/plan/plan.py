@@ -1,4 +1,4 @@
-"""All that `pagewire plan` works out of a model and some memory: its figures, which are its JSON, too."""
+"""The results of `pagewire plan` for a model and some memory. These figures are also its JSON."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class KindOfLayer(msgspec.Struct, frozen=True):
     kind: str
     layers: int
     heads: int
-    key_elements: int  # of a token and head; of a token where a latent stands for keys and values
-    value_elements: int  # of a token and head; 0 with a latent
+    key_elements: int  # per token and head; per token for a latent, which stands for keys and values
+    value_elements: int  # per token and head; 0 with a latent
     window: int
     token_bytes: int
     request_bytes: int
 
 
 class MemoryPlan(msgspec.Struct, frozen=True):
-    """All that `pagewire plan` says. Bytes of tokens and pages are those of a rank, where not said otherwise."""
+    """The results of `pagewire plan`. Bytes of tokens and pages are those of a rank, unless said otherwise."""
 
     model: str
     max_len: int | None
@@ -39,19 +39,22 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     chosen: Choice
     prefill_tp: int
     pulls: list[LinkLoad]
-    made_gbps: float  # that a prefill replica makes when it never rests; what is slower than this, computing beats
+    made_gbps: float  # GB/s of keys and values from a busy prefill replica; computing beats any slower source
     trace: TracePlan | None = None
 
 
 def plan_memory(options: PlanOptions, model: CachedModel) -> MemoryPlan:
-    """The capacity of the memory, and the bytes of a hand-over. Raises `PlanError` for a `--tp` that does not fit."""
+    """Returns the capacity of the memory, and the load of a hand-over.
+
+    Raises `PlanError` for a `--tp` that does not fit.
+    """
     tp = options.tp or options.devices
     if options.devices % tp:
         raise PlanError(f"--tp is {tp}: {options.devices} devices cannot be divided into replicas of as many")
     asked = MemoryAsked(options.memory, options.page_size, options.step_tokens, options.lengths)
     every = list(choices(model, options.devices, asked))
     if options.tp is None and every:
-        tp = every[0].tp  # the widest that the heads allow
+        tp = every[0].tp  # the largest that the heads allow
     prefill_tp = options.prefill_tp or tp
     chosen = choice(model, tp, options.devices // tp, asked)
     target = Target(options.first_token, options.prefill_speed, options.step_tokens)

@@ -1,4 +1,4 @@
-"""The output of `pagewire plan`: a table for each question, and a sentence on the worth of each kind of memory."""
+"""The output of `pagewire plan`: a table for each question, and a sentence on the value of each kind of memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pagewire.plan.ways import Way
 
 
 class PrintedTable(NamedTuple):
-    """What `print_table` prints."""
+    """The arguments of `print_table`."""
 
     title: str
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
-    words: int = 1  # columns, the first ones, that are no figures
+    words: int = 1  # the number of leading columns that are text
 
 
 _OWN: dict[Way, str] = {
@@ -25,11 +25,11 @@ _OWN: dict[Way, str] = {
     "groups": "at a time with `params.groups`",
     "share_memory": "at a time with states in slabs (the default)",
 }
-"""Layouts of ours, as rows of the answer."""
+"""Our own layouts, as rows of the answer."""
 
 
 def table_of_answer(found: MemoryPlan) -> PrintedTable:
-    """The number of requests of each length, and their memory."""
+    """Returns the number of requests of each length, and their memory."""
     chosen = found.chosen
     lengths = list(chosen.rooms[0].requests)
     devices = chosen.tp * chosen.dp
@@ -47,7 +47,7 @@ def table_of_answer(found: MemoryPlan) -> PrintedTable:
 
 
 def longest(found: MemoryPlan) -> str:
-    """A sentence on the longest request."""
+    """Returns a sentence on the longest request."""
     held = found.chosen.rooms[0].longest
     if held is None or (found.max_len is not None and held >= found.max_len):
         fits = "any" if held is None else f"{held:,}"
@@ -58,7 +58,7 @@ def longest(found: MemoryPlan) -> str:
 
 
 def table_of_kinds(found: MemoryPlan) -> PrintedTable:
-    """The cache of each kind of layer per token, in the whole model."""
+    """Returns the cache of each kind of layer per token, in the whole model."""
     limit = "" if found.max_len is None else f", made for {found.max_len:,} tokens"
     rows = [
         (
@@ -78,7 +78,7 @@ def table_of_kinds(found: MemoryPlan) -> PrintedTable:
 
 
 def table_of_choices(found: MemoryPlan) -> PrintedTable:
-    """The ways to divide a host's devices, and what a rank of each holds."""
+    """Returns the divisions of a host's devices, with the capacity of a rank of each."""
     lengths = list(found.chosen.rooms[0].requests)
     rows = [
         (
@@ -100,7 +100,7 @@ def table_of_choices(found: MemoryPlan) -> PrintedTable:
 
 
 def table_of_rooms(found: MemoryPlan) -> PrintedTable:
-    """The capacity of the memory with the chosen ranks: in our layouts, in vLLM's, and in the least possible memory."""
+    """Returns the capacity with the chosen ranks: in our layouts, in vLLM's, and in the least possible memory."""
     rows = [
         (
             room.way,
@@ -122,7 +122,7 @@ def table_of_rooms(found: MemoryPlan) -> PrintedTable:
 
 
 def table_of_parts(found: MemoryPlan) -> PrintedTable:
-    """The memory of a request under each layout, table by table, and the part that no layer needs."""
+    """Returns the memory of a request under each layout, table by table, and the part that no layer needs."""
     lengths = list(found.chosen.rooms[0].requests)
     rows: list[tuple[str, ...]] = []
     for room in found.chosen.rooms[:-1]:
@@ -142,7 +142,7 @@ def table_of_parts(found: MemoryPlan) -> PrintedTable:
 
 
 def table_of_pulls(found: MemoryPlan, options: PlanOptions) -> PrintedTable:
-    """The bytes that move from prefill to decode, and the speed that they need."""
+    """Returns the bytes that move from prefill to decode, and the speed that they need."""
     rows = [
         (
             f"{pull.length:,}",
@@ -161,7 +161,7 @@ def table_of_pulls(found: MemoryPlan, options: PlanOptions) -> PrintedTable:
 
 
 def table_of_trace(trace: TracePlan) -> PrintedTable:
-    """The hits of the trace with the present memory, with less and with more."""
+    """Returns the hits of the trace with the present memory, with less and with more."""
     rows = [
         (
             "now" if point is trace.now else "",
@@ -189,7 +189,7 @@ def _order(point: TracePoint) -> tuple[int, int, int]:
 
 
 def worth(trace: TracePlan) -> Iterator[str]:
-    """A sentence for each kind of further memory: what it gives."""
+    """Yields a sentence on the gain from each kind of additional memory."""
     for point in sorted(trace.others, key=_order):
         more = (point.bytes - trace.now.bytes) / 1e9
         where = "of more hosts" if point.hosts > 1 else "of a tier" if point.tier > trace.now.tier else "of devices"
@@ -201,13 +201,13 @@ def worth(trace: TracePlan) -> Iterator[str]:
 
 
 def _heads(kind: KindOfLayer) -> str:
-    """Heads and their dimension; both dimensions where a key has another one than a value."""
+    """Formats heads and their dimension; both dimensions if keys and values differ."""
     keys, values = kind.key_elements, kind.value_elements
     return f"{kind.heads} x ({keys} + {values})" if values and values != keys else f"{kind.heads} x {keys}"
 
 
 def _size(count: float) -> str:
-    """Bytes with their unit."""
+    """Formats bytes with their unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:,.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"

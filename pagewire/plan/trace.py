@@ -1,4 +1,4 @@
-"""The gain from more memory on a trace: `pagewire replay` with the pages of each choice, compared with the optimum."""
+"""The gain from more memory on a trace: replays with the pages of each choice, compared with the optimum."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from pagewire.replay.replay import WHOLE, BlockPages, needed_pages, optimum_hits
 from pagewire.replay.trace_hints import Blocks
 from scheduler_adapters.errors import PlanError
 
-_MEMORY = (0.25, 0.5, 2.0, 4.0)  # times what there is
+_MEMORY = (0.25, 0.5, 2.0, 4.0)  # multiples of the given memory
 _HOSTS = (2, 4)
-_TIERS = (1, 4)  # times the pages of a host
+_TIERS = (1, 4)  # multiples of a host's pages
 MOST_POINTS = 1 + len(_MEMORY) + len(_HOSTS) + len(_TIERS)
-_ROUNDED = 1.05  # a state's size, at most, once it is whole pages
-_MOST_BLOCKS = 1 << 26  # the books of that many take gigabytes
+_ROUNDED = 1.05  # largest ratio of a state's size in whole pages to its exact size
+_MOST_BLOCKS = 1 << 26  # the replay's data of that many takes gigabytes
 
 
 class TracePoint(msgspec.Struct, frozen=True):
-    """What a trace hits with some memory.
+    """The hits of a trace with some memory.
 
     Attributes:
         memory: bytes of each device, for pages.
-        hosts: that share the requests, each with all its devices.
+        hosts: hosts that share the requests, each with all its devices.
         tier: bytes of each host's tier below its pages.
-        blocks: of the trace that all pools hold.
-        tier_blocks: of the trace that all tiers hold.
-        bytes: of pools and tiers together.
-        hit_pct: blocks of prompts that were there.
-        lru_pct: of them those that a plain LRU of one pool hits, without a tier.
-        optimum_pct: those that one pool of all this memory can hit at best; these two are of pages alone.
-        points: of hits more than with what there is.
-        saved_s: seconds of prefill less than with what there is, over the trace.
+        blocks: blocks of the trace that all pools hold.
+        tier_blocks: blocks of the trace that all tiers hold.
+        bytes: bytes of pools and tiers together.
+        hit_pct: percentage of the blocks of prompts that were hits.
+        lru_pct: the same for a plain LRU of one pool, without a tier.
+        optimum_pct: the best possible percentage for one pool of all this memory. This and `lru_pct` ignore states.
+        points: percentage points of hits gained over the present memory.
+        saved_s: seconds of prefill saved over the trace, compared with the present memory.
     """
 
     memory: int
@@ -58,14 +58,14 @@ class TracePlan(msgspec.Struct, frozen=True):
 
     requests: int
     block_tokens: int
-    prefill_s: float  # of the whole trace, were nothing cached
+    prefill_s: float  # for the whole trace without a cache
     now: TracePoint
     others: list[TracePoint]
 
 
 @dataclass(frozen=True, slots=True)
 class TraceQuestion:
-    """What is replayed: a host's devices as `choice` has them, tokens of a block of the trace, and prefill's speed."""
+    """The parameters of a replay: a host's devices as in `choice`, tokens of a block, and the speed of prefill."""
 
     choice: Choice
     memory: int
@@ -81,7 +81,7 @@ class TraceQuestion:
 
     @property
     def divided(self) -> BlockPages:
-        """What a block is: a page, or as many as it takes for a state to be rounded up little; a server's at most."""
+        """The division of a block into pages: one, or enough to round a state up little, at most those in a server."""
         block, most = self.choice.token_bytes * self.block_tokens, self.block_tokens // self.page_size
         if not self.choice.state_bytes:
             return WHOLE
@@ -95,10 +95,13 @@ class TraceQuestion:
 def sweep(
     trace: Sequence[Blocks], question: TraceQuestion, progress: Callable[[TracePoint], None] = lambda _: None
 ) -> TracePlan:
-    """Replay the trace with the given memory, and with less and more of it.
+    """Replays the trace with the given memory, and with less and more of it.
 
-    Sizes that are too small for the longest request are left out; `ReplayError` if the given one is, or if the tier
-    does not hold two states. Recurrent states lie among the pages, as `share_memory` has them.
+    Sizes too small for the longest request are left out. Recurrent states lie among the pages, as with `share_memory`.
+
+    Raises:
+        ReplayError: the given memory is too small for the longest request, or the tier for two states.
+        PlanError: the block is no multiple of the page size, or there are too many blocks.
     """
     if question.block_tokens % question.page_size:
         raise PlanError(f"--block-tokens is {question.block_tokens}: no multiple of the page size {question.page_size}")
@@ -122,7 +125,7 @@ def sweep(
 
 
 def _blocks(question: TraceQuestion, memory: int) -> int:
-    """Blocks of the trace that the pages of one replica hold."""
+    """Returns the blocks of the trace that the pages of one replica hold."""
     page = question.choice.token_bytes * question.page_size
     return memory // page // (question.block_tokens // question.page_size)
 
@@ -150,7 +153,7 @@ def _point(trace: Sequence[Blocks], question: TraceQuestion, memory: int, hosts:
 
 
 def draw(found: TracePlan, title: str, path: Path) -> None:
-    """Hits against memory, hosts and tiers, and the optimum. Raises as `plots.pyplot`; `OSError`."""
+    """Draws hits against memory, hosts and tiers, and the optimum. Raises as `plots.pyplot`, and `OSError`."""
     every = [found.now, *found.others]
     now = found.now
 

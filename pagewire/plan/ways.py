@@ -1,9 +1,10 @@
-"""The layouts of a model's cache, computed by the sizing of the managers that use them.
+"""The layouts of a model's cache, computed with the sizing code of the managers that use them.
 
-`pagewire`: one table for all layers with keys and values, in which windows keep their pages to the end of the request;
-recurrent states have their own memory, one for each request. `groups`: the same with `params.groups`. `share_memory`:
-states in slabs of the pages, the default of managers. `vllm`: see `blocks.py`. `least`: the memory that the layers need
-if each kind has its own pages and a window has only the pages that it still sees; no manager can need less.
+`pagewire` has one table for all layers with keys and values, in which windows keep their pages to the end of the
+request. Recurrent states have their own memory, one for each request. `groups` is the same with `params.groups`.
+`share_memory` keeps states in slabs of the pages, the default of managers. `vllm` is in `blocks.py`. `least` is the
+memory that the layers need if each kind has its own pages and a window has only the pages that it still sees. No
+manager can need less.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Way = Literal["pagewire", "groups", "share_memory", "vllm", "least"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryAsked:
-    """The parameters of each choice: bytes of a device, tokens of a page and of a step, and lengths of requests."""
+    """The parameters of a plan: bytes of a device, tokens of a page and of a step, and lengths of requests."""
 
     memory: int
     page_size: int
@@ -59,8 +60,8 @@ class LaidWay:
     Attributes:
         way: its name.
         page: bytes of a page; None if there is no common page size.
-        memory: bytes that requests share, without the rest of a last page, as requests take whole pages.
-        most: the most requests of a replica, however short they are; None: any number.
+        memory: bytes that requests share. Requests take whole pages, so the remainder of a last page is unusable.
+        most: the most requests of a replica, however short they are; None if unlimited.
         parts: the parts of a request.
     """
 
@@ -71,17 +72,20 @@ class LaidWay:
     parts: tuple[LaidPart, ...]
 
     def of_request(self, length: int) -> int:
-        """Bytes of a request of so many tokens."""
+        """Returns the bytes of a request of this length."""
         return sum(part.of_length(length) for part in self.parts)
 
     def requests(self, length: int) -> int:
-        """How many of this length a replica holds at a time."""
+        """Returns how many requests of this length a replica holds at a time."""
         fit = self.memory // self.of_request(length)
         return fit if self.most is None else min(fit, self.most)
 
 
 def params_of(model: CachedModel, one: AlikeLayers, tp: int, page_size: int) -> KVCacheParams:
-    """The parameters of a manager of these layers. `PlanError`: ranks that can neither split nor share the heads."""
+    """Returns the parameters of a manager of these layers.
+
+    Raises `PlanError` if the heads cannot be split or shared.
+    """
     latent = one.kind == "latent"
     try:
         return KVCacheParams(
@@ -97,7 +101,10 @@ def params_of(model: CachedModel, one: AlikeLayers, tp: int, page_size: int) -> 
 
 
 def laid_ways(model: CachedModel, tp: int, asked: MemoryAsked) -> Iterator[LaidWay]:
-    """Each way to lay the model on `tp` ranks, the first with one table. Raises `PlanError` as `params_of`."""
+    """Yields each layout of the model on `tp` ranks, first the one with one table.
+
+    Raises `PlanError` as `params_of`.
+    """
     size, every = asked.page_size, [params_of(model, one, tp, asked.page_size) for one in model.paged]
     layers = [one.layers for one in model.paged]
     of_kinds = [page_bytes(params, count, size) // tp for params, count in zip(every, layers, strict=True)]
@@ -105,7 +112,7 @@ def laid_ways(model: CachedModel, tp: int, asked: MemoryAsked) -> Iterator[LaidW
         LaidPart(one.kind, one.layers, 0, partial(_any_length, one.state_bytes(tp))) for one in model.each if one.state
     )
     page = sum(of_kinds)
-    own = asked.memory - model.state_bytes(tp)  # page 0 of states is nobody's
+    own = asked.memory - model.state_bytes(tp)  # page 0 of states has no owner
     kinds = dict.fromkeys(_name(one) for one in model.paged)
     whole = LaidPart(
         kinds.popitem()[0] if len(kinds) == 1 else "all", sum(layers), 1, partial(_pages, size, page, None)
@@ -127,7 +134,7 @@ def laid_ways(model: CachedModel, tp: int, asked: MemoryAsked) -> Iterator[LaidW
 
 
 def _with_groups(model: CachedModel, params: KVCacheParams, asked: MemoryAsked) -> LaidWay:
-    """A manager with `params.groups`."""
+    """Returns the layout of a manager with `params.groups`."""
     groups, size = _groups(model.paged), asked.page_size
     tables = layer_tables(groups, sum(one.layers for one in model.paged))
     page = page_bytes(params, tables.layers_per_page, size) // params.n_devices
@@ -139,7 +146,7 @@ def _with_groups(model: CachedModel, params: KVCacheParams, asked: MemoryAsked) 
 
 
 def _with_slabs(model: CachedModel, params: KVCacheParams, asked: MemoryAsked, whole: LaidPart) -> Iterator[LaidWay]:
-    """A manager of states with `share_memory`, if it has room for a slab."""
+    """Yields the layout of a manager with `share_memory`, if it has room for a slab."""
     tp, size, layers = params.n_devices, asked.page_size, sum(one.layers for one in model.paged)
     page = page_bytes(params, layers, size) // tp
     (recurrent,) = [one for one in model.each if one.state]
@@ -151,13 +158,13 @@ def _with_slabs(model: CachedModel, params: KVCacheParams, asked: MemoryAsked, w
 
 def _of_vllm(blocks: VllmBlocks, asked: MemoryAsked, whole: LaidPart) -> LaidWay:
     parts = [LaidPart(_name(of.one), of.one.layers, of.tables, partial(blocks.table_bytes, of)) for of in blocks.each]
-    if len(parts) == 1:  # of whatever kinds there are
+    if len(parts) == 1:  # one table for all kinds
         parts = [replace(parts[0], kind=whole.kind, layers=whole.layers)]
     return LaidWay("vllm", blocks.block_bytes, asked.memory, None, (*parts,))
 
 
 def _groups(paged: Sequence[AlikeLayers]) -> tuple[LayerGroup, ...]:
-    """Layers that are alike as a group each, numbered one after another."""
+    """Returns a group for each set of equal layers, numbered one after another."""
     found: list[LayerGroup] = []
     first = 0
     for one in paged:
@@ -172,7 +179,10 @@ def _name(one: AlikeLayers) -> str:
 
 
 def _pages(size: int, page: int, group: LayerGroup | None, length: int) -> int:
-    """Bytes of the pages of `size` tokens that hold `length` tokens, or of these what a group keeps."""
+    """Returns the bytes of the pages, of `size` tokens each, that a group keeps for `length` tokens.
+
+    None keeps all pages.
+    """
     return page * (-(-length // size) if group is None else group.most_pages(length, size))
 
 

@@ -1,4 +1,4 @@
-"""`pagewire replay`: a progress bar, a table, and figures as JSON and plots where asked to."""
+"""`pagewire replay`: shows progress and a table, and writes figures as JSON and plots if requested."""
 
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -23,10 +23,10 @@ from pagewire.viewer import viewer
 
 
 def run_replay(options: ReplayOptions) -> int:
-    """Replay a trace and report; the exit status. A `KVCacheError` says in a sentence what does not work."""
-    hints_for([], options.hints)  # no such kind is said before minutes of reading
+    """Replays a trace and reports. Returns the exit status. A `KVCacheError` says what does not work."""
+    hints_for([], options.hints)  # refuses an unknown kind before minutes of reading
     if options.plots is not None:
-        plots.pyplot()  # no matplotlib likewise
+        plots.pyplot()  # likewise if matplotlib is missing
     trace, console = load_trace(options.trace), Console(stderr=True)
     show = None if options.top is None else _Show(options, trace)
     with Progress(console=console, transient=True, disable=not console.is_terminal or show is not None) as bar:
@@ -52,7 +52,7 @@ def run_replay(options: ReplayOptions) -> int:
 
 
 class _Show:
-    """Shows a replay at the speed that was asked for, beside the optimum, until the viewer quits."""
+    """Shows a replay at the requested speed, with the optimum, until the viewer quits."""
 
     def __init__(self, options: ReplayOptions, trace: Sequence[Sequence[int]]) -> None:
         self._options = options
@@ -64,7 +64,7 @@ class _Show:
 
     @contextmanager
     def shown(self, manager: PagedKVCacheManager) -> Generator[None]:
-        """Watch the manager."""
+        """Makes the manager watchable and opens the viewer."""
         with (
             closing(ManagerWatch(manager, name="replay", beside=self._beside, clear_names=True)) as watch,
             viewer([watch.address], self._options.top or "") as self._is_open,
@@ -73,7 +73,7 @@ class _Show:
             yield
 
     def progress(self, done: int) -> None:
-        """Another request has run: with a viewer, wait for the next one's turn."""
+        """Counts a request that has run. With a viewer, waits until the next one is due."""
         self._done += done
         self._due += done / self._options.speed
         if self._is_open():

@@ -16,12 +16,12 @@ from pagewire.arguments import (
 )
 from pagewire.viewer import top_option
 
-_MOST_BLOCKS = 1 << 26  # the manager's books of that many take gigabytes
+_MOST_BLOCKS = 1 << 26  # the manager's data of that many takes gigabytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
-    """Options of the command line, each validated except the kind of hints."""
+    """The options of `pagewire replay`, validated except the kind of hints."""
 
     trace: Path = option("TRACE", input_path, MISSING, "JSON lines with hash_ids", name="trace")
     capacity: int = option("BLOCKS", whole(1, _MOST_BLOCKS), 10_000, "blocks of all replicas together")

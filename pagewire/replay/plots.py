@@ -1,4 +1,4 @@
-"""Sweeps of a trace over capacities and replicas, and their pictures."""
+"""Sweeps of a trace over capacities and replicas, and their plots."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,12 +13,12 @@ from scheduler_adapters.errors import ReplayError
 Row = dict[str, Any]
 
 CAPACITIES = (1000, 2000, 5000, 10_000, 20_000, 30_000)
-HOST = "+host"  # behind a kind of hints: with a host tier of `HOST_TIMES` the pool's blocks
+HOST = "+host"  # suffix of a kind of hints: with a host tier of `HOST_TIMES` the pool's blocks
 HOST_TIMES = 3
 HINTS = ("none", "true", "wrong=0.2", "inverted", "none+host")
 REPLICAS = (1, 2, 4, 8, 16)
 RULES: tuple[RoutingRule, ...] = ("prefix", "least-loaded", "round-robin")
-PEERS = "prefix, peers"  # the rule by which replicas have pages from each other
+PEERS = "prefix, peers"  # the rule with which replicas copy pages from each other
 _LABELS = {
     "none": "no hints (plain LRU)",
     "true": "hints, all right",
@@ -34,10 +34,10 @@ def sweep_capacities(
     kinds: Iterable[str] = HINTS,
     note: Callable[[Row], None] = lambda _: None,
 ) -> list[Row]:
-    """A row for each capacity, in blocks, and kind of hints: hits beside the reference LRU and the optimum, in %.
+    """Returns a row for each capacity (in blocks) and kind of hints: hits, the reference LRU and the optimum, in %.
 
-    Reference and optimum are those of the capacity, also where a host tier lies below it. Capacities below the longest
-    request are left out.
+    The reference and the optimum are those of the capacity, without any host tier. Capacities below the longest request
+    are left out.
     """
     longest, rows = max(map(len, trace)), list[Row]()
     for capacity in (capacity for capacity in capacities if capacity >= longest):
@@ -56,10 +56,10 @@ def sweep_replicas(
     rules: Iterable[RoutingRule] = RULES,
     note: Callable[[Row], None] = lambda _: None,
 ) -> list[Row]:
-    """A row for each rule and each number of replicas that share `capacity` blocks: hits in %, and window loads.
+    """Returns a row for each rule and number of replicas that share `capacity` blocks: hits in %, and window loads.
 
-    For several replicas the last row is that of peers, which claim by prefix; `peer_hits` counts the blocks they moved.
-    Numbers of replicas for which a replica's share is smaller than the longest request are left out.
+    With several replicas, the last row is for peers, which are routed by prefix; `peer_hits` counts the blocks that
+    they moved. A number of replicas is left out if a replica's share is smaller than the longest request.
     """
     longest, rows = max(map(len, trace)), list[Row]()
     for count in (count for count in counts if capacity // count >= longest):
@@ -89,7 +89,7 @@ def _percent(result: ReplayResult) -> Row:
 
 
 def draw_capacities(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Hits against capacity, for each kind of hints, and the optimum. Raises as `write_plots`."""
+    """Draws hits against capacity for each kind of hints, and the optimum. Raises as `write_plots`."""
     figure, ((axes,),) = plots.figure(1)
     first = [row for row in rows if row["hints"] == rows[0]["hints"]]
     lines = [plots.Curve("optimum", [(row["blocks"], row["optimum_pct"]) for row in first], "limit")]
@@ -101,7 +101,7 @@ def draw_capacities(rows: Sequence[Row], title: str, path: Path) -> None:
 
 
 def draw_replicas(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Hits and balance of load against the number of replicas, for each rule. Raises as `write_plots`."""
+    """Draws hits and balance of load against the number of replicas, for each rule. Raises as `write_plots`."""
     figure, ((hits, loads),) = plots.figure(2)
     counts, along = [row["replicas"] for row in rows], "replicas that share the pool"
     found = [plots.Curve("one pool", [(at, rows[0]["lru_pct"]) for at in (min(counts), max(counts))], "limit")]
@@ -129,11 +129,13 @@ def write_plots(
     capacities: Iterable[int] = CAPACITIES,
     counts: Iterable[int] = REPLICAS,
 ) -> list[Path]:
-    """Sweep the trace and draw both pictures into `folder`; returns the files.
+    """Sweeps the trace and draws both plots into `folder`. Returns the files.
 
-    `MissingExtraError`: there is no matplotlib. `ReplayError`: the folder cannot be written to.
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        ReplayError: the folder cannot be written to.
     """
-    plots.pyplot()  # before the minutes that the sweeps take
+    plots.pyplot()  # checked before the sweeps, which take minutes
     paths = [folder / f"{name}_capacity.png", folder / f"{name}_replicas.png"]
     try:
         folder.mkdir(parents=True, exist_ok=True)

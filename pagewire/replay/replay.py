@@ -1,13 +1,13 @@
-"""Drives the manager with a request trace, beside the reference LRU and the offline optimum.
+"""Drives the manager with a request trace, compared with the reference LRU and the offline optimum.
 
-A trace is in the Mooncake format: one JSON object a line, whose `hash_ids` name the blocks of a prompt; equal ids mean
-an equal prefix up to and including that block. Requests come one after another. A block is a page; one token more
-follows the prompt, so that its last block is full of computed tokens and can be published. Hints, where asked for, are
-made from the trace's own future (see `trace_hints`); the reference and the optimum are those of one pool without hints.
+A trace is in the Mooncake format: one JSON object per line, whose `hash_ids` name the blocks of a prompt. Equal ids
+mean an equal prefix up to and including that block. Requests run one after another. A block is a page. One more token
+follows the prompt, so that its last block is full of computed tokens and can be published. Hints, if requested, are
+made from the trace's own future (see `trace_hints`). The reference and the optimum are those of one pool without hints.
 
-A model with recurrent layers is replayed with the manager's own states, which lie among the pages and are kept after
-some of them alone. A state may be smaller than a block, so a block is as many pages then as it has in a server. The
-reference and the optimum know no states: they are those of a model that has pages alone.
+A model with recurrent layers is replayed with the manager's own states. They lie among the pages, and are kept only
+after some pages. A state may be smaller than a block, so a block is then several pages, as in a server. The reference
+and the optimum ignore states, as for a model with pages only.
 """
 
 import heapq
@@ -30,49 +30,49 @@ from kvcache.state_shape import StateShape
 from pagewire.replay.trace_hints import Blocks, hints_for
 from scheduler_adapters.errors import ReplayError
 
-PAGE_SIZE = 2  # a page is (block id, 0): two tokens, as a page of one would publish the token that follows, too
-WINDOW = 500  # requests over which the load of the replicas is compared
-_STATE_UNIT = 16  # bytes of a page where there are states, which lie in whole ones of so many
+PAGE_SIZE = 2  # a page is (block id, 0): with pages of one token, the token after the prompt would be published too
+WINDOW = 500  # requests over which the loads of the replicas are compared
+_STATE_UNIT = 16  # bytes of a page if there are states, which take multiples of this
 _NEVER = 1 << 60
-_LONGEST_LINE = 64 << 20  # bytes; a file without line ends must not fill the memory
+_LONGEST_LINE = 64 << 20  # in bytes; a file without line ends must not fill the memory
 
 
 class ReplayResult(msgspec.Struct, frozen=True):
-    """What a replay found."""
+    """The results of a replay."""
 
     requests: int
     block_refs: int
     hits: int
     hit_rate: float
     evictions: int
-    reference_lru_hits: int  # of a plain LRU in one pool of the capacity
-    optimum_hits: int  # of the best that such a pool can
-    # Share of what the optimum hits beyond the reference LRU: 0.0 for a manager that hits as often as the reference,
-    # below 0.0 if it hits less, None if the two leave no gap.
+    reference_lru_hits: int  # hits of a plain LRU in one pool of the capacity
+    optimum_hits: int  # the most hits that such a pool can have
+    # Share of the gap between reference LRU and optimum that the manager closes: 0.0 if it hits as often as the
+    # reference, below 0.0 if it hits less, None if there is no gap.
     gap_closed: float | None
     us_per_request_p50: float
-    # Blocks that the busiest replica computes, of an even share, 1.0 or more: mean over the windows of `WINDOW`
-    # requests, and the worst. None for one replica, or where there are no computed blocks.
+    # Blocks that the busiest replica computes, relative to an even share, at least 1.0: mean over the windows of
+    # `WINDOW` requests, and maximum. None for one replica, or without computed blocks.
     window_load_mean: float | None = None
     window_load_max: float | None = None
-    restored: int = 0  # blocks among the hits that were copied back from the host tier
-    peer_hits: int = 0  # blocks among the hits that other replicas had
-    moved_bytes_per_request: float | None = None  # from replica to replica; None if the size of a block is not known
+    restored: int = 0  # hits that were copied back from the host tier
+    peer_hits: int = 0  # hits that other replicas had
+    moved_bytes_per_request: float | None = None  # moved between replicas; None if the size of a block is not known
 
 
 class BlockPages(NamedTuple):
-    """What a block of the trace is.
+    """The division of a block of the trace.
 
     Attributes:
-        block_pages: pages.
-        state_pages: that a request's recurrent state takes; 0: there is none.
+        block_pages: pages of a block.
+        state_pages: pages of a request's recurrent state; 0 for none.
     """
 
     block_pages: int = 1
     state_pages: int = 0
 
 
-WHOLE = BlockPages()  # each block a page, and no states
+WHOLE = BlockPages()  # each block is one page, without states
 
 
 class _TraceLine(msgspec.Struct):
@@ -80,7 +80,7 @@ class _TraceLine(msgspec.Struct):
 
 
 def load_trace(path: Path) -> list[list[int]]:
-    """The blocks of each request; `ReplayError` names the file, the line, and what is wrong with it."""
+    """Returns the blocks of each request. Raises `ReplayError` with the file, the line and the fault."""
     decoder, found = msgspec.json.Decoder(_TraceLine), list[list[int]]()
     try:
         with path.open("rb") as file:
@@ -116,13 +116,24 @@ def replay(
     divided: BlockPages = WHOLE,
     shown: Callable[[PagedKVCacheManager], AbstractContextManager[object]] = nullcontext,
 ) -> ReplayResult:
-    """Drive a manager of `capacity` blocks, split evenly over `replicas`, with the blocks of each request.
+    """Drives a manager of `capacity` blocks, split evenly over `replicas`, with the blocks of each request.
 
-    `progress` is called for each request, within `shown` of the manager; `hints` are as `trace_hints.hints_for` takes
-    them, `host_blocks` those of a host tier below. `peers`: replicas have their pages from each other; `block_bytes`:
-    of a block of the trace, of the model in question. `divided`: what a block is; evictions and `restored` are of
-    pages. Raises `ReplayError` if a request does not fit into one replica, or two states into the host tier, where
-    one replica is to have peers, or there are no such hints.
+    Args:
+        trace: blocks of each request.
+        capacity: blocks of all replicas together.
+        replicas: number of replicas.
+        progress: called for each request, within `shown`.
+        hints: kind of hints, as for `trace_hints.hints_for`.
+        routing: the routing rule.
+        host_blocks: blocks of a host tier below.
+        peers: whether replicas copy pages from each other.
+        block_bytes: bytes of a block for the model in question, to compute the bytes moved.
+        divided: division of a block; evictions and `restored` count pages.
+        shown: a context manager around the replay, called with the manager.
+
+    Raises:
+        ReplayError: a request does not fit into one replica, two states do not fit into the host tier, `peers` is set
+            for one replica, or the kind of hints is unknown.
     """
     if peers and replicas == 1:
         raise ReplayError("--peers: one replica has none, give --replicas 2 or more")
@@ -159,7 +170,7 @@ def _serve_all(
     block_pages: int,
     progress: Callable[[int], None],
 ) -> tuple[NDArray[np.int64], list[float]]:
-    """The blocks that each replica computed for each request, `[requests, replicas]`, and seconds of each request."""
+    """Returns the blocks computed for each request, `[requests, replicas]`, and the seconds of each request."""
     computed, times = np.zeros((len(trace), manager.num_replicas), np.int64), list[float]()
     for number, (blocks, hint) in enumerate(zip(trace, hints, strict=True)):
         tokens = np.zeros(len(blocks) * block_pages * PAGE_SIZE + 1, np.int32)
@@ -175,7 +186,7 @@ def _serve_all(
 
 
 def _serve(manager: PagedKVCacheManager, context: TextContext) -> tuple[int, int]:
-    """Run one request to its first token; returns its replica, and the pages that were hit."""
+    """Runs one request to its first token. Returns its replica and the number of pages hit."""
     length, hits = context.end_idx, -1
     with manager.claim(context) as replica:
         while context.end_idx == length:  # in chunks, which end where a state is kept
@@ -188,14 +199,14 @@ def _serve(manager: PagedKVCacheManager, context: TextContext) -> tuple[int, int
                 states.advance(pages, [context.active_idx])
             context.update(0)
             manager.step([context])
-        manager.flush_tiers()  # as a server has, by the time that another request has run
+        manager.flush_tiers()  # a server has flushed them by the time that the next request runs
     return replica, hits
 
 
 def _manager(
     trace: Sequence[Blocks], capacity: int, replicas: int, routing: Routing, host_blocks: int, divided: BlockPages
 ) -> PagedKVCacheManager:
-    """One that each request of the trace fits into; else `ReplayError`."""
+    """Returns a manager that fits each request of the trace. Raises `ReplayError` if one does not fit."""
     share, longest, (block_pages, state_pages) = capacity // replicas, max(map(len, trace)), divided
     if needed_pages(longest, divided) > share * block_pages:
         beside = f" with its state, as large as {state_pages / block_pages:.1f} blocks," if state_pages else ""
@@ -219,29 +230,29 @@ def _manager(
         enable_kvcache_swapping_to_host=host_blocks > 0,
         host_kvcache_swap_space_gb=host_blocks * block_pages * page / 2**30 if host_blocks else None,
     )
-    # One page more than the capacity: the one that the token after the prompt lies on.
+    # One page more than the capacity, for the token after the prompt.
     memory = (share * block_pages + 1) * page * replicas
     most = longest * block_pages * PAGE_SIZE + 1
     try:
         return PagedKVCacheManager(params, replicas, most, 1, ["cpu"] * replicas, available_cache_memory=memory)
-    except PoolTooSmallError as error:  # the pool has room: so it is the host tier
+    except PoolTooSmallError as error:  # the pool has room, so the host tier is too small
         raise ReplayError(f"{host_blocks} blocks of a host tier: {error}") from error
 
 
 def needed_pages(longest: int, divided: BlockPages) -> int:
-    """Pages of a replica that requests of so many blocks fit into, one at a time."""
+    """Returns the pages of a replica that are needed for requests of so many blocks, one at a time."""
     return max(longest * divided.block_pages + divided.state_pages, 2 * divided.state_pages)
 
 
 def _state_of(pages: int) -> StateShape:
-    """A state of so many pages."""
+    """Returns the shape of a state of so many pages."""
     return StateShape(1, 1, pages * _STATE_UNIT, 1, 1, 1, torch.uint8, torch.uint8, "linear")
 
 
 def _window_loads(computed: NDArray[np.int64]) -> dict[str, float | None]:
-    """The loads of a result, of the blocks computed at each replica for each request: `[requests, replicas]`."""
+    """Returns the window loads of a result, from the computed blocks `[requests, replicas]`."""
     count, replicas = computed.shape
-    windows = max(1, count // WINDOW)  # the last requests, fewer than a window, say nothing
+    windows = max(1, count // WINDOW)  # a last incomplete window is ignored
     sums = np.add.reduceat(computed[: windows * WINDOW], np.arange(0, windows * WINDOW, WINDOW), axis=0)
     loads = [float(each.max() * replicas / each.sum()) for each in sums if each.any()]
     if replicas == 1 or not loads:
@@ -250,7 +261,7 @@ def _window_loads(computed: NDArray[np.int64]) -> dict[str, float | None]:
 
 
 def reference_lru_hits(trace: Iterable[Blocks], capacity: int) -> int:
-    """Hits of a plain LRU that frees a request's blocks tail first: an ordered dictionary, nothing shared with ours."""
+    """Returns the hits of a plain LRU that frees a request's blocks tail first. Shares no code with the manager."""
     idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
     hits = 0
     for blocks in trace:
@@ -264,18 +275,19 @@ def reference_lru_hits(trace: Iterable[Blocks], capacity: int) -> int:
 
 
 def optimum_hits(trace: Sequence[Blocks], capacity: int) -> int:
-    """Hits of the cache that knows the future: it evicts what is used farthest from now, the deepest of a prompt first.
+    """Returns the hits of a cache that knows the future.
 
-    That never breaks a prefix, so it is the optimum among caches that hit whole prefixes, too.
+    It evicts the block whose next use is farthest away, and the deepest of a prompt first. This never breaks a prefix,
+    so it is also the optimum among caches that hit whole prefixes.
     """
     return sum(optimum_of_each(trace, capacity))
 
 
 def optimum_of_each(trace: Sequence[Blocks], capacity: int) -> list[int]:
-    """`optimum_hits`, of each request."""
+    """Returns the hits of `optimum_hits` for each request."""
     following = _next_uses(trace)
-    resident: dict[int, tuple[int, int]] = {}  # block → its entry in the heap
-    heap: list[tuple[int, int, int]] = []  # next use and depth, both negated, and the block; stale entries stay behind
+    resident: dict[int, tuple[int, int]] = {}  # block → its valid entry in the heap
+    heap: list[tuple[int, int, int]] = []  # negated next use, negated depth, and block; stale entries stay
     hits: list[int] = []
     for blocks, uses in zip(trace, following, strict=True):
         hits.append(_found(blocks, resident))
@@ -296,7 +308,7 @@ def _found(blocks: Blocks, kept: Container[int]) -> int:
 
 
 def _next_uses(trace: Sequence[Blocks]) -> list[list[int]]:
-    """The number of the next request that uses each block, for each request."""
+    """Returns, for each block of each request, the number of the next request that uses it."""
     coming: dict[int, int] = {}
     found: list[list[int]] = []
     for number in range(len(trace) - 1, -1, -1):

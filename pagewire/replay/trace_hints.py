@@ -1,4 +1,4 @@
-"""Retention hints for a trace, made from its future: an upper bound for what clients could say, not a prediction."""
+"""Retention hints for a trace, made from its future. They are an upper bound for clients' hints, not a prediction."""
 
 import contextlib
 import random
@@ -25,16 +25,16 @@ def continues(trace: Sequence[Blocks]) -> list[bool]:
 
 
 def hints_for(trace: Sequence[Blocks], kind: str, seed: int = 0) -> list[Retention | None]:
-    """The hint of each request: `none`; `true`; `inverted`; or `wrong=SHARE`: inverted for that share of them."""
+    """Returns the hint of each request: `none`, `true`, `inverted`, or `wrong=SHARE` (that share is inverted)."""
     if kind == "none":
         return [None] * len(trace)
     wrong = _share_wrong(kind)
-    rng = random.Random(seed)  # noqa: S311 - it guards nothing
+    rng = random.Random(seed)  # noqa: S311 - not used for security
     return [Retention(session_continues=true != (rng.random() < wrong)) for true in continues(trace)]
 
 
 def _share_wrong(kind: str) -> float:
-    """The share of requests whose hint is inverted."""
+    """Returns the share of requests whose hint is inverted."""
     text = {"true": "wrong=0", "inverted": "wrong=1"}.get(kind, kind)
     with contextlib.suppress(ValueError):
         share = float(text.removeprefix("wrong=")) if text.startswith("wrong=") else -1.0

@@ -1,4 +1,4 @@
-"""`pagewire serve`: the front and its processes, or one of them, until a signal tells it to drain."""
+"""`pagewire serve`: runs the front and its processes, or one of them, until a signal tells it to drain."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from scheduler_adapters.service.sockets import Context, bind_router
 from transfer.errors import HandshakeError
 from transfer.wire.allowed_peers import AllowedPeers
 
-_READY_S = 1.0  # between two `Ready` of a process
-_RESTART_S = 5.0  # between two starts of a process that dies
+_READY_S = 1.0  # in seconds, between two `Ready` messages of a process
+_RESTART_S = 5.0  # in seconds, between two starts of a process that dies
 _WATCH_S = 0.25
-_START_S = 300.0  # for processes to load the model
-_ADDRESS_S = 120.0  # for the front to leave its address
+_START_S = 300.0  # in seconds, for processes to load the model
+_ADDRESS_S = 120.0  # in seconds, for the front to write its address
 
 
 class _Addresses(msgspec.Struct):
-    """Where the front listens, as its file says."""
+    """The endpoints of the front, as its address file has them."""
 
     http: str
     front: str
-    watch: tuple[str, ...] = ()  # of the processes, for `pagewire top`
+    watch: tuple[str, ...] = ()  # watch endpoints of the processes, for `pagewire top`
 
 
 def run_serve(options: ServeOptions, listening: sockets.socket | None) -> int:
-    """Serve until told to drain; 0 if nothing was left held. A `KVCacheError` says what does not work.
+    """Serves until told to drain. Returns 0 if no page was left held. A `KVCacheError` says what does not work.
 
-    `listening` is the socket of HTTP; None for a process that has none.
+    `listening` is the HTTP socket; None for a process without one.
     """
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     _check_keys(options)
@@ -68,7 +68,7 @@ def run_serve(options: ServeOptions, listening: sockets.socket | None) -> int:
 
 
 def _check_keys(options: ServeOptions) -> None:
-    """Without keys nothing but this host is spoken to."""
+    """Raises `ServiceError` if an endpoint is beyond this host and there are no keys."""
     for endpoint in (f"tcp://{options.host}:0", (options.front or "").replace(":*", ":0")):
         try:
             if endpoint and not (options.secret or options.keyring):
@@ -78,7 +78,7 @@ def _check_keys(options: ServeOptions) -> None:
 
 
 def _server_config(options: ServeOptions, role: Role) -> ServerConfig:
-    """The settings of a process of this role."""
+    """Returns the settings of a process of this role."""
     return ServerConfig(
         model=None if options.model is None else str(options.model),
         seed=options.seed,
@@ -108,7 +108,7 @@ def _server_config(options: ServeOptions, role: Role) -> ServerConfig:
 
 
 def _front_in(path: Path | None) -> str:
-    """The endpoint that a front has left in a file; waits for the file."""
+    """Returns the endpoint of the front from its address file, and waits for the file."""
     if path is None:
         raise ServiceError("whom does this process join? --front or --address-file says it")
     deadline = time.monotonic() + _ADDRESS_S
@@ -153,8 +153,8 @@ async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitSta
             log.warning("%s serves at %s; processes join at %s", name, http, endpoint)
             await server.serve(sockets=[listening])
             if hearing.done():
-                hearing.result()  # raises what has ended it
-            # No client is served any more, and no request is open.
+                hearing.result()  # raises the error that has ended it
+            # No client is connected any more, and no request is open.
             decodes = [config.name for config in configs if config.role == "decode"]
             await frontend.drain(decodes)
             await frontend.drain([name for name in names if name not in decodes])
@@ -166,7 +166,7 @@ async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitSta
 
 
 async def _figures(frontend: Frontend) -> dict[str, object]:
-    """Figures of a service for `--json`: the front's, and the last ones of each process."""
+    """Returns the figures of a service for `--json`: the front's, and the last ones of each process."""
     counts = frontend.counts
     processes = {**await frontend.stats(), **frontend.left}
     return {
@@ -180,7 +180,7 @@ async def _figures(frontend: Frontend) -> dict[str, object]:
 
 
 def _children(options: ServeOptions, endpoint: str) -> list[ServerConfig]:
-    """The configurations of this host's processes. If no other host joins, they listen in a private folder."""
+    """Returns the configurations of this host's processes. If no other host joins, they listen in a private folder."""
     counts: dict[Role, int] = {"prefill": options.prefills, "decode": options.decodes}
     options = replace(options, front=endpoint)
     configs = [
@@ -196,7 +196,7 @@ def _leave_addresses(path: Path | None, addresses: _Addresses) -> None:
         try:
             draft = path.with_name(f"{path.name}.{os.getpid()}")
             draft.write_bytes(msgspec.json.encode(addresses) + b"\n")
-            draft.replace(path)  # nobody reads half of it
+            draft.replace(path)  # atomic, so that no reader sees half of it
         except OSError as error:
             raise AdapterError(f"--address-file {str(path)!r} cannot be written: {error.strerror}") from error
 
@@ -213,7 +213,7 @@ async def _until_there(names: list[str], fleet: Fleet, frontend: Frontend) -> No
 
 
 async def _watch(fleet: Fleet) -> None:
-    """Start a process anew that has died; one that has drained stays away."""
+    """Restarts processes that have died, but not those that have drained."""
     again = dict.fromkeys(fleet.running, 0.0)
     while True:
         for name in again:
@@ -225,9 +225,9 @@ async def _watch(fleet: Fleet) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Ends as it is told: nothing new is taken, what is on its way is answered."""
+    """Lets `pagewire serve` handle the signals. It then accepts nothing new, and answers open requests."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Signals are for the whole process, and outlast HTTP."""
+        """A no-op: signals are for the whole process, and matter after HTTP has ended too."""
         yield

@@ -1,4 +1,4 @@
-"""Where the front's HTTP listens. Imports nothing heavy: a port that is taken is said at once."""
+"""The listening socket of the front's HTTP. Imports nothing heavy, so that a taken port is reported at once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import socket
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises `OSError` if the address is taken, or is none; the message is one sentence."""
+    """Returns a listening socket. Raises `OSError`, with a one-sentence message, for a taken or invalid address."""
     try:
         return socket.create_server((host, port))
-    except UnicodeError as error:  # a host that is no name at all
+    except UnicodeError as error:  # the host is no valid name
         raise OSError(f"HTTP cannot listen at {host}:{port}: {error}") from error
     except OSError as error:
-        # Python adds the address to the system's own words, but for those of the resolver.
+        # Python adds the address to the system's message, except for resolver errors.
         reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise OSError(f"HTTP cannot listen at {host}:{port}: {reason}") from error

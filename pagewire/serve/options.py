@@ -24,7 +24,7 @@ What = Literal["all", "front", "prefill", "decode"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Options of the command line, each validated."""
+    """The validated options of `pagewire serve`."""
 
     what: What = option(
         "PROCESS",

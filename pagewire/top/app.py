@@ -1,4 +1,4 @@
-"""`TopApp`: draws a `TopView` by Textual, and turns keys and the mouse into changes of it."""
+"""`TopApp`: draws a `TopView` with Textual, and turns keys and mouse events into changes of it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from pagewire.top.view import Filter, TopView, nobody_answers
 
 _TICK_S = 0.1
 _WAITING = "waiting for a first look ..."
-_STEP_S = 5.0  # of a recording, to and fro
+_STEP_S = 5.0  # in seconds, the step of a seek in a recording
 _SCROLLBAR = 2
-_MAP_SHARE = 0.6  # of the lines for map and panels, that the map takes at most
-_IDS = "request"  # heading of a column whose ids may be long
+_MAP_SHARE = 0.6  # the most of the lines for map and panels that the map takes
+_IDS = "request"  # heading of the column whose ids may be long
 _THEMES = {True: "textual-light", False: "textual-dark"}
 
 
@@ -46,17 +46,20 @@ class _Area:
         self.glyphs: list[str] = []
 
     def place_at(self, x: int, y: int, width: int) -> int | None:
-        """The place below the pointer."""
+        """Returns the place below the pointer, or None."""
         line = y - self.top - 1
         if not 0 <= line < self.lines - 1:
             return None
-        # A half-block shows two places, one above the other: take the upper one.
+        # A half-block shows two places, one above the other; this returns the upper one.
         place = line * (width // 2) + x // 2 if self.wide else line * 2 * width + x
         return place if place < self.span.places else None
 
 
 class PageMap(Widget):
-    """The pages of all pools, or of one. A place is a page with a glyph, or half a character that sums up several."""
+    """The map of all pools, or of one.
+
+    A place is one page as a glyph, or half a character that sums up several pages.
+    """
 
     DEFAULT_CSS = "PageMap { height: 1fr; }"
 
@@ -66,7 +69,7 @@ class PageMap(Widget):
         self._areas: list[_Area] = []
 
     def redraw(self) -> None:
-        """Take the state up."""
+        """Redraws the map from the view."""
         shown, width, height = self._view.shown(), self.size.width, self.size.height
         if not shown or width < 4 or height < 2:
             self._areas = []
@@ -96,11 +99,11 @@ class PageMap(Widget):
         self.refresh()
 
     def lines_needed(self, width: int) -> int:
-        """The lines for a title and a place for each page of every pool on the screen."""
+        """Returns the lines for a title and a place for each page of every pool on the screen."""
         return sum(1 - (-pool.num_pages // max(1, width // 2)) for _, _, pool, _ in self._view.shown())
 
     def render_line(self, y: int) -> Strip:
-        """One line of the screen."""
+        """Renders one line of the screen."""
         width = self.size.width
         area = next((one for one in self._areas if one.top <= y < one.top + one.lines), None)
         if area is None:
@@ -114,24 +117,24 @@ class PageMap(Widget):
         return Strip(make(area, line, width)).adjust_cell_length(width)
 
     def _waiting(self, width: int) -> list[str]:
-        """The lines in place of a map."""
+        """Returns the lines that are shown without a map."""
         unanswered = self._view.unanswered()
         return textwrap.wrap(nobody_answers(unanswered), max(1, width)) if unanswered else [_WAITING]
 
     def on_click(self, event: events.Click) -> None:
-        """Say what is below the pointer; a second click on it zooms in there."""
+        """Describes the pages below the pointer. A second click zooms in there."""
         for area in self._areas:
             place = area.place_at(event.x, event.y, self.size.width)
             if place is not None:
                 self._look_at(area, place, closer=event.chain > 1)
 
     def on_mouse_scroll_up(self, _: events.MouseScrollUp) -> None:
-        """Closer."""
+        """Zooms in."""
         self._view.zoom_by(1)
         self.redraw()
 
     def on_mouse_scroll_down(self, _: events.MouseScrollDown) -> None:
-        """Farther."""
+        """Zooms out."""
         self._view.zoom_by(-1)
         self.redraw()
 
@@ -157,7 +160,7 @@ def _wide_line(area: _Area, line: int, width: int) -> list[Segment]:
 
 
 def _half_line(area: _Area, line: int, width: int) -> list[Segment]:
-    """Neighbours that look the same are one segment: Textual's work grows with the segments of a line."""
+    """Neighbours of equal look form one segment, because Textual's work grows with the segments of a line."""
     first = 2 * line * width
     upper = [_rounded(colour) for colour in area.colours[first : first + width]]
     lower = [_rounded(colour) for colour in area.colours[first + width : first + 2 * width]]
@@ -166,18 +169,18 @@ def _half_line(area: _Area, line: int, width: int) -> list[Segment]:
 
 
 def _rounded(colour: Colours) -> str:
-    """The name of a colour, rounded so that there are few of them."""
+    """Returns the name of a colour, rounded so that few different ones occur."""
     return "#" + (colour & 0xF8).tobytes().hex()
 
 
 @lru_cache(1 << 12)
 def _style(colour: str, below: str | None = None) -> Style:
-    """The style of a colour, over another one; a new one costs more than the rest of its segment."""
+    """Returns the style of a colour over another one. Cached, because a new style costs more than its segment."""
     return Style(color=colour, bgcolor=below)
 
 
 class TopApp(App[None]):
-    """`pagewire top`."""
+    """The application of `pagewire top`."""
 
     TITLE = "pagewire top"
     AUTO_FOCUS = None
@@ -217,13 +220,13 @@ class TopApp(App[None]):
         self._phases = Static("", id="phases")
         self._totals = Static("", id="totals")
         self._panels = TabbedContent(id="panels")
-        self._rows: dict[str, panels.TableRows] = {}  # as they are, where the tables show short ids
+        self._rows: dict[str, panels.TableRows] = {}  # rows with full ids; the tables show short ones
         self._tables = {name: DataTable[str](cursor_type="row", zebra_stripes=True) for name in panels.HEADINGS}
         self._asked = Input(placeholder="request, tenant=…, replica=…, process=…", id="filter")
-        self.updates = 0  # looks that were drawn
+        self.updates = 0  # number of redraws
 
     def compose(self) -> ComposeResult:
-        """The screen from top to bottom."""
+        """Composes the screen from top to bottom."""
         yield self._totals
         yield self._legend
         yield self.map
@@ -237,21 +240,21 @@ class TopApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to look."""
+        """Starts to poll for looks."""
         for name, (_, headings) in panels.HEADINGS.items():
             self._tables[name].add_columns(*headings)
         self._tables["requests"].focus()
         self.set_interval(_TICK_S, self.tick)
 
     def on_resize(self) -> None:
-        """The map has another size from now on."""
+        """Redraws after a change of size."""
         self.call_after_refresh(self.redraw)
 
     def tick(self) -> None:
-        """Take up what has come."""
+        """Polls the source and applies new looks."""
         heard = self.source.poll(self.view.followed)
         if self.view.paused and isinstance(self.source, LiveSource):
-            return  # a recording goes on, the screen does not
+            return  # recording continues, but the screen is paused
         played = isinstance(self.source, PlayedSource)
         now = self.source.now if isinstance(self.source, PlayedSource) else time.time()
         was_gone = [self.view.is_gone(one) for one in self.view.processes.values()]
@@ -260,7 +263,7 @@ class TopApp(App[None]):
             self.redraw()
 
     def redraw(self) -> None:
-        """Draw the state as it is."""
+        """Draws the current state."""
         self.updates += 1
         self._share_lines()
         self.map.redraw()
@@ -269,7 +272,7 @@ class TopApp(App[None]):
         self._fill(self._panels.active)
 
     def _share_lines(self) -> None:
-        """Give the map the lines that it needs, up to a share of the screen, and the panels the others."""
+        """Gives the map the lines that it needs, up to a share of the screen, and the rest to the panels."""
         lines = self.map.size.height + self._panels.size.height
         if not lines or not self.view.shown():
             return
@@ -291,7 +294,7 @@ class TopApp(App[None]):
         return "   ".join(parts).replace("[", r"\[")
 
     def _fill(self, name: str) -> None:
-        """The rows of a panel, as wide as the screen; the cursor stays where it is."""
+        """Fills a panel with its rows. The cursor stays in its row."""
         if name not in panels.HEADINGS:
             return
         table, (rows_of, headings) = self._tables[name], panels.HEADINGS[name]
@@ -309,7 +312,7 @@ class TopApp(App[None]):
 
     @staticmethod
     def _widen(table: DataTable[str], headings: Sequence[str], columns: Sequence[Sequence[str]]) -> None:
-        """Share what is left of the screen among the columns, so that a table is as wide as it. No cell is cut."""
+        """Shares the remaining width among the columns, so that a table fills the screen. No cell is cut."""
         widths = [max(map(cell_len, [name, *column])) for name, column in zip(headings, columns, strict=True)]
         left = table.size.width - sum(widths) - 2 * table.cell_padding * len(widths) - _SCROLLBAR
         for at, (column, width) in enumerate(zip(table.ordered_columns, widths, strict=True)):
@@ -319,70 +322,70 @@ class TopApp(App[None]):
     # ---- keys
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
-        """The keys that pan are the filter's own while it is typed."""
+        """While a filter is typed, the keys that pan go to the input."""
         del parameters
         return action != "pan" or not self._asked.has_focus
 
     def action_pause(self) -> None:
-        """Stop, or go on."""
+        """Pauses or resumes."""
         self.view.paused = not self.view.paused
         if isinstance(self.source, PlayedSource):
             self.source.paused = self.view.paused
         self.redraw()
 
     def action_zoom(self, step: int) -> None:
-        """Closer or farther."""
+        """Zooms in or out."""
         self.view.zoom_by(step)
         self.map.redraw()
 
     def action_pool(self, step: int) -> None:
-        """The next pool."""
+        """Selects the next pool."""
         self.view.next_pool(step)
         self.map.redraw()
 
     def action_pan(self, share: float) -> None:
-        """Along the pool."""
+        """Moves along the pool."""
         self.view.pan(share)
         self.map.redraw()
 
     def action_seek(self, steps: int) -> None:
-        """To and fro in a recording."""
+        """Seeks in a recording."""
         if isinstance(self.source, PlayedSource):
             self.source.seek(self.source.position + steps * _STEP_S)
             self.view.forget()
             self.tick()
 
     def action_check(self) -> None:
-        """Have the processes recount, and show what they find."""
+        """Makes the processes recount, and shows the results."""
         if isinstance(self.source, LiveSource):
             self.source.check()
             self.action_panel("processes")
 
     def action_theme(self) -> None:
-        """Light, or dark."""
+        """Switches between the light and the dark theme."""
         self.view.light = not self.view.light
         self.theme = _THEMES[self.view.light]
         self._legend.update(_legend(light=self.view.light))
         self.redraw()
 
     def action_panel(self, name: str) -> None:
-        """Another panel."""
+        """Shows another panel."""
         self._panels.active = name
         self._tables[name].focus()
         self._fill(name)
 
     def action_filter(self) -> None:
-        """Ask for a filter."""
+        """Opens the input of the filter."""
         self._asked.add_class("open")
         self._asked.focus()
 
     def action_clear(self) -> None:
-        """No filter, all pools, no zoom."""
+        """Resets the filter, the pool and the zoom."""
         self.view.filter, self.view.pool, self.view.zoom = Filter(), "", 0
         self._close_filter()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """A filter was typed."""
+        """Applies a typed filter."""
         try:
             self.view.filter = Filter.parse(event.value)
         except WatchError as error:
@@ -391,18 +394,18 @@ class TopApp(App[None]):
         self._close_filter()
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
-        """Enter on a request, a lease or a pull: its pages alone."""
+        """Shows only the pages of the selected request, lease or pull."""
         name = self._panels.active
         if name in ("requests", "transfers"):
             self.view.filter = Filter(request=self._rows[name][event.cursor_row][name == "transfers"])
             self.redraw()
 
     def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
-        """A panel was chosen by the mouse."""
+        """Fills a panel that was selected with the mouse."""
         self._fill(event.pane.id or "")
 
     def on_unmount(self) -> None:
-        """The sockets and the recording are closed."""
+        """Closes the sockets and the recording."""
         self.source.close()
 
     def _close_filter(self) -> None:

@@ -1,4 +1,4 @@
-"""`pagewire top`: in this terminal, or in a browser."""
+"""`pagewire top`: runs in this terminal, or in a browser."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from transfer.wire.keys import load_keyring
 from transfer.wire.secret import read_secret
 
 COOKIE = "pagewire_top"
-# Textual's page asks another host for a font, and shows nothing before that has answered: in a closed network, never.
+# Textual's page loads a font from another host and shows nothing until that answers, which never happens in a closed
+# network.
 _ONLY_OURS = "default-src 'self' 'unsafe-inline' data:; connect-src 'self' ws: wss:"
 
 
 class _WatchAddresses(msgspec.Struct):
-    """The fields read here from the file that `pagewire serve` writes."""
+    """The part of the address file of `pagewire serve` that is read here."""
 
     watch: tuple[str, ...] = ()
 
 
 def run_top(options: TopOptions) -> int:
-    """Show the processes until the viewer quits, or print one look if there is no terminal. Returns the exit status.
+    """Shows the processes until the viewer quits, or prints one look if there is no terminal. Returns the exit status.
 
     A `KVCacheError` says in a sentence what does not work.
     """
@@ -62,13 +63,16 @@ def run_top(options: TopOptions) -> int:
 
 
 def is_light(options: TopOptions) -> bool:
-    """Whether the theme is light: as asked for, or as the terminal tells its background. Dark where it tells none."""
+    """Whether the theme is light: as requested, or by the terminal's background.
+
+    Dark if the terminal does not tell it.
+    """
     background = os.environ.get("COLORFGBG", "").rpartition(";")[2]
     return options.theme == "light" or (options.theme == "auto" and background in ("7", "15"))
 
 
 def source_of(options: TopOptions) -> LiveSource | PlayedSource:
-    """Where the looks come from. `WatchError`: nothing is named, or too much."""
+    """Returns the source of looks. Raises `WatchError` if none is named, or if options exclude each other."""
     addresses = addresses_of(options)
     if options.play is not None:
         if addresses or options.record is not None:
@@ -82,7 +86,7 @@ def source_of(options: TopOptions) -> LiveSource | PlayedSource:
 
 
 def addresses_of(options: TopOptions) -> Sequence[str]:
-    """The addresses that were named, then those of the address file."""
+    """Returns the addresses on the command line, then those of the address file."""
     named = list(options.addresses)
     if options.address_file is not None:
         try:
@@ -96,7 +100,7 @@ def addresses_of(options: TopOptions) -> Sequence[str]:
 
 
 class TokenServer(Server):
-    """Textual's own server, for browsers that bring the token: by the address that is printed, then by a cookie."""
+    """Textual's server, with a token: a browser sends it first in the printed address, then in a cookie."""
 
     def __init__(self, command: str, host: str, port: int, token: str) -> None:
         shown = f"[{host}]" if ":" in host else host
@@ -110,7 +114,7 @@ class TokenServer(Server):
         return f"{self.public_url}/?token={self._token}"
 
     async def make_app(self) -> web.Application:
-        """The application of `aiohttp`, which answers no request without the token."""
+        """Returns the `aiohttp` application, which refuses every request without the token."""
         app = await self._make_app()
         app.middlewares.append(self._middleware)
         return app
@@ -130,12 +134,12 @@ class TokenServer(Server):
         return response
 
     async def on_startup(self, app: Any) -> None:
-        """Say where."""
+        """Prints the address."""
         del app
         self.console.print(f"pagewire top: {self.address}", highlight=False, soft_wrap=True)
 
     def run(self, listening: socket.socket) -> None:
-        """Serve until interrupted."""
+        """Serves until interrupted."""
         web.run_app(self.make_app(), sock=listening, print=None, handle_signals=True)
 
 
@@ -144,9 +148,9 @@ def _same(one: str, other: str) -> bool:
 
 
 def serve_web(options: TopOptions) -> None:
-    """Serve browsers, each with a `pagewire top` of its own, until interrupted."""
+    """Serves browsers, each with its own `pagewire top`, until interrupted."""
     if options.play is None:
-        source_of(options).close()  # what cannot work is said here, not in each browser
+        source_of(options).close()  # reports an error here instead of in each browser
     try:
         listening = socket.create_server((options.web_host, options.web_port))
     except OSError as error:
@@ -156,7 +160,7 @@ def serve_web(options: TopOptions) -> None:
 
 
 def web_command(options: TopOptions) -> str:
-    """What is run for a browser: the same, in a terminal of the server's."""
+    """Returns the command that is run for a browser: the same options, in a terminal of the server."""
     named = {"updates": options.updates, "speed": options.speed, "play": options.play, "record": options.record}
     named |= {
         "theme": options.theme,

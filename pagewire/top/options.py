@@ -9,7 +9,7 @@ from pagewire.arguments import endpoint, input_path, number, option, output_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopOptions:
-    """Options of the command line, each validated."""
+    """The validated options of `pagewire top`."""
 
     addresses: tuple[str, ...] = option(
         "ADDRESS",

@@ -1,7 +1,7 @@
-"""Pages as colours: each place of a map stands for a page, or sums up as many as it must. Pure arithmetic.
+"""Turns pages into colours: each place of a map stands for one page, or sums up several. Pure arithmetic.
 
-A place that sums up has the mean of its pages' colours: so many of a state, so much of its colour. One with a page in
-quarantine is that page's alone: it is what one looks for.
+A place that sums up several pages has the mean of their colours, so a state shows in proportion to its pages. A place
+with a quarantined page has the colour of that page alone, because users look for such pages.
 """
 
 from functools import lru_cache
@@ -20,9 +20,9 @@ class Palette(NamedTuple):
     """The colours of a theme.
 
     Attributes:
-        states: of each state; idle pages that are released last, too.
-        ground: what idle pages fade to that go sooner, and pages that a filter leaves out.
-        fading: how the former look, in a word.
+        states: colour of each state; for idle pages, of those that are evicted last.
+        ground: colour towards which idle pages fade if they are evicted sooner, and pages that a filter hides.
+        fading: a word for the look of faded pages.
     """
 
     states: dict[PageState, tuple[int, int, int]]
@@ -62,14 +62,14 @@ GLYPHS = {
     PageState.WRITTEN: "▲▲",
     PageState.QUARANTINED: "✖✖",
 }
-_COLDEST = 0.35  # of an idle page's colour, where it goes first
-_DIM = 0.22  # of what a filter leaves out
-_LOW = 64  # values of the bits that the colour depends on: state and age
-_CHUNK = 4096  # colours that are summed up in 20 bits each
+_COLDEST = 0.35  # share of the colour of an idle page that is evicted first
+_DIM = 0.22  # share of the colour of pages that a filter hides
+_LOW = 64  # number of values of the bits that give the colour: state and age
+_CHUNK = 4096  # the most colours whose sum fits in 20 bits each
 
 
 class Span(NamedTuple):
-    """The pages of a pool that a map shows: from `first` on, `per_place` in each place; the last has what is left."""
+    """The pages of a pool that a map shows: `pages` from `first` on, `per_place` in each place, fewer in the last."""
 
     first: int
     pages: int
@@ -77,12 +77,12 @@ class Span(NamedTuple):
 
     @property
     def places(self) -> int:
-        """How many there are."""
+        """The number of places."""
         return -(-self.pages // self.per_place)
 
 
 def span_of(num_pages: int, places: int, zoom: int = 0, centre: float = 0.5) -> Span:
-    """What a map of so many places shows: all pages, or the `2**zoom`th part of them around a share of the pool."""
+    """Returns the pages for a map with so many places: all, or the `2**zoom`th part of them around `centre`."""
     shown = max(min(num_pages, places), num_pages >> zoom)
     first = round(centre * num_pages - shown / 2)
     return Span(1 + min(max(0, first), num_pages - shown), shown, -(-shown // max(1, places)))
@@ -90,7 +90,7 @@ def span_of(num_pages: int, places: int, zoom: int = 0, centre: float = 0.5) -> 
 
 @lru_cache
 def _packed(light: bool) -> NDArray[np.uint64]:
-    """The colour for each value of a cell's low bits, 20 bits each; then the colours for cells that a filter hides."""
+    """Returns the colour for each value of a cell's low bits, 20 bits per channel; then those for hidden cells."""
     palette = LIGHT if light else DARK
     table, ground = np.zeros((2, _LOW, 3)), np.array(palette.ground)
     for state, colour in palette.states.items():
@@ -103,7 +103,7 @@ def _packed(light: bool) -> NDArray[np.uint64]:
 
 
 def colours(cells: Cells, span: Span, lit: NDArray[np.bool_] | None = None, *, light: bool = False) -> Colours:
-    """The colour of each place; `lit`: by owner number, whose pages a filter leaves. None: all."""
+    """Returns the colour of each place. `lit` says, by owner number, whose pages the filter shows; None shows all."""
     shown = cells[span.first : span.first + span.pages]
     low = (shown & np.uint32(_LOW - 1)).astype(np.uint8)
     if lit is not None:
@@ -118,7 +118,7 @@ def colours(cells: Cells, span: Span, lit: NDArray[np.bool_] | None = None, *, l
 
 
 def _summed(packed: NDArray[np.uint64], span: Span) -> NDArray[np.uint64]:
-    """The sums of the colours of each place, `[places, 3]`: first of so few pages that 20 bits hold them."""
+    """Returns the sum of the colours of each place, `[places, 3]`. First sums as few pages as 20 bits can hold."""
     starts = np.arange(span.places) * span.per_place
     inner = (starts[:, None] + np.arange(0, span.per_place, _CHUNK)).ravel()
     inner = inner[inner < span.pages]

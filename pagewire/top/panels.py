@@ -1,4 +1,4 @@
-"""Contents of the tables: rows of text made from looks. Drawing them is elsewhere."""
+"""Makes the rows of the tables from looks, as text. Drawing them is elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _looks(view: TopView) -> Iterator[tuple[WatchedProcess, Look]]:
 
 
 def requests(view: TopView) -> TableRows:
-    """Each request, those with the most pages first."""
+    """Returns a row for each request, those with the most pages first."""
     found: list[tuple[int, tuple[str, ...]]] = []
     for process, look in _looks(view):
         own = look.owners
@@ -37,7 +37,7 @@ def requests(view: TopView) -> TableRows:
 
 
 def phases(view: TopView) -> str:
-    """How many requests are in which phase, of each process."""
+    """Returns the number of requests in each phase, for each process."""
     parts: list[str] = []
     for process, look in _looks(view):
         counts = Counter(look.owners.phases)
@@ -47,7 +47,7 @@ def phases(view: TopView) -> str:
 
 
 def totals(view: TopView) -> str:
-    """One line for all processes together: pages held, hit rate, pulled bytes a second, and requests that wait."""
+    """Returns one line for all processes: held pages, hit rate, pulled bytes per second, and waiting requests."""
     held = pages = cached = prompt = waiting = 0
     pulled = 0.0
     for process, look in _looks(view):
@@ -70,14 +70,14 @@ def _waiting(look: Look) -> int:
 
 
 def short_ids(names: Sequence[str]) -> list[str]:
-    """The ids as a screen shows them: the middle of a long one is left out, unless another id would look the same."""
+    """Shortens ids for the screen. The middle of a long id is left out, unless another id would look the same."""
     cut = [name if len(name) <= _LONGEST_ID else f"{name[:_HEAD]}…{name[-_TAIL:]}" for name in names]
     alike = Counter(dict(zip(names, cut, strict=True)).values())
     return [short if alike[short] == 1 else name for name, short in zip(names, cut, strict=True)]
 
 
 def transfers(view: TopView) -> TableRows:
-    """Leases, and pulls in flight: those whose deadline is nearest first."""
+    """Returns the leases and the pulls in flight, nearest deadline first."""
     found: list[tuple[float, tuple[str, ...]]] = []
     for process, look in _looks(view):
         pages = dict(zip(look.owners.request_ids, look.owners.pages, strict=True))
@@ -97,7 +97,7 @@ def transfers(view: TopView) -> TableRows:
 
 
 def tree(view: TopView) -> TableRows:
-    """The prefix tree, each part below the one that it follows."""
+    """Returns the prefix tree, each part below its parent."""
     found: TableRows = []
     for process, look in _looks(view):
         below: dict[tuple[str, int], list[int]] = {}
@@ -119,7 +119,7 @@ def tree(view: TopView) -> TableRows:
 
 
 def evictions(view: TopView) -> TableRows:
-    """The last evictions, and below them what they have cost."""
+    """Returns the costs of evictions by reason, and below them the latest evictions."""
     found: list[tuple[float, tuple[str, ...]]] = []
     sums: TableRows = []
     for process, look in _looks(view):
@@ -135,7 +135,7 @@ def evictions(view: TopView) -> TableRows:
 
 
 def rates(view: TopView) -> TableRows:
-    """Rows for each process: hits, tokens, pulled bytes, evictions and the queue, now and over the last looks."""
+    """Returns rows for each process: hits, tokens, pulled bytes, evictions and the queue, now and over time."""
     found: TableRows = []
     for process, look in _looks(view):
         ran, cached = process.rates("input_tokens"), process.rates("cache_tokens")
@@ -160,7 +160,7 @@ def rates(view: TopView) -> TableRows:
 
 
 def processes(view: TopView) -> TableRows:
-    """Each process, whether it answers, its pages by state, and its last recount."""
+    """Returns each process: whether it answers, its pages by state, and its last recount."""
     found: TableRows = []
     for process in view.processes.values():
         look = process.followed.look
@@ -180,7 +180,7 @@ def processes(view: TopView) -> TableRows:
 
 
 def recount(look: Look) -> str:
-    """The result of the last `check`."""
+    """Returns the result of the last `check`."""
     check = look.check
     if check is None:
         return "not asked for"
@@ -209,4 +209,4 @@ HEADINGS: dict[str, tuple[Callable[[TopView], TableRows], tuple[str, ...]]] = {
     "rates": (rates, ("process", "rate", "now", "in all", "last looks")),
     "processes": (processes, ("process", "state", "pool", "pages", "by state", "last recount")),
 }
-"""The function that makes the rows of each panel, and the headings of these."""
+"""For each panel: the function that makes its rows, and their headings."""

@@ -1,4 +1,4 @@
-"""`pagewire top` where there is no terminal: one look at each process, printed as text."""
+"""`pagewire top` without a terminal: prints one look at each process as text."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from pagewire.top.sources import LiveSource, PlayedSource
 from pagewire.top.view import ANSWER_S, TopView, nobody_answers
 
 _TICK_MS = 50
-_PANELS = ("processes", "requests", "transfers", "tree", "evictions")  # rates need several looks
+# Rates are left out, because they need several looks.
+_PANELS = ("processes", "requests", "transfers", "tree", "evictions")
 
 
 def print_looks(source: LiveSource | PlayedSource, *, until_interrupted: bool) -> int:
-    """Print the looks of the processes, or the last look of a recording. Returns 0.
+    """Prints the looks of the processes, or the last look of a recording. Returns 0.
 
     Args:
-        source: where the looks come from.
-        until_interrupted: keep asking afterwards, because every look is recorded. A signal ends the program, and so
-            does closing standard output.
+        source: the source of the looks.
+        until_interrupted: keep polling afterwards, to record every look. The program ends with a signal, or when
+            standard output is closed.
 
     Raises:
         WatchError: an address has not answered within a few seconds, or its answer is no look. The looks of the others
@@ -38,7 +39,7 @@ def print_looks(source: LiveSource | PlayedSource, *, until_interrupted: bool) -
 
 
 def one_look(source: LiveSource | PlayedSource) -> dict[str, object]:
-    """A look at each process by its address, or the last look of a recording. Raises as `print_looks`."""
+    """Returns a look at each process by address, or the last look of a recording. Raises as `print_looks`."""
     view = _looked(source)
     _check_answers(view)
     return {address: msgspec.to_builtins(process.followed.look) for address, process in view.processes.items()}
@@ -63,7 +64,7 @@ def _check_answers(view: TopView) -> None:
 
 
 def text_of(view: TopView) -> str:
-    """The panels as columns of text, as wide as they must be."""
+    """Returns the panels as columns of text, without a limit of width."""
     parts: list[str] = []
     for name in _PANELS:
         rows_of, headings = panels.HEADINGS[name]

@@ -1,7 +1,7 @@
-"""Where looks come from: processes that are asked for them, or a file in which they were recorded.
+"""The sources of looks: processes that are asked for them, or a recording in a file.
 
-A recording is a line that names it, then for each look four bytes of length and, compressed, the time, the address, and
-the frames. One that was cut off, as its writer was killed, is played as far as it goes.
+A recording begins with a line that identifies it. Each look is four bytes of length, followed by the compressed time,
+address and frames. A recording that was cut off because its writer was killed is played as far as it goes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvcache.errors import WatchError
 from kvcache.watch.follower import Followed, WatchClient
 
 _MAGIC = b"pagewire recording 1\n"
-_AGAIN_S = 2.0  # until a process that has not answered is asked again
+_AGAIN_S = 2.0  # in seconds, until a process that has not answered is asked again
 _LENGTH = 4
-_MOST_BYTES = 1 << 28  # of a look: a recording may come from anybody
+_MOST_BYTES = 1 << 28  # the most bytes of a look, because a recording may come from an untrusted source
 
 
 class Heard(NamedTuple):
-    """A look that has come."""
+    """A look that has arrived."""
 
     at: float  # seconds since 1970
     address: str
@@ -32,7 +32,7 @@ class Heard(NamedTuple):
 
 
 class LiveSource:
-    """Asks processes for looks, `updates` times a second each, and records what comes."""
+    """Asks each process for `updates` looks a second, and records those that arrive."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class LiveSource:
         self._check = dict.fromkeys(self.addresses, False)
 
     def poll(self, followed: dict[str, Followed]) -> list[Heard]:
-        """Take up the looks that have come, and ask the processes that are due."""
+        """Returns the looks that have arrived, and asks the processes that are due."""
         found: list[Heard] = []
         for address, client in self._clients.items():
             while (frames := client.answer()) is not None:
@@ -68,12 +68,12 @@ class LiveSource:
         return found
 
     def check(self) -> None:
-        """Have every process recount its books."""
+        """Makes every process recount its state."""
         self._check = dict.fromkeys(self.addresses, True)
         self._due = dict.fromkeys(self.addresses, 0.0)
 
     def close(self) -> None:
-        """Close the sockets and the recording."""
+        """Closes the sockets and the recording."""
         for client in self._clients.values():
             client.close()
         if self._file is not None:
@@ -81,7 +81,7 @@ class LiveSource:
 
 
 class PlayedSource:
-    """A recording, played at a speed; `position` is in seconds from its beginning, up to `length`."""
+    """A recording, played at a speed. `position` is in seconds from its beginning, up to `length`."""
 
     def __init__(self, path: Path, speed: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.speed, self.position, self.paused = speed, 0.0, False
@@ -97,7 +97,7 @@ class PlayedSource:
         return self._heard[0].at + self.position
 
     def poll(self, followed: dict[str, Followed]) -> list[Heard]:
-        """The looks up to the position, which goes on by itself."""
+        """Advances the position, and returns the looks up to it."""
         del followed
         now = self._clock()
         if not self.paused:
@@ -109,7 +109,10 @@ class PlayedSource:
         return self._heard[first : self._next]
 
     def seek(self, seconds: float) -> None:
-        """Go to a position: what is followed begins anew, and the next poll brings all up to it."""
+        """Sets the position.
+
+        The caller must start with new followed state; the next poll returns all looks up to it.
+        """
         self.position = min(self.length, max(0.0, seconds))
         self._next = 0
 
@@ -146,7 +149,7 @@ def _read(path: Path) -> list[Heard]:
 
 
 def _looks(path: Path, file: IO[bytes]) -> Iterator[Heard]:
-    """One after the other; the last one may be cut off."""
+    """Yields one look after another; the last one may be cut off."""
     while len(length := file.read(_LENGTH)) == _LENGTH:
         at, size = file.tell() - _LENGTH, int.from_bytes(length, "big")
         if size > _MOST_BYTES:

@@ -1,7 +1,7 @@
-"""Shows `pagewire top` in this terminal. The program ends with its terminal and with its signals, whatever hangs.
+"""Shows `pagewire top` in this terminal. The program ends with its terminal and with signals, even if threads hang.
 
-Textual reads and writes in threads of its own. A terminal that is gone makes them fail or spin, and one that takes no
-output blocks the main thread in the middle of an update, where an exception of a signal cannot end it.
+Textual reads and writes in threads of its own. If the terminal is gone, they fail or spin. If it accepts no output, the
+main thread blocks in the middle of an update, where an exception from a signal cannot end it.
 """
 
 from __future__ import annotations
@@ -21,24 +21,27 @@ from typing import Any
 from pagewire.top.app import TopApp
 from scheduler_adapters import interrupts
 
-_LAST_S = 0.5  # from a signal until the process ends, however far Textual has come with its own end
+_LAST_S = 0.5  # in seconds, from a signal to the end of the process, even if Textual has not finished
 _LAST_WRITE_S = 0.05
 # Leave the alternate screen, show the cursor, report no mouse, focus or pasted text, and take plain keys again.
 _RESTORE = b"\x1b[<u\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?2004l\x1b[?1004l\x1b[?7h\x1b[?1049l\x1b[?25h"
 
 
 def has_terminal() -> bool:
-    """Whether standard input, output and error are all terminals: `top` reads keys from one and draws on another."""
+    """Whether standard input, output and error are terminals: `top` reads keys from one and draws on another."""
     return all(map(os.isatty, range(3)))
 
 
 def run_in_terminal(app: TopApp) -> int:
-    """Draw until the viewer quits: the exit status. Raises `Interrupted` for a signal, with the terminal as it was."""
+    """Draws until the viewer quits. Returns the exit status.
+
+    A signal restores the terminal and raises `Interrupted`.
+    """
     return _run(app, (0, 2), 128 + signal.SIGHUP)
 
 
 def run_for_browser(app: TopApp) -> int:
-    """Draw for the browser's server, which is at the other end of standard input; the exit status."""
+    """Draws for the browser's server, at the other end of standard input. Returns the exit status."""
     return _run(app, (0,), 0)
 
 
@@ -66,14 +69,14 @@ def _run(app: TopApp, descriptors: Sequence[int], hung_up: int) -> int:
             before[number](number, frame)
             return
         came.append(number)
-        loop.call_soon_threadsafe(app.exit)  # an exception from here would leave the terminal as Textual has it
+        loop.call_soon_threadsafe(app.exit)  # an exception here would leave the terminal in Textual's state
 
     for number in before:
         signal.signal(number, obey)
     try:
         app.run()
     finally:
-        # The pipe stays open, and so the thread goes on: it also ends a program that hangs after this.
+        # The pipe stays open and the thread keeps waiting, so that it also ends a program that hangs after this.
         for number, handler in before.items():
             signal.signal(number, handler)
     if came:
@@ -82,7 +85,7 @@ def _run(app: TopApp, descriptors: Sequence[int], hung_up: int) -> int:
 
 
 def _end(descriptors: Sequence[int], hung_up: int, told: int, attributes: list[Any] | None) -> None:
-    """Wait for a hangup or a signal, and end the process."""
+    """Waits for a hangup or a signal, and ends the process."""
     waited = select.poll()
     for descriptor in descriptors:
         waited.register(descriptor, 0)  # hangups and errors are always reported
@@ -90,10 +93,10 @@ def _end(descriptors: Sequence[int], hung_up: int, told: int, attributes: list[A
     if told not in dict(waited.poll()):
         os._exit(hung_up)
     (number,) = os.read(told, 1)
-    time.sleep(_LAST_S)  # mostly the process has ended by then, and this thread with it
+    time.sleep(_LAST_S)  # usually the process, and this thread with it, has ended by then
     if attributes is not None:
         threading.Thread(target=os.write, args=(2, _RESTORE), daemon=True).start()
-        time.sleep(_LAST_WRITE_S)  # where the terminal takes no output, the write never returns
+        time.sleep(_LAST_WRITE_S)  # if the terminal accepts no output, the write never returns
         with suppress(termios.error):
             termios.tcsetattr(0, termios.TCSANOW, attributes)
     os._exit(128 + number)

@@ -1,4 +1,4 @@
-"""`TopView`: what is shown, apart from how: processes, the filter, the pool that is looked at, zoom, and rates."""
+"""`TopView`: the state that is shown, apart from drawing: processes, filter, selected pool, zoom, and rates."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvcache.watched import Cells, Look, PageState, PoolLook, ages_of, owners_of
 from pagewire.top.pagemap import Span, span_of
 from pagewire.top.sources import Heard
 
-_SILENT_S = 3.0  # then a process counts as gone
-ANSWER_S = 5.0  # then nobody answers at an address that was never heard
-_KEPT = 240  # looks, for rates
+_SILENT_S = 3.0  # in seconds, after which a silent process counts as gone
+ANSWER_S = 5.0  # in seconds, for an address to answer for the first time
+_KEPT = 240  # number of looks kept for rates
 _MOST_ZOOM = 24
 
 
@@ -29,16 +29,19 @@ class WatchedProcess:
     followed: Followed = field(default_factory=Followed)
     heard_at: float = 0.0  # 0: never
     error: str = ""
-    # time, and the totals then
+    # Time of each look, and its totals.
     totals: deque[tuple[float, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     @property
     def name(self) -> str:
-        """Its own, or the address before it has said it."""
+        """Its name, or its address until the first look."""
         return self.followed.look.name if self.followed.look else self.address
 
     def take(self, heard: Heard) -> None:
-        """Take a look up. One that does not follow is dropped: the next question is for the whole."""
+        """Applies a look.
+
+        One that does not follow the last is dropped, and the next question asks for the whole state.
+        """
         self.heard_at = heard.at
         try:
             look = self.followed.apply(heard.frames)
@@ -47,12 +50,12 @@ class WatchedProcess:
             return
         self.error = ""
         if self.totals and self.totals[-1][1].get("prompt_tokens", 0) > look.figures.get("prompt_tokens", 0):
-            self.totals.clear()  # it was started anew
+            self.totals.clear()  # the process has restarted
         if not self.totals or look.at > self.totals[-1][0]:
             self.totals.append((look.at, look.figures))
 
     def rates(self, name: str) -> list[float]:
-        """The growth per second of a total, for each look but the first."""
+        """Returns the growth per second of a total, for each look except the first."""
         pairs = zip(self.totals, list(self.totals)[1:], strict=False)
         return [
             max(0.0, now.get(name, 0) - was.get(name, 0)) / max(1e-3, at - then) for (then, was), (at, now) in pairs
@@ -61,7 +64,10 @@ class WatchedProcess:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which requests, tenants, replicas and processes are shown; each a part of the name, empty for all."""
+    """Selects the requests, tenants, replicas and processes to show; an empty text selects all.
+
+    A text matches every request, tenant or process whose name contains it, but only the replica of exactly this name.
+    """
 
     request: str = ""
     tenant: str = ""
@@ -70,7 +76,10 @@ class Filter:
 
     @classmethod
     def parse(cls, text: str) -> Filter:
-        """`tenant=a replica=0 process=decode chat-1`: what has no name is a request. `WatchError`: an unknown name."""
+        """Parses `tenant=a replica=0 process=decode chat-1`; a bare word is a request.
+
+        `WatchError` for an unknown name.
+        """
         found: dict[str, str] = {}
         for word in text.split():
             name, equals, value = word.partition("=")
@@ -82,7 +91,7 @@ class Filter:
     def has_owner(self, request_id: str, tenant: str) -> bool:
         """Whether a request is shown."""
         is_asked = self.request in request_id
-        if not is_asked and request_id.startswith("#"):  # ids are not shown, and somebody knows this one
+        if not is_asked and request_id.startswith("#"):  # ids are hidden, but the user may know this one
             is_asked = request_id == request_digest(self.request)
         return is_asked and self.tenant in tenant
 
@@ -92,7 +101,7 @@ class Filter:
 
 
 def nobody_answers(addresses: list[str]) -> str:
-    """The message for addresses where no process answers, with the things to check."""
+    """Returns the message for addresses where no process answers, with the things to check."""
     return (
         f"nobody answers at {', '.join(addresses)}. Check that the process runs and is watched (`pagewire serve "
         "--watch` logs the addresses), and that the keys are the fleet's (--secret or --keyring)"
@@ -100,16 +109,16 @@ def nobody_answers(addresses: list[str]) -> str:
 
 
 class TopView:
-    """The state behind the drawing. `clock` gives the time of recordings where one is played."""
+    """The state behind the drawing."""
 
     def __init__(self, addresses: list[str], *, light: bool = False) -> None:
         self.light = light
         self.processes = {address: WatchedProcess(address) for address in addresses}
         self.filter = Filter()
         self.paused = False
-        self.pool = ""  # the one that is looked at, as `address/pool`; empty: all
+        self.pool = ""  # the selected pool, as `address/pool`; empty for all
         self.zoom = 0
-        self.centre = 0.5  # a share of the pool
+        self.centre = 0.5  # centre of the view, as a share of the pool
         self.began = time.monotonic()
         self.now = 0.0
 
@@ -119,21 +128,21 @@ class TopView:
         return {address: process.followed for address, process in self.processes.items()}
 
     def take(self, heard: list[Heard], now: float | None = None) -> None:
-        """Take looks up."""
+        """Applies looks that have arrived."""
         for one in heard:
             self.processes.setdefault(one.address, WatchedProcess(one.address)).take(one)
         self.now = time.time() if now is None else now
 
     def forget(self) -> None:
-        """Begin anew, as a recording is wound back."""
+        """Forgets all looks, because a recording is wound back."""
         self.processes = {address: WatchedProcess(address) for address in self.processes}
 
     def is_gone(self, process: WatchedProcess) -> bool:
-        """Whether it has not been heard for a while."""
+        """Whether a process has been silent for a while."""
         return self.now - process.heard_at > _SILENT_S
 
     def unanswered(self) -> list[str]:
-        """The addresses that have not answered once, a few seconds after the beginning."""
+        """Returns the addresses that have never answered, a few seconds after the start."""
         if time.monotonic() - self.began < ANSWER_S:
             return []
         return [address for address, process in self.processes.items() if not process.heard_at]
@@ -141,7 +150,7 @@ class TopView:
     # ---- pools
 
     def pools(self) -> list[tuple[str, WatchedProcess, PoolLook, Cells]]:
-        """The pools to draw maps of: each pool that passes the filter, under its key."""
+        """Returns the pools that pass the filter, each with its key, process and cells."""
         return [
             (f"{process.address}/{pool.name}", process, pool, process.followed.cells[pool.name])
             for process in self.processes.values()
@@ -151,33 +160,33 @@ class TopView:
         ]
 
     def shown(self) -> list[tuple[str, WatchedProcess, PoolLook, Cells]]:
-        """The pools on the screen: that which is looked at, or all."""
+        """Returns the pools on the screen: the selected one, or all."""
         every = self.pools()
         return [one for one in every if one[0] == self.pool] or every
 
     def next_pool(self, step: int = 1) -> None:
-        """Look at the next pool; after the last one at all of them."""
+        """Selects the next pool; after the last one, all of them."""
         keys = ["", *(key for key, *_ in self.pools())]
         at = keys.index(self.pool) if self.pool in keys else 0
         self.pool, self.zoom, self.centre = keys[(at + step) % len(keys)], 0, 0.5
 
     def zoom_by(self, step: int) -> None:
-        """Zoom in or out. Zooming in on several pools selects the first of them."""
+        """Zooms in or out. Zooming in on several pools selects the first of them."""
         if step > 0 and not self.pool and (pools := self.pools()):
             self.pool = pools[0][0]
         self.zoom = min(_MOST_ZOOM, max(0, self.zoom + step))
 
     def pan(self, share: float) -> None:
-        """Move by a share of what is shown."""
+        """Moves by a share of the visible part."""
         half = 0.5 / 2**self.zoom
         self.centre = min(1 - half, max(half, self.centre + share / 2**self.zoom))
 
     def span(self, pool: PoolLook, places: int) -> Span:
-        """What a map of so many places shows of a pool."""
+        """Returns the pages of a pool for a map with so many places."""
         return span_of(pool.num_pages, places, self.zoom, self.centre)
 
     def lit(self, process: WatchedProcess, pool: str) -> NDArray[np.bool_] | None:
-        """By owner number whether its pages are lit; None: there is no filter by request or tenant."""
+        """Returns, by owner number, whether its pages are shown; None without a filter by request or tenant."""
         look = process.followed.look
         if look is None or not (self.filter.request or self.filter.tenant):
             return None
@@ -190,7 +199,7 @@ class TopView:
         return lit
 
     def told(self, process: WatchedProcess, pool: PoolLook, first: int, count: int) -> str:
-        """Describe pages: their states, their owners, and the age of idle ones."""
+        """Describes pages: their states, their owners, and the age of idle ones."""
         cells = process.followed.cells[pool.name][first : first + count]
         states = np.bincount(states_of(cells), minlength=len(PageState))
         parts = [f"{states[state]:,} {state.name.lower()}" for state in PageState if states[state]]
@@ -203,7 +212,7 @@ class TopView:
         return f"{process.name}/{pool.name} {pages}: " + ", ".join(parts)
 
     def _names(self, look: Look | None, pool: str, cells: Cells) -> list[str]:
-        """The owners with the most of these pages, five at most."""
+        """Returns the owners with the most of these pages, at most five."""
         if look is None:
             return []
         owners = look.owners
