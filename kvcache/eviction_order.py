@@ -31,8 +31,8 @@ class EvictionOrder(Protocol):
     The pool calls `append` when a page becomes idle, `remove` when an idle page is used again, and `pop` when it needs
     pages. An order only names pages; it neither frees nor holds them. All calls come from one thread, except
     `positions`. Your own order needs `count` and the abstract methods. The other methods have defaults, which ignore
-    hints and tenants. `CheckedOrder` checks its results: if `pop` returns a page that is not idle, the call fails with
-    an error.
+    hints and tenants. `CheckedOrder` checks the results of your order: if `pop` returns a page that is not idle, the
+    call fails with an error.
 
     Attributes:
         count: the number of pages in the order. The pool reads it at each allocation.

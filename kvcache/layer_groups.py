@@ -164,8 +164,8 @@ def layer_tables(groups: tuple[LayerGroup, ...], num_layers: int) -> LayerTables
 def _cut(groups: list[LayerGroup], size: int) -> tuple[int, float]:
     """The number of tables of `size` layers that the groups take, and the share lost at the worst request length.
 
-    The longer a request is, the more its pages are those of full layers and long windows. So the loss at any length is
-    at most the worst of: the loss of the first group, of the first two, and so on.
+    Full layers and long windows come first in `groups`, and have an ever larger part of the pages as a request grows.
+    So the loss at any length is at most the largest loss of the first group alone, the first two groups, and so on.
     """
     tables, layers, lost = 0, 0, 0.0
     for group in groups:

@@ -523,7 +523,7 @@ class PagedKVCacheManager(PoolFigures):
         self._claims.check()
 
     def recover(self) -> Recovered:
-        """Mend the state after a call was interrupted while it changed it. Otherwise it only checks the state.
+        """Mend the state after a call was interrupted in the middle of a change. Otherwise only check the state.
 
         Waits until no copy is in flight, then rebuilds the state from rows, leases and imports, and recounts it.
         It releases requests whose pages may have wrong contents, requests that the interrupted call claimed, forked,

@@ -1,4 +1,4 @@
-"""`recover`: mends a manager's state after a call was interrupted while it changed it.
+"""`recover`: mends a manager's state after a call was interrupted in the middle of a change.
 
 Rows, leases and imports are trusted. All other state of pages is derived from them: the holders and writers of pages,
 which pages are idle or fresh, the links of the index, quotas, and copies between tiers. A page stays published if a row

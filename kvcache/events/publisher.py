@@ -3,7 +3,8 @@
 No subscriber can delay the loop: it only appends to a log, and this thread takes entries from it. Every buffer is
 bounded. If a buffer drops a message, subscribers see a gap in the sequence and can ask for a replay. The replay has the
 last batches, or `AllBlocksCleared` and the whole state under the requested number. The sequence begins at the
-clock in microseconds, and the first event is `AllBlocksCleared`. So a subscriber sees a restart as later messages.
+clock in microseconds, and the first event is `AllBlocksCleared`. So after a restart a subscriber sees only higher
+numbers.
 """
 
 import bisect

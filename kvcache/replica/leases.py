@@ -133,7 +133,10 @@ class PageLeases:
         self.told[row], self.kept[row] = 0, _NEVER
 
     def last_read(self, row: int) -> int:
-        """The end of a leased row's pages with computed tokens, which leases keep when they leave the row; else 0."""
+        """The end of a leased row's columns with computed tokens; 0 without a lease.
+
+        Leases keep the pages in these columns when the pages leave the row.
+        """
         if row not in self.of_row:
             return 0
         return -(-max(int(self._rows.cached[row]), int(self.told[row])) // self._rows.page_size)

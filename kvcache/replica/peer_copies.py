@@ -1,6 +1,6 @@
 """`PeerCopies`: copies pages that a request misses from other replicas of this process that have them.
 
-With recurrent states pages are copied up to the last one after which some replica has the state, and the state, too.
+With recurrent states, pages are copied up to the last one after which some replica has the state; so is that state.
 
 It is off by default (`Routing.copy_pages`). A copy takes room from the pages of other prompts, and a router that
 follows prefixes leaves little to copy. It is for cases that routing cannot solve: a busy owner, or a head that all

@@ -520,7 +520,7 @@ class RowTables:
         return mixed
 
     def _to_hold(self, group: LayerGroup, context: Context, length: int, start: int) -> int:
-        """Columns of a request that runs from `start`: for all `length` tokens, or to the end of its chunk."""
+        """Columns that need pages if the request runs from `start`: for `length` tokens, or in windows for a chunk."""
         if not group.keeps_all:
             active = chunk_end(context, start)
             length = active if active < context.end_idx else length

@@ -56,7 +56,7 @@ class KeptStates:
             return
         ended, tokens = rows_at(stepped, at), computed[at]
         pages = rows.table[0, ended, tokens // size - 1]
-        if len(there := pages.nonzero()[0]) < len(pages):  # a row whose window has moved on computed nothing just now
+        if len(there := pages.nonzero()[0]) < len(pages):  # null: the window has moved on, and nothing was computed
             ended, tokens, pages = ended[there], tokens[there], pages[there]
         of_rows: list[int] = ended.tolist()
         counts: list[int] = tokens.tolist()

@@ -213,7 +213,7 @@ class PrefixTree:
         if pages:
             self._plant(np.concatenate(pages), np.concatenate(parents), _each(born, pages))
         if found:
-            # A page found before it was last published had other content then.
+            # A hit on a page before its last publication was a hit on other content.
             hits, at = np.concatenate(found), _each(found_at, found)
             np.add.at(self._hits, hits[at >= self._born[hits]], np.uint32(1))
 
