@@ -84,7 +84,7 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
 
 
 class KindPages(NamedTuple):
-    """The location of one further kind of pages on one shard, such as a part of recurrent states."""
+    """The location on one shard of pages that are not token pages, such as a part of recurrent states."""
 
     kind: str  # the name of the logical tensor that they belong to ("ssm")
     layout: PageLayout  # of one page

@@ -296,9 +296,10 @@ class Replica:
         return not (longest or self.imports.of_row) and self.tables.append(lacking)
 
     def filled(self, rows: Rows, computed: Ints, digests_of: DigestsOf) -> Filled | None:
-        """The pages for `publish`, or None if there are none. Changes nothing. Errors about digests are raised here.
+        """The pages for `publish`, or None if there are none. Changes nothing.
 
-        `digests_of(at, firsts, lasts)` returns the digests of pages `firsts` to `lasts` of the rows at indices `at`.
+        `digests_of(at, firsts, lasts)` returns the digests of pages `firsts` to `lasts` of the rows at indices `at`. It
+        may raise, so `filled` is called before any change.
         """
         if not self.caching:
             return None

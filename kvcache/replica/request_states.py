@@ -62,7 +62,7 @@ class RequestStates:
     def release(self, request_id: RequestID) -> None:
         """The request is released. Its state is freed, unless a transfer still writes it or a lease holds it."""
 
-    # ---- what is cached
+    # ---- cached states
 
     @property
     def generation(self) -> int:
@@ -139,7 +139,7 @@ class RequestStates:
     def fork(self, parent: int, row: int) -> None:
         """Copy the state of the request at row `parent` into the page of the request at `row`."""
 
-    # ---- leases, and what other managers read and write
+    # ---- leases, block tables and imports
 
     def refuse_unbooked(self, request_id: RequestID) -> None:
         """Raise `StatePageError` if drafted tokens of the request ran and no `step` has said which of them stay."""

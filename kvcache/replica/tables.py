@@ -67,7 +67,7 @@ class RowTables:
         """Let the index record the table of each page."""
         self._numbers = self._pool.index.tables = np.zeros(len(self._pool.index.published), np.intp)
 
-    # ---- what is there
+    # ---- lookups
 
     def run(self, first: int, digests: Digests) -> Found:
         """The columns in which `find` has to look: the longest published run of the first table, after `first` ones.
@@ -351,7 +351,7 @@ class RowTables:
         rows.measure(row)
         return [*zip(table[:, parent, full].tolist(), table[:, row, full].tolist(), strict=True)]
 
-    # ---- what rows have
+    # ---- the pages of rows
 
     def lists(self, row: int, tokens: int, *, first: int, windows: bool) -> tuple[tuple[int, ...], ...]:
         """The row's pages of its first `tokens` tokens from column `first` on, by table.

@@ -102,7 +102,7 @@ class ReplicaStates(RequestStates):
         if self.pages.holds(request_id):  # False if its claim was interrupted
             self.pages.release(request_id)
 
-    # ---- what is cached
+    # ---- cached states
 
     @property
     def generation(self) -> int:
@@ -206,7 +206,7 @@ class ReplicaStates(RequestStates):
     def fork(self, parent: int, row: int) -> None:
         self.pages.fork(self._name(parent), self._name(row))
 
-    # ---- leases, and what other managers read and write
+    # ---- leases, block tables and imports
 
     def refuse_unbooked(self, request_id: str) -> None:
         self.pages.drafts.check_booked(request_id)

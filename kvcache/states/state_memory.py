@@ -77,7 +77,7 @@ class StateMemory:
         """Copies that were given up for another page."""
         return self.pool.evictions
 
-    # ---- what is found, here and below
+    # ---- lookups, on the device and below
 
     def kept_after(self, digests: Digests, *, but: int = NO_PAGE) -> NDArray[np.bool_]:
         """Whether there is a copy of the state after the page of each digest, on the device or in host memory: a mask.
@@ -112,7 +112,7 @@ class StateMemory:
         """
         return bring_newest(self.below, digests[self.longest(digests) :], wait=wait)
 
-    # ---- what is let go and copied
+    # ---- copies and releases
 
     def _let_go(self, page: int) -> None:
         self.pool.release(one_page(page))

@@ -228,7 +228,7 @@ class StatePages(StateMemory):
         self.pool.forget_idle()
         self._passing.clear()
 
-    # ---- tokens that may be taken away again
+    # ---- drafted tokens
 
     def draft(self, request_id: str) -> bool:
         """Give the request a second page for its next run, until `settle`. Returns False if none is left.
@@ -321,7 +321,7 @@ class StatePages(StateMemory):
         page = self.page_of(request_id)
         return 0 < self._tokens[page] == self._told[page] and self.pool.holders[page] > 1
 
-    # ---- what a model reads and writes
+    # ---- access of a model
 
     def pages_at(self, request_ids: Sequence[str], tokens: Sequence[int]) -> torch.Tensor:
         """The requests' pages, int64 `[requests]`, whose states must cover exactly `tokens`.

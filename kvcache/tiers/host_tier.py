@@ -350,7 +350,7 @@ class ReplicaTier(PagesBelow, PageReader):
                 self.waiting.extend((NO_SLOTS, every[:, :stop]) for stop in stops)
             self._pass_uses()
 
-    # ---- and back
+    # ---- from the host
 
     def slots(self, digests: Digests) -> Slots:
         return self.host.pool.index.find(digests)
@@ -369,7 +369,7 @@ class ReplicaTier(PagesBelow, PageReader):
         if not self._at_once:
             self._begin(load)
 
-    # ---- what lies below
+    # ---- the tiers below the host
 
     @property
     def generation(self) -> int:

@@ -326,7 +326,7 @@ class ObjectTier(LowerTier):
         self._busy.update(dict.fromkeys(names, self._clock() + self._timeout_s))
         self._jobs.append(self._job(self._reader, work, take, names, slots))
 
-    # ---- what is there
+    # ---- lookups in the store
 
     def _ask(self, names: list[bytes]) -> None:
         """Ask the store which of these objects exist."""
