@@ -162,7 +162,7 @@ class PulledPages(Pages, Protocol):
 
     @property
     def contents(self) -> PageContents:
-        """The pages by content: those that a prompt needs, and those of them that are cached."""
+        """The pages by content: finds the pages that a prompt needs, and which of them are cached."""
         ...
 
     def import_block_table(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_ENDING_S = 10.0  # further signals are ignored for this long, because cleaning up takes less
+_ENDING_S = 10.0  # a second signal within this time is ignored; cleaning up takes less
 _AGAIN_S = 0.01
 
 

@@ -2,9 +2,11 @@
 
 Each `step` does five things, in this order:
 
-reserve pages for what every running request adds; short of pages, the newest request is preempted admit waiting
-requests, oldest first, while rows and pages last plan how many tokens each request runs: one if it decodes; prompts
-share the rest of the budget run fetch, model, update, step finish release what ended; report tokens
+    reserve   the pages that every running request adds; if pages are short, the newest request is preempted
+    admit     waiting requests, oldest first, while rows and pages last
+    plan      the tokens of each request: one if it decodes; prompts share the rest of the budget
+    run       fetch, model, update, step
+    finish    release ended requests; report tokens
 """
 
 import time
@@ -59,7 +61,7 @@ class Output(NamedTuple):
 
     request_id: str
     token: int | None  # None if the request failed
-    finished: FinishReason | None  # why it ended; None while it goes on
+    finished: FinishReason | None  # why it ended; None while it continues
     error: str = ""  # the failure, if `finished` is "error"
 
 

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class MemoryType(Enum):
-    """Where the bytes of a tensor live. The values are NIXL's names."""
+    """The kind of memory of a tensor. The values are NIXL's names."""
 
     DRAM = "DRAM"
     VRAM = "VRAM"

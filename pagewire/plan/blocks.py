@@ -3,7 +3,7 @@
 All layers draw blocks of equal size in bytes from one pool. Layers of different kinds are divided into groups with
 equally many layers, each with its own block table. A window's blocks are freed once nothing in flight needs them.
 Groups are padded with unused layers. The rules are in `vllm/v1/core`: `kv_cache_utils.py` of 0.32 and
-`kv_cache_planning.py` of 0.33. `tests/vllm_engine/test_plan.py` runs the latter against this module.
+`kv_cache_planning.py` of 0.33. `tests/vllm_engine/test_plan.py` compares this module with version 0.33.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ class LinkLoad(msgspec.Struct, frozen=True):
         runs: NIXL descriptors for these bytes, if no two pages are neighbours.
         compute_s: seconds of prefill.
         after_gbps: needed GB/s if the pull starts after prefill; None if prefill alone takes too long.
-        after_runs_s: needed runs per second, likewise.
+        after_runs_s: needed runs per second if the pull starts after prefill.
         chunks_gbps: needed GB/s if each chunk is pulled while the next one is computed.
-        chunks_runs_s: needed runs per second, likewise.
+        chunks_runs_s: needed runs per second if chunks are pulled during prefill.
     """
 
     length: int
@@ -71,8 +71,8 @@ def pulls(
         size, count = pages * of_page + states, -(-pages * runs // _PAGES)
         left = target.first_token_s - length / target.prefill_speed
         part = min(1.0, target.chunk / length)
-        # With chunks, the data that is not pulled when a chunk ends is due by the same time. That is most urgent after
-        # the first chunk, when all is still to come, or after the last.
+        # With chunks, the data left when a chunk ends is due by the same deadline. The need is highest after the first
+        # chunk, when most data is left, or after the last.
         ahead = target.first_token_s - part * length / target.prefill_speed
         after = None if left <= 0 else 1 / left
         chunks = None if left <= 0 else max(1 / ahead, part / left)

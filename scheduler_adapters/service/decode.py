@@ -1,9 +1,9 @@
 """`DecodeScheduler`: accepts requests, has prefill processes compute their prompts, pulls the pages, and decodes.
 
-Ownership: a request holds its pages from `import_block_table` on. No other request can find them before
-`commit_import`, or get them before the pull's last event, because a READ may still write there. A pull can therefore
-outlive its attempt. If the attempt fails, its import is cancelled at once, and the manager takes the pages back when no
-transfer of the pull is in flight.
+Ownership: a request holds its pages from `import_block_table` on. No other request can find these pages before
+`commit_import`. No other request can be given them before the pull's last event, because a READ may still write there.
+A pull can therefore outlive its attempt. If the attempt fails, its import is cancelled at once, and the manager takes
+the pages back when no transfer of the pull is in flight.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class DecodeScheduler:
         self._unasked: dict[str, DecodeRequest] = {}  # requests not yet sent to any prefill process
         # For each replica: the requests that wait for its pages, each with its attempt, in the order of their offers.
         self._arrived: list[deque[tuple[DecodeRequest, int]]] = [deque() for _ in range(self._manager.num_replicas)]
-        # Counts over all requests, so that a recurring request id is told from the earlier request.
+        # Counts over all requests, so that a request id that is used again can be told from its predecessor.
         self._attempts = itertools.count(1)
         self._submitted: Recent[int] = Recent()
         self._expire_at = 0.0

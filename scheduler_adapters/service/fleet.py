@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from scheduler_adapters.service.server import ServerConfig
 
 PROGRAM = (sys.executable, "-m", "scheduler_adapters.service.program")
-PREFIX = "pagewire-run-"  # of the names of run folders
+PREFIX = "pagewire-run-"  # prefix of the names of run folders
 _TRIES = 10
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0

@@ -115,7 +115,7 @@ class Abort(Message, frozen=True, kw_only=True, tag=True):
     """Frontend to decode: the client no longer wants this request."""
 
     request_id: Name
-    serial: Serial = 0  # of the submission to abort, even one that has not arrived yet; 0: the open one
+    serial: Serial = 0  # serial of the submission to abort, which may arrive later; 0: the open one
 
 
 class Tokens(Message, frozen=True, kw_only=True, tag=True):
@@ -125,7 +125,7 @@ class Tokens(Message, frozen=True, kw_only=True, tag=True):
     tokens: tuple[Token, ...] = ()  # the tokens after those already sent
     finished: Finished | None = None  # why it ended; None while it continues
     error: str = ""  # the failure, if `finished` is "error"
-    serial: Serial = 0  # of the submission
+    serial: Serial = 0  # serial of the submission
     cached_tokens: OptionalCount = 0  # with the last message: prompt tokens that prefill had cached
     elsewhere: bool = False  # with an error: this process refuses the request, but another one may take it
 
@@ -145,7 +145,7 @@ class PagesOffer(OfAttempt, frozen=True, kw_only=True, tag=True):
     """Prefill to decode: pages that may be read. Repeated with a longer table while the prompt runs."""
 
     source: Source  # the same in every offer of an attempt
-    table: BlockTable  # the pages so far; it may leave out those of an earlier offer
+    table: BlockTable  # the pages so far; it may leave out pages that an earlier offer has named
     prompt_digest: bytes  # `Prompt.digest` of the tokens whose KV the pages hold, as prefill has computed them
     token: Token | None = None  # the first new token; None if the prompt still runs
     cached_tokens: OptionalCount = 0  # prompt tokens that were cached, and not computed
@@ -208,7 +208,7 @@ class Stats(Message, frozen=True, kw_only=True, tag=True):
     running: int = 0  # requests that the loop runs
     waiting: int = 0  # requests that wait for the loop without pages
     prompt_tokens: int = 0  # prompt tokens of the requests that were prefilled here
-    cached_tokens: int = 0  # those of them that came from the prefix cache
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     preemptions: int = 0  # how often a request was preempted
     pages_pulled: int = 0  # local pages that pulls filled; a page of several shards counts once
     pages_reused: int = 0  # pages of imported requests that were cached here and not pulled

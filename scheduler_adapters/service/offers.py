@@ -1,6 +1,6 @@
 """`Offers`: the offers of a prefill process for one attempt, taken in the order of their pages.
 
-An offer names only new pages. If it overtakes an earlier offer, it waits for that one: pages behind a gap can be
+An offer names only new pages. An offer that overtakes an earlier one waits for it, because pages behind a gap can be
 neither checked nor read.
 """
 

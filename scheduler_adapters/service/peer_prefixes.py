@@ -44,11 +44,11 @@ FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 _ASK_S = 1.0  # in seconds, for sources to answer between two stretches; a source may be in the middle of a step
 _PULL_S = 5.0  # in seconds, for one stretch
 _DROPPED, _USELESS = "nobody wants it any more", "its pages are of no use here"
-_MOST_STRETCHES = 8  # of one prompt; if two sources hold alternate pages, computing is quicker
+_MOST_STRETCHES = 8  # the most stretches of one prompt; if two sources hold alternate pages, computing is quicker
 
 
 class Waiting(NamedTuple):
-    """A request that is to join the loop now, with whatever is cached of it."""
+    """A request that is to join the loop now and uses the pages that are cached by then."""
 
     request: Request
     context: TextContext
@@ -152,7 +152,7 @@ class PeerPrefixes:
         return cached, min(context.current_length - 1, fetch.most) // size * size - cached
 
     def _ask(self, fetch: _Fetch, cached: int) -> None:
-        """Asks the next source. It shares the remaining time with those after it."""
+        """Asks the next source. It shares the remaining time with the sources after it."""
         (address, engine), context = fetch.engines[0], fetch.waiting.context
         wanted = self._manager.contents.digests(context, cached // self._manager.page_size)
         left = max(0.0, fetch.since + _ASK_S - self._clock()) / fetch.to_ask

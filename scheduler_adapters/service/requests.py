@@ -10,7 +10,7 @@ On the prefill side, each attempt is a request of its own:
     fetching    another process is asked for its pages, or they are pulled from there
     queued      in the loop, without pages
     leasing     it has pages and runs; a lease was asked for
-    computing   the lease stands, and no reader knows of it
+    computing   the lease was granted, and no reader knows of it
     offered     the reader knows, and takes pages while the rest of the prompt runs
     held        the reader knows all; pages are kept until the lease is over
     ending      the lease was revoked; pages are kept until its word is cleared
@@ -22,7 +22,7 @@ On the decode side, a request continues with the next attempt when one fails:
 
     waiting     for a prefill process to ask
     asked       a prefill process computes it
-    offered     a lease stands there, and is renewed; no pages here yet
+    offered     a lease was granted there, and is renewed; no pages here yet
     pulling     pages are reserved here, READs are on their way
     decoding    in the loop
 

@@ -159,7 +159,7 @@ class PagewireKVManager(CommonKVManager):
     def prefill_gone(self, address: str) -> None:
         """The process at `address` has ended. The next request asks the rendezvous for its new address."""
         with self.connection_lock:
-            pool: dict[str, Any] = self.connection_pool  # of lists, despite SGLang's annotation
+            pool: dict[str, Any] = self.connection_pool  # a dict of lists, despite SGLang's annotation
             for key, infos in list(pool.items()):
                 if any(endpoint(info["rank_ip"], info["rank_port"]) == address for info in infos):
                     del pool[key]
@@ -269,7 +269,7 @@ class PagewireKVReceiver(CommonKVReceiver):
 
     def init(self, prefill_dp_rank: int) -> None:
         """Asks the prefill process, which is known now."""
-        self.kv_mgr.step()  # drops lost connections first, so that they are made anew
+        self.kv_mgr.step()  # drops lost connections first, so that new ones are made
         super().init(prefill_dp_rank)
         if self.conclude_state == STATES.Failed or not self.bootstrap_infos:
             return

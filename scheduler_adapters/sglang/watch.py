@@ -76,10 +76,7 @@ class CachePool:
         return self._cache.pool
 
     def cells(self) -> Cells:
-        """Our pool counts each uncached page as held by SGLang.
-
-        This tells SGLang's free pages from those of requests.
-        """
+        """Our pool counts every uncached page as held by SGLang. This tells free pages from pages of requests."""
         pool = self.pool
         cells = pool_cells(pool)
         free = self._cache.free_pages()

@@ -236,12 +236,12 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         self._working.running.save_kv_to_host(self._metadata().step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:  # noqa: ARG002
-        """Returns the requests that are sent, and those that are received."""
+        """Returns the requests whose lease has ended, and those whose load has ended."""
         sent, received, _ = self._working.results()
         return sent, received
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """Returns the requests that are sent, those that are received, and which of the latter failed.
+        """Returns the requests whose lease has ended, those whose load has ended, and those whose load failed.
 
         Failures are reported by request instead of by block, which works for models with any number of groups.
         """

@@ -317,7 +317,7 @@ class SchedulerSide:
             self._connector.abort(request_id, f"the request has ended: {request.status}")
             return True, None
         blocks, first_blocks = _without_null(self._select(block_ids))
-        # With steps in flight, it may count tokens that have not run, but the prompt has.
+        # with steps in flight, this may count tokens that have not run; those of the prompt have run
         computed = request.num_computed_tokens
         tokens = computed if self._has_states else min(computed, request.num_prompt_tokens)
         try:

@@ -85,7 +85,7 @@ def _projections(
         )
     if spec.mamba_type.name == "GDN_ATTN":
         return ("q", groups * ranks, unit), ("k", groups * ranks, unit), ("v", heads * ranks, sizes[0])
-    # With one group on each of several ranks, all may have the model's only group, or each its own.
+    # If several ranks have one group each, they may all hold the model's only group, or each its own.
     total = layer.norm.n_groups if groups == 1 and ranks > 1 and layer is not None else groups * ranks
     return ("x", heads * ranks, sizes[0]), ("B", total, unit), ("C", total, unit)
 

@@ -109,7 +109,7 @@ def _counts(snapshot: StatsSnapshot) -> dict[str, int]:
 class PullMetrics(KVConnectorPromMetrics):
     """The same figures as Prometheus metrics, named `vllm:pagewire_*`, and again as `vllm:nixl_*`.
 
-    The latter are left out if vLLM's NIXL connector already has them, beside ours in a `MultiConnector`.
+    The `vllm:nixl_*` metrics are left out if vLLM's own NIXL connector runs in the same `MultiConnector` and has them.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class Offer:
     held: Held | None = None  # None until `params` names the pages
     offered: set[int] = field(default_factory=set[int])  # ranks that have granted it
     over: set[int] = field(default_factory=set[int])  # ranks on which it has ended, or that did not grant it
-    reason: str = "read"  # or the first other reason why it ended on a rank
+    reason: str = "read"  # "read", or the first other reason for which a rank ended the lease
     aborted: bool = False  # the scheduler has asked for its end
 
     @property

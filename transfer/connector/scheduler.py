@@ -371,9 +371,9 @@ class NixlConnectorScheduler:
             progress.sent[request_id] = offer.reason
 
     def _book_loads(self, rank: int, output: WorkerOutput, progress: Progress) -> None:
-        """A load fails with the first rank that fails, and the others then give it up.
+        """Records loads. A load fails when one rank fails, and the other ranks then give it up.
 
-        It ends when every rank's has.
+        It ends when every rank ends.
         """
         for request_id, reason in output.failed.items():
             load = self._loads.get(request_id)

@@ -132,7 +132,7 @@ class WorkerBook:
         return BlocksOfGroup(pages, (begin, stop), needed)
 
     def fail(self, load: OpenLoad, reason: str, *, safe: bool) -> None:
-        """Records a failure. `safe` says that nothing of the load is in flight, so that it ends now."""
+        """Records a failure. If `safe`, nothing of the load is in flight, and the load ends."""
         load.silent = False
         self.on_pull(PullEvent(load.key, reason, safe))
 

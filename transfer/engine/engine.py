@@ -282,7 +282,8 @@ class KVTransferEngine:
 
         Raises:
             TransferFailedError: NIXL ended the transfer with an error. Each further call raises it again.
-            PeerFailedError: as above, because the peer is gone or was disconnected.
+            PeerFailedError: the transfer failed because the peer is gone or was disconnected. Each further call raises
+                it again.
             UnknownTransferError: the transfer was cleaned up or given up.
             UnknownPeerError: the peer that started it is not connected, so no notification can come.
             InvalidTransferError: the request is not of this engine.
@@ -379,7 +380,7 @@ class KVTransferEngine:
                 are in quarantine, and the peer is in `suspect_peers`.
             InvalidTransferError: `timeout_s` is negative or NaN. The other errors are those of `is_complete`.
         """
-        if not timeout_s >= 0:  # also refuses NaN
+        if not timeout_s >= 0:  # the negated comparison also refuses NaN
             raise InvalidTransferError(f"{self._here}: timeout_s is {timeout_s}, it must be 0 or more")
         check_request(self._here, self.name, transfer_req, self.dp)
         peer = transfer_req.dst_name if transfer_req.src_name == self.name else transfer_req.src_name

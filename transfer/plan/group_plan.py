@@ -204,7 +204,7 @@ def _pages_of(where: str, pages: ArrayLike, tokens: tuple[int, int], group: Grou
             f"{group.page_size} tokens"
         )
     found = found[:needed]
-    if int(found.view(np.uint64).max()) >= group.num_pages:  # as uint64 a negative id is huge
+    if int(found.view(np.uint64).max()) >= group.num_pages:  # a negative id is a huge uint64
         wrong = found[(found < 0) | (found >= group.num_pages)][0]
         raise InvalidTransferError(f"{where} page {wrong}: the pool has {group.num_pages}")
     return found

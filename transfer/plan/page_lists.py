@@ -33,8 +33,8 @@ class BlocksOfGroup(NamedTuple):
     Attributes:
         local: the local pages that the tokens touch, counted in our page size.
         tokens: the first token, and the one after the last.
-        needed: the first token that must be read. Earlier ones in `tokens` are read only if the source has them: under
-            a sliding window, the page that holds `needed` begins before it, and page ends may differ on the two sides.
+        needed: the first token that must be read. The tokens before it are optional: they share its page here, but
+            under a sliding window the source may have freed them. They are read only if the source has them.
         blocks: the source's blocks; the last one holds token `end` - 1, or the state after it. `with_blocks` fills in
             `blocks` and `end` from the source's answer.
         end: tokens that the source has computed.

@@ -175,7 +175,7 @@ class Directory:
         self._admit(peer, _Candidate(answer.incarnation, remotes))
 
     def _admit(self, peer: Peer, candidate: _Candidate) -> None:
-        """Loads a candidate unless another incarnation of its engine is loaded; that one is pinged first."""
+        """Loads a candidate. If another incarnation of its engine is loaded, pings that incarnation first."""
         peer.candidate = candidate
         try:
             if not self._is_loaded(peer.place[1], candidate.incarnation):

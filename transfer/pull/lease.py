@@ -106,7 +106,7 @@ class Lease:
     lease_id: int  # random, 64 bits; also the content of the lease word
     request_id: str  # the source's name of the request whose pages are held
     slot: int  # index of the lease word
-    duration_s: float  # of a grant and of each renewal
+    duration_s: float  # the duration of a grant and of each renewal
     engines: int  # reading engines that must finish before the lease ends
     deadline: float  # on the book's clock
     last_deadline: float  # renewals do not extend beyond it

@@ -138,7 +138,7 @@ class PageLender:
         return LeaseReply(query_id=query.query_id, pages=known.pages, error=known.error, waits_for=known.waits_for)
 
     def _too_many(self, query: ContentQuery) -> int:
-        """Returns the limit that one more question would exceed, of all readers or of this one; 0 if there is room."""
+        """Returns the limit that one more question would exceed, of all readers or of this reader; 0 if none."""
         waiting = [*self._asked, *(loading for loading, _ in self._loading)]
         if len(waiting) >= _MOST_ASKED:
             return _MOST_ASKED

@@ -25,7 +25,7 @@ FOREGROUND_BYTES = 16 << 20
 BACKGROUND_BYTES = 128 << 20
 """About 12 ms. More would save few wake-ups, and delay the end of a failed pull."""
 _FOR_TWO = 32 << 20
-"""From this many bytes on, a second thread is worth splitting runs for: a run costs 2 µs, these bytes take 2.5 ms."""
+"""The least bytes for which splitting runs for a second thread pays: a run costs 2 µs, these bytes take 2.5 ms."""
 _SHORTEST_CUT = 128 << 10
 
 

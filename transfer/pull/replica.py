@@ -185,7 +185,7 @@ class ReplicaTransfer:
         block `tables` name the pages, the pull fails unless the source has sealed each of them under this lease.
 
         Raises:
-            PullFailedError: a pull of this name is open; that one goes on.
+            PullFailedError: a pull of this name is open. The open pull continues.
         """
         if key in self._pulls:
             # The new pull has no state yet, so it cannot have events. The older pull goes on.

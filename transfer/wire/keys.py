@@ -137,7 +137,7 @@ def load_keyring(path: Path) -> Keyring:
 def private_bytes(path: Path) -> bytes:
     """Returns the contents of a file that only its owner may read.
 
-    Raises `OSError` if others may read it, or we cannot.
+    Raises `OSError` if its mode or reading it forbids that.
     """
     if path.stat().st_mode & 0o077:
         raise PermissionError(f"others can read it; its mode must be 600: {str(path)!r}")
