@@ -2,7 +2,11 @@
 
 import errno
 import os
+import socket
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, cast
 
 import zmq
@@ -14,6 +18,7 @@ from kvcache.gate import Gate, Limits, remove_left
 _MAX_QUESTION_BYTES = 1 << 10
 """The most bytes of a message to such a socket. Messages are short; those of CURVE's handshake are the longest."""
 _UNREAD_QUESTIONS = 100
+_FREED_WITHIN_S = 1.0
 QUESTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES)
 """The limits of a socket on which each peer asks a few times a second."""
 SUBSCRIPTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES, peers=256, subscription_bytes=1 << 14)
@@ -48,9 +53,32 @@ class BoundSocket(zmq.Socket[bytes]):
 
     def close(self, linger: int | None = None) -> None:
         """Close the socket. Sent messages are delivered for up to `linger` milliseconds. Safe to call twice."""
+        bound = "" if self.closed or self._gate is not None else self.address
         super().close(linger)
         if self._gate is not None:
             self._gate.close((linger or 0) / 1000)
+        elif bound:
+            _await_free(bound)
+
+
+def _await_free(address: str) -> None:
+    """Return once nothing listens at the address of a closed socket, or after a second.
+
+    libzmq closes a listening socket in its own thread, some time after `close` has returned.
+    """
+    transport, _, place = address.partition("://")
+    host, _, port = place.rpartition(":")
+    deadline = time.monotonic() + _FREED_WITHIN_S
+    while time.monotonic() < deadline:
+        if transport == "tcp":
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with suppress(OSError), socket.socket(family) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind((host.strip("[]"), int(port)))  # it does not listen, so no peer gets to it
+                return
+        elif transport != "ipc" or place.startswith("@") or not Path(place).exists():
+            return
+        time.sleep(0.0005)
 
 
 def keep_alive(socket: "zmq.Socket[bytes]") -> None:
