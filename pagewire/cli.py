@@ -29,7 +29,7 @@ from scheduler_adapters import interrupts
 
 Options = DemoOptions | DoctorOptions | PlanOptions | ReplayOptions | ServeOptions | TopOptions
 _BAD = 2  # exit status of a failure, as in argparse
-_LONGEST = 1000  # characters of a message
+_LONGEST = 1000  # most characters of a message
 _WIDEST_HELP, _HELP_COLUMN = 100, 25
 
 

@@ -166,7 +166,7 @@ class OverlappedLoop(ServingLoop[PagesAhead]):
         return True
 
     def _going(self) -> list[Entry]:
-        """The running requests whose length limit is not reached with the pending token."""
+        """The running requests that continue after the pending token, as far as their length limit says."""
         return [
             entry
             for entry in self._running.values()

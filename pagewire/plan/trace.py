@@ -81,7 +81,11 @@ class TraceQuestion:
 
     @property
     def divided(self) -> BlockPages:
-        """The division of a block into pages: one, or enough to round a state up little, at most those in a server."""
+        """The division of a block of the trace into pages.
+
+        Without a state it is one page. With a state, it is the fewest pages for which rounding the state up to whole
+        pages adds at most 5 %, but no more than a block has in a server.
+        """
         block, most = self.choice.token_bytes * self.block_tokens, self.block_tokens // self.page_size
         if not self.choice.state_bytes:
             return WHOLE

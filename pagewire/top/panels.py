@@ -153,7 +153,7 @@ def rates(view: TopView) -> TableRows:
             found.append((process.name, name, form(values[-1] if values else 0.0), in_all, _bars(values)))
         found.append((process.name, "queue", f"{_waiting(look)}", "", ""))
         for name, value in totals.items():
-            if name.startswith("optimum"):  # of a replay
+            if name.startswith("optimum"):  # only a replay reports it
                 found.append((process.name, name.replace("_", " "), f"{value:.1%}", "", ""))
         found.append((process.name, "cost of a look", f"{look.cost_s * 1e3:.1f} ms", "", ""))
     return found

@@ -385,7 +385,7 @@ class DecodeRequest(TrackedRequest):
     def foreign(self, offer: msg.PagesOffer) -> str:
         """Returns why the pages of an offer are not of this request's prompt; empty if they are."""
         count, theirs = offer.table.num_tokens, offer.prompt_digest
-        known = self.newest  # its tokens are an array; a list takes ten times as long
+        known = self.newest  # reuses the array of its tokens, because converting a list takes ten times as long
         if known is None or known.end_idx < count:
             known = self.new_context()
         if count == self.digest[0]:

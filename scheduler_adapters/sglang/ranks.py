@@ -23,7 +23,7 @@ _output = msgspec.msgpack.Decoder(WorkerOutput)
 
 
 class RankLeader:
-    """Rank 0's end. It learns the address of a rank from its first message; earlier steps wait until all are known.
+    """Rank 0's connections to the other ranks. Steps wait until every rank has sent its first message.
 
     Args:
         server: the socket that decode and the ranks talk to.
@@ -71,7 +71,7 @@ class RankLeader:
 
 
 class RankFollower:
-    """The end of any other rank.
+    """The connection of a rank other than 0 to rank 0.
 
     Args:
         endpoint: endpoint of rank 0.

@@ -168,7 +168,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling.add(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Returns how many tokens a load would add to the local ones, and whether it is asynchronous (it always is)."""
+        """Returns how many tokens a load would add, and whether it is asynchronous: every load is."""
         count = self._scheduling.match(request, num_computed_tokens)
         return count, count > 0
 

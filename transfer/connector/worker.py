@@ -2,7 +2,7 @@
 
 Its methods have the names and meanings of vLLM's worker of this name. It knows nothing of tensor parallelism, page
 sizes, layouts or replicated heads: the boxes of the two sides carry all that, and the plan follows from them. The loop
-hands work over and takes events; only set-up and `take_output` wait.
+hands work over and takes events. Only set-up, `take_output`, `get_kv_connector_stats` and `shutdown` wait.
 """
 
 from __future__ import annotations

@@ -45,10 +45,11 @@ _TRUE = {"y", "yes", "1", "on", "true"}
 def effective_settings(
     memory_type: MemoryType = MemoryType.DRAM, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Returns the environment variables that agents run with: those already set, and our defaults for the others.
+    """Returns the environment variables that agents run with: those already set, and our defaults for the rest.
 
     A variable that is set is never changed. The transports are chosen for host memory only; a GPU needs those that UCX
-    finds itself. Shared-memory transports always report a dead peer. `environ` defaults to the process's environment.
+    finds itself. By default, shared-memory transports report a dead peer. `environ` defaults to the process's
+    environment.
     """
     environ = os.environ if environ is None else environ
     settings = {key: environ.get(key, value) for key, value in _DEFAULTS.items()}

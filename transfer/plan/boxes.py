@@ -139,7 +139,14 @@ def sub_box(box: Box, first: Index, end: Index) -> Box:
 
 
 def check(layout: ShardLayout) -> ShardLayout:
-    """Returns `layout` if it is valid: elements lie within their regions, and no element or address occurs twice."""
+    """Returns `layout` if all of its values are in range and all elements lie within their regions.
+
+    A group must not hold an element twice, and no two elements of a box may share an address. A layout that passes is
+    safe to plan with: no sum of its numbers overflows, and no address leaves a region.
+
+    Raises:
+        MetadataError: a value is out of range; the message names the group, the box, the value and the limit.
+    """
     _limit("a shard", "regions", len(layout.region_bytes), 1, MAX_REGIONS)
     _limit("a shard", "groups", len(layout.groups), 1, MAX_GROUPS)
     _limit("a shard", "boxes", sum(len(group.boxes) for group in layout.groups), 0, MAX_BOXES)

@@ -96,9 +96,9 @@ class GroupPlan:
         return found
 
     def tokens(self, tokens: tuple[int, int]) -> tuple[int, int]:
-        """The tokens that are copied: `tokens`, extended to the nearer page end of the two sides.
+        """Returns the range of tokens to copy: `tokens`, extended to the nearer page end of the two sides.
 
-        Empty if there is nothing to copy.
+        The range is empty if there is nothing to copy.
 
         Raises:
             InvalidTransferError: a token is out of range, or there are more tokens than the local pool holds.

@@ -283,7 +283,7 @@ class PageExchange:
         self._thread_of(source).call_soon(ReplicaTransfer.start_clock, source.lease.lease_id)
 
     def revoke(self, source: Source, reason: str) -> None:
-        """Ends a lease. `LeaseOver` reports when no reader can use pages that it reads under it any more."""
+        """Ends a lease. After `LeaseOver`, no reader's fence passes under it any more."""
         self._thread_of(source).call_soon(ReplicaTransfer.revoke, source.lease.lease_id, reason)
 
     def _thread_of(self, source: Source) -> TransferThread:

@@ -5,7 +5,7 @@ source's: NIXL reports a short read as done, and memory or a wire may corrupt da
 the bytes on each side. XXH3 finds accidents, not attacks; see the benchmark for the price.
 
 The source keeps a word for each page in memory that readers may READ, so no message grows. Readers copy the words along
-with the pages, because the words of leased pages do not change while the lease is open.
+with the pages. That is safe because the words of leased pages do not change while the lease is open.
 """
 
 from __future__ import annotations
