@@ -15,7 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-_SHOWN = 300  # characters of a value in a message
+_SHOWN = 300  # most characters of a value in a message
 _LONGEST_PLAIN = 200
 _MOST_BYTES = 1 << 20  # the largest file that is read whole
 _MOST_PORT = 65_535

@@ -56,10 +56,11 @@ def sweep_replicas(
     rules: Iterable[RoutingRule] = RULES,
     note: Callable[[Row], None] = lambda _: None,
 ) -> list[Row]:
-    """Returns a row for each rule and number of replicas that share `capacity` blocks: hits in %, and window loads.
+    """Replays a trace with each routing rule and number of replicas, which share `capacity` blocks.
 
-    With several replicas, the last row is for peers, which are routed by prefix; `peer_hits` counts the blocks that
-    they moved. A number of replicas is left out if a replica's share is smaller than the longest request.
+    Each returned row has the hits of one replay, in %, and its window loads. For each number of replicas above 1, the
+    last row is for peers, which are routed by prefix; `peer_hits` counts the blocks that they moved. A number
+    of replicas is left out if a replica's share is smaller than the longest request.
     """
     longest, rows = max(map(len, trace)), list[Row]()
     for count in (count for count in counts if capacity // count >= longest):

@@ -118,7 +118,10 @@ def colours(cells: Cells, span: Span, lit: NDArray[np.bool_] | None = None, *, l
 
 
 def _summed(packed: NDArray[np.uint64], span: Span) -> NDArray[np.uint64]:
-    """Returns the sum of the colours of each place, `[places, 3]`. First sums as few pages as 20 bits can hold."""
+    """Returns the sum of the colours of each place, `[places, 3]`.
+
+    It first sums at most `_CHUNK` pages at a time, so that no sum exceeds 20 bits.
+    """
     starts = np.arange(span.places) * span.per_place
     inner = (starts[:, None] + np.arange(0, span.per_place, _CHUNK)).ravel()
     inner = inner[inner < span.pages]

@@ -62,7 +62,7 @@ class KVSource(msgspec.Struct, frozen=True):
     address: Name  # endpoint of its `PageExchange`
     # Engine ids of its replicas, the likeliest first.
     engines: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=64)]
-    tokens: Annotated[int, Meta(ge=0, le=_MAX_PROMPT)] = 0  # least number of prompt tokens that it has; 0: unknown
+    tokens: Annotated[int, Meta(ge=0, le=_MAX_PROMPT)] = 0  # it has at least so many prompt tokens; 0: unknown
 
 
 KVSources = Annotated[tuple[KVSource, ...], Meta(max_length=8)]
@@ -90,7 +90,7 @@ class Leaving(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Rejected(Message, frozen=True, kw_only=True, tag=True):
-    """Either way: a message could not be handled. `Rejected` itself is never answered."""
+    """Between decode and prefill: a message could not be handled. `Rejected` itself is never answered."""
 
     reason: Reason
     stranger: bool = False  # the sender is unknown and must say `Hello` first, on a new connection
@@ -214,7 +214,7 @@ class Stats(Message, frozen=True, kw_only=True, tag=True):
     pages_reused: int = 0  # pages of imported requests that were cached here and not pulled
     prefixes: dict[str, int] = {}  # prompts with a named source, by outcome (`peer_prefixes.py`)
     taken_s: dict[str, float] = {}  # seconds spent, by way: to "pull" prefixes and to "compute" prompts
-    misjudged_s: dict[str, float] = {}  # absolute error of the estimates of these times, in seconds, by way
+    misjudged_s: dict[str, float] = {}  # sum of the absolute errors of their estimates, by way
     bytes_pulled: int = 0  # bytes that READs brought here, over all shards
     pull_seconds: float = 0.0  # seconds in which at least one READ or first contact with a source was under way
     retries: int = 0  # attempts that failed and were followed by another

@@ -438,5 +438,5 @@ class PrefillScheduler:
     def _send(self, reader: bytes, message: msg.ToDecode) -> None:
         try:
             self._socket.send_multipart([reader, msg.encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # gone, or stopped for so long that its queue is full
+        except zmq.ZMQError as error:  # the reader is gone, or its queue is full
             self._lose(reader, f"a decode process cannot be reached: {error}")

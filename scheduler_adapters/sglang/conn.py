@@ -295,7 +295,7 @@ class PagewireKVReceiver(CommonKVReceiver):
         destination: KVTransferDestination = KVTransferDestination.DEVICE,
         device_kv_indices: NDArray[np.int32] | None = None,
     ) -> None:
-        """Reads into the request's pages, which are allocated now. Nothing is sent."""
+        """Reads into the request's pages, which SGLang has allocated by now. Sends nothing, despite its name."""
         if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
             raise NotImplementedError("pages of the host are not read into")
         index = int(aux_index or 0)

@@ -100,7 +100,7 @@ class RoomLeases:
         scheduler: scheduler side of the engine.
         server: receives the messages of decode and of the other ranks.
         leader: sends commands to the other ranks.
-        told: is told the outcome of each room.
+        told: called when decode asks for a room, and when a room was read or failed.
         expect_s: how long a room that decode wants is kept if its request has not arrived, in seconds.
     """
 
@@ -276,7 +276,7 @@ class FollowerLeases:
     Args:
         worker: worker of this rank.
         follower: receives commands of rank 0.
-        told: is told the outcome of each room.
+        told: called when a room was read or failed.
     """
 
     def __init__(self, worker: NixlConnectorWorker, follower: RankFollower, told: LeasesTold) -> None:

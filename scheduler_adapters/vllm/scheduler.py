@@ -70,7 +70,7 @@ class SchedulerSide:
         self._sources: set[str] = set()  # requests with a lease that still run
         self._unsaved: dict[str, Request] = {}  # sources whose blocks are not in host buffers yet
         self._waiting: dict[str, Wanted] = {}  # readers' requests that have no blocks yet
-        self._refused: set[str] = set()  # readers' requests that cannot be loaded, until they are parked
+        self._refused: set[str] = set()  # readers' requests that cannot be loaded, until they get blocks
         self._next = StepMetadata()
         self._counts = Counter[str]()  # since the last stats
         self._spans: dict[str, HandoverSpan] = {}  # spans of traced readers' requests, until they are loaded
@@ -279,7 +279,7 @@ class SchedulerSide:
     def _hide(self, request_id: str, unwritten: Mapping[int, int]) -> None:
         """Keeps partly loaded blocks out of vLLM's prefix cache.
 
-        Prefill had already freed the first pages that they cover.
+        A block is loaded partly if prefill had already freed the first pages that the block covers.
 
         The request itself needs no missing token. It publishes its blocks in the next step, starting with the first
         block that its group's manager counts as not cached yet, so that count is raised past the incomplete blocks.

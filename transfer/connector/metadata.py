@@ -89,8 +89,8 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
         failed: requests whose load failed, with the reason. They are in `received` now or later.
         block_ids_with_errors: blocks of failed loads, of every group. Their contents must not be used.
         times: for timed loads that succeeded: when the last fence was posted, and when it had passed.
-        unwritten: for loads that succeeded, by group: the first token that was written, if the group's blocks begin
-            before it. The request is in `received` at the same time.
+        unwritten: by request and group, the first token that a successful load wrote, if the group's blocks begin
+            before that token. The request is in `received` at the same time.
     """
 
     offered: dict[str, str] = {}
@@ -115,9 +115,10 @@ class Progress(msgspec.Struct, kw_only=True):
         received: requests whose load has ended on every rank, successfully or not. Their pages may be used or freed.
         failed: requests whose load failed, with the reason. They are in `received` now or later.
         block_ids_with_errors: blocks of failed loads, of every group.
-        unwritten: for loads that succeeded, by group: the first token that was written, if the group's blocks begin
-            before it. The request itself needs no earlier token. Other requests must not find the block that holds this
-            token or any block before it in the prefix cache, because they lack the KV of some of their tokens.
+        unwritten: by request and group, the first token that a successful load wrote, if the group's blocks begin
+            before that token. The request itself needs no earlier token. Other requests must not find the block that
+            holds this token or any block before it in the prefix cache, because the KV of some of their tokens is
+            missing.
     """
 
     offered: set[str] = set()

@@ -43,7 +43,7 @@ WORD_BYTES = 8
 
 _FIRST = [0]
 _agents: WeakSet[Any] = WeakSet()
-_making = [threading.Lock()]  # held while the environment has an agent's settings
+_making = [threading.Lock()]  # the lock is held while `os.environ` has an agent's settings
 
 
 def _keep_in_fork() -> None:

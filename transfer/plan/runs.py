@@ -29,9 +29,9 @@ _NEXT_LOCAL = 1 << 31
 class Runs:
     """Runs of bytes to copy. No two write the same byte.
 
-    They are the fewest that a pair of pages needs. Runs of neighbouring pages are joined if the page of a region is a
-    single run. If it has several runs, the last one of a page may abut the first of the next; joining these would save
-    one run of each page's many but needs a sort over all.
+    Each pair of pages has as few runs as possible. If a page of a region is a single run, the runs of neighbouring
+    pages are joined too. If it has several runs, the last run of a page may abut the first run of the next page. Those
+    are not joined: it would save only one run of many for each page, and needs a sort over all runs.
 
     Attributes:
         local: int64 `[runs]`, absolute address of each run in the reader's memory.

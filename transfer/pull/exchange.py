@@ -315,7 +315,7 @@ class PageExchange:
         self._asks.ask(replica, key, (address, engine_id), wanted, timeout_s)
 
     def refuse(self, replica: int, source: Source, reason: str) -> None:
-        """Gives a lease back that was not and will not be read, so that its source can free the pages."""
+        """Gives back a lease that will not be read, so that its source can free the pages."""
         self.threads[replica].call_soon(ReplicaTransfer.refuse, source, reason, _REFUSE_S)
 
     # ---- pulls

@@ -120,10 +120,10 @@ class Puller:
     def pull_at_once(
         self, key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: float, part: Part
     ) -> PullEvent | RankPull:
-        """Makes a whole pull of one part in one transfer, from an engine with one rank.
+        """Pulls the only part of a pull from an engine with one rank, if possible within this call.
 
-        If READ and fence have ended when they are posted, and the word holds the lease, the pull is complete here.
-        Otherwise it continues as a normal pull from its current state. Raises as `open`.
+        The pull is complete if its READ and its fence have ended as soon as they were posted, and the word holds the
+        lease. Otherwise it continues as a normal pull from its current state. Raises as `open`.
 
         Returns:
             The event of a successful pull, which is not added to `events`; otherwise the pull.

@@ -393,7 +393,8 @@ class HandshakeClient:
                 self._deliver(address, data)
         now = self._clock()
         for query_id, asked in list(self._asked.items()):
-            # this thread may have been away for longer than that: ask again
+            # A due question is sent before its deadline is checked, because the last poll may be longer ago than the
+            # deadline. Sending it moves the deadline, up to a limit.
             if asked.refused is None and asked.send_at <= now:
                 self._send(asked, now)
             if asked.deadline <= now:
