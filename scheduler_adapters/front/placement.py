@@ -49,7 +49,7 @@ class Selected:
     """
 
     def __init__(self) -> None:
-        os.environ.setdefault("DYN_LOG", "error")  # otherwise it logs one line a request
+        os.environ.setdefault("DYN_LOG", "error")  # by default, Dynamo logs one line for each request
         try:
             from dynamo.llm import SelectionService  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
             from dynamo.llm.exceptions import SelectionServiceError  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]

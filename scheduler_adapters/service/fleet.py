@@ -132,7 +132,9 @@ class Fleet:
         return self._configs[name].role
 
     def send(self, name: str, message: msg.AnyMessage) -> None:
-        """Queues a message to one server. Waits while the queue is full, as it is while the server's answers pile up.
+        """Queues a message to one server. Waits while the queue is full.
+
+        The queue fills while the server's answers are not read, because the server then reads nothing either.
 
         Raises:
             ServiceError: the server is gone, or its queue stays full.

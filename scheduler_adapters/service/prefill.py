@@ -290,7 +290,7 @@ class PrefillScheduler:
         """Requests the lease of an admitted request, so that it is granted by the time that the model has run."""
         request = self._requests.get(key)
         if request is None:
-            return  # a request of another user of the loop
+            return  # the request belongs to another user of the loop
         self._untold[key] = request
         request.replica, request.cached_tokens, request.admitted = replica, cached, self._clock()
         request.source = self._exchange.offer(key, self._times.lease_s, running=True)

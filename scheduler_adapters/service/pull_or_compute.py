@@ -17,7 +17,7 @@ from collections import deque
 from statistics import fmean, median, median_low
 
 _KEPT = 9  # measurements kept for each power of two
-_LATEST = 5  # measurements of any length that give the current speed
+_LATEST = 5  # the current speed is estimated from this many measurements
 _TRY_AGAIN = 32  # one of this many prompts that would be computed is pulled, because a slow link may recover
 
 

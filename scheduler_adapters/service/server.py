@@ -52,7 +52,7 @@ from transfer.wire.secret import read_secret
 
 # A message on a socket ends a wait. Leases, pulls and deadlines have no socket: they are checked this often.
 _WAIT_MS = 1
-_IDLE_MS = 100  # without a request: the interval for signals and for reconnecting
+_IDLE_MS = 100  # the interval of a process without requests, for signals and for reconnecting
 # Python code releases the GIL after this long when another thread wants it; the transfer thread polls every
 # millisecond.
 _SWITCH_S = 2e-4

@@ -77,7 +77,7 @@ class RoomPulls:
         worker: worker of this rank.
         scheduler: scheduler side of this rank alone. SGLang itself makes the ranks agree in each poll.
         client: sends messages to prefill.
-        told: is told the outcome of each room.
+        told: called when a room is being read, was read or failed, and when its prefill process has ended.
     """
 
     def __init__(

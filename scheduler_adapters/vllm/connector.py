@@ -151,7 +151,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling.set_handshake_metadata(ranks)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """The same, for an engine without pipeline stages."""
+        """Starts to answer readers of an engine without pipeline stages."""
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): found for rank, found in metadata.items()})
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:

@@ -178,7 +178,7 @@ def _begins(group: GroupConfig, read: BlocksOfGroup, first: int, stop: int) -> t
 
 
 def _unwritten(load: OpenLoad, begins: Sequence[int]) -> dict[int, int]:
-    """By group, the first token that was written, if the group's blocks begin before it."""
+    """Returns the first token that a load wrote, for each group whose blocks begin before that token."""
     return {
         group: max(asked, read)
         for group, ((first, asked), read) in enumerate(zip(load.begins, begins or [0] * len(load.begins), strict=True))

@@ -27,7 +27,7 @@ class Stack:
     """Pairs of boxes that differ only in where they start, each cut to what both sides hold.
 
     Attributes:
-        local_region: int64 `[pairs]`, as the next three fields.
+        local_region: int64 `[pairs]`, like the next three fields.
         local_offset: bytes from the region's start to the first common element of page 0.
         axes: those of layer, side, head and dim that have more than one common element.
         token: bytes between neighbouring tokens, local and remote; 0 if each element belongs to all tokens of a page.

@@ -132,7 +132,7 @@ class PageExchange:
         self._slots, self._lent_slots = list[LeaseSlots](), list[LeaseSlots]()
         self._leases: list[dict[int, tuple[LeaseRef, Any]]] = []  # for each replica, by the lease id
         self._pulls: dict[tuple[int, str], Any] = {}  # the copiers of open pulls, by replica and key
-        self._happened: list[ExchangeEvent] = []  # collected when a thread was closed
+        self._happened: list[ExchangeEvent] = []  # events taken from a thread when it was closed
         agreed, options = dict(compatibility or {}), dict[str, Any](replica_options or {})
         tables = manager.layer_tables  # with several tables, pages of the same size may hold other layers and tokens
         agreed |= {"layer tables": tables.described()} if tables.kinds_named else {}

@@ -285,7 +285,7 @@ class PageLending:
 
     @property
     def num_leases(self) -> int:
-        """The number of such leases that are granted or requested."""
+        """The number of granted or requested leases to readers that asked by content."""
         return sum(one.num_leases for one in self.of)
 
     @property

@@ -2,9 +2,9 @@
 
 Between processes of one host, the processor copies a READ. The posting thread copies a transfer of few runs itself. A
 NIXL thread copies a larger one. That thread takes 50 µs to wake and handles one transfer at a time: the next post waits
-until it is free. So each source has at most one transfer in the background, with half of what is left. Meanwhile the
-polling thread copies the rest in small pieces, and serves peers and other pulls in between. After an error or a
-cancellation, the pull ends with the transfers in flight.
+until it is free. So each source has at most one transfer in the background, which takes at most half of the remaining
+runs. Meanwhile the polling thread copies the rest in small pieces, and serves peers and other pulls in between. After
+an error or a cancellation, the pull ends with the transfers in flight.
 """
 
 from __future__ import annotations

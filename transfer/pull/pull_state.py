@@ -163,7 +163,7 @@ class ReplicaPull:
 
     @property
     def passed(self) -> int:
-        """The number of calls of `add_pages` that a fence has passed for on every rank."""
+        """The number of calls of `add_pages` whose pages have passed a fence on every rank."""
         return min((one.passed for one in self.reads), default=0)
 
     @property
@@ -173,7 +173,7 @@ class ReplicaPull:
         return PullTimes(fence_at, max(one.over_at for one in self.reads)) if fence_at else None
 
     def next_pages(self, key: str) -> Reading:
-        """Takes the first waiting reading, with the blocks that the source has named."""
+        """Removes the first waiting reading and returns it, with the blocks that the source has named."""
         reading = self.waiting.popleft()
         if self.pages is None:
             return reading

@@ -50,10 +50,10 @@ class Prompt(NamedTuple):
 
 
 def _packed(token_ids: Sequence[int] | NDArray[np.int32]) -> bytes:
-    """Tokens as little-endian int32 bytes."""
+    """Returns tokens as little-endian int32 bytes."""
     if isinstance(token_ids, np.ndarray):
         return token_ids.astype("<i4", copy=False).tobytes()
-    packed = array("i", token_ids)  # takes a third of the time that numpy needs for a list
+    packed = array("i", token_ids)  # for a list, `array` takes a third of the time of numpy
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
