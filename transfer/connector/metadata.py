@@ -13,8 +13,8 @@ from transfer.wire.messages import Wanted
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The pages that a request loads from a source.
 
-    A request whose source was held without blocks (`NixlConnectorScheduler.hold`) gets a second one, now with its
-    blocks.
+    If the request's source was held before the request had blocks (`NixlConnectorScheduler.hold`), the request has two
+    such loads: the first without blocks, and the second with them.
 
     Attributes:
         wanted: the source's lease, and the tokens whose pages it must hold.

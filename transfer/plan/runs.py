@@ -20,7 +20,8 @@ LONGEST_RUN = 512 << 10
 UCX copies as much in one system call.
 """
 _BOTH_STEP = (1 << 32) + 1
-_LARGEST_BLOCK = (32 << 20) - (64 << 10)  # bytes: glibc's largest threshold, less its overhead for a block
+# In bytes: the largest block that raises glibc's threshold (see `keep_memory`), less glibc's own overhead.
+_LARGEST_BLOCK = (32 << 20) - (64 << 10)
 _NEXT_LOCAL = 1 << 31
 """Two sorted keys of page pairs differ by at least this much if their local pages differ."""
 

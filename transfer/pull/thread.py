@@ -60,13 +60,15 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 POLL_S = 1e-3
-# While our own READs are in flight: they take a few hundred microseconds, and a request waits for them.
+# The interval while our own READs are in flight. They take a few hundred microseconds, and a request waits for them.
 BUSY_POLL_S = 1e-4
-# Without a lease or a pull only two things arrive, neither urgent: notes about ended leases, and deaths of peers.
+# The interval without a lease or a pull. Only notes about ended leases and deaths of peers arrive then, and neither is
+# urgent.
 IDLE_POLL_S = 0.25
-# Without a recent lease, while pulls wait for their owner to name pages: only their time limits matter.
+# The interval without a recent lease, while pulls wait for their owner to name pages. Only time limits matter then.
 AWAIT_POLL_S = 1e-2
-# How long the last lease or pull must be over before these apply: a reader may still wait for an answer of NIXL.
+# The last two intervals apply only this long after the last lease or pull, because a reader may still wait for an
+# answer of NIXL.
 LINGER_S = 1.0
 
 
