@@ -345,6 +345,8 @@ class Moves:
         self.fetch_below(context)
         if one.gives_back:
             self.books.gives_back(one)
+            if self.steps_are_in_flight:  # its pages are parked
+                replica.beside |= {page for row in one.rows for page in row.values()}
             one.rows, one.first, one.gives_back = [{} for _ in one.rows], [0] * len(one.rows), False
         looks = not one.has_pages or context.active_length > 1
         if looks:  # what was promised comes first
