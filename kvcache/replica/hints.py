@@ -109,8 +109,13 @@ class ReplicaHints(PageReader):
         for row in rows.tolist():
             self._found[row] += 1
 
-    def brought(self, words: Words) -> None:
-        """Pages of these digests were copied from elsewhere. Plain LRU would have them now, too."""
+    def brought(self, pages: Pages, salt: str | None, words: Words) -> None:
+        """Held `pages` were copied from elsewhere for a request with this salt, whose tenant has them.
+
+        `words`: of all the pages of the prompt that it finds. Plain LRU would have these now, too.
+        """
+        if self._quotas is not None:
+            self._pool.idle.own(pages, salt)
         for baseline in self._baselines:
             baseline.touch(words)
 

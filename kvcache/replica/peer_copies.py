@@ -38,7 +38,8 @@ class PeerCopies:
         if not mine.caching or not last:
             return
         mine.length_of(context, num_steps, 0)
-        digests = mine.hasher(row, context).digests(context.tokens, 0, last)
+        hasher = mine.hasher(row, context)
+        digests = hasher.digests(context.tokens, 0, last)
         here = mine.states.ends(context.request_id, digests)
         there = [other.replica.states.ends(None, digests) for other in others]
 
@@ -51,11 +52,11 @@ class PeerCopies:
         wanted = mine.tables.from_below(digests, found, np.logical_or.reduce([here, *there]))
         after = digests[max(0, wanted.pages - 1) : wanted.pages]
         if not here[: wanted.pages][-1:].all():
-            if self._bring_with_state(place, others, context, num_steps, wanted, after):
+            if self._bring_with_state(place, others, context, num_steps, wanted, after, hasher.salt):
                 return
             wanted = mine.tables.from_below(digests, found, here)
         if wanted.lacking.any() and _fits(mine, context, num_steps, wanted):
-            self._bring_pages(place, others, wanted)
+            self._bring_pages(place, others, wanted, hasher.salt)
 
     def _bring_with_state(
         self,
@@ -65,6 +66,7 @@ class PeerCopies:
         num_steps: int,
         wanted: FromBelow,
         after: Digests,
+        salt: str | None,
     ) -> bool:
         """Copy the `wanted` pages, and the state `after` the last, which another device has. False if they do not fit.
 
@@ -81,11 +83,13 @@ class PeerCopies:
             return False
         self.states += 1
         if wanted.lacking.any():
-            self._bring_pages(place, others, wanted)
+            self._bring_pages(place, others, wanted, salt)
         taken.release()
         return True
 
-    def _bring_pages(self, place: PlacedReplica, others: Sequence[PlacedReplica], wanted: FromBelow) -> None:
+    def _bring_pages(
+        self, place: PlacedReplica, others: Sequence[PlacedReplica], wanted: FromBelow, salt: str | None
+    ) -> None:
         mine, names = place.replica, wanted.digests
         mine.pool.hold(wanted.here)
         brought = mine.pool.allocate(len(names))
@@ -98,11 +102,11 @@ class PeerCopies:
                 missing &= ~taken
         mine.pool.index.say_tables(brought, wanted.tables)
         mine.pool.index.publish(brought, names)
+        mine.hints.brought(brought, salt, wanted.every[0, : wanted.pages, 0])
         mine.pool.release(brought)
         mine.pool.release(wanted.here)
         for tell in mine.pool.journal.came:
             tell(brought, names)
-        mine.hints.brought(wanted.every[0, : wanted.pages, 0])
         self.pages += len(brought)
 
 

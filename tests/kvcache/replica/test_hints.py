@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from kvcache import InvalidParamsError, LruOrder, PagedKVCacheManager, RangeRetention, Retention, Routing, TextContext
+from kvcache.layer_groups import LayerGroup
 from kvcache.retention import PageHints
 from tests.kvcache.build import manager_of
 from tests.kvcache.hinted_idle import trust
+from tests.kvcache.random_model.seam import copy_below
 
 LAST, FIRST = Retention(session_continues=True), Retention(session_continues=False)
 
@@ -253,9 +255,9 @@ def test_a_sample_speaks_for_all_pages() -> None:
     assert sum(learned[1::2]) == pytest.approx(3000, rel=0.2)
 
 
-def owned(manager: PagedKVCacheManager) -> dict[str, int]:
+def owned(manager: PagedKVCacheManager, replica: int = 0) -> dict[str, int]:
     """Each tenant's idle pages."""
-    quotas = manager._replicas.each[0].hints._quotas
+    quotas = manager._replicas.each[replica].hints._quotas
     assert quotas is not None
     return {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items() if quotas._orders[owner].count}
 
@@ -285,6 +287,24 @@ def test_what_comes_into_an_evicted_page_is_not_its_tenants() -> None:
         manager.check()
     assert (evicted := manager.metrics.evictions - before[1]) > 0
     assert owned(manager) == {"a": before[0] - evicted}
+
+
+def test_a_page_copied_from_a_replica_is_its_tenants_also_if_the_request_goes_on_from_behind_it() -> None:
+    """A replica has the first page of a prompt, the host both. The window of a request sees the second one alone."""
+    options = {"tenant_quota": 0.5, "routing": Routing(copy_pages=True), "groups": (LayerGroup("window", (0,), 4),)}
+    manager = manager_of(6, dp=2, host_slots=40, params=options)
+    for context in (TextContext(prompt(1), 64, cache_salt="a"), TextContext(prompt(2, pages=4), 64)):
+        with manager.claim(context, 0):
+            assert manager.maybe_reserve(context)
+            context.update(0)
+            manager.step([context])
+            copy_below(manager)
+    context = TextContext(prompt(1), 64, cache_salt="a")
+    manager.external_claim(context.request_id, 1)
+    assert manager.maybe_reserve(context)
+    assert (context.start_idx, manager.metrics.d2d_blocks_copied) == (8, 1)
+    assert manager._replicas.each[1].pool.idle.count == 1
+    assert owned(manager, 1) == {"a": 1}
 
 
 def test_what_a_quota_evicts_is_held_against_no_hint() -> None:
