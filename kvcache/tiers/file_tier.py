@@ -6,7 +6,6 @@ Several processes may share the folder. Each looks for the others' files now and
 import contextlib
 import logging
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -194,12 +193,7 @@ class FileTier(LowerTier):
         return refusals
 
     def _await_reads(self) -> None:
-        deadline = time.monotonic() + _LONGEST_WAIT_S
-        for job in self._jobs:
-            try:
-                job.done.exception(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                return
+        wait([job.done for job in self._jobs], _LONGEST_WAIT_S)
 
     def _take_read(
         self,

@@ -82,7 +82,7 @@ class Job:
     """Work of a thread of a tier."""
 
     done: Future[Any]
-    take: Callable[[], None]  # handles the result in the loop's thread; raises the thread's error
+    take: Callable[[], None]  # handles the result in the loop's thread, if the work raised nothing
     slots: Slots  # held until the work is done
     names: Sequence[bytes] = ()  # objects that are looked up or read
     era: int = 0  # the number of resets of its tier before it
@@ -199,12 +199,15 @@ class LowerTier:
             self._end(jobs.popleft())
 
     def _end(self, job: Job) -> None:
+        # What `take` raises is not caught: a TimeoutError of a signal handler, an OSError too, must reach the caller.
         try:
-            job.take()
-        except CancelledError:
-            pass
-        except OSError as error:
-            self._fail(error)
+            error = CancelledError() if job.done.cancelled() else job.done.exception()
+            if error is None:
+                job.take()
+            elif isinstance(error, OSError):
+                self._fail(error)
+            elif not isinstance(error, CancelledError):
+                raise error
         finally:
             self._give_back(job)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache import InvalidParamsError, InvariantError, PoolTooSmallError
+from kvcache import InterruptedCallError, InvalidParamsError, InvariantError, PoolTooSmallError
 from kvcache.tiers import file_tier as module
 from kvcache.tiers.file_tier import FileTier
 from kvcache.tiers.page_files import FileFormat, SystemIO
@@ -711,3 +711,31 @@ def test_the_layout_of_a_file_knows_its_sizes() -> None:
         assert layout.count_of(layout.size_of(count) + 1) == 0
     assert layout.count_of(0) == 0
     assert layout.most_in(3) == 0
+
+
+@pytest.mark.parametrize("when", ["written", "read"])
+def test_a_signal_handlers_timeout_is_no_failure_of_the_disk(
+    served: Make, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """`TimeoutError` is an `OSError`: the half-made change was kept, and no call said so."""
+    it = served()
+    it.serve(PROMPT)
+    if when == "read":
+        down(it)
+        it.manager.close()
+        it = served()
+    tier = files_of(it)
+    index = tier._index.pages if when == "written" else it.tiers.host.pool.index
+    it.tiers.settle()
+
+    def interrupted(*_: object) -> None:
+        monkeypatch.undo()
+        raise TimeoutError("the handler's")
+
+    monkeypatch.setattr(index, "publish", interrupted)
+    with pytest.raises(TimeoutError, match="the handler's"):
+        it.manager.flush_tiers() if when == "written" else it.serve(PROMPT)
+    with pytest.raises(InterruptedCallError):
+        it.manager.fetch([])
+    it.manager.recover()
+    it.manager.check()
