@@ -1018,8 +1018,8 @@ class Moves:
             assert sum(states.hits for states in self.manager.states) == self.state_hits
         for at, states in enumerate(self.manager.states):
             assert states.num_held >= len(self.books.replicas[at].requests)
-        # A page that comes from elsewhere, and that no request has left since, belongs to no tenant.
-        strays = {"host", "peer copies"} & self.features and {"imports", "lends", "interrupts"} & self.features
+        # A page that comes from the host, and that no request has left since, belongs to no tenant.
+        strays = "host" in self.features and {"imports", "lends", "interrupts"} & self.features
         if "quotas" in self.features and not self.slabs and not strays:
             self.same_tenants()
 
