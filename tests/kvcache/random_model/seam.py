@@ -83,8 +83,12 @@ def written(manager: PagedKVCacheManager, replica: int) -> set[int]:
 
 
 def parked(manager: PagedKVCacheManager, replica: int) -> list[int]:
-    """Pages that are parked for the oldest step in flight, in the order in which they become free."""
-    return [int(page) for pages in manager._replicas.each[replica].pool.parked[0] for page in pages]
+    """Pages that are parked for the oldest step in flight, in the order in which they become free.
+
+    A page that was found and let go again meanwhile is parked twice. It becomes free at its last place.
+    """
+    pages = [int(page) for pages in manager._replicas.each[replica].pool.parked[0] for page in pages]
+    return [*dict.fromkeys(reversed(pages))][::-1]
 
 
 def kept(manager: PagedKVCacheManager, replica: int) -> dict[Digest, int]:
