@@ -69,7 +69,7 @@ def take_fence_away(reader: ReplicaTransfer) -> None:
     def go_on(pull: Any) -> None:
         if not pull.fenced:
             puller._tell(pull, pull.read_ranks, "done")  # noqa: SLF001 - what the fence carries otherwise
-            pull.told |= pull.read_ranks
+            pull.told += sorted(pull.read_ranks)
             pull.marking = 0
             puller._passed(pull)  # noqa: SLF001
 
