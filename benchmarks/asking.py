@@ -1,9 +1,9 @@
 """What does it cost to ask another process for pages by what they hold?
 
 Two managers and their exchanges in one process; the source has a prompt of so many pages, the reader has none of it,
-asks for all, and refuses what it is lent. What a loop pays is the time of its calls: of the reader `ask` and the poll
-that hears what is lent; of the source the poll that looks for the pages and has them leased, and the one that learns
-that the lease stands. `poll` is one with nothing to do.
+asks for all of it, and refuses the lent pages. The rows of a loop are the times of its calls. The reader's loop calls
+`ask`, and polls for the answer. The source's loop polls twice: once to find and lease the pages, and once to learn that
+the lease stands. `poll` is a poll with nothing to do.
 Bytes and messages are those on the wire, between a question and its answer. Kept is what the source keeps of a question
 that its loop has not seen yet, of a lease that stands, and of one that is over, by what Python has allocated.
 Times are processor time of the loop's thread: the threads of both sides share a core here, and do not elsewhere.

@@ -46,7 +46,7 @@ def closure(name: str, extras: frozenset[str]) -> set[str]:
 
 
 def required(name: str, extras: frozenset[str]) -> Iterator[tuple[str, frozenset[str]]]:
-    """What a distribution requires here, each with the extras that it asks for."""
+    """Return the requirements of a distribution on this machine, each with its extras."""
     for text in importlib.metadata.requires(name) or ():
         needed = Requirement(text)
         if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras or {""}):

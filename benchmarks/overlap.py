@@ -90,7 +90,7 @@ class Device:
 
 
 def step_ms(loop: ServingLoop, batch: int, steps: int) -> float:
-    """What a step takes in which all requests decode: the least mean over as many steps as a page has tokens."""
+    """Return the time of a step of decoding requests: the least mean over as many steps as a page has tokens."""
     prompts = Prompts()
     for number in range(batch):
         loop.add(Request(f"r{number}", prompts.tokens(PROMPT).tolist(), steps + 20))

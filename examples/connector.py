@@ -31,7 +31,7 @@ class Engine:
     told: Progress = dataclasses.field(default_factory=Progress)
 
     def step(self) -> None:
-        """What a serving loop does in each step."""
+        """Run one step, as a serving loop does."""
         metadata = self.scheduler.build_metadata()
         for worker in self.workers:
             worker.start_load_kv(metadata)

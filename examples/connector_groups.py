@@ -29,7 +29,7 @@ class Engine:
     told: Progress = dataclasses.field(default_factory=Progress)
 
     def step(self) -> None:
-        """What a serving loop does in each step."""
+        """Run one step, as a serving loop does."""
         self.worker.start_load_kv(self.scheduler.build_metadata())
         time.sleep(1e-3)  # the model runs
         progress = self.scheduler.update(0, self.worker.take_output())

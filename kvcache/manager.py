@@ -208,7 +208,7 @@ class PagedKVCacheManager(PoolFigures):
 
     # ---- a step of the serving loop
 
-    def maybe_reserve(self, data: Context, num_steps: int = 1) -> bool:
+    def maybe_reserve(self, data: Context, num_steps: int = 1) -> bool:  # noqa: C901 - the usual steps make no call
         """Give the request pages for all its known tokens and `num_steps` steps. Cached pages are used if they match.
 
         The context's `start_idx` moves to the end of a prefix hit. A request without pages has computed nothing: it
@@ -228,8 +228,9 @@ class PagedKVCacheManager(PoolFigures):
             place = self._place_of(data, -1)
         except TypeError:  # the context is not hashable
             place = -1
+        room = self._capacity[place]  # place -1 has no pages
         if type(num_steps) is int and num_steps > 0:
-            most = self._capacity[place] - num_steps + 1  # place -1 has no pages
+            most = room - num_steps + 1
             if type(data) is TextContext:  # one call; the protocol needs two
                 if data.decodes_within(most):
                     return True
@@ -242,7 +243,8 @@ class PagedKVCacheManager(PoolFigures):
         context = read_context(data)
         mark.call, mark.context = ("maybe_reserve", context.request_id), context
         try:
-            row, place = self._claims.without_import(context.request_id, replica_idx, row, place)
+            if place < 0 or room < 0:  # no other row has pages of an import
+                row, place = self._claims.without_import(context.request_id, replica_idx, row, place)
             reserved = self._replicas.reserve(replica_idx, row, context, num_steps)
         except Exception as error:
             mark.fail(error)

@@ -58,7 +58,7 @@ def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
     replicas.stop()
     claims.mend()
     _close_unknown(replicas, claims, mark)
-    lost = replicas.mend(about if isinstance(about, PageLease | StepInFlight) else None)
+    lost = replicas.mend(about)
     # Recorded before the first is released, so that a repeated `recover` releases the rest after an interrupt.
     mark.leaving += sorted({*lost, *_doubtful(claims, call, about)} - {*mark.leaving})
     for request_id in mark.leaving:

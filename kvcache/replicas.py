@@ -29,7 +29,6 @@ from kvcache.replica.batch import UNKNOWN, Batch, BatchState, Gathered
 from kvcache.replica.context import Context, hasher_of, read_context
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
-from kvcache.replica.leases import PageLease
 from kvcache.replica.partial import PartialReuse
 from kvcache.replica.peer_copies import PeerCopies
 from kvcache.replica.replica import Filled, Replica
@@ -173,18 +172,20 @@ class Replicas:
         """Give one request its pages. Returns False, with nothing changed, if there are too few."""
         replica = self.each[replica_idx]
         first_time = replica.rows.prompt.item(row) < 0  # then cached pages are looked up even for one token
-        if first_time and self.tiers is not None:
-            self.take_up()
-        if self._copies is not None and first_time:
-            self._copies.bring(replica_idx, row, context, num_steps)
+        if first_time:
+            if self.tiers is not None:
+                self.take_up()
+            if self._copies is not None:
+                self._copies.bring(replica_idx, row, context, num_steps)
         new_pages = replica.reserve(row, context, num_steps)
-        if new_pages is not None and first_time:
+        if new_pages is None:
+            return False
+        if first_time:
             self._router.admitted(replica_idx, new_pages)
         # A step in flight may still write to the page that would get the copy.
-        may_copy = first_time or (context.active_length > 1 and not self.steps.open)
-        if self._partial and new_pages is not None and may_copy:
+        if self._partial and (first_time or (context.active_length > 1 and not self.steps.open)):
             self._reuse_part(self._partial[replica_idx], replica_idx, row, context)
-        return new_pages is not None
+        return True
 
     def reserve_batch(
         self, gathered: Gathered, num_steps: int, bind: Callable[[Context, int, int], None]
@@ -392,16 +393,16 @@ class Replicas:
         for tiers in self._all_tiers:
             tiers.stop()
 
-    def mend(self, over: PageLease | StepInFlight | None) -> set[RequestID]:
+    def mend(self, over: object) -> set[RequestID]:
         """After an interrupt, `stop` and the claims' `mend`: derive all state from rows, leases, imports and steps.
 
-        `over`: a lease or step that is no longer open. Returns requests that cannot continue.
+        `over`: the subject of the interrupted call. If it is a lease or a step, it is no longer open. Returns requests
+        that cannot continue.
         """
         lost: set[RequestID] = set()
-        lease = over if isinstance(over, PageLease) else None
-        self.steps.mend(None if isinstance(over, PageLease) else over)
+        self.steps.mend(over)
         for replica in self.each:
-            lost |= {*replica.states.mend(replica.mend(lease))}
+            lost |= {*replica.states.mend(replica.mend(over))}
             replica.mend_pool()
         for tiers in self._all_tiers:
             tiers.mend()

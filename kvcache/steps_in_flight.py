@@ -92,7 +92,7 @@ class StepsInFlight:
         tables = [table for place in self._placed for table in place.step_tables(step.number)]
         return [table.padded(inputs, batch_size) for table, inputs in zip(tables, step.inputs, strict=True)]
 
-    def mend(self, over: StepInFlight | None) -> None:
+    def mend(self, over: object) -> None:
         """After an interrupt: park the pages in the tables of all steps in flight except `over`."""
         self.open[:] = [step for step in self.open if step is not over]
         for place in self._placed:

@@ -312,7 +312,7 @@ class Batch(Gathered, Sequence[Context]):
         self._stale = True
         if self._count == len(self._log):
             self._hand_over()
-        self._future_row = self._count
+        self._had_futures, self._future_row = True, self._count
         self._append(FUTURE_TOKEN)  # `computed` stays as it is
         self._futures = len(self.contexts)
         self._stale = False
@@ -368,22 +368,31 @@ class Batch(Gathered, Sequence[Context]):
         ends, first = self._began
         count = self._count
         behind = count - first - (end - ends[place])
-        if (behind <= 0 and not self._hands_on) or not isinstance(context := self.contexts[place], TextContext):
-            return
-        if self._hands_on and self._future_row != count - behind - 1:
-            context.realize(self._log.item(count - behind - 1, place))
-        if behind <= 0:
+        if self._had_futures:
+            behind = self._catch_up_with_futures(place, end, behind)
+        if behind <= 0 or not isinstance(context := self.contexts[place], TextContext):
             return
         end += behind  # its last token is the one to run
-        if self._future_row == count - 1:
-            self._hands_on = True
-            if behind > 1:
-                context.append(self._log[count - behind : count - 1, place], end - 2, end - 1)
-            context.append_future(self.computed.item(place), end)
-        elif behind == 1:
+        if behind == 1:
             context.append_one(self._log.item(count - 1, place), end - 1, end)
         else:
             context.append(self._log[count - behind : count, place], end - 1, end)
+
+    def _catch_up_with_futures(self, place: int, end: int, behind: int) -> int:
+        """`catch_up`, if the context may have a future token, or is to get one. Returns how many tokens it still lacks.
+
+        All contexts of such a batch are of `TextContext`.
+        """
+        context, count = cast("TextContext", self.contexts[place]), self._count
+        if self._future_row != count - behind - 1:
+            context.realize(self._log.item(count - behind - 1, place))
+        if behind <= 0 or self._future_row != count - 1:
+            return behind
+        end += behind
+        if behind > 1:
+            context.append(self._log[count - behind : count - 1, place], end - 2, end - 1)
+        context.append_future(self.computed.item(place), end)
+        return 0
 
     def lose(self, place: int, end: int) -> None:
         self.catch_up(place, end)
@@ -392,7 +401,7 @@ class Batch(Gathered, Sequence[Context]):
     def _begin_log(self) -> None:
         """Begin a new log. All contexts have caught up, so the next token is the first that they lack."""
         self._count = self._page_size  # first, so that a context which is read meanwhile has nothing to catch up with
-        self._hands_on = False  # whether contexts may have a future token of their own
+        self._had_futures = False  # whether this log had future tokens, which contexts may have taken
         # The number of tokens that each context knew, and the log's row for the next token.
         self._began: tuple[list[int], int] = (self.ends.tolist(), self._page_size)
 
@@ -422,7 +431,7 @@ class Batch(Gathered, Sequence[Context]):
         self._together &= len(waiting) == len(own) and all(context.tokens[-1] == FUTURE_TOKEN for context in own)
         if self._together:
             self._future_row = self._count - 1
-            self._hands_on = True  # the contexts have their future tokens themselves
+            self._had_futures = True  # the contexts have their future tokens themselves
 
     def _refuse_futures(self, call: str, *, waiting: bool) -> NoReturn:
         """Raise for the first request that has a future token, if `waiting`, else for the first that has none."""

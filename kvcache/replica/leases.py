@@ -183,10 +183,9 @@ class PageLeases:
                     np.add.at(counts, pages, 1)
         return counts
 
-    def mend(self, over: PageLease | None) -> None:
-        """After the rows are mended: restore the leases of each row. `over`: a lease that is no longer open."""
-        if over is not None:
-            self._held.pop(over, None)
+    def mend(self, over: object) -> None:
+        """After the rows are mended: restore the leases of each row. A lease is no longer open if it is `over`."""
+        self._held = {lease: held for lease, held in self._held.items() if lease is not over}
         rows = self._rows.request_ids
         self._row_of = {
             lease: row for lease, row in self._row_of.items() if lease in self._held and rows[row] == lease.request_id

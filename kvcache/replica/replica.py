@@ -109,8 +109,6 @@ class Replica:
 
         Returns the number of newly allocated pages, or None, with nothing changed, if there are too few.
         """
-        if not self.imports.may_run(row):
-            self.refuse_pending(row, "maybe_reserve")
         have = self.rows.num_pages.item(row)
         start = context.start_idx if have else 0
         length = context.current_length + num_steps - 1
@@ -119,7 +117,8 @@ class Replica:
         decodes = context.active_length == 1
         if decodes:
             if have and -(-length // self.page_size) == have + 1 and self.tables.is_plain:  # it needs one more page
-                if start > self.rows.capacity.item(row):
+                if start > self.rows.capacity.item(row):  # always in the pages of an import, whose capacity is -1
+                    self.refuse_pending(row, "maybe_reserve")
                     self.refuse_ahead(row, context)
                 if not self.pool.free_count:
                     return None
@@ -129,6 +128,7 @@ class Replica:
                 return 1
             if length <= self.rows.capacity[row]:
                 return 0  # the row's last page has room; `fetch` and `step` check the context
+        self.refuse_pending(row, "maybe_reserve")
         named = self.refuse_renamed(row, context)
         if have:  # a row without pages has no leases and nothing computed
             self.refuse_rewrite(row, context)
@@ -414,7 +414,7 @@ class Replica:
         self.move(context, start, chunk_end(context, start))
         self.counter.hit(row, context.end_idx, before, start)
 
-    def mend(self, over: PageLease | None) -> list[RequestID]:
+    def mend(self, over: object) -> list[RequestID]:
         """After an interrupt, with the claims and rows mended: restore everything that follows from rows and leases.
 
         A published page stays published if its row counts it as committed. `over`: a lease that is no longer open.

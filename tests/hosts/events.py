@@ -64,7 +64,7 @@ class Publisher:
 
 
 class Follower:
-    """What a router does: take messages, ask for those that are missing, and connect anew where nothing comes."""
+    """A router: it takes messages, asks for missing ones, and connects anew if it hears nothing."""
 
     def __init__(self, address: str, keys: Path) -> None:
         self._endpoints = [f"tcp://{address}:{port}" for port in PORTS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,3 +51,18 @@ def test_what_secures_it_comes_before_it_is_bound_and_its_error_closes_it() -> N
     with pytest.raises(LookupError, match="no such key"):
         bound_socket("watch", zmq.ROUTER, ANY, secure=secure)
     assert open_sockets() == before
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_the_address_of_a_closed_socket_with_keys_is_free_at_once(tmp_path: Path, transport: str) -> None:
+    """libzmq listens until its own thread comes to it: 169 of 200 addresses of tcp were taken, and 49 of 50 of ipc."""
+    for number in range(20):
+        address = "tcp://127.0.0.1:0" if transport == "tcp" else f"ipc://{tmp_path}/e{number}"
+        first = bound_socket("first", zmq.ROUTER, address, secure=lambda _: None)
+        address = first.address
+        with zmq.Context.instance().socket(zmq.DEALER) as peer:
+            peer.connect(address)
+            peer.send(b"connected")
+            assert first.recv_multipart()[1] == b"connected"
+            first.close()
+            bound_socket("again", zmq.ROUTER, address, secure=lambda _: None).close()

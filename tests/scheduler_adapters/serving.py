@@ -15,7 +15,12 @@ from scheduler_adapters.hf.runner import (
     reference_tokens,
     state_bytes_of,
 )
+from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Output, Request, ServingLoop
+
+HEAD = "Pages are fixed blocks of tokens, and a table says which of them a request owns. " * 2
+TEXTS = (HEAD + "Why?", "x", HEAD + "Who frees them, and when?", "Another text altogether: " * 5, HEAD + "Why?")
+PROMPTS = [ByteTokenizer().encode(text) for text in TEXTS]
 
 _answers: WeakKeyDictionary[Any, dict[tuple[Any, ...], list[int]]] = WeakKeyDictionary()
 

@@ -12,6 +12,8 @@ from scheduler_adapters.loop import Output, Request, ServingLoop, finish_reason,
 from tests.kvcache.build import proven
 from tests.scheduler_adapters import serving
 from tests.scheduler_adapters.serving import (
+    HEAD,
+    PROMPTS,
     Unwalked,
     assert_nothing_held,
     new_loop,
@@ -21,9 +23,6 @@ from tests.scheduler_adapters.serving import (
     tokens_of,
 )
 
-HEAD = "Pages are fixed blocks of tokens, and a table says which of them a request owns. " * 2
-TEXTS = (HEAD + "Why?", "x", HEAD + "Who frees them, and when?", "Another text altogether: " * 5, HEAD + "Why?")
-PROMPTS = [ByteTokenizer().encode(text) for text in TEXTS]
 NEW = 16
 
 

@@ -13,11 +13,11 @@ from kvcache import InvalidRequestError, RaggedKVCacheInputs
 from kvcache.state_shape import StateShape
 from scheduler_adapters.base import RunTokens
 from scheduler_adapters.hf.runner import HFRunner
-from scheduler_adapters.hf.tiny import ByteTokenizer
 from scheduler_adapters.loop import Output, Request
 from scheduler_adapters.overlapped import OverlappedLoop, ThreadedRunner
 from tests.kvcache.build import manager_of
 from tests.scheduler_adapters.serving import (
+    PROMPTS,
     assert_nothing_held,
     new_manager,
     own_tokens,
@@ -26,9 +26,6 @@ from tests.scheduler_adapters.serving import (
     tokens_of,
 )
 
-HEAD = "Pages are fixed blocks of tokens, and a table says which of them a request owns. " * 2
-TEXTS = (HEAD + "Why?", "x", HEAD + "Who frees them, and when?", "Another text altogether: " * 5, HEAD + "Why?")
-PROMPTS = [ByteTokenizer().encode(text) for text in TEXTS]
 NEW = 16
 
 

@@ -169,19 +169,26 @@ class Mark:
         self.is_over = True
 
 
-def test_pages_that_are_on_their_way_are_found_by_nobody(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    it = served()
-    evicted(it)
+def copied_beside_us(it: Any, monkeypatch: pytest.MonkeyPatch) -> Mark:
+    """From now on a copy that no request waits for ends when its mark, which is returned, says so, as on a GPU."""
     (tier,) = it.tiers.replicas
     mark, begin = Mark(), tier._begin
     monkeypatch.setattr(tier, "_at_once", False)
 
     def beside_us(load: Any) -> Any:
         begin(load)
-        load.marks = [mark]
+        if load.digests is not None:
+            load.marks = [mark]
         return load.marks
 
     monkeypatch.setattr(tier, "_begin", beside_us)
+    return mark
+
+
+def test_pages_that_are_on_their_way_are_found_by_nobody(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = served()
+    evicted(it)
+    mark = copied_beside_us(it, monkeypatch)
     contents = it.manager.contents
     assert contents.bring("theirs", 0, wanted(it), 100)
     assert contents.bring("theirs", 0, wanted(it), 100)
@@ -202,16 +209,7 @@ def test_a_loop_that_only_waits_sees_that_copies_for_nobody_are_over(
     """No step runs, which would take up their end: the pages would be held for good."""
     it = served()
     evicted(it)
-    (tier,) = it.tiers.replicas
-    mark, begin = Mark(), tier._begin
-    monkeypatch.setattr(tier, "_at_once", False)
-
-    def beside_us(load: Any) -> Any:
-        begin(load)
-        load.marks = [mark]
-        return load.marks
-
-    monkeypatch.setattr(tier, "_begin", beside_us)
+    mark = copied_beside_us(it, monkeypatch)
     assert it.manager.contents.bring("theirs", 0, wanted(it), 100)
     all_pages = TextContext([*range(5000, 5000 + 16 * SIZE - 1)], 16 * SIZE)
     it.manager.external_claim(all_pages.request_id)
@@ -228,15 +226,7 @@ def test_a_loop_that_only_waits_sees_that_copies_for_nobody_are_over(
 def test_what_is_on_its_way_when_all_is_forgotten_is_forgotten(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     it = served()
     evicted(it)
-    (tier,) = it.tiers.replicas
-    begin = tier._begin
-
-    def beside_us(load: Any) -> Any:
-        begin(load)
-        load.marks = [Mark()]
-        return load.marks
-
-    monkeypatch.setattr(tier, "_begin", beside_us)
+    copied_beside_us(it, monkeypatch)
     assert it.manager.contents.bring("theirs", 0, wanted(it), 100)
     it.manager.reset_prefix_cache()
     it.manager.check()
@@ -250,16 +240,7 @@ def test_what_a_request_has_computed_meanwhile_is_there_once(served: Any, monkey
     it.serve(PROMPT)
     it.fill(24)
     it.fill(24)
-    (tier,) = it.tiers.replicas
-    mark, begin = Mark(), tier._begin
-
-    def beside_us(load: Any) -> Any:
-        begin(load)
-        if load.digests is not None:
-            load.marks = [mark]
-        return load.marks
-
-    monkeypatch.setattr(tier, "_begin", beside_us)
+    mark = copied_beside_us(it, monkeypatch)
     assert it.manager.contents.bring("theirs", 0, wanted(it), 100)
     assert it.serve(PROMPT) == PAGES * SIZE  # it has the pages from the host, too
     mark.is_over = True

@@ -12,7 +12,7 @@ SHAPE = StateShape(layers=2, heads=4, head_dim=3, groups=2, d_state=5, kernel=4,
 
 
 def held(states: StatePages, request_id: str) -> HeldPages:
-    """What a lease of the request holds."""
+    """Return the pages that a lease of the request would hold."""
     lease = states.held(request_id)
     lease.pool.hold(lease.pages)
     return lease

@@ -72,7 +72,7 @@ class StoredObjects:
 
 
 def damaged(store: StoredObjects, key: str, how: str, rng: np.random.Generator) -> bytes | None:
-    """What a damaged object holds; None if it is gone."""
+    """Return the content of a damaged object; None if it is gone."""
     content = bytearray(store.objects[key])
     others = [one for one in store.pages if one != key]
     made: dict[str, Callable[[], bytes | None]] = {

@@ -1,4 +1,4 @@
-"""What a store promises whatever lies in it: pages of one table or of several, or states with the pages before."""
+"""The promises of an object store, for pages of one table or of several, and for states with the pages before them."""
 
 from __future__ import annotations
 
