@@ -54,6 +54,9 @@ class PagesBelow:
         """The host slot of each of these pages, 0 if there is none."""
         return np.zeros(len(digests), np.int32)
 
+    def touch(self, digests: Digests) -> None:
+        """Mark the host's copies of these pages, in logical order, as just used. Lower tiers are not told."""
+
     def hold(self, slots: Slots) -> None:
         """Hold `slots` until `restore` takes them over."""
 

@@ -238,9 +238,12 @@ class Replica:
                 return True  # a later state may be found, and bringing an earlier one would be costly
             coming |= asking
         wanted = tables.from_below(digests, tier.has, states.there(digests), first)
-        coming |= states.bring_newest(digests[: wanted.pages], wait=wait)
-        if len(wanted.digests):
-            there = tables.from_below(digests, tier.host_has, states.ends(None, digests), first)
+        there = tables.from_below(digests, tier.host_has, states.ends(None, digests), first)
+        if wanted.pages > there.pages:
+            # A request that does not wait resumes with what is there, so that must not be evicted for what is brought.
+            tier.touch(there.digests)
+            states.touch(digests[max(0, there.pages - 1) : there.pages])
+            coming |= states.bring_newest(digests[: wanted.pages], wait=wait)
             coming |= tier.to_host(wanted.every, wanted.lacking, wanted.pages - there.pages, wait=wait)
         # An answer that has just come may allow a further question.
         return coming or (tier.asks and tier.generation != before)

@@ -80,6 +80,9 @@ class RequestStates:
         """
         return False, digests
 
+    def touch(self, digests: Digests) -> None:
+        """Mark the host's copies of the states after these pages as just used."""
+
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:  # noqa: ARG002 - as above
         """Bring the last state that a lower tier has, after one of these pages, to the host.
 

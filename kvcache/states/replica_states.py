@@ -131,6 +131,9 @@ class ReplicaStates(RequestStates):
                 return True, digests[: found.pages]
         return False, digests[: found.pages]
 
+    def touch(self, digests: Digests) -> None:
+        self.pages.below.touch(digests)
+
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
         return self.pages.bring_newest(digests, wait=wait)
 

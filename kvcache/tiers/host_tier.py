@@ -358,6 +358,10 @@ class ReplicaTier(PagesBelow, PageReader):
     def slots(self, digests: Digests) -> Slots:
         return self.host.pool.index.find(digests)
 
+    def touch(self, digests: Digests) -> None:
+        slots = self.slots(digests)
+        self.host.touch(slots[slots != NO_PAGE])
+
     def hold(self, slots: Slots) -> None:
         self.host.pool.hold(slots)
 
@@ -519,8 +523,7 @@ class ReplicaTier(PagesBelow, PageReader):
                 for lower in self.lower:
                     lower.ended(digests)
                 continue
-            slots = self.host.pool.index.find(digests)
-            self.host.touch(slots[slots != NO_PAGE])
+            self.touch(digests)
             for lower in self.lower:
                 lower.used(digests)
 

@@ -266,6 +266,24 @@ def test_files_serve_while_the_store_is_dead(served: Make, store: StoredObjects,
     assert again.manager.metrics.file_states_read == 1
 
 
+def test_a_state_that_is_being_read_leaves_the_one_that_a_request_resumes_from_meanwhile(
+    served: Make, store: StoredObjects
+) -> None:
+    """The host has room for two states. The earlier one of the prompt is the older."""
+    early, other = PROMPT[:21], [99, *PROMPT]
+    written(served, early, PROMPT, other)
+    again = served(80, 120, 2, params={"object_tier_timeout_s": 60.0})
+    again.fetch(PROMPT)  # what the store has is known
+    for tiers in (again.tiers, again.state_tiers):
+        tiers.host.pool.forget_idle()
+    again.fetch(early)
+    again.fetch(other)
+    assert again.state_tiers.host.pool.free_count == 2
+    store.is_not_waited_for(lambda: again.serve(PROMPT) == 20)
+    settled(again)
+    assert again.manager.metrics.object_states_read == 4
+
+
 def test_a_full_host_reads_no_state_and_refuses_nothing(served: Make) -> None:
     written(served)
     again = served(80, 120, 2, checks=False)  # nobody knows who holds the slots

@@ -16,7 +16,7 @@ from kvcache.tiers import object_tier as module
 from tests.kvcache.replica.tables_below import TWO, WINDOW, Make, fill
 from tests.kvcache.served import SIZE, Served
 from tests.kvcache.tiers import stored_objects
-from tests.kvcache.tiers.stored_objects import COUNT, StoredObjects, objects_of, settled
+from tests.kvcache.tiers.stored_objects import COUNT, StoredObjects, forget_host, objects_of, settled
 from tests.kvcache.tiers.test_object_tier_contract import LONG
 
 ONE = (LayerGroup("full", (0,)),)
@@ -122,6 +122,21 @@ def test_a_prefix_ends_where_some_table_has_nothing_to_go_on_with(
     settled(again)
     del store.objects[key_of(again, table, number)]
     assert again.again(PROMPT) == found
+
+
+def test_pages_that_are_being_read_leave_the_window_that_a_request_resumes_with_meanwhile(
+    served: Make, store: StoredObjects
+) -> None:
+    written(served)
+    again = served(60, 52, params={"object_tier_timeout_s": 60.0})
+    again.fetch(PROMPT)  # what the store has is known
+    forget_host(again)
+    again.fetch(PROMPT[:19])  # four pages, of which a window has the last two
+    pool = again.tiers.host.pool
+    others = pool.allocate(52 - 6)  # newer than these
+    pool.index.publish(others, np.arange(len(others) * 4, dtype=np.uint64).reshape(len(others), 4) + np.uint64(7))
+    pool.release(others)
+    store.is_not_waited_for(lambda: again.serve(PROMPT) == 16)
 
 
 def test_one_tables_object_in_anothers_place_is_refused(served: Make, store: StoredObjects) -> None:
