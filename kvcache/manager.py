@@ -251,7 +251,7 @@ class PagedKVCacheManager(PoolFigures):
             raise
         if reserved and place < 0:
             self._claims.bind(data, replica_idx, row)
-        mark.call = mark.context = None
+        mark.context = mark.call = None
         return reserved
 
     def reserve_batch(self, batch: Sequence[Context], num_steps: int = 1) -> NDArray[np.bool_]:

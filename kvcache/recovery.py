@@ -69,6 +69,7 @@ def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
     replicas.check()
     claims.check()
     report = _report(replicas, claims, call, tuple(mark.leaving))
+    mark.context = None
     mark.end()
     mark.leaving.clear()
     return report

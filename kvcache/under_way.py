@@ -27,7 +27,7 @@ class UnderWay:
 
     Attributes:
         call: the call that changes the state, and its requests or objects; None: the state is consistent.
-        context: the context that the call moves, which may refuse; None: none.
+        context: the context that the call moves, which may refuse; None: none. It is set only while `call` is.
         leaving: requests whose `with claim` block ended while the mark was set; `recover` releases them.
     """
 
@@ -82,8 +82,8 @@ class UnderWay:
         The mark is cleared at the end of the block. It is also cleared by an error that guarantees that nothing has
         changed: one of this package, or one of the context before any change. Other errors leave it set.
         """
-        self.context = context
         self.call = (call, about)
+        self.context = context
         return self
 
     def __enter__(self) -> Self:
@@ -91,7 +91,7 @@ class UnderWay:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is None:
-            self.call, self.context = self._rest, None
+            self.context, self.call = None, self._rest
         else:
             self.fail(error)
 
@@ -101,6 +101,6 @@ class UnderWay:
             nothing_changed = not isinstance(error, InvariantError | InterruptedCallError)
         else:
             nothing_changed = isinstance(error, Exception) and self.context is not None and self.context.refused
+        self.context = None
         if nothing_changed:
             self.call = self._rest
-        self.context = None

@@ -42,6 +42,20 @@ def interrupted_manager() -> tuple[PagedKVCacheManager, TextContext]:
     return manager, context
 
 
+def test_a_reservation_that_is_interrupted_anywhere_leaves_no_context_to_the_mark_once_the_books_are_mended() -> None:
+    manager, context, at, done = manager_of(checks=False), TextContext([1] * 12, 60, "r"), 0, True
+    while done:
+        at += 1
+        manager.external_claim("r")
+        _, _, done = interrupted(lambda: manager.maybe_reserve(context), at, KeyboardInterrupt)
+        if manager._mark.is_interrupted:
+            manager.recover()
+        assert manager._mark.context is None, f"interrupted at bytecode {at}"
+        if manager.contains("r"):
+            manager.release("r")
+    assert at > 200
+
+
 def test_every_call_after_an_interrupted_one_names_it_and_recover() -> None:
     manager, context = interrupted_manager()
     other = TextContext([1, 2], 9, "other")

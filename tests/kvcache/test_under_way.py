@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 
 from kvcache.errors import InterruptedCallError, InvalidRequestError, InvariantError, ManagerClosedError
 from kvcache.under_way import UnderWay
+from tests.kvcache.random_model.interrupts import interrupted as interrupted_at
 
 
 def interrupted() -> UnderWay:
@@ -82,3 +84,19 @@ def test_a_call_that_fails_leaves_the_word_set_unless_nothing_can_have_changed(
     with pytest.raises(type(error)), mark.changing("fork", "child", SimpleNamespace(refused=refused)):
         raise error
     assert mark.is_interrupted != open_again
+
+
+@pytest.mark.parametrize("error", [None, InvalidRequestError("no"), ValueError("no")])
+def test_a_mark_that_is_interrupted_anywhere_keeps_a_context_only_while_it_is_set(error: Exception | None) -> None:
+    at, done = 0, True
+    while done:
+        at, mark = at + 1, UnderWay()
+
+        def block(mark: UnderWay = mark) -> None:
+            with contextlib.suppress(ValueError), mark.changing("fork", "child", SimpleNamespace(refused=True)):
+                if error is not None:
+                    raise error
+
+        _, _, done = interrupted_at(block, at, KeyboardInterrupt)
+        assert mark.is_interrupted or mark.context is None, f"interrupted at bytecode {at}"
+    assert at > 20
