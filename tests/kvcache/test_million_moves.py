@@ -35,6 +35,15 @@ SELDOM: dict[tuple[str, ...], dict[str, int]] = {
 }
 
 
+# Seeds with which the model was wrong, and what it had not known.
+MENDED: dict[str, tuple[int, str]] = {
+    "pages of two replicas of a batch have the same numbers": (
+        840246,
+        "batches,chunk,drafts,forks,hostile,leases,partial,preemption,renames,replicas,shards",
+    ),
+}
+
+
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
     logging.disable(logging.WARNING)
@@ -62,6 +71,12 @@ def test_what_happens_seldom_happens(features: tuple[str, ...]) -> None:
         if not (lacking := {event: run.seen[event] for event, count in least.items() if run.seen[event] < count}):
             return
     pytest.fail(f"seen less often than {least}: {lacking}")
+
+
+@pytest.mark.parametrize("why", MENDED)
+def test_a_seed_with_which_the_model_was_wrong_finds_no_discrepancy(why: str) -> None:
+    seed, features = MENDED[why]
+    Run(with_needed(features.split(","))).manager(seed)
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda one: " and ".join(sorted(one)))

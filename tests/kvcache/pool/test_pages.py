@@ -113,9 +113,9 @@ class Books:
         self.pool.release(pages(*some))
 
     def release_each(self, some: list[int]) -> None:
-        for page in some:
+        for page in reversed(some):  # as if released one by one
             self.holders[page] -= 1
-        self.free(list(dict.fromkeys(some)))
+            self.free([page])
         self.pool.release_each(pages(*some))
 
     def free(self, some: list[int]) -> None:

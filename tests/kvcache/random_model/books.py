@@ -95,12 +95,13 @@ class Books:
         self.clock += 1
         self.blurred |= self.lenient
         for at, replica in enumerate(self.replicas):
-            before = {page: place for one in batch for page, place in self._places(one, batch.index(one))}
+            mine = [(nth, one) for nth, one in enumerate(batch) if one.replica == at]
+            before = {page: place for nth, one in mine for page, place in self._places(one, nth)}
             before |= self._gone.get(at, {})
             for name, one in replica.requests.items():
                 one.rows = seam.rows(self.manager, name)
-            mine = None if leaving is None else [page for of, page in leaving if of == at]
-            self._learn_pages(at, replica, before, mine, reset=reset)
+            left = None if leaving is None else [page for of, page in leaving if of == at]
+            self._learn_pages(at, replica, before, left, reset=reset)
             if self.manager.states:
                 self._learn_states(at, replica, stepped, reset=reset)
         self._gone.clear()
