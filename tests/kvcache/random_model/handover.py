@@ -28,6 +28,7 @@ class Import:
     one: Request
     pending: PendingImport
     table: BlockTable
+    ends: set[int] | None  # chunks of the prompt end there once it is imported
     copier: ImportCopier | None = None
     is_taken: bool = False  # all of it was
 
@@ -97,6 +98,7 @@ class ImportMoves(Moves):
         full = table.num_tokens - table.num_tokens % PAGE_SIZE
         partial = bool(not manager.states and self.replica(one).is_plain and full and self.choose.integer(0, 2) == 0)
         first = self.cut_short(table, full // 2 - full // 2 % PAGE_SIZE or PAGE_SIZE) if partial else table
+        shared, last, runs = self.device_run(one, 0) * PAGE_SIZE, len(one.tokens) - 1, context.active_idx
         try:
             pending = self.call(
                 "import_block_table", lambda: manager.import_block_table(context, first, partial=partial)
@@ -111,7 +113,8 @@ class ImportMoves(Moves):
         if one.context.start_idx and manager.states:
             self.state_hits += 1
             self.books.touch_found(one)
-        self.imports[one.name] = Import(one, pending, table)
+        looked = bool(one.context.start_idx or runs > 1)
+        self.imports[one.name] = Import(one, pending, table, {shared, last - last % PAGE_SIZE} if looked else None)
         return True
 
     def cut_short(self, table: BlockTable, tokens: int) -> BlockTable:
@@ -160,7 +163,7 @@ class ImportMoves(Moves):
         proof = self.call("prove", copier.prove)
         del self.imports[one.name]
         self.call("commit_import", lambda: self.manager.commit_import(context, pending, proof))
-        one.cached = context.start_idx
+        one.cached, one.ends = context.start_idx, mine.ends
         assert one.cached >= mine.table.num_tokens, f"{one.name}: goes on from {one.cached} after its import"
         one.ready = one.room >= len(one.tokens)
         if self.steady:
