@@ -25,21 +25,23 @@ class StepInFlight:
     __slots__ = ("inputs", "num_requests", "number", "owner")
 
     def __init__(self, owner: "StepsInFlight", number: int, num_requests: int) -> None:
-        self.owner = owner
+        self.owner: object = owner  # none of the manager's if a caller has made the step
         self.number = number  # the number of its set of tables
         self.num_requests = num_requests
         self.inputs: list[RaggedKVCacheInputs] = []
 
     @property
     def is_over(self) -> bool:
-        """Whether `end_step` was called for the step."""
-        return self not in self.owner.open
+        """Whether `end_step` was called for the step, or no manager has fetched it."""
+        return not (isinstance(self.owner, StepsInFlight) and self in self.owner.open)
 
     def padded(self, batch_size: int) -> list[RaggedKVCacheInputs]:
         """`inputs` with `batch_size` rows and all columns, for a captured graph. Added rows have no tokens or pages.
 
         Raises `InvalidRequestError` if a replica has more requests in the step, or fewer rows, or the step is over.
         """
+        if not isinstance(self.owner, StepsInFlight):
+            raise InvalidRequestError(f"padded to a batch of {batch_size}: no manager has fetched the step")
         return self.owner.padded(self, batch_size)
 
     def __repr__(self) -> str:

@@ -46,14 +46,15 @@ class PageLease:
     __slots__ = ("owner", "replica_idx", "request_id", "seal")
 
     def __init__(self, owner: "PageLeases", request_id: RequestID, replica_idx: int, seal: Seal | None = None) -> None:
-        self.owner = owner
+        self.owner: object = owner  # none of the manager's if a caller has made the lease
         self.seal = seal
         self.request_id = request_id  # at the time of the lease; another request may have this id by now
         self.replica_idx = replica_idx
 
     @property
     def is_over(self) -> bool:
-        return self not in self.owner
+        """Whether the lease has ended, or no manager has granted it."""
+        return not (isinstance(self.owner, PageLeases) and self in self.owner)
 
     def __repr__(self) -> str:
         return f"PageLease({self.request_id!r}, replica_idx={self.replica_idx}, is_over={self.is_over})"

@@ -20,11 +20,14 @@ from kvcache import (
     InvalidRequestError,
     KVCacheParams,
     PagedKVCacheManager,
+    PageLease,
     PoolTooSmallError,
+    StepInFlight,
     TextContext,
     UnknownArgumentError,
 )
 from kvcache.state_shape import StateShape
+from tests.forged import forged
 from tests.kvcache.random_model.moves import OwnContext
 
 
@@ -293,3 +296,15 @@ def test_a_waiting_request_of_a_callers_own_context_may_have_another_salt(make: 
     manager.step([own])
     manager.release("own")
     assert running(manager, range(100, 117), "one", cache_salt="one").start_idx == 0
+
+
+def test_a_forged_lease_or_step_is_over_and_no_call_accepts_it(make: Any) -> None:
+    manager = make(16)
+    for kind, call in ((PageLease, manager.end_lease), (StepInFlight, manager.end_step)):
+        for one, _ in forged(kind):
+            assert one.is_over  # type: ignore[attr-defined]
+            with pytest.raises(InvalidRequestError):
+                call(one)
+    for step, _ in forged(StepInFlight):
+        with pytest.raises(InvalidRequestError, match="no manager has fetched the step"):
+            step.padded(4)  # type: ignore[attr-defined]

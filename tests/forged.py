@@ -1,0 +1,53 @@
+"""Objects of public classes that a caller has built with wrong values, as far as their constructors accept these."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+
+class Wild:
+    """An object that belongs nowhere."""
+
+
+WRONG: tuple[Any, ...] = (None, True, -1, 1.5, "x", b"x", (), ("x", None), [], {}, Wild(), Wild)
+
+
+def public_classes(package: ModuleType) -> list[type]:
+    """The classes that a package lists, without errors."""
+    listed = [getattr(package, name) for name in package.__all__]
+    own = [one for one in listed if inspect.isclass(one) and one.__module__.startswith(package.__name__)]
+    return [one for one in own if not issubclass(one, BaseException)]
+
+
+def forged(kind: type) -> Iterator[tuple[object, object]]:
+    """Two equal objects for each wrong value, which is given for every parameter, or for the required ones."""
+    parameters = inspect.signature(kind).parameters.values()
+    named = [one for one in parameters if one.kind not in {one.VAR_POSITIONAL, one.VAR_KEYWORD}]
+    for given in (named, [one for one in named if one.default is one.empty]):
+        for wrong in WRONG:
+            positional = [wrong for one in given if one.kind is not one.KEYWORD_ONLY]
+            by_name = {one.name: wrong for one in given if one.kind is one.KEYWORD_ONLY}
+            with suppress(Exception):  # refused
+                yield kind(*positional, **by_name), kind(*positional, **by_name)
+
+
+def survives(kind: type) -> int:
+    """Check that forged objects can be shown, compared and hashed, as logs and sets do. Returns how many there were.
+
+    An object may be unhashable, as any object with a list is.
+    """
+    count = 0
+    for one, other in forged(kind):
+        assert kind.__name__ in repr(one)
+        assert one != Wild()
+        assert one == other or one != other
+        try:
+            hash(one)
+        except TypeError as error:
+            assert "unhashable" in str(error)  # noqa: PT017 - a helper of tests
+        count += 1
+    return count

@@ -1,0 +1,24 @@
+"""Public objects with wrong values: a log, a set or a debugger may meet one before a call refuses it."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvcache
+import transfer
+from tests.forged import public_classes, survives
+
+# Their constructors refuse every wrong value.
+REFUSING = {
+    *(kvcache.Batch, kvcache.Context, kvcache.EvictionOrder, kvcache.ImportCopier, kvcache.KVCacheParams),
+    *(kvcache.LayerGroup, kvcache.PagedKVCacheManager, kvcache.RangeRetention, kvcache.StatePages, kvcache.StateShape),
+    *(kvcache.TextContext, transfer.KVTransferEngine, transfer.MemoryType, transfer.NixlConnectorScheduler),
+    *(transfer.NixlConnectorWorker, transfer.PageExchange),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [*public_classes(kvcache), *public_classes(transfer)], ids=lambda kind: f"{kind.__module__}.{kind.__name__}"
+)
+def test_an_object_that_a_caller_has_forged_can_be_shown_compared_and_hashed(kind: type) -> None:
+    assert bool(survives(kind)) != (kind in REFUSING)
