@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 
 from transfer.errors import PullFailedError, TransferError
 from transfer.memory import MemoryType
+from transfer.nixl.settings import effective_settings, reaches_other_hosts
 from transfer.plan.page_lists import PageLists
 from transfer.pull.directory import Directory, Peer, Times
 from transfer.pull.lease import LeaseRef
@@ -77,6 +78,7 @@ class ReplicaTransfer:
         events: events in order; the owner takes them.
         stats: counters, and records of the last pulls.
         directory: the engines that it reads from.
+        reads_expected: number of times that a reader could begin to read under a lease, if its READs need our polls.
     """
 
     def __init__(
@@ -105,6 +107,8 @@ class ReplicaTransfer:
         self._times = times = Times(handshake_timeout_s, heartbeat_s, dead_after_s, idle_s)
         self.directory = Directory(self.ranks, client, times, clock, self._start_all, self._fail_all)
         self._page_bytes = _page_bytes(self.ranks)
+        self.reads_expected = 0
+        self._serves_reads = reaches_other_hosts(effective_settings(self.ranks[0].memory_type))
         self.timed = timed
 
     @property
@@ -155,10 +159,12 @@ class ReplicaTransfer:
             self.events.append(Offered(request_id, lease.lease_id, str(error)))
             return
         self._leases[lease.lease_id] = set(range(len(self.ranks)))
+        self.reads_expected += self._serves_reads and not running
         self.events.append(Offered(request_id, lease.lease_id, ""))
 
     def start_clock(self, lease_id: int) -> None:
         """Starts the time of a lease whose request is computed. A no-op if it has started or the lease has ended."""
+        self.reads_expected += self._serves_reads
         for rank in self.ranks:
             rank.leases.start_clock(lease_id)
 

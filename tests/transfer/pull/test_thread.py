@@ -13,7 +13,7 @@ from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, ReplicaTransfer
-from transfer.pull.thread import AWAIT_POLL_S, IDLE_POLL_S, LINGER_S, POLL_S, TransferThread
+from transfer.pull.thread import AWAIT_POLL_S, BUSY_POLL_S, IDLE_POLL_S, LINGER_S, POLL_S, TransferThread
 
 
 class Threaded:
@@ -165,6 +165,27 @@ def test_the_last_lease_is_followed_by_a_while_at_the_same_pace(threaded: Callab
     while time.monotonic() < ended + LINGER_S:
         time.sleep(POLL_S)
     assert p.polls - started > 2 * LINGER_S / IDLE_POLL_S
+
+
+@pytest.mark.parametrize("tls", ["tcp,self", "posix,sysv,cma"])
+def test_a_reader_whose_reads_need_polls_is_served_as_soon_as_it_may_read_and_for_a_while(
+    threaded: Callable[[str], Threaded], monkeypatch: pytest.MonkeyPatch, tls: str
+) -> None:
+    monkeypatch.setattr("transfer.pull.replica.effective_settings", lambda *_: {"UCX_TLS": tls})
+    p, soon = threaded("p"), BUSY_POLL_S if tls == "tcp,self" else POLL_S
+
+    def pause_after(act: Callable[[ReplicaTransfer], None]) -> float:
+        p.until(lambda: not p.thread._early)  # the last command's events are delivered
+        return p.thread.call(lambda replica: (act(replica), p.thread._pause())[1])
+
+    running, lease = (LeaseRef(new_lease_id(), slot, 30.0) for slot in (0, 1))
+    assert pause_after(lambda replica: replica.offer("r0", running, running=True)) == POLL_S
+    assert pause_after(lambda replica: replica.offer("r1", lease)) == soon
+    p.until(lambda: pause_after(lambda _: None) == POLL_S)
+    assert pause_after(lambda replica: replica.start_clock(running.lease_id)) == soon
+    for one in (running, lease):
+        p.thread.call(lambda replica, one=one: replica.revoke(one.lease_id, "test"))  # type: ignore[misc]
+    assert pause_after(lambda _: None) == POLL_S
 
 
 @pytest.fixture
