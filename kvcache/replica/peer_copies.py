@@ -1,6 +1,8 @@
 """`PeerCopies`: copies pages that a request misses from other replicas of this process that have them.
 
 With recurrent states, pages are copied up to the last one after which some replica has the state; so is that state.
+If the host has later pages, the request resumes after those, and only pages that it needs there are copied. A page that
+both have is copied from the replica, as devices are connected faster to each other than to the host.
 
 It is off by default (`Routing.copy_pages`). A copy takes room from the pages of other prompts, and a router that
 follows prefixes leaves little to copy. It is for cases that routing cannot solve: a busy owner, or a head that all
@@ -43,18 +45,12 @@ class PeerCopies:
         here = mine.states.ends(context.request_id, digests)
         there = [other.replica.states.ends(None, digests) for other in others]
 
-        def found(names: Digests, asked: Asked) -> Asked:
-            having = [other.replica.pool.index.find(names[asked]) != NO_PAGE for other in others]
-            there = np.zeros_like(asked)
-            there[asked] = np.logical_or.reduce(having)
-            return there
-
-        wanted = mine.tables.from_below(digests, found, np.logical_or.reduce([here, *there]))
+        wanted = _wanted(mine, others, digests, np.logical_or.reduce([here, *there]))
         after = digests[max(0, wanted.pages - 1) : wanted.pages]
         if not here[: wanted.pages][-1:].all():
             if self._bring_with_state(place, others, context, num_steps, wanted, after, hasher.salt):
                 return
-            wanted = mine.tables.from_below(digests, found, here)
+            wanted = _wanted(mine, others, digests, here)
         if wanted.lacking.any() and _fits(mine, context, num_steps, wanted):
             self._bring_pages(place, others, wanted, hasher.salt)
 
@@ -108,6 +104,28 @@ class PeerCopies:
         for tell in mine.pool.journal.came:
             tell(brought, names)
         self.pages += len(brought)
+
+
+def _wanted(mine: Replica, others: Sequence[PlacedReplica], digests: Digests, ends: Asked) -> FromBelow:
+    """The longest prefix that devices and the host have together. `lacking` marks its pages to copy from `others`.
+
+    Pages that only the host has are restored later, when the request gets its pages.
+    """
+
+    def on_others(names: Digests, asked: Asked) -> Asked:
+        having = [other.replica.pool.index.find(names[asked]) != NO_PAGE for other in others]
+        there = np.zeros_like(asked)
+        there[asked] = np.logical_or.reduce(having)
+        return there
+
+    def anywhere(names: Digests, asked: Asked) -> Asked:
+        return on_others(names, asked) | mine.tier.host_has(names, asked)
+
+    wanted = mine.tables.from_below(digests, anywhere, ends)
+    copied = on_others(wanted.every, wanted.lacking)
+    # A copy may evict a page, which may need a host slot: the pages that are restored later must stay.
+    mine.tier.touch(wanted._replace(lacking=wanted.lacking & ~copied).digests)
+    return wanted._replace(lacking=copied)
 
 
 def _fits(replica: Replica, context: Context, num_steps: int, wanted: FromBelow, beside: int = 0) -> bool:
