@@ -137,10 +137,17 @@ def question(it: Pair, spent: dict[str, list[float]]) -> None:
     until(lambda: it.source.threads[0].events)
     timed("source: learn that it stands", it.source.poll)
     time.sleep(_PAUSE_S)
-    events = timed("reader: hear what is lent", it.reader.poll)
-    lent = [one.event for one in events if isinstance(one.event, Lent)]
+    lent: list[Lent] = []
+
+    def hear() -> None:
+        events = timed("reader: hear what is lent", it.reader.poll)
+        lent.extend(one.event for one in events if isinstance(one.event, Lent))
+        if not lent:  # the answer has not come yet
+            spent["reader: hear what is lent"].pop()
+
+    until(lambda: lent, hear)
     if len(lent) != 1 or lent[0].source is None:
-        raise RuntimeError(f"one lease was expected, and there are {lent or 'none yet'}")
+        raise RuntimeError(f"one lease was expected, and there are {lent}")
     timed("reader: refuse", lambda: it.reader.refuse(0, lent[0].source, "measured"))
     until(
         lambda: not it.managers[0].num_leased_blocks, it.source.poll
