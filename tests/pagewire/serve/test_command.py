@@ -3,6 +3,8 @@
 import json
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -273,6 +275,42 @@ def test_one_command_starts_all_and_ends_all_when_nothing_is_on_its_way(tmp_path
             assert f"{name} has drained: 0 pages held" in served.log("all")
     finally:
         served.close()
+
+
+# Sends the process a signal at the moment at which its address file appears, or its log line.
+SIGNALLED = """
+import logging, os, signal, sys
+from pathlib import Path
+from pagewire.cli import main
+number, moment, addresses = signal.Signals[sys.argv[1]], sys.argv[2], sys.argv[3]
+replace = Path.replace
+def left(self, target):
+    found = replace(self, target)
+    if moment == "file" and str(target) == addresses:
+        os.kill(os.getpid(), number)
+    return found
+Path.replace = left
+class Log(logging.Handler):
+    def emit(self, record):
+        if moment == "line" and " serves at " in record.getMessage():
+            os.kill(os.getpid(), number)
+logging.getLogger().addHandler(logging.StreamHandler())
+logging.getLogger().addHandler(Log())
+sys.exit(main(["serve", "front", "--http-port", "0", "--address-file", addresses, "--json", sys.argv[4]]))
+"""
+
+
+@pytest.mark.parametrize(("number", "moment"), [("SIGTERM", "line"), ("SIGINT", "line"), ("SIGTERM", "file")])
+def test_a_signal_that_follows_at_once_when_the_front_says_that_it_serves_drains_it(
+    tmp_path: Path, number: str, moment: str
+) -> None:
+    addresses, figures = tmp_path / "addresses", tmp_path / "figures.json"
+    arguments = [number, moment, str(addresses), str(figures)]
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert json.loads(figures.read_text())["processes"] == {}
 
 
 def test_beyond_this_host_keys_are_needed(tmp_path: Path) -> None:
