@@ -44,7 +44,7 @@ def check_replica(replica: Replica) -> None:
     `Replica.counted` recounts holders and writers from rows, leases, imports, copies and parked pages. A page without
     either must be fresh or idle.
     """
-    pool, rows = replica.pool, replica.rows
+    rows = replica.rows
     for request_id, row in rows.row_of.items():
         if rows.request_ids[row] != request_id:
             raise InvariantError(f"request {request_id!r}: its row {row} names {rows.request_ids[row]!r}")
@@ -52,11 +52,7 @@ def check_replica(replica: Replica) -> None:
     for row, request_id in enumerate(rows.request_ids):
         if request_id is None and (rows.num_pages[row] or rows.table[:, row].any()):
             raise InvariantError(f"row {row} is free, but names {rows.num_pages[row]} pages")
-    replica.tables.check()
-    replica.leases.check()
-    replica.imports.check()
-    pool.check(*replica.counted())
-    replica.states.check()
+    replica.check()
 
 
 def _check_row(replica: Replica, row: int) -> None:

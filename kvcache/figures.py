@@ -18,7 +18,7 @@ class PoolFigures:
     @property
     def states(self) -> tuple[StatePages, ...]:
         """The states of each replica's recurrent layers, with `hits` and `evictions` of copies; empty without any."""
-        return tuple(states.pages for states in self._replicas.states)
+        return tuple(replica.states for replica in self._replicas.hybrid)
 
     @property
     def further_groups(self) -> list[tuple[StatePages, ...]]:
@@ -33,7 +33,7 @@ class PoolFigures:
     @property
     def device_tensors(self) -> list[list[torch.Tensor]]:
         """The page tensors, `[replica][shard]`, of `pages + 1` pages each, for a transfer engine to register."""
-        return [place.blocks for place in self._replicas.placed]
+        return [place.memory.blocks for place in self._replicas.placed]
 
     @property
     def total_num_pages(self) -> int:

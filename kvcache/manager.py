@@ -382,7 +382,7 @@ class PagedKVCacheManager(PoolFigures):
         bound = self._claims.context_at(self._claims.places[request_id])
         context = None if bound is None else read_context(bound)
         table = imports.export_table(*place, context, self.fingerprint, full_pages=full_pages, first_page=first_page)
-        return replica.leases.sealed(row, replica.states.name(table, full_pages=full_pages))
+        return replica.leases.sealed(row, table)
 
     def lease(self, request_id: RequestID, *, seal: Callable[[BlockTable], bytes] | None = None) -> PageLease:
         """Hold the pages of a claimed request until `end_lease`, including those that it computes after this call.
@@ -393,8 +393,7 @@ class PagedKVCacheManager(PoolFigures):
         """
         self._mark.check("lease")
         replica, replica_idx, row = self._claims.locate(request_id, "lease")
-        replica.refuse_pending(row, "lease")
-        replica.states.refuse_unbooked(request_id)
+        replica.refuse_lease(row)
         lease = PageLease(replica.leases, request_id, replica_idx, seal)
         with self._mark.changing("lease", lease):
             replica.grant(lease, row)
@@ -467,7 +466,7 @@ class PagedKVCacheManager(PoolFigures):
         read = read_context(context)
         with self._mark.changing("commit_import", read.request_id, read):
             imports.finish_import(replica, row, read, pending, proof)
-            replica.states.commit_import(read.request_id, pending.num_tokens)
+            replica.commit_state_import(read.request_id, pending.num_tokens)
 
     def cancel_import(self, pending: PendingImport) -> None:
         """Cancel an import. Safe to call twice.

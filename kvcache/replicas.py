@@ -27,7 +27,7 @@ from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool
 from kvcache.replica.batch import UNKNOWN, Batch, BatchState, Gathered
 from kvcache.replica.context import Context, hasher_of, read_context
-from kvcache.replica.devices import PlacedReplica
+from kvcache.replica.devices import PageMemory, PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.partial import PartialReuse
 from kvcache.replica.peer_copies import PeerCopies
@@ -37,7 +37,7 @@ from kvcache.replica.rows import NEVER, AllRows, BlockRows, Ints, rows_at
 from kvcache.replica.shares import Share
 from kvcache.routing import Router
 from kvcache.sizing import Sizes
-from kvcache.states.replica_states import ReplicaStates, slab_pages_of, step_drafted
+from kvcache.states.hybrid_replica import HybridReplica, slab_pages_of, step_drafted
 from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_tiers import divide_tiers, state_tiers
 from kvcache.steps_in_flight import StepInFlight, StepsInFlight
@@ -63,7 +63,7 @@ def place_replicas(
     page_size = layouts[0].page_size
     slab_pages, room = slab_pages_of(params, layouts), divide_tiers(params, len(layouts))
     every, mark = AllRows(len(devices), rows, page_size), UnderWay()
-    placed: list[PlacedReplica] = []
+    placed, hybrid = list[PlacedReplica](), list[HybridReplica]()
     for group in devices:
         pinned, first = any(device.type == "cuda" for device in group), rows * len(placed)
         own = slice(first, first + rows)
@@ -71,18 +71,19 @@ def place_replicas(
         make_order = params.eviction_order
         order = None if make_order is None else CheckedOrder(pages, make_order(pages))
         pool = SlabPool(pages, words, slab_pages, order) if slab_pages else PagePool(pages, words, order)
-        replica = Replica(params, tables, block_rows, pool, mark)
-        placed.append(PlacedReplica(replica, layouts, group, stream))
+        memory = PageMemory(layouts, pages, group, stream)
+        if params.states is None:
+            replica = Replica(params, tables, block_rows, pool, mark)
+        else:
+            replica = HybridReplica(params, params.states, tables, block_rows, pool, mark, memory)
+            hybrid.append(replica)
+        placed.append(PlacedReplica(replica, memory))
     of_states = [] if params.states is None else state_layouts(params.states, len(layouts))
     every_layout = [*layouts, *chain.from_iterable(kinds.values() for kinds in of_states)]
     fingerprint = replica_fingerprint(every_layout, tables.described() if params.groups else "")
     tiers = page_tiers(params, room, layouts, placed, stream, tables)
-    replicas = Replicas(placed, every, params, tiers, fingerprint)
-    if params.states is not None:
-        replicas.states = [
-            ReplicaStates(place, params, rows, group) for place, group in zip(placed, devices, strict=True)
-        ]
-        replicas.state_tiers = state_tiers(params, room, layouts, [one.pages for one in replicas.states])
+    below_states = state_tiers(params, room, layouts, [replica.states for replica in hybrid])
+    replicas = Replicas(placed, hybrid, every, params, (tiers, below_states), fingerprint)
     if params.kv_events is not None and params.enable_prefix_caching:
         replicas.publish_events(params.kv_events, params, tables)
     return replicas
@@ -94,21 +95,22 @@ class Replicas:
     def __init__(
         self,
         placed: Sequence[PlacedReplica],
+        hybrid: Sequence[HybridReplica],
         rows: AllRows,
         params: KVCacheParams,
-        tiers: Tiers | None,
+        tiers: tuple[Tiers | None, Tiers | None],
         fingerprint: str,
     ) -> None:
         self.placed = placed
+        self.hybrid = hybrid  # the replicas again, if there are recurrent layers; empty otherwise
         self.fingerprint = fingerprint  # of the pages and states of a replica, on all shards
         self._rows = rows
         self.capacity = rows.capacity_of  # by place: the tokens for which it has pages; place -1 has none
-        self.tiers = tiers
-        self.state_tiers: Tiers | None = None  # the tiers of recurrent states, if there are any
+        self.tiers, self.state_tiers = tiers  # below the pages of tokens, and below recurrent states
+        self._all_tiers = [one for one in tiers if one is not None]
         self.each: list[Replica] = [place.replica for place in placed]
         self.steps = StepsInFlight(placed)
         self.mark = self.each[0].mark  # the call that is changing the state of all replicas
-        self.states: Sequence[ReplicaStates] = ()  # by replica, if there are recurrent layers
         self._most = self.each[0].max_seq_len
         self._router = Router(len(placed), params.routing)
         copies = params.routing.copy_pages and len(placed) > 1
@@ -119,14 +121,14 @@ class Replicas:
         self._indexes: dict[int, PrefixIndex] = {}  # by source of events: its index
         self._log: EventLog | None = None  # the record for events
         # Whether a step of one request needs only its row: there are no tiers, events or further tables.
-        self._is_plain = tiers is None and self.each[0].tables.is_plain
+        self._is_plain = self.tiers is None and self.each[0].tables.is_plain
 
     @property
     def metrics(self) -> KVCacheMetrics:
         """Counters over all replicas, since they were made."""
         below = sum((tiers.metrics for tiers in self._all_tiers), KVCacheMetrics())
-        for states in self.states:
-            below += KVCacheMetrics(state_hits=states.pages.hits, state_evictions=states.pages.evictions)
+        for replica in self.hybrid:
+            below += KVCacheMetrics(state_hits=replica.states.hits, state_evictions=replica.states.evictions)
         if self._copies is not None:
             copies = self._copies
             below += KVCacheMetrics(d2d_blocks_copied=copies.pages, d2d_states_copied=copies.states)
@@ -218,11 +220,11 @@ class Replicas:
     def fork(self, replica_idx: int, parent: int, row: int, end: int) -> None:
         """Let the claimed `row` share the computed pages of row `parent`, and have pages up to column `end`."""
         for source, target in self.each[replica_idx].fork(parent, row, end):
-            self.placed[replica_idx].copy_page(source, target)
+            self.placed[replica_idx].memory.copy_page(source, target)
 
     def fetch_ahead(self, gathered: Gathered, num_steps: int) -> StepInFlight:
         """`fetch` into separate tables, which stay unchanged until the step has ended."""
-        if self.states:
+        if self.hybrid:
             raise InvalidRequestError(
                 f"fetch_ahead of {len(gathered.contexts)} requests: a step writes a recurrent state over the one that "
                 "the step before it has left, and there is one page for both: call fetch"
@@ -259,8 +261,8 @@ class Replicas:
         for place, state in zip(self.placed, states, strict=True):
             place.replica.counter.run(state.rows, state.starts, state.actives)
             fetched += place.inputs(state, num_steps, number)
-        for of_replica, state in zip(self.states, states, strict=False):  # `self.states` may be empty
-            of_replica.fetched(state.rows)
+        for replica, state in zip(self.hybrid, states, strict=False):  # `self.hybrid` may be empty
+            replica.fetched(state.rows)
         self.mark.call = None
         return fetched
 
@@ -283,13 +285,13 @@ class Replicas:
         each = np.array((start, active, end))
         state = BatchState(slice(row, row + 1), each[:1], each[1:2], each[2:], active - start, active, end)
         inputs = self.placed[0].inputs(state, 1)
-        for of_replica in self.states:
-            of_replica.fetched(state.rows)
+        for replica in self.hybrid:
+            replica.fetched(state.rows)
         return inputs
 
     def step_one(self, one: One | None) -> bool:
         """`step` for a single request. Returns False if `step` must be called instead."""
-        if one is None or self.states or not self._is_plain:
+        if one is None or self.hybrid or not self._is_plain:
             return False
         (row, context), replica = one, self.each[0]
         if row in replica.leases.of_row:
@@ -316,9 +318,9 @@ class Replicas:
 
         `settle`: called once the tokens are published, for drafted tokens.
         """
-        for states in self.states:
-            if settle is None and states.pages.drafts.page_of:
-                step_drafted(self.states, gathered, self.step)
+        for replica in self.hybrid:
+            if settle is None and replica.states.drafts.page_of:
+                step_drafted(self.hybrid, gathered, self.step)
                 return
         computed = gathered.computed
         if gathered.slack < -1:  # a request may have run past its pages
@@ -332,8 +334,8 @@ class Replicas:
             self._publish(gathered, word)
         if settle is not None:
             settle()
-        for share in gathered.split(len(self.each)) if self.states else ():
-            self.states[share.replica].stepped(share.rows, computed[share.at])
+        for share in gathered.split(len(self.each)) if self.hybrid else ():
+            self.hybrid[share.replica].stepped(share.rows, computed[share.at])
         self.mark.call = None
 
     def _publish(self, gathered: Gathered, word: tuple[str, object]) -> None:
@@ -368,9 +370,9 @@ class Replicas:
 
         Recurrent states, which are cached after some pages, are reported as a further group after the block tables.
         """
-        specs = [_spec_of(table.group, params) for table in tables.tables] + [CacheSpec("mamba")] * bool(self.states)
+        specs = [_spec_of(table.group, params) for table in tables.tables] + [CacheSpec("mamba")] * bool(self.hybrid)
         indexes = {at * len(specs): replica.pool.index for at, replica in enumerate(self.each)}
-        indexes |= {at * len(specs) + len(specs) - 1: one.pages.index for at, one in enumerate(self.states)}
+        indexes |= {at * len(specs) + len(specs) - 1: one.states.index for at, one in enumerate(self.hybrid)}
         for group, tiers in ((0, self.tiers), (len(specs) - 1, self.state_tiers)):
             if tiers is not None:
                 indexes[HOST * len(specs) + group] = tiers.host.pool.index
@@ -389,7 +391,7 @@ class Replicas:
     def stop(self) -> None:
         """Return once no device and no tier's thread copies, reads or writes anything."""
         for place in self.placed:
-            place.settle()
+            place.memory.settle()
         for tiers in self._all_tiers:
             tiers.stop()
 
@@ -402,7 +404,7 @@ class Replicas:
         lost: set[RequestID] = set()
         self.steps.mend(over)
         for replica in self.each:
-            lost |= {*replica.states.mend(replica.mend(over))}
+            lost |= {*replica.mend(over)}
             replica.mend_pool()
         for tiers in self._all_tiers:
             tiers.mend()
@@ -433,10 +435,6 @@ class Replicas:
         for tiers in self._all_tiers:
             tiers.tick()
 
-    @property
-    def _all_tiers(self) -> list[Tiers]:
-        return [tiers for tiers in (self.tiers, self.state_tiers) if tiers is not None]
-
     def close(self, *, flush: bool) -> None:
         """Close the tiers, with `flush` after writing everything published, and the events. Safe to call twice."""
         for tiers in self._all_tiers:
@@ -459,7 +457,7 @@ class Replicas:
             pages, own, cached = found
             self.each[replica_idx].move_start(row, context, cached)
             for page, target in zip(pages.tolist(), own.tolist(), strict=True):
-                self.placed[replica_idx].copy_page(page, target)
+                self.placed[replica_idx].memory.copy_page(page, target)
 
     def _reserve_decoding(self, gathered: Gathered, num_steps: int) -> bool:
         """Reserve pages for a batch with one token each. Returns False if each request must be looked at."""
@@ -504,13 +502,10 @@ class Replicas:
         """Pages that a new request would need in addition to those `found`, and whether they and a row are free now."""
         replica = self.each[replica_idx]
         plan = replica.tables.plan(None, context, length, found.end * replica.page_size, found)
-        has_row = len(replica.rows.row_of) < len(replica.rows.request_ids)
-        if not has_row or not replica.states.has_room:
+        if not replica.has_room:
             return plan.new, False
         free = replica.pool.free_count - replica.pool.beside
-        # The request's state may evict some found pages. Lower tiers are looked up only when the request reserves. With
-        # their pages it resumes from a later token, where windows need other pages.
-        if replica.states.may_lose_pages or (replica.tier.keeps and not replica.tables.is_plain):
+        if replica.hit_may_change:
             return plan.new, replica.tables.most(context, length) <= free
         return plan.new, replica.tables.fits(None, plan, free)
 

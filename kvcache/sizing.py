@@ -20,7 +20,7 @@ from kvcache.layer_groups import LayerTables, layer_tables
 from kvcache.layout import shard_layouts
 from kvcache.params import KVCacheParams, resolve_page_size
 from kvcache.pool.slabs import num_slabs
-from kvcache.states.replica_states import slab_pages_of
+from kvcache.states.hybrid_replica import slab_pages_of
 from kvcache.states.state_layout import page_bytes as state_bytes
 from kvcache.states.state_layout import state_layouts
 

@@ -1,7 +1,8 @@
 """`StateShape`: the state that a model's recurrent layers keep of a request, in any of the known forms."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -61,3 +62,10 @@ class StateShape:
             raise InvalidParamsError(f"kernel is {self.kernel}: at least 2 is needed, or no input is kept")
         if self.heads % self.groups:
             raise InvalidParamsError(f"heads is {self.heads}: no multiple of the {self.groups} groups")
+
+
+class StateCopy(NamedTuple):
+    """A cached state on a device: the tensor of each shard and kind, and the number of tokens that it covers."""
+
+    parts: Sequence[torch.Tensor]
+    tokens: int

@@ -45,8 +45,7 @@ class PageContents:
         """
         replica = self._replicas[replica_idx]
         digests = np.frombuffer(wanted.digests, np.uint64).reshape(-1, DIGEST_BYTES[replica.hash_algorithm] // 8)
-        ends = replica.states.ends(None, digests)
-        return replica.tables.find(0, digests, ends).end * replica.page_size if len(digests) else 0
+        return replica.tables.find(0, digests, replica.ends(digests)).end * replica.page_size if len(digests) else 0
 
     def lease(
         self, name: RequestID, replica_idx: int, wanted: PageDigests, most: int
@@ -62,12 +61,12 @@ class PageContents:
         self._mark.check("contents.lease")
         replica, digests = self._wanted(name, replica_idx, wanted)
         room = most - replica.pool.beside
-        length, tables = replica.tables.whole(digests, room, replica.states.copies(digests))
+        length, tables = replica.tables.whole(digests, room, replica.copies(digests))
         if not length:
             return None
         lease = PageLease(replica.leases, name, replica_idx)
         with self._mark.changing("contents.lease", lease):
-            besides = replica.states.held_copy(digests[length - 1 : length])
+            besides = replica.held_copy(digests[length - 1 : length])
             replica.leases.grant_pages(lease, np.concatenate(tables), besides)
         table = BlockTable(
             request_id=name,
@@ -117,7 +116,7 @@ class PageContents:
 
 def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
     """Bring a few more of these pages, which begin at page `first` of a prompt, to the device, and publish them."""
-    tables, tier, pool, states = replica.tables, replica.tier, replica.pool, replica.states
+    tables, tier, pool = replica.tables, replica.tier, replica.pool
     if not tier.keeps or not len(digests):
         return False
     if tier.is_bringing:
@@ -125,7 +124,7 @@ def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
     before = tier.generation
     digests = np.concatenate((np.zeros((first, digests.shape[1]), np.uint64), digests))
     coming = replica.fetch_prefix(digests, first, wait=False)
-    wanted = tables.from_below(digests, tier.host_has, states.ends(None, digests), first)
+    wanted = tables.from_below(digests, tier.host_has, replica.ends(digests), first)
     room = pool.free_count // 2 - pool.would_be_taken(wanted.here)
     count = max(0, min(len(wanted.digests), room, tier.brought_at_once))
     if count:
@@ -138,5 +137,5 @@ def _bring(replica: Replica, digests: NDArray[np.uint64], first: int) -> bool:
         pool.release(wanted.here)
         pool.release(pages)
     elif not coming and not wanted.lacking.any():
-        coming = states.bring_copy(wanted, digests)
+        coming = replica.bring_copy(wanted, digests)
     return coming or count > 0 or tier.generation != before

@@ -17,33 +17,68 @@ from kvcache.storage import allocate_blocks
 from kvcache.types import RaggedKVCacheInputs
 
 
-class PlacedReplica:
-    """A replica, which itself knows no devices, with its page tensors and lookup tables."""
+class PageMemory:
+    """The page tensors of a replica's shards, and the copies between whole pages. `num_pages`: without the null page.
+
+    Device work is ordered by `stream`; None means the current one.
+    """
 
     def __init__(
-        self, replica: Replica, layouts: Sequence[PageLayout], devices: Sequence[torch.device], stream: Any
+        self, layouts: Sequence[PageLayout], num_pages: int, devices: Sequence[torch.device], stream: Any
     ) -> None:
-        self.replica = replica
-        self._stream = stream
-        pages = replica.pool.num_pages + 1  # the null page, 0, comes on top of the budget
+        self.layouts, self.devices, self.stream = layouts, devices, stream
+        pages = num_pages + 1  # the null page, 0, comes on top of the budget
         # Per shard `[pages + 1, sides, layers, page_size, heads, head_dim]`.
         self.blocks = [allocate_blocks(layout, pages, device) for layout, device in zip(layouts, devices, strict=True)]
         self.rows = [page_rows(blocks) for blocks in self.blocks]  # whole pages, including their scales
-        scales = [scales_of(rows, layout) for rows, layout in zip(self.rows, layouts, strict=True)]
-        self._pools = list(zip(self.blocks, scales, strict=True))
-        with self._on_stream():
-            per_device = {device: DeviceTables(replica.rows.tensor, device) for device in devices}
-        self._tables = [per_device[device] for device in devices]
-        self._devices = devices
+
+    def settle(self) -> None:
+        """Wait until the devices have finished all work."""
+        for device in {blocks.device for blocks in self.blocks if blocks.is_cuda}:
+            torch.cuda.synchronize(device)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page to another on every shard."""
+        with self.on_stream():
+            for rows in self.rows:
+                rows[target].copy_(rows[source], non_blocking=True)
+
+    def copy_pages_of(self, other: "PageMemory", sources: Pages, targets: Pages) -> None:
+        """Copy pages of a replica of this process to as many distinct pages here, shard by shard.
+
+        The copy runs on the devices after all work launched before on either replica. It is over on return, because the
+        pages are published then, and a reader in another process does not wait for our devices.
+        """
+        with self.on_stream():
+            for theirs, ours in zip(other.rows, self.rows, strict=True):
+                copy_pages(theirs, sources, ours, targets)
+            for device in {ours.device for ours in self.blocks if ours.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()
+
+    def on_stream(self) -> Any:
+        """A context in which device work is launched on the stream."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+
+class PlacedReplica:
+    """A replica, which itself knows no devices, with its page tensors and lookup tables."""
+
+    def __init__(self, replica: Replica, memory: PageMemory) -> None:
+        self.replica, self.memory = replica, memory
+        scales = [scales_of(rows, layout) for rows, layout in zip(memory.rows, memory.layouts, strict=True)]
+        self._pools = list(zip(memory.blocks, scales, strict=True))
+        with memory.on_stream():
+            per_device = {device: DeviceTables(replica.rows.tensor, device) for device in memory.devices}
+        self._tables = [per_device[device] for device in memory.devices]
         self._of_steps: dict[int, list[StepTables]] = {}  # by set number: the tables of each shard
         self._mirrored = [table for device, table in per_device.items() if device.type != "cpu"]
 
     def inputs(self, state: BatchState, num_steps: int, number: int | None = None) -> list[RaggedKVCacheInputs]:
         """The model's inputs for this batch, one entry a shard. `number`: build them in that set of tables."""
         rows, tables = self.replica.rows, self._tables if number is None else self._of_steps[number]
-        if self._stream is None and not self._mirrored:  # nothing to order or to upload
+        if self.memory.stream is None and not self._mirrored:  # nothing to order or to upload
             return build_inputs(self._pools, tables, state, self.replica.page_size, num_steps)
-        with self._on_stream():
+        with self.memory.on_stream():
             if self._mirrored:
                 changed = np.flatnonzero(rows.changed)
                 for table in self._mirrored:
@@ -55,35 +90,10 @@ class PlacedReplica:
         """The set of tables with this number, one entry a shard. Shards on one device share theirs."""
         if number not in self._of_steps:
             tensor = self.replica.rows.tensor
-            with self._on_stream():
+            with self.memory.on_stream():
                 made = {
                     device: StepTables(table, tensor, device)
-                    for device, table in dict(zip(self._devices, self._tables, strict=True)).items()
+                    for device, table in dict(zip(self.memory.devices, self._tables, strict=True)).items()
                 }
-            self._of_steps[number] = [made[device] for device in self._devices]
+            self._of_steps[number] = [made[device] for device in self.memory.devices]
         return self._of_steps[number]
-
-    def settle(self) -> None:
-        """Wait until the devices have finished all work."""
-        for device in {blocks.device for blocks in self.blocks if blocks.is_cuda}:
-            torch.cuda.synchronize(device)
-
-    def copy_page(self, source: int, target: int) -> None:
-        with self._on_stream():
-            for rows in self.rows:
-                rows[target].copy_(rows[source], non_blocking=True)
-
-    def copy_pages_of(self, other: "PlacedReplica", sources: Pages, targets: Pages) -> None:
-        """Copy pages of another replica of this process to as many distinct pages here, shard by shard.
-
-        The copy runs on the devices after all work launched before on either replica. It is over on return, because the
-        pages are published then, and a reader in another process does not wait for our devices.
-        """
-        with self._on_stream():
-            for theirs, ours in zip(other.rows, self.rows, strict=True):
-                copy_pages(theirs, sources, ours, targets)
-            for device in {ours.device for ours in self.blocks if ours.is_cuda}:
-                torch.cuda.current_stream(device).synchronize()
-
-    def _on_stream(self) -> Any:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -1,6 +1,7 @@
 """`ReplicaHints`: applies requests' retention hints to the pages that they release, and measures their worth."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -13,11 +14,30 @@ from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
 from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 from kvcache.replica.context import Context, HasherOfRow
-from kvcache.replica.request_states import RequestStates
 from kvcache.replica.rows import BlockRows, Ints, Pages
 from kvcache.replica.tables import RowTables
 from kvcache.retention import PageHints, page_hints
 from kvcache.types import Retention
+
+
+class HintFollower(Protocol):
+    """Something else that requests leave cached, and that hints and quotas apply to as well."""
+
+    def begin(self, quotas: TenantQuotas | None) -> None:
+        """From now on there are hints, or these quotas of pages."""
+        ...
+
+    def clear(self) -> None:
+        """After an interrupt: forget what is idle of each tenant, because the pool reports it next."""
+        ...
+
+    def leave(self, row: int, digests: Digests, hints: PageHints | None, ends: Sequence[int], share: float) -> None:
+        """The row's request is about to be released, with `hints` for its published columns, or None.
+
+        `digests`: of these columns. `ends`: the end columns of hinted ranges. `share`: the share of cached pages that
+        follows hints.
+        """
+        ...
 
 
 class ReplicaHints(PageReader):
@@ -53,7 +73,7 @@ class ReplicaHints(PageReader):
         self._has_own = params.eviction_order is not None
         self._most_hinted = params.max_hint_share if caching and not self._has_own else 0.0
         self._tables = tables
-        self._states = RequestStates()
+        self._followers: list[HintFollower] = []
         # By row: the pages that plain LRU would have found, those that hints would, and those that were looked up.
         self._expected: dict[int, tuple[int, int, int]] = {}
         # The pages that plain LRU, and hints at their largest share, would hold; there from the first hint on.
@@ -75,11 +95,11 @@ class ReplicaHints(PageReader):
         if self._baselines:
             self._forget(self._pool.index.words_of(pages[np.broadcast_to(why == BY_QUOTA, len(pages))]))
 
-    def follow_states(self, states: RequestStates) -> None:
-        """Apply hints and quotas to these states, too."""
-        self._states = states
+    def lead(self, follower: HintFollower) -> None:
+        """Apply hints and quotas to this as well."""
+        self._followers.append(follower)
         if self._quotas is not None:
-            states.follow_hints(self._quotas)
+            follower.begin(self._quotas)
 
     @property
     def share(self) -> float:
@@ -131,7 +151,8 @@ class ReplicaHints(PageReader):
         """
         if self._quotas is not None:
             self._quotas.clear()
-        self._states.clear_quotas()
+        for follower in self._followers:
+            follower.clear()
         if self._baselines:
             self._follow_hints()
 
@@ -170,8 +191,8 @@ class ReplicaHints(PageReader):
             self._learn(row, context, digests[:, 0], hints, found)
             order.hint(pages, hints and hints.of(columns))
         self._pool.release(pages)
-        if len(digests) and not self._has_own:
-            self._states.leave_hinted(row, digests, hints, of_ranges, self.share)
+        for follower in self._followers if len(digests) and not self._has_own else ():
+            follower.leave(row, digests, hints, of_ranges, self.share)
 
     def _learn(self, row: int, context: Context, words: Words, hints: PageHints | None, found: int) -> None:
         """Update the baselines: the row leaves pages of these digests with `hints`; the first `found` were hits."""
@@ -247,4 +268,5 @@ class ReplicaHints(PageReader):
         pool = self._pool
         if pool.idle.by_age:
             pool.follow(HintedOrder(pool.num_pages, pool.idle))
-        self._states.follow_hints(self._quotas)
+        for follower in self._followers:
+            follower.begin(self._quotas)

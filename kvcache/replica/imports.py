@@ -22,7 +22,6 @@ from kvcache.replica.block_table import BlockTable, ImportPart, PageCopy, Pendin
 from kvcache.replica.context import Context, hasher_of, salt_and_keys
 from kvcache.replica.copier import ImportProof
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, token_bytes
-from kvcache.replica.pages_below import PagesBelow
 from kvcache.replica.replica import Replica
 from kvcache.replica.reservation import Reservation
 from kvcache.replica.rows import Ints, Pages
@@ -62,7 +61,7 @@ def export_table(
         replica_idx=replica_idx,
         num_tokens=num_tokens,
         page_size=size,
-        groups=replica.tables.lists(row, num_tokens, first=first, windows=not full_pages),
+        groups=replica.page_groups(row, num_tokens, first=first, full_pages=full_pages),
         kinds=replica.tables.kinds_named,
         fingerprint=fingerprint,
         hash_algorithm=replica.hash_algorithm if replica.caching else "",
@@ -118,8 +117,8 @@ def _check_pages(replica: Replica, context: Context, table: BlockTable) -> None:
     """Raise unless the table names the pages of our groups of layers: all for its tokens, or fewer of a window."""
     kinds, named = replica.tables.kinds, replica.tables.kinds_named
     beside = table.groups[len(kinds) :]
-    if len(table.groups) != len(kinds) + replica.states.groups or any(len(pages) != 1 for pages in beside):
-        ours = f"{len(kinds) + 1}, the last of one state page" if replica.states.groups else str(len(kinds))
+    if len(table.groups) != len(kinds) + replica.state_groups or any(len(pages) != 1 for pages in beside):
+        ours = f"{len(kinds) + 1}, the last of one state page" if replica.state_groups else str(len(kinds))
         raise _mismatch(context, f"has {len(table.groups)} page groups, this manager {ours}")
     for (page,) in beside:
         if not 0 < page < 1 << 31:
@@ -218,7 +217,7 @@ def begin_import(
         parts=[ImportPart(at * size, pages[at:end].copy(), at_end=kind != "full") for kind, at, pages in tables],
         hasher=hasher,
     )
-    replica.states.begin_import(context, pending)
+    replica.begin_state_import(context, pending)
     pending.take_up(table, _named(context, pending, table, last=not partial), last=not partial)
     replica.imports.begin(row, pending)
     return pending
@@ -237,7 +236,7 @@ def _plan(
         return replica.hasher(row, context).digests(context.tokens, 0, last)
 
     plan = tables.plan_import(row, context, length, num_tokens, here, digests_of, replica.tier.slots)
-    plan = replica.states.planned(row, context, plan, reached)
+    plan = replica.planned(row, context, plan, reached)
     if tables.in_chunks and not partial:
         _check_reach(context, table, tables.kinds, [at * size for at in tables.by_table(plan.ends_found)])
     return plan
@@ -343,7 +342,7 @@ def finish_import(
     context.set_token_indices(start_idx=cached, active_idx=context.end_idx)
     replica.imports.commit(pending)
     replica.counter.ran_elsewhere(row, cached)
-    if replica.log is None and type(replica.tier) is PagesBelow:
+    if replica.log is None and not replica.tier.keeps:
         _publish_plain(replica, row, context, cached)
         return
 

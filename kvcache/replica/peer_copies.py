@@ -42,8 +42,8 @@ class PeerCopies:
         mine.length_of(context, num_steps, 0)
         hasher = mine.hasher(row, context)
         digests = hasher.digests(context.tokens, 0, last)
-        here = mine.states.ends(context.request_id, digests)
-        there = [other.replica.states.ends(None, digests) for other in others]
+        here = mine.ends(digests, context.request_id)
+        there = [other.replica.ends(digests) for other in others]
 
         wanted = _wanted(mine, others, digests, np.logical_or.reduce([here, *there]))
         after = digests[max(0, wanted.pages - 1) : wanted.pages]
@@ -69,11 +69,11 @@ class PeerCopies:
         The state comes first, because pages may have to be evicted for it.
         """
         mine = place.replica
-        if not mine.states.has_room or not _fits(mine, context, num_steps, wanted, mine.pool.beside):
+        if not mine.has_state_room or not _fits(mine, context, num_steps, wanted, mine.pool.beside):
             return False
         mine.pool.hold(wanted.here)
-        state = next(copy for other in others if (copy := other.replica.states.copy_of(after)) is not None)
-        taken = mine.states.take_copy(state, after)
+        state = next(copy for other in others if (copy := other.replica.copy_of(after)) is not None)
+        taken = mine.take_copy(state, after)
         mine.pool.release(wanted.here)
         if taken is None:
             return False
@@ -94,7 +94,7 @@ class PeerCopies:
             pages = other.replica.pool.index.find(names)
             taken = missing & (pages != NO_PAGE)
             if taken.any():
-                place.copy_pages_of(other, pages[taken], brought[taken])
+                place.memory.copy_pages_of(other.memory, pages[taken], brought[taken])
                 missing &= ~taken
         mine.pool.index.say_tables(brought, wanted.tables)
         mine.pool.index.publish(brought, names)

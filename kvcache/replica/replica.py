@@ -1,6 +1,5 @@
 """One data-parallel replica: its pages, its prefix index, and the rows of its running requests."""
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,18 +19,19 @@ from kvcache.metrics import KVCacheMetrics
 from kvcache.params import HashAlgorithm, KVCacheParams
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
+from kvcache.replica.block_table import PendingImport
 from kvcache.replica.context import Context, chunk_end, hasher_of, salt_and_keys
 from kvcache.replica.copier import ImportBook
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.hints import ReplicaHints
 from kvcache.replica.keys import ExtraKeys
-from kvcache.replica.leases import PageLease, PageLeases
+from kvcache.replica.leases import HeldPages, PageLease, PageLeases
 from kvcache.replica.pages_below import PagesBelow
-from kvcache.replica.request_states import RequestStates
 from kvcache.replica.reservation import Reservation
-from kvcache.replica.resume import Found
+from kvcache.replica.resume import Asked, Found, FromBelow
 from kvcache.replica.rows import NEVER, BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
 from kvcache.replica.tables import OneTable, RowTables
+from kvcache.state_shape import StateCopy
 from kvcache.types import RequestID
 from kvcache.under_way import UnderWay
 
@@ -50,7 +50,13 @@ class Filled(NamedTuple):
 
 
 class Replica:
-    """State and rules of one replica, without tensors or devices."""
+    """State and rules of one replica, without tensors or devices. All that a request keeps is in its token pages.
+
+    `kvcache.states.hybrid_replica` adds the states of recurrent layers. What this class answers about states is that
+    there are none.
+    """
+
+    state_groups = 0  # groups of a block table in addition to those of token pages; each has one page
 
     def __init__(
         self, params: KVCacheParams, tables: LayerTables, rows: BlockRows, pool: PagePool, mark: UnderWay
@@ -73,7 +79,7 @@ class Replica:
         self._always_fits = min(self.max_seq_len, (pool.num_pages - pool.beside) // self.tables.count * self.page_size)
         self.hints = ReplicaHints(pool, rows, self.tables, self.hasher, self.published_digests, self.salt, params)
         self.tier = PagesBelow()
-        self.states = RequestStates()
+        self._run = self.tables.find  # the published pages after the first columns, see `published_run`
         self.log: EventLog | None = None  # the record for KV events, None if they are off
 
     @property
@@ -83,12 +89,31 @@ class Replica:
     @property
     def lends_any_part(self) -> bool:
         """Whether a reader can use pages of a prompt from any page on, if it has those before."""
-        return self.tables.is_plain and not self.states.keeps
+        return self.tables.is_plain
 
-    def keep(self, states: RequestStates) -> None:
-        """Add the states that requests have beside their pages."""
-        self.states = states
-        self.hints.follow_states(states)
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request could be claimed."""
+        return bool(self.rows.free)
+
+    @property
+    def has_state_room(self) -> bool:
+        """Whether one more request could have a state."""
+        return True
+
+    @property
+    def hit_may_change(self) -> bool:
+        """Whether a new request may resume from another token than `find` says.
+
+        Lower tiers are looked up only when the request reserves. With their pages it resumes from a later token, where
+        windows need other pages.
+        """
+        return self.tier.keeps and not self.tables.is_plain
+
+    @property
+    def generation(self) -> int:
+        """Changes whenever pages come or go, on the device or below it."""
+        return self.pool.index.generation + self.tier.generation
 
     def check_free(self, request_id: RequestID) -> None:
         """Raise `NoFreeRowError` if the replica has no room for one more request."""
@@ -96,13 +121,10 @@ class Replica:
             raise NoFreeRowError(
                 f"request {request_id!r}: all {len(self.rows.request_ids)} rows of the replica are claimed"
             )
-        self.states.check_free(request_id)
 
     def claim(self, request_id: RequestID) -> int:
         """Bind a row to the request and return it. `check_free` must have found room."""
-        row = self.rows.claim(request_id)
-        self.states.claim(request_id, row)
-        return row
+        return self.rows.claim(request_id)
 
     def reserve(self, row: int, context: Context, num_steps: int) -> int | None:
         """Give the row pages for all known tokens and `num_steps` steps. Cached pages are used if they match.
@@ -151,16 +173,18 @@ class Replica:
             self.counter.hit(row, context.end_idx, before, plan.start)
         if plan.slots.size:  # first, as evictions below may need host slots
             self.tier.hold(plan.slots)
-        if plan.state is not None:  # before pages are taken, which may evict the state from which it resumes
-            self.states.reserved(row, plan.state, plan.start)
         found = plan.found[0].shape[-1] if self.tables.keeps_prefix else plan.committed - self.rows.committed.item(row)
-        restored = self.tables.take(row, plan)
+        restored = self.take(row, plan)
         if plan.slots.size:
             self.tier.restore(row, restored, plan.slots)
         self._named[row] = named
         self.hints.come(row, context, found)
         self.counter.admit(row, context.end_idx)
         return plan.new
+
+    def take(self, row: int, plan: Reservation) -> Pages:
+        """Give the row the planned pages. Returns those for the content of the plan's slots."""
+        return self.tables.take(row, plan)
 
     def start_of(self, row: int, context: Context) -> int:
         """The token from which the request runs if no more cached pages are found.
@@ -200,7 +224,18 @@ class Replica:
         The last known token is never covered, because it has to run to give the next one. `hasher`: the context's, if
         known.
         """
-        return self.states.up_to_state(self.published_run(context, row, hasher), row, context, hasher)
+        return self.up_to_state(self.published_run(context, row, hasher), row, context, hasher)
+
+    def up_to_state(self, found: Found, row: int | None, context: Context, hasher: PrefixHasher | None = None) -> Found:  # noqa: ARG002
+        """The part of a published run with which the request resumes. `hasher`: the context's, if known."""
+        return found
+
+    def ends(self, digests: Digests, request_id: RequestID | None = None, *, anywhere: bool = False) -> Asked:  # noqa: ARG002
+        """After which of these consecutive found pages the request, or with None another one, may resume: a mask.
+
+        `anywhere`: also with a state that only the tiers below the host have, as far as is known.
+        """
+        return np.ones(len(digests), np.bool_)
 
     def published_run(self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
         """`find` without regard to states. With states, only the pages of the first table."""
@@ -211,7 +246,7 @@ class Replica:
         hasher, index = hasher or self.hasher(row, context), self.pool.index
         if (kept := hasher.matches.get(index)) is not None and kept[:3] == (index.generation, first, last):
             return kept[3]  # a waiting request is looked up again and again; the index has not changed since
-        found = self.states.run(self.tables, first, hasher.digests(context.tokens, first, last))
+        found = self._run(first, hasher.digests(context.tokens, first, last))
         hasher.matches[index] = (index.generation, first, last, found)
         return found
 
@@ -224,29 +259,45 @@ class Replica:
 
         If a tier has to be asked for its contents, it is asked for the longest prefix that may exist.
         """
-        tables, tier, states = self.tables, self.tier, self.states
-        if len(digests) <= first or not (tier.fetches or states.fetches):
+        tables, tier = self.tables, self.tier
+        if len(digests) <= first or not self.fetches:
             return False
         before, coming = tier.generation, False
         if tier.asks:
-            perhaps = tables.from_below(digests, tier.may_have, None, first)
-            coming = tier.ask(perhaps.every, perhaps.lacking)
-            if coming and states.keeps and not wait:
-                return True  # the answer decides which pages are wanted
-            asking, digests = states.ask(digests, first)
-            if asking and not wait:
-                return True  # a later state may be found, and bringing an earlier one would be costly
-            coming |= asking
-        wanted = tables.from_below(digests, tier.has, states.there(digests), first)
-        there = tables.from_below(digests, tier.host_has, states.ends(None, digests), first)
+            coming, known = self._ask(digests, first, wait=wait)
+            if known is None:
+                return True
+            digests = known
+        wanted = tables.from_below(digests, tier.has, self.ends(digests, anywhere=True), first)
+        there = tables.from_below(digests, tier.host_has, self.ends(digests), first)
         if wanted.pages > there.pages:
             # A request that does not wait resumes with what is there, so that must not be evicted for what is brought.
             tier.touch(there.digests)
-            states.touch(digests[max(0, there.pages - 1) : there.pages])
-            coming |= states.bring_newest(digests[: wanted.pages], wait=wait)
+            coming |= self._bring_state(digests[: wanted.pages], there.pages, wait=wait)
             coming |= tier.to_host(wanted.every, wanted.lacking, wanted.pages - there.pages, wait=wait)
         # An answer that has just come may allow a further question.
         return coming or (tier.asks and tier.generation != before)
+
+    @property
+    def fetches(self) -> bool:
+        """Whether there are tiers below the host."""
+        return self.tier.fetches
+
+    def _ask(self, digests: Digests, first: int, *, wait: bool) -> tuple[bool, Digests | None]:  # noqa: ARG002
+        """Ask for pages that are not known. Returns whether an answer is on its way, and the pages that may exist.
+
+        Returns None instead of these pages if the answer decides which of them are wanted.
+        """
+        perhaps = self.tables.from_below(digests, self.tier.may_have, None, first)
+        return self.tier.ask(perhaps.every, perhaps.lacking), digests
+
+    def _bring_state(self, digests: Digests, there: int, *, wait: bool) -> bool:  # noqa: ARG002 - there are no states
+        """Bring the last state that a lower tier has, after one of these pages, to the host.
+
+        `there`: the pages of a request that does not wait, whose last state must stay on the host. Returns whether a
+        state is on its way. `wait`: wait a while for it.
+        """
+        return False
 
     def plan_fork(self, parent: int, child: Context, num_steps: int) -> int | None:
         """The columns of a request that shares the computed pages of row `parent`. Returns None if pages are too few.
@@ -254,7 +305,6 @@ class Replica:
         Changes nothing.
         """
         self.refuse_pending(parent, "fork")
-        self.states.refuse_fork(parent)
         self.refuse_renamed(parent, child)
         computed = self.rows.cached.item(parent)
         needed = -(-self.length_of(child, num_steps, computed) // self.page_size)
@@ -274,12 +324,53 @@ class Replica:
         rows.cached[row] = computed
         self._named[row] = self._named[parent]
         self.counter.ran_elsewhere(row, computed)
-        self.states.fork(parent, row)
         return copies if computed % self.page_size else []
 
+    def refuse_lease(self, row: int) -> None:
+        """Raise if the row's request cannot be leased now."""
+        self.refuse_pending(row, "lease")
+
     def grant(self, lease: PageLease, row: int) -> None:
-        """Open a lease of the request at this row."""
-        self.leases.grant(lease, row, self.states.held(row))
+        """Open a lease of the request at this row. `refuse_lease` must have accepted it."""
+        self.leases.grant(lease, row)
+
+    def page_groups(self, row: int, num_tokens: int, *, first: int, full_pages: bool) -> tuple[tuple[int, ...], ...]:
+        """The page ids of each group of a block table for these tokens, from column `first` on.
+
+        With `full_pages` the pages of windows, and states, are not reported to readers yet.
+        """
+        return self.tables.lists(row, num_tokens, first=first, windows=not full_pages)
+
+    # ---- cached states, in addition to pages: there are none
+
+    def copies(self, digests: Digests) -> Asked | None:  # noqa: ARG002 - as above
+        """After which of these pages the device keeps the state, as a mask; None if none is needed."""
+        return None
+
+    def held_copy(self, digest: Digests) -> list[HeldPages]:  # noqa: ARG002 - as above
+        """The page that a lease of a prefix holds in addition: the device's state after the page of this digest."""
+        return []
+
+    def bring_copy(self, wanted: FromBelow, digests: Digests) -> bool:  # noqa: ARG002 - as above
+        """Copy the state after the last of the `wanted` pages from the host to the device, which has all these pages.
+
+        Returns whether it is on its way.
+        """
+        return False
+
+    def copy_of(self, digest: Digests) -> StateCopy | None:  # noqa: ARG002 - as above
+        """The state that the device keeps under this digest, `[1, words]`, for another replica to copy."""
+        return None
+
+    def take_copy(self, copy: StateCopy, digest: Digests) -> HeldPages | None:  # noqa: ARG002 - as above
+        """Keep another replica's copy here, too. Returns its page, held for the caller; None if no page is left."""
+        return None
+
+    def begin_state_import(self, context: Context, pending: PendingImport) -> None:
+        """Import also the state that the last group of a block table names."""
+
+    def commit_state_import(self, request_id: RequestID, tokens: int) -> None:
+        """The request's state has arrived. It covers `tokens` tokens."""
 
     def reserve_decoding(self, rows: Rows, lengths: Ints) -> bool:
         """Give each of `rows`, which have one token to run, pages for `lengths` tokens: all of them or none.
@@ -380,7 +471,6 @@ class Replica:
 
         Pages of a pending import stay with the transfer until it is closed, and leased pages with the lease.
         """
-        request_id = self.rows.request_ids[row]
         self.hints.leave(row, context)
         names = self.published_digests(row, context) if self.tier.keeps else None
         self.imports.leave(row)
@@ -390,18 +480,16 @@ class Replica:
         pages = self.tables.pages(row, self.rows.num_pages.item(row)).copy()
         if names is not None:
             published = self.tables.pages(row, self.rows.committed.item(row))
-            self.tier.leave(row, published, names, functools.partial(self.states.ends, None))
+            self.tier.leave(row, published, names, self.ends)
         if self.leases.of_row:
             self.leases.leave(row, self.tables.pages)
         self.rows.unbind(row)
         self.pool.release(pages)
-        if request_id is not None:
-            self.states.release(request_id)
 
     def forget_idle(self) -> None:
+        """Drop every cached page without a holder."""
         self.pool.forget_idle()
         self.hints.reset()
-        self.states.forget()
 
     def move(self, context: Context, start: int, active: int) -> None:
         """Make the context run from `start` to `active`. Raises if it refuses."""
@@ -421,7 +509,7 @@ class Replica:
         """After an interrupt, with the claims and rows mended: restore everything that follows from rows and leases.
 
         A published page stays published if its row counts it as committed. `over`: a lease that is no longer open.
-        Returns the requests whose imports are over. The pool is mended last, by `mend_pool`.
+        Returns the requests that cannot continue. The pool is mended last, by `mend_pool`.
         """
         rows, published = self.rows, self.pool.index.published
         claimed = [*rows.row_of.values()]
@@ -443,7 +531,7 @@ class Replica:
                 del known[row]
         self.tier.mend(claimed)
         self.hints.begin_orders()
-        return ended
+        return ended if self.state_groups else []  # the state of an import that is over may be half written
 
     def mend_pool(self) -> None:
         """Rebuild the holders and writers of each page from rows, leases, imports and copies."""
@@ -475,8 +563,14 @@ class Replica:
         there = max(rows.cached.item(row), rows.committed.item(row) * self.page_size)
         if not start <= there <= rows.num_pages.item(row) * self.page_size:
             return False
-        request_id = rows.request_ids[row]
-        return self.tables.sees(row, start) and request_id is not None and self.states.goes_on(request_id, start)
+        return rows.request_ids[row] is not None and self.tables.sees(row, start)
+
+    def check(self) -> None:
+        """Recount what belongs to the rows together. Raises `InvariantError` at the first discrepancy."""
+        self.tables.check()
+        self.leases.check()
+        self.imports.check()
+        self.pool.check(*self.counted())
 
     # ---- refusals
 
@@ -556,7 +650,14 @@ class Replica:
             elif found.end > found.first:  # the hit saves no token; `step` will find the duplicates
                 found = self.tables.nothing(found.first)
         plan = self.tables.plan(row, context, length, start, found)
-        return self.states.planned(row, context, plan, reached)
+        return self.planned(row, context, plan, reached)
+
+    def planned(self, row: int, context: Context, plan: Reservation, reached: int) -> Reservation:  # noqa: ARG002
+        """The reservation plus the state from which the request resumes; its chunk ends where a state is to be kept.
+
+        `reached`: columns whose pages were found, whether or not there is a state after the last of them.
+        """
+        return plan
 
     def look_up(self, row: int, context: Context, start: int) -> tuple[Found, int]:
         """Find the pages, on the device and below it, with which the row's request can resume.
@@ -567,23 +668,23 @@ class Replica:
         run = self.published_run(context, row)
         if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):  # else after its `step`
             last = (context.current_length - 1) // self.page_size
-            if self.states.up_to_state(run, row, context).end < last:
+            if self.up_to_state(run, row, context).end < last:
                 below = self._with_below(row, context, max(run.first, start // self.page_size), last)
                 if below is not None:
                     return below
-        return self.states.up_to_state(run, row, context), run.end  # again, as a state may have come to the host
+        return self.up_to_state(run, row, context), run.end  # again, as a state may have come to the host
 
     def _with_below(self, row: int, context: Context, first: int, last: int) -> tuple[Found, int] | None:
         """`look_up` for pages `first` to `last`. Returns None if the request needs none from below the device."""
-        tables, tier, states, hasher = self.tables, self.tier, self.states, self.hasher(row, context)
-        now = self.pool.index.generation + tier.generation + states.generation, first, last
+        tables, tier, hasher = self.tables, self.tier, self.hasher(row, context)
+        now = self.generation, first, last
         if (kept := hasher.matches.get(tier)) is not None and kept[:3] == now:
             return None  # a waiting request is looked up again and again; nothing has changed since
         if self.rows.num_pages.item(row):
             tier.arrive(np.array([row]))  # its restored pages may be replaced now
         digests = hasher.digests(context.tokens, 0, last)
         coming = self.fetch_prefix(digests, first, wait=self.rows.prompt.item(row) < 0)
-        wanted = tables.from_below(digests, tier.host_has, states.ends(self.rows.request_ids[row], digests), first)
+        wanted = tables.from_below(digests, tier.host_has, self.ends(digests, self.rows.request_ids[row]), first)
         if wanted.lacking.any():
             return Found(first, wanted.pages, wanted.found, tier.slots(wanted.every[wanted.lacking])), wanted.reach
         if not coming:

@@ -25,13 +25,14 @@ from kvcache.params import KVCacheParams
 from kvcache.pool.hinted_order import HintedOrder
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.quotas import QuotaOrder, SlabQuotas, TenantQuotas
+from kvcache.replica.hints import HintFollower
 from kvcache.replica.replica import Replica
 from kvcache.retention import LEVEL_OF, NEUTRAL, PageHints
 from kvcache.states.state_pages import StatePages
 
 
-class StateHints:
-    """The rule for the copies of one replica's states; `RequestStates` documents its calls."""
+class StateHints(HintFollower):
+    """The rule for the copies of one replica's states; `HintFollower` documents its calls."""
 
     def __init__(self, pages: StatePages, replica: Replica, params: KVCacheParams) -> None:
         self._replica = replica
@@ -41,7 +42,7 @@ class StateHints:
         self._quotas: TenantQuotas | SlabQuotas | None = None
 
     def begin(self, quotas: TenantQuotas | None) -> None:
-        """As `RequestStates.follow_hints`: give the copies such an eviction order, too."""
+        """As the base: give the copies such an eviction order."""
         pool, params = self._pool, self._params
         if not pool.idle.by_age:  # they have one
             return
@@ -53,15 +54,11 @@ class StateHints:
         pool.follow(order)
 
     def clear(self) -> None:
-        """As `RequestStates.clear_quotas`."""
         if self._quotas is not None:
             self._quotas.clear()
 
     def leave(self, row: int, digests: Digests, hints: PageHints | None, ends: Sequence[int], share: float) -> None:
-        """As `RequestStates.leave_hinted`.
-
-        Later requests are expected to resume at the end of each hinted range, of the prompt, or of all tokens.
-        """
+        """As the base. Later requests likely resume at the end of a hinted range, of the prompt, or of all tokens."""
         order, size, salt = self._pool.idle, self._replica.page_size, self._replica.salt(row)
         order.trust(share)
         copies = self._pool.index.find(digests)

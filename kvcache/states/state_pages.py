@@ -21,9 +21,8 @@ from kvcache.layout import KindPages
 from kvcache.pool.index import NO_PAGE, Digests, Pages
 from kvcache.pool.pages import PagePool
 from kvcache.replica.leases import HeldPages
-from kvcache.replica.request_states import StateCopy
 from kvcache.replica.rows import Ints
-from kvcache.state_shape import StateShape
+from kvcache.state_shape import StateCopy, StateShape
 from kvcache.states.drafted_pages import DraftedPages
 from kvcache.states.state_layout import state_layouts
 from kvcache.states.state_memory import StateMemory
@@ -63,7 +62,7 @@ class StatePages(StateMemory):
 
     A `PagePool` tracks holders and writers as for any other page: the request and its leases hold the page, and a
     transfer writes to it. This class adds the rules of states. A state cannot go back, and a leased state does not
-    advance past the tokens that its reader knows. The manager checks which calls a request may make (`ReplicaStates`).
+    advance past the tokens that its reader knows. The manager checks which calls a request may make (`HybridReplica`).
 
     Each shard's device has `num_pages` pages: one for each request that may hold a state at a time, and the rest for
     copies. Copies are found by digests of `digest_words` words. Raises `InvalidParamsError` if the shards cannot share

@@ -270,13 +270,13 @@ def page_tiers(
 
     def sides(host: HostTier, objects: ObjectTier | None) -> list[ReplicaTier]:
         for place in placed:
-            movers = [PageMover(shard, memory, stream) for shard, memory in zip(place.blocks, host.memory, strict=True)]
-            replica = place.replica
+            replica, shards = place.replica, zip(place.memory.blocks, host.memory, strict=True)
+            movers = [PageMover(shard, memory, stream) for shard, memory in shards]
             every = replica.tables.every if objects is not None else None
             tail = 0 if objects is None else objects.longest_tail
             replica.tier = ReplicaTier(host, replica.pool, movers, every=every, longest_tail=tail)
             made.append(replica.tier)
         return made
 
-    made, on_gpu = list[ReplicaTier](), any(blocks.device.type != "cpu" for blocks in placed[0].blocks)
+    made, on_gpu = list[ReplicaTier](), any(blocks.device.type != "cpu" for blocks in placed[0].memory.blocks)
     return make_tiers(params, kept, layouts[0].page_size, sides, pinned=on_gpu)

@@ -211,16 +211,16 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.states.replica_states",
+        "kvcache.states.hybrid_replica",
         [
-            Mutation("step_drafted", "each[replica_idx].pages", "each[0].pages"),
+            Mutation("step_drafted", "each[replica_idx].states", "each[0].states"),
         ],
     ),
     Module(
         "kvcache.prometheus",
         [
-            Mutation("_states", "states.pages.num_idle", "states.pages.num_held"),
-            Mutation("_of_states", "read(states.pages)", "read(all_of.states[0].pages)"),
+            Mutation("_states", "replica.states.num_idle", "replica.states.num_held"),
+            Mutation("_of_states", "read(replica.states)", "read(all_of.hybrid[0].states)"),
             Mutation("_pages", "replica.pool.num_pages - free", "replica.pool.num_pages - idle"),
             Mutation("_prompt_tokens", "metrics.cache_tokens", "metrics.prompt_tokens"),
         ],

@@ -47,7 +47,7 @@ def test_full_pages_are_shared_and_the_last_one_is_copied(make: Any, caching: bo
 
 def test_a_page_is_copied_where_it_is_partly_filled_and_only_there(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     manager, copied = make(32, page_size=4), list[tuple[int, int]]()
-    monkeypatch.setattr(manager._replicas.placed[0], "copy_page", lambda *pages: copied.append(pages))
+    monkeypatch.setattr(manager._replicas.placed[0].memory, "copy_page", lambda *pages: copied.append(pages))
     for tokens, copies in ((3, 1), (8, 1), (10, 2)):  # computed, before the one that follows
         parent = parent_of(manager, range(tokens))
         assert manager.fork(parent, parent.fork("child"))

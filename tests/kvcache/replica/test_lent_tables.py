@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kvcache import BlockTableMismatchError, LayerGroup, PageDigests, Routing, TextContext
-from kvcache.replica.devices import PlacedReplica
+from kvcache.replica.devices import PageMemory
 from kvcache.replica.rows import Pages
 from tests.kvcache.replica.tables_below import PROMPT, TWO, WINDOW, Make, fill, lost
 from tests.kvcache.served import SIZE, Served
@@ -94,13 +94,13 @@ def test_a_page_that_two_replicas_have_is_copied_once(served: Make, monkeypatch:
     it.serve(PROMPT, chunk=8)
     it.serve(PROMPT, replica=1)
     copied: list[int] = []
-    real = PlacedReplica.copy_pages_of
+    real = PageMemory.copy_pages_of
 
-    def counted(place: PlacedReplica, other: PlacedReplica, sources: Pages, targets: Pages) -> None:
+    def counted(memory: PageMemory, other: PageMemory, sources: Pages, targets: Pages) -> None:
         copied.append(len(sources))
-        real(place, other, sources, targets)
+        real(memory, other, sources, targets)
 
-    monkeypatch.setattr(PlacedReplica, "copy_pages_of", counted)
+    monkeypatch.setattr(PageMemory, "copy_pages_of", counted)
     assert it.serve(PROMPT, replica=2) == 40
     assert copied == [12]
 

@@ -46,7 +46,7 @@ def found(manager: PagedKVCacheManager, replica_idx: int, context: TextContext) 
     digests = hasher.digests(context.tokens, 0, (context.current_length - 1) // replica.page_size)
     (pages,) = replica.published_run(context).pages
     # Its own claim may evict a state, which `match` foresees and no reader can: that is left out here.
-    return last_end(replica.states.ends(None, digests[: len(pages)])), hashes_of(digests).tolist()
+    return last_end(replica.ends(digests[: len(pages)])), hashes_of(digests).tolist()
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_check_names_what_does_not_add_up(model: Any) -> None:
         return loop.manager
 
     manager = broken()
-    manager._replicas.states[0]._kept._ends["gone"] = ()
+    manager._replicas.hybrid[0]._kept._ends["gone"] = ()
     with pytest.raises(InvariantError, match=r"ends of chunks are known of \['gone'\]"):
         manager.check()
     manager = broken()

@@ -1,0 +1,368 @@
+"""`HybridReplica`: a replica of a model with recurrent layers, whose requests keep a state beside their pages.
+
+Recurrent layers keep one state for all tokens so far. It is cached after some pages only. So a hit ends at the last
+page of the prefix after which there is a state. With several block tables, that is the last page after which all tables
+can resume, too: a state is useless without the window before it, and a window without a state.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvcache.errors import NoFreeStatePageError, StatePageError
+from kvcache.layer_groups import LayerTables
+from kvcache.layout import PageLayout
+from kvcache.params import KVCacheParams
+from kvcache.pool.index import NO_PAGE, Digests
+from kvcache.pool.pages import PagePool
+from kvcache.pool.slabs import SlabPool
+from kvcache.replica.batch import Gathered
+from kvcache.replica.block_table import ImportPart, PendingImport
+from kvcache.replica.context import Context
+from kvcache.replica.devices import PageMemory
+from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
+from kvcache.replica.leases import HeldPages, PageLease
+from kvcache.replica.page_moves import ReplicaPageMoves
+from kvcache.replica.replica import Replica
+from kvcache.replica.reservation import Reservation
+from kvcache.replica.resume import Asked, Found, FromBelow
+from kvcache.replica.rows import BlockRows, Ints, Pages, Rows
+from kvcache.state_shape import StateCopy, StateShape
+from kvcache.states.kept_states import KeptStates
+from kvcache.states.state_hints import StateHints
+from kvcache.states.state_layout import state_layouts
+from kvcache.states.state_pages import StatePages
+from kvcache.states.state_room import StateSlabs, pages_of_slab
+from kvcache.under_way import UnderWay
+
+Step = Callable[[Gathered, Callable[[], None] | None], None]
+"""Steps the gathered requests. The second argument is called once their tokens are published."""
+
+
+def slab_pages_of(params: KVCacheParams, layouts: Sequence[PageLayout]) -> int:
+    """The pages that a request's state takes among the token pages; 0: none. `layouts`: of a page on each shard."""
+    if params.states is None or not params.has_states_in_pages:
+        return 0
+    return pages_of_slab(state_layouts(params.states, len(layouts)), layouts)
+
+
+class HybridReplica(Replica):
+    """A replica whose requests each have a state page from `claim` to `release`.
+
+    With memory of their own, states have a page for each row, and pages for copies. In the memory of token pages
+    (`SlabPool`), held token pages may be moved to make room for a state that is claimed or forked. Pages that a model
+    reads (from `fetch` to `step`), or that a lease, an import or a block table names, are never moved.
+
+    Raises `InvalidParamsError` if the shards cannot share the heads, `PoolTooSmallError` if there is no room.
+    """
+
+    state_groups = 1
+
+    def __init__(
+        self,
+        params: KVCacheParams,
+        shape: StateShape,
+        tables: LayerTables,
+        rows: BlockRows,
+        pool: PagePool,
+        mark: UnderWay,
+        memory: PageMemory,
+    ) -> None:
+        super().__init__(params, tables, rows, pool, mark)
+        self._run = self.tables.run  # `up_to_state` finds the pages of the other tables
+        words, devices = DIGEST_BYTES[params.hash_algorithm] // 8, memory.devices
+        self._moves = ReplicaPageMoves(self, functools.partial(memory.copy_pages_of, memory))
+        if isinstance(pool, SlabPool):
+            pool.move_by(self._moves)
+            slabs = StateSlabs(state_layouts(shape, len(devices)), pool, memory.rows)
+            self.states = StatePages(shape, pool.num_slabs, devices, words, slabs, mark)
+        else:
+            apart = params.states_apart(len(rows.request_ids))
+            self.states = StatePages(shape, apart, devices, words, None, mark)
+        self._kept = KeptStates(self.states, self, params.state_every_pages)
+        self.hints.lead(StateHints(self.states, self, params))
+
+    def _name(self, row: int) -> str:
+        return self.rows.request_ids[row] or ""
+
+    # ---- claims
+
+    @property
+    def has_room(self) -> bool:
+        return super().has_room and self.has_state_room
+
+    @property
+    def has_state_room(self) -> bool:
+        return self.states.num_free > 0
+
+    def check_free(self, request_id: str) -> None:
+        """As the base. Raises `NoFreeStatePageError` if there is no room for a state."""
+        super().check_free(request_id)
+        if not self.has_state_room:
+            raise NoFreeStatePageError(f"request {request_id!r}: all {self.states.num_pages} state pages are held")
+
+    def claim(self, request_id: str) -> int:
+        row = super().claim(request_id)
+        self.states.allocate(request_id)
+        self._moves.claimed(row)
+        return row
+
+    def release(self, row: int, context: Context | None) -> None:
+        """As the base. The state is freed, unless a transfer still writes it or a lease holds it."""
+        request_id = self.rows.request_ids[row]
+        super().release(row, context)
+        if request_id is not None:
+            self._kept.leave(request_id)
+            if self.states.holds(request_id):  # False if its claim was interrupted
+                self.states.release(request_id)
+
+    def forget_idle(self) -> None:
+        super().forget_idle()
+        self.states.forget_copies()
+
+    # ---- lookups
+
+    @property
+    def lends_any_part(self) -> bool:
+        return super().lends_any_part and not self.caching
+
+    @property
+    def hit_may_change(self) -> bool:
+        """As the base. With slabs the state of a new request may also evict pages that it would find."""
+        return super().hit_may_change or (self.caching and self.states.may_lose_pages)
+
+    @property
+    def generation(self) -> int:
+        return super().generation + self.states.generation
+
+    def up_to_state(self, found: Found, row: int | None, context: Context, hasher: PrefixHasher | None = None) -> Found:
+        """As the base. Claiming a request evicts a copy to make room for its state; that copy does not count."""
+        if not found.num_columns:
+            return found
+        states = self.states
+        digests = (hasher or self.hasher(row, context)).digests(context.tokens, found.first, found.end)
+        ends = states.kept_after(digests, but=states.goes_next) if row is None else self.ends(digests, self._name(row))
+        return self.tables.shortened(found, digests, ends)
+
+    def ends(self, digests: Digests, request_id: str | None = None, *, anywhere: bool = False) -> Asked:
+        """As the base: where there is a copy. Nowhere for a request whose own state is promised to readers."""
+        if request_id is not None and self.states.is_promised(request_id):
+            return np.zeros(len(digests), np.bool_)
+        return self.states.there(digests) if anywhere else self.states.kept_after(digests)
+
+    # ---- tiers
+
+    @property
+    def fetches(self) -> bool:
+        return super().fetches or self.states.below.fetches
+
+    def _ask(self, digests: Digests, first: int, *, wait: bool) -> tuple[bool, Digests | None]:
+        coming, _ = super()._ask(digests, first, wait=wait)
+        if coming and self.caching and not wait:
+            return True, None
+        asking, known = self._ask_for_state(digests, first)
+        # A later state may be found, and bringing an earlier one would be costly.
+        return coming or asking, None if asking and not wait else known
+
+    def _ask_for_state(self, digests: Digests, first: int) -> tuple[bool, Digests]:
+        """Ask for the last state after these pages, and for the pages up to it, if they are not known.
+
+        The caller has the `first` pages. Returns whether an answer is on its way, and the pages up to the known end. If
+        an object holds only the end of a run of pages, there is a state after that run.
+        """
+        tables, tier = self.tables, self.tier
+        found = tables.from_below(digests, tier.has, None, first)
+        behind = digests[: found.reach + tier.longest_tail]
+        if self.states.ask(behind):
+            return True, digests[: found.pages]
+        for end in (found.pages + 1 + np.flatnonzero(self.states.there(behind[found.pages :])))[::-1].tolist():
+            perhaps = tables.from_below(digests[:end], tier.may_have, None, first)
+            asking = perhaps.pages == end and tier.ask(perhaps.every, perhaps.lacking)
+            if tables.from_below(digests[:end], tier.has, None, first).pages == end:
+                return False, digests[:end]
+            if asking:
+                return True, digests[: found.pages]
+        return False, digests[: found.pages]
+
+    def _bring_state(self, digests: Digests, there: int, *, wait: bool) -> bool:
+        self.states.below.touch(digests[max(0, there - 1) : there])
+        return self.states.bring_newest(digests, wait=wait)
+
+    # ---- copies for other requests, replicas and readers
+
+    def copies(self, digests: Digests) -> Asked:
+        return self.states.index.find(digests) != NO_PAGE
+
+    def held_copy(self, digest: Digests) -> list[HeldPages]:
+        return [self.states.held_copy(digest)]
+
+    def bring_copy(self, wanted: FromBelow, digests: Digests) -> bool:
+        """As the base, if half of the free pages suffice for it and the wanted pages."""
+        if self.states.below.is_bringing:
+            return True
+        pool, end = self.pool, wanted.pages
+        if not end or pool.free_count // 2 - pool.would_be_taken(wanted.here) < pool.beside:
+            return False
+        pool.hold(wanted.here)  # making room for the state must not evict the pages needed with it
+        coming = self.states.bring_copy(digests[end - 1 : end], end * self.page_size)
+        pool.release(wanted.here)
+        return coming
+
+    def copy_of(self, digest: Digests) -> StateCopy | None:
+        return self.states.copy_of(digest)
+
+    def take_copy(self, copy: StateCopy, digest: Digests) -> HeldPages | None:
+        return self.states.take_copy(copy, digest)
+
+    # ---- reservations and steps
+
+    def planned(self, row: int, context: Context, plan: Reservation, reached: int) -> Reservation:
+        return self._kept.planned(self._name(row), context, plan, reached) if self.caching else plan
+
+    def take(self, row: int, plan: Reservation) -> Pages:
+        """As the base. The state from which the request resumes is copied first, as taking pages may evict it."""
+        if plan.state is not None:
+            self._kept.reserved(self._name(row), plan.state, plan.start)
+        return super().take(row, plan)
+
+    def fetched(self, rows: Rows) -> None:
+        """A model reads the pages of these rows until their `step`, so they are not moved."""
+        self._moves.fetched(rows)
+
+    def stepped(self, rows: Rows, computed: Ints) -> None:
+        """The rows have run up to these tokens. States at the end of a page are copied as `KeptStates` decides."""
+        self._moves.stepped(rows)
+        if self.caching:
+            self._kept.computed(rows, computed)
+
+    def plan_fork(self, parent: int, child: Context, num_steps: int) -> int | None:
+        """As the base. Raises `StatePageError` unless the parent's state covers exactly its computed tokens."""
+        self.refuse_pending(parent, "fork")
+        request_id, cached = self._name(parent), self.rows.cached.item(parent)
+        self.states.drafts.check_booked(request_id)
+        tokens = self.states.tokens_of(request_id)
+        if tokens != cached:
+            raise StatePageError(
+                f"request {request_id!r}: {cached} tokens are computed as of its last step, "
+                f"its state has taken up {tokens}: fork it after step"
+            )
+        return super().plan_fork(parent, child, num_steps)
+
+    def fork(self, parent: int, row: int, end: int) -> list[tuple[int, int]]:
+        copies = super().fork(parent, row, end)
+        self.states.fork(self._name(parent), self._name(row))
+        return copies
+
+    # ---- leases, block tables and imports
+
+    def refuse_lease(self, row: int) -> None:
+        """As the base. Raises `StatePageError` if drafted tokens ran and no `step` has said which of them stay."""
+        super().refuse_lease(row)
+        self.states.drafts.check_booked(self._name(row))
+
+    def grant(self, lease: PageLease, row: int) -> None:
+        self.leases.grant(lease, row, [self.states.held(self._name(row))])
+
+    def page_groups(self, row: int, num_tokens: int, *, first: int, full_pages: bool) -> tuple[tuple[int, ...], ...]:
+        """As the base, with the state as a further group. The state stays as it is while it is leased.
+
+        Raises `StatePageError` if a run was not booked, or if the state is of other tokens. With `full_pages` the state
+        is not yet reported to readers, and may be of other tokens.
+        """
+        request_id, states = self._name(row), self.states
+        if not full_pages:
+            states.drafts.check_booked(request_id)
+            tokens = states.tokens_of(request_id)
+            if tokens != num_tokens:
+                raise StatePageError(
+                    f"request {request_id!r}: its pages hold {num_tokens} tokens, its state has taken up {tokens}"
+                )
+            states.tell(request_id)
+        self._moves.told(row)
+        groups = super().page_groups(row, num_tokens, first=first, full_pages=full_pages)
+        return *groups, (states.page_of(request_id),)
+
+    def begin_state_import(self, context: Context, pending: PendingImport) -> None:
+        had = context.start_idx
+        digest = self._kept.digest_at(context, had) if had else None
+        page = self.states.begin_import(context.request_id, digest)
+        pending.parts.append(ImportPart(0, np.array([page], np.int32), is_state=True))
+        pending.on_free = functools.partial(self._cancel_state_import, context.request_id, page)
+
+    def _cancel_state_import(self, request_id: str, page: int) -> None:
+        """End a cancelled import, once nothing writes to the page that the request had when it began."""
+        self.states.cancel_import(page)
+        if self.states.holds(request_id) and self.states.page_of(request_id) == page:
+            # By the time that it computes its prompt itself, more of it may be cached: other chunks may be right.
+            self._kept.leave(request_id)
+
+    def commit_state_import(self, request_id: str, tokens: int) -> None:
+        self.states.commit_import(request_id, tokens)
+        if self.caching:  # the import may be all that the request is for
+            self._kept.computed(np.array([self.rows.row_of[request_id]]), np.array([tokens]))
+
+    # ---- after an interrupt
+
+    def mend(self, over: object) -> list[str]:
+        """As the base. A request whose import is over cannot continue."""
+        ended = super().mend(over)
+        self._kept.mend()
+        below = self.states.below
+        below.mend(())  # copies on their way hold pages, so they are ended first
+        self.states.mend(self.rows.row_of, self._written, self.leases.holders(self.states.pool))
+        below.mend(())  # copies that wait are looked up in the mended pages
+        return ended
+
+    @property
+    def _written(self) -> list[int]:
+        """The state pages that transfers write."""
+        parts = [part for pending in self.imports.each for part in pending.parts if part.is_state]
+        return [int(part.dst_pages[0]) for part in parts]
+
+    def goes_on(self, row: int, start: int) -> bool:
+        """As the base, and the state covers exactly these tokens. False if a drafted run is not booked."""
+        name, states = self._name(row), self.states
+        return super().goes_on(row, start) and name not in states.drafts.page_of and states.tokens_of(name) == start
+
+    def check(self) -> None:
+        super().check()
+        self._kept.check()
+        self.states.check(self.rows.row_of, self._written, self.leases.holders(self.states.pool))
+
+
+def step_drafted(each: Sequence[HybridReplica], gathered: Gathered, step: Step) -> None:
+    """`step` of requests of which some ran drafted tokens.
+
+    A request that had drafted tokens removed gets its `start_idx` set back to where its state is. Raises
+    `StatePageError` if a `start_idx` is before or after all tokens that ran, and what `step` raises. Nothing has
+    changed then.
+    """
+    drafted: list[tuple[Context, StatePages]] = []
+    owners: list[int] = gathered.replicas.tolist()
+    for context, replica_idx in zip(gathered.contexts, owners, strict=True):
+        pages = each[replica_idx].states
+        if context.request_id in pages.drafts.page_of:
+            drafted.append((context, pages))
+    starts = [context.start_idx for context, _ in drafted]
+    names = [context.request_id for context, _ in drafted]
+    goes_on = [
+        pages.drafts.goes_on_from(name, pages.tokens_of(name), start)
+        for name, (_, pages), start in zip(names, drafted, starts, strict=True)
+    ]
+
+    def settle() -> None:
+        for name, (_, pages), at in zip(names, drafted, goes_on, strict=True):
+            pages.settle(name, at)
+
+    try:
+        for (context, _), at in zip(drafted, goes_on, strict=True):
+            context.set_token_indices(start_idx=at)
+        gathered.gather(starts_only=True)
+        step(gathered, settle)
+    except BaseException:
+        for (context, _), start in zip(drafted, starts, strict=True):
+            context.set_token_indices(start_idx=start)
+        raise
