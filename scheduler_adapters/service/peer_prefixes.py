@@ -110,7 +110,7 @@ class PeerPrefixes:
         cached, missing = self._missing(fetch)
         if missing <= 0 or not engines:
             return False
-        if not self.estimate.pays(missing, context.current_length - cached - missing):
+        if not self.estimate.pays(cached, missing, context.current_length - cached - missing):
             self.counts["computed"] += 1
             return False
         self._open[context.request_id] = fetch
@@ -208,7 +208,7 @@ class PeerPrefixes:
             return self._end(fetch, outcome)
         self._give_back(fetch)
         cached, missing = self._missing(fetch)
-        if missing <= 0 or not self.estimate.pays(missing, context.current_length - cached - missing):
+        if missing <= 0 or not self.estimate.pays(cached, missing, context.current_length - cached - missing):
             return self._end(fetch, outcome)
         self._ask(fetch, cached)
         return None

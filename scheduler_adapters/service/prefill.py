@@ -314,7 +314,7 @@ class PrefillScheduler:
             self._offer(request)
         # The reader waits, so it is told first. If it is gone, the request has been given up by now.
         self._loop.abort(request.key)
-        self.peers.estimate.compute.add(computed, took_s)
+        self.peers.estimate.compute.add(computed, took_s, request.cached_tokens)
 
     def _offer_chunks(self) -> None:
         """Offers the pages that are full by now, for prompts that still run."""

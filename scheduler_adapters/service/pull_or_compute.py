@@ -1,9 +1,12 @@
 """Decides from measured times whether tokens of a prompt are pulled from a peer or computed here. Pure.
 
-Both times grow with the number of tokens, but not linearly: steps dominate short computations, attention dominates long
-ones. A few measurements are therefore kept for each power of two, and times between measured lengths are interpolated.
-This gives the usual time of a length. The current speed of each way is one factor for all lengths, taken from the
-latest measurements: a link that has become slow at one length counts as slow at all lengths.
+A model of few terms estimates the time of each way. A pull takes a latency, and a time for each token. A computation
+takes a latency, a time for each new token, and one for each pair of tokens that attention compares: it grows faster
+than its tokens, and tokens behind cached ones cost more. The coefficients are fitted to the latest measurements of each
+power of two of tokens, so that frequent lengths do not displace rare ones.
+
+The model gives the usual time. The current speed of each way is one factor, taken from the latest measurements. It
+differs from 1 only as far as these lie further from the usual time than measurements mostly do.
 
 The time of a pull includes the question, and any delay at a busy source or link. The time of a computation includes the
 batch that the prompt shares.
@@ -12,71 +15,137 @@ batch that the prompt shares.
 from __future__ import annotations
 
 import math
-from bisect import bisect
 from collections import deque
-from statistics import fmean, median, median_low
+from itertools import combinations
+from statistics import median
+from typing import TYPE_CHECKING
 
-_KEPT = 9  # measurements kept for each power of two
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+    Terms = Callable[[int, int], tuple[float, ...]]
+    """The terms of a time, for tokens that are there and further tokens. The first is 1, the others grow with both."""
+
+_KEPT = 12  # measurements kept for each power of two of tokens
 _LATEST = 5  # the current speed is estimated from this many measurements
-_TRY_AGAIN = 32  # one of this many prompts that would be computed is pulled, because a slow link may recover
+_NOISE_OF = 24  # how far measurements lie from their estimates is learned from this many
+_ROUNDS = 3  # of a fit, each with the weights that follow from the one before
+# A slow link may recover. Prompts are therefore pulled now and then although computing is quicker: one of the first
+# number if the loss is at most that part of what computing them took, and one of the last number whatever the loss.
+_TRY_AGAIN, _MOST_LOSS, _TRY_ANYWAY = 32, 1 / 8, 128
 
 
 class TimeByTokens:
-    """Measured times of one way (pull or compute), by number of tokens.
+    """Estimates the time of one way (pull or compute) from the times that it took.
+
+    Args:
+        terms: terms of the model, at most three. The time is their sum, each times a coefficient that is not negative.
 
     Attributes:
         taken_s: sum of all measured times, in seconds.
         misjudged_s: sum of the absolute errors of the estimates, in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, terms: Terms) -> None:
         self.taken_s = 0.0
         self.misjudged_s = 0.0
-        # By bit length of the token count: pairs of tokens and the seconds that they usually take.
-        self._measured: dict[int, deque[tuple[int, float]]] = {}
-        self._usual: list[tuple[float, float]] = []  # one pair of tokens and seconds for each, ascending
-        self._latest = deque([1.0] * _LATEST, _LATEST)  # latest measured times, each divided by its usual time
+        self._terms = terms
+        # By bit length of the token count: token counts, terms, and the seconds that they usually take.
+        self._measured: dict[int, deque[tuple[int, tuple[float, ...], float]]] = {}
+        self._fit: list[float] = []  # the coefficients; empty until they are needed
+        # Logarithms of the latest times over their usual times, and how far such logarithms lie from the estimate.
+        self._latest = deque([0.0] * _LATEST, _LATEST)
+        self._errors = deque([0.1] * 3, _NOISE_OF)
 
-    def add(self, tokens: int, seconds: float) -> None:
-        """Records that `tokens` tokens took `seconds` seconds."""
+    def add(self, tokens: int, seconds: float, cached: int = 0) -> None:
+        """Records that `tokens` tokens, behind `cached` ones, took `seconds` seconds."""
         self.taken_s += seconds
         seconds = max(seconds, 1e-6)
-        usual = self._usually(tokens)
-        kept = self._measured.setdefault(tokens.bit_length(), deque(maxlen=_KEPT))
+        usual = self._usually(tokens, cached)
         if usual is not None:
-            self.misjudged_s += abs(usual * self._pace() - seconds)
-            if kept:  # otherwise the usual time is extrapolated and says nothing of the current speed
-                self._latest.append(seconds / usual)
-        kept.append((tokens, seconds / self._pace()))
-        self._usual = []
-        for some in (zip(*kept, strict=True) for _, kept in sorted(self._measured.items(), reverse=True)):
-            lengths, times = some
-            longer_s = self._usual[0][1] if self._usual else math.inf  # a longer length with a shorter time shows noise
-            self._usual.insert(0, (fmean(lengths), min(median_low(times), longer_s)))
+            estimated = usual * self._pace()
+            self.misjudged_s += abs(estimated - seconds)
+            self._errors.append(abs(math.log(seconds / estimated)))
+            self._latest.append(math.log(seconds / usual))
+        kept = self._measured.setdefault(tokens.bit_length(), deque(maxlen=_KEPT))
+        kept.append((tokens, self._terms(cached, tokens), seconds / self._pace()))
+        self._fit = []
 
-    def seconds(self, tokens: int) -> float | None:
+    def seconds(self, tokens: int, cached: int = 0) -> float | None:
         """Returns the estimated seconds for `tokens` tokens now; None without suitable measurements."""
-        usual = self._usually(tokens)
+        usual = self._usually(tokens, cached)
         return None if usual is None else usual * self._pace()
 
     def _pace(self) -> float:
         """The current time as a factor of the usual one.
 
-        Noise only lengthens times, so a much shorter time counts at once.
+        Chance mostly lengthens times, so a much shorter time counts at once.
         """
-        mostly, last = median(self._latest), self._latest[-1]
-        return last if last < mostly / 2 else mostly
+        noise, mostly, last = 1.5 * median(self._errors), median(self._latest), self._latest[-1]
+        if last < mostly - max(math.log(2.0), 3.0 * noise):
+            mostly = last
+        return math.exp(math.copysign(max(0.0, abs(mostly) - noise), mostly))
 
-    def _usually(self, tokens: int) -> float | None:
-        """The usual time, on the line through the two nearest measured lengths; None if too little is known."""
-        known = self._usual
-        if len(known) < 2:  # latency and rate cannot be told apart
-            near = [seconds / at * tokens for at, seconds in known if 0.5 < tokens / at < 2.0]
-            return near[0] if near else None
-        first = min(max(bisect(known, (tokens, math.inf)) - 1, 0), len(known) - 2)
-        (low, low_s), (high, high_s) = known[first : first + 2]
-        line = low_s + (high_s - low_s) * (tokens - low) / (high - low)
-        return max(line, low_s * min(1.0, tokens / low))  # a latency is not negative
+    def _usually(self, tokens: int, cached: int) -> float | None:
+        """The usual time; None if too little is known."""
+        every = [one for kept in self._measured.values() for one in kept]
+        if len(self._measured) < 2:  # latency and rate cannot be told apart
+            near = [seconds / at * tokens for at, _, seconds in every if 0.5 < tokens / at < 2.0]
+            return median(near) if near else None
+        terms = self._terms(cached, tokens)
+        if not self._fit:
+            most = min(len(terms), len(self._measured))
+            self._fit = _fitted(np.array([one[1][:most] for one in every]), np.array([one[2] for one in every]))
+        return max(1e-6, sum(each * term for each, term in zip(self._fit, terms, strict=False)))
+
+
+def _fitted(terms: Floats, seconds: Floats) -> list[float]:
+    """Returns the non-negative coefficients with the least squares of relative errors, of which large ones count less.
+
+    `terms` is float64 `[measurements, terms]`, `seconds` is float64 `[measurements]`.
+    """
+    expected, weight = seconds, np.ones_like(seconds)
+    found = np.zeros(terms.shape[1])
+    for _ in range(_ROUNDS):
+        scaled = terms * (weight / expected**2)[:, None]
+        found = _non_negative(scaled.T @ terms, scaled.T @ seconds)
+        expected = np.maximum(terms @ found, 1e-6)
+        weight = 1.0 / np.maximum(np.abs(seconds / expected - 1.0), 1.0)  # a time of three times its estimate has half
+    return found.tolist()
+
+
+def _non_negative(products: Floats, aims: Floats) -> Floats:
+    """Solves the normal equations of least squares for coefficients that are not negative.
+
+    Tries every set of terms, as there are three at most, and first that of all.
+    """
+    best, least = np.zeros_like(aims), math.inf
+    for count in range(len(aims), 0, -1):
+        for some in map(list, combinations(range(len(aims)), count)):
+            square = products[np.ix_(some, some)]
+            found = np.linalg.solve(square + np.diag(1e-9 * square.diagonal()), aims[some])
+            value = found @ square @ found - 2.0 * (found @ aims[some])
+            if found.min() >= 0.0 and value < least:
+                best, least = np.zeros_like(aims), value
+                best[some] = found
+        if count == len(aims) and least < math.inf:
+            break
+    return best
+
+
+def _pull_terms(_: int, tokens: int) -> tuple[float, ...]:
+    """A pull takes a latency, and a time for each token."""
+    return 1.0, tokens / 1e3
+
+
+def _compute_terms(cached: int, tokens: int) -> tuple[float, ...]:
+    """A computation takes a latency, a time for each token, and one for each pair of tokens that attention compares."""
+    return 1.0, tokens / 1e3, tokens * (cached + tokens / 2) / 1e6
 
 
 class PullOrCompute:
@@ -88,20 +157,27 @@ class PullOrCompute:
     """
 
     def __init__(self) -> None:
-        self.pull = TimeByTokens()
-        self.compute = TimeByTokens()
-        self._refused = 0
+        self.pull = TimeByTokens(_pull_terms)
+        self.compute = TimeByTokens(_compute_terms)
+        self._refused = 0  # prompts computed since the last one that was pulled although computing is quicker
+        self._spare_s = 0.0  # what such a pull may cost
 
-    def pays(self, tokens: int, rest: int) -> bool:
-        """Whether to pull `tokens` tokens of a prompt. The `rest` behind them is computed in any case.
+    def pays(self, cached: int, tokens: int, rest: int) -> bool:
+        """Whether to pull `tokens` tokens of a prompt, behind `cached` ones. The `rest` is computed in any case.
 
         Also True while a time is not known yet, in order to measure it.
         """
-        pull, whole, behind = self.pull.seconds(tokens), self.compute.seconds(tokens + rest), self.compute.seconds(rest)
-        if pull is None or whole is None or behind is None or pull < whole - behind:
+        pull, whole = self.pull.seconds(tokens), self.compute.seconds(tokens + rest, cached)
+        behind = self.compute.seconds(rest, cached + tokens)
+        if pull is None or whole is None or behind is None or pull + behind < whole:
             return True
         self._refused += 1
-        return self._refused % _TRY_AGAIN == 0
+        self._spare_s += _MOST_LOSS * whole
+        is_cheap = self._refused >= _TRY_AGAIN and self._spare_s >= pull + behind - whole
+        if not is_cheap and self._refused < _TRY_ANYWAY:
+            return False
+        self._refused, self._spare_s = 0, 0.0
+        return True
 
     @property
     def taken_s(self) -> dict[str, float]:

@@ -396,7 +396,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "scheduler_adapters.service.pull_or_compute",
         [
-            Mutation("TimeByTokens.add", "median_low(times)", "fmean(times)"),
+            Mutation("_compute_terms", "(cached + tokens / 2)", "(tokens / 2)"),
         ],
     ),
     Module(
