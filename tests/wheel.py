@@ -1,8 +1,9 @@
 """Tries the wheel as a user gets it: `python -m tests.wheel dist/*.whl`, or `make test-wheel`.
 
-The wheel is installed into an empty environment in a temporary folder. Every program runs there, outside the tree. Each
-extra is installed when the first program that needs it comes. Every step prints its seconds, and the first one that
-fails ends the run with its output.
+First the wheel is compared with the tree: its files, the compiled module, its requirements and its commands. No program
+notices a missing requirement that another package brings along. Then the wheel is installed into an empty environment
+in a temporary folder. Every program runs there, outside the tree. Each extra is installed when the first program that
+needs it comes. Every step prints its seconds, and the first one that fails ends the run with its output.
 """
 
 from __future__ import annotations
@@ -14,13 +15,22 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import zipfile
 from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterator, Sequence
+from configparser import ConfigParser
 from contextlib import contextmanager
+from email import message_from_bytes
 from pathlib import Path
+from typing import Any
 
+from packaging.requirements import Requirement
+
+from hatch_build import BUILT
 from tests.test_docs import PROGRAMS
+
+ROOT = Path(__file__).parents[1]
 
 _LIMIT_S = 300
 # A user's environment: nothing of ours is in it, and no program may import the tree by accident.
@@ -87,6 +97,62 @@ def expect(holds: bool, otherwise: str) -> None:
     """`Failed` where something does not hold."""
     if not holds:
         raise Failed(otherwise)
+
+
+def declared() -> dict[str, Any]:
+    """What `pyproject.toml` says."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def packaged() -> set[str]:
+    """The files of the tree that a wheel must have."""
+    packages = [ROOT / name for name in declared()["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]]
+    files = [file for package in packages for file in package.rglob("*") if file.is_file()]
+    left_out = {".c", ".pyc", ".so"}
+    return {str(file.relative_to(ROOT)) for file in files if file.suffix not in left_out} | {str(BUILT)}
+
+
+def required() -> set[str]:
+    """The requirements of the project and of each extra, as metadata has them: extras of our own are spelled out."""
+    project = declared()["project"]
+
+    def of(extra: str) -> set[str]:
+        found: set[str] = set()
+        for one in project["optional-dependencies"][extra]:
+            inner = Requirement(one)
+            found |= set().union(*map(of, inner.extras)) if inner.name == project["name"] else {one}
+        return found
+
+    extras = {f"{one}; extra == '{extra}'" for extra in project["optional-dependencies"] for one in of(extra)}
+    return {str(Requirement(one)) for one in (*project["dependencies"], *extras)}
+
+
+def commands() -> dict[str, dict[str, str]]:
+    """The entry points, by group."""
+    project = declared()["project"]
+    return {"console_scripts": project["scripts"], **project["entry-points"]}
+
+
+def contents(wheel: Path) -> None:
+    """Compare the wheel with the tree."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if not name.endswith("/")}
+        info = {name.partition(".dist-info/")[2]: name for name in names if ".dist-info/" in name}
+        expect({"METADATA", "entry_points.txt", "RECORD"} <= info.keys(), f"the wheel has no more than {sorted(info)}")
+        metadata = message_from_bytes(archive.read(info["METADATA"]))
+        points = ConfigParser()
+        points.read_string(archive.read(info["entry_points.txt"]).decode())
+        recorded = {line.split(",")[0] for line in archive.read(info["RECORD"]).decode().splitlines()}
+    there = {
+        "files": (names - {*info.values()}, packaged()),
+        "recorded files": (recorded, names),
+        "requirements": ({str(Requirement(one)) for one in metadata.get_all("Requires-Dist", [])}, required()),
+    }
+    for what, (found, wanted) in there.items():
+        expect(not (lacking := wanted - found), f"the wheel lacks {what}: {', '.join(sorted(lacking))}")
+        expect(not (more := found - wanted), f"the wheel has {what} that it should not: {', '.join(sorted(more))}")
+    found = {group: dict(points[group]) for group in points.sections()}
+    expect(found == commands(), f"the wheel has the entry points {found}, not {commands()}")
 
 
 def manager(here: Environment, wheel: Path) -> None:
@@ -166,6 +232,8 @@ def main() -> int:
     constraints = ["--constraint", str(chosen.constraint.resolve())] if chosen.constraint else []
     with tempfile.TemporaryDirectory(prefix="pagewire-wheel-", ignore_cleanup_errors=True) as made:
         try:
+            with step("comparing the wheel with the tree"):
+                contents(wheel)
             with step(f"an empty environment with {chosen.torch}"):
                 here = Environment(Path(made), constraints)
                 here.install(chosen.torch)
