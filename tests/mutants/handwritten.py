@@ -185,14 +185,9 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.states.state_memory",
-        [
-            Mutation("StateMemory.generation", " + self.below.generation", ""),
-        ],
-    ),
-    Module(
         "kvcache.states.state_pages",
         [
+            Mutation("StatePages.generation", " + self.below.generation", ""),
             Mutation("StatePages.release", "self._passing.pop(request_id, None)", "self._passing.get(request_id)"),
             Mutation("StatePages.cancel_import", "self._copy(copy, page)", "self._reset(page)"),
         ],

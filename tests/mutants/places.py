@@ -45,7 +45,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "states/drafted_pages": "million_moves",
         "states/kept_states": "million_moves states/grouped_states",
         "states/hybrid_replica": "million_moves states/grouped_states",
-        "states/state_memory": "million_moves states/state_hints states/state_pages",
+        "states/state_pages": "million_moves states/state_hints states/state_pages",
         "states/state_room": "million_moves states/state_pages",
         "tiers/file_index": "tiers/file_tier",
         "tiers/page_folder": "tiers/file_tier tiers/page_files",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.states import state_memory as module
+from kvcache.states import state_pages as module
 from kvcache.tiers.object_tier import ObjectTier
 from tests.kvcache.served import SIZE
 from tests.kvcache.states.served_states import STATE_BYTES, ServedStates

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.states.state_memory import bring_newest
-from kvcache.states.state_pages import StatePages
+from kvcache.states.state_pages import StatePages, bring_newest
 from kvcache.states.state_room import kind_offsets
 from kvcache.states.state_tiers import StateTier, state_movers
 from kvcache.tiers.host_tier import HostTier
@@ -56,7 +55,7 @@ def test_files_are_asked_for_later_states_than_those_at_hand(monkeypatch: pytest
         return wait
 
     states.below = tier_below(states)
-    monkeypatch.setattr("kvcache.states.state_memory.bring_newest", bring_newest)
+    monkeypatch.setattr("kvcache.states.state_pages.bring_newest", bring_newest)
     page = torch.tensor([states.allocate("a")])
     states.advance(page, [16])
     prompt = np.concatenate([digest(number) for number in (1, 2, 3)])
@@ -90,7 +89,7 @@ class Lower:
 
 
 def test_a_state_saves_every_page_before_it_however_many_are_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.states.state_memory._LOOKED_AT", 4)
+    monkeypatch.setattr("kvcache.states.state_pages._LOOKED_AT", 4)
     tier = tier_below(StatePages(SHAPES[1], 3))
     tier.host.lower.append(lower := Lower(2, 6, 7, 10))  # type: ignore[arg-type]
     prompt = np.concatenate([digest(number) for number in range(1, 11)])
