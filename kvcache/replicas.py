@@ -78,7 +78,7 @@ def place_replicas(
             replica = HybridReplica(params, params.states, tables, block_rows, pool, mark, memory)
             hybrid.append(replica)
         placed.append(PlacedReplica(replica, memory))
-    of_states = [] if params.states is None else state_layouts(params.states, len(layouts))
+    of_states = state_layouts(params.states, len(layouts))
     every_layout = [*layouts, *chain.from_iterable(kinds.values() for kinds in of_states)]
     fingerprint = replica_fingerprint(every_layout, tables.described() if params.groups else "")
     tiers = page_tiers(params, room, layouts, placed, stream, tables)
@@ -163,7 +163,7 @@ class Replicas:
 
     def prefetch(self, context: Context) -> bool:
         """Begin to bring the request's pages to the host tier. Returns whether some are on their way."""
-        if self.tiers is None or not self.tiers.lower:
+        if not self.each[0].fetches:
             return False
         hasher = hasher_of(context, self.each[0].hash_algorithm, self.each[0].page_size)
         most = max(self.each, key=lambda replica: replica.published_run(context, hasher=hasher).end)
@@ -175,7 +175,7 @@ class Replicas:
         replica = self.each[replica_idx]
         first_time = replica.rows.prompt.item(row) < 0  # then cached pages are looked up even for one token
         if first_time:
-            if self.tiers is not None:
+            if self._all_tiers:
                 self.take_up()
             if self._copies is not None:
                 self._copies.bring(replica_idx, row, context, num_steps)
@@ -253,9 +253,9 @@ class Replicas:
             if replica.leases.of_row or replica.counter.open:
                 replica.refuse_starts(state.rows, state.starts)
         self.mark.call = _FETCH
-        if self.tiers is not None:
-            for tier, state in zip(self.tiers.replicas, states, strict=True):
-                tier.arrive(state.rows)  # restored pages must be complete when the model reads them
+        if self._all_tiers:
+            for replica, state in zip(self.each, states, strict=True):
+                replica.tier.arrive(state.rows)  # restored pages must be complete when the model reads them
             self._tick()
         fetched: list[RaggedKVCacheInputs] = []
         for place, state in zip(self.placed, states, strict=True):

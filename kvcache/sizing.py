@@ -175,9 +175,8 @@ def _slab_pages(params: KVCacheParams, tables: LayerTables, page_size: int) -> i
 def _bytes_apart(params: KVCacheParams, requests: int) -> int:
     """Bytes of a replica's states in memory of their own, on all its shards, including page 0."""
     count = params.states_apart(requests)
-    if params.states is None or not count:
-        return 0
-    return (count + 1) * state_bytes(state_layouts(params.states, params.tensor_parallel_degree))
+    layouts = state_layouts(params.states, params.tensor_parallel_degree)
+    return (count + 1) * state_bytes(layouts) if count else 0
 
 
 def _refuse_what_no_host_holds(

@@ -1,7 +1,7 @@
 """`Batch`: the requests of a step, looked up once and moved together. `Gathered`: the same for one call."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, cast, overload
+from typing import Any, NamedTuple, NoReturn, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,6 +176,8 @@ class Batch(Gathered, Sequence[Context]):
         self._log = np.zeros((page_size + _STEPS_KEPT, len(contexts)), np.int32)
         self._hashers: dict[int, PrefixHasher] = {}  # by place
         self.checked_at = -1  # the number of releases when the claims were last compared
+        # All contexts, unless some are of another class. Only then do they follow the batch.
+        self._own = [context for context in contexts if isinstance(context, TextContext)]
         super().__init__(tuple(contexts), replicas, rows, places)
 
     def found_right(self, releases: int, *, unbound: bool) -> None:
@@ -205,9 +207,9 @@ class Batch(Gathered, Sequence[Context]):
         self._turning: dict[int, list[Share]] = {}  # by the place of the first request's newest token in its page
         self._behind: dict[int, int] = {}  # by replica: by how much its longest request is shorter than the longest
         self._updated = False
-        own = [context for context in self.contexts if isinstance(context, TextContext)]
+        own = self._own
         self._together = len(own) == len(self.contexts) and bool((self.actives == self.ends).all())
-        self._read_futures(own)
+        self._read_futures()
         if self._together and own:
             self._longest = int(self.ends.max())
             self._updates_left = min(
@@ -298,10 +300,10 @@ class Batch(Gathered, Sequence[Context]):
         Raises `InvalidRequestError` if a request already has a future token, or is no `TextContext`.
         """
         self.refresh()
-        if self._futures or not all(isinstance(context, TextContext) for context in self.contexts):
+        if self._futures or len(self._own) < len(self.contexts):
             self._refuse_futures("update_with_future_tokens", waiting=True)
         if not self._together:
-            for context in cast("Sequence[TextContext]", self.contexts):
+            for context in self._own:
                 context.update_with_future_token()
             self.gather()
             return
@@ -328,7 +330,7 @@ class Batch(Gathered, Sequence[Context]):
         if self._futures < len(self.contexts):
             self._refuse_futures("realize_future_tokens", waiting=False)
         if not self._together:
-            for context, token in zip(cast("Sequence[TextContext]", self.contexts), array.tolist(), strict=True):
+            for context, token in zip(self._own, array.tolist(), strict=True):
                 context.realize_future_token(token)
             self.gather()
             return
@@ -370,8 +372,9 @@ class Batch(Gathered, Sequence[Context]):
         behind = count - first - (end - ends[place])
         if self._had_futures:
             behind = self._catch_up_with_futures(place, end, behind)
-        if behind <= 0 or not isinstance(context := self.contexts[place], TextContext):
+        if behind <= 0:
             return
+        context = self._own[place]
         end += behind  # its last token is the one to run
         if behind == 1:
             context.append_one(self._log.item(count - 1, place), end - 1, end)
@@ -379,11 +382,8 @@ class Batch(Gathered, Sequence[Context]):
             context.append(self._log[count - behind : count, place], end - 1, end)
 
     def _catch_up_with_futures(self, place: int, end: int, behind: int) -> int:
-        """`catch_up`, if the context may have a future token, or is to get one. Returns how many tokens it still lacks.
-
-        All contexts of such a batch are of `TextContext`.
-        """
-        context, count = cast("TextContext", self.contexts[place]), self._count
+        """`catch_up`, if the context may have a future token, or is to get one. Returns how many tokens it lacks."""
+        context, count = self._own[place], self._count
         if self._future_row != count - behind - 1:
             context.realize(self._log.item(count - behind - 1, place))
         if behind <= 0 or self._future_row != count - 1:
@@ -421,8 +421,9 @@ class Batch(Gathered, Sequence[Context]):
         self.actives = self.ends
         self.starts = self.ends - 1
 
-    def _read_futures(self, own: Sequence[TextContext]) -> None:
+    def _read_futures(self) -> None:
         """Find future tokens. The batch moves its contexts together only if all, or none, end with one."""
+        own = self._own
         waiting = [context for context in own if context.has_future_token]
         self._futures, self._future_row = len(waiting), -1
         if not waiting:
@@ -444,17 +445,16 @@ class Batch(Gathered, Sequence[Context]):
         raise InvalidRequestError(f"batch of {len(self)} requests: {call}")
 
     def _refuse_longest(self) -> None:
-        for context, end in zip(self.contexts, self.ends.tolist(), strict=True):
-            if isinstance(context, TextContext) and end >= context.max_length:
+        for context, end in zip(self._own, self.ends.tolist(), strict=True):
+            if end >= context.max_length:
                 raise SequenceTooLongError(
                     f"request {context.request_id!r}: token {end + 1} is past its max_length {context.max_length}"
                 )
 
     def _hand_over(self) -> None:
         """Let every context catch up, and begin a new log with the last page's worth of tokens."""
-        for place, context in enumerate(self.contexts):
-            if isinstance(context, TextContext):
-                context.catch_up(self, place)
+        for place, context in enumerate(self._own):
+            context.catch_up(self, place)
         self._log[: self._page_size] = self._log[self._count - self._page_size :].copy()
         self._begin_log()
 

@@ -44,7 +44,7 @@ Step = Callable[[Gathered, Callable[[], None] | None], None]
 
 def slab_pages_of(params: KVCacheParams, layouts: Sequence[PageLayout]) -> int:
     """The pages that a request's state takes among the token pages; 0: none. `layouts`: of a page on each shard."""
-    if params.states is None or not params.has_states_in_pages:
+    if not params.has_states_in_pages:
         return 0
     return pages_of_slab(state_layouts(params.states, len(layouts)), layouts)
 

@@ -27,12 +27,14 @@ from kvcache.layout import PageLayout
 from kvcache.state_shape import CONV_KINDS, SSM_KIND, StateShape
 
 
-def state_layouts(shape: StateShape, shards: int) -> list[Mapping[str, PageLayout]]:
-    """The page of each kind on each of `shards` shards.
+def state_layouts(shape: StateShape | None, shards: int) -> list[Mapping[str, PageLayout]]:
+    """The page of each kind on each of `shards` shards. A model without recurrent layers has no kinds.
 
     Heads are split evenly, and so are groups. If there are fewer groups than shards, several shards hold the same
     group. Raises `InvalidParamsError` if the shards can neither split nor share them evenly.
     """
+    if shape is None:
+        return [{} for _ in range(shards)]
     if shape.heads % shards or (shape.groups % shards and shards % shape.groups):
         raise InvalidParamsError(
             f"{shards} shards can neither split nor share {shape.heads} heads in {shape.groups} groups evenly"

@@ -49,9 +49,9 @@ def divide_tiers(params: KVCacheParams, shards: int) -> TierRoom:
     Raises `PoolTooSmallError` if there is room for fewer than two states.
     """
     space, most = (int((size or 0) * _GB) for size in (params.host_kvcache_swap_space_gb, params.file_tier_max_gb))
-    if params.states is None or not params.enable_kvcache_swapping_to_host:
-        return TierRoom(space, most, 0, 0)
     state_bytes = sum(kind_offsets(kinds)[-1] for kinds in state_layouts(params.states, shards))
+    if not state_bytes or not params.enable_kvcache_swapping_to_host:
+        return TierRoom(space, most, 0, 0)
     share = params.tier_state_share
     slots = int(space * share) // state_bytes
     if slots < _LEAST_SLOTS:

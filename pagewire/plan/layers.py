@@ -72,7 +72,7 @@ class AlikeLayers:
     def state_layouts(self, tp: int) -> list[Mapping[str, PageLayout]]:
         """Returns the layout of a state on each of `tp` ranks. Raises `PlanError` if the ranks cannot split it."""
         try:
-            return [] if self.state is None else state_layouts(self.state, tp)
+            return state_layouts(self.state, tp)
         except InvalidParamsError as error:
             raise PlanError(f"tensor parallelism {tp}: {error}") from error
 
