@@ -407,7 +407,13 @@ class PagedKVCacheManager(PoolFigures):
             self._replicas.each[granted].leases.end(lease)
 
     def import_block_table(
-        self, context: Context, table: BlockTable, num_steps: int = 1, *, partial: bool = False
+        self,
+        context: Context,
+        table: BlockTable,
+        num_steps: int = 1,
+        *,
+        partial: bool = False,
+        others: Sequence[BlockTable] = (),
     ) -> PendingImport | None:
         """Reserve the claimed request's pages, and find those to copy from the maker of `table`.
 
@@ -418,8 +424,9 @@ class PagedKVCacheManager(PoolFigures):
         Its pages are given back first, so a result of None leaves it without pages.
 
         The table may have any page size and split. It must cover fewer tokens than the context knows, because the last
-        token runs here. With `partial` it covers only the first full pages, and `extend_import` follows. Raises
-        `BlockTableMismatchError` (a ValueError).
+        token runs here. With `partial` it covers only the first full pages, and `extend_import` follows. `others` are
+        tables of further managers that hold some of the same tokens, in pages of the same size: each page may be copied
+        from any of them. Raises `BlockTableMismatchError` (a ValueError).
         """
         self._mark.check("import_block_table")
         num_steps = arguments.steps(num_steps)
@@ -429,8 +436,11 @@ class PagedKVCacheManager(PoolFigures):
         with self._mark.changing("import_block_table", read.request_id, read):
             if replica.imports.is_given_up(row) and row not in replica.leases.of_row:
                 imports.check_table(replica, read, table, last=not partial)
+                imports.check_others(replica, read, table, others, partial=partial)
                 row = self._claims.claim_anew(read.request_id, replica_idx)
-            pending = imports.begin_import(replica, replica_idx, row, read, table, num_steps, partial=partial)
+            pending = imports.begin_import(
+                replica, replica_idx, row, read, table, num_steps, partial=partial, others=others
+            )
             if pending is not None:
                 self._claims.bind(context, replica_idx, row)
         return pending

@@ -166,7 +166,13 @@ class PulledPages(Pages, Protocol):
         ...
 
     def import_block_table(
-        self, context: Context, table: BlockTable, num_steps: int = 1, *, partial: bool = False
+        self,
+        context: Context,
+        table: BlockTable,
+        num_steps: int = 1,
+        *,
+        partial: bool = False,
+        others: Sequence[BlockTable] = (),
     ) -> PendingImport | None:
         """Reserves pages and says which to read; None if too few are free.
 

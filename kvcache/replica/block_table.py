@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvcache.errors import InvalidRequestError
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.types import RequestID
 
@@ -139,6 +140,7 @@ class PendingImport:
     closed: bool = False  # committed or cancelled
     on_free: Callable[[], None] | None = None  # called when a cancelled import has given its pages back
     told: list[BlockTable] = field(default_factory=list[BlockTable])  # tables whose pages no copier has taken yet
+    others: tuple[BlockTable, ...] = ()  # tables of further managers that hold some of the same tokens
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -156,6 +158,38 @@ class PendingImport:
         """This manager's pages that are written, of all block tables: int32 `[pages]`."""
         pages = [part.dst_pages for part in self.parts if not part.is_state]
         return pages[0] if len(pages) == 1 else np.concatenate(pages)
+
+    @property
+    def can_shorten(self) -> bool:
+        """Whether the import may end before its table does: pages of a window or a state are those of its end."""
+        return len(self.parts) == 1 and not self.parts[0].at_end
+
+    def shorten(self, num_tokens: int) -> None:
+        """End the import at a page that was copied, in place of the end of the table."""
+        first, stop = self.tokens
+        if not self.can_shorten or num_tokens % self.page_size or not first < num_tokens <= stop:
+            raise InvalidRequestError(
+                f"request {self.request_id!r}: an import of tokens {first} to {stop} in pages of {self.page_size} "
+                f"cannot end at token {num_tokens}"
+            )
+        self.num_tokens = self.parts[0].stop = num_tokens
+
+    def copies_from(self, table: BlockTable) -> list[PageCopy]:
+        """The pages to copy, as another table names them: those that it has. Its pages have our tables' page size."""
+        copies: list[PageCopy] = []
+        for part, pages in zip(self.parts, table.groups, strict=True):
+            begin = (-(-table.num_tokens // table.page_size) - len(pages)) * table.page_size
+            if part.is_state:
+                token, stop = part.first, part.stop if table.num_tokens == self.num_tokens else part.first
+            else:
+                token, stop = max(part.first, begin), min(part.stop, table.num_tokens)
+            if token >= stop:
+                copies.append(PageCopy((), (), (0, 0)))
+                continue
+            src = pages if part.is_state else pages[(token - begin) // table.page_size :]
+            skipped = 0 if part.is_state else token // self.page_size - part.first // self.page_size
+            copies.append(PageCopy(part.dst_pages[skipped:], np.array(src, np.int32), (token, stop)))
+        return copies
 
     def named(self, table: BlockTable, *, last: bool) -> list[Pages] | None:
         """The other manager's pages to copy by now, for each block table. `last`: the table will not grow any more.

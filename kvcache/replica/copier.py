@@ -63,15 +63,23 @@ class ImportCopier:
         self.tables, pending.told = (*pending.told,), []
         return copies
 
-    def prove(self) -> ImportProof:
+    def from_others(self) -> list[tuple[BlockTable, list[PageCopy]]]:
+        """The pages that `take` has returned as each further table names them, as far as it has them."""
+        return [(table, self.pending.copies_from(table)) for table in self.pending.others]
+
+    def prove(self, num_tokens: int = 0) -> ImportProof:
         """Declare that everything taken was copied while its source held it, and return the proof for `commit_import`.
 
-        Raises `InvalidRequestError` if this copier has ended, or has not taken everything.
+        With `num_tokens` only the tokens before that were copied, and the import ends there. Raises
+        `InvalidRequestError` if it cannot end there, or if this copier has ended or has not taken everything.
         """
         pending = self.pending
         if self.is_over or not self._has_all:
             reason = "has ended" if self.is_over else f"took tokens up to {self._taken}, and not yet the last"
             raise InvalidRequestError(f"request {pending.request_id!r}: the copier of its pages {reason}")
+        if num_tokens:
+            pending.shorten(num_tokens)
+            self._taken = pending.tokens[1]
         self.proof = ImportProof(pending.request_id, self._taken)
         self.give_up()
         return self.proof

@@ -102,6 +102,18 @@ def check_table(
     return hasher
 
 
+def check_others(
+    replica: Replica, context: Context, table: BlockTable, others: Sequence[BlockTable], *, partial: bool
+) -> None:
+    """Raise `BlockTableMismatchError` unless the further tables hold a prefix of the context too, in equal pages."""
+    hasher: PrefixHasher | None = None
+    for other in others:
+        hasher = check_table(replica, context, other, hasher, last=True)
+        if partial or other.page_size != table.page_size:
+            reason = "is not yet whole" if partial else f"has pages of {table.page_size}"
+            raise _mismatch(context, f"of {other.page_size}-token pages stands beside one that {reason}")
+
+
 def _has_types(table: BlockTable) -> bool:
     """Whether every field has the right type. For thousands of pages this test is faster than a conversion."""
     every: list[Any] = [table.groups, table.kinds, table.digests]
@@ -190,10 +202,20 @@ def _refuse_hole(replica: Replica, row: int, context: Context, table: BlockTable
 
 
 def begin_import(
-    replica: Replica, replica_idx: int, row: int, context: Context, table: BlockTable, num_steps: int, *, partial: bool
+    replica: Replica,
+    replica_idx: int,
+    row: int,
+    context: Context,
+    table: BlockTable,
+    num_steps: int,
+    *,
+    partial: bool,
+    others: Sequence[BlockTable] = (),
 ) -> PendingImport | None:
     """Reserve the request's pages, and determine which are to be copied. Returns None if there are too few pages."""
     hasher = check_table(replica, context, table, last=not partial)
+    if others:
+        check_others(replica, context, table, others, partial=partial)
     replica.refuse_pending(row, "import_block_table")
     if replica.rows.num_pages[row]:
         raise InvalidRequestError(
@@ -216,6 +238,7 @@ def begin_import(
         src_replica_idx=table.replica_idx,
         parts=[ImportPart(at * size, pages[at:end].copy(), at_end=kind != "full") for kind, at, pages in tables],
         hasher=hasher,
+        others=tuple(others),
     )
     replica.begin_state_import(context, pending)
     pending.take_up(table, _named(context, pending, table, last=not partial), last=not partial)

@@ -24,6 +24,7 @@ from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, make_rank, new_incarnation
 from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer
 from transfer.pull.seals import TableSeals, new_table_key
+from transfer.pull.shared_pull import SourcePages
 from transfer.pull.source import Source
 from transfer.pull.thread import TransferThread, start_thread
 from transfer.wire.allowed_peers import AllowedPeers, host_of
@@ -320,18 +321,23 @@ class PageExchange:
 
     # ---- pulls
 
-    def pull(self, key: str, source: Source, pending: PendingPages, timeout_s: float) -> None:
+    def pull(self, key: str, source: Source | Sequence[Source], pending: PendingPages, timeout_s: float) -> None:
         """Pulls all pages that an import lacks. The last `PullEvent` carries the proof for `commit_import`.
+
+        From several sources, pages that more than one of them holds are read at the same time, more of them from the
+        faster ones. If a source fails, the others are read in its place. Pages that no source has any more end the pull
+        before them, if they are of a single block table: the event has `stop`, and the import then covers fewer tokens.
 
         Args:
             key: names the pull; no other open pull on the import's replica may have this name.
-            source: the source, as it was offered.
+            source: the source, as it was offered. Several of them in the order of the import's tables: that of `table`
+                first, then those of `others`.
             pending: an open import of the manager that no other pull writes.
             timeout_s: seconds until the pull fails, including its first contact with the source.
 
         Raises:
             InvalidRequestError: (a ValueError) a pull of this name is open; or the import is closed, of another
-                manager, or written by another pull.
+                manager, written by another pull, or of another number of tables than there are sources.
             EngineClosedError: the transfer thread has died, or was closed. All calls except `poll` and `close` raise it
                 then.
         """
@@ -339,11 +345,30 @@ class PageExchange:
         self._refuse_open(replica, key)
         copier = self._manager.copier(pending)
         try:
-            self.threads[replica].pull(key, source, copier.take(last=True), timeout_s, copier.tables)
+            if isinstance(source, Source):
+                self.threads[replica].pull(key, source, copier.take(last=True), timeout_s, copier.tables)
+            else:
+                self._pull_shared(key, source, copier, timeout_s)
         except BaseException:
             copier.give_up()  # nothing was written yet
             raise
         self._pulls[replica, key] = copier
+
+    def _pull_shared(self, key: str, sources: Sequence[Source], copier: Any, timeout_s: float) -> None:
+        pending = copier.pending
+        copies = copier.take(last=True)
+        named = [(copies, copier.tables), *((copies, (table,)) for table, copies in copier.from_others())]
+        if len(sources) != len(named):
+            raise InvalidRequestError(
+                f"request {pending.request_id!r}: {len(sources)} sources, its import has tables of {len(named)}"
+            )
+        thread = self.threads[int(pending.replica_idx)]
+        if len(sources) == 1:
+            thread.pull(key, sources[0], copies, timeout_s, copier.tables)
+            return
+        holdings = [SourcePages(source, *pages) for source, pages in zip(sources, named, strict=True)]
+        sizes = pending.page_size, pending.src_page_size
+        thread.pull_shared(key, holdings, sizes, timeout_s, can_shorten=pending.can_shorten)
 
     def open_pull(self, replica: int, key: str, source: Source, timeout_s: float) -> None:
         """Opens a pull whose pages `read` names later. The lease is renewed from now on.
@@ -422,7 +447,7 @@ class PageExchange:
         if copier is None:
             return None
         if not event.error:
-            return copier.prove()
+            return copier.prove(event.stop)
         copier.give_up()
         return None
 

@@ -13,7 +13,7 @@ from transfer.plan.page_lists import PageLists, with_blocks
 from transfer.pull.lease import CLEARED, LeaseRef
 from transfer.pull.parts import Part
 from transfer.pull.remote import RemoteEngine
-from transfer.pull.source import Source
+from transfer.pull.source import Place, Source
 from transfer.wire.messages import LeasedPages, Wanted
 
 if TYPE_CHECKING:
@@ -36,6 +36,20 @@ class PullTimes(NamedTuple):
     over_at: float
 
 
+class PullShare(NamedTuple):
+    """The share of one source in a pull from several.
+
+    Attributes:
+        place: address and engine id of the source.
+        num_bytes: bytes of the pages that were read from it under its lease.
+        error: why it was given up; empty if it was not.
+    """
+
+    place: Place
+    num_bytes: int
+    error: str
+
+
 class PullEvent(NamedTuple):
     """The outcome of a pull. Its last event has `safe` set; at most one earlier event reports that it failed.
 
@@ -50,6 +64,9 @@ class PullEvent(NamedTuple):
             READs.
         begins: the first token read of each group, for a pull that passed and whose source has named its blocks. A
             source whose window has moved on may have fewer tokens than were asked for. Empty otherwise.
+        stop: for a pull from several sources that passed, the end of the tokens that were read, if no source was left
+            that had those behind it; 0 if all were read.
+        shares: what each source of a pull from several has brought; empty for other pulls.
     """
 
     key: str
@@ -58,6 +75,8 @@ class PullEvent(NamedTuple):
     passed: int = 0
     times: PullTimes | None = None
     begins: tuple[int, ...] = ()
+    stop: int = 0
+    shares: tuple[PullShare, ...] = ()
 
 
 @dataclass(slots=True, eq=False)

@@ -23,6 +23,7 @@ from transfer.pull.directory import Directory, Peer, Times
 from transfer.pull.lease import LeaseRef
 from transfer.pull.pull_state import PullEvent, Reading, ReplicaPull
 from transfer.pull.rank import RankTransfer
+from transfer.pull.shared_pull import SharedPull, SharedPulls, SourcePages
 from transfer.pull.source import Place, Source, check_tokens, nothing_of, source_in
 from transfer.stats import TransferStats
 from transfer.wire.handshake import HandshakeClient
@@ -55,6 +56,7 @@ class Offered(NamedTuple):
 
 
 _REFUSED = "\0refused "  # prefix of keys that no owner's pull has
+_PART = "\0part "  # prefix of the keys of the parts of a pull from several sources
 _MAX_PAUSE_S = 0.25  # in seconds, before a source is asked again: see `ReplicaPull`
 _SMALL_BYTES = 1 << 20
 """A pull of this size takes 0.1 to 0.3 ms. On a busy machine, waking a thread for it takes twice as long."""
@@ -109,6 +111,8 @@ class ReplicaTransfer:
         self._page_bytes = _page_bytes(self.ranks)
         self.reads_expected = 0
         self._serves_reads = reaches_other_hosts(effective_settings(self.ranks[0].memory_type))
+        self._is_host = all(rank.memory_type is MemoryType.DRAM for rank in self.ranks)
+        self._shared = SharedPulls(self, _PART)
         self.timed = timed
 
     @property
@@ -193,7 +197,7 @@ class ReplicaTransfer:
         Raises:
             PullFailedError: a pull of this name is open. The open pull continues.
         """
-        if key in self._pulls:
+        if key in self._pulls or key in self._shared:
             # The new pull has no state yet, so it cannot have events. The older pull goes on.
             raise PullFailedError(f"request {key!r}: a pull of this name has not ended yet")
         if groups is not None and not refusal and self._pull_at_once(key, source, timeout_s, groups, tables):
@@ -208,6 +212,42 @@ class ReplicaTransfer:
             self.directory.connect(source.place)
             self._ask(key)
         self._collect_pulls()  # a small pull may have ended by now
+
+    def pull_shared(
+        self,
+        key: str,
+        holdings: Sequence[SourcePages],
+        page_sizes: tuple[int, int],
+        timeout_s: float,
+        *,
+        can_shorten: bool = False,
+    ) -> None:
+        """Begins a pull from several sources: each page is read from one of those that hold it.
+
+        Args:
+            key: names the pull.
+            holdings: the sources, and the pages as each names them. The first one has all pages.
+            page_sizes: tokens of our pages, and of the sources' pages.
+            timeout_s: seconds until the pull fails.
+            can_shorten: whether the pull may pass with the pages before the first that no source has any more.
+
+        Raises:
+            PullFailedError: a pull of this name is open. The open pull continues.
+        """
+        if key in self._pulls or key in self._shared:
+            raise PullFailedError(f"request {key!r}: a pull of this name has not ended yet")
+        groups = self.ranks[0].layout.groups
+        shared = SharedPull(key, holdings, groups, self._page_bytes, page_sizes, can_shorten=can_shorten)
+        self._shared.begin(shared, holdings, timeout_s)
+        self._step_shared()
+
+    def _step_shared(self) -> None:
+        while happened := self._shared.step(self._clock()):
+            self.events.extend(happened)
+
+    def look_up(self, key: str) -> ReplicaPull | None:
+        """Returns an open pull, or None."""
+        return self._pulls.get(key)
 
     def _pull_at_once(
         self, key: str, source: Source | Wanted, timeout_s: float, groups: PageLists, tables: Sequence[BlockTable]
@@ -242,7 +282,7 @@ class ReplicaTransfer:
         That holds for few pages of a known source that are read into host memory.
         """
         sizes, num_bytes = self._page_bytes, 0
-        if sizes is None or not isinstance(source, Source) or len(groups) != len(sizes):
+        if not self._is_host or not isinstance(source, Source) or len(groups) != len(sizes):
             return False
         for group, size in zip(groups, sizes, strict=True):
             local: Any = group[0]
@@ -322,6 +362,10 @@ class ReplicaTransfer:
 
     def cancel(self, key: str, reason: str) -> None:
         """Gives up an open pull. A source that has not answered yet is told when it does."""
+        if key in self._shared:
+            self._shared.cancel(key, reason)
+            self._step_shared()
+            return
         if (pull := self._pulls.get(key)) is None:
             return
         if not pull.started and not pull.error:
@@ -355,6 +399,8 @@ class ReplicaTransfer:
         self._collect_leases()
         self._collect_pulls()
         self._expire()
+        if len(self._shared):
+            self._step_shared()
         self.directory.watch(lambda: {pull.source.place for pull in self._pulls.values()})
         self.stats.failed_handshakes = self.directory.failed_handshakes
         # Open pulls alone do not count: one that waits for the next chunk of a prompt needs no frequent polls.
@@ -379,9 +425,9 @@ class ReplicaTransfer:
     @property
     def num_pulls(self) -> tuple[int, int]:
         """The pulls that are active, and those that have failed while something may still write."""
-        pulls = [pull for pull in list(self._pulls.values()) if not pull.refusal]
+        pulls = [pull for key, pull in list(self._pulls.items()) if not (pull.refusal or key.startswith(_PART))]
         failed = sum(bool(pull.error) for pull in pulls)
-        return len(pulls) - failed, failed
+        return len(pulls) - failed + len(self._shared), failed
 
     def _collect_pulls(self) -> None:
         for rank in self.ranks:
@@ -468,6 +514,10 @@ class ReplicaTransfer:
             del self._pulls[event.key]
             if pull.begins or len(self.ranks) > 1:
                 event = PullEvent(event.key, "", safe=True, times=pull.times, begins=pull.begins)
+            self._report(event)
+
+    def _report(self, event: PullEvent) -> None:
+        if not self._shared.hear(event):
             self.events.append(event)
 
     def _fail(self, key: str, reason: str, *, is_failure: bool = True) -> None:
@@ -487,7 +537,7 @@ class ReplicaTransfer:
         if pull.refusal or (pull.told and not safe):
             return
         pull.told = True
-        self.events.append(PullEvent(key, pull.error, safe=safe, passed=pull.passed if safe else 0))
+        self._report(PullEvent(key, pull.error, safe=safe, passed=pull.passed if safe else 0))
 
     def _expire(self) -> None:
         now = self._clock()
@@ -511,7 +561,8 @@ class ReplicaTransfer:
         self._collect_leases()
         for key, pull in list(self._pulls.items()):
             del self._pulls[key]  # the agents are destroyed, so nothing is in flight
-            self.events.append(PullEvent(key, pull.error, safe=True))
+            self._report(PullEvent(key, pull.error, safe=True))
+        self._step_shared()
         self._client.close()
 
 
@@ -520,9 +571,7 @@ def is_of_other_start(source: Source | Wanted, peer: Peer) -> bool:
     return isinstance(source, Source) and source.incarnation not in (peer.incarnation, "")
 
 
-def _page_bytes(ranks: Sequence[RankTransfer]) -> list[int] | None:
-    """Returns the bytes of a page of each group, over all ranks; None if a rank is not in host memory."""
-    if any(rank.memory_type is not MemoryType.DRAM for rank in ranks):
-        return None
+def _page_bytes(ranks: Sequence[RankTransfer]) -> list[int]:
+    """Returns the bytes of a page of each group, over all ranks."""
     every = zip(*(rank.layout.groups for rank in ranks), strict=True)
     return [sum(box.itemsize * math.prod(box.extent) for one in of for box in one.boxes) for of in every]

@@ -31,6 +31,7 @@ from transfer.memory import MemoryType
 from transfer.plan.page_lists import PageLists
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import Event, ReplicaTransfer
+from transfer.pull.shared_pull import SourcePages
 from transfer.pull.source import Source
 from transfer.stats import StatsSnapshot
 from transfer.wire.messages import Wanted
@@ -167,6 +168,25 @@ class TransferThread:
 
         if groups is None or not self._run_here(lambda: self.replica.is_small(source, groups), run):
             self._hand_over(run)
+
+    def pull_shared(
+        self,
+        key: str,
+        holdings: Sequence[SourcePages],
+        page_sizes: tuple[int, int],
+        timeout_s: float,
+        *,
+        can_shorten: bool,
+    ) -> None:
+        """Begins a pull from several sources; see `ReplicaTransfer.pull_shared`."""
+
+        def run() -> None:
+            try:
+                self.replica.pull_shared(key, holdings, page_sizes, timeout_s, can_shorten=can_shorten)
+            except TransferError as error:
+                self.events.append(PullEvent(key, str(error), safe=True))
+
+        self._hand_over(run)
 
     def add_pages(self, key: str, groups: PageLists, *, last: bool, tables: Sequence[BlockTable] = ()) -> None:
         """Reads pages of a pull; see `ReplicaTransfer.add_pages`."""

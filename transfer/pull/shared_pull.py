@@ -1,0 +1,390 @@
+"""A pull that reads its pages from several sources at the same time, more of them from the faster ones.
+
+Each source has leased pages of its own that hold the same tokens. The pull has one *part* for each source: a pull of
+its own, under that source's lease. A part reads one run of pages at a time, with a fence after it. So the pages of a
+run count by the word of the lease under which they were read. A part that is through with its run gets the next one.
+So more is read from a faster source, and nobody has to know beforehand which one that is.
+
+If a source fails, the run that it was reading goes to another source that has these pages, but only once nothing of it
+is in flight any more. If no source has them, the pull ends before them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from transfer.plan.intersection import Ints
+from transfer.plan.page_lists import NOTHING, PageList, PagesOfGroup
+from transfer.pull.pull_state import PullEvent, PullShare
+
+if TYPE_CHECKING:
+    from kvcache.replica.block_table import BlockTable
+    from transfer.plan.boxes import Group
+    from transfer.plan.page_lists import PageLists
+    from transfer.pull.pull_state import ReplicaPull
+    from transfer.pull.source import Place, Source
+
+ONE_SOURCE_BYTES = 1 << 20
+"""Up to this size one source is read, because a second one would save less than its first run takes."""
+_PROBE_BYTES = 256 << 10
+"""The first run of a source of unknown speed, beside another one."""
+_LEAST_S, _LEAST_BYTES = 0.01, 1 << 20
+"""The least that a run takes, so that its fence costs little: a round trip in which the source sends no page."""
+_MOST_S = 0.25
+"""The most that a run should take: the time that is lost with it if the source fails."""
+_KNOWN_RATES = 256
+_TO_READ, _READING, _PASSED, _LOST = range(4)
+
+
+class SourcePages(NamedTuple):
+    """The pages of a pull that a source has leased.
+
+    Attributes:
+        source: the source and its lease.
+        groups: for each group of the layout, the local pages, the source's, and their tokens.
+        tables: the block tables that name these pages. Their seals are checked before the first page is read.
+    """
+
+    source: Source
+    groups: Sequence[PageList]
+    tables: Sequence[BlockTable]
+
+
+class PullsOfReplica(Protocol):
+    """The pulls of a replica, each from one source (`transfer.pull.replica.ReplicaTransfer`)."""
+
+    def pull(self, key: str, source: Source, timeout_s: float) -> None:
+        """Opens a pull whose pages are named later."""
+        ...
+
+    def look_up(self, key: str) -> ReplicaPull | None:
+        """Returns an open pull, or None."""
+        ...
+
+    def add_pages(self, key: str, groups: PageLists, *, last: bool, tables: Sequence[BlockTable] = ()) -> None:
+        """Reads pages, or further pages, of a pull."""
+        ...
+
+    def cancel(self, key: str, reason: str) -> None:
+        """Gives up an open pull."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """The share of one source.
+
+    Attributes:
+        key: names its pull.
+        holding: the pages that it may read.
+        has: bool `[columns]`: the columns that the source holds.
+        rate: bytes per second of its latest runs; 0 if unknown.
+        run: the columns that are being read; None if it is idle.
+        since: when this run was begun.
+        runs: number of runs begun.
+        num_bytes: bytes of the runs that have passed.
+        declined: the `version` of the pull at which it left the rest to faster sources.
+        error: why it failed; empty if it has not.
+    """
+
+    key: str
+    holding: SourcePages
+    has: NDArray[np.bool_]
+    rate: float
+    run: tuple[int, int] | None = None
+    since: float = 0.0
+    runs: int = 0
+    num_bytes: int = 0
+    declined: int = -1
+    error: str = ""
+
+
+class SharedPull:
+    """The pages of a pull in *columns*, the tokens of one page of the larger page size, and who reads which.
+
+    Pure: `SharedPulls` makes the calls.
+
+    Args:
+        key: names the pull.
+        holdings: the first one names every page.
+        groups: the groups of our layout.
+        page_bytes: bytes of a page of each group, over all local ranks.
+        page_sizes: tokens of our pages, and of the sources' pages.
+        can_shorten: whether the pull may end before pages that no source has.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        holdings: Sequence[SourcePages],
+        groups: Sequence[Group],
+        page_bytes: Sequence[int],
+        page_sizes: tuple[int, int],
+        *,
+        can_shorten: bool,
+    ) -> None:
+        self.key = key
+        self.parts: list[_Part] = []
+        self.cancelled = ""
+        self.is_told = False  # its owner knows that it has failed
+        self.version = 0  # changes with the state of the columns, and with the parts that can read
+        self._groups, self._sizes, self._can_shorten = groups, page_sizes, can_shorten
+        self._column = math.lcm(*page_sizes)
+        ranges = [tokens for _, _, tokens in holdings[0].groups if tokens[0] < tokens[1]]
+        self._origin = min((first for first, _ in ranges), default=0) // self._column * self._column
+        count = -(-(max((stop for _, stop in ranges), default=0) - self._origin) // self._column)
+        self._starts = self._origin + self._column * np.arange(count)
+        self.state = np.zeros(count, np.uint8)
+        sizes = np.zeros(count, np.int64)
+        for group, size, (_, _, tokens) in zip(groups, page_bytes, holdings[0].groups, strict=True):
+            sizes[self._touched(group, tokens)] += size if group.state else size * self._column // page_sizes[0]
+        self._ends = np.concatenate(([0], np.cumsum(sizes)))
+
+    def add(self, key: str, holding: SourcePages, whole: SourcePages, rate: float) -> None:
+        """Adds the part of a source. `whole` names every page."""
+        has = np.ones(len(self.state), np.bool_)
+        for group, (_, _, wanted), (_, _, held) in zip(self._groups, whole.groups, holding.groups, strict=True):
+            lacks = np.zeros(len(self.state), np.bool_)
+            lacks[self._touched(group, wanted)] = True
+            if held[0] < held[1]:
+                begins = held[0] <= np.maximum(self._starts, wanted[0])
+                ends = held[1] >= np.minimum(self._starts + self._column, wanted[1])
+                lacks &= ~(begins & ends)
+            has &= ~lacks
+        self.parts.append(_Part(key, holding, has, rate))
+
+    def _touched(self, group: Group, tokens: tuple[int, int]) -> slice:
+        """The columns in which pages of a group are read: the last one for a state."""
+        first, stop = tokens
+        if first >= stop:
+            return slice(0, 0)
+        last = -(-(stop - self._origin) // self._column)
+        return slice(last - 1 if group.state else (first - self._origin) // self._column, last)
+
+    def num_bytes(self, run: tuple[int, int]) -> int:
+        """Returns the bytes of a run of columns."""
+        first, stop = run
+        return int(self._ends[stop] - self._ends[first])
+
+    def pages(self, holding: SourcePages, run: tuple[int, int]) -> list[PageList]:
+        """Returns the pages of a run, as a source names them."""
+        first, stop = self._origin + run[0] * self._column, self._origin + run[1] * self._column
+        found: list[PageList] = []
+        for group, pages in zip(self._groups, holding.groups, strict=True):
+            local, remote, (begin, end) = pages
+            if group.state:
+                found.append(pages if begin < end <= stop else NOTHING)
+                continue
+            token, after = max(first, begin), min(stop, end)
+            if token >= after:
+                found.append(NOTHING)
+                continue
+            ours, theirs = self._sizes
+            here, there = _of_tokens(local, begin, token, after, ours), _of_tokens(remote, begin, token, after, theirs)
+            found.append(PagesOfGroup(here, there, (token, after)))
+        return found
+
+    def next_run(self, part: _Part) -> tuple[int, int] | None:
+        """Returns the columns that an idle part reads next. None if it has none, or the others are through sooner."""
+        left = self.state == _TO_READ
+        mine = np.flatnonzero(left & part.has)
+        if not len(mine):
+            return None
+        first = int(mine[0])
+        gaps = np.flatnonzero(np.diff(mine) != 1)
+        stop = int(mine[gaps[0] if len(gaps) else -1]) + 1
+        if self._ends[-1] <= ONE_SOURCE_BYTES:
+            return first, stop
+        others = [other for other in self.parts if other is not part and not other.error and other.has[first]]
+        rest = int(np.dot(np.diff(self._ends), left))
+        known = [one.rate for one in (part, *others) if one.rate]
+        usual = sum(known) / len(known) if known else 0.0
+        others_rate = sum(other.rate or usual for other in others)
+        if not part.rate:
+            num_bytes = _PROBE_BYTES if others else self.num_bytes((first, stop))
+        elif not others:
+            num_bytes = int(part.rate * _MOST_S)
+        else:
+            share = rest * part.rate / (part.rate + others_rate) / 2
+            num_bytes = int(min(max(share, min(_LEAST_BYTES, part.rate * _LEAST_S)), part.rate * _MOST_S, rest))
+            # The fastest one never declines, so that somebody reads the last pages.
+            if max(other.rate for other in others) > part.rate and num_bytes / part.rate > rest / others_rate:
+                return None
+        within: int = self._ends.item(first) + num_bytes
+        last = int(np.searchsorted(self._ends, within, "right")) - 1
+        return first, min(max(last, first + 1), stop)
+
+    def begin(self, part: _Part, run: tuple[int, int], now: float) -> None:
+        """Records that a part reads a run."""
+        self.state[slice(*run)] = _READING
+        part.run, part.since, part.runs = run, now, part.runs + 1
+        self.version += 1
+
+    def passed(self, part: _Part, now: float) -> None:
+        """Records that the run of a part was under its lease."""
+        if part.run is None:
+            return
+        num_bytes = self.num_bytes(part.run)
+        rate = num_bytes / max(now - part.since, 1e-6)
+        part.rate = (part.rate + rate) / 2 if part.rate else rate
+        part.num_bytes += num_bytes
+        self.state[slice(*part.run)] = _PASSED
+        part.run = None
+        self.version += 1
+
+    def failed(self, part: _Part, event: PullEvent) -> None:
+        """Records that a part has failed. Its run is left for others once nothing of it is in flight."""
+        part.error = event.error
+        self.version += 1
+        if event.safe and part.run is not None:
+            self.state[slice(*part.run)] = _TO_READ
+            part.run = None
+
+    def outcome(self) -> PullEvent | None:
+        """Returns the event that is due, if any: its last one, or the news that it has failed."""
+        alive = [part for part in self.parts if not part.error]
+        in_flight = any(part.run is not None for part in self.parts)
+        error = self.cancelled or ("" if alive else self.parts[-1].error)
+        if in_flight:
+            if not error or alive or self.is_told:
+                return None
+            self.is_told = True
+            return PullEvent(self.key, error, safe=False)
+        had = np.zeros(len(self.state), np.bool_)
+        for part in alive:
+            had |= part.has
+        lost = np.flatnonzero((self.state == _LOST) | ((self.state == _TO_READ) & ~had))
+        end = int(lost[0]) if len(lost) else len(self.state)
+        self.state[end:][self.state[end:] == _TO_READ] = _LOST
+        if not self.cancelled and (self.state[:end] == _TO_READ).any():
+            return None
+        shares = tuple(PullShare(part.holding.source.place, part.num_bytes, part.error) for part in self.parts)
+        if not self.cancelled and not self.is_told:
+            if end == len(self.state):
+                return PullEvent(self.key, "", safe=True, shares=shares)
+            if end and self._can_shorten:
+                return PullEvent(self.key, "", safe=True, stop=int(self._starts[end]), shares=shares)
+        errors = dict.fromkeys(part.error for part in self.parts if part.error)
+        reason = self.cancelled or "; ".join(errors) or "no source has every page"
+        return PullEvent(self.key, reason, safe=True, shares=shares)
+
+
+def _of_tokens(pages: ArrayLike, begin: int, first: int, stop: int, page_size: int) -> Ints:
+    """Of the pages from token `begin` on, those that hold the tokens `first` to `stop`."""
+    skipped = begin // page_size
+    return np.asarray(pages, np.int64)[first // page_size - skipped : -(-stop // page_size) - skipped]
+
+
+class SharedPulls:
+    """The shared pulls of a replica. Single-threaded, like the replica whose `pulls` it makes.
+
+    Attributes:
+        keys: the keys of open pulls.
+    """
+
+    def __init__(self, pulls: PullsOfReplica, prefix: str) -> None:
+        self._pulls = pulls
+        self._prefix = prefix  # of the keys of parts
+        self._serial = itertools.count()
+        self._open: dict[str, SharedPull] = {}
+        self._parts: dict[str, tuple[SharedPull, _Part]] = {}  # by key, until the last event of the part
+        self._rates: dict[Place, float] = {}  # of the sources that were read last
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._open
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin(self, shared: SharedPull, holdings: Sequence[SourcePages], timeout_s: float) -> None:
+        """Opens a pull of each part."""
+        self._open[shared.key] = shared
+        for holding in sorted(holdings, key=lambda one: -self._rates.get(one.source.place, 0.0)):
+            key = f"{self._prefix}{next(self._serial)} {shared.key}"
+            shared.add(key, holding, holdings[0], self._rates.get(holding.source.place, 0.0))
+            self._parts[key] = shared, shared.parts[-1]
+        for part in list(shared.parts):
+            self._pulls.pull(part.key, part.holding.source, timeout_s)
+
+    def cancel(self, key: str, reason: str) -> None:
+        """Gives up an open pull. A no-op for others."""
+        if (shared := self._open.get(key)) is None or shared.cancelled:
+            return
+        shared.cancelled = reason
+        for part in shared.parts:
+            self._pulls.cancel(part.key, reason)
+
+    def hear(self, event: PullEvent) -> bool:
+        """Handles the event of a part. Returns whether it is one."""
+        found = self._parts.get(event.key)
+        if found is None:
+            return False
+        shared, part = found
+        if event.error:
+            shared.failed(part, event)
+        if event.safe:
+            del self._parts[event.key]
+        return True
+
+    def step(self, now: float) -> list[PullEvent]:
+        """Hands out runs. Returns the events of pulls that have ended or failed."""
+        happened: list[PullEvent] = []
+        for shared in list(self._open.values()):
+            if not shared.cancelled:
+                self._hand_out(shared, now)
+            event = shared.outcome()
+            if event is None:
+                continue
+            happened.append(event)
+            if event.safe:
+                self._end(shared, event)
+        return happened
+
+    def _hand_out(self, shared: SharedPull, now: float) -> None:
+        idle: list[_Part] = []
+        for part in shared.parts:
+            pull = self._pulls.look_up(part.key)
+            if pull is None or part.error or not pull.started:
+                continue
+            if part.run is not None and pull.passed >= part.runs:
+                shared.passed(part, now)
+                self._remember(part)
+            if part.run is None:
+                idle.append(part)
+        for part in idle:
+            if part.error or part.declined == shared.version:
+                continue
+            run = shared.next_run(part)
+            if run is None:
+                part.declined = shared.version
+                continue
+            first = not part.runs
+            shared.begin(part, run, now)
+            tables = part.holding.tables if first else ()
+            self._pulls.add_pages(part.key, shared.pages(part.holding, run), last=False, tables=tables)
+
+    def _remember(self, part: _Part) -> None:
+        place = part.holding.source.place
+        self._rates.pop(place, None)  # the latest is last
+        self._rates[place] = part.rate
+        if len(self._rates) > _KNOWN_RATES:
+            del self._rates[next(iter(self._rates))]
+
+    def _end(self, shared: SharedPull, event: PullEvent) -> None:
+        """Ends the parts that are still open: their sources hear that they were read."""
+        del self._open[shared.key]
+        for part in shared.parts:
+            pull = self._pulls.look_up(part.key)
+            if pull is None or part.error:
+                continue
+            if pull.started and not event.error:
+                self._pulls.add_pages(part.key, [NOTHING] * len(part.holding.groups), last=True)
+            else:
+                self._pulls.cancel(part.key, event.error or "its pages were read elsewhere")
