@@ -65,6 +65,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.ci
 def test_every_plot_of_the_committed_results_is_whole(saved: dict[str, list[str]], tmp_path: Path) -> None:
     made = benchmark_plots.draw_files(tmp_path, [])
     assert made == []

@@ -10,7 +10,7 @@ import pytest
 from tests.kernel_errors import ROOT, assert_within_tolerance, measured
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_flex_attention_computes_what_our_attention_does_in_every_page_order() -> None:
     errors = measured("flex_attention", page_size=16, dtypes="float32,bfloat16")
     assert_within_tolerance(errors, orders=3)
