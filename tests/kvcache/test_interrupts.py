@@ -144,7 +144,9 @@ def test_checks_around_calls_do_not_hide_what_interrupts_one() -> None:
     manager, context = manager_of(checks=True), TextContext([1] * 12, 60, "r")
     manager.external_claim("r")
     interrupt_within(manager, lambda: manager.maybe_reserve(context))
-    manager.recover()
+    with pytest.raises(InterruptedCallError, match="maybe_reserve was interrupted"):
+        manager.check()
+    assert manager.recover().call == "maybe_reserve"
     manager.check()
 
 

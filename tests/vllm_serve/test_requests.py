@@ -159,6 +159,7 @@ def test_nobody_comes_for_it(engines: Engines) -> None:
 def test_hanging_up_at_decode(engines: Engines, after: float) -> None:
     params = engines.pair.prefilled(PROMPTS[LONG])
     hang_up(engines.pair.decode.url, PROMPTS[LONG], after, max_tokens=400, kv_transfer_params=params)
+    assert engines.pair.ask(PROMPTS[LONG]).tokens == engines.expected[LONG]
 
 
 @pytest.mark.parametrize("parts", [1, 3])

@@ -332,6 +332,7 @@ def test_what_could_not_be_sent_is_told_anew(
             waited(lambda: "a turn failed" in caplog.text)
         mirror.settle(manager, 0)
         mirror.check_same(manager, 0)
+        assert mirror.events[0] == {"type": "AllBlocksCleared"}, "the whole state, not what came after the failure"
 
 
 def test_what_cannot_be_followed_is_told_no_more_and_harms_no_loop(
@@ -457,12 +458,16 @@ def test_who_has_missed_too_much_has_everybody_told_anew_and_not_too_often(manag
 def test_who_comes_late_and_cannot_ask_is_told_all() -> None:
     made = manager_of(32, max_seq_len=120, params={"kv_events": KVEvents(ANY)})
     run(made, 1, 101)
+    told: list[int] = []
     for number in range(4):
         with Mirror(made.kv_event_endpoints[0]) as mirror:
             mirror.until(lambda mirror=mirror: mirror.there.get("GPU"))
             mirror.check_same(made, 0)
+            told.append(len(mirror.there["GPU"]))
         run(made, 201 + 100 * number)
     made.close()
+    assert told == sorted(told), "each knows what was there before it came"
+    assert told[0] > 0
 
 
 def test_a_subscription_that_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -522,6 +527,7 @@ def test_a_replay_too_old_is_healed_for_all_while_somebody_connects_all_the_time
     run(manager, 1)
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
         mirror.forget_the_begin(manager, 0)
+        replays = mirror.replays
         with Churning(manager.kv_event_endpoints[0][0], 0.1) as churning:
             waited(lambda: churning.count > 5)
             for _ in range(3):
@@ -530,6 +536,7 @@ def test_a_replay_too_old_is_healed_for_all_while_somebody_connects_all_the_time
                 mirror.until(lambda: {"type": "AllBlocksCleared"} in mirror.events)
         mirror.settle(manager, 0)
         mirror.check_same(manager, 0)
+        assert mirror.replays == replays, "it was told without asking"
 
 
 def test_followers_that_are_back_one_after_the_other_are_told_each_without_waiting(

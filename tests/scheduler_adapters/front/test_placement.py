@@ -123,6 +123,11 @@ def test_a_process_that_was_started_anew_is_followed_where_it_is_now(managers: d
             await check_placed_soon(placement, prompt, "p2")  # which has half of it, p1 nothing
             await placement.follow([ready(name, manager, "2") for name, manager in managers.items()])
             await check_placed_soon(placement, prompt, "p1")
+            assert {name: known.incarnation for name, (_, known) in placement._workers.items()} == {
+                "p1": "2",
+                "p2": "2",
+            }
+            assert len({number for number, _ in placement._workers.values()}) == 2
 
     asyncio.run(run())
 

@@ -195,3 +195,5 @@ def test_a_reader_that_is_gone_as_its_prompt_ends_costs_nobody_a_page(
     check_serves_to_the_end(service, own_tokens(model, PROMPT, NEW))
     service.submit_one("s", OTHER)
     service.until(lambda: "s" in service.ended, "another request")
+    service.assert_nothing_held()
+    assert service.tokens["s"] == own_tokens(model, OTHER, NEW)

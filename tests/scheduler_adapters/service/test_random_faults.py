@@ -165,7 +165,10 @@ def storm(model: Any, expected: list[list[int]], tmp_path: Path) -> Iterator[Any
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_request_of_a_storm_ends_once_and_nothing_is_held(storm: Any, seed: int) -> None:
-    storm(seed).check_run(60)
+    run = storm(seed)
+    run.check_run(60)
+    assert len(run.asked) >= SHARES["submit"] // 2
+    assert not set(run.service.ended) - set(run.asked)
 
 
 @pytest.mark.long

@@ -107,6 +107,7 @@ def test_many_transfers_in_flight_both_ways(couples: Any, transports: Any):
             side.expected[0][shard][:32] = other.expected[0][shard][32:]
     left.check()
     right.check()
+    assert [side.worker("look", "inflight_read_transfers") for side in (left, right)] == [{}, {}]
 
 
 @pytest.mark.slow
