@@ -144,6 +144,21 @@ def test_requests_come_and_are_aborted_while_the_model_runs(
     assert_nothing_held(loop.manager)
 
 
+def test_a_token_of_an_aborted_request_is_not_that_of_the_next_one_of_its_name(
+    new_loop: Callable[..., Loop], expected: list[list[int]]
+) -> None:
+    loop = new_loop(page_size=4)
+    loop.add(Request("r", PROMPTS[0], NEW))
+    loop.step()  # it runs
+    assert loop.abort("r")
+    loop.add(Request("r", PROMPTS[1], NEW))
+    outputs: list[Output] = []
+    while loop.has_work:
+        outputs += loop.step()
+    assert [output.token for output in outputs] == expected[1]
+    assert_nothing_held(loop.manager)
+
+
 def test_a_model_that_fails_ends_its_requests_and_the_loop_goes_on(
     new_loop: Callable[..., Loop], expected: list[list[int]]
 ) -> None:

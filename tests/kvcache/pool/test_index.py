@@ -190,8 +190,10 @@ def test_what_is_found_elsewhere_has_neither_come_nor_gone() -> None:
     digests = np.arange(1, 4, dtype=np.uint64).reshape(-1, 1)
     index.publish(np.array([1, 2, 3], np.int32), digests)
     index.journal.read(Reader())
+    generation = index.generation
     index.rename(np.array([2, 3], np.int32), np.array([7, 5], np.int32))
     assert index.find(digests).tolist() == [1, 7, 5]
+    assert index.generation > generation, "who remembers what was found looks again"
     assert told == []
     index.check()
     index.withdraw_one(7)

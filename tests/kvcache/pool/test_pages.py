@@ -9,8 +9,11 @@ import pytest
 
 from kvcache.errors import InvariantError
 from kvcache.eviction_order import BY_TURN
+from kvcache.pool.hinted_order import HintedOrder
 from kvcache.pool.journal import BY_RESET, PageReader
 from kvcache.pool.pages import PagePool
+from kvcache.pool.quotas import QuotaOrder, TenantQuotas
+from kvcache.retention import NEUTRAL, PageHints
 
 SIZE = 12
 
@@ -324,6 +327,44 @@ def test_a_page_that_nobody_holds_but_a_transfer_writes_is_not_idle_and_may_be_h
     pool.drop_writer(held[1:2])
     pool.check(np.zeros(9, np.int64), np.zeros(9, np.int64))
     assert pool.idle.count == 3
+
+
+def test_a_page_that_a_transfer_ends_with_while_a_step_is_in_flight_waits_for_the_step() -> None:
+    pool = PagePool(SIZE, 2)
+    held = pool.allocate(3)
+    pool.add_writer(held[:2])
+    pool.begin_step()
+    pool.release(held[:1])
+    pool.drop_writer(held[:1])  # of nobody now, but the step may still read and write it
+    pool.drop_writer(held[1:2])  # of the request
+    assert pool.free_count == SIZE - 3
+    assert [one.tolist() for one in pool.parked[0]] == [held[:1].tolist()]
+    pool.end_step(0)
+    assert pool.free_count == SIZE - 2
+    pool.release(held[1:])
+    assert pool.free_count == SIZE
+
+
+def test_a_page_that_is_written_anew_has_no_hint_and_no_tenant_of_its_former_content() -> None:
+    pool = PagePool(SIZE, 2)
+    quotas = TenantQuotas(SIZE, 0.5, {})
+    hinted = HintedOrder(SIZE, pool.idle)
+    pool.follow(QuotaOrder(hinted, quotas))
+    held = pool.allocate(2)
+    pool.index.publish(held, digests([1, 2]))
+    pool.idle.own(held, "tenant")
+    pool.idle.hint(held, PageHints(np.full(2, NEUTRAL - 1, np.uint8), None))
+    pool.release(held)
+    found: list[tuple[list[int], list[int]]] = []
+
+    def write(written: np.ndarray) -> None:
+        found.append((written.tolist(), pool.index.find(digests([1])).tolist()))
+
+    pool.rewrite(held[:1], digests([3]), write)
+    assert found == [(held[:1].tolist(), [0])], "nobody finds it while it is written"
+    assert pool.index.find(digests([3, 2])).tolist() == held.tolist()
+    assert hinted.codes[held].tolist() == [NEUTRAL, NEUTRAL - 1]
+    assert quotas.owned(held).tolist() == [False, True]
 
 
 def test_the_page_that_goes_next_is_named_while_no_page_is_fresh() -> None:

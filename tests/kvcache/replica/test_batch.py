@@ -40,6 +40,19 @@ def indices(context: TextContext) -> tuple[int, int, int, list[int]]:
     return context.start_idx, context.active_idx, context.end_idx, context.tokens.tolist()
 
 
+def test_a_batch_from_before_an_interrupt_is_looked_at_anew(make: Any) -> None:
+    manager = make(40, page_size=4, checks=False)
+    batch = manager.batch(running(manager, [5, 6]))
+    assert manager.reserve_batch(batch, 9).all()  # it knows from now on that its requests have room for these steps
+    manager._replicas.each[0].rows.table[0, 1, 2:] = 0  # as where not all of its new pages have come
+    manager._mark.call = ("reserve_batch", batch.places)
+    assert manager.recover().released == ()
+    with pytest.raises(NotReservedError, match="'1': 15 tokens, its reserved pages hold 8: call maybe_reserve"):
+        manager.fetch(batch, 9)
+    assert manager.reserve_batch(batch, 9).all()
+    manager.fetch(batch, 9)
+
+
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_batch_equals_the_plain_calls_over_hundreds_of_steps(make: Any, dp: int, caching: bool) -> None:

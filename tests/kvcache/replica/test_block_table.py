@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvcache.replica.block_table import BlockTable
+from kvcache.replica.block_table import BlockTable, ImportPart
 
 
 def table(first_page: int, pages: int, page_size: int = 4, num_tokens: int | None = None) -> BlockTable:
@@ -32,3 +33,20 @@ def test_a_table_that_leaves_pages_out_follows_none_of_another_page_size_and_not
     assert not wrong.follows(replace(table(0, 3), page_size=0))
     assert table(0, 2).follows(table(0, 3, page_size=8)), "it leaves nothing out"
     assert replace(table(0, 2), first_page=-1).follows(None)
+
+
+@pytest.mark.parametrize(
+    ("pages", "named"),
+    [
+        ((13, 14), [10, 11, 12, 13, 14]),
+        ((12, 13, 14), [10, 11, 12, 13, 14]),
+        ((13, 13), None),  # twice in itself
+        ((13, 11), None),  # once more than before
+        ((12, 13, 10), None),
+        ((11, 13, 14), None),  # another page than before
+    ],
+)
+def test_a_table_that_leaves_pages_out_names_each_page_once(pages: tuple[int, ...], named: list[int] | None) -> None:
+    part = ImportPart(0, np.arange(1, 6, dtype=np.int32), src_pages=np.array([10, 11, 12], np.int32))
+    found = part.named(pages, 5 * 4, 4)
+    assert (None if found is None else found.tolist()) == named

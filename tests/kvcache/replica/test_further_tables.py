@@ -162,6 +162,22 @@ def test_a_hit_ends_where_a_window_is_left() -> None:
     manager.check()
 
 
+@pytest.mark.parametrize("groups", [WINDOW, (LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 6))])
+def test_a_page_that_two_requests_compute_at_a_time_is_found_once_whatever_the_number_of_tables(
+    groups: tuple[LayerGroup, ...],
+) -> None:
+    manager = make(groups, layers=sum(len(group.layers) for group in groups))
+    both = [start(manager, range(2 * SIZE + 1), name) for name in ("first", "second")]
+    manager.fetch(both)
+    for context in both:
+        context.update(1)
+    manager.step(both)
+    replica = manager._replicas.each[0]
+    rows = [replica.rows.row_of[context.request_id] for context in both]
+    assert (replica.rows.table[:, rows[0], :2] == replica.rows.table[:, rows[1], :2]).all()
+    assert [replica.hints._found[row] for row in rows] == [0, 2]
+
+
 def test_a_table_finds_no_other_tables_pages() -> None:
     groups = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6), LayerGroup("window", (2,), 100)
     manager = make(groups, layers=3)

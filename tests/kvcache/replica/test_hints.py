@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvcache import InvalidParamsError, LruOrder, PagedKVCacheManager, RangeRetention, Retention, Routing, TextContext
+from kvcache.eviction_order import BY_HINT, BY_QUOTA, BY_TURN
 from kvcache.layer_groups import LayerGroup
 from kvcache.retention import PageHints
 from tests.kvcache.build import manager_of
@@ -318,6 +319,27 @@ def test_what_a_quota_evicts_is_held_against_no_hint() -> None:
     assert manager.metrics.evictions > 20
     assert set(learned) == {0}
     manager.check()
+
+
+def test_the_baselines_keep_what_is_evicted_in_its_turn() -> None:
+    """They evict by themselves, in an order of their own."""
+    manager = manager_of(40, checks=False, params={"tenant_quota": 0.2})
+    serve(manager, prompt(0), Retention())
+    replica = manager._replicas.each[0]
+    pages = np.flatnonzero(replica.pool.index.published).astype(np.int32)
+    words = replica.pool.index.words_of(pages)
+    plain, hinted = replica.hints._baselines
+
+    def kept() -> list[tuple[bool, bool]]:
+        return [(word in plain._kept, word in hinted._ids) for word in words.tolist()]
+
+    for why in (BY_TURN, BY_HINT, np.array([BY_TURN, BY_HINT], np.uint8)):
+        replica.hints.gone(pages, why)
+        assert kept() == [(True, True), (True, True)]
+    replica.hints.gone(pages, np.array([BY_HINT, BY_QUOTA], np.uint8))
+    assert kept() == [(True, True), (False, False)]
+    replica.hints.gone(pages, BY_QUOTA)
+    assert kept() == [(False, False), (False, False)]
 
 
 def test_pages_of_another_replica_are_no_merit_of_a_hint() -> None:

@@ -146,6 +146,22 @@ def test_a_table_shorter_than_what_is_cached_here_takes_nothing_back(make: Any, 
     target.check()
 
 
+@pytest.mark.parametrize("last", [4, 8, 16])
+def test_an_import_that_ends_before_what_is_cached_here_is_whole(make: Any, last: int) -> None:
+    _, table = prefilled(make)
+    target = make(16, page_size=4)
+    first = receiver(target)
+    copied = target.import_block_table(first, table)
+    target.commit_import(first, copied, proven(target, copied))
+    second = receiver(target, name="e")
+    pending = target.import_block_table(second, beginning(table, 4), partial=True)
+    assert second.start_idx == 16
+    assert target.extend_import(second, pending, beginning(table, last), last=True).tokens == (16, 16)
+    assert not pending.needs_copy
+    target.commit_import(second, pending)
+    assert (second.start_idx, second.active_idx) == (16, 19)
+
+
 def test_until_commit_the_pages_are_in_no_index(make: Any) -> None:
     _, table = prefilled(make)
     target = make(16, page_size=4)

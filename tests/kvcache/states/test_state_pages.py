@@ -3,7 +3,8 @@ import pytest
 import torch
 
 from kvcache.errors import InvariantError, NoFreeRowError, NoFreeStatePageError, StatePageError, UnknownRequestError
-from kvcache.pool.index import Digests
+from kvcache.pool.index import Digests, Pages
+from kvcache.pool.journal import PageReader
 from kvcache.replica.leases import HeldPages
 from kvcache.state_shape import CONV_KINDS, SSM_KIND, StateShape
 from kvcache.states.state_pages import StatePages
@@ -226,6 +227,36 @@ def test_a_passing_copy_goes_with_the_next_one_and_never_with_anothers() -> None
     states.keep("b", digest(4), 8, passing=False)  # what it passed was forgotten: this one is a's
     assert [states.longest(digest(number)) for number in (2, 4)] == [1, 1]
     states.check(["a", "b"])
+
+
+class Came(PageReader):
+    """Notes which copies the tiers below are told to keep."""
+
+    def __init__(self) -> None:
+        self.words: list[int] = []
+
+    def came(self, pages: Pages, digests: Digests) -> None:
+        assert len(pages) == len(digests)
+        self.words += digests[:, 0].tolist()
+
+
+def test_of_passing_copies_the_last_one_goes_to_the_tiers_below_when_its_request_ends() -> None:
+    states, came = StatePages(SHAPE, 5), Came()
+    states.pool.journal.read(came)
+    page = states.allocate("a")
+    for number, tokens in ((1, 8), (2, 16)):
+        states.advance(torch.tensor([page]), [tokens])
+        states.keep("a", digest(number), tokens, passing=True)
+    assert came.words == []
+    states.release("a")
+    assert came.words == [2]
+    page = states.allocate("b")
+    states.advance(torch.tensor([page]), [8])
+    states.keep("b", digest(3), 8, passing=False)
+    assert came.words == [2, 3], "one that stays goes there at once"
+    states.release("b")
+    assert came.words == [2, 3]
+    states.check([])
 
 
 @pytest.mark.parametrize("leased", [True, False])

@@ -591,6 +591,47 @@ def test_a_close_gives_the_slots_of_open_reads_back(served: Make) -> None:
     again.manager.check()
 
 
+def test_a_page_found_wrong_costs_none_that_has_taken_its_place_meanwhile(served: Make, tmp_path: Path) -> None:
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+    again = served(io=lambda memory: SlowReads())
+    files, (path,) = files_of(again), page_files(tmp_path)
+    damage(files, path, "page", np.random.default_rng(0))
+    SlowReads.may.clear()
+    assert again.manager.prefetch(again.claim(PROMPT))
+    (job,) = files._jobs
+    others = np.arange(16, dtype=np.uint64).reshape(4, 4) + 1
+    size = files._layout.size_of(4)
+    files._index.forget(path.name)  # it makes room for a file whose pages get its entries
+    files._index.add("f" * 32 + ".pages", size, others)
+    SlowReads.may.set()
+    job.done.result()
+    files._take_up_reads()
+    assert again.manager.metrics.file_blocks_refused == 1
+    assert (files._index.find(others) > 0).all()
+    assert files._index.bytes == size
+
+
+def test_a_reset_waits_for_open_reads_and_nothing_of_them_is_found(served: Make) -> None:
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+    again = served(io=lambda memory: SlowReads())
+    SlowReads.may.clear()
+    context = again.claim(PROMPT)
+    assert again.manager.prefetch(context)
+    later = threading.Timer(0.05, SlowReads.may.set)
+    later.start()
+    again.manager.reset_prefix_cache()
+    later.join()
+    assert again.manager.metrics.file_blocks_read == 4, "it was open"
+    assert not again.manager.prefetch(context)
+    assert again.manager.maybe_reserve(context)
+    assert context.start_idx == 0
+    again.run(context)
+
+
 def test_a_reservation_does_not_wait_long_and_a_later_chunk_takes_what_has_come(
     served: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kvcache import InvariantError, KVCacheParams, PagedKVCacheManager, PoolTooSmallError, TextContext
-from kvcache.tiers.host_tier import ReplicaTier
+from kvcache.pool.pages import PagePool
+from kvcache.tiers.host_tier import HostTier, ReplicaTier
 from tests.kvcache.build import manager_of, proven
 from tests.kvcache.served import SIZE, Served
 
@@ -491,3 +492,37 @@ def test_pages_go_to_pinned_memory_and_back_beside_the_model() -> None:
             manager.check()
             manager.release(context.request_id)
     assert manager.metrics.h2d_blocks_copied
+
+
+class OnePageBelow:
+    """A lower tier that has one page, and takes a host slot for it at once."""
+
+    asks = False
+
+    def __init__(self, host: HostTier, word: int) -> None:
+        self._host, self._word = host, word
+
+    def has_of(self, digests: np.ndarray, asked: np.ndarray, **_: object) -> np.ndarray:
+        return asked & (digests[:, :, 0] == self._word)
+
+    def fetch(self, digests: np.ndarray, wanted: np.ndarray, **_: object) -> None:
+        slots = self._host.pool.allocate(np.count_nonzero(wanted))
+        self._host.pool.index.publish(slots, digests[wanted])
+        self._host.pool.release(slots)
+
+    def brings(self, *_: object) -> bool:
+        return False
+
+
+def test_a_page_that_comes_from_below_evicts_none_that_is_needed_with_it() -> None:
+    host = HostTier([8], 3, 1, pinned=False)
+    tier = ReplicaTier(host, PagePool(8, 1), [])
+    slots, words = host.pool.allocate(3), np.array([[1], [2], [3]], np.uint64)
+    host.pool.index.publish(slots, words)
+    for at in range(3):  # the first is the oldest
+        host.pool.release(slots[at : at + 1])
+    host.lower.append(OnePageBelow(host, 9))  # type: ignore[arg-type]
+    prefix = np.array([[[1], [9]]], np.uint64)
+    assert not tier.to_host(prefix, np.ones((1, 2), np.bool_), 2, wait=False)
+    assert (tier.slots(prefix[0]) > 0).all()
+    assert tier.slots(words).tolist() == [slots[0], 0, slots[2]]

@@ -170,8 +170,13 @@ def test_an_object_found_damaged_while_it_is_not_written_over_stays_to_be_writte
     it.manager.flush_tiers()
     name = it.digests(PROMPT)[COUNT - 1].tobytes()
     tier._broken.add(name)
+    tier._know(name, tier._clock() + 10)  # as the read says that has found it so
     tier._take_written({name: it.digests(PROMPT)[:COUNT]}, [])
     assert name in tier._broken
+    assert tier._known[name] is not None, "the write that found it there does not make it whole"
+    tier._take_written({name: it.digests(PROMPT)[:COUNT]}, [name])
+    assert name not in tier._broken
+    assert tier._known[name] is None
 
 
 def test_a_reset_drops_what_is_being_read(served: Make, store: StoredObjects) -> None:

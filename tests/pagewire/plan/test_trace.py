@@ -57,6 +57,12 @@ def test_each_point_is_the_replay_of_as_many_blocks() -> None:
     assert max(point.points for point in found.others) > 5
 
 
+@pytest.mark.parametrize(("longest", "fits"), [(25, True), (26, False)])
+def test_a_size_that_just_holds_the_longest_request_is_replayed(longest: int, fits: bool) -> None:
+    found = sweep([[*range(longest)], [0, 1]], question())
+    assert (GIB // 2 in [point.memory for point in found.others]) == fits, "25 blocks are in half a GiB"
+
+
 def test_replicas_of_a_host_have_a_share_of_the_blocks_each() -> None:
     found = sweep(sessions(100), question(tp=2, dp=4, memory=4 * GIB))
     assert (found.now.blocks, found.now.bytes) == (4 * 51, 8 * 4 * GIB)

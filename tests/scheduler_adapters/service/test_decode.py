@@ -1,6 +1,7 @@
 """Events of a pull are news to the attempt that it is of, and to no other."""
 
-from collections import Counter
+from collections import Counter, deque
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from kvcache import BlockTable
 from scheduler_adapters.loop import Request
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.decode import DecodeScheduler
-from scheduler_adapters.service.requests import DecodeRequest
+from scheduler_adapters.service.requests import DecodeRequest, Recent
 from transfer.pull.exchange import ExchangeEvent
 from transfer.pull.lease import LeaseRef
 from transfer.pull.pull_state import PullEvent
@@ -79,3 +80,32 @@ def test_an_offer_that_nobody_waits_for_is_cancelled_at_its_source(
         assert decode.counts["late"] == 2
         assert len(prefill.cancelled) == 1, "nothing is leased, so there is nothing to cancel"
     assert other.cancelled == []
+
+
+@pytest.mark.parametrize(("serial", "ends"), [(0, True), (7, True), (3, False)])
+def test_an_abort_of_one_submission_ends_no_other_of_the_same_name(
+    serial: int, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = DecodeRequest("r#0", 2, "asked", 5.0, spec=Request("r#0", [1], 1), serial=7)
+    decode = object.__new__(DecodeScheduler)
+    decode._requests, decode._submitted = {"r#0": request}, Recent()
+    for known in (3, 7):  # the first has ended
+        decode._submitted.add(known)
+    ended: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(DecodeScheduler, "_give_up", lambda *_, **__: None)
+    monkeypatch.setattr(DecodeScheduler, "_finish", lambda _, *of: ended.append(of))
+    decode.abort("r#0", serial)
+    assert ended == ([(request, "cancelled")] if ends else [])
+
+
+def test_offers_wait_behind_requests_that_were_preempted() -> None:
+    """These had their pages already."""
+    request = DecodeRequest("r#0", 2, "asked", 5.0, spec=Request("r#0", [1], 1))
+    decode, loop = object.__new__(DecodeScheduler), SimpleNamespace(num_waiting=1)
+    decode._loop = loop  # type: ignore[assignment]
+    decode._arrived = [deque([(request, 1)])]  # of an attempt that has ended
+    decode._admit()
+    assert len(decode._arrived[0]) == 1, "not even looked at"
+    loop.num_waiting = 0
+    decode._admit()
+    assert not decode._arrived[0]

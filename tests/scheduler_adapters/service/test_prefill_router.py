@@ -92,6 +92,20 @@ def test_load_is_booked_until_it_is_relieved_once(fleet: Fleet) -> None:
     assert sorted(connection.load for connection in connections) == [101, 102]
 
 
+def test_a_process_that_was_lost_is_not_thought_to_have_anything_cached(fleet: Fleet) -> None:
+    connections, routers = fleet
+    for router in routers:
+        heard(connections, router, 1)
+    request = request_of("r", 3 * CHUNK)
+    assert request.ask(connections, 1.0, chunkwise=True)
+    chosen = request.prefill
+    assert chosen is not None
+    assert (len(chosen.history), chosen.load) == (3, 3 * CHUNK)
+    chosen.lose("it was killed")
+    assert (len(chosen.history), chosen.load, chosen.takes_requests) == (0, 0, False)
+    assert chosen.lost == ["it was killed"]
+
+
 def test_cancelling_names_the_attempt(fleet: Fleet) -> None:
     connections, routers = fleet
     heard(connections, routers[0], 1)

@@ -210,3 +210,18 @@ def test_a_frontend_is_deaf_from_its_limit_on_until_half_of_that_is_read() -> No
     assert not read(0)
     assert not queue.is_behind
     assert [*heard, *map(msg.decode, pipe.held)] == said, "in order, and each once"
+
+
+def test_a_message_waits_behind_those_that_wait_though_there_is_room_for_it() -> None:
+    pipe, heard = Pipe(), list[object]()
+    queue = FrontendQueue(cast("Socket", pipe), max_unread=10)
+    said = [msg.Ready(name=str(number), incarnation="1") for number in range(5)]
+    for message in said[:4]:
+        queue.send(message)
+    heard.append(msg.decode(pipe.held.popleft()))
+    queue.send(said[4])  # before a flush
+    assert len(queue._unread) == 3
+    while queue.is_behind:
+        queue.flush()
+        heard += [msg.decode(pipe.held.popleft()) for _ in range(len(pipe.held))]
+    assert heard == said

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 import zmq
 
-from kvcache import BlockTable, InvalidRequestError
+from kvcache import BlockTable, InvalidRequestError, TextContext
+from tests.transfer.pull.test_lending import LONGER, asked, computed
 from tests.transfer.pull.test_ownership import MINE, Reader, Side, leased, manager_of
 from transfer.errors import EngineClosedError, InvalidEngineError, InvalidLeaseError, MetadataError
 from transfer.pull import directory
@@ -213,3 +214,36 @@ def test_an_offer_that_does_not_come_about_holds_no_page(side: Any, how: str) ->
     source.manager.release("r")
     assert source.idle
     source.manager.check()
+
+
+def test_the_slot_of_a_lease_goes_back_to_where_it_was_taken(side: Any) -> None:
+    source, reader = side(Side, "p", caching=True, lend=1.0), side(Reader, "d", caching=True)
+    computed(source)
+    lent = asked(reader, source, TextContext(LONGER, 32, "mine"))
+    assert lent.source is not None
+    reader.exchange.refuse(0, lent.source, "not wanted")
+    source.until(lambda: source.manager.num_leased_blocks == 0)
+    exchange = source.exchange
+    for slots in (exchange._slots[0], exchange._lent_slots[0]):
+        assert sorted(slots._free) == [*slots.slots]
+
+
+def test_what_a_thread_may_still_use_when_it_cannot_be_ended_stays_held(
+    side: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, reader = side(Side, "p"), side(Reader, "d")
+    offer, context, pending = leased(source, reader)
+    reader.exchange.pull("k", offer, pending, 60.0)
+    for one in (source, reader):
+        thread = one.exchange.threads[0]
+        with monkeypatch.context() as stuck:
+            stuck.setattr(thread, "close", lambda: None)
+            one.exchange.close()
+        assert not thread.is_closed
+    assert source.manager.num_leased_blocks > 0, "its lease word may still be read"
+    reader.manager.release(context.request_id)
+    reader.manager.cancel_import(pending)
+    assert not reader.idle, "a READ may still write there"
+    for one in (reader, source):
+        one.exchange.close()
+        assert one.idle

@@ -356,6 +356,20 @@ def test_a_bound_on_what_is_lent_at_a_time_leaves_the_rest_to_its_own_requests(s
         side(Side, "r", {"lend": 1.5})
 
 
+def test_the_slab_of_a_lent_state_counts_as_lent(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, reader = side(Side, "p"), side(Reader, "d")
+    computed(source)
+    monkeypatch.setattr(type(source.manager), "slab_pages", 3)
+    context = TextContext(LONGER, 32, "mine")
+    head = reader.manager.contents.digests(TextContext(PROMPT[:9], 32, "head"))
+    assert asked(reader, source, context, "head", wanted=head).source is not None
+    tail = asked(reader, source, context, "tail", wanted=reader.manager.contents.digests(context, 2))
+    assert tail.table is not None
+    assert tail.table.num_tokens == 16
+    most = source.exchange.lending.of[0]
+    assert sorted(one.size for one in most._lent.values()) == [2 + 3, 2 + 3]
+
+
 def test_a_lease_that_nobody_reads_under_ends_by_itself(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transfer.pull.exchange.LENT_S", 0.3)
     source, reader = side(Side, "p"), side(Reader, "d")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.transfer.replicas import TOKENS, WHOLE, Clock, run
+from transfer.errors import AgentError
 from transfer.memory import MemoryType
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.page_lists import PagesOfGroup
@@ -48,6 +49,39 @@ def test_copies_that_never_end_are_given_up_at_the_limit_with_the_agent_that_mak
     d.replica.add_pages("again", [PagesOfGroup([7], [9], (0, TOKENS))], last=True)
     run(p, q, d, until=lambda: len(d.pulls) == 4)
     assert {*d.pulls[2:]} == {PullEvent("other", "", safe=True), PullEvent("again", "", safe=True)}
+
+
+def test_the_agent_of_an_engine_that_cannot_be_loaded_is_ready_for_the_next(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = engine("p"), engine("d")
+    (mine,) = d.ranks
+    remote = mine.inspect([p.ranks[0].metadata])
+    (agent,) = mine._readers._spare
+
+    def refused(_: Any) -> None:
+        raise AgentError("refused by the test")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(remote, "load", refused)
+        with pytest.raises(AgentError, match="refused by the test"):
+            mine.load(remote)
+    assert mine.remote("p") is None
+    assert mine._readers._spare == [agent]
+    assert mine.load(remote).agent is agent
+
+
+@pytest.mark.parametrize("verifies", [False, True])
+def test_an_agent_in_which_a_verifier_has_words_is_not_used_for_another_source(engine: Any, verifies: bool) -> None:
+    p, d = engine("p"), engine("d")
+    (mine,) = d.ranks
+    remote = mine.load(mine.inspect([p.ranks[0].metadata]))
+    remote.verifier = object() if verifies else None  # its words are freed with it
+    agent = remote.agent
+    mine.disconnect("p", "it is over")
+    mine._reap()
+    assert agent.is_open == (not verifies)
+    assert (agent in mine._readers._spare) == (not verifies)
 
 
 def test_leases_are_counted_by_how_they_ended(engine: Any) -> None:

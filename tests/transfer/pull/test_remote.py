@@ -37,3 +37,9 @@ def test_what_one_rank_alone_runs_with_is_compared_too(rank: int) -> None:
         remote(rank, compatibility={"model": "m"})
     with pytest.raises(MetadataError, match=f"{where}is on host 'elsewhere'"):
         remote(rank, hostname="elsewhere")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_engine_has_the_lease_words_that_all_of_its_ranks_have(rank: int) -> None:
+    fewest = remote(1 - rank).words - 3
+    assert remote(rank, words=fewest).words == fewest

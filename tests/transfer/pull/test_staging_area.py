@@ -21,6 +21,7 @@ from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.pull.replica import LeaseOver, ReplicaTransfer
 from transfer.pull.source import Source
+from transfer.pull.staging_area import _cut
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
 
 HEAD_MAJOR, TOKEN_MAJOR = "head,layer,side,token,dim", "layer,side,token,head,dim"
@@ -153,3 +154,12 @@ def test_a_slab_is_given_back_once_however_often_its_part_is_settled_and_whoever
     for part in (*parts, *parts):
         part.settle()
     assert sorted(area._free) == [*range(staging_area.SLABS)]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(4, 8), (8, 4), (4, 4)])
+def test_each_piece_ends_with_a_page_of_either_side_however_the_pull_begins(ours: int, theirs: int) -> None:
+    """A slab has room for so many whole pages, and not for one that two pieces share."""
+    pieces = list(_cut((range(100, 110), range(200, 210), (5, 29)), ours, theirs, 8))
+    assert [tokens for *_, tokens in pieces] == [(5, 8), (8, 16), (16, 24), (24, 29)]
+    for pages, first, size in ((0, 100, ours), (1, 200, theirs)):
+        assert [int(piece[pages][0]) - first for piece in pieces] == [at // size - 5 // size for at in (5, 8, 16, 24)]

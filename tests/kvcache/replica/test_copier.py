@@ -1,0 +1,64 @@
+"""The one copier of an import: what it takes, and what becomes of the import that it gives up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvcache import InvalidRequestError, LayerGroup, NotReservedError
+from tests.kvcache.replica.test_imports import beginning, prefilled, receiver
+
+TWO_TABLES: dict[str, Any] = {
+    "layers": 2,
+    "params": {"groups": (LayerGroup("full", (0,)), LayerGroup("window", (1,), 100))},
+}
+
+
+def test_a_copier_names_each_table_when_its_pages_are_taken(make: Any) -> None:
+    _, table = prefilled(make)
+    target = make(16, page_size=4)
+    context = receiver(target)
+    pending = target.import_block_table(context, beginning(table, 4), partial=True)
+    copier = target.copier(pending)
+    copier.take(last=False)
+    assert copier.tables == (beginning(table, 4),)
+    target.extend_import(context, pending, beginning(table, 8), last=False)
+    target.extend_import(context, pending, table, last=True)
+    copier.take(last=True)
+    assert copier.tables == (beginning(table, 8), table), "the first one was named before"
+
+
+def test_a_late_cancel_does_not_touch_the_pages_of_the_next_request_of_the_name(make: Any) -> None:
+    _, table = prefilled(make)
+    target = make(16, page_size=4)
+    late = target.import_block_table(receiver(target), table)
+    target.release("d")
+    context = receiver(target)  # another request, in the same row
+    assert target.maybe_reserve(context)
+    target.cancel_import(late)
+    pages = target.get_req_blocks("d")
+    with pytest.raises(InvalidRequestError, match="'d': has 5 pages already; import comes first"):
+        target.import_block_table(context, table)
+    assert target.get_req_blocks("d") == pages
+
+
+def test_after_an_interrupted_cancel_a_request_does_not_run_in_pages_that_others_may_share(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stops(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    _, table = prefilled(make, **TWO_TABLES)
+    target = make(40, page_size=4, **TWO_TABLES)
+    context = receiver(target)
+    pending = target.import_block_table(context, table)
+    with monkeypatch.context() as patched:
+        patched.setattr(target._replicas.each[0].imports, "_give_back", stops)
+        with pytest.raises(KeyboardInterrupt):
+            target.cancel_import(pending)
+    assert target.recover().call == "cancel_import"
+    with pytest.raises(NotReservedError, match="'d': fetch in the pages of its cancelled import"):
+        target.fetch([context])
+    assert target.maybe_reserve(context)
+    target.fetch([context])

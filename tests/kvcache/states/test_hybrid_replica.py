@@ -1,0 +1,60 @@
+"""A replica with recurrent states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvcache import InvalidRequestError, PagedKVCacheManager, TextContext
+from kvcache.replica.batch import Gathered
+from kvcache.states.hybrid_replica import step_drafted
+from kvcache.states.state_pages import StatePages
+from tests.kvcache.build import manager_of
+from tests.kvcache.states.served_states import SHAPE
+
+
+def drafted() -> tuple[PagedKVCacheManager, StatePages, TextContext]:
+    """A request of which two guessed tokens have run, of which the second was wrong."""
+    manager = manager_of(100, page_size=4, dtype=torch.int64, params={"states": SHAPE, "state_copies": 4})
+    states, context = manager.states[0], TextContext(range(6), 64, "r")
+    manager.external_claim("r", 0)
+    while context.end_idx == 6:
+        assert manager.maybe_reserve(context)
+        manager.fetch([context])
+        pages = states.pages_at(["r"], [context.start_idx])
+        states.advance(pages, [context.active_idx])
+        context.update(1)
+        manager.step([context])
+    assert states.draft("r")
+    for guess in (2, 3):
+        context.update(guess)
+    context.set_token_indices(start_idx=6)
+    assert manager.maybe_reserve(context)
+    manager.fetch([context])
+    pages = states.drafts.written(["r"], states.pages_at(["r"], [6]))
+    states.advance(pages, [9])
+    context.set_token_indices(active_idx=8, end_idx=8)
+    context.update(4)
+    assert context.start_idx == 8
+    return manager, states, context
+
+
+def test_a_step_that_is_refused_leaves_requests_with_drafted_tokens_where_they_were() -> None:
+    manager, states, context = drafted()
+    seen: list[int] = []
+
+    def refuses(gathered: Gathered, settle: Callable[[], None] | None) -> None:
+        assert settle is not None
+        seen.extend(gathered.starts.tolist())
+        raise InvalidRequestError("refused")
+
+    with pytest.raises(InvalidRequestError, match="refused"):
+        step_drafted(manager._replicas.hybrid, manager._claims.gather([context], "step"), refuses)
+    assert seen == [6], "the state of the tokens that stay is gone: they run again"
+    assert (context.start_idx, context.end_idx) == (8, 9)
+    assert set(states.drafts.page_of) == {"r"}
+    manager.step([context])
+    assert (context.start_idx, states.tokens_of("r")) == (6, 6)
+    assert not states.drafts.page_of

@@ -1,0 +1,30 @@
+"""What is shown, apart from drawing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvcache.watched import AskLook
+from pagewire.top.sources import Heard
+from pagewire.top.view import Filter, WatchedProcess
+
+
+def test_after_a_look_that_does_not_follow_the_whole_state_is_asked_for() -> None:
+    process = WatchedProcess("tcp://host:1")
+    process.followed.look = cast("Any", SimpleNamespace(name="p", number=3, incarnation=5))
+    assert process.followed.ask == AskLook(known=3, incarnation=5)
+    process.take(Heard(12.5, "tcp://host:1", [b"rubbish", b"", b""]))
+    assert "3 frames are no look" in process.error
+    assert process.followed.ask == AskLook()
+    assert process.heard_at == 12.5, "it is there all the same"
+    assert process.name == "tcp://host:1"
+
+
+@pytest.mark.parametrize(("replica", "shown"), [("", ["0", "1", "10"]), ("1", ["1"]), ("10", ["10"]), ("2", [])])
+def test_a_replica_is_chosen_by_its_whole_name_and_a_process_by_a_part(replica: str, shown: list[str]) -> None:
+    chosen = Filter(replica=replica, process="code-2")
+    assert [pool for pool in ("0", "1", "10") if chosen.has_pool("decode-2", pool)] == shown
+    assert not any(chosen.has_pool("decode-1", pool) for pool in ("0", "1", "10"))
