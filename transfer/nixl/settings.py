@@ -36,8 +36,12 @@ _DEFAULTS = {
 # The largest message, in bytes, that answers a READ over TCP. With the default of 8 KiB, system calls cost a quarter of
 # the rate or more. A message longer than the receiver's buffer is written beyond it, so both sides must agree.
 _TCP_SEGMENTS = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
-_HOST_TRANSPORTS = "posix,sysv,cma"
+# The last one moves nothing here, but where a GPU is, NIXL refuses a list without it, wherever the pages lie.
+_HOST_TRANSPORTS = "posix,sysv,cma,cuda_copy"
 _SHARED_MEMORY = ("posix", "sysv")
+# Without NVLink, UCX would use cuda_ipc for WRITEs alone, and emulate READs over TCP: on one H200, 2,048 pages of
+# 128 KiB took 468 ms instead of 78 ms.
+_OF_GPUS = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 _THIS_HOST_ONLY = {"posix", "sysv", "cma", "self", "sm", "shm", "mm", "xpmem", "knem", "cuda_ipc", "cuda_copy"}
 _TRUE = {"y", "yes", "1", "on", "true"}
 
@@ -58,9 +62,12 @@ def effective_settings(
     transports = environ.get("UCX_TLS", _HOST_TRANSPORTS if memory_type is MemoryType.DRAM else None)
     if transports is not None:
         settings["UCX_TLS"] = transports
-        for transport in set(_SHARED_MEMORY) & _transports(transports):
-            variable = f"UCX_{transport.upper()}_ERROR_HANDLING"
-            settings[variable] = environ.get(variable, "y")
+    if memory_type is MemoryType.VRAM:
+        settings |= {key: environ.get(key, value) for key, value in _OF_GPUS.items()}
+    chosen = set(_SHARED_MEMORY) if transports is None else set(_SHARED_MEMORY) & _transports(transports)
+    for transport in chosen:
+        variable = f"UCX_{transport.upper()}_ERROR_HANDLING"
+        settings[variable] = environ.get(variable, "y")
     return settings
 
 

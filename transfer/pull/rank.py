@@ -142,7 +142,8 @@ class RankTransfer:
         metadata: the rank's sealed metadata, for the handshake.
 
     Raises:
-        InvalidEngineError: the addresses do not match the layout's regions.
+        InvalidEngineError: the addresses do not match the layout's regions, or page checks are asked for pages that are
+            not in host memory.
         AgentError: NIXL cannot be used, or refuses the memory.
     """
 
@@ -164,6 +165,11 @@ class RankTransfer:
             raise InvalidEngineError(
                 f"engine {identity.engine_id!r} rank {identity.rank}: {len(bases)} addresses, the layout has "
                 f"{len(layout.region_bytes)} regions"
+            )
+        if (checks or verify) and memory_type is not MemoryType.DRAM:
+            raise InvalidEngineError(
+                f"engine {identity.engine_id!r} rank {identity.rank}: page checks (verify) need pages in host memory, "
+                f"these are in {memory_type.value}"
             )
         self.identity = identity
         self.layout = layout

@@ -76,7 +76,7 @@ def test_the_settings_are_in_the_environment_while_an_agent_is_made_and_not_afte
     assert len(set(report["fingerprint"])) == 1
     assert report["told"] == agreed_settings(environ={})
     assert report["set"] == {
-        "UCX_TLS": "posix,sysv,cma",
+        "UCX_TLS": "posix,sysv,cma,cuda_copy",
         "UCX_POSIX_ERROR_HANDLING": "y",
         "UCX_SYSV_ERROR_HANDLING": "y",
         "UCX_DEBUG_SIGNO": "0",
@@ -100,6 +100,10 @@ def test_a_process_keeps_what_its_environment_says():
     assert report["fingerprint"][0] != settings_fingerprint(environ={})
 
 
+def test_nixl_takes_the_transports_of_host_memory_also_where_a_gpu_is():
+    assert {"cuda_copy", "cuda", "all"} & {*effective_settings(environ={})["UCX_TLS"].split(",")}
+
+
 def test_shared_memory_reports_dead_peers_only_where_it_is_used():
     assert effective_settings(environ={}).keys() >= BOTH
     assert not effective_settings(environ={"UCX_TLS": "tcp,self"}).keys() & BOTH
@@ -107,14 +111,24 @@ def test_shared_memory_reports_dead_peers_only_where_it_is_used():
     assert effective_settings(environ={"UCX_POSIX_ERROR_HANDLING": "n"})["UCX_POSIX_ERROR_HANDLING"] == "n"
 
 
-def test_transports_of_a_gpu_are_left_to_ucx():
+def test_transports_of_a_gpu_are_left_to_ucx_but_reads_use_cuda_ipc_and_shared_memory_reports_dead_peers():
+    found = effective_settings(MemoryType.VRAM, {})
+    assert found["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] == "on"
+    assert found.keys() >= BOTH
+    assert effective_settings(MemoryType.VRAM, {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "auto"}).items() >= {
+        ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "auto")
+    }
+    assert "UCX_CUDA_IPC_ENABLE_GET_ZCOPY" not in effective_settings(environ={})
     assert "UCX_TLS" not in effective_settings(MemoryType.VRAM, {})
     assert effective_settings(MemoryType.VRAM, {"UCX_TLS": "rc,cuda_ipc"})["UCX_TLS"] == "rc,cuda_ipc"
 
 
 def test_the_fingerprint_does_not_depend_on_spelling():
     usual = settings_fingerprint(environ={})
-    assert settings_fingerprint(environ={"UCX_TLS": " cma,SYSV, posix", "UCX_SYSV_ERROR_HANDLING": "yes"}) == usual
+    assert (
+        settings_fingerprint(environ={"UCX_TLS": " cma,SYSV, posix,cuda_copy", "UCX_SYSV_ERROR_HANDLING": "yes"})
+        == usual
+    )
     assert settings_fingerprint(environ={"UCX_LOG_LEVEL": "info", "UCX_NET_DEVICES": "lo"}) == usual
 
 

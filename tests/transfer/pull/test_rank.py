@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tests.transfer.replicas import TOKENS, WHOLE, Clock, run
-from transfer.errors import AgentError
+from transfer.errors import AgentError, InvalidEngineError
 from transfer.memory import MemoryType
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull import rank
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.rank import RankIdentity, ShardMemory, make_rank
+from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, make_rank
 
 STUCK_S = 7.0
 
@@ -113,3 +113,10 @@ def test_a_rank_has_the_memory_of_its_device(
     ((args, options),) = made
     assert args[1:] == (memory.layout, memory.bases, *expected)
     assert options["verify"] == 0.5
+
+
+@pytest.mark.parametrize("options", [{"checks": True}, {"verify": 0.01}])
+def test_page_checks_of_pages_on_a_gpu_are_refused_as_the_host_cannot_read_them(options: dict[str, Any]) -> None:
+    identity, layout = RankIdentity(engine_id="e", incarnation="i"), ShardLayout((), (64,))
+    with pytest.raises(InvalidEngineError, match="engine 'e' rank 0: page checks .* these are in VRAM"):
+        RankTransfer(identity, layout, (4096,), MemoryType.VRAM, **options)

@@ -1,0 +1,130 @@
+"""A source and a reader, each a process with pages on a device: which bytes arrive, and how soon."""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from benchmarks.pools import expect
+from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+from transfer.pull.exchange import PageExchange
+from transfer.pull.pull_state import PullEvent
+from transfer.pull.replica import LeaseOver, Offered
+
+PAGE_SIZE, LAYERS, KV_HEADS, HEAD_DIM = 16, 4, 4, 128  # 128 KiB a page
+
+
+def manager_on(device: str, pages: int, heads_first: bool = True) -> PagedKVCacheManager:
+    """A manager for a request of this many pages."""
+    order: Any = "head,layer,side,token,dim" if heads_first else "layer,side,token,head,dim"
+    params = KVCacheParams(torch.bfloat16, KV_HEADS, HEAD_DIM, page_size=PAGE_SIZE, page_order=order)
+    memory = (pages + 2) * PAGE_SIZE * params.bytes_per_token(LAYERS)
+    return PagedKVCacheManager(params, 8, (pages + 2) * PAGE_SIZE, LAYERS, [device], available_cache_memory=memory)
+
+
+def bytes_of(name: str, count: int, device: str) -> torch.Tensor:
+    """What the pages of a request hold, int16 `[count, sides, layers, page_size, heads, dim]`."""
+    shape = (count, 2, LAYERS, PAGE_SIZE, KV_HEADS, HEAD_DIM)
+    numbers = torch.arange(math.prod(shape) // 2, dtype=torch.int32, device=device)
+    return numbers.mul_(1_640_531_527).add_(zlib.crc32(name.encode()) >> 1).view(torch.int16).view(shape)
+
+
+def until(exchange: PageExchange, kind: type) -> Any:
+    """The next event of a kind."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for happened in exchange.poll():
+            if isinstance(happened.event, kind):
+                return happened
+        exchange.wait(replica=0, timeout_s=0.1)
+    raise TimeoutError(kind.__name__)
+
+
+def source(pipe: Connection, device: str, counts: list[int], order: bool) -> None:
+    """Compute a request of each number of pages, offer it, and wait until it was read."""
+    manager = manager_on(device, max(counts), order)
+    exchange = PageExchange(manager, "source")
+    for number, count in enumerate(counts):
+        name = f"r{number}"
+        context = TextContext(range(count * PAGE_SIZE), (count + 1) * PAGE_SIZE, name)
+        with manager.claim(context):
+            expect(manager.maybe_reserve(context), "the pages are free")
+            pages = torch.tensor(manager.get_req_blocks(name), device=device)[:count]
+            manager.device_tensors[0][0][pages] = bytes_of(name, count, device).view(torch.bfloat16)
+            if device != "cpu":
+                torch.cuda.synchronize()
+            context.update(0)
+            manager.step([context])
+            offer = exchange.offer(name, 30.0)
+            table = manager.block_table(name)
+        happened = until(exchange, Offered)
+        expect(not happened.event.error, happened.event.error)
+        pipe.send((offer, table))
+        until(exchange, LeaseOver)
+    pipe.recv()
+    exchange.close()
+    manager.close()
+
+
+def reader(pipe: Connection, device: str, counts: list[int], order: bool) -> None:
+    """Pull each request. Sends `(pages, seconds, wrong pages)` of each, and of those pulled again without the copy."""
+    manager = manager_on(device, max(counts), order)
+    exchange = PageExchange(manager, "reader")
+    for number, count in enumerate(counts):
+        name = f"r{number}"
+        offer, table = pipe.recv()
+        context = TextContext(range(count * PAGE_SIZE + 1), (count + 1) * PAGE_SIZE, name)
+        with manager.claim(context):
+            start = time.perf_counter()
+            pending = manager.import_block_table(context, table)
+            if pending is None:
+                raise RuntimeError(f"no pages are free for {name}")
+            exchange.pull(name, offer, pending, timeout_s=30.0)
+            happened = until(exchange, PullEvent)
+            expect(not happened.event.error, happened.event.error)
+            manager.commit_import(context, pending, happened.proof)
+            seconds = time.perf_counter() - start
+            pages = torch.tensor(manager.get_req_blocks(name), device=device)[:count]
+            read = manager.device_tensors[0][0][pages].clone()  # a kernel that is launched right after the commit
+            wanted = bytes_of(name, count, device)
+            wrong = int((read.view(torch.int16) != wanted).flatten(1).any(1).sum())
+        pipe.send((count, seconds, wrong))
+    pipe.send(None)
+    exchange.close()
+    manager.close()
+
+
+def between(source_device: str, reader_device: str, counts: list[int], **orders: bool) -> list[tuple[int, float, int]]:
+    """`(pages, seconds, wrong pages)` of each hand-over between two new processes."""
+    processes = get_context("spawn")
+    theirs, to_source = processes.Pipe()
+    ours, to_reader = processes.Pipe()
+    sides = [
+        processes.Process(target=source, args=(to_source, source_device, counts, orders.get("source", True))),
+        processes.Process(target=reader, args=(to_reader, reader_device, counts, orders.get("reader", True))),
+    ]
+    for one in sides:
+        one.start()
+    try:
+        found: list[tuple[int, float, int]] = []
+        for _ in counts:
+            ours.send(_next(theirs, 60))
+            found.append(_next(ours, 60))
+        theirs.send(None)
+        return found
+    finally:
+        for one in sides:
+            one.join(20)
+            one.kill()
+
+
+def _next(pipe: Connection, seconds: float) -> Any:
+    if not pipe.poll(seconds):
+        raise TimeoutError("the other side says nothing")
+    return pipe.recv()
