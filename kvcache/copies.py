@@ -1,11 +1,14 @@
 """All copies of whole pages as rows of memory: between pools, and between a pool and the host tier.
 
-Between a device and the host, one kernel gathers rows into a dense piece of device memory, or scatters them from it. So
-the copy engine is called once for a run of slots and not once for a page: each call costs the loop some microseconds.
+Each call of a GPU's copy engine costs the loop some microseconds. With CUDA 13 one call copies many rows. Before that,
+one kernel gathers rows into a dense piece of device memory, or scatters them from it, so that the engine is called once
+for a run of slots and not once for a page.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -84,6 +87,58 @@ def _upload(ids: Ids, device: torch.device) -> torch.Tensor:
     return torch.as_tensor(ids.astype(np.int64)).pin_memory().to(device, non_blocking=True)
 
 
+class _Place(ctypes.Structure):
+    """`cudaMemLocation`; zeros: the driver finds out where an address lies."""
+
+    _fields_ = [("kind", ctypes.c_int), ("device", ctypes.c_int)]
+
+
+class _CopyAttributes(ctypes.Structure):
+    """`cudaMemcpyAttributes`."""
+
+    _fields_ = [("order", ctypes.c_int), ("source", _Place), ("target", _Place), ("flags", ctypes.c_uint)]
+
+
+_IN_STREAM_ORDER = 1
+"""`cudaMemcpySrcAccessOrderStream`"""
+
+
+@cache
+def _batched_copy() -> Any:
+    """`cudaMemcpyBatchAsync` of the CUDA that torch runs with; None if that is not CUDA 13, whose signature is used."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    if major != "13":
+        return None
+    try:
+        return ctypes.CDLL(f"libcudart.so.{major}").cudaMemcpyBatchAsync
+    except (OSError, AttributeError):
+        return None
+
+
+def _copy_batched(call: Any, source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Ids, stream: int) -> None:
+    """Copy rows between device memory and pinned memory by one call, in order with the stream of this handle."""
+    row = source.shape[1] * source.element_size()
+    steps = [tensor.stride(0) * tensor.element_size() for tensor in (source, target)]
+    ends = np.array([len(taken)])
+    if steps == [row, row]:  # neighbours on both sides are one copy
+        cuts = np.flatnonzero((np.diff(taken) != 1) | (np.diff(given) != 1)) + 1
+        first, ends = np.concatenate(([0], cuts)), np.concatenate((cuts, ends))
+    else:
+        first, ends = np.arange(len(taken)), np.arange(1, len(taken) + 1)
+    sizes = ((ends - first) * row).astype(np.uint64)
+    addresses = [
+        (tensor.data_ptr() + ids[first].astype(np.int64) * step).astype(np.uint64)
+        for tensor, ids, step in zip((target, source), (given, taken), (steps[1], steps[0]), strict=True)
+    ]
+    attributes, first_of = _CopyAttributes(order=_IN_STREAM_ORDER), ctypes.c_size_t(0)
+    arrays = [ctypes.c_void_p(array.ctypes.data) for array in (*addresses, sizes)]
+    count = ctypes.c_size_t(len(sizes))
+    error = call(
+        *arrays, count, ctypes.byref(attributes), ctypes.byref(first_of), ctypes.c_size_t(1), ctypes.c_void_p(stream)
+    )
+    torch.cuda.check_error(error)
+
+
 class CopyMark:
     """The point in a device's work at which a copy ends."""
 
@@ -142,7 +197,10 @@ class PageMover:
         # Kernels launched earlier may still write the pages to be copied, or read those to be overwritten.
         self._side.wait_stream(self._main())
         with torch.cuda.stream(self._side):
-            copy_pages(source, taken, target, given)
+            if (batched := _batched_copy()) is None:
+                copy_pages(source, taken, target, given)
+            elif len(taken):
+                _copy_batched(batched, source, taken, target, given, self._side.cuda_stream)
             return [CopyMark(self._side, self._main)]
 
     def _main(self) -> Any:

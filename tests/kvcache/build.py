@@ -28,9 +28,10 @@ def manager_of(
     dtype: torch.dtype = torch.float32,
     params: dict[str, Any] | None = None,
     host_slots: int = 0,
+    device: str = "cpu",
     **options: Any,
 ) -> PagedKVCacheManager:
-    """A manager on the CPU with `pages` pages a replica, and `host_slots` pages of host memory for all of them."""
+    """A manager on one device with `pages` pages a replica, and `host_slots` pages of host memory for all of them."""
     made = KVCacheParams(
         dtype=dtype,
         n_kv_heads=tp if heads is None else heads,
@@ -54,7 +55,7 @@ def manager_of(
         max_batch_size=rows * dp,
         max_seq_len=max_seq_len,
         num_layers=layers,
-        devices=["cpu"] * (dp * tp),
+        devices=[device] * (dp * tp),
         available_cache_memory=page_bytes(made, per_page, page_size) * pages * dp,
         enable_runtime_checks=checks,
         **options,

@@ -66,7 +66,7 @@ class KVTokens:
         for pool in (entry.blocks, entry.kv_scales):
             if pool is None:
                 continue
-            held, kept = pool.numpy(), _as_elements(values, pool)[:, None, None, None, None]
+            held, kept = pool.cpu().numpy(), _as_elements(values, pool)[:, None, None, None, None]
             # A scale of a whole page is that of its last token here, and says nothing of a page that is not full.
             of_page = pool.shape[3] < size
             read = np.arange(seen, start)[(offsets[seen:start] == size - 1) if of_page else slice(None)]
@@ -74,7 +74,8 @@ class KVTokens:
             found = held[pages[read], :, :, within[read]]  # [tokens, sides, layers, heads, dim]
             wrong = np.flatnonzero((found != kept[read]).any(axis=(1, 2, 3, 4)))
             assert not wrong.size, f"{run.request_id}: the KV of token {read[wrong[0]]} of {start} is another's"
-            held[pages[start:active], :, :, within[start:active]] = kept[start:active]
+            new = torch.from_numpy(kept[start:active]).to(pool.device)
+            pool[pages[start:active], :, :, within[start:active]] = new.expand(-1, *pool.shape[1:3], *pool.shape[4:])
         assert pages[seen:].all(), f"{run.request_id}: a token that is seen has no page"
         self.compared += start - seen
 

@@ -240,7 +240,7 @@ class Books:
             if blocks.dtype.itemsize < 8:
                 return
             values = self.values(what, shard)
-            there = blocks[page].numpy()
+            there = blocks[page].cpu().numpy()
             assert (there == values[None, None, :, None, None]).all(), f"page {page} does not hold {what}"
 
     def values(self, what: Content, shard: int) -> np.ndarray:

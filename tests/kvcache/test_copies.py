@@ -1,0 +1,134 @@
+"""Copies between a GPU and the host, and what waits for what: each side is late on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache.copies import PageMover, copy_pages, page_rows
+from kvcache.storage import allocate_host_rows
+from tests.kvcache.summing_model import wait_on_device
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+COUNT = 64
+TAKEN = np.array([3, 4, 5, 40, 9, 10, 63, 1], np.int32)  # runs, and neighbours in no order
+GIVEN = np.array([7, 8, 2, 50, 51, 52, 0, 33], np.int32)
+
+
+class Pools:
+    """Pages on a GPU, slots in pinned memory, and the mover between them. `main` is the stream of the model."""
+
+    def __init__(self, words: int = 512, *, own_stream: bool = False, dtype: torch.dtype = torch.int64) -> None:
+        self.main: Any = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
+        self.pages = torch.zeros((COUNT, words), dtype=dtype, device="cuda")
+        self.slots = allocate_host_rows(COUNT, words * dtype.itemsize, self)
+        self.mover = PageMover(self.pages, self.slots, self.main if own_stream else None)
+        torch.cuda.synchronize()
+
+    def values(self, first: int) -> torch.Tensor:
+        """A page's number of each page, from `first` on."""
+        return torch.arange(first, first + COUNT, device="cuda").to(self.pages.dtype)[:, None].expand_as(self.pages)
+
+    def late(self, stream: Any, write: Callable[[], Any]) -> Any:
+        """Launch some work on a stream, behind a wait."""
+        with torch.cuda.stream(stream):
+            wait_on_device(self.pages.device, 400_000_000)
+            return write()
+
+
+@pytest.fixture(params=[False, True], ids=["current stream", "own stream"])
+def pools(request: pytest.FixtureRequest) -> Pools:
+    return Pools(own_stream=request.param)
+
+
+def first_words(slots: torch.Tensor) -> list[int]:
+    return slots.view(torch.int64)[:, 0].tolist()
+
+
+def test_a_copy_to_the_host_has_what_a_kernel_was_still_to_write(pools: Pools) -> None:
+    new = pools.values(100).clone()
+    torch.cuda.synchronize()
+    pools.late(pools.main, lambda: pools.pages.copy_(new))
+    (mark,) = pools.mover.store(TAKEN, GIVEN)
+    assert not mark.over()
+    mark.wait()
+    assert mark.over()
+    assert [first_words(pools.slots)[slot] for slot in GIVEN] == [100 + page for page in TAKEN]
+
+
+def test_a_kernel_that_is_launched_after_a_load_was_ordered_reads_what_was_loaded(pools: Pools) -> None:
+    pools.slots.view(torch.int64)[:] = torch.arange(500, 500 + COUNT)[:, None]
+    pools.late(pools.mover._side, lambda: None)
+    (mark,) = pools.mover.load(TAKEN, GIVEN)
+    assert not mark.over()
+    mark.order()
+    with torch.cuda.stream(pools.main):
+        read = pools.pages.clone()
+    torch.cuda.synchronize()
+    assert read[GIVEN, 0].tolist() == [500 + slot for slot in TAKEN]
+
+
+def test_a_load_leaves_to_a_kernel_what_it_has_yet_to_read(pools: Pools) -> None:
+    pools.pages.copy_(pools.values(100))
+    pools.slots.view(torch.int64)[:] = 7
+    torch.cuda.synchronize()
+    read = pools.late(pools.main, pools.pages.clone)
+    (mark,) = pools.mover.load(TAKEN, GIVEN)
+    mark.wait()
+    torch.cuda.synchronize()
+    assert read[:, 0].tolist() == [*range(100, 100 + COUNT)]
+    assert set(pools.pages[GIVEN].flatten().tolist()) == {7}
+
+
+def test_memory_that_a_copy_stages_is_its_own_until_it_is_over() -> None:
+    """Copies of more than is staged at a time, one after another, beside kernels that take and leave memory."""
+    pools = Pools(words=1 << 20)  # 8 MiB a page
+    pages, slots = np.arange(16, dtype=np.int32), np.arange(16, 32, dtype=np.int32)
+    for round_ in range(3):
+        pools.pages.copy_(pools.values(1000 * round_))
+        pools.mover.store(pages, slots)
+        noise = [torch.full((1 << 22,), -1, device="cuda") for _ in range(4)]
+        (mark,) = pools.mover.load(slots, pages + 40)
+        del noise
+        mark.order()
+        assert torch.equal(pools.pages[40:56], pools.pages[:16])
+
+
+@pytest.mark.parametrize(("dtype", "words"), [(torch.uint8, 37), (torch.bfloat16, 64), (torch.int64, 3)])
+def test_every_byte_goes_there_and_back(dtype: torch.dtype, words: int) -> None:
+    pools = Pools(words, dtype=dtype)
+    pools.pages.copy_(torch.randint(0, 100, pools.pages.shape, device="cuda"))
+    wanted = pools.pages[TAKEN].clone()
+    pools.mover.store(TAKEN, GIVEN)
+    (mark,) = pools.mover.load(GIVEN, GIVEN)
+    mark.order()
+    assert torch.equal(pools.pages[GIVEN], wanted)
+
+
+def test_rows_that_lie_apart_and_empty_lists_are_copied_too() -> None:
+    pools = Pools(words=8)
+    slots = pools.slots.view(COUNT // 2, -1)[:, 64:]  # the second half of each of half as many slots
+    mover = PageMover(pools.pages, slots, None)
+    pools.pages.copy_(pools.values(100))
+    taken, given = np.array([3, 4, 5], np.int32), np.array([7, 8, 9], np.int32)
+    (mark,) = mover.store(taken, given)
+    mark.wait()
+    (mark,) = mover.load(taken[:0], given[:0])
+    mark.wait()
+    assert first_words(pools.slots)[14:20] == [0, 103, 0, 104, 0, 105]
+
+
+def test_pages_are_copied_between_pools_of_a_gpu_and_of_the_host() -> None:
+    there, here = torch.zeros((COUNT, 6), dtype=torch.int64, device="cuda"), torch.zeros((COUNT, 6), dtype=torch.int64)
+    here[:] = torch.arange(COUNT)[:, None]
+    copy_pages(page_rows(here), TAKEN, page_rows(there), GIVEN)
+    torch.cuda.synchronize()
+    assert there[GIVEN, 5].tolist() == TAKEN.tolist()
+    here.zero_()
+    copy_pages(page_rows(there), GIVEN, page_rows(here), TAKEN)
+    torch.cuda.synchronize()
+    assert here[TAKEN, 5].tolist() == TAKEN.tolist()

@@ -1,0 +1,291 @@
+"""Loops over the pages of a device: every token is the one that is computed without a cache.
+
+On a GPU the host runs ahead of the device (`tests.kvcache.summing_model`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache import PagedKVCacheManager, Routing, StepInFlight, TextContext
+from tests.kvcache.build import manager_of
+from tests.kvcache.summing_model import answer, decode, run, wait_on_device
+
+SIZE, NEW, LONGEST = 4, 9, 96
+PROMPTS = [[(31 * number + place * (number + 2)) % 97 + 1 for place in range(23 + number)] for number in range(6)]
+
+GPU = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+)
+on_each_device = pytest.mark.parametrize("device", ["cpu", GPU])
+on_a_gpu = pytest.mark.parametrize("device", [GPU])
+
+
+def pages_on(device: str, pages: int = 64, **options: Any) -> PagedKVCacheManager:
+    return manager_of(
+        pages, page_size=SIZE, max_seq_len=LONGEST, layers=2, dtype=torch.int64, checks=False, device=device, **options
+    )
+
+
+def step(manager: PagedKVCacheManager, batch: list[TextContext]) -> list[int]:
+    """One step of requests of one replica. Waits for the device only if a request reaches the end of its tokens."""
+    assert manager.reserve_batch(batch).all()
+    replica = manager.get_replica(batch[0])
+    inputs = manager.fetch(batch)
+    tokens = run(batch, [inputs[replica * len(inputs) // manager.num_replicas]])
+    yields = [context.active_idx == context.end_idx for context in batch]
+    found: list[int] = tokens.tolist() if any(yields) else [0] * len(batch)
+    for context, token in zip(batch, found, strict=True):
+        context.update(token)
+    manager.step(batch)
+    return [token for token, last in zip(found, yields, strict=True) if last]
+
+
+def prefill(manager: PagedKVCacheManager, context: TextContext, chunk: int = 8) -> int:
+    """Run a prompt in chunks. Returns its first new token."""
+    while True:
+        assert manager.maybe_reserve(context)
+        end = min(context.end_idx, context.start_idx + chunk)
+        context.set_token_indices(active_idx=end)
+        if tokens := step(manager, [context]):
+            return tokens[0]
+
+
+def serve(manager: PagedKVCacheManager, prompt: list[int], count: int = NEW) -> list[int]:
+    context = TextContext(prompt, LONGEST)
+    with manager.claim(context):
+        tokens = [prefill(manager, context)]
+        while len(tokens) < count:
+            tokens += step(manager, [context])
+    return tokens
+
+
+@on_each_device
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_prompts_that_were_evicted_come_back_from_the_host(device: str, own_stream: bool) -> None:
+    if device == "cpu" and own_stream:
+        pytest.skip("streams are a GPU's")
+    stream = torch.cuda.Stream() if own_stream else None
+    manager = pages_on(device, pages=16, host_slots=200, session=stream)
+    with torch.cuda.stream(stream):  # None: the current one
+        for _ in range(3):
+            for prompt in PROMPTS:
+                assert serve(manager, prompt) == answer(prompt, NEW)
+        manager.check()
+    assert manager.metrics.h2d_blocks_copied > 20
+    manager.close()
+
+
+def delay_copies(manager: PagedKVCacheManager) -> None:
+    """Let the copies to and from the host that are asked for from now on begin only after a while."""
+    assert manager._replicas.tiers is not None
+    (mover,) = manager._replicas.tiers.replicas[0]._movers
+    with torch.cuda.stream(mover._side):
+        wait_on_device(torch.device("cuda"), 2_000_000_000)  # about a second
+
+
+@on_a_gpu
+def test_no_page_is_overwritten_before_its_copy_to_the_host_is_over(device: str) -> None:
+    manager = pages_on(device, pages=16, host_slots=200)
+    delay_copies(manager)
+    for prompt in [*PROMPTS, PROMPTS[0]]:
+        assert serve(manager, prompt) == answer(prompt, NEW)
+    assert manager.metrics.h2d_blocks_copied > 0
+    manager.check()
+    manager.close()
+
+
+@on_a_gpu
+def test_the_model_waits_for_pages_that_come_from_the_host(device: str) -> None:
+    manager = pages_on(device, pages=16, host_slots=200)
+    for prompt in PROMPTS:
+        serve(manager, prompt)
+    delay_copies(manager)
+    assert serve(manager, PROMPTS[0]) == answer(PROMPTS[0], NEW)
+    assert manager.metrics.h2d_blocks_copied > 0
+    manager.check()
+    manager.close()
+
+
+@on_each_device
+def test_pages_of_another_replica_are_copied_behind_the_model_that_writes_them(device: str) -> None:
+    manager = pages_on(device, dp=2, params={"routing": Routing(copy_pages=True)})
+    for prompt in PROMPTS:
+        context = TextContext(prompt, LONGEST)
+        with manager.claim(context, 0):
+            assert manager.maybe_reserve(context)
+            context.set_token_indices(active_idx=context.end_idx - 1)  # the model still runs when the copy is made
+            step(manager, [context])
+            other = TextContext(prompt, LONGEST)
+            with manager.claim(other, 1):
+                assert manager.maybe_reserve(other)
+                # Published here, so that a reader of another process may read the copies.
+                assert device == "cpu" or torch.cuda.current_stream().query()
+                assert [prefill(manager, other), *step(manager, [other])] == answer(prompt, 2)
+    assert manager.metrics.d2d_blocks_copied > 20
+    manager.check()
+    manager.close()
+
+
+@on_each_device
+def test_forks_and_parts_of_pages_have_what_the_model_is_about_to_write_there(device: str) -> None:
+    manager, parts = pages_on(device, params={"partial_reuse_min_tokens": 1}), 0
+    for prompt in PROMPTS:
+        parent = TextContext(prompt, LONGEST)
+        with manager.claim(parent):
+            assert manager.maybe_reserve(parent)
+            parent.set_token_indices(active_idx=parent.end_idx - (2 if parent.end_idx % SIZE == 1 else 1))
+            step(manager, [parent])  # its last page is not full, and on a GPU the model has not yet written it
+            child = parent.fork()
+            assert manager.fork(parent, child)
+            for context in (child, parent):
+                tokens = [prefill(manager, context), *step(manager, [context]), *step(manager, [context])]
+                assert tokens == answer(prompt, 3)
+            manager.release(child.request_id)
+        other = TextContext([*prompt[:-2], 99], LONGEST)
+        with manager.claim(other):
+            assert manager.maybe_reserve(other)
+            parts += other.start_idx % SIZE > 0
+            assert [prefill(manager, other), *step(manager, [other])] == answer(other.tokens[:-2].tolist(), 2)
+    assert parts > 3
+    manager.check()
+    manager.close()
+
+
+class Launched:
+    """A decode step of a padded batch over tensors that stay where they are: a graph on a GPU, else a call."""
+
+    def __init__(self, blocks: torch.Tensor, table: torch.Tensor, starts: torch.Tensor) -> None:
+        self.blocks, self.table, self.starts = blocks, table, starts
+        self.tokens = torch.zeros(len(starts), dtype=torch.int64, device=blocks.device)
+        self.found = torch.zeros_like(self.tokens)
+        self.graph: Any = None
+        if blocks.is_cuda:
+            self.graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(self.graph):
+                self._run()
+
+    def _run(self) -> None:
+        wait_on_device(self.blocks.device, 400_000)
+        self.found.copy_(decode(self.blocks, self.table, self.starts, self.tokens))
+
+    def launch(self, tokens: list[int]) -> None:
+        """Begin the step of these tokens: one of each row, and the rows that pad the batch have none."""
+        self.tokens[: len(tokens)] = torch.tensor(tokens).to(self.tokens.device)
+        if self.graph is None:
+            self._run()
+        else:
+            self.graph.replay()
+
+
+@on_each_device
+def test_a_captured_step_runs_over_copies_of_fetched_tables(device: str) -> None:
+    """Requests come, grow onto new pages, leave, and come back from the host, all between replays of one graph."""
+    manager = pages_on(device, pages=30, host_slots=200)
+    blocks = manager.device_tensors[0][0]
+    table = torch.zeros(8, LONGEST // SIZE, dtype=torch.int32, device=device)
+    captured = Launched(blocks, table, torch.zeros(8, dtype=torch.int32, device=device))
+    waiting, running = [*PROMPTS, *PROMPTS], list[tuple[TextContext, list[int]]]()
+    answered = 0
+    while waiting or running:
+        if waiting and len(running) < 3:
+            context = TextContext(prompt := waiting.pop(0), LONGEST)
+            manager.external_claim(context.request_id)
+            first = prefill(manager, context)
+            running.append((context, answer(prompt, NEW)))
+            assert running[-1][1].pop(0) == first
+        batch = [context for context, _ in running]
+        assert manager.reserve_batch(batch).all()
+        (inputs,) = manager.fetch(batch)
+        table.zero_()
+        captured.starts.zero_()
+        table[: len(batch), : inputs.lookup_table.shape[1]] = inputs.lookup_table
+        captured.starts[: len(batch)] = inputs.cache_lengths
+        captured.launch([int(context.tokens[-1]) for context in batch])
+        for (context, expected), token in zip(running, captured.found.tolist(), strict=False):
+            assert token == expected.pop(0)
+            context.update(token)
+        manager.step(batch)
+        for context, expected in [*running]:
+            if not expected:
+                running.remove((context, expected))
+                manager.release(context.request_id)
+                answered += 1
+    assert answered == 12
+    assert manager.metrics.h2d_blocks_copied > 0
+    manager.check()
+    manager.close()
+
+
+class Ahead:
+    """Requests whose steps are planned while the step before them runs, in a batch padded to eight."""
+
+    def __init__(self, manager: PagedKVCacheManager) -> None:
+        self.manager = manager
+        self.captured: dict[int, Launched] = {}  # by address of the tables
+        self.left: dict[TextContext, list[int]] = {}  # the tokens that are still to come
+        self.launched: tuple[StepInFlight, list[TextContext], Launched] | None = None
+        self.answered = 0
+
+    def admit(self, prompt: list[int]) -> None:
+        context = TextContext(prompt, LONGEST)
+        self.manager.external_claim(context.request_id)
+        expected = answer(prompt, NEW)
+        assert prefill(self.manager, context) == expected.pop(0)
+        self.left[context] = expected
+
+    def step(self) -> None:
+        """Plan a step, take the tokens of the one that runs, launch the planned one, and finish the other."""
+        # Those whose last token the running step computes stay behind.
+        batch = [context for context, left in self.left.items() if len(left) > (self.launched is not None)]
+        planned = None
+        if batch:
+            assert self.manager.reserve_batch(batch).all()
+            planned = self.manager.fetch_ahead(batch)
+        ran, self.launched = self.launched, None
+        if ran is not None:
+            for context, token in zip(ran[1], ran[2].found.tolist(), strict=False):
+                assert token == self.left[context].pop(0)
+                context.realize_future_token(token)
+        if planned is not None:
+            self.launch(planned, batch)
+        if ran is not None:
+            self.finish(ran[0], ran[1])
+
+    def launch(self, planned: StepInFlight, batch: list[TextContext]) -> None:
+        (inputs,) = planned.padded(8)
+        address = inputs.lookup_table.data_ptr()
+        if address not in self.captured:
+            self.captured[address] = Launched(inputs.blocks, inputs.lookup_table, inputs.cache_lengths)
+        self.captured[address].launch([int(context.tokens[-1]) for context in batch])
+        for context in batch:
+            context.update_with_future_token()
+        self.launched = planned, batch, self.captured[address]
+
+    def finish(self, ran: StepInFlight, batch: list[TextContext]) -> None:
+        self.manager.step(batch)
+        self.manager.end_step(ran)
+        for context in [one for one in batch if not self.left[one]]:
+            del self.left[context]
+            self.manager.release(context.request_id)
+            self.answered += 1
+
+
+@on_each_device
+def test_a_step_captured_for_each_set_of_tables_runs_in_place_while_the_next_is_planned(device: str) -> None:
+    """No table is copied, and pages are let go between the steps."""
+    manager = pages_on(device, pages=40, host_slots=200)
+    ahead, waiting = Ahead(manager), [*PROMPTS, *PROMPTS]
+    while waiting or ahead.left:
+        while ahead.launched is None and waiting and len(ahead.left) < 3:
+            ahead.admit(waiting.pop(0))
+        ahead.step()
+    assert ahead.answered == 12
+    assert len(ahead.captured) == 2
+    manager.check()
+    manager.close()
