@@ -109,8 +109,9 @@ $(CUDA)/.installed: tests/vllm_serve/requirements.txt pyproject.toml
 	@$(CUDA_PIP) install --no-deps --editable .
 	@touch $@
 
-test-gpu: $(CUDA)/.installed $(STAMP) ## on a CUDA device: tests marked gpu, and real `vllm serve` processes whose pages lie in VRAM
+test-gpu: $(CUDA)/.installed $(STAMP) ## on a CUDA device: tests marked gpu, with kernels; and, never run yet, `vllm serve` processes over VRAM
 	@$(BIN)/python -m pytest tests -m gpu
+	@$(CUDA)/bin/python -m pytest tests/examples/kernels -m gpu -W ignore
 	@$(CUDA)/bin/python -m pytest tests/vllm_serve -W ignore --timeout 1200 -o faulthandler_timeout=20000 $(ARGS)
 
 kills: $(STAMP) ## kill, stop and restart processes of a service in every phase, 240 times (ARGS="--seed 1")

@@ -27,7 +27,7 @@ def measured(kernel: str, page_size: int, dtypes: str, python: str = sys.executa
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])} | env,
         capture_output=True,
         text=True,
         timeout=230,
@@ -72,10 +72,11 @@ def main() -> None:
     kernel = importlib.import_module(options.kernel)
     errors: dict[str, float] = {}
     orders: tuple[str, ...] = getattr(kernel, "SERVED", paged_batch.PAGE_ORDERS)
+    shapes: tuple[tuple[int, int, int], ...] = getattr(kernel, "SHAPES", SHAPES)
     dtypes: list[str] = options.dtypes.split(",")
     cases = itertools.product(enumerate(dtypes), enumerate(orders))
     for (nth_dtype, dtype), (nth_order, order) in cases:
-        shape = SHAPES[(nth_dtype + nth_order) % 2]  # an interpreter is slow: of two dtypes each order has both shapes
+        shape = shapes[(nth_dtype + nth_order) % 2]  # an interpreter is slow: of two dtypes each order has both shapes
         # One batch each: a kernel may keep what it writes in an order of its own.
         first, second = (
             paged_batch.make_batch(order, getattr(torch, dtype), options.page_size, *shape) for _ in range(2)

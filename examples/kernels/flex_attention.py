@@ -2,7 +2,7 @@
 
 `PagedAttention` maps logical blocks to physical ones and allocates these itself. Here the manager allocates: its block
 table is put into `page_table`, and `PagedBatch.flat` gives the buffer. Every page order serves. With
-`--compile` torch makes fused kernels, which takes a minute on the CPU; without it, it computes all scores at once.
+`--compile` torch makes fused kernels, which takes a minute; without it, it computes all scores at once.
 
     python examples/kernels/flex_attention.py [--compile]
 """
@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 import torch._dynamo as dynamo
-from paged_batch import PagedBatch, print_errors
+from paged_batch import DEVICE, PagedBatch, print_errors
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
@@ -40,22 +40,25 @@ def block_mask(batch: PagedBatch, row: int, stride: int, slots: int) -> BlockMas
     size, start, end = batch.page_size, int(batch.starts[row]), int(batch.lengths[row])
     count = -(-end // size)
     blocks = -(-slots // size)  # of the flat buffer; a page is one of `stride / size`
-    paged = PagedAttention(blocks, size, max_batch_size=1, device="cpu")
+    device = batch.query.device
+    paged = PagedAttention(blocks, size, max_batch_size=1, device=str(device))
     physical = batch.inputs.lookup_table[row, :count].long() * (stride // size)
     paged.page_table[0, :count] = physical
-    paged.physical_to_logical[0, physical] = torch.arange(count)
+    paged.physical_to_logical[0, physical] = torch.arange(count, device=device)
 
     def sees(_batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return key <= query + start
 
-    logical = create_block_mask(sees, 1, 1, end - start, count * size, device="cpu", BLOCK_SIZE=(size, size))
-    return paged.convert_logical_block_mask(logical, kv_len=torch.tensor([end]))
+    logical = create_block_mask(sees, 1, 1, end - start, count * size, device=str(device), BLOCK_SIZE=(size, size))
+    return paged.convert_logical_block_mask(logical, kv_len=torch.tensor([end], device=device))
 
 
 if __name__ == "__main__":
     if "--compile" in sys.argv:
         dynamo.config.recompile_limit = 32  # a kernel for each stride and dtype
         fused: Attention = torch.compile(flex_attention, dynamic=True)  # pyright: ignore[reportUnknownMemberType]
+        if DEVICE == "cuda":  # a block of a kernel is no larger than a page
+            fused = partial(fused, kernel_options={"BLOCK_M": 16, "BLOCK_N": 16})
         print_errors(partial(attend, attention=fused))
     else:
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")

@@ -14,6 +14,7 @@ from pagewire import KVCacheParams, PagedKVCacheManager, RaggedKVCacheInputs, Te
 
 PAGE_ORDERS = ("head,layer,side,token,dim", "layer,side,head,token,dim", "layer,side,token,head,dim")
 LAYERS = 3
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Tokens that each request has in the cache, and those that run now: two that decode, a chunk and a whole prompt.
 REQUESTS = ((36, 1), (0, 1), (20, 29), (0, 33))
 
@@ -47,12 +48,12 @@ class PagedBatch:
     @property
     def lengths(self) -> torch.Tensor:
         """Tokens of each request with the new ones: int32 `[requests]`."""
-        return self.starts + torch.tensor(self.counts, dtype=torch.int32)
+        return self.starts + torch.tensor(self.counts, dtype=torch.int32, device=self.starts.device)
 
     @property
     def first_rows(self) -> torch.Tensor:
         """Where the new tokens of each request begin in the packed row, and the end: int32 `[requests + 1]`."""
-        return torch.tensor([0, *self.counts]).cumsum(0).to(torch.int32)
+        return torch.tensor([0, *self.counts], device=self.starts.device).cumsum(0).to(torch.int32)
 
     @property
     def slots(self) -> torch.Tensor:
@@ -61,7 +62,7 @@ class PagedBatch:
 
     def slots_of(self, row: int, first: int = 0) -> torch.Tensor:
         """Where the tokens of a request lie from `first` on: int64 `[tokens]`, `page * page_size` plus its place."""
-        at = torch.arange(first, int(self.lengths[row]))
+        at = torch.arange(first, int(self.lengths[row]), device=self.starts.device)
         pages = self.inputs.lookup_table[row].long()[at // self.page_size]
         return pages * self.page_size + at % self.page_size
 
@@ -92,6 +93,7 @@ class PagedBatch:
             query = self.query[self.first_rows[row] : self.first_rows[row + 1]]
             end = keys.shape[1]
             mask = torch.arange(end) <= torch.arange(end - len(query), end)[:, None]
+            mask = mask.to(query.device)
             query, key, value = (one.transpose(0, 1)[None].float() for one in (query, keys[layer], values[layer]))
             found = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
             outputs.append(found[0].transpose(0, 1))
@@ -105,11 +107,12 @@ def make_batch(
     heads: int = 8,
     kv_heads: int = 2,
     head_dim: int = 64,
+    device: str = DEVICE,
 ) -> PagedBatch:
     """A batch of four requests with random states. Whatever is not theirs in the pool is large: a wrong read shows."""
     params = KVCacheParams(dtype, kv_heads, head_dim, page_size=page_size, page_order=page_order)  # pyright: ignore[reportArgumentType] - one of PAGE_ORDERS
     memory = 24 * page_size * params.bytes_per_token(LAYERS)
-    manager = PagedKVCacheManager(params, 8, 24 * page_size, LAYERS, ["cpu"], available_cache_memory=memory)
+    manager = PagedKVCacheManager(params, 8, 24 * page_size, LAYERS, [device], available_cache_memory=memory)
     random = torch.Generator().manual_seed(0)
     manager.device_tensors[0][0].fill_(1e3)
 
@@ -127,13 +130,13 @@ def make_batch(
         if number == 0:
             manager.release("passing")
         key, value = (
-            torch.randn(LAYERS, start + count, kv_heads, head_dim, generator=random).to(dtype) for _ in range(2)
+            torch.randn(LAYERS, start + count, kv_heads, head_dim, generator=random).to(device, dtype) for _ in range(2)
         )
         known.append((key, value))
         if start:  # an earlier chunk
             request.set_token_indices(active_idx=start)
             (inputs,) = manager.fetch([request])
-            at = torch.arange(start)
+            at = torch.arange(start, device=device)
             pages = inputs.lookup_table[0].long()[at // page_size]
             for layer in range(LAYERS):
                 inputs.blocks[pages, 0, layer, at % page_size] = key[layer, :start]
@@ -147,7 +150,7 @@ def make_batch(
     new_keys, new_values = (
         torch.cat([states[side][:, -count:] for states, count in zip(known, counts, strict=True)], 1) for side in (0, 1)
     )
-    query = torch.randn(sum(counts), heads, head_dim, generator=random).to(dtype)
+    query = torch.randn(sum(counts), heads, head_dim, generator=random).to(device, dtype)
     return PagedBatch(manager, inputs, counts, query, new_keys, new_values, known)
 
 
@@ -156,11 +159,12 @@ def print_errors(
     page_size: int = 16,
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
     page_orders: Sequence[str] = PAGE_ORDERS,
+    head_dim: int = 64,
 ) -> None:
     """Run a kernel over each page order. `attend` writes the new tokens of a layer and returns the output."""
     for dtype in dtypes:
         for page_order in page_orders:
-            batch = make_batch(page_order, dtype, page_size)
+            batch = make_batch(page_order, dtype, page_size, head_dim=head_dim)
             error = max(float((attend(batch, at) - batch.expected(at)).abs().max()) for at in range(LAYERS))
             print(f"{page_order:26} {dtype!s:14} largest error {error:.1e}")
             batch.manager.close()

@@ -3,13 +3,13 @@
 SGLang's kernels know no pages: they index a flat buffer by token. `PagedBatch.flat` is that view, of every page order.
 Runs in Triton's interpreter where there is no GPU.
 
-    TRITON_INTERPRET=1 python examples/kernels/sglang_triton.py
+    [TRITON_INTERPRET=1] python examples/kernels/sglang_triton.py
 """
 
 # pyright: basic, reportMissingImports=false
 
 import torch
-from paged_batch import PagedBatch, print_errors
+from paged_batch import DEVICE, PagedBatch, print_errors
 from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
 from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd_unified
 
@@ -58,9 +58,9 @@ def decode(batch: PagedBatch, keys: torch.Tensor, values: torch.Tensor, rows: li
         output,
         ends,
         indices,
-        attn_logits=torch.empty(count, heads, KV_SPLITS, head_dim),
-        attn_lse=torch.empty(count, heads, KV_SPLITS),
-        num_kv_splits=torch.full((count,), KV_SPLITS, dtype=torch.int32),
+        attn_logits=torch.empty(count, heads, KV_SPLITS, head_dim, device=query.device),
+        attn_lse=torch.empty(count, heads, KV_SPLITS, device=query.device),
+        num_kv_splits=torch.full((count,), KV_SPLITS, dtype=torch.int32, device=query.device),
         max_kv_splits=KV_SPLITS,
         sm_scale=head_dim**-0.5,
         k_scale=1.0,
@@ -73,13 +73,13 @@ def kv_indices(batch: PagedBatch, stride: int, rows: list[int] | None = None) ->
     """The slots of every token of the requests, one after another, and where those of each request end."""
     found: list[torch.Tensor] = []
     for row in range(len(batch.counts)) if rows is None else rows:
-        at = torch.arange(int(batch.lengths[row]))
+        at = torch.arange(int(batch.lengths[row]), device=batch.query.device)
         pages = batch.inputs.lookup_table[row].long()[at // batch.page_size]
         found.append(pages * stride + at % batch.page_size)
-    ends = torch.tensor([0, *map(len, found)]).cumsum(0).to(torch.int32)
+    ends = torch.tensor([0, *map(len, found)], device=batch.query.device).cumsum(0).to(torch.int32)
     return ends, torch.cat(found)
 
 
 if __name__ == "__main__":
     # In its interpreter, Triton 3.9 multiplies matrices of bfloat16 as if their bits were integers.
-    print_errors(attend, dtypes=(torch.float32, torch.float16))
+    print_errors(attend, dtypes=(torch.float32, torch.float16 if DEVICE == "cpu" else torch.bfloat16))

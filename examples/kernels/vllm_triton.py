@@ -2,13 +2,13 @@
 
 Runs in Triton's interpreter where there is no GPU. Both kernels take any strides, so every page order serves.
 
-    TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= python examples/kernels/vllm_triton.py
+    [TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=] python examples/kernels/vllm_triton.py
 """
 
 # pyright: basic, reportMissingImports=false
 
 import torch
-from paged_batch import PagedBatch, print_errors
+from paged_batch import DEVICE, PagedBatch, print_errors
 from vllm.v1.attention.ops.triton_reshape_and_cache_flash import reshape_and_cache_kernel_flash
 from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
@@ -49,8 +49,8 @@ def write(batch: PagedBatch, layer: int) -> None:
         key_cache_ptr=keys,
         value_cache_ptr=values,
         slot_mapping_ptr=batch.slots,
-        k_scale=torch.ones(1),
-        v_scale=torch.ones(1),
+        k_scale=torch.ones(1, device=key.device),
+        v_scale=torch.ones(1, device=key.device),
         key_stride=key.stride(0),
         value_stride=value.stride(0),
         block_stride=keys.stride(0),
@@ -71,4 +71,4 @@ def write(batch: PagedBatch, layer: int) -> None:
 
 if __name__ == "__main__":
     # In its interpreter, Triton 3.9 multiplies matrices of bfloat16 as if their bits were integers.
-    print_errors(attend, dtypes=(torch.float32, torch.float16))
+    print_errors(attend, dtypes=(torch.float32, torch.float16 if DEVICE == "cpu" else torch.bfloat16))

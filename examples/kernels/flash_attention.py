@@ -1,0 +1,40 @@
+"""FlashAttention 2 over our pages: `flash_attn_with_kvcache`, which also writes the new tokens.
+
+It takes pages of a multiple of 256 tokens, tokens first, of every page order. Needs a GPU.
+
+    python examples/kernels/flash_attention.py
+"""
+
+# pyright: basic, reportMissingImports=false
+
+import torch
+from flash_attn import flash_attn_with_kvcache
+from paged_batch import PagedBatch, print_errors
+
+DTYPES = (torch.bfloat16,)
+SHAPES = ((8, 2, 128), (4, 4, 128))  # heads, kv_heads and head_dim to test
+PAGE_SIZE = 256
+
+
+def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
+    """Write the new tokens of a layer, then attend. Returns `[tokens, heads, head_dim]`."""
+    keys, values = batch.layer(layer)
+    outputs: list[torch.Tensor] = []
+    for row, (first, last) in enumerate(zip(batch.first_rows[:-1], batch.first_rows[1:], strict=True)):
+        new = slice(int(first), int(last))  # one by one, as each runs another number of tokens
+        found = flash_attn_with_kvcache(
+            batch.query[None, new],
+            keys,
+            values,
+            k=batch.key[layer, None, new],
+            v=batch.value[layer, None, new],
+            cache_seqlens=batch.starts[row : row + 1],
+            block_table=batch.inputs.lookup_table[row : row + 1],
+            causal=True,
+        )
+        outputs.append(found[0])
+    return torch.cat(outputs)
+
+
+if __name__ == "__main__":
+    print_errors(attend, PAGE_SIZE, DTYPES, head_dim=128)

@@ -1,0 +1,53 @@
+"""FlashInfer's paged attention over our pages: its kernel for prompts in chunks, and the one that decodes.
+
+Both take keys and values as a pair of views, tokens first, of every page order. FlashInfer compiles its kernels when
+they are first used. Needs a GPU.
+
+    python examples/kernels/flash_infer.py
+"""
+
+# pyright: basic, reportMissingImports=false
+
+import torch
+from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+from paged_batch import PagedBatch, print_errors
+
+DTYPES = (torch.bfloat16,)
+SHAPES = ((8, 2, 128), (4, 4, 128))  # heads, kv_heads and head_dim to test
+
+
+def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
+    """Write the new tokens of a layer, then attend. Returns `[tokens, heads, head_dim]`."""
+    batch.write(layer)
+    heads, head_dim = batch.query.shape[1:]
+    ends, pages, last = page_lists(batch, range(len(batch.counts)))
+    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=batch.query.device)
+    prefill = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+    shape = (heads, batch.key.shape[2], head_dim, batch.page_size)
+    dtypes = {"q_data_type": batch.query.dtype, "kv_data_type": batch.key.dtype}
+    prefill.plan(batch.first_rows, ends, pages, last, *shape, causal=True, **dtypes)
+    output = prefill.run(batch.query, batch.layer(layer))
+    # The kernel for decoding takes one token a request. It runs for those that decode.
+    rows = [row for row, count in enumerate(batch.counts) if count == 1]
+    at = batch.first_rows[rows].long()
+    decode = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+    decode.plan(*page_lists(batch, rows), *shape, **dtypes)
+    decoded = decode.run(batch.query[at], batch.layer(layer))
+    if not torch.allclose(decoded.float(), output[at].float(), atol=2e-2):
+        raise SystemExit("the kernel for decoding differs from the one for prompts")
+    output[at] = decoded
+    return output
+
+
+def page_lists(batch: PagedBatch, rows: range | list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where the pages of each request end, the pages of all of them, and the tokens of each last page: int32."""
+    lengths = batch.lengths[[*rows]]
+    counts = -(-lengths // batch.page_size)
+    pages = [batch.inputs.lookup_table[row, :count] for row, count in zip(rows, counts.tolist(), strict=True)]
+    ends = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
+    return ends, torch.cat(pages), (lengths - 1) % batch.page_size + 1
+
+
+if __name__ == "__main__":
+    print_errors(attend, dtypes=DTYPES, head_dim=128)
