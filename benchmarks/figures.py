@@ -97,6 +97,7 @@ STEPS = (
     Step("events", ("events",), _alone("events"), 300, (_alone("events", " --quick"), 150)),
     Step("tiers", ("tiers",), _alone("tiers"), 150, (_alone("tiers", " --quick"), 40)),
     Step("tiers", ("objects",), _alone("objects"), 90, (_alone("objects", " --quick"), 15)),
+    Step("gpu", ("gpu",), _alone("gpu"), 120, (_alone("gpu", " --only loop"), 20)),
     Step("traces", _TRACES, _all(_TRACES), 420, (_all(_TRACES) + " --quick", 60)),
     Step(
         "kills",

@@ -374,6 +374,8 @@ class PagedKVCacheManager(PoolFigures):
     def block_table(self, request_id: RequestID, *, full_pages: bool = False, first_page: int = 0) -> BlockTable:
         """The pages that the request had computed by its last `step`. Valid while it is claimed or leased.
 
+        No device is waited for. Before a reader in another process is told of pages on a GPU, the model must have run.
+
         `full_pages` leaves out a last page that is not full yet. `first_page` (with one table) leaves out the pages
         before it.
         """

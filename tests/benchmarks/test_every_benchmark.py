@@ -15,10 +15,12 @@ from typing import Any, TypeAlias
 
 import msgspec
 import pytest
+import torch
 
 from benchmarks import (
     events,
     fleet_trace,
+    gpu,
     growth,
     growth_transfer,
     hinted,
@@ -46,6 +48,7 @@ from tests.transfer.nixl.slow_link import slow_link
 ROOT = Path(__file__).parents[2]
 Patch: TypeAlias = pytest.MonkeyPatch
 ELSEWHERE = {
+    "gpu": "needs a CUDA device",
     "vllm_groups": "needs vLLM, and is run by layer_groups in the environment of `make test-vllm`",
     "vllm_serve": "needs vLLM's servers: its parts are those of tests/vllm_serve, `make test-engines`",
     "pulls/vllm_worker": "needs vLLM's environment and shared scripts: others.vllm says what is missing",
@@ -188,6 +191,13 @@ def test_no_program_is_left_out() -> None:
     left_out = {name for name in programs - covered if name.split("/")[-1] not in named | skipped}
     assert left_out == set()
     assert {name for name in ELSEWHERE if name not in programs} == set()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_the_benchmark_of_a_gpu_says_that_none_is_here(monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    gpu.main()
+    assert capsys.readouterr() == ("", "gpu: left out, for there is no CUDA device\n")
 
 
 def test_what_needs_an_environment_that_is_not_here_says_so(
