@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from kvcache import arguments, sizing
 from kvcache.check import check_around_calls
 from kvcache.claims import Claims
-from kvcache.figures import PoolFigures
 from kvcache.layer_groups import layer_tables
 from kvcache.layout import shard_layouts
 from kvcache.metrics import KVCacheMetrics
@@ -26,11 +25,12 @@ from kvcache.replica.copier import ImportCopier, ImportProof
 from kvcache.replica.leases import PageLease, granted_by
 from kvcache.replicas import place_replicas
 from kvcache.reset_endpoint import check_endpoint, open_endpoint
+from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight, check_step
 from kvcache.types import Admission, RaggedKVCacheInputs, RequestID
 
 
-class PagedKVCacheManager(PoolFigures):
+class PagedKVCacheManager:
     """A paged KV cache over data-parallel replicas of tensor-parallel shards.
 
     The life of a request: `external_claim`, then for each step `maybe_reserve`, `fetch`, the model, `context.update`,
@@ -493,7 +493,7 @@ class PagedKVCacheManager(PoolFigures):
             with self._mark.changing("cancel_import", pending):
                 replica.imports.cancel(pending)
 
-    # ---- pages, metrics and resets
+    # ---- pages and counters
 
     def get_req_blocks(self, request_id: RequestID) -> list[int]:
         """The request's page ids in the first block table, in logical order, including shared pages."""
@@ -510,6 +510,81 @@ class PagedKVCacheManager(PoolFigures):
     def reset_metrics(self) -> None:
         """Restart the counters at zero."""
         self._metrics_before = self._replicas.metrics
+
+    # ---- figures: how much of the memory is in use
+
+    @property
+    def states(self) -> tuple[StatePages, ...]:
+        """The states of each replica's recurrent layers, with `hits` and `evictions` of copies; empty without any."""
+        return tuple(replica.states for replica in self._replicas.hybrid)
+
+    @property
+    def further_groups(self) -> list[tuple[StatePages, ...]]:
+        """The further page pools of each replica, besides the one for tokens: one for states, or none."""
+        return [(pages,) for pages in self.states] or [()] * self.num_replicas
+
+    @property
+    def slab_pages(self) -> int:
+        """Consecutive pages that each request takes for its state (`kvcache.pool.slabs`); 0: none."""
+        return self._replicas.each[0].pool.beside
+
+    @property
+    def device_tensors(self) -> list[list[torch.Tensor]]:
+        """The page tensors, `[replica][shard]`, of `pages + 1` pages each, for a transfer engine to register."""
+        return [place.memory.blocks for place in self._replicas.placed]
+
+    @property
+    def total_num_pages(self) -> int:
+        """Pages of all replicas, without the null page of each."""
+        return sum(replica.pool.num_pages for replica in self._replicas.each)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Pages of all replicas that a reservation can take, including cached pages without a holder."""
+        return sum(replica.pool.free_count for replica in self._replicas.each)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Pages of all replicas with a holder, or that a transfer or a step in flight writes, including states."""
+        return self.total_num_pages - self.num_free_blocks + sum(states.num_held for states in self.states)
+
+    @property
+    def num_leased_blocks(self) -> int:
+        """Pages of all replicas that leases of released requests hold. Those of claimed requests do not count."""
+        return sum(replica.leases.num_pages for replica in self._replicas.each)
+
+    @property
+    def steps_in_flight(self) -> tuple[StepInFlight, ...]:
+        """The steps that were fetched ahead and have not ended, oldest first."""
+        return tuple(self._replicas.steps.open)
+
+    @property
+    def free_blocks_pct(self) -> float:
+        """The free share of the pages, 0.0 to 1.0, as a mean over the replicas."""
+        return sum(each.pool.free_count / each.pool.num_pages for each in self._replicas.each) / self.num_replicas
+
+    @property
+    def used_blocks_pct(self) -> float:
+        """The used share of the pages, 0.0 to 1.0, as a mean over the replicas."""
+        return 1.0 - self.free_blocks_pct
+
+    @property
+    def total_num_host_pages(self) -> int:
+        """Pages of the host tier, which all replicas share; 0 if there is none."""
+        return 0 if self._replicas.tiers is None else self._replicas.tiers.host.pool.num_pages
+
+    @property
+    def host_committed_block_pct(self) -> float:
+        """The share of the host pages that hold a cached page, 0.0 to 1.0; 0.0 if there is no host tier."""
+        tiers = self._replicas.tiers
+        return 0.0 if tiers is None else float(tiers.host.pool.index.published[1:].mean())
+
+    @property
+    def hint_share(self) -> float:
+        """The share of idle pages that follow retention hints at present, 0.0 to 1.0, as a mean over the replicas."""
+        return sum(replica.hints.share for replica in self._replicas.each) / self.num_replicas
+
+    # ---- resets, recovery and the end
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached page without a holder, in all tiers. Pages in use stay findable."""

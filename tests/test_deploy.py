@@ -62,7 +62,7 @@ COUNTERS = {
     + properties_of("KVCacheMetrics", "kvcache/metrics.py"),
     "manager": [
         name
-        for name in properties_of("PoolFigures", "kvcache/figures.py")
+        for name in properties_of("PagedKVCacheManager", "kvcache/manager.py")
         if re.search(r"^num_.*_blocks$|_pct$|^hint_share$|^total_num_pages$", name)
     ],
     "transfer": fields_of("StatsSnapshot", "transfer/stats.py"),

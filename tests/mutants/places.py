@@ -20,7 +20,6 @@ _DOORS: dict[str, dict[str, str]] = {
         "copies": "quantization storage",
         "events/log": "events/grouped_events events/events",
         "families": "prometheus",
-        "figures": "prometheus",
         "layout": "quantization",
         "metrics": "manager",
         "pool/index": "pool/pages",
