@@ -53,7 +53,7 @@ class HintedOrder(EvictionOrder):
         self._older: dict[int, LruOrder] = {}  # by code
         self._settled = np.zeros(num_pages + 1, np.bool_)  # pages of `_older`
         self._since = np.zeros(num_pages + 1, np.int64)  # by page of `_older`: its place in the LRU order
-        self._expires: Times | None = None
+        self._expires: Times = np.zeros(num_pages + 1)  # read only for kinds with a time to live
         self._places = 0
         self._renewed = 0  # pages that were put back into the order: as many settle next without a new place
         self.count = recent.count
@@ -67,11 +67,8 @@ class HintedOrder(EvictionOrder):
 
     def hint(self, pages: Pages, hints: PageHints | None) -> None:
         self.codes[pages] = merge_codes(self.codes[pages], None if hints is None else hints.codes)
-        if hints is None or hints.lives is None:
-            return
-        if self._expires is None:
-            self._expires = np.zeros(self._num_pages + 1)
-        self._expires[pages] = self._clock() + hints.lives
+        if hints is not None and hints.lives is not None:
+            self._expires[pages] = self._clock() + hints.lives
 
     def forget(self, pages: Pages) -> None:
         self.codes[pages] = NEUTRAL
@@ -82,8 +79,7 @@ class HintedOrder(EvictionOrder):
     def moved(self, sources: Pages, targets: Pages) -> None:
         self.codes[targets] = self.codes[sources]
         self.forget(sources)
-        if self._expires is not None:
-            self._expires[targets] = self._expires[sources]
+        self._expires[targets] = self._expires[sources]
 
     def append(self, pages: Pages | Indices) -> None:
         if not len(pages):  # only a page that comes may push recent pages into `_older`
@@ -198,7 +194,7 @@ class HintedOrder(EvictionOrder):
 
     def _lowest(self) -> tuple[int, int, float]:
         """The kind whose oldest page has the lowest rank, the lowest rank of the other kinds, and the present time."""
-        now = self._clock() if self._expires is not None else 0.0
+        now = self._clock()
         ranks: list[tuple[int, int]] = []
         for code, order in self._older.items():
             if order.count:
@@ -216,7 +212,7 @@ class HintedOrder(EvictionOrder):
 
         A kind has one class of time to live, so a page never waits long behind one whose hint lives longer.
         """
-        if self._expires is None or code == SHARED or code < LEVELS:
+        if code == SHARED or code < LEVELS:
             return False, len(pages)
         over = self._expires[pages] <= now
         others = (over != over[0]).nonzero()[0]

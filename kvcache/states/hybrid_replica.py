@@ -132,7 +132,7 @@ class HybridReplica(Replica):
     @property
     def hit_may_change(self) -> bool:
         """As the base. With slabs the state of a new request may also evict pages that it would find."""
-        return super().hit_may_change or (self.caching and self.states.may_lose_pages)
+        return super().hit_may_change or (self.caching and self.states.room.may_lose_pages)
 
     @property
     def generation(self) -> int:
@@ -144,7 +144,11 @@ class HybridReplica(Replica):
             return found
         states = self.states
         digests = (hasher or self.hasher(row, context)).digests(context.tokens, found.first, found.end)
-        ends = states.kept_after(digests, but=states.goes_next) if row is None else self.ends(digests, self._name(row))
+        ends = (
+            states.kept_after(digests, but=states.room.goes_next)
+            if row is None
+            else self.ends(digests, self._name(row))
+        )
         return self.tables.shortened(found, digests, ends)
 
     def ends(self, digests: Digests, request_id: str | None = None, *, anywhere: bool = False) -> Asked:

@@ -86,7 +86,7 @@ class StatePages:
     ) -> None:
         self._mark = mark or UnderWay()  # the manager's
         room = slabs or StateRoom(state_layouts(shape, len(devices)), num_pages, devices, digest_words)
-        self.shape, self._room, self.pool = shape, room, room.pool
+        self.shape, self.room, self.pool = shape, room, room.pool
         self.layouts, self.blocks, self.num_pages = room.layouts, room.blocks, room.pool.num_pages
         self._views = StateViews(self.layouts, self.blocks, shape.matrix)
         self.read, self.write = self._views.read, self._views.write
@@ -103,32 +103,22 @@ class StatePages:
     @property
     def tensors(self) -> list[list[torch.Tensor]]:
         """The states' own memory, `[shard][kind]`; empty lists if they lie in the token pages."""
-        return self._room.tensors
+        return self.room.tensors
 
     @property
     def num_free(self) -> int:
         """Pages that `allocate` can give, including those of copies. With slabs: 1 if it can give one, else 0."""
-        return self._room.num_free
+        return self.room.num_free
 
     @property
     def num_held(self) -> int:
         """Pages that a request or a lease holds, or that a transfer writes."""
-        return self._room.num_held
+        return self.room.num_held
 
     @property
     def num_idle(self) -> int:
         """Copies without a holder."""
-        return self._room.num_idle
-
-    @property
-    def goes_next(self) -> int:
-        """The page whose copy is evicted for the next request; 0 if none is, or if slabs hide it."""
-        return self._room.goes_next
-
-    @property
-    def may_lose_pages(self) -> bool:
-        """Whether pages or copies may be evicted for the next request and it cannot be known which: with slabs only."""
-        return self._room.may_lose_pages
+        return self.room.num_idle
 
     @property
     def index(self) -> PrefixIndex:
@@ -149,7 +139,7 @@ class StatePages:
 
     def allocate(self, request_id: str) -> int:
         """Give a request a zeroed page, the state before its first token. Raises `NoFreeStatePageError`."""
-        if not self._room.make_room(moving=True):
+        if not self.room.make_room(moving=True):
             raise NoFreeStatePageError(f"request {request_id!r}: all {self.num_pages} state pages are held")
         page = self._page_of[request_id] = self.pool.allocate_one()
         self._reset(page)
@@ -234,7 +224,7 @@ class StatePages:
         if (before := self._passing.pop(request_id, None)) is not None:
             self._forget(before)
         if not (copy := self._found(digest)):
-            if not self._room.make_room(moving=False):
+            if not self.room.make_room(moving=False):
                 return
             copy = pool.allocate_one()
             self._copy(page, copy)
@@ -266,7 +256,7 @@ class StatePages:
 
     def take_copy(self, copy: StateCopy, digest: Digests) -> HeldPages | None:
         """Keep another replica's copy here, too. Returns its page, held for the caller; None if no page is left."""
-        if not self._room.make_room(moving=True):
+        if not self.room.make_room(moving=True):
             return None
         page = self.pool.allocate_one()
         for ours, theirs in zip(chain.from_iterable(self.blocks), copy.parts, strict=True):
@@ -282,7 +272,7 @@ class StatePages:
         Returns whether it is on its way: False if the device has it, the host has not, or no page is left.
         """
         absent, slots = self.pool.index.find(digest)[0] == NO_PAGE, self.below.slots(digest)
-        if not absent or not slots.all() or not self._room.make_room(moving=False):
+        if not absent or not slots.all() or not self.room.make_room(moving=False):
             return False
         page = self.pool.allocate_one()
         self._tokens[page] = tokens
@@ -327,7 +317,7 @@ class StatePages:
         if request_id in self.drafts.page_of:
             return True
         self._mark.call = ("draft", request_id)
-        there = self._room.make_room(moving=False)  # after a fetch, token pages must stay where they are
+        there = self.room.make_room(moving=False)  # after a fetch, token pages must stay where they are
         if there:
             page = self.pool.allocate_one()
             self._tokens[page] = self._told[page] = 0
@@ -451,7 +441,7 @@ class StatePages:
 
     def kinds(self, shard: int) -> list[KindPages]:
         """The layout of each kind of state on a shard, including page 0."""
-        return self._room.kinds(shard)
+        return self.room.kinds(shard)
 
     def mend(self, request_ids: Iterable[str], written: Sequence[int], leased: Ints) -> None:
         """Rebuild the holders after an interrupt, from the claimed requests, pages in transfer, and open leases.
@@ -499,7 +489,7 @@ class StatePages:
             self.pool.check(*self._counted(written, leased))
         except InvariantError as error:
             raise InvariantError(f"state pages: {error}") from error
-        self._room.check()
+        self.room.check()
         published = self.pool.index.published
         for page in (page for page in self._own if published[page]):
             raise InvariantError(f"state page {page} is found by others, and a request writes to it")

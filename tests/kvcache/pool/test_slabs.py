@@ -283,7 +283,6 @@ def test_what_was_said_of_a_page_and_its_tenant_go_along_and_end_with_it() -> No
     ((sources, (target,)),) = pool.moves.moved  # type: ignore[union-attr]
     assert sources == [13]
     assert (order.codes[target], quotas._owner[target]) == (3, quotas._ids["tenant"])
-    assert order._expires is not None
     assert order._expires[target] == order._expires[5]
     assert (order.codes[13], quotas._owner[13]) == (NEUTRAL, 0)
 
@@ -335,7 +334,6 @@ def test_the_pages_of_a_slab_that_comes_back_are_fresh_whatever_was_said_of_them
 def test_a_hint_whose_time_is_over_makes_a_page_no_younger() -> None:
     pool, _, order = hinted(4 + 5)  # for four seconds at most
     assert pool.use_of(order, pool._used) > pool.clock
-    assert order._expires is not None
     order._expires[:] = 99.0
     assert pool.use_of(order, pool._used) == pool.clock
 
