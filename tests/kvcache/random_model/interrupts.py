@@ -40,7 +40,8 @@ def interrupted(call: Callable[[], T], at: int, error: type[BaseException]) -> t
         if event == "call":
             if not frame.f_code.co_filename.startswith(_OURS):
                 return None
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            # Since Python 3.12 there are no events of opcodes without those of lines, which take time.
+            frame.f_trace_opcodes, frame.f_trace_lines = True, sys.version_info >= (3, 12)
         elif event == "opcode":
             count += 1
             if count == at:
