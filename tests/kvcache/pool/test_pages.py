@@ -329,13 +329,13 @@ def test_a_page_that_nobody_holds_but_a_transfer_writes_is_not_idle_and_may_be_h
     assert pool.idle.count == 3
 
 
-def test_a_page_that_a_transfer_ends_with_while_a_step_is_in_flight_waits_for_the_step() -> None:
+def test_a_page_whose_transfer_ends_while_a_step_is_in_flight_waits_for_the_step() -> None:
     pool = PagePool(SIZE, 2)
     held = pool.allocate(3)
     pool.add_writer(held[:2])
-    pool.begin_step()
     pool.release(held[:1])
-    pool.drop_writer(held[:1])  # of nobody now, but the step may still read and write it
+    pool.begin_step()
+    pool.drop_writer(held[:1])  # of nobody now
     pool.drop_writer(held[1:2])  # of the request
     assert pool.free_count == SIZE - 3
     assert [one.tolist() for one in pool.parked[0]] == [held[:1].tolist()]

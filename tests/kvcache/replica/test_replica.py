@@ -50,6 +50,27 @@ def test_pages_that_hits_replace_count_as_free(make: Any) -> None:
     assert manager.num_free_blocks == 2
 
 
+def test_after_an_interrupt_a_page_that_its_row_does_not_count_as_published_is_found_by_nobody(make: Any) -> None:
+    """`step` publishes pages, then counts them: what it has not counted may have been half done."""
+    manager = make(16, page_size=4)
+    contexts = [TextContext(range(first, first + 9), 64, name) for first, name in ((0, "stays"), (100, "half"))]
+    for context in contexts:
+        manager.external_claim(context.request_id)
+        assert manager.maybe_reserve(context)
+    manager.fetch(contexts)
+    for context in contexts:
+        context.update(1)
+    manager.step(contexts)
+    replica = manager._replicas.each[0]
+    pages = [list(manager.get_req_blocks(context.request_id)) for context in contexts]
+    replica.rows.commit(replica.rows.row_of["half"], 1)
+    manager._mark.call = ("step", None)
+    assert manager.recover().call == "step"
+    published = replica.pool.index.published
+    assert [published[each[:2]].tolist() for each in pages] == [[True, True], [True, False]]
+    manager.check()
+
+
 def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -> None:
     """A request that waits remembers what it matched; one page that a growing request takes is taken from that."""
     manager = make(6, page_size=4, rows=3)

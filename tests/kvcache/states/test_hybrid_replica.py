@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,3 +59,13 @@ def test_a_step_that_is_refused_leaves_requests_with_drafted_tokens_where_they_w
     manager.step([context])
     assert (context.start_idx, states.tokens_of("r")) == (6, 6)
     assert not states.drafts.page_of
+
+
+def test_who_remembers_what_was_lacking_looks_again_once_a_state_has_come() -> None:
+    manager, states, context = drafted()
+    manager.step([context])
+    replica = manager._replicas.hybrid[0]
+    before, of_pages = replica.generation, replica.pool.index.generation
+    states.keep("r", np.full((1, 4), 9, np.uint64), 6, passing=False)
+    assert replica.pool.index.generation == of_pages
+    assert replica.generation > before
