@@ -1,15 +1,20 @@
 """When is a prefix that another prefill process has computed better pulled than computed, and is that what is chosen?
 
-`python -m benchmarks.prefix_peers`: real processes, two of prefill and two of decode, then four and one; a small Llama,
-pages over NIXL, torch on one thread, one request at a time. In each pair of requests, the first one has a head that no
-process has: a prefill process computes it. The second has the same head and another end, and goes to another prefill
-process, which pulls the head or computes it, as it thinks is quicker. Lengths of heads in an order of the seed.
+`python -m benchmarks.prefix_peers`: real processes, two of prefill and two of decode, then four and one; then two and
+one on hosts of their own (network namespaces), with a slow link each. A small Llama, pages over NIXL, torch on one
+thread, one request at a time. In each pair of requests, the first one has a head that no process has: a prefill process
+computes it. The second has the same head and another end, and goes to another prefill process, which pulls the head or
+computes it, as it thinks is quicker. One more pair for each has a second request that pulls in any case
+(`benchmarks.prefix_worker`), so that both ways are known at every length. Lengths of heads in an order of the seed.
 
     computed_ms   until the first token of a prompt whose head nobody has: what one process alone takes, each time
     pulled_ms     until that of one whose head was pulled
+    noise_ms      twice the standard error of the difference of the two medians (robust, by absolute deviations)
     right         share of the second requests for which the quicker way was chosen, which is that of the lower median
-                  at this length; of lengths that were pulled at least twice, `judged` requests in all
-    no_loss       likewise, but the slower way is wrong only where its median is more than 5 % above the other's
+                  at this length; of `judged` requests
+    right_clear   likewise, of the `clear` requests at lengths whose medians differ by more than the noise
+    regret_ms     mean over all judged requests of the median of the chosen way, less that of the quicker one
+    regret_if_*   the same if all were pulled, or all computed
 
 Each second prompt also names what it found cached; `hits` is the share of the heads' whole pages.
 """
@@ -17,11 +22,13 @@ Each second prompt also names what it found cached; `hits` is the share of the h
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,16 +36,19 @@ import msgspec
 import numpy as np
 
 from benchmarks.frame import Row, header, progress, table, write
+from benchmarks.prefix_hosts import WORKER, HostedFleet
+from benchmarks.prefix_worker import PULLED
 from kvcache.errors import KVCacheError
 from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet
 from scheduler_adapters.service.server import ServerConfig
+from tests.hosts.network import why_not
 
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 3072)
-FLEETS = ((2, 2), (4, 1))
-PAIRS = 20
-_TIE = 1.05
+FLEETS = ((2, 2, ""), (4, 1, ""), (2, 1, "1gbit"), (2, 1, "100mbit"))
+"""Prefill processes, decode processes, and the rate of each host's link; empty for one host."""
+PAIRS = 10
 _PAGE = 16
 _END = 8  # tokens of a prompt behind its head
 _LONGEST_WAIT_S = 120.0
@@ -63,12 +73,16 @@ class Heard(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A head of so many tokens: what both requests took, and what became of the second one's question."""
+    """A head of so many tokens: what both requests took, and what became of the second one's question.
+
+    `pulled` is a second request of another head that was pulled in any case; None if nobody was asked for it.
+    """
 
     length: int
-    computed: Heard
+    computed: tuple[Heard, ...]
     second: Heard
     outcome: str
+    pulled: Heard | None
 
 
 def ask(fleet: Fleet, decode: str, prefill: str, name: str, prompt: list[int]) -> Heard:
@@ -88,7 +102,7 @@ def ask(fleet: Fleet, decode: str, prefill: str, name: str, prompt: list[int]) -
     raise ServiceError(f"{name}: not served within {_LONGEST_WAIT_S:g} s")
 
 
-def pairs_of(prefills: int, decodes: int, count: int, seed: int) -> list[Pair]:
+def pairs_of(prefills: int, decodes: int, count: int, seed: int, link: str = "") -> list[Pair]:
     """Serve `count` pairs of each length, and see to it that nothing is held in the end."""
     numbers = random.Random(seed)  # noqa: S311  (guards nothing)
     names = [f"p{number}" for number in range(prefills)]
@@ -97,18 +111,26 @@ def pairs_of(prefills: int, decodes: int, count: int, seed: int) -> list[Pair]:
     lengths = [length for length in LENGTHS for _ in range(count)]
     numbers.shuffle(lengths)
     found: list[Pair] = []
-    with Fleet(configs) as fleet:
+    with HostedFleet(configs, link) if link else Fleet(configs, WORKER) as fleet:
+
+        def both(decode: str, length: int, first: str, second: str) -> tuple[Heard, Heard, str]:
+            """Serves two requests of one head at two prefill processes. Returns also the outcome of the question."""
+            owner, other = numbers.sample(names, 2)
+            head = _tokens(numbers, length)
+            computed = ask(fleet, decode, owner, first, head + _tokens(numbers, _END))
+            before = Counter(fleet.stats()[other].prefixes)
+            heard = ask(fleet, decode, other, second, head + _tokens(numbers, _END))
+            came = Counter(fleet.stats()[other].prefixes) - before
+            return computed, heard, ", ".join(came) or "nobody asked"
+
         for decode in range(decodes):
             for name in names * 2:  # the first contact is not meant
                 ask(fleet, f"d{decode}", name, f"hello {decode} {name} {numbers.random()}", _tokens(numbers, 48))
         for number, length in enumerate(lengths):
-            owner, other = numbers.sample(names, 2)
-            decode, head = f"d{number % decodes}", _tokens(numbers, length)
-            computed = ask(fleet, decode, owner, f"first {number}", head + _tokens(numbers, _END))
-            before = Counter(fleet.stats()[other].prefixes)
-            second = ask(fleet, decode, other, f"second {number}", head + _tokens(numbers, _END))
-            came = Counter(fleet.stats()[other].prefixes) - before
-            found.append(Pair(length, computed, second, ", ".join(came) or "nobody asked"))
+            decode = f"d{number % decodes}"
+            computed, second, outcome = both(decode, length, f"first {number}", f"second {number}")
+            again, pulled, came = both(decode, length, f"third {number}", f"{PULLED}{number}")
+            found.append(Pair(length, (computed, again), second, outcome, pulled if came == "pulled" else None))
         settle(fleet)
     return found
 
@@ -122,35 +144,92 @@ def settle(fleet: Fleet) -> None:
         time.sleep(0.05)
 
 
+class Judged(NamedTuple):
+    """The second requests of one length: which of them were pulled, and the medians of both ways, in milliseconds."""
+
+    pulls: list[bool]
+    pulling: float
+    computing: float
+    noise: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the two ways differ by more than chance."""
+        return abs(self.pulling - self.computing) > self.noise
+
+    @property
+    def right(self) -> list[bool]:
+        """Whether each request took the quicker way."""
+        return [pulls == (self.pulling < self.computing) for pulls in self.pulls]
+
+    def regrets(self, pulls: Sequence[bool]) -> list[float]:
+        """The milliseconds that each request loses by its way."""
+        least = min(self.pulling, self.computing)
+        return [(self.pulling if one else self.computing) - least for one in pulls]
+
+
+def judged_of(pairs: Sequence[Pair]) -> Judged | None:
+    """The requests of one length; None if its heads were not pulled at least twice."""
+    pulled = _pulled_ms(pairs)
+    computed = _computed_ms(pairs)
+    if len(pulled) < 2:
+        return None
+    noise = 2.0 * math.hypot(_error_of_median(pulled), _error_of_median(computed))
+    pulls = [pair.outcome == "pulled" for pair in pairs]
+    return Judged(pulls, statistics.median(pulled), statistics.median(computed), noise)
+
+
+def _pulled_ms(pairs: Sequence[Pair]) -> list[float]:
+    chosen = [pair.second for pair in pairs if pair.outcome == "pulled"]
+    return [1e3 * one.first_s for one in (*chosen, *(pair.pulled for pair in pairs if pair.pulled))]
+
+
+def _computed_ms(pairs: Sequence[Pair]) -> list[float]:
+    return [1e3 * one.first_s for pair in pairs for one in pair.computed]
+
+
+def _error_of_median(times: Sequence[float]) -> float:
+    """The standard error of a median, by the median of the absolute deviations."""
+    middle = statistics.median(times)
+    deviation = 1.483 * statistics.median(abs(one - middle) for one in times)
+    return 1.253 * deviation / math.sqrt(len(times))
+
+
 def rows_of(fleet: str, pairs: list[Pair]) -> list[Row]:
     """A row for each length, and one for all."""
     by_length: defaultdict[int, list[Pair]] = defaultdict(list)
     for pair in pairs:
         by_length[pair.length].append(pair)
     rows: list[Row] = []
-    rights: list[bool] = []
-    no_losses: list[bool] = []
+    every: list[Judged] = []
     for length, some in sorted(by_length.items()):
-        pulled = [1e3 * pair.second.first_s for pair in some if pair.outcome == "pulled"]
-        computed = [1e3 * pair.computed.first_s for pair in some]
+        pulled, computed, judged = _pulled_ms(some), _computed_ms(some), judged_of(some)
         row: Row = {"fleet": fleet, "tokens": length, "n": len(some), **_percentiles("computed", computed)}
         row |= _percentiles("pulled", pulled) if pulled else {}
         row |= Counter(pair.outcome for pair in some)
         row["hits"] = round(sum(pair.second.cached for pair in some) / (len(some) * (length // _PAGE * _PAGE)), 3)
-        if len(pulled) > 1:
-            pulling, computing = statistics.median(pulled), statistics.median(computed)
-            right = [(pair.outcome == "pulled") == (pulling < computing) for pair in some]
-            near = max(pulling, computing) <= _TIE * min(pulling, computing)
-            no_loss = [one or near for one in right]
-            row |= {"right": _share(right), "no_loss": _share(no_loss)}
-            rights += right
-            no_losses += no_loss
+        if judged:
+            every.append(judged)
+            row |= {"noise_ms": round(judged.noise, 1), **shares([judged])}
         rows.append(row)
     heads = sum(pair.length // _PAGE * _PAGE for pair in pairs)
     hits = round(sum(pair.second.cached for pair in pairs) / heads, 3)
-    shares: Row = {"right": _share(rights), "no_loss": _share(no_losses), "judged": len(rights)} if rights else {}
-    rows.append({"fleet": fleet, "tokens": "all", "n": len(pairs), "hits": hits, **shares})
+    rows.append({"fleet": fleet, "tokens": "all", "n": len(pairs), "hits": hits, **(shares(every) if every else {})})
     return rows
+
+
+def shares(every: Sequence[Judged]) -> Row:
+    """How many requests took the quicker way, and what the others lost."""
+    right = [one for judged in every for one in judged.right]
+    clear = [one for judged in every if judged.is_clear for one in judged.right]
+    lost = [one for judged in every for one in judged.regrets(judged.pulls)]
+    row: Row = {"right": _share(right), "judged": len(right), "clear": len(clear)}
+    row |= {"right_clear": _share(clear)} if clear else {}
+    row |= {"regret_ms": round(statistics.fmean(lost), 2), "regret_total_ms": round(sum(lost), 1)}
+    for way, pulls in (("pulled", True), ("computed", False)):
+        fixed = [one for judged in every for one in judged.regrets([pulls] * len(judged.pulls))]
+        row[f"regret_if_{way}_ms"] = round(statistics.fmean(fixed), 2)
+    return row
 
 
 def _share(of: list[bool]) -> float:
@@ -173,14 +252,18 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and the machine")
     chosen = parser.parse_args()
     rows: list[Row] = []
-    for prefills, decodes in FLEETS:
+    for prefills, decodes, link in FLEETS:
+        name = f"{prefills} + {decodes}" + (f", {link}" if link else "")
+        if link and (reason := why_not()):
+            progress(f"prefix_peers: no {name}: {reason}")
+            continue
         try:
-            pairs = pairs_of(prefills, decodes, chosen.pairs, chosen.seed)
+            pairs = pairs_of(prefills, decodes, chosen.pairs, chosen.seed, link)
         except KVCacheError as error:
             progress(f"prefix_peers: {error}")
             return 1
-        rows += rows_of(f"{prefills} + {decodes}", pairs)
-        progress(f"prefix_peers: {prefills} + {decodes} is done")
+        rows += rows_of(name, pairs)
+        progress(f"prefix_peers: {name} is done")
     print(table(rows))
     if chosen.json:
         command = f"python -m benchmarks.prefix_peers --pairs {chosen.pairs} --seed {chosen.seed}"

@@ -220,6 +220,12 @@ def from_a_peer(result: Row) -> str:
     return "; ".join(some(row["computed_ms_p50"], row["pulled_ms_p50"]) for row in rows) + " ms"
 
 
+def chosen_ways(result: Row) -> str:
+    """The share of clear choices that are right, and the loss of all, on one host and over the slowest link."""
+    rows = [one(result["rows"], fleet=fleet, tokens="all") for fleet in ("2 + 2", "2 + 1, 100mbit")]
+    return "; ".join(f"{100 * row['right_clear']:.0f} %, {row['regret_ms']:.1f} ms" for row in rows)
+
+
 def asked(result: Row) -> str:
     """Processor time that a question takes of both loops, of few pages and of many."""
     sides = [
@@ -250,10 +256,16 @@ PROCESSES = (
         first_tokens,
     ),
     Line(
-        "first token of 256; 3,072 tokens that another prefill process has computed: computed again / pulled from it",
+        "first token of 256; 3,072 tokens that another prefill process has: computed / pulled",
         "median",
         "prefix_peers",
         from_a_peer,
+    ),
+    Line(
+        "choices between the two beyond noise that are right, mean loss of all: one host; 100 Mbit/s",
+        "share",
+        "prefix_peers",
+        chosen_ways,
     ),
     Line(
         "to ask a process for 128; 8,192 pages by what they hold: processor time of its loop / of the asker's",

@@ -7,7 +7,7 @@ memory, and nothing is published. A ratio is a program's time over ours: above 1
 
 Then each source is killed, or evicts, in the middle of a fetch of 2,048 blocks. The rows say after how many seconds its
 reader is told, and what. `--link 1gbit` measures ours between two hosts, which are network namespaces of this machine,
-in turn with a bare socket; `share` is the socket's time over ours.
+in turn with a bare socket; `share` is the socket's time over ours. A first contact includes metadata and connections.
 
 Each rival runs in an environment of its own under `.venvs/`, made on the first run, by a script that is not part of
 this project (`--scripts`, its folder `rivals`).
@@ -29,11 +29,11 @@ from benchmarks.peers.environment import SCRIPTS_VARIABLE, PeerError, scripts_fo
 from benchmarks.pulls.rates import SPUN
 from benchmarks.rivals.hosts import over_link
 from benchmarks.rivals.lender import Setting
-from benchmarks.rivals.ours import ASKED, PLAIN, PULLED, SOCKET
+from benchmarks.rivals.ours import ASKED, FIRST, PLAIN, PULLED, SOCKET
 from benchmarks.rivals.programs import RIVALS, Program, output_of
 
 BLOCKS = (1, 16, 256, 2048)
-LINKED = {64 << 10: (1, 16, 256, 2048), 1 << 20: (1, 16, 128)}
+LINKED = {64 << 10: (1, 4, 16, 256, 1024), 1 << 20: (1, 16, 64)}
 """Fetches over a link: bytes of a page, and number of pages."""
 STATISTICS = (
     "us_min: least of the minima of all rounds; us_median: median of the medians of the rounds; cpu_s_per_gb: "
@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rivals", default=",".join(RIVALS), help=f"of {', '.join(RIVALS)}, or none (all)")
     parser.add_argument("--quick", action="store_true", help="half a second for each figure, and one round")
     parser.add_argument("--rounds", type=int, metavar="N", help="how often all take their turn (3)")
-    parser.add_argument("--link", metavar="RATE", help="between two hosts, a rate as tc writes it, say 1gbit")
+    parser.add_argument("--link", metavar="RATES", help="between two hosts, rates as tc writes them, say 1gbit,5gbit")
     parser.add_argument("--no-faults", action="store_true", help="kill nobody")
     parser.add_argument("--scripts", type=Path, metavar="DIR", help=f"the peers' scripts (or {SCRIPTS_VARIABLE})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round")
@@ -124,7 +124,7 @@ def shares(rows: Sequence[Row]) -> list[Row]:
         {column: row.get(column) for column in columns}
         | {"share": round(through[row["block_bytes"], row["blocks"]] / row["us_median"], 3)}
         for row in rows
-        if row["program"] in (ASKED, PULLED, SOCKET)
+        if row["program"] in (ASKED, PULLED, FIRST, SOCKET)
     ]
 
 
@@ -162,7 +162,7 @@ def main(fail: Callable[[str], None] = progress) -> int:
             faults = ours("--faults", "--blocks", str(BLOCKS[-1]))
             faults += [row for one in programs for row in one.faults()]
             print(f"\n{table(faults)}", flush=True)
-        links = linked(chosen.link, seconds) if chosen.link else []
+        links = [row for rate in filter(None, (chosen.link or "").split(",")) for row in linked(rate, seconds)]
         print(f"\n{table(links)}" if links else "", flush=True)
     except PeerError as error:
         fail(str(error))

@@ -25,8 +25,9 @@ from benchmarks.rivals.lender import LenderProcess, Setting, quiet
 from transfer import LeaseRef
 
 ASKED, PULLED, SOCKET = "ours, ask to published", "ours, of it the pull", "bare socket"
+FIRST = "ours, first contact"
 PLAIN = {SPUN: "ours, plain pull", THREADED: "ours, plain pull by the thread"}
-_LEAST, _MOST = 9, 2000
+_LEAST, _LEAST_OVER_LINK, _MOST = 9, 3, 2000
 _MOST_PROMPTS = 512
 _SPARE = 32  # pages of the pool, so that no prompt evicts another as it is computed
 
@@ -60,7 +61,8 @@ def fetches(
     read_before, _ = reader.exchange.totals()
     settle()
     end = time.monotonic() + budget_s
-    while len(times) < _LEAST or (time.monotonic() < end and len(times) < _MOST):
+    least = _LEAST if bare is None else _LEAST_OVER_LINK
+    while len(times) < least or (time.monotonic() < end and len(times) < _MOST):
         number = (len(times) + 1) % count
         if not number and count * blocks <= reader.manager.total_num_pages:
             reader.forget()
@@ -80,6 +82,18 @@ def fetches(
     yield row_of(PULLED, blocks, size, [one.pull for one in times], None) | order
     if through:
         yield row_of(SOCKET, blocks, size, through, None)
+
+
+def first_contacts(setting: Setting, lender: LenderProcess, blocks: int) -> Row:
+    """Fetches by readers that the source has never met, from the question to published pages."""
+    times = list[float]()
+    for _ in range(_LEAST_OVER_LINK):
+        lender("lay_out", 2, blocks)
+        with Fetcher(setting, lender) as reader:
+            took, fetch = reader.fetch(0, blocks)
+            fetch.release()
+            times.append(took.total)
+    return row_of(FIRST, blocks, setting.page_bytes, times, None)
 
 
 def _leased(pull: Callable[[Pages, LeaseRef], Times], pages: Sequence[Pages], source: SourceProcess) -> Program:
@@ -127,6 +141,8 @@ def main() -> None:
         for blocks in every:
             show(fetches(setting, reader, lender, blocks, chosen.seconds, bare))
             progress(f"ours: {blocks} blocks")
+        if bare is not None:
+            show(first_contacts(setting, lender, blocks) for blocks in every)
     if chosen.plain:
         for blocks in every:
             show(plain(blocks, chosen.seconds))

@@ -1,0 +1,59 @@
+"""A fleet whose servers are each on a host of their own, behind links of a given rate (`tests.hosts.network`)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from scheduler_adapters.service.fleet import Fleet
+from scheduler_adapters.service.server import ServerConfig
+from tests.hosts.network import SUBNET, Host, network
+
+WORKER = (sys.executable, "-m", "benchmarks.prefix_worker")
+
+
+class HostedFleet(Fleet):
+    """The servers of `benchmarks.prefix_worker`. They talk to their parent through files, and to each other by TCP.
+
+    Args:
+        configs: one for each server, with its name.
+        rate: of each link, as `tc` writes it.
+    """
+
+    def __init__(self, configs: Sequence[ServerConfig], rate: str) -> None:
+        self._rate = rate
+        self._names = [config.name for config in configs]
+        self._hosts: dict[str, Host] = {}
+        self._links = ExitStack()
+        allowed = (f"{SUBNET}.0/24",)
+        super().__init__([msgspec.structs.replace(one, allowed_peers=allowed) for one in configs], WORKER, curve=True)
+
+    def __enter__(self) -> Self:
+        for host in self._links.enter_context(network(*self._names)):
+            host.shape(self._rate)
+            self._hosts[host.name] = host
+        try:
+            return super().__enter__()
+        except BaseException:
+            self._links.close()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._links:
+            super().__exit__(kind, error, trace)
+
+    def _filled_in(self, config: ServerConfig) -> ServerConfig:
+        at = self._hosts[config.name].address
+        return msgspec.structs.replace(super()._filled_in(config), handshake=f"tcp://{at}:0")
+
+    def _start_one(self, name: str) -> None:
+        variables = ("UCX_TLS=tcp,self", "UCX_NET_DEVICES=net0")
+        self._program = self._hosts[name].command("env", *variables, *WORKER)
+        super()._start_one(name)
