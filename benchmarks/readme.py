@@ -221,9 +221,12 @@ def from_a_peer(result: Row) -> str:
 
 
 def chosen_ways(result: Row) -> str:
-    """The share of clear choices that are right, and the loss of all, on one host and over the slowest link."""
+    """The share of right choices, how many are right where it is clear, and the loss: one host, and a slow link."""
     rows = [one(result["rows"], fleet=fleet, tokens="all") for fleet in ("2 + 2", "2 + 1, 100mbit")]
-    return "; ".join(f"{100 * row['right_clear']:.0f} %, {row['regret_ms']:.1f} ms" for row in rows)
+    return "; ".join(
+        f"{100 * row['right']:.0f} %, {row['right_clear'] * row['clear']:.0f}/{row['clear']}, {row['regret_ms']:.1f} ms"
+        for row in rows
+    )
 
 
 def asked(result: Row) -> str:
@@ -262,7 +265,7 @@ PROCESSES = (
         from_a_peer,
     ),
     Line(
-        "choices between the two beyond noise that are right, mean loss of all: one host; 100 Mbit/s",
+        "right choices, of those beyond noise, mean loss: one host; 100 Mbit/s",
         "share",
         "prefix_peers",
         chosen_ways,
