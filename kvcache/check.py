@@ -47,7 +47,7 @@ def check_replica(replica: Replica) -> None:
     rows = replica.rows
     for request_id, row in rows.row_of.items():
         if rows.request_ids[row] != request_id:
-            raise InvariantError(f"request {request_id!r}: its row {row} names {rows.request_ids[row]!r}")
+            raise InvariantError(f"request {request_id!r}: its row {row} belongs to {rows.request_ids[row]!r}")
         _check_row(replica, row)
     for row, request_id in enumerate(rows.request_ids):
         if request_id is None and (rows.num_pages[row] or rows.table[:, row].any()):
@@ -64,11 +64,12 @@ def _check_row(replica: Replica, row: int) -> None:
     if pages.size and not (pages.min() >= 1 and pages.max() <= pool.num_pages):
         raise InvariantError(f"request {request_id!r}: names a page that is not within 1 to {pool.num_pages}")
     if rows.table[:, row, end:].any():
-        raise InvariantError(f"request {request_id!r}: names pages past its {end}")
+        raise InvariantError(f"request {request_id!r}: has page numbers after its last page {end}")
     if committed > end or not pool.index.published[replica.tables.pages(row, committed)].all():
         raise InvariantError(f"request {request_id!r}: not all of its {committed} committed pages are published")
     # A fork may have published the pages that it shares with this row. With several tables, a pending import may have
-    # found more pages of the first one than of all. A row may also have published pages after one from a lower tier.
+    # found more pages in the first table than in all of them. A row may also have published pages after one from a
+    # lower tier.
     alone = pool.holders[pages[committed:]] == 1
     found = not replica.tables.is_plain or replica.tier.keeps
     if not found and (pool.index.published[pages[committed:]] & alone).any():

@@ -46,11 +46,11 @@ class Claims:
         check_request_id(request_id, "external_claim")
         if request_id in self.places:
             _, holder, _ = self.locate(request_id, "external_claim")
-            raise AlreadyClaimedError(f"request {request_id!r}: claimed on replica {holder} already")
+            raise AlreadyClaimedError(f"request {request_id!r}: is already claimed on replica {holder}")
         chosen = 0 if replica_idx is None and count == 1 else integer(replica_idx)
         if chosen is None or not 0 <= chosen < count:
             raise InvalidRequestError(
-                f"request {request_id!r}: replica_idx is {shown(replica_idx)}, one of the {count} replicas is needed"
+                f"request {request_id!r}: replica_idx is {shown(replica_idx)}: 0 to {count - 1} is needed"
             )
         self._replicas[chosen].check_free(request_id)
         return chosen
@@ -181,20 +181,22 @@ class Claims:
         if rows != self.places:
             odd = min(request_id for request_id, _ in rows.items() ^ self.places.items())
             raise InvariantError(
-                f"request {odd!r}: claimed at place {self.places.get(odd)}, but the replicas have {rows.get(odd)}"
+                f"request {odd!r}: is claimed at place {self.places.get(odd)}, but the replicas have {rows.get(odd)}"
             )
         if {_key(context): place for place, context in self._contexts.items()} != self.bound:
-            raise InvariantError(f"{len(self.bound)} contexts are bound, {len(self._contexts)} are kept, or others")
+            raise InvariantError(
+                f"the {len(self.bound)} bound contexts are not the {len(self._contexts)} contexts that are kept alive"
+            )
         with_pages = {place for place in rows.values() if self._at(place)[0].rows.num_pages[self._at(place)[2]]}
         for place in with_pages ^ self._contexts.keys():
-            raise InvariantError(f"place {place}: its row has pages or is bound to a context, not both")
+            raise InvariantError(f"place {place}: its row must have both pages and a bound context, or neither")
 
     def _place(self, request_id: RequestID, call: str) -> int:
         try:
             return self.places[request_id]
         except (KeyError, TypeError):  # an id that is no string may not be hashable
             raise UnknownRequestError(
-                f"request {shown(request_id)}: {call} of a request that is not claimed (or was released)"
+                f"request {shown(request_id)}: {call}: the request was never claimed, or was released"
             ) from None
 
     def _at(self, place: int) -> tuple[Replica, int, int]:
@@ -207,8 +209,8 @@ class Claims:
         place = self._place(context.request_id, call)
         if place in self._contexts:
             raise InvalidRequestError(
-                f"request {context.request_id!r}: {call} with another context object than its pages were reserved for: "
-                "release the request and claim it anew to give it another"
+                f"request {context.request_id!r}: {call} got another context object than its pages were reserved for: "
+                "pass that object, or release the request and claim it again"
             )
         return place
 
@@ -228,7 +230,7 @@ class Claims:
             ]
         if len(found) > 1 and len(set(found)) != len(found):
             twice = next(at for at, place in enumerate(found) if place in found[:at])
-            raise InvalidRequestError(f"request {contexts[twice].request_id!r}: named twice in one {call}")
+            raise InvalidRequestError(f"request {contexts[twice].request_id!r}: is named twice in one {call}")
         places = np.fromiter(found, np.int64, len(found))
         if len(self._replicas) == 1:
             return contexts, np.zeros(len(found), np.int64), places, places, unbound
@@ -236,7 +238,7 @@ class Claims:
 
     def _refuse_stale(self, batch: Batch, call: str) -> None:
         if batch.owner is not self:
-            raise InvalidRequestError(f"{call} of a batch of {len(batch)} requests that another manager made")
+            raise InvalidRequestError(f"{call}: another manager made this batch of {len(batch)} requests")
         unbound = False
         for context, place in zip(batch, as_rows(batch.places).tolist(), strict=True):
             at = self.bound.get(_key(context))
@@ -246,7 +248,8 @@ class Claims:
                 unbound = True
             if at != place:
                 raise InvalidRequestError(
-                    f"request {context.request_id!r}: {call} of a batch made before its release; make a new one"
+                    f"request {context.request_id!r}: {call}: it was released after the batch was made; make a new "
+                    "batch"
                 )
         batch.found_right(self._releases, unbound=unbound)
 
@@ -263,4 +266,4 @@ def _listed(batch: object, call: str) -> list[Context]:
     try:
         return list(cast("Iterable[Context]", batch))
     except TypeError:
-        raise InvalidRequestError(f"{call} of {shown(batch)}: a sequence of request contexts is needed") from None
+        raise InvalidRequestError(f"{call} got {shown(batch)}: a sequence of request contexts is needed") from None

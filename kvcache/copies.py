@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
 
-_STAGED_BYTES = 32 << 20  # device memory used at a time
+_STAGED_BYTES = 32 << 20  # the most device memory used at a time
 
 
 def page_rows(blocks: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ def _as_words(blocks: torch.Tensor, elements: int) -> torch.Tensor:
 
 
 def copy_pages(source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Ids) -> None:
-    """Copy rows `taken` of `source` to as many distinct rows `given` of `target`, in any memory."""
+    """Copy rows `taken` of `source` to the distinct rows `given` of `target`, one to one, in any memory."""
     if source.device.type == target.device.type == "cpu":
         copy_rows(source.numpy(), taken, target.numpy(), given)
         return
@@ -183,11 +183,11 @@ class PageMover:
         self.at_once = self._side is None
 
     def store(self, pages: Ids, slots: Ids) -> list[CopyMark]:
-        """Copy device pages to as many distinct host slots."""
+        """Copy device pages to distinct host slots, one to one."""
         return self._copy(self._pages, pages, self._slots, slots)
 
     def load(self, slots: Ids, pages: Ids) -> list[CopyMark]:
-        """Copy host slots to as many distinct device pages."""
+        """Copy host slots to distinct device pages, one to one."""
         return self._copy(self._slots, slots, self._pages, pages)
 
     def _copy(self, source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Ids) -> list[CopyMark]:

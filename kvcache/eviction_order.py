@@ -109,7 +109,7 @@ class EvictionOrder(Protocol):
         return 0
 
     def leads(self, pages: Pages | Indices) -> NDArray[np.float64]:
-        """The lead of each of `pages` over its age, in pool sizes; negative if it goes earlier."""
+        """How much later than by age alone each of `pages` is evicted, in pool sizes; negative if it is earlier."""
         return np.zeros(len(pages))
 
     def first_lead(self) -> float:
@@ -117,7 +117,7 @@ class EvictionOrder(Protocol):
         return 0.0
 
     def positions(self, pages: Indices) -> Indices:
-        """A number for each of `pages`, roughly larger the later it goes; any number for a page not in the order.
+        """A number for each of `pages`: a larger one roughly means a later eviction. Any number for a page not in it.
 
         It may be called from another thread than the one that changes the order.
         """
@@ -130,4 +130,6 @@ class EvictionOrder(Protocol):
         """Raise `InvariantError` if the counts disagree."""
         pages = self.pages()
         if len(np.unique(pages)) != len(pages) or len(pages) != self.count:
-            raise InvariantError(f"idle order: {len(np.unique(pages))} pages in {len(pages)}, {self.count} counted")
+            raise InvariantError(
+                f"idle order: holds {len(pages)} entries for {len(np.unique(pages))} pages, but count is {self.count}"
+            )

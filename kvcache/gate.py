@@ -38,7 +38,7 @@ _READ, _PASSED = 1 << 14, 1 << 18  # the most bytes at a time, from a peer and t
 _FRAMES_AT_ONCE = 64  # the most frames of one peer before the others have their turn
 _ACCEPTS_PER_S = 500.0
 _REFILL_S = 0.002
-_SAID_S = 60.0  # between two log messages
+_SAID_S = 60.0  # the least time between two log messages
 _INTERFACE_ADDRESS = 0x8915  # the ioctl SIOCGIFADDR
 _log = logging.getLogger("pagewire")
 
@@ -48,14 +48,14 @@ class Limits:
     """Limits on the traffic of one peer and on the number of peers."""
 
     message_bytes: int
-    frames: int = 8  # of one message
+    frames: int = 8  # the most frames of one message
     per_second: float = 300.0  # frames; twice as many in a burst; all peers together may send ten times that
     peers: int = 1024
-    subscription_bytes: int | None = None  # of one connection in all; None: no limit
+    subscription_bytes: int | None = None  # the most for one connection in all; None: no limit
 
     @property
     def most_peers(self) -> int:
-        """The most peers at a time. Each takes three file descriptors, and half of the process's stay free."""
+        """The most peers at a time. Each takes three file descriptors; half of the process's limit stays free."""
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return self.peers if most == resource.RLIM_INFINITY else min(self.peers, max(8, most // 6))
 
@@ -75,7 +75,7 @@ class FrameCounter:
         self._limits = limits
         self._greeted = 0
         self._left = 0  # bytes that are left of the present frame
-        self._frames = self._bytes = 0  # of the present message
+        self._frames = self._bytes = 0  # frames and bytes so far of the present message
         self._subscribed = 0
 
     def passes(self, data: bytes, most: int) -> tuple[int, int]:
@@ -101,7 +101,7 @@ class FrameCounter:
             expected = {0: (0xFF,), 9: (0x7F,), 10: range(3, 256)}.get(at)
             expected = b"NULL\0"[at - 12 : at - 11] if 12 <= at < 17 else expected
             if expected is not None and byte not in expected:
-                raise GateError("protocol", "it does not speak ZMTP 3 without encryption")
+                raise GateError("protocol", "the peer does not speak ZMTP 3 without encryption")
         self._greeted += len(part)
         return len(part)
 
@@ -111,13 +111,13 @@ class FrameCounter:
             return 0
         flags = data[at]
         if flags > (_MORE | _LONG | _COMMAND):
-            raise GateError("protocol", f"a frame has the flags {flags:#x}")
+            raise GateError("protocol", f"a frame has the unknown flags {flags:#x}")
         length = 9 if flags & _LONG else 2
         if len(data) - at < length:
             return 0
         size = int.from_bytes(data[at + 1 : at + length], "big")
         if size > self._limits.message_bytes:
-            raise GateError("bytes", f"a frame of {size} bytes, {self._limits.message_bytes} may be")
+            raise GateError("bytes", f"a frame of {size} bytes; at most {self._limits.message_bytes} are allowed")
         begin = data[at + length : at + length + min(size, _LONGEST_NAME)]
         if self._limits.subscription_bytes is not None and len(begin) < min(size, _LONGEST_NAME):
             return 0
@@ -236,7 +236,7 @@ class Gate:
         self._listener, self.address = listen(address)
         self._what, self._limits = what, limits
         self._tokens, self._accepts = FrameAllowance(10 * limits.per_second), FrameAllowance(_ACCEPTS_PER_S)
-        self._peers: dict[_Connection, tuple[int, int]] = {}  # with the events for which each is polled
+        self._peers: dict[_Connection, tuple[int, int]] = {}  # with the events to poll for
         self._held: deque[_Connection] = deque()
         self._said_at = -_SAID_S
         # After `close`: until when the rest is passed on, as set by the caller, and as read by the thread.

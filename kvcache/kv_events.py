@@ -42,7 +42,9 @@ class KVEvents:
                     f"kv_events: {name} is {shown(address)}: an address of {', '.join(_TRANSPORTS)} is needed"
                 )
             if address.startswith("tcp://") and not address.rpartition(":")[2].isdecimal():
-                raise InvalidParamsError(f"kv_events: {name} is {shown(address)}: a port is needed, 0 for any")
+                raise InvalidParamsError(
+                    f"kv_events: {name} is {shown(address)}: a port is needed (0 picks a free one)"
+                )
         if not isinstance(self.topic, str):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
             raise InvalidParamsError(f"kv_events: topic is {shown(self.topic)}: text is needed")
         whole("kv_events: buffer_steps", self.buffer_steps, 1)

@@ -39,11 +39,13 @@ class LayerGroup:
         one_of("kind", self.kind, get_args(LayerKind))
         if self.kind == "full":
             if self.window != 0:
-                raise InvalidParamsError(f"window is {shown(self.window)}: a group of full attention has none, 0")
+                raise InvalidParamsError(
+                    f"window is {shown(self.window)}: a group with full attention has no window; leave it at 0"
+                )
         else:
             object.__setattr__(self, "window", whole("window", self.window, 1))
         if not isinstance(cast("object", self.layers), tuple | list | range) or not self.layers:
-            raise InvalidParamsError(f"layers is {shown(self.layers)}: the numbers of one layer or more are needed")
+            raise InvalidParamsError(f"layers is {shown(self.layers)}: one or more layer numbers are needed")
         object.__setattr__(self, "layers", tuple(whole("layers", layer, 0) for layer in self.layers))
 
     @property
@@ -144,7 +146,8 @@ def layer_tables(groups: tuple[LayerGroup, ...], num_layers: int) -> LayerTables
         odd = next((layer for layer in named if named.count(layer) > 1 or layer >= num_layers), None)
         odd = next(layer for layer in range(num_layers) if layer not in named) if odd is None else odd
         raise InvalidParamsError(
-            f"groups have layer {odd} {named.count(odd)} times: each of the {num_layers} layers is in one group"
+            f"groups name layer {odd} {named.count(odd)} times: each of the {num_layers} layers must be in exactly "
+            "one group"
         )
     in_order = sorted(groups, key=lambda group: (group.kind != "full", -group.window))
     _, _, size = min(

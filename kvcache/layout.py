@@ -87,7 +87,7 @@ class KindPages(NamedTuple):
     """The location on one shard of pages that are not token pages, such as a part of recurrent states."""
 
     kind: str  # the name of the logical tensor that they belong to ("ssm")
-    layout: PageLayout  # of one page
+    layout: PageLayout  # the layout of one page
     region: int | None  # the index of their tensor among those of further kinds; None: they lie in the token pages
     offset: int  # bytes from the start of the tensor to page 0
     stride: int  # bytes from one page to the next

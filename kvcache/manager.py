@@ -599,7 +599,7 @@ class PagedKVCacheManager:
                 self._replicas.forget_idle()
 
     def flush_tiers(self) -> None:
-        """Copy all published pages to host and files, and wait. For shutdown and measurements: steps copy anyway."""
+        """Copy all published pages to host and files, and wait. Steps copy them anyway: call it before a shutdown."""
         self._mark.check("flush_tiers")
         with self._mark.changing("flush_tiers"):
             self._replicas.flush()

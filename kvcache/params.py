@@ -278,11 +278,11 @@ class KVCacheParams:
         copies, every = self.state_copies, self.state_every_pages
         if self.has_states_in_pages and copies is not None:
             raise InvalidParamsError(
-                f"state_copies is {copies}: with share_state_memory their number is not fixed, leave it out"
+                f"state_copies is {copies}: with share_state_memory the number is not fixed; leave state_copies out"
             )
         if not self.enable_prefix_caching and (copies or every):
             raise InvalidParamsError(
-                f"state_copies is {copies}, state_every_pages {every}: there are none, as enable_prefix_caching is off"
+                f"state_copies is {copies} and state_every_pages is {every}: both need enable_prefix_caching"
             )
         _check(
             self.partial_reuse_min_tokens == 0,

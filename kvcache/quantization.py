@@ -37,13 +37,14 @@ class KVCacheQuantizationConfig:
         for name, rule in _RULES.items():
             object.__setattr__(self, name, rule(name, getattr(self, name)))
         if not self.scale_dtype.is_floating_point:
-            raise InvalidParamsError(f"scale_dtype is {self.scale_dtype}: a type of floating-point numbers is needed")
+            raise InvalidParamsError(f"scale_dtype is {self.scale_dtype}: a floating-point type is needed")
 
     def check(self, dtype: torch.dtype, head_dim: int) -> None:
         """Raise `InvalidParamsError` unless values of `dtype` and heads of `head_dim` can have these scales."""
         if dtype.itemsize != 1:
-            raise InvalidParamsError(f"dtype is {dtype}: kvcache_quant_config is for types of 8 bits")
+            raise InvalidParamsError(f"dtype is {dtype}: kvcache_quant_config needs an 8-bit type")
         if head_dim % self.quantization_granularity:
             raise InvalidParamsError(
-                f"quantization_granularity is {self.quantization_granularity}: it does not divide head_dim {head_dim}"
+                f"quantization_granularity is {self.quantization_granularity}: a divisor of head_dim {head_dim} is "
+                "needed"
             )

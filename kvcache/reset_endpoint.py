@@ -22,7 +22,9 @@ _log = logging.getLogger("pagewire")
 def check_endpoint(endpoint_base: object) -> None:
     """Raise `InvalidParamsError` unless this is None or can be the beginning of an address."""
     if endpoint_base is not None and (not isinstance(endpoint_base, str) or "\0" in endpoint_base):
-        raise InvalidParamsError(f"zmq_endpoint_base is {shown(endpoint_base)}: the beginning of an address is needed")
+        raise InvalidParamsError(
+            f"zmq_endpoint_base is {shown(endpoint_base)}: the start of a ZMQ address is needed, such as ipc:///tmp/cache"
+        )
 
 
 def open_endpoint(endpoint_base: str | None, *, caching: bool) -> "NoEndpoint":
@@ -30,7 +32,7 @@ def open_endpoint(endpoint_base: str | None, *, caching: bool) -> "NoEndpoint":
     if endpoint_base is None:
         return NoEndpoint()
     if not caching:
-        _log.warning("zmq_endpoint_base opens nothing without prefix caching")
+        _log.warning("zmq_endpoint_base has no effect, because prefix caching is off")
         return NoEndpoint()
     return ResetEndpoint(endpoint_base)
 

@@ -15,7 +15,7 @@ Times = NDArray[np.float64]
 LEVELS = 5
 NEUTRAL = 2  # the level, and the code, of a page without a hint
 _TTL_CLASSES = 7  # no limit; up to 4, 16, 64, 256, 1024 seconds; longer
-SHARED = LEVELS * _TTL_CLASSES  # neutral, and never put first again: see `merge_codes`
+SHARED = LEVELS * _TTL_CLASSES  # neutral, and never evicted first by a later hint: see `merge_codes`
 LEVEL_OF = np.array([*[code % LEVELS for code in range(SHARED)], NEUTRAL], np.uint8)
 
 

@@ -138,7 +138,7 @@ def pages_per_replica(
     """Pages of each replica when `memory` bytes are split over the replicas.
 
     Raises `InvalidParamsError` if `memory` is no number of bytes, or gives more pages than there are ids. Raises
-    `PoolTooSmallError` (a RuntimeError) if it gives no page, or more than the host has memory for.
+    `PoolTooSmallError` (a RuntimeError) if no page fits in it, or the host lacks the memory for so many pages.
     """
     if memory is None:
         raise InvalidParamsError("available_cache_memory is not given: a number of bytes is needed")
@@ -150,18 +150,18 @@ def pages_per_replica(
     if apart and share <= apart:
         count = params.states_apart(rows)
         raise PoolTooSmallError(
-            f"available_cache_memory is {budget} bytes: {count} state pages, and one that is nobody's, take {apart} of "
+            f"available_cache_memory is {budget} bytes: {count} state pages and the null state page take {apart} of "
             "each replica"
         )
     share -= apart
     if share < size:
         raise PoolTooSmallError(
-            f"available_cache_memory is {budget} bytes, {share} for each of {params.data_parallel_degree} replicas: "
-            f"one page takes {size}"
+            f"available_cache_memory is {budget} bytes, which leaves {share} bytes for the pages of each of "
+            f"{params.data_parallel_degree} replicas: at least one page of {size} bytes must fit"
         )
     if share // size >= MOST:
         raise InvalidParamsError(
-            f"available_cache_memory is {budget} bytes, {share // size} pages a replica: {MOST - 1} are the most"
+            f"available_cache_memory is {budget} bytes, {share // size} pages a replica: at most {MOST - 1} are allowed"
         )
     _refuse_what_no_host_holds(params, sizes, tables, page_size, share // size, devices)
     return share // size
@@ -280,10 +280,10 @@ def stream_of(session: object, devices: Sequence[torch.device]) -> Any:
             f"session is {shown(session)}: a torch.cuda.Stream, an object with one as `stream`, or None is needed"
         )
     if stream is not None and devices[0].type == "cpu":
-        _log.warning("session orders nothing without a GPU")
+        _log.warning("session has no effect, because the cache is not on a GPU")
     return stream
 
 
 def _refuse_unknown(call: str, unknown: dict[str, Any]) -> None:
     for name, value in unknown.items():
-        raise UnknownArgumentError(f"{call}: {name}={shown(cast('object', value))} is a keyword that nothing uses")
+        raise UnknownArgumentError(f"{call}: {name}={shown(cast('object', value))} is not a keyword of this call")

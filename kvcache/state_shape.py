@@ -30,13 +30,13 @@ class StateShape:
     """
 
     layers: int  # the number of recurrent layers
-    heads: int  # of one layer
+    heads: int  # the heads of one layer
     head_dim: int  # channels of x for each head
     groups: int  # groups of heads that share one B and one C; 1 if these are not convolved
     d_state: int  # elements of the state for each channel of x; also channels of B, and of C, for each group
     kernel: int  # the width of the convolution, which keeps one input fewer; 1 if there is none
-    conv_dtype: torch.dtype  # of the convolution's inputs
-    ssm_dtype: torch.dtype = torch.float32  # of the matrices
+    conv_dtype: torch.dtype  # the type of the convolution's inputs
+    ssm_dtype: torch.dtype = torch.float32  # the type of the matrices
     form: StateForm = "mamba2"
 
     @property
@@ -59,7 +59,9 @@ class StateShape:
             if getattr(self, name) < 1:
                 raise InvalidParamsError(f"{name} is {getattr(self, name)}: at least 1 is needed")
         if self.conv_kinds and self.kernel < 2:
-            raise InvalidParamsError(f"kernel is {self.kernel}: at least 2 is needed, or no input is kept")
+            raise InvalidParamsError(
+                f"kernel is {self.kernel}: at least 2 is needed, because a kernel of 1 keeps no inputs"
+            )
         if self.heads % self.groups:
             raise InvalidParamsError(f"heads is {self.heads}: no multiple of the {self.groups} groups")
 

@@ -89,7 +89,7 @@ class StepsInFlight:
         most = len(self._placed[0].replica.rows.request_ids)
         least = max(len(inputs.cache_lengths) for inputs in step.inputs) if step.inputs else 0
         if step.is_over or not least <= batch_size <= most:
-            state = "is over" if step.is_over else f"has {least} requests of a replica, which has {most} rows"
+            state = "is over" if step.is_over else f"needs a batch of {least} (its requests) to {most} (the rows)"
             raise InvalidRequestError(f"padded to a batch of {batch_size}: the step of {step.num_requests} {state}")
         tables = [table for place in self._placed for table in place.step_tables(step.number)]
         return [table.padded(inputs, batch_size) for table, inputs in zip(tables, step.inputs, strict=True)]
@@ -106,18 +106,20 @@ class StepsInFlight:
         for place in self._placed:
             pool = place.replica.pool
             if len(pool.parked) != len(self.open):
-                raise InvariantError(f"{len(self.open)} steps are in flight, pages are parked for {len(pool.parked)}")
+                raise InvariantError(
+                    f"{len(self.open)} steps are in flight, but pages are parked for {len(pool.parked)}"
+                )
             for step in self.open:
                 pages = place.step_tables(step.number)[0].pages()
                 free = pages[(pool.holders[pages] == 0) & (pool.writers[pages] == 0)]
                 if free.size:
-                    raise InvariantError(f"page {free[0]} is free, and {step} may still read and write it")
+                    raise InvariantError(f"page {free[0]} is free, but {step} may still read or write it")
 
 
 def check_step(step: object, owner: StepsInFlight) -> StepInFlight:
     """Raise `InvalidRequestError` unless the step is one of this manager's."""
     if not isinstance(step, StepInFlight):
-        raise InvalidRequestError(f"end_step: {type(step).__name__} is no step: one of fetch_ahead is needed")
+        raise InvalidRequestError(f"end_step: {type(step).__name__} is not a step: pass one that fetch_ahead returned")
     if step.owner is not owner:
-        raise InvalidRequestError(f"end_step of a step of {step.num_requests} requests that another manager fetched")
+        raise InvalidRequestError(f"end_step: another manager fetched this step of {step.num_requests} requests")
     return step

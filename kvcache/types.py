@@ -91,8 +91,8 @@ class Admission(NamedTuple):
     """The best replica for a request that is not claimed yet, and the expected outcome of a claim there."""
 
     replica_idx: int
-    cached_pages: int  # pages of the request that are published there
-    missing_pages: int  # pages that it would have to allocate there, to begin with
+    cached_pages: int  # pages of the request that are published on that replica
+    missing_pages: int  # pages that the request would first have to allocate there
     # Whether a row and the missing pages are free now, so that `external_claim` and `maybe_reserve` succeed if nothing
     # else happens before. False: the request fits on no replica (rule `prefix`) or not on this one (other rules), and
     # has to wait for a release. If recurrent states lie among the pages, the claim itself may evict found pages. These

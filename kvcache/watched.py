@@ -25,7 +25,7 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 class PageState(IntEnum):
     """The state of a page. If several apply, the last of them counts."""
 
-    FREE = 0  # its content is worth nothing
+    FREE = 0  # its content is not needed
     IDLE = 1  # cached and findable, without a holder: it may be evicted
     HELD = 2  # a request has it
     LEASED = 3  # no request has it; a lease keeps it for a reader
@@ -60,7 +60,7 @@ class _Versioned(msgspec.Struct, frozen=True):
 
 
 def other_version(message: bytes, known: type[msgspec.Struct]) -> str:
-    """An error text if `message` is of another version than `known`; otherwise empty."""
+    """An error text if the version of `message` is not `known`; otherwise empty."""
     try:
         found = msgspec.msgpack.decode(message, type=_Versioned).type
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -75,7 +75,7 @@ class AskLook(msgspec.Struct, frozen=True, kw_only=True, tag="ask_look/1"):
     """A watcher's question, which one look answers. Without questions no look is made."""
 
     known: Count = 0  # the number of the last look received; 0: none, so the answer is a full look
-    incarnation: Label = ""  # of the watch that sent that look
+    incarnation: Label = ""  # the incarnation of the watch that sent that look
     check: bool = False  # ask the loop for a recount, which stops it meanwhile; `CheckReport` has the result
 
 
@@ -162,9 +162,9 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
 class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look/1"):
     """A description of a manager at one moment."""
 
-    name: Label  # of the process
+    name: Label  # the name of the process
     incarnation: Label  # a random id of the watch
-    number: Count  # of the look
+    number: Count  # the number of the look
     base: Count  # the look since which this one lists changes; 0: it is a full look
     at: float  # seconds since 1970
     cost_s: float  # processor time of the last look

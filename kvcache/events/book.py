@@ -52,7 +52,7 @@ class EventBook:
 
     def __init__(self, ranks: int, capacity: int, page_size: int, *specs: CacheSpec) -> None:
         self.begun_anew = functools.partial(EventBook, ranks, capacity, page_size, *specs)
-        # Room for present pages, for a parent of each, and for pages that leave before the next end of a call.
+        # Room for present pages, for a parent of each, and for pages that are removed before the current call ends.
         most = 4 * capacity
         self._sources = sources = ranks * len(specs)
         self._page_size = page_size

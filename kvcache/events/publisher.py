@@ -29,7 +29,7 @@ from kvcache.kv_events import KVEvents
 from kvcache.pool.index import PrefixIndex
 from kvcache.sockets import SUBSCRIPTIONS, bound_socket
 
-_LOOK_MS = 5  # between two looks at an empty log
+_LOOK_MS = 5  # pause between two looks at an empty log
 # Python switches threads only after 5 ms unless the running thread waits. So this thread pauses by itself after so many
 # entries, and after so many tokens of events. The pause is long enough to wake a waiting thread.
 _ENTRIES_A_TURN = 16
@@ -44,8 +44,8 @@ _QUIET_S = 1.0  # after this an empty batch is sent, so that a subscriber which 
 _RING_BYTES = 64 << 20
 _TOKENS_A_BATCH = 1 << 16
 _REPLAYED = 1000  # the most batches of a replay; a subscriber that lacks more gets the whole state
-_REPLAY_SHARE = 0.2  # of this thread's time, for replays
-_BYTES_A_TURN = 1 << 18  # of an answer, including a cost for each message; later turns send the rest
+_REPLAY_SHARE = 0.2  # the share of this thread's time for replays
+_BYTES_A_TURN = 1 << 18  # the most of an answer, with a cost for each message; later turns send the rest
 _MESSAGE_COST = 1 << 12
 _UNREAD = 16  # messages that wait in the socket for a peer; the rest of the one answer waits in `_unsent`
 _UNREAD_S = 2.0  # if a peer takes nothing of its answer for so long, the rest is dropped
@@ -55,7 +55,7 @@ _UNREAD_S = 2.0  # if a peer takes nothing of its answer for so long, the rest i
 _ANEW_SHARE = 0.2
 _LEAST_ANEW_S, _MOST_ANEW_S = 0.5, 10.0
 _ANEW_AHEAD = 2
-_JOIN_S = 0.25  # from a connection until its subscription has surely arrived
+_JOIN_S = 0.25  # after this time the subscription of a new connection has surely arrived
 _END_S = 1.0
 
 _log = logging.getLogger("pagewire")
@@ -192,7 +192,7 @@ class _Worker:
         self._untold: list[Told] = []  # events of entries that the loop has applied
         self._lost = False  # entries were dropped, so the book is wrong
         self._replay_at = 0.0  # the earliest time of the next replay
-        self._owed: list[float] = []  # the times, ascending, at which subscribers need the whole state; none is moved
+        self._owed: list[float] = []  # ascending times at which subscribers need the whole state; none changes
         self._told_anew_at = 0.0  # the time of the last announcement of the whole state
         self._anew_s = _LEAST_ANEW_S  # the pause that one announcement costs
         self._paid_at = 0.0  # when the pauses of all announcements are over
@@ -217,7 +217,7 @@ class _Worker:
                 else:
                     self._poll(_LOOK_MS)
             except Exception:  # noqa: BLE001 - the whole state is announced anew
-                _log.exception("KV events: a turn failed")
+                _log.exception("KV events: a turn of the publisher thread failed")
                 self._behind = True
                 time.sleep(_QUIET_S)
         while self.turn():
@@ -300,7 +300,7 @@ class _Worker:
         try:
             return self._book.apply(entries)
         except Exception:  # noqa: BLE001 - events must not stop the manager; present pages are no longer reported
-            _log.exception("KV events: what was written down cannot be followed, and is begun anew")
+            _log.exception("KV events: the log could not be applied; the whole state is announced again")
             self._begin_anew()
             return []
 
@@ -343,7 +343,7 @@ class _Worker:
             with self._applying:  # `catch_up` of the loop uses the book too
                 # vLLM's router uses a replay only if it leads without a gap to the batches that it has received.
                 if not stream.answer(self._book):
-                    self._owe(time.monotonic() + _JOIN_S)  # merged with that of a new connection, which also asks
+                    self._owe(time.monotonic() + _JOIN_S)  # a new connection also asks; both get one announcement
         return bool(asked)
 
     def _reply(self) -> bool:

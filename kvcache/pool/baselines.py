@@ -19,12 +19,12 @@ _LEAST_SAMPLE = 1024
 _FIRST_SHARE = 0.2
 _LEAST_SHARE = 0.02  # a share of 0 would ignore all hints, so they could never earn more
 _STEP = 8.0
-_CREDIT = 0.25  # of the pool's pages
+_CREDIT = 0.25  # the initial credit, as a share of the pool's pages
 _CREDIT_OF_LOOKUPS = 0.01
 
 
 class LruBaseline:
-    """A plain LRU of digests for a pool of `num_pages` pages. It samples one digest in `rate`, in as much less room.
+    """A plain LRU of digests for a pool of `num_pages` pages. It keeps only one digest in `rate`, as a sample.
 
     The sample is by digest: all uses of a page are in it, or none is. The counts of such a sample scale to the whole
     pool (C. Waldspurger and others, "Efficient MRC construction with SHARDS", FAST 2015).
@@ -170,7 +170,7 @@ class HintShare:
     """The share of a pool's idle pages that follows hints. Hints have to earn it.
 
     Each page hit that plain LRU would have missed adds `_STEP` pages to the share. Each hit that plain LRU would have
-    had and the cache missed takes as many away. So wrong hints are out after they have cost an eighth of their share,
+    had and the cache missed takes `_STEP` away. So wrong hints lose their share after they have cost an eighth of it,
     in pages, and right hints have the largest share after a few times the pool's pages. On public traces at 1,000 to
     30,000 blocks, hints that are all inverted lose at most 0.6 points of hit rate against plain LRU.
 

@@ -55,7 +55,7 @@ class HintedOrder(EvictionOrder):
         self._since = np.zeros(num_pages + 1, np.int64)  # by page of `_older`: its place in the LRU order
         self._expires: Times = np.zeros(num_pages + 1)  # read only for kinds with a time to live
         self._places = 0
-        self._renewed = 0  # pages that were put back into the order: as many settle next without a new place
+        self._renewed = 0  # pages that were put back: the next so many to settle keep their old places
         self.count = recent.count
 
     def trust(self, share: float) -> None:
@@ -82,7 +82,7 @@ class HintedOrder(EvictionOrder):
         self._expires[targets] = self._expires[sources]
 
     def append(self, pages: Pages | Indices) -> None:
-        if not len(pages):  # only a page that comes may push recent pages into `_older`
+        if not len(pages):  # only an added page can push recent pages into `_older`
             return
         self._recent.append(pages)
         self.count += len(pages)
@@ -145,7 +145,7 @@ class HintedOrder(EvictionOrder):
     def check(self) -> None:
         self._recent.check()
         if self.count != len(self.pages()) or int(self._settled.sum()) != self.count - self._recent.count:
-            raise InvariantError(f"idle order: {len(self.pages())} pages, {self.count} counted")
+            raise InvariantError(f"idle order: holds {len(self.pages())} pages, but count is {self.count}")
         for code, order in self._older.items():
             order.check()
             pages = order.pages()
@@ -156,7 +156,7 @@ class HintedOrder(EvictionOrder):
 
     def _pop(self, count: int) -> Pages:
         if count > self.count:
-            raise InvariantError(f"idle order: {count} pages asked for, {self.count} are there")
+            raise InvariantError(f"idle order: {count} pages were asked for, but it holds {self.count}")
         taken: list[Pages] = []
         while count and self.count > self._recent.count:
             taken.append(self._pop_older(count))

@@ -102,7 +102,7 @@ class LruOrder(EvictionOrder):
 
     def pop(self, count: int) -> Pages:
         if count > self.count:
-            raise InvariantError(f"idle order: {count} pages asked for, {self.count} are there")
+            raise InvariantError(f"idle order: {count} pages were asked for, but it holds {self.count}")
         chunk, head = self.chunks[0], self._head
         left = self._live.item(chunk) - count
         if left > 0 and left + count == self._end_of(chunk) - head:  # no gaps in the chunk: half the cost
@@ -181,7 +181,7 @@ class LruOrder(EvictionOrder):
             )
         used = [chunk for order in self._family for chunk in order.chunks]
         if sorted(used + self._spare) != list(range(len(self._live))):
-            raise InvariantError("idle order: a chunk is lost, or used twice")
+            raise InvariantError("idle order: a chunk of the log is lost or used twice")
 
     def squeeze(self) -> bool:
         """Merge the two neighbouring chunks with the fewest live entries. Returns False if no two fit into one."""

@@ -63,11 +63,11 @@ class CheckedOrder(OverOrder):
 
     def __init__(self, num_pages: int, order: EvictionOrder) -> None:
         if EvictionOrder not in type(order).__mro__:
-            raise InvalidParamsError(f"eviction_order({num_pages}) gave {order!r:.100}: an EvictionOrder is needed")
+            raise InvalidParamsError(f"eviction_order({num_pages}) returned {order!r:.100}: an EvictionOrder is needed")
         super().__init__(order)
         self._name = f"eviction order {type(order).__name__}"
         if self.count != 0:
-            raise InvalidParamsError(f"{self._name} begins with {self.count!r:.100} pages: a pool begins with none")
+            raise InvalidParamsError(f"{self._name} starts with {self.count!r:.100} pages: it must start empty")
         self._idle = np.zeros(num_pages + 1, np.bool_)
 
     def append(self, pages: Pages | Indices) -> None:
@@ -86,7 +86,10 @@ class CheckedOrder(OverOrder):
     def pop_explained(self, count: int) -> tuple[Pages, Reasons | None]:
         pages, reasons = self._order.pop_explained(count)
         if reasons is not None and (type(reasons) is not np.ndarray or reasons.shape != (count,)):
-            raise InvariantError(f"{self._name}: pop_explained({count}) gave the reasons {reasons!r:.100}")
+            raise InvariantError(
+                f"{self._name}: pop_explained({count}) returned the reasons {reasons!r:.100}: one EvictionReason for "
+                "each page is needed"
+            )
         return self._leave(pages, count), reasons
 
     def first(self) -> int:
@@ -105,7 +108,7 @@ class CheckedOrder(OverOrder):
     def check(self) -> None:
         idle = int(np.count_nonzero(self._idle))
         if not self._order.count == self.count == idle:
-            raise InvariantError(f"{self._name}: {self._order.count} pages, {idle} are idle")
+            raise InvariantError(f"{self._name}: count is {self._order.count}, but {idle} pages are idle")
         self._idle_ones(self._order.pages(), idle, "pages()")
         self._order.check()
 
@@ -118,11 +121,11 @@ class CheckedOrder(OverOrder):
     def _idle_ones(self, pages: object, count: int, call: str) -> Pages:
         """A copy of `pages`, safe from later changes. Raises unless they are `count` distinct idle pages."""
         if type(pages) is not np.ndarray or pages.dtype.kind not in "iu" or pages.shape != (count,):
-            raise InvariantError(f"{self._name}: {call} gave {pages!r:.100}: {count} page numbers are needed")
+            raise InvariantError(f"{self._name}: {call} returned {pages!r:.100}: {count} page numbers are needed")
         wide = pages.astype(np.int64)
         within = (wide > 0) & (wide < len(self._idle))
         strangers = wide[~(within & self._idle[np.where(within, wide, 0)])]
         if strangers.size or len(np.unique(wide)) != count:
             what = f"page {strangers[0]}, which is not idle" if strangers.size else "a page twice"
-            raise InvariantError(f"{self._name}: {call} gave {what}")
+            raise InvariantError(f"{self._name}: {call} returned {what}")
         return wide.astype(np.int32)

@@ -2,7 +2,7 @@
 
 A page is in exactly one state:
 
-    fresh ──allocate──► held ──release──► fresh            never published: its content is worth nothing
+    fresh ──allocate──► held ──release──► fresh            never published: its content is not needed
                          │  ▲
                  publish │  │ hold (a prefix hit)
                          ▼  │
@@ -191,7 +191,7 @@ class PagePool:
                 self._free(pages[unused])
 
     def would_be_taken(self, pages: Pages) -> int:
-        """How many of `pages` are free now: `hold` of them lowers `free_count` by as many."""
+        """How many of `pages` are free now: `hold(pages)` lowers `free_count` by this number."""
         return int(np.count_nonzero(self._unused(pages)))
 
     def would_be_freed(self, pages: Pages) -> int:
@@ -220,7 +220,9 @@ class PagePool:
         state = np.bincount(fresh, minlength=self.num_pages + 1) + np.bincount(idle, minlength=self.num_pages + 1)
         state += (holders > 0) | (writers > 0)
         for page in np.flatnonzero(state[1:] != 1)[:1] + 1:
-            raise InvariantError(f"page {page} is in {state[page]} of the states fresh, idle and used, not in one")
+            raise InvariantError(
+                f"page {page} is in {state[page]} of the states fresh, idle and used: exactly one is right"
+            )
         for page in idle[~self.index.published[idle]][:1]:
             raise InvariantError(f"page {page} is idle, but not published")
         for page in fresh[self.index.published[fresh]][:1]:

@@ -1,4 +1,4 @@
-"""`QuotaOrder`: evicts the idle pages that a tenant has above its quota first, the oldest of the tenant's first.
+"""`QuotaOrder`: first evicts idle pages of tenants that are above their quotas, each tenant's oldest first.
 
 A tenant is a `cache_salt`; pages of requests without one have no tenant. A quota limits idle pages only: the scheduler
 admits running requests. An idle page above the quota stays findable until its memory is needed.
@@ -122,19 +122,19 @@ class TenantQuotas:
         found = np.concatenate([order.pages() for order in self._orders.values()])
         found = found[self._is_slab[found] == slabs]
         if not np.array_equal(np.sort(owned), np.sort(found)):
-            raise InvariantError(f"quotas: {len(owned)} idle pages have a tenant, {len(found)} are counted")
+            raise InvariantError(f"quotas: {len(owned)} idle pages have a tenant, but {len(found)} are counted")
         for owner, order in self._orders.items():
             pages = order.pages()
             wrong = (self._owner[pages] != owner).any() or self._slabs[owner] != np.count_nonzero(self._is_slab[pages])
             if wrong or (self._surplus(owner) > 0) != (owner in self._over):
-                raise InvariantError(f"quotas: the books of tenant {self._salts[owner]!r} are wrong")
+                raise InvariantError(f"quotas: the counts of tenant {self._salts[owner]!r} are wrong")
         self._orders[_OTHERS].check()
 
     def _surplus(self, owner: int) -> int:
         return self._orders[owner].count + self._slabs[owner] * (self.slab_pages - 1) - self._quotas[owner]
 
     def _forget_slabs(self, owner: int, gone: Pages | Indices) -> None:
-        """Do not count the slabs among `gone` for the tenant any more."""
+        """Stop counting those of the tenant's slabs that are in `gone`."""
         if self._slabs[owner]:
             self._slabs[owner] -= int(np.count_nonzero(self._is_slab[gone]))
             self._is_slab[gone] = False
@@ -263,12 +263,12 @@ class QuotaOrder(OverOrder):
     def check(self) -> None:
         self._order.check()
         if self.count != self._order.count:
-            raise InvariantError(f"idle order: {self._order.count} pages, {self.count} counted")
+            raise InvariantError(f"idle order: holds {self._order.count} pages, but count is {self.count}")
         self._quotas.check(self.pages())
 
     def _pop_surplus(self, count: int) -> Pages:
         if count > self.count:
-            raise InvariantError(f"idle order: {count} pages asked for, {self.count} are there")
+            raise InvariantError(f"idle order: {count} pages were asked for, but it holds {self.count}")
         surplus = self._quotas.pop_surplus(count)
         if surplus.size:
             self._order.remove(surplus)

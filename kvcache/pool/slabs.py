@@ -45,7 +45,7 @@ class PageMoves:
         return np.True_
 
     def move(self, sources: Pages, targets: Pages) -> None:
-        """Copy the held `sources` to as many held `targets`, and replace their ids in every record."""
+        """Copy the held `sources` to the held `targets`, one to one, and replace their ids in every record."""
 
 
 def num_slabs(num_pages: int, slab_pages: int) -> int:
@@ -76,8 +76,8 @@ class SlabPool(PagePool):
         # checked before it is taken. `_ages_back` has the last slab first.
         self._ages = np.zeros(num_pages // slab_pages + 1, np.int64)
         self._ages_back = self._ages[self.num_slabs : 0 : -1]
-        # The fresh pages are a section of this stack. It moves up as slabs are taken from below, and down as they come
-        # back. `_bottom` stays below the number of pages in one slab more than are taken.
+        # The fresh pages are a section of this stack. The section moves up when slabs are taken from its lower end, and
+        # down when they are given back. `_bottom` stays below the number of pages in all taken slabs plus one.
         self._stack: Pages = np.concatenate((self._fresh, np.zeros(slab_pages, np.int32)))
         self._bottom = 0
         self._place = np.arange(num_pages, -1, -1)  # by fresh page: its place in `_stack`
@@ -172,17 +172,23 @@ class SlabPool(PagePool):
         holders[of_slabs] += 1
         super().check(holders, writers)
         for page in of_slabs[(holders[of_slabs] != 1) | (writers[of_slabs] != 0)][:1]:
-            raise InvariantError(f"page {page} is in slab {page // self.slab_pages}, which is taken, and held besides")
+            raise InvariantError(
+                f"page {page} is in slab {page // self.slab_pages}, which a state has taken, but the page is also held"
+            )
         for page in self.idle.pages()[self._used[self.idle.pages()] == 0][:1]:
-            raise InvariantError(f"page {page} is idle, but nobody knows since when")
+            raise InvariantError(f"page {page} is idle, but the time of its release is not recorded")
         fresh = self._fresh[: self._fresh_count]
         for page in fresh[self._used[fresh] != 0][:1]:
             raise InvariantError(f"page {page} is fresh, but was used at {self._used[page]}")
         for page in fresh[self._place[fresh] != self._bottom + np.arange(len(fresh))][:1]:
-            raise InvariantError(f"page {page} is fresh, and lies elsewhere than at {self._place[page]}")
+            raise InvariantError(
+                f"page {page} is fresh, but the stack does not have it at its place {self._place[page]}"
+            )
         for slab in range(1, self.num_slabs + 1):
             if self._ages[slab] > self._age_of(slab):
-                raise InvariantError(f"slab {slab} was used at {self._age_of(slab)}, and is taken to be younger")
+                raise InvariantError(
+                    f"slab {slab} was last used at {self._age_of(slab)}, but its recorded time is later"
+                )
 
     def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
         """As the base. `taken` must already mark the slabs in use, whose pages have no other holder."""
@@ -363,7 +369,7 @@ class SlabStates(PagePool, CachedSlabs):
         self._hold_others(holders)
         super().check(holders, writers)
         if self._fresh_count:
-            raise InvariantError(f"{self._fresh_count} pages are free, and not given back")
+            raise InvariantError(f"{self._fresh_count} pages are free, but were not returned to their slabs")
 
     def mend(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
         """As the base. Marks exactly the slabs that are held or published as taken."""

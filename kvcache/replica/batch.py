@@ -164,7 +164,7 @@ class Batch(Gathered, Sequence[Context]):
     """Contexts bound to their rows and moved together by `update`. Made by `PagedKVCacheManager.batch`.
 
     The indices live in arrays of the batch. A `TextContext` catches up when it is read. If a caller moves it directly,
-    it leaves the batch, which then reads it anew. A batch is valid until one of its requests is released.
+    it leaves the batch, which then reads it again. A batch is valid until one of its requests is released.
     """
 
     def __init__(
@@ -200,12 +200,12 @@ class Batch(Gathered, Sequence[Context]):
         return iter(self.contexts)
 
     def gather(self, *, starts_only: bool = False) -> None:
-        self._stale = True  # until all contexts follow, so that they are read anew after an interrupt
+        self._stale = True  # until all contexts follow, so that they are read again after an interrupt
         super().gather(starts_only=starts_only)
         self._begin_log()
         self._hashers = {}
         self._turning: dict[int, list[Share]] = {}  # by the place of the first request's newest token in its page
-        self._behind: dict[int, int] = {}  # by replica: by how much its longest request is shorter than the longest
+        self._behind: dict[int, int] = {}  # by replica: the longest request of all, minus its own longest
         self._updated = False
         own = self._own
         self._together = len(own) == len(self.contexts) and bool((self.actives == self.ends).all())
@@ -223,7 +223,9 @@ class Batch(Gathered, Sequence[Context]):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse `copy` and `pickle`: two batches would each move the same contexts as if there were no other."""
-        raise InvalidRequestError(f"batch of {len(self)} requests: it cannot be copied: manager.batch makes another")
+        raise InvalidRequestError(
+            f"batch of {len(self)} requests: a batch cannot be copied; call manager.batch to make another"
+        )
 
     @property
     def lengths(self) -> Ints:
@@ -266,7 +268,7 @@ class Batch(Gathered, Sequence[Context]):
         return self._futures > 0
 
     def refresh(self) -> None:
-        """Read the contexts anew if a call outside the batch has moved one."""
+        """Read all contexts again if a call outside the batch has moved one."""
         if self._stale or not self._together:
             self.gather()
 
@@ -438,10 +440,13 @@ class Batch(Gathered, Sequence[Context]):
         """Raise for the first request that has a future token, if `waiting`, else for the first that has none."""
         for context in self.contexts:
             if not isinstance(context, TextContext):
-                raise InvalidRequestError(f"request {context.request_id!r}: {call}, and it is no TextContext")
+                raise InvalidRequestError(
+                    f"request {context.request_id!r}: {call} needs a TextContext for each request, and this one is a "
+                    f"{type(context).__name__}"
+                )
             if context.has_future_token == waiting:
-                state = "the token of a step in flight is to come already" if waiting else "no token is to come"
-                raise InvalidRequestError(f"request {context.request_id!r}: {call}, and {state}")
+                state = "it already has a future token" if waiting else "it has no future token"
+                raise InvalidRequestError(f"request {context.request_id!r}: {call} was called, but {state}")
         raise InvalidRequestError(f"batch of {len(self)} requests: {call}")
 
     def _refuse_longest(self) -> None:
@@ -465,8 +470,8 @@ class Batch(Gathered, Sequence[Context]):
             array = np.zeros((), object)
         if array.shape != (len(self.contexts),) or (array.size and array.dtype.kind not in "iu"):
             raise InvalidRequestError(
-                f"batch of {len(self.contexts)} requests: tokens of shape {array.shape} and dtype {array.dtype}, "
-                "one integer each is needed"
+                f"batch of {len(self.contexts)} requests: got tokens of shape {array.shape} and dtype {array.dtype}; "
+                "one integer for each request is needed"
             )
         # Viewed as unsigned, a negative token is a huge number, so one pass finds both kinds of error.
         if array.size and array.view(_UNSIGNED[array.itemsize]).max() >= 1 << 31:

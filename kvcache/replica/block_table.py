@@ -37,7 +37,7 @@ class BlockTable(msgspec.Struct, frozen=True, tag="block_table/1", omit_defaults
     groups: tuple[tuple[int, ...], ...]
     fingerprint: str  # identifies the geometry of the pages on all shards
     hash_algorithm: str = ""  # of `digests`; empty if prefix caching is off
-    digests: bytes = b""  # of all full pages, one after another; empty if prefix caching is off
+    digests: bytes = b""  # the digests of all full pages, one after another; empty if prefix caching is off
     # The kind of each group (`LayerTables.kinds_named`), without a first group of full attention.
     kinds: tuple[str, ...] = ()
     first_page: int = 0  # the logical page of the first id and digest: the importer already has the pages before it
@@ -77,7 +77,7 @@ class ImportPart:
 
     first: int  # the first token to copy; the tokens before it that are needed are here already
     dst_pages: Pages  # this manager's, from the page of that token on; owned by the transfer until it is closed
-    at_end: bool = False  # of a window, whose pages the source may still give back while the prompt runs
+    at_end: bool = False  # True for a window: the source may still give back its pages while the prompt runs
     is_state: bool = False  # one page for the whole request, from the pool of states
     src_pages: Pages = field(default_factory=lambda: np.zeros(0, np.int32))  # the other manager's, likewise
     stop: int = 0  # the end of the tokens that can be copied by now
@@ -128,11 +128,11 @@ class PendingImport:
     """An import of another manager's block table that is being copied. Made by `import_block_table`."""
 
     request_id: RequestID  # the request that receives the pages
-    owner: object  # the replica, of the manager that made it
+    owner: object  # the `Replica` of the manager that made this import
     page_size: int  # tokens of this manager's pages
     src_page_size: int  # tokens of the other manager's pages
-    replica_idx: int  # of this manager
-    src_replica_idx: int  # of the other manager
+    replica_idx: int  # the replica of this manager
+    src_replica_idx: int  # the replica of the other manager
     parts: list[ImportPart]  # one for each block table, then one for the recurrent state
     num_tokens: int = 0  # the tokens that the table covers; it grows when the import is extended
     # The hasher of the request's tokens, in the table's page size and algorithm; None if the table has no digests.

@@ -100,16 +100,16 @@ class PageContents:
         if wanted.first_page and not replica.lends_any_part:
             kept = "recurrent states (params.states)" if replica.tables.is_plain else "(params.groups)"
             raise BlockTableMismatchError(
-                f"request {name!r}: asks for pages from page {wanted.first_page} on, and of "
-                f"{', '.join(replica.tables.kinds)} {kept} a lease is of a whole prefix"
+                f"request {name!r}: asks for pages from page {wanted.first_page} on; a lease here covers a whole "
+                f"prefix, because the model has {', '.join(replica.tables.kinds)} {kept}: ask from page 0"
             )
         width = DIGEST_BYTES[replica.hash_algorithm]
         ours, theirs = (replica.page_size, replica.hash_algorithm), (wanted.page_size, wanted.hash_algorithm)
         if not replica.caching or ours != theirs or len(wanted.digests) % width:
-            cached = f"pages of {ours[0]} tokens by {ours[1]}" if replica.caching else "no page"
+            cached = f"pages of {ours[0]} tokens by {ours[1]}" if replica.caching else "no pages"
             raise BlockTableMismatchError(
-                f"request {name!r}: asks for {len(wanted.digests)} bytes of digests of pages of {theirs[0]} tokens by "
-                f"{theirs[1]!a}, cached here is {cached}"
+                f"request {name!r}: asks for pages of {theirs[0]} tokens by {theirs[1]!a} "
+                f"({len(wanted.digests)} bytes of digests); this manager caches {cached}"
             )
         return replica, np.frombuffer(wanted.digests, np.uint64).reshape(-1, width // 8)
 

@@ -113,7 +113,9 @@ class TextContext:
         self._buffer = checked_tokens(self.request_id, tokens)
         count = len(self._buffer)
         if count > self.max_length:
-            raise SequenceTooLongError(f"request {self.request_id!r}: {count} tokens, max_length is {self.max_length}")
+            raise SequenceTooLongError(
+                f"request {self.request_id!r}: has {count} tokens, but its max_length is {self.max_length}"
+            )
         self._start: int = 0
         self._active: int = count
         self._end: int = count
@@ -250,7 +252,9 @@ class TextContext:
         """
         self.leave()
         if self._flight is None:
-            raise InvalidRequestError(f"request {self.request_id!r}: realize_future_token, and no token is to come")
+            raise InvalidRequestError(
+                f"request {self.request_id!r}: realize_future_token was called, but no future token is outstanding"
+            )
         if self._buffer[self._end - 1] == FUTURE_TOKEN:
             self._buffer[self._end - 1] = self._checked_token(token)
         self._flight = None
@@ -350,8 +354,8 @@ class TextContext:
 
     def _refuse_future(self, call: str) -> NoReturn:
         raise InvalidRequestError(
-            f"request {self.request_id!r}: {call} while the token of a step in flight is to come: "
-            "realize_future_token first"
+            f"request {self.request_id!r}: {call} was called while its last token is still a future token: "
+            "call realize_future_token first"
         )
 
     def _refuse_full(self) -> None:
@@ -477,7 +481,7 @@ def checked_tokens(request_id: str, tokens: Sequence[int] | NDArray[np.integer])
     try:
         array = np.asarray(tokens)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequestError(f"request {request_id!r}: its tokens are no list of integers: {error}") from error
+        raise InvalidRequestError(f"request {request_id!r}: its tokens are not a list of integers: {error}") from error
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise InvalidRequestError(
             f"request {request_id!r}: tokens of shape {array.shape} and dtype {array.dtype}: "
@@ -540,7 +544,7 @@ def check_context(context: object, call: str) -> None:
         or not all(callable(getattr(context, name, None)) for name in ("update", "set_token_indices"))
     ):
         raise InvalidRequestError(
-            f"{call} of {shown(context)}: no request context, or its indices do not fit its tokens"
+            f"{call}: {shown(context)} is not a request context, or its indices do not fit its tokens"
         )
     salt_and_keys(cast("Context", context))
 
@@ -550,7 +554,7 @@ def check_fork(parent: Context, child: Context, computed: int) -> None:
     name = f"request {child.request_id!r}, fork of {parent.request_id!r}"
     if not 0 < computed < child.end_idx:
         raise InvalidRequestError(
-            f"{name}: {child.end_idx} tokens, more than the parent's {computed} computed are needed"
+            f"{name}: has {child.end_idx} tokens; it needs more than the {computed} that the parent has computed"
         )
     if not np.array_equal(parent.tokens[:computed], child.tokens[:computed]):
         raise InvalidRequestError(f"{name}: its first {computed} tokens are not the parent's")

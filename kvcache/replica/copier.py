@@ -56,8 +56,10 @@ class ImportCopier:
         """
         pending = self.pending
         if self.is_over or self._has_all or pending.closed:
-            reason = "its import is closed" if pending.closed else "its copier has taken the last"
-            raise InvalidRequestError(f"request {pending.request_id!r}: no pages are left to copy: {reason}")
+            reason = "its import is closed" if pending.closed else "its copier has already taken the last ones"
+            raise InvalidRequestError(
+                f"request {pending.request_id!r}: there are no pages left to copy, because {reason}"
+            )
         copies = pending.take(last=last)
         self._taken, self._has_all = pending.tokens[1], last
         self.tables, pending.told = (*pending.told,), []
@@ -75,7 +77,7 @@ class ImportCopier:
         """
         pending = self.pending
         if self.is_over or not self._has_all:
-            reason = "has ended" if self.is_over else f"took tokens up to {self._taken}, and not yet the last"
+            reason = "has ended" if self.is_over else f"took tokens up to {self._taken}, but not yet the last ones"
             raise InvalidRequestError(f"request {pending.request_id!r}: the copier of its pages {reason}")
         if num_tokens:
             pending.shorten(num_tokens)
@@ -120,7 +122,10 @@ class ImportBook:
     def refuse_taken(self, pending: PendingImport) -> None:
         """Raise `InvalidRequestError` if the copier of this import was already handed out."""
         if pending in self.copiers:
-            raise InvalidRequestError(f"request {pending.request_id!r}: the copier of its import was handed out before")
+            raise InvalidRequestError(
+                f"request {pending.request_id!r}: the copier of this import was already handed out; an import has one "
+                "copier"
+            )
 
     def make_copier(self, pending: PendingImport) -> ImportCopier:
         """Make the one copier that may write to the pages of an open import."""
@@ -172,7 +177,7 @@ class ImportBook:
         """Raise `InvalidRequestError` if an open import is a copy of one of these, not the object itself."""
         if not pending.closed and not any(one is pending for one in self.each):
             raise InvalidRequestError(
-                f"request {pending.request_id!r}: this is a copy of the import: pass the object that "
+                f"request {pending.request_id!r}: got a copy of the import; pass the object that "
                 "import_block_table returned"
             )
 

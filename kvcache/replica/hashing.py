@@ -1,7 +1,7 @@
 """Page hashes: the digest of page `i` covers every token from the first to the end of page `i`.
 
 A running hash takes the pages in turn and gives a digest after each. So digests form a chain (equal digests mean equal
-prefixes) at the cost of one update and one digest a page. Hashing `parent + page` anew takes sha256 60 % longer.
+prefixes) at the cost of one update and one digest a page. Hashing `parent + page` each time takes sha256 60 % longer.
 
 hashlib needs two calls and an allocation for each page. If `chained.c` was compiled, it hashes all pages of a call, or
 of a step, at once, with the sha256 of hashlib's libcrypto. The digests are the same.

@@ -76,7 +76,7 @@ class ReplicaHints(PageReader):
         self._followers: list[HintFollower] = []
         # By row: the pages that plain LRU would have found, those that hints would, and those that were looked up.
         self._expected: dict[int, tuple[int, int, int]] = {}
-        # The pages that plain LRU, and hints at their largest share, would hold; there from the first hint on.
+        # The pages that plain LRU, and hints at their largest share, would hold; they exist from the first hint on.
         self._baselines: tuple[LruBaseline, HintedBaseline] | tuple[()] = ()
         self._share = HintShare(pool.num_pages, params.max_hint_share)
         self._quotas: TenantQuotas | None = None
@@ -110,7 +110,7 @@ class ReplicaHints(PageReader):
         """The row's request asks for pages, of which `found` were published."""
         if found:
             self._found[row] += found
-        if self._rows.prompt.item(row) >= 0:  # it has asked before
+        if self._rows.prompt.item(row) >= 0:  # the request has asked before
             return
         if not self._baselines and getattr(context, "retention", None) is not None:
             self._start()
@@ -147,7 +147,7 @@ class ReplicaHints(PageReader):
     def begin_orders(self) -> None:
         """After an interrupt: restore the hinted orders of pages and states if there was a hint.
 
-        The idle pages of tenants are cleared, because the pools report them next.
+        The records of tenants' idle pages are cleared, because the pools report all of them next.
         """
         if self._quotas is not None:
             self._quotas.clear()
@@ -157,7 +157,7 @@ class ReplicaHints(PageReader):
             self._follow_hints()
 
     def mend(self) -> None:
-        """After the pool is mended: begin the baselines anew with its pages, and expect nothing of any row."""
+        """After the pool is mended: restart the baselines with its pages, and forget what was expected of each row."""
         self._expected.clear()
         free = [row for row, request_id in enumerate(self._rows.request_ids) if request_id is None]
         for row in free:

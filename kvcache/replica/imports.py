@@ -46,7 +46,9 @@ def export_table(
     replica.refuse_pending(row, "block_table")
     num_tokens = int(rows.cached[row])
     if not num_tokens:
-        raise InvalidRequestError(f"request {request_id!r}: no tokens computed yet; block_table comes after step")
+        raise InvalidRequestError(
+            f"request {request_id!r}: none of its tokens are computed yet; call block_table after step"
+        )
     if full_pages:
         num_tokens -= num_tokens % size
     first = min(whole("first_page", first_page, 0, error=InvalidRequestError), num_tokens // size)
@@ -80,24 +82,27 @@ def check_table(
     algorithm; `hasher`, from an earlier call, is reused if it fits. Returns None if the table has no digests.
     """
     if not isinstance(table, BlockTable):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
-        raise BlockTableMismatchError(f"request {context.request_id!r}: {shown(table)} is no block table")
+        raise BlockTableMismatchError(f"request {context.request_id!r}: {shown(table)} is not a BlockTable")
     try:  # a decoded table of a peer has the right types; a table made in this process may have any
         if not _has_types(table):
             table = msgspec.convert(msgspec.to_builtins(table), BlockTable)
     except (TypeError, ValueError, OverflowError) as error:
-        raise _mismatch(context, f"has a field of another type: {error}") from error
+        raise _mismatch(context, f"has a field of the wrong type: {error}") from error
     if not 0 < table.page_size < 1 << 31:
-        raise _mismatch(context, f"has pages of {table.page_size} tokens")
+        raise _mismatch(context, f"has pages of {table.page_size} tokens; 1 to 2**31 - 1 are allowed")
     if not 0 < table.num_tokens < context.end_idx:
         raise _mismatch(
             context,
-            f"covers {table.num_tokens} of the request's {context.end_idx} tokens: 1 to {context.end_idx - 1} may be",
+            f"covers {table.num_tokens} of the request's {context.end_idx} tokens; 1 to {context.end_idx - 1} are "
+            "allowed",
         )
     _check_pages(replica, context, table)
     hasher = _check_digests(replica, context, table, hasher)
     if not last and table.num_tokens % table.page_size:
         raise _mismatch(
-            context, f"covers {table.num_tokens} tokens, not yet all: full pages of {table.page_size} may be"
+            context,
+            f"covers {table.num_tokens} tokens, and its prompt still runs: until it is done, only full pages of "
+            f"{table.page_size} tokens are allowed",
         )
     return hasher
 
@@ -134,18 +139,20 @@ def _check_pages(replica: Replica, context: Context, table: BlockTable) -> None:
         raise _mismatch(context, f"has {len(table.groups)} page groups, this manager {ours}")
     for (page,) in beside:
         if not 0 < page < 1 << 31:
-            raise _mismatch(context, f"names state page {page}")
+            raise _mismatch(context, f"names state page {page}; 1 to 2**31 - 1 are allowed")
     if table.kinds != named:
         theirs = [*["full"] * (len(kinds) - len(table.kinds)), *table.kinds]
-        raise _mismatch(context, f"has pages of {', '.join(theirs)}, this manager of {', '.join(kinds)}")
+        raise _mismatch(context, f"has the layer kinds {', '.join(theirs)}; this manager has {', '.join(kinds)}")
     if table.first_page and named:
-        raise _mismatch(context, f"begins with page {table.first_page}, one of {', '.join(kinds)} begins with 0")
+        raise _mismatch(
+            context, f"begins with page {table.first_page}; with the layer kinds {', '.join(kinds)} it begins with 0"
+        )
     wanted = -(-table.num_tokens // table.page_size) - table.first_page
     for kind, pages in zip(kinds, table.groups, strict=False):
         wrong = len(pages) != wanted or not pages or table.first_page < 0
         if wrong and (kind == "full" or len(pages) > wanted):
             first = f" from page {table.first_page} on" if table.first_page else ""
-            raise _mismatch(context, f"names {len(pages)} pages, its {table.num_tokens} tokens take {wanted}{first}")
+            raise _mismatch(context, f"names {len(pages)} pages; its {table.num_tokens} tokens take {wanted}{first}")
     groups = [pages for pages in table.groups[: len(kinds)] if pages]
     out = any(min(pages) <= 0 or max(pages) >= 1 << 31 for pages in groups)
     every = [*chain.from_iterable(groups)]
@@ -171,13 +178,14 @@ def _check_digests(
     algorithm: HashAlgorithm | None = next((known for known in usable_hashes() if known == table.hash_algorithm), None)
     if algorithm is None:
         raise _mismatch(
-            context, f"has digests by {table.hash_algorithm!r}, known here are {', '.join(usable_hashes())}"
+            context, f"has digests by {table.hash_algorithm!r}; this process knows {', '.join(usable_hashes())}"
         )
     first, last = table.first_page, table.num_tokens // table.page_size
     if len(table.digests) != (last - first) * DIGEST_BYTES[algorithm]:
         raise _mismatch(
             context,
-            f"carries {len(table.digests)} bytes of digests for {table.num_tokens} tokens in {last - first} full pages",
+            f"carries {len(table.digests)} bytes of digests, which do not fit its {last - first} full pages "
+            f"({table.num_tokens} tokens)",
         )
     if (algorithm, table.page_size) == (replica.hash_algorithm, replica.page_size):
         hasher = hasher_of(context, algorithm, replica.page_size)
@@ -198,7 +206,7 @@ def _refuse_hole(replica: Replica, row: int, context: Context, table: BlockTable
     here = replica.find(context, row).end * replica.page_size
     if here < table.first_page * table.page_size:
         first = table.first_page * table.page_size
-        raise _mismatch(context, f"begins at token {first}, and the devices have {here} tokens before it")
+        raise _mismatch(context, f"begins at token {first}, but only {here} tokens before it are cached here")
 
 
 def begin_import(
@@ -219,7 +227,8 @@ def begin_import(
     replica.refuse_pending(row, "import_block_table")
     if replica.rows.num_pages[row]:
         raise InvalidRequestError(
-            f"request {context.request_id!r}: has {replica.rows.num_pages[row]} pages already; import comes first"
+            f"request {context.request_id!r}: already holds {replica.rows.num_pages[row]} pages; import its block "
+            "table before it reserves any"
         )
     if table.first_page:
         _refuse_hole(replica, row, context, table)
@@ -272,7 +281,7 @@ def _check_reach(context: Context, table: BlockTable, kinds: Sequence[str], firs
         begins = (wanted - len(pages)) * table.page_size
         if kind != "full" and first < min(begins, table.num_tokens):
             raise _mismatch(
-                context, f"names pages of {kind} from token {begins} on, those from token {first} on are needed"
+                context, f"names pages of {kind} from token {begins} on; those from token {first} on are needed"
             )
 
 
@@ -283,12 +292,15 @@ def extend_import(
     _check_open(replica, row, context, pending, "extend_import")
     hasher = check_table(replica, context, table, pending.hasher, last=last)
     if table.page_size != pending.src_page_size:
-        raise _mismatch(context, f"has pages of {table.page_size} tokens, {pending.src_page_size} before")
+        raise _mismatch(
+            context, f"has pages of {table.page_size} tokens; the earlier table had {pending.src_page_size}"
+        )
     parts = pending.parts[: replica.tables.count]
     room = parts[0].first // replica.page_size + len(parts[0].dst_pages)
     if not pending.num_tokens <= table.num_tokens <= room * replica.page_size:
         raise _mismatch(
-            context, f"covers {table.num_tokens} tokens, {pending.num_tokens} to {room * replica.page_size} may be"
+            context,
+            f"covers {table.num_tokens} tokens; {pending.num_tokens} to {room * replica.page_size} are allowed",
         )
     before = pending.tokens[1]
     if last:
@@ -296,7 +308,8 @@ def extend_import(
     named = _named(context, pending, table, last=last)
     if last and max(table.num_tokens, pending.tokens[0]) < context.start_idx:
         raise _mismatch(
-            context, f"covers {table.num_tokens} tokens at last, the request runs on from {context.start_idx}"
+            context,
+            f"is the last and covers {table.num_tokens} tokens, but the request starts at token {context.start_idx}",
         )
     if last and not replica.tables.is_plain:
         replica.tables.refuse_lost(np.array([row]), np.array([max(table.num_tokens, context.start_idx)]))
@@ -311,27 +324,33 @@ def _named(context: Context, pending: PendingImport, table: BlockTable, *, last:
     if named is None:
         for part, pages in zip(pending.parts, table.groups, strict=True):
             if part.is_state and part.named(pages, table.num_tokens, table.page_size) is None:
-                raise _mismatch(context, f"names state page {pages[0]}, {part.src_pages.item(0)} before")
-        raise _mismatch(context, "names other pages than before")
+                raise _mismatch(
+                    context, f"names state page {pages[0]}; the earlier table named {part.src_pages.item(0)}"
+                )
+        raise _mismatch(context, "names other pages than the earlier table of this import")
     return named
 
 
 def own_import(replicas: Sequence[Replica], pending: PendingImport, call: str, *, is_open: bool = False) -> Replica:
     """The replica that owns the import. Raises `InvalidRequestError` if none of these does, or if it must be open."""
     if not isinstance(pending, PendingImport):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
-        raise InvalidRequestError(f"{call}: {type(pending).__name__} is no import: one of import_block_table is needed")
+        raise InvalidRequestError(
+            f"{call}: {type(pending).__name__} is not an import: pass what import_block_table returned"
+        )
     owner = next((replica for replica in replicas if pending.owner is replica), None)
     if owner is None:
-        raise InvalidRequestError(f"request {pending.request_id!r}: {call} of another manager's import")
+        raise InvalidRequestError(f"request {pending.request_id!r}: {call}: another manager made this import")
     if is_open and pending.closed:
-        raise InvalidRequestError(f"request {pending.request_id!r}: {call}: this import is closed")
+        raise InvalidRequestError(
+            f"request {pending.request_id!r}: {call}: this import was already finished or cancelled"
+        )
     return owner
 
 
 def _check_open(replica: Replica, row: int, context: Context, pending: PendingImport, call: str) -> None:
     own_import([replica], pending, call, is_open=True)
     if replica.imports.of_row.get(row) is not pending:
-        raise InvalidRequestError(f"request {context.request_id!r}: {call}: this import is another request's")
+        raise InvalidRequestError(f"request {context.request_id!r}: {call}: this import belongs to another request")
     replica.refuse_renamed(row, context)
 
 
@@ -342,13 +361,14 @@ def _check_proof(replica: Replica, pending: PendingImport, proof: ImportProof | 
     if proof is None:
         if pending.needs_copy:
             raise InvalidRequestError(
-                f"{start} without a proof that its pages were copied: its copier gives one, or the pull that passed"
+                f"{start} without a proof that its pages were copied: pass the proof from its copier or its finished "
+                "pull"
             )
     elif copier is None or copier.proof is not proof:
-        raise InvalidRequestError(f"{start} with a proof that is not this import's")
+        raise InvalidRequestError(f"{start} with the proof of another import")
     elif proof.num_tokens < pending.tokens[1]:
         raise InvalidRequestError(
-            f"{start} with a proof of {proof.num_tokens} tokens, its table covers {pending.tokens[1]} by now"
+            f"{start} with a proof for {proof.num_tokens} tokens, but its table now covers {pending.tokens[1]}"
         )
 
 

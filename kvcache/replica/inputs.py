@@ -172,12 +172,12 @@ def _advanced(
         splits = [int(split) for split in prev_model_inputs.data_parallel_splits]
     if len(splits) != replicas + 1 or splits[0] != 0 or splits[-1] != len(ran) or splits != sorted(splits):
         raise InvalidRequestError(
-            f"data_parallel_splits {splits} do not split {len(ran)} requests over {replicas} replicas"
+            f"data_parallel_splits is {splits}: it must divide {len(ran)} requests among {replicas} replicas"
         )
     shards, rest = divmod(len(kv_cache_inputs), replicas)
     if rest or not shards:
         raise InvalidRequestError(
-            f"{len(kv_cache_inputs)} inputs are not the same number for each of {replicas} replicas"
+            f"got {len(kv_cache_inputs)} inputs: the same number for each of {replicas} replicas is needed"
         )
     advanced: list[RaggedKVCacheInputs] = []
     for place, inputs in enumerate(kv_cache_inputs):
@@ -185,7 +185,7 @@ def _advanced(
         mine = ran[splits[replica] : splits[replica + 1]]
         lengths = inputs.cache_lengths
         if len(mine) != len(lengths):
-            raise InvalidRequestError(f"replica {replica}: {len(mine)} row offsets for {len(lengths)} requests")
+            raise InvalidRequestError(f"replica {replica}: got {len(mine)} row offsets for {len(lengths)} requests")
         advanced.append(
             inputs._replace(
                 cache_lengths=lengths + mine.to(lengths.device, non_blocking=True), max_lengths=inputs.max_lengths[1:]
@@ -197,7 +197,7 @@ def _advanced(
 def data_parallel_splits(replicas: Ints, count: int) -> torch.Tensor:
     """The ends of the requests of each of `count` replicas, after a 0, given the replica of each request of a batch."""
     if (np.diff(replicas) < 0).any():
-        raise InvalidRequestError(f"the batch is not ordered by replica: {replicas.tolist()}")
+        raise InvalidRequestError(f"the replicas of the batch are {replicas.tolist()}: order its requests by replica")
     counts = np.bincount(replicas, minlength=count)
     return torch.as_tensor(np.concatenate(([0], np.cumsum(counts))).astype(np.int64))
 

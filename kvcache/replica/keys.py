@@ -40,7 +40,7 @@ def checked_keys(request_id: str, keys: object) -> ExtraKeys:
         if at is None or not 0 <= at < 1 << 31 or not isinstance(key, bytes | bytearray) or len(key) >= 1 << 31:
             raise InvalidRequestError(
                 f"request {request_id!r}: extra key {shown(key)} at token {shown(position)}: "
-                "bytes at a position are needed, length and position below 2**31"
+                "bytes at a position are needed, with length and position below 2**31"
             )
         found.append((at, bytes(key)))
     return tuple(found)

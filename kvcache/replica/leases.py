@@ -92,9 +92,9 @@ class PageLeases:
             self._hold(lease, held)
 
     def tell(self, row: int, tokens: int, *, windows: bool = True) -> None:
-        """Readers may know the pages of the first `tokens` tokens of a leased row. These are not written again.
+        """Record that readers may know the pages of a leased row's first `tokens` tokens, which are not written again.
 
-        `windows`: they may also know the pages of windows that a query after these tokens sees.
+        `windows`: readers may also know the pages of windows that a query after these tokens sees.
         """
         if row in self.of_row:
             self.told[row] = max(tokens, int(self.told[row]))
@@ -113,8 +113,8 @@ class PageLeases:
             at = int(behind[0])
             row = int(as_rows(rows)[at])
             raise InvalidRequestError(
-                f"request {self._rows.request_ids[row]!r}: computes anew from token {starts[at]}, "
-                f"while a lease promises its first {self.told[row]} tokens: release it and claim it anew"
+                f"request {self._rows.request_ids[row]!r}: would recompute from token {starts[at]}, "
+                f"but a lease still covers its first {self.told[row]} tokens: release the request and claim it again"
             )
 
     def leave(self, row: int, pages_before: PagesBefore) -> None:
@@ -127,7 +127,7 @@ class PageLeases:
         held = HeldPages(self._pool, pages_before(row, computed).copy())
         for lease in leases:
             self._hold(lease, held)
-        # Only after all leases hold them: if this is interrupted before, `mend` and another release repeat it.
+        # Last: if the call is interrupted before this line, `mend` and a repeated release do all of it again.
         for lease in leases:
             del self._row_of[lease]
         del self.of_row[row]
@@ -201,10 +201,10 @@ class PageLeases:
     def check(self) -> None:
         booked = [(lease, row) for row, leases in self.of_row.items() for lease in leases]
         if len(booked) != len(self._row_of) or any(self._row_of.get(lease) != row for lease, row in booked):
-            raise InvariantError(f"leases are booked with rows {booked}, their own are {self._row_of}")
+            raise InvariantError(f"leases are recorded with rows {booked}, but name rows {self._row_of}")
         for row in self.told.nonzero()[0].tolist():
             if row not in self.of_row:
-                raise InvariantError(f"row {row} has no lease, but {self.told[row]} of its tokens are promised")
+                raise InvariantError(f"row {row} has no lease, but {self.told[row]} of its tokens count as leased")
         for row in (self.kept < _NEVER).nonzero()[0].tolist():
             if row not in self.of_row:
                 raise InvariantError(
@@ -212,7 +212,7 @@ class PageLeases:
                 )
         for lease, row in booked:
             if lease.is_over or self._rows.request_ids[row] != lease.request_id:
-                raise InvariantError(f"{lease} is booked with row {row} of request {self._rows.request_ids[row]!r}")
+                raise InvariantError(f"{lease} is recorded with row {row} of request {self._rows.request_ids[row]!r}")
 
     def _hold(self, lease: PageLease, held: HeldPages) -> None:
         if held.pages.size:
@@ -223,8 +223,8 @@ class PageLeases:
 def granted_by(lease: PageLease, books: Sequence[PageLeases]) -> int:
     """The index of the book, one a replica, that granted the lease. Raises `InvalidRequestError` if none did."""
     if not isinstance(lease, PageLease):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
-        raise InvalidRequestError(f"end_lease: {type(lease).__name__} is no lease: one of this manager's is needed")
+        raise InvalidRequestError(f"end_lease: {type(lease).__name__} is not a lease: pass one that this manager made")
     for at, each in enumerate(books):
         if lease.owner is each:
             return at
-    raise InvalidRequestError(f"request {lease.request_id!r}: end_lease of another manager's lease")
+    raise InvalidRequestError(f"request {lease.request_id!r}: end_lease: another manager made this lease")

@@ -60,7 +60,7 @@ class ReplicaPageMoves(PageMoves):
         claimed = np.array([-1, *rows.row_of.values()], np.int64)
         of_rows = self._pages_of_rows()
         ends = np.cumsum([*map(len, of_rows)])
-        found = np.flatnonzero(moves[np.concatenate(of_rows)])  # one test for all rows, in half the time
+        found = np.flatnonzero(moves[np.concatenate(of_rows)])  # one test for all rows takes half the time
         moved: list[int] = claimed[np.unique(np.searchsorted(ends, found, "right"))].tolist()
         for row in moved:
             own = rows.table[:, row, : rows.num_pages[row]]

@@ -139,7 +139,7 @@ class Replica:
         decodes = context.active_length == 1
         if decodes:
             if have and -(-length // self.page_size) == have + 1 and self.tables.is_plain:  # it needs one more page
-                if start > self.rows.capacity.item(row):  # always in the pages of an import, whose capacity is -1
+                if start > self.rows.capacity.item(row):  # also true in the pages of an import, whose capacity is -1
                     self.refuse_pending(row, "maybe_reserve")
                     self.refuse_ahead(row, context)
                 if not self.pool.free_count:
@@ -208,14 +208,14 @@ class Replica:
         if length > self.max_seq_len:
             steps = length + 1 - context.current_length
             raise SequenceTooLongError(
-                f"request {context.request_id!r}: {length} tokens (with {steps} steps), "
-                f"max_seq_len is {self.max_seq_len}"
+                f"request {context.request_id!r}: needs {length} tokens (with {steps} steps), "
+                f"but max_seq_len is {self.max_seq_len}"
             )
         needed = self.tables.least(context, length, start)
         if needed + self.pool.beside > self.pool.num_pages:
             raise PromptTooLongError(
                 f"request {context.request_id!r}: {length} tokens need {needed + self.pool.beside} pages, "
-                f"the pool has {self.pool.num_pages} of {self.page_size} tokens"
+                f"but the pool has {self.pool.num_pages} pages of {self.page_size} tokens"
             )
 
     def find(self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
@@ -610,14 +610,14 @@ class Replica:
 
     def refuse_pending(self, row: int, call: str) -> None:
         if (pending := self.imports.of_row.get(row)) is not None:
-            reason = "import is pending: commit_import or cancel_import first"
+            reason = "import is pending: call commit_import or cancel_import first"
             if pending.closed:
-                reason = "cancelled import may still be written: its copier has to prove, or to give up, first"
+                reason = "cancelled import may still be written: call prove or give_up of its copier first"
             raise NotReservedError(f"request {self.rows.request_ids[row]!r}: {call} while its {reason}")
         if row in self.imports.to_give_back:
             raise NotReservedError(
-                f"request {self.rows.request_ids[row]!r}: {call} in the pages of its cancelled import, of which others "
-                "may have some: call maybe_reserve first, which gives them back, or release it if it is leased"
+                f"request {self.rows.request_ids[row]!r}: {call} would write to pages of its cancelled import, which "
+                "other requests may share: call maybe_reserve first to give them back, or release it if it is leased"
             )
 
     def refuse_short(self, rows: Rows, lengths: Ints, call: str) -> None:
@@ -632,8 +632,10 @@ class Replica:
         if call == "step":
             text += " computed"
         elif lengths[at] > self.max_seq_len:
-            raise SequenceTooLongError(f"{text}, max_seq_len is {self.max_seq_len}")
-        raise NotReservedError(f"{text}, its reserved pages hold {room[at]}: call maybe_reserve before the model runs")
+            raise SequenceTooLongError(f"{text}, but max_seq_len is {self.max_seq_len}")
+        raise NotReservedError(
+            f"{text}, but its reserved pages hold {room[at]}: call maybe_reserve before the model runs"
+        )
 
     # ---- inside
 
@@ -666,7 +668,7 @@ class Replica:
         column up to which pages are cached, whether or not there is a state after the last of them.
         """
         run = self.published_run(context, row)
-        if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):  # else after its `step`
+        if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):  # else after `step`
             last = (context.current_length - 1) // self.page_size
             if self.up_to_state(run, row, context).end < last:
                 below = self._with_below(row, context, max(run.first, start // self.page_size), last)

@@ -53,7 +53,7 @@ class FromBelow(NamedTuple):
 
     pages: int  # columns up to that end
     reach: int  # columns up to which the tables that keep all pages have them, without regard to windows
-    every: Digests  # of each table and page, `[tables, pages, words]`
+    every: Digests  # the digest of each page in each table, `[tables, pages, words]`
     lacking: Asked  # marks pages that only the tier has
     found: tuple[Pages, ...]  # by group of tables: the needed pages, `NO_PAGE` if the tier has them
     here: Pages  # the needed pages that the device has, by column

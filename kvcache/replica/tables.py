@@ -309,7 +309,7 @@ class RowTables:
         """
         table = self._rows.table
         at = table[:, rows, columns]
-        there = (at != NO_PAGE) & ~self._pool.index.published[at]  # others were found after a page from below
+        there = (at != NO_PAGE) & ~self._pool.index.published[at]  # others were found later
         own, names = at[there], self.every(digests)[there]
         of_table, places = there.nonzero()
         self._numbers[own] = of_table
@@ -403,9 +403,10 @@ class RowTables:
             if behind.size:
                 at = int(behind[0])
                 raise InvalidRequestError(
-                    f"request {self._rows.request_ids[as_rows(rows)[at]]!r}: runs from token {starts[at]}, its layers "
-                    f"of kind {group.kind} and {group.window} tokens have given back what is before token "
-                    f"{first[at] * self._page_size}: release it and claim it anew"
+                    f"request {self._rows.request_ids[as_rows(rows)[at]]!r}: would run from token {starts[at]}, but "
+                    "the "
+                    f"layers of kind {group.kind} ({group.window} tokens) have freed their pages before token "
+                    f"{first[at] * self._page_size}: release the request and claim it again"
                 )
 
     def sees(self, row: int, start: int) -> bool:
@@ -423,11 +424,11 @@ class RowTables:
             with_page = (columns >= rows.firsts[number][:, None]) & (columns < rows.ends[number][:, None])
             for _, row, column in np.argwhere((rows.table[tables] != NO_PAGE) != with_page)[:1]:
                 raise InvariantError(
-                    f"request {rows.request_ids[row]!r}: of the layers of kind {group.kind} column {column} has a page "
-                    f"or not, and its pages are from {rows.firsts[number, row]} to {rows.ends[number, row]}"
+                    f"request {rows.request_ids[row]!r}: column {column} of the layers of kind {group.kind} "
+                    f"contradicts the recorded range of pages, {rows.firsts[number, row]} to {rows.ends[number, row]}"
                 )
         if (np.diff(rows.ends, axis=0) > 0).any() or (rows.ends[-1] < rows.committed).any():
-            raise InvariantError("a row has pages beyond those of its first table, or not all published ones")
+            raise InvariantError("a row has pages that its first table does not have, or lacks published ones")
 
     # ---- inside
 
@@ -451,7 +452,7 @@ class RowTables:
             if not at.size:
                 continue
             columns = before[at]
-            if np.count_nonzero(counts[at] != 1):  # in nearly all steps each gives back one page
+            if np.count_nonzero(counts[at] != 1):  # in nearly all steps each of these rows gives back one page
                 at = np.repeat(np.arange(len(rows)), counts)
                 columns = np.arange(len(at)) + np.repeat(before - np.cumsum(counts) + counts, counts)
             mine = state.table[tables]

@@ -4,7 +4,7 @@ A state cannot go back. So a run of drafted tokens reads the request's own page 
 one. `StatePages.settle` then decides with which of the two pages the request continues. A speculating engine does in
 each step:
 
-1. Reserve as usual, for one step and as many more as there may be guesses: `maybe_reserve(context, 1 + guesses)`.
+1. Reserve as usual, for one step and one more for each possible guess: `maybe_reserve(context, 1 + guesses)`.
 2. If all known tokens are active and `HFRunner.draft` returns True, append the guesses (`update`), and set `start_idx`
    back to its former value. Otherwise the request runs without guesses.
 3. `fetch`, then `HFRunner.verify`, which returns the model's own token before and after each guess.
@@ -45,7 +45,8 @@ class DraftedPages:
             return start
         if not before <= start <= after:
             raise StatePageError(
-                f"request {request_id!r}: {start} tokens are computed, its states are those after {before} and {after}"
+                f"request {request_id!r}: {start} tokens are computed, but its state pages hold the states after "
+                f"{before} and {after}"
             )
         return start if start == after else before
 
@@ -65,9 +66,9 @@ class DraftedPages:
     def check_booked(self, request_id: str) -> None:
         """Raise `StatePageError` if drafted tokens ran and no `step` has said which of them stay."""
         if (page := self.page_of.get(request_id)) is not None and self._tokens[page]:
-            raise StatePageError(f"request {request_id!r}: drafted tokens ran, and no step has booked them")
+            raise StatePageError(f"request {request_id!r}: its drafted tokens ran, but step was not called for them")
 
     def check(self, request_ids: Iterable[str]) -> None:
         """Raise `InvariantError` unless all requests with a second page are among these, which have a first one."""
         if odd := self.page_of.keys() - set(request_ids):
-            raise InvariantError(f"{sorted(odd)} have a second state page, and no first one")
+            raise InvariantError(f"{sorted(odd)} have a second state page but no first one")

@@ -56,7 +56,7 @@ class KeptStates:
             return
         ended, tokens = rows_at(stepped, at), computed[at]
         pages = rows.table[0, ended, tokens // size - 1]
-        if len(there := pages.nonzero()[0]) < len(pages):  # null: the window has moved on, and nothing was computed
+        if len(there := pages.nonzero()[0]) < len(pages):  # null page: the window moved on, and nothing was computed
             ended, tokens, pages = ended[there], tokens[there], pages[there]
         of_rows: list[int] = ended.tolist()
         counts: list[int] = tokens.tolist()
@@ -90,4 +90,4 @@ class KeptStates:
     def check(self) -> None:
         """Raise `InvariantError` if there are ends for a request that is not claimed."""
         if odd := self._ends.keys() - self._replica.rows.row_of.keys():
-            raise InvariantError(f"ends of chunks are known of {sorted(odd)}, which are not claimed")
+            raise InvariantError(f"the ends of chunks are recorded for requests that are not claimed: {sorted(odd)}")

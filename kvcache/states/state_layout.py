@@ -37,7 +37,8 @@ def state_layouts(shape: StateShape | None, shards: int) -> list[Mapping[str, Pa
         return [{} for _ in range(shards)]
     if shape.heads % shards or (shape.groups % shards and shards % shape.groups):
         raise InvalidParamsError(
-            f"{shards} shards can neither split nor share {shape.heads} heads in {shape.groups} groups evenly"
+            f"a state of {shape.heads} heads in {shape.groups} groups cannot be split or shared evenly by {shards} "
+            "shards"
         )
     heads, groups = shape.heads // shards, max(1, shape.groups // shards)
     layouts: list[Mapping[str, PageLayout]] = []

@@ -94,7 +94,7 @@ class StatePages:
         self._told = np.zeros(self.num_pages + 1, np.int64)  # tokens of the state that a block table last named
         self.below = PagesBelow()
         self._page_of: dict[str, int] = {}
-        self._before: dict[int, int] = {}  # by page that a transfer writes: the copy that it had resumed from
+        self._before: dict[int, int] = {}  # by page that a transfer writes: the copy from which its request resumed
         self._saved: dict[int, list[torch.Tensor]] = {}  # without such a copy: its former content, in host memory
         self._passing = PassingCopies()
         self.hits = 0  # requests that resumed from a copy
@@ -290,7 +290,7 @@ class StatePages:
         if copy:
             self._copy(copy, page)
         elif not (slots := self.below.slots(digest)).all():
-            raise InvariantError(f"request {request_id!r}: the state that it was to go on from is not kept")
+            raise InvariantError(f"request {request_id!r}: the state that it resumes from is not kept")
         else:  # later reads of the page see this state; the copy holds the page until it is over
             self.below.hold(slots)
             self.below.restore(page, one_page(page), slots)
@@ -416,12 +416,13 @@ class StatePages:
             has, page = self.tokens_of(request_id), self.page_of(request_id)
             if has != start:
                 raise StatePageError(
-                    f"request {request_id!r} runs from token {start}, its state has taken up {has}: "
+                    f"request {request_id!r} would run from token {start}, but its state covers {has} tokens: "
                     "release it and run it from its first token"
                 )
             if self.is_promised(request_id):
                 raise StatePageError(
-                    f"request {request_id!r}: its state after {has} tokens is leased, running on would write over it: "
+                    f"request {request_id!r}: its state after {has} tokens is leased, and the next step would "
+                    "overwrite it: "
                     "end the lease, or release the request and run it from its first token"
                 )
             pages.append(page)
@@ -484,7 +485,7 @@ class StatePages:
         Raises `InvariantError` at the first discrepancy.
         """
         if wrong := set(request_ids).symmetric_difference(self._page_of):
-            raise InvariantError(f"state pages and rows are not of the same requests: {sorted(wrong)}")
+            raise InvariantError(f"these requests have a state page or a row, but not both: {sorted(wrong)}")
         try:
             self.pool.check(*self._counted(written, leased))
         except InvariantError as error:
@@ -492,9 +493,9 @@ class StatePages:
         self.room.check()
         published = self.pool.index.published
         for page in (page for page in self._own if published[page]):
-            raise InvariantError(f"state page {page} is found by others, and a request writes to it")
+            raise InvariantError(f"state page {page} can be found by other requests, but a request writes to it")
         for page in np.flatnonzero(published & (self._tokens == 0))[:1]:
-            raise InvariantError(f"state page {page} is found by others, and has taken up no token")
+            raise InvariantError(f"state page {page} can be found by other requests, but covers no tokens")
         self.drafts.check(self._page_of)
         if not self._passing.keys() <= self._page_of.keys():
             raise InvariantError(f"a copy goes with the next one of {sorted(self._passing)}, not all of them run")

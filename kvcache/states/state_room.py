@@ -100,7 +100,7 @@ class StateRoom:
     def check(self) -> None:
         """Raise `InvariantError` if page 0 was written."""
         if any(tensor[0].any() for tensor in chain.from_iterable(self.blocks)):
-            raise InvariantError("state page 0, which is nobody's, was written")
+            raise InvariantError("state page 0, the null page, was written")
 
 
 class StateSlabs(StateRoom):
@@ -113,8 +113,8 @@ class StateSlabs(StateRoom):
     def __init__(self, layouts: StateLayouts, slabs: SlabPool, rows: Sequence[torch.Tensor]) -> None:
         if slabs.num_slabs < 1:
             raise PoolTooSmallError(
-                f"available_cache_memory holds {slabs.num_pages} pages, a state takes {slabs.slab_pages} of them, and "
-                "as many before it stay pages: twice as many are needed"
+                f"available_cache_memory holds {slabs.num_pages} pages, and a state takes {slabs.slab_pages} of them: "
+                f"at least {2 * slabs.slab_pages} pages are needed"
             )
         self._slabs = slabs
         self._slab_bytes = [slabs.slab_pages * row.shape[1] * row.element_size() for row in rows]

@@ -30,7 +30,7 @@ from kvcache.tiers.tiers import Kept, TierRoom, Tiers, make_tiers
 
 _GB = 2**30
 _LEAST_SLOTS = 2  # one is read from a file while another is held
-_SHARE = 0.025  # of the time that passes, for copies that run in the loop's thread
+_SHARE = 0.025  # the share of the time that copies in the loop's thread may take
 
 
 class StateTier(ReplicaTier):
@@ -56,8 +56,9 @@ def divide_tiers(params: KVCacheParams, shards: int) -> TierRoom:
     slots = int(space * share) // state_bytes
     if slots < _LEAST_SLOTS:
         raise PoolTooSmallError(
-            f"host_kvcache_swap_space_gb is {params.host_kvcache_swap_space_gb}, {space} bytes, of which "
-            f"tier_state_share is {share}: {_LEAST_SLOTS} states take {_LEAST_SLOTS * state_bytes}"
+            f"host_kvcache_swap_space_gb is {params.host_kvcache_swap_space_gb}, {space} bytes, and "
+            f"tier_state_share is {share}: the share must hold {_LEAST_SLOTS} states ({_LEAST_SLOTS * state_bytes} "
+            "bytes)"
         )
     file_bytes = int(most * share)
     return TierRoom(space - slots * state_bytes, most - file_bytes, slots, file_bytes)

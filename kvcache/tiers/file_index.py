@@ -123,18 +123,22 @@ class FileIndex:
         listed = [file.entries[file.entries != NO_ENTRY] for file in self._files.values()]
         entries = np.concatenate([*listed, np.zeros(0, np.int32)])
         if not np.array_equal(np.sort(entries), np.flatnonzero(self.pages.published)):
-            raise InvariantError(f"file tier: its files list {len(entries)} entries, others can be found")
+            raise InvariantError(f"file tier: the {len(entries)} entries of its files are not those that can be found")
         free = self._free[: self._free_count]
         if not np.array_equal(np.sort(np.concatenate((entries, free))), np.arange(1, len(self._free) + 1)):
-            raise InvariantError(f"file tier: {len(entries)} entries in use and {len(free)} free are not all of them")
+            raise InvariantError(
+                f"file tier: {len(entries)} used and {len(free)} free entries do not add up to all entries"
+            )
         size = sum(file.size for file in self._files.values())
         if not size == self.bytes <= self._max_bytes:
-            raise InvariantError(f"file tier: files of {size} bytes, {self.bytes} counted, {self._max_bytes} allowed")
+            raise InvariantError(
+                f"file tier: its files have {size} bytes; {self.bytes} are counted and {self._max_bytes} allowed"
+            )
         for name, file in self._files.items():
             there = np.flatnonzero(file.entries != NO_ENTRY)
             mine = file.entries[there]
             if self._names.get(file.number) != name or (self._file_of[mine] != file.number).any():
-                raise InvariantError(f"file tier: {name} and its entries do not know each other")
+                raise InvariantError(f"file tier: {name} and its entries do not refer to each other")
             if not np.array_equal(self._place_of[mine], there):
                 raise InvariantError(f"file tier: {name} has its pages in other places than its entries say")
 

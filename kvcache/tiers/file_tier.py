@@ -30,7 +30,7 @@ MakeIO = Callable[[Sequence[torch.Tensor]], PageIO]
 
 FILE_BYTES = 16 << 20
 _LONGEST_QUEUED_S = 1.0  # after this a file is written even if it is not full
-_LONGEST_WAIT_S = 0.1  # for a reservation that waits for pages being read
+_LONGEST_WAIT_S = 0.1  # the longest that a reservation waits for pages being read
 _RESCAN_S = 5.0
 _PAUSE_S = 10.0  # after a write that failed
 # Refusals due to the bytes of a file, not to a failed system call.
@@ -47,7 +47,9 @@ class FileTier(LowerTier):
 
     def __init__(self, folder: PageFolder, layout: FileFormat, max_bytes: int, host: HostTier, make_io: MakeIO) -> None:
         if not layout.most_in(max_bytes):
-            raise PoolTooSmallError(f"file tier: {max_bytes} bytes do not hold a page: {layout.size_of(1)} are needed")
+            raise PoolTooSmallError(
+                f"file tier: {max_bytes} bytes are less than one page: at least {layout.size_of(1)} are needed"
+            )
         super().__init__(host, "file")
         self._folder = folder
         self._layout = layout
@@ -169,7 +171,7 @@ class FileTier(LowerTier):
         self._index.check()
         reading, marked = sum(len(job.slots) for job in self._jobs), np.count_nonzero(self._index.reading)
         if reading != marked:
-            raise InvariantError(f"file tier: {reading} entries are being read, {marked} are marked")
+            raise InvariantError(f"file tier: {reading} entries are being read, but {marked} are marked as such")
 
     # ---- inside
 
@@ -261,7 +263,7 @@ class FileTier(LowerTier):
         self._add(name, size, names)
 
     def _fail(self, error: OSError) -> None:
-        _log.warning("file tier: no page is written for %.0f s: %s", _PAUSE_S, error)
+        _log.warning("file tier: a write failed; nothing more is written for %.0f s: %s", _PAUSE_S, error)
         self._paused_until = self._clock() + _PAUSE_S
         self._queue.clear()
 

@@ -102,8 +102,8 @@ class LowerTier:
         self._clock = time.monotonic
         self._reader = ThreadPoolExecutor(1, f"pagewire-{of}-reads")
         self._writer = ThreadPoolExecutor(1, f"pagewire-{of}-writes")
-        self._jobs: deque[Job] = deque()  # of the read thread, in order
-        self._writes: deque[Job] = deque()  # of the write thread, one at a time
+        self._jobs: deque[Job] = deque()  # the jobs of the read thread, in order
+        self._writes: deque[Job] = deque()  # the jobs of the write thread, one at a time
         self._paused_until = 0.0  # set after a failure
         self.written: int = 0  # pages so far
         self.read: int = 0  # pages so far
@@ -337,7 +337,7 @@ class ReplicaTier(PagesBelow, PageReader):
         """The row no longer needs the pages being restored for it. A running copy keeps its pages until its end.
 
         The use of `pages` counts only when the last of them are copied. Otherwise the last pages would look more recent
-        than the first ones, without which they are worthless.
+        than the first ones, without which they are useless.
         """
         for load in self._loads.pop(row, ()):
             if load.marks is None:

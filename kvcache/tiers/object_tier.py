@@ -38,11 +38,11 @@ from kvcache.tiers.page_objects import ObjectFormat
 from kvcache.types import MakeObjectIO, ObjectIO, ObjectRange, Part
 
 _TRY_S = 30.0  # after this, pages that are cheaper to compute are read anyway: the store may have become faster
-_WEIGHT = 0.25  # of the newest figure in a running mean
-MEMORY_BYTES = 16 << 20  # moved by a thread at a time; or one object, if that is larger
-_FIRST_EPOCH = "0" * 16  # of a namespace that was never reset
-_PAUSE_S = 10.0  # without calls after the store has failed
-_ABSENT_S = 10.0  # for which an object counts as absent after the store has said so
+_WEIGHT = 0.25  # the weight of the newest figure in a running mean
+MEMORY_BYTES = 16 << 20  # the most that a thread moves at a time; one object, if that is larger
+_FIRST_EPOCH = "0" * 16  # the epoch of a namespace that was never reset
+_PAUSE_S = 10.0  # the store is not called for this time after it has failed
+_ABSENT_S = 10.0  # an object counts as absent for this time after the store has said so
 _LONGEST_FLUSH_S = 10.0
 _MOST_KNOWN = 1 << 16  # objects whose presence or absence is remembered
 MOST_ASKED = 256  # objects of a table in one question to the store
@@ -186,7 +186,7 @@ class ObjectTier(LowerTier):
             pages = digests[table, begin : begin + count]
             name = pages[-1].tobytes()
             if name in self._busy:
-                break  # later pages are worth nothing before this object has come
+                break  # later pages are useless until this object has arrived
             missing = wanted[table, begin : begin + count].nonzero()[0]
             run = pages[missing[0] : missing[-1] + 1][:room]
             if len(run):
@@ -275,7 +275,10 @@ class ObjectTier(LowerTier):
     def check(self) -> None:
         busy = {name for job in self._jobs if job.era == self._era for name in job.names}
         if busy != self._busy.keys():
-            raise InvariantError(f"object tier: {len(busy)} objects are asked for or read, {len(self._busy)} marked")
+            raise InvariantError(
+                f"object tier: {len(busy)} objects are being looked up or read, but {len(self._busy)} are marked as "
+                "such"
+            )
 
     # ---- inside
 
@@ -310,7 +313,7 @@ class ObjectTier(LowerTier):
         super()._end(job)
 
     def _fail(self, error: OSError) -> None:
-        _log.warning("object tier: the store is left alone for %.0f s: %s", _PAUSE_S, error)
+        _log.warning("object tier: a call failed; the store is not used for %.0f s: %s", _PAUSE_S, error)
         self.failures += 1
         self._queue.clear()
 
@@ -354,7 +357,7 @@ class ObjectTier(LowerTier):
         io.memory[:size] = 0
         io.read([ObjectRange(key, 0, 0, size)])
         if (epoch := self._layout.epoch_of(io.memory[:size].tobytes())) is None:
-            raise OSError(f"object {key} names no epoch: a reset of the cache writes it anew")
+            raise OSError(f"object {key} names no epoch; call reset_prefix_cache to rewrite it")
         return epoch
 
     def _tell(self, epoch: str) -> None:

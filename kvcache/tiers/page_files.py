@@ -86,8 +86,8 @@ class FileFormat:
     """The layout of all files of one folder."""
 
     namespace: bytes  # 16 bytes that identify all that a page depends on besides its tokens
-    page_bytes: int  # of one page, all shards together
-    digest_bytes: int  # of one digest
+    page_bytes: int  # the bytes of one page, all shards together
+    digest_bytes: int  # the bytes of one digest
     tables: int = 1  # the number of block tables
 
     @property

@@ -86,7 +86,7 @@ class PageFolder:
             self._name_epoch(self._epoch, replace=True)
             self._make_epoch()
         except OSError as error:  # such as a full disk: without `current`, the next start finds no old file either
-            _log.warning("file tier: a reset cannot name its new folder: %s", error)
+            _log.warning("file tier: a reset could not record the name of its new folder: %s", error)
             with contextlib.suppress(OSError):
                 (self._home / _CURRENT).unlink(missing_ok=True)
         return before
@@ -206,7 +206,7 @@ def _new_epoch() -> str:
 def _own_link(root: Path) -> Path:
     """The folder that `root` names. Raises `OSError` for a link that neither its owner nor the system has made."""
     if root.is_symlink() and root.lstat().st_uid not in (os.geteuid(), 0):
-        raise PermissionError(f"{root} is a link that user {root.lstat().st_uid} has made")
+        raise PermissionError(f"{root} is a link that belongs to user {root.lstat().st_uid}")
     return root.resolve()
 
 
@@ -219,7 +219,7 @@ def _make_root(root: Path) -> None:
         if not status.st_mode & stat.S_ISVTX:  # a root with the sticky bit is meant to be shared
             _make_own(root)
     elif status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-        raise PermissionError(f"others may rename what is in it: mode {stat.S_IMODE(status.st_mode):o}")
+        raise PermissionError(f"other users may rename its files: its mode is {stat.S_IMODE(status.st_mode):o}")
 
 
 def _make_own(path: Path) -> None:
@@ -229,6 +229,6 @@ def _make_own(path: Path) -> None:
     with opened_folder(path) as folder:
         status = os.fstat(folder)
         if status.st_uid != os.geteuid():
-            raise PermissionError(f"{path} is user {status.st_uid}'s")
+            raise PermissionError(f"{path} belongs to user {status.st_uid}")
         if stat.S_IMODE(status.st_mode) != _OWN_FOLDER:
             os.fchmod(folder, _OWN_FOLDER)

@@ -23,9 +23,9 @@ from kvcache.tiers.page_files import FileFormat, FileRefusal, SystemIO
 from kvcache.tiers.page_folder import PageFolder, namespace_of
 from kvcache.tiers.page_objects import ObjectFormat
 
-_SHARE = 0.05  # of the time that passes, for copies that run in the loop's thread
-_MOST_CREDIT_S = 0.005  # the most unused time that may be spent at once
-_BATCH_BYTES = 1 << 20  # copied between two looks at the clock
+_SHARE = 0.05  # the share of the time that copies in the loop's thread may take
+_MOST_CREDIT_S = 0.005  # the most unused time of that share that may be spent at once
+_BATCH_BYTES = 1 << 20  # the bytes copied between two looks at the clock
 
 
 class TierRoom(NamedTuple):
@@ -187,18 +187,20 @@ def _check_queue(tier: ReplicaTier, number: int) -> None:
     for pages, digests in tier.waiting:
         marked[pages] += 1
         if pages.size and not np.array_equal(tier.pool.index.digests_of(pages), digests):
-            raise InvariantError(f"replica {number}: a page that waits to be copied holds another content")
+            raise InvariantError(f"replica {number}: a page that waits to be copied now has other contents")
     for page in np.flatnonzero(marked > 1)[:1]:
-        raise InvariantError(f"replica {number}: page {page} waits to be copied {marked[page]} times")
+        raise InvariantError(f"replica {number}: page {page} is queued {marked[page]} times for a copy")
     for page in np.flatnonzero((marked > 0) != tier.storing)[:1]:
-        raise InvariantError(f"replica {number}: page {page} is marked for a copy or queued for one, not both")
+        raise InvariantError(
+            f"replica {number}: page {page} must be both marked for a copy and queued for it, or neither"
+        )
 
 
 class Kept(NamedTuple):
     """The things that tiers keep, pages of tokens or states, and the room for them."""
 
     noun: str  # in metrics: "blocks", or "states"
-    shard_bytes: Sequence[int]  # of a page or state, on each shard
+    shard_bytes: Sequence[int]  # the bytes of a page or state on each shard
     slots: int  # in host memory
     file_bytes: int  # in files
     fingerprint: str  # identifies all that the content depends on besides tokens and salt, which the digest covers
@@ -253,7 +255,7 @@ def page_tiers(
     if room.host_bytes < sum(sizes):
         raise PoolTooSmallError(
             f"host_kvcache_swap_space_gb is {params.host_kvcache_swap_space_gb}, {room.host_bytes} bytes: "
-            f"one page takes {sum(sizes)}"
+            f"at least one page of {sum(sizes)} bytes must fit"
         )
     kept = Kept(
         "blocks",

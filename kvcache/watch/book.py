@@ -15,10 +15,10 @@ from kvcache.watch.pools import WatchedPool
 from kvcache.watched import Beside, Cells, CheckReport, Look, Owners, PageState, PoolLook, TreeRow
 
 _TREE_ROWS = 64
-_TREE_SHARE = 0.03  # of the time, for the tree of each pool
+_TREE_SHARE = 0.03  # the share of the time for the tree of each pool
 _AT_ONCE = 512  # log entries applied at a time, in about a millisecond; then the loop may have the interpreter
 _PAUSE_S = 1e-4
-_MOST_CHANGED = 0.4  # of a pool's cells; if more have changed, sending all of them is shorter
+_MOST_CHANGED = 0.4  # the share of a pool's cells; if more have changed, all of them are sent
 
 Frames = list[NDArray[np.uint32]]
 

@@ -29,14 +29,14 @@ from kvcache.watch.names import WatchNames
 from kvcache.watch.pools import WatchedPool, pools_of
 from kvcache.watched import AskLook, Beside, CheckReport, WatchRefusal, other_version
 
-_WAKE_MS = 200  # between two tests whether the watch is closed, or its manager is gone
+_WAKE_MS = 200  # the time between two tests whether the watch is closed or its manager is gone
 _SHARE = 0.25  # the most of this thread's time for looks; further questions wait
 # The share of the loop's time that looks may cost by holding the interpreter. Looks are spaced accordingly, up to a
 # limit, if the rest of the process is always busy. If it mostly waits for its model, looks disturb nothing.
 _LOOP_SHARE = 0.01
 _LEAST_S, _MOST_S = 0.05, 2.0
-_FAILED_S = 1.0  # from a look that failed to the next one
-_FORGET_S = 10.0  # without a question for this long, recording stops and the state is dropped
+_FAILED_S = 1.0  # the time from a look that failed to the next one
+_FORGET_S = 10.0  # after this time without a question, recording stops and the state is dropped
 _CHECK_SHARE = 0.1  # the share of the loop's time for recounts
 _MOST_WAITING = 64  # answers that wait for a slow watcher; further ones are dropped
 _MOST_WATCHERS = 64  # watchers that have asked in the last `_FORGET_S`; any others are refused
@@ -89,7 +89,7 @@ class _WatchThread:
             except zmq.ContextTerminated:
                 break
             except Exception:  # noqa: BLE001 - watchers ask again, and get a new book
-                _log.exception("watch: a look failed")
+                _log.exception("watch: a snapshot could not be made")
                 self._forget()
                 self._watchers.clear()
                 self._due = time.monotonic() + _FAILED_S
@@ -288,7 +288,10 @@ def _pause(cost_s: float, held_s: float, busy: float) -> float:
 
 def _bound(endpoint: str, secure: Callable[[Any], None] | None) -> BoundSocket:
     if secure is None and not endpoint.startswith(_HERE):
-        raise InvalidParamsError(f"watch: {shown(endpoint)} is beyond this host: that takes keys (`secure`)")
+        raise InvalidParamsError(
+            f"watch: {shown(endpoint)} can be reached from other hosts: give keys (`secure`), or use an address of "
+            "this host"
+        )
     socket = bound_socket("watch", zmq.ROUTER, endpoint, _MOST_WAITING, secure)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     return socket

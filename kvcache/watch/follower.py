@@ -40,18 +40,20 @@ class Followed:
         """Apply a look. Raises `WatchError`, and changes nothing, if it is malformed or not the next one."""
         if len(frames) == 1:
             with suppress(msgspec.DecodeError, UnicodeDecodeError):
-                raise WatchError(f"it refuses to be watched: {_refusals.decode(frames[0]).refused}")
+                raise WatchError(f"the process refuses to be watched: {_refusals.decode(frames[0]).refused}")
         try:
             look = _decoder.decode(frames[0])
         except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
             why = other_version(frames[0], Look) if frames else ""
-            raise WatchError(why or f"{len(frames)} frames are no look: {error}") from error
+            raise WatchError(why or f"{len(frames)} frames are not a look: {error}") from error
         if look.base and (self.look is None or self.look.incarnation != look.incarnation):
-            raise WatchError(f"look {look.number} is a difference to look {look.base}, which has not come")
+            raise WatchError(f"look {look.number} is a difference to look {look.base}, which was not received")
         if look.base and self.look is not None and self.look.number < look.base:
-            raise WatchError(f"look {look.number} is a difference to look {look.base}, the last was {self.look.number}")
+            raise WatchError(
+                f"look {look.number} is a difference to look {look.base}, but the last one was {self.look.number}"
+            )
         if len(frames) != 1 + 2 * len(look.pools):
-            raise WatchError(f"a look at {len(look.pools)} pools has {len(frames)} frames")
+            raise WatchError(f"a look at {len(look.pools)} pools came in {len(frames)} frames")
         parts = [_changes(look, at, frames, self.cells) for at in range(len(look.pools))]
         for pool, (pages, cells) in zip(look.pools, parts, strict=True):
             if pages.size:
@@ -73,7 +75,10 @@ def _changes(look: Look, at: int, frames: Sequence[Any], known: Mapping[str, Cel
     partly = look.base and pages.size == cells.size and (not pages.size or int(pages.max()) <= pool.num_pages)
     partly = partly and pool.name in known and known[pool.name].size == pool.num_pages + 1
     if not whole and not partly:
-        raise WatchError(f"pool {pool.name!r} of {pool.num_pages} pages: {pages.size} pages, {cells.size} cells")
+        raise WatchError(
+            f"pool {pool.name!r} of {pool.num_pages} pages: {pages.size} pages and {cells.size} cells are not a change "
+            "to it"
+        )
     return pages, cells
 
 

@@ -28,7 +28,7 @@ class WatchedPool(Protocol):
 
     @property
     def pool(self) -> PagePool:
-        """The pool itself. If it is replaced by another object, the watch begins anew."""
+        """The pool itself. If it is replaced by another object, the watch starts over."""
         ...
 
     def cells(self) -> Cells:

@@ -43,7 +43,7 @@ def test_a_prompt_that_never_fits_says_so_and_touches_nothing() -> None:
     manager = manager_of(8, dp=2)
     before = manager.metrics
     for call in (manager.admission, manager.get_or_recommend_replica):
-        with pytest.raises(PromptTooLongError, match="33 tokens need 9 pages, the pool has 8"):
+        with pytest.raises(PromptTooLongError, match="33 tokens need 9 pages, but the pool has 8"):
             call(TextContext(range(33), 64))
         with pytest.raises(SequenceTooLongError, match="300 tokens .* max_seq_len is 256"):
             call(TextContext(range(300), 300))

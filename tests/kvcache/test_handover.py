@@ -27,7 +27,7 @@ def test_an_import_belongs_to_one_manager(make: Any) -> None:
         lambda: target.cancel_import(foreign),
         lambda: target.copier(foreign),
     ):
-        with pytest.raises(InvalidRequestError, match="of another manager's import"):
+        with pytest.raises(InvalidRequestError, match="another manager made this import"):
             call()
     assert not foreign.closed
     other.cancel_import(foreign)
@@ -40,7 +40,7 @@ def test_an_import_belongs_to_one_request(make: Any) -> None:
     _, table = prefilled(make)
     second = receiver(target, name="e")
     theirs = target.import_block_table(second, table)
-    with pytest.raises(InvalidRequestError, match="'e': commit_import: this import is another request's"):
+    with pytest.raises(InvalidRequestError, match="'e': commit_import: this import belongs to another request"):
         target.commit_import(second, pending, proven(target, pending))
     target.commit_import(second, theirs, proven(target, theirs))
     target.cancel_import(pending)
@@ -81,10 +81,10 @@ def test_only_the_proof_of_this_import_counts_and_only_itself(make: Any) -> None
 def test_a_copier_is_handed_out_once_and_takes_nothing_of_a_closed_import(make: Any) -> None:
     target, _, pending = importing(make)
     copier = target.copier(pending)
-    with pytest.raises(InvalidRequestError, match="was handed out before"):
+    with pytest.raises(InvalidRequestError, match="was already handed out"):
         target.copier(pending)
     target.cancel_import(pending)
-    with pytest.raises(InvalidRequestError, match="no pages are left to copy: its import is closed"):
+    with pytest.raises(InvalidRequestError, match="there are no pages left to copy, because its import is closed"):
         copier.take()
     copier.give_up()
     target.release("d")
@@ -125,7 +125,9 @@ def test_what_readers_were_told_once_they_were_told(make: Any) -> None:
     manager.block_table("r")
     manager.block_table("r", full_pages=True)
     context.set_token_indices(start_idx=8)
-    with pytest.raises(InvalidRequestError, match="computes anew from token 8, while a lease promises its first 10"):
+    with pytest.raises(
+        InvalidRequestError, match="would recompute from token 8, but a lease still covers its first 10"
+    ):
         manager.maybe_reserve(context, 3)
 
 
@@ -139,7 +141,7 @@ def test_a_batch_that_would_compute_anew_takes_no_page_for_anybody(make: Any) ->
         manager.step([context])
     manager.lease("r50")
     every[1].set_token_indices(start_idx=5)
-    with pytest.raises(InvalidRequestError, match="'r50': computes anew"):
+    with pytest.raises(InvalidRequestError, match="'r50': would recompute"):
         manager.reserve_batch(every, 12)
     assert len(manager.get_req_blocks("r0")) == 3
 

@@ -118,9 +118,9 @@ def test_states_lie_among_the_pages_or_apart_with_two_copies_each_where_none_are
     [
         (
             {"state_copies": 3},
-            "state_copies is 3, state_every_pages 0: there are none, as",
+            "state_copies is 3 and state_every_pages is 0: both need",
         ),
-        ({"state_every_pages": 2}, "state_every_pages 2: there are none, as enable_prefix_caching is off"),
+        ({"state_every_pages": 2}, "state_every_pages is 2: both need enable_prefix_caching"),
         (
             {"state_copies": 3, "share_state_memory": True, "enable_prefix_caching": True},
             "state_copies is 3: with share",

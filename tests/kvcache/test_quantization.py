@@ -67,8 +67,8 @@ def test_scales_are_the_end_of_each_page(scale_of: ScaleOf, shape: tuple[int, ..
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": torch.float16}, "dtype is torch.float16: kvcache_quant_config is for types of 8 bits"),
-        ({"head_dim": 7}, "quantization_granularity is 2: it does not divide head_dim 7"),
+        ({"dtype": torch.float16}, "dtype is torch.float16: kvcache_quant_config needs an 8-bit type"),
+        ({"head_dim": 7}, "quantization_granularity is 2: a divisor of head_dim 7 is needed"),
         ({"kvcache_quant_config": "fp8"}, "kvcache_quant_config is 'fp8'"),
     ],
 )

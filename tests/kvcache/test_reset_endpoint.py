@@ -57,5 +57,5 @@ def test_without_caching_no_socket_is_opened_and_the_log_says_so(
     make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make(4, caching=False, zmq_endpoint_base=f"ipc://{tmp_path}/pw")
-    assert "zmq_endpoint_base opens nothing without prefix caching" in caplog.messages
+    assert "zmq_endpoint_base has no effect, because prefix caching is off" in caplog.messages
     assert [*tmp_path.iterdir()] == []

@@ -100,7 +100,7 @@ def test_rows_and_columns_behind_a_batch_name_the_null_page(make: Make) -> None:
     assert not entry.lookup_table[1:].any()
     assert entry.lookup_table.data_ptr() == step.inputs[0].lookup_table.data_ptr()
     for rows in (0, 9):
-        with pytest.raises(InvalidRequestError, match=f"batch of {rows}: the step of 1 has 1 requests .* 8 rows"):
+        with pytest.raises(InvalidRequestError, match=f"batch of {rows}: the step of 1 needs a batch of 1 .* to 8"):
             step.padded(rows)
     manager.end_step(step)
     with pytest.raises(InvalidRequestError, match="the step of 1 is over"):
@@ -193,7 +193,7 @@ def test_no_step_and_another_managers_step_are_refused(make: Make) -> None:
     step = other.fetch_ahead([ran(other, range(6))])
     with pytest.raises(InvalidRequestError, match="another manager"):
         manager.end_step(step)
-    with pytest.raises(InvalidRequestError, match="int is no step"):
+    with pytest.raises(InvalidRequestError, match="int is not a step"):
         manager.end_step(3)
     assert not step.is_over
 
@@ -339,7 +339,7 @@ def test_check_finds_a_free_page_that_a_step_in_flight_may_write(make: Make) -> 
     parked, pool.parked = pool.parked, []
     manager.release("r")
     pool.parked = parked
-    with pytest.raises(InvariantError, match=r"is free, and StepInFlight\(num_requests=1, is_over=False\) may still"):
+    with pytest.raises(InvariantError, match=r"is free, but StepInFlight\(num_requests=1, is_over=False\) may still"):
         manager.check()
     manager.end_step(step)
 

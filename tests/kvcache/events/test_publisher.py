@@ -329,7 +329,7 @@ def test_what_could_not_be_sent_is_told_anew(
         with monkeypatch.context() as patch:
             patch.setattr(stream, "send", failing)
             compute(manager, 1)
-            waited(lambda: "a turn failed" in caplog.text)
+            waited(lambda: "a turn of the publisher thread failed" in caplog.text)
         mirror.settle(manager, 0)
         mirror.check_same(manager, 0)
         assert mirror.events[0] == {"type": "AllBlocksCleared"}, "the whole state, not what came after the failure"
@@ -347,7 +347,7 @@ def test_what_cannot_be_followed_is_told_no_more_and_harms_no_loop(
                 patch.setattr(worker, "turn", lambda: False)
                 compute(manager, 201)
                 met_by()
-                waited(lambda: "is begun anew" in caplog.text)
+                waited(lambda: "is announced again" in caplog.text)
                 caplog.clear()
             mirror.settle(manager, 0)
             assert not any(mirror.there.values())

@@ -171,7 +171,7 @@ def test_whatever_the_hints_say_it_holds_what_lru_holds_in_a_pool_smaller_by_the
 def test_broken_books_are_named() -> None:
     order = order_of()
     said(order, LAST, 1, 2)
-    with pytest.raises(InvariantError, match="3 pages asked for, 2 are there"):
+    with pytest.raises(InvariantError, match="3 pages were asked for, but it holds 2"):
         order.pop(3)
     order.codes[1] = NEUTRAL
     with pytest.raises(InvariantError, match="another kind"):
@@ -179,7 +179,7 @@ def test_broken_books_are_named() -> None:
     order = order_of()
     said(order, LAST, 1, 2)
     order.count = 3
-    with pytest.raises(InvariantError, match="2 pages, 3 counted"):
+    with pytest.raises(InvariantError, match="holds 2 pages, but count is 3"):
         order.check()
 
 

@@ -72,7 +72,7 @@ def test_one_by_one_they_leave_in_order_however_many_left_from_between() -> None
         order.append(back := np.setdiff1d(np.arange(1, count + 1, dtype=np.int32), known))
         known = np.concatenate((known, back))
     assert [order.pop_one() for _ in known] == known.tolist()
-    with pytest.raises(InvariantError, match="1 pages asked for, 0 are there"):
+    with pytest.raises(InvariantError, match="1 pages were asked for, but it holds 0"):
         order.pop_one()
 
 
@@ -131,7 +131,7 @@ def test_two_chunks_that_fill_one_just_are_merged() -> None:
 def test_more_than_there_is_and_broken_books_are_named() -> None:
     order = LruOrder(4)
     order.append(pages(1, 2))
-    with pytest.raises(InvariantError, match="3 pages asked for, 2 are there"):
+    with pytest.raises(InvariantError, match="3 pages were asked for, but it holds 2"):
         order.pop(3)
     order = LruOrder(4)
     order.append(pages(1, 2))

@@ -89,7 +89,7 @@ def test_what_is_not_idle_is_given_to_nobody_and_recover_mends(case: str) -> Non
     orders[0].spoil = lambda pages: spoil(pages, np.array(held))
     new = TextContext(np.arange(200, 223), 40, "new")
     manager.external_claim("new")
-    with pytest.raises(InvariantError, match=f"eviction order Wrong: pop.* gave .*{message}"):
+    with pytest.raises(InvariantError, match=f"eviction order Wrong: pop.* returned .*{message}"):
         manager.maybe_reserve(new)
     with pytest.raises(InterruptedCallError, match="maybe_reserve was interrupted"):
         manager.maybe_reserve(new)
@@ -114,7 +114,7 @@ def test_what_was_given_cannot_be_changed_afterwards() -> None:
     keeps.kept[:] = 5
     assert pages.tolist() == [3, 4]
     keeps.spoil = lambda _: np.array([4])
-    with pytest.raises(InvariantError, match=r"pop\(1\) gave page 4, which is not idle"):
+    with pytest.raises(InvariantError, match=r"pop\(1\) returned page 4, which is not idle"):
         order.pop(1)
 
 
@@ -123,16 +123,16 @@ def test_a_count_that_lies_is_named_by_check_and_counts_for_nothing() -> None:
     order.append(np.array([3, 4], np.int32))
     lies.count = 99
     assert order.count == 2
-    with pytest.raises(InvariantError, match="eviction order Wrong: 99 pages, 2 are idle"):
+    with pytest.raises(InvariantError, match="eviction order Wrong: count is 99, but 2 pages are idle"):
         order.check()
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda _: None, r"eviction_order\(12\) gave None: an EvictionOrder is needed"),
-        (lambda _: [1, 2], r"eviction_order\(12\) gave \[1, 2\]: an EvictionOrder is needed"),
-        (with_pages, "eviction order LruOrder begins with 2 pages"),
+        (lambda _: None, r"eviction_order\(12\) returned None: an EvictionOrder is needed"),
+        (lambda _: [1, 2], r"eviction_order\(12\) returned \[1, 2\]: an EvictionOrder is needed"),
+        (with_pages, "eviction order LruOrder starts with 2 pages"),
     ],
 )
 def test_what_is_no_empty_order_is_refused_at_the_start(make: Callable[[int], Any], message: str) -> None:

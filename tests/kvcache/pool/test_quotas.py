@@ -90,7 +90,7 @@ def test_broken_quota_books_are_named() -> None:
     with pytest.raises(InvariantError, match="tenant 'a' are wrong"):
         order.check()
     quotas.own(pages(2), None)
-    with pytest.raises(InvariantError, match="1 idle pages have a tenant, 2 are counted"):
+    with pytest.raises(InvariantError, match="1 idle pages have a tenant, but 2 are counted"):
         order.check()
 
 

@@ -374,14 +374,16 @@ def test_check_names_a_page_that_a_slab_and_others_hold() -> None:
     pool, _, _ = made()
     pool.take_slab()
     pool.hold(np.array([12], np.int32))
-    with pytest.raises(InvariantError, match="page 12 is in slab 3, which is taken, and held besides"):
+    with pytest.raises(
+        InvariantError, match="page 12 is in slab 3, which a state has taken, but the page is also held"
+    ):
         recount(pool, np.array([12]))
     pool, _, _ = made()
     pages = pool.allocate(2)
     publish(pool, pages)
     pool.release(pages)
     pool._used[1] = 0
-    with pytest.raises(InvariantError, match="page 1 is idle, but nobody knows since when"):
+    with pytest.raises(InvariantError, match="page 1 is idle, but the time of its release is not recorded"):
         recount(pool)
     pool._used[1] = 1
     pool._used[9] = 1

@@ -280,7 +280,7 @@ def test_a_step_past_the_pages_is_refused(make: Any) -> None:
     batch.update(np.array([1, 1]))
     manager.step(batch)
     batch.update(np.array([1, 1]))
-    with pytest.raises(NotReservedError, match="5 tokens computed, its reserved pages hold 4"):
+    with pytest.raises(NotReservedError, match="5 tokens computed, but its reserved pages hold 4"):
         manager.step(batch)
     with pytest.raises(InvalidRequestError, match="'0': its start_idx is 5, but 4 tokens at most are computed"):
         manager.reserve_batch(batch)
@@ -332,7 +332,7 @@ def test_bad_tokens_touch_nothing(make: Any) -> None:
     batch = manager.batch(contexts)
     before = [indices(context) for context in contexts]
     for bad, message in (
-        ([1], r"batch of 2 requests: tokens of shape \(1,\)"),
+        ([1], r"batch of 2 requests: got tokens of shape \(1,\)"),
         ([1.0, 2.0], "dtype float64"),
         ([1, -1], "request '1': token -1"),
         (np.array([1 << 31, 0]), "request '0': token 2147483648"),
@@ -363,7 +363,7 @@ def test_a_batch_ends_with_the_release_of_one_of_its_requests(make: Any) -> None
     assert manager.reserve_batch(batch).all()  # somebody else's release is nothing to it
     manager.release("1")
     for call in (manager.reserve_batch, manager.fetch, manager.step):
-        with pytest.raises(InvalidRequestError, match="request '1': .* of a batch made before its release"):
+        with pytest.raises(InvalidRequestError, match="request '1': .* it was released after the batch was made"):
             call(batch)
     rest = manager.batch([contexts[0], contexts[2]])
     assert manager.reserve_batch(rest).all()
@@ -548,11 +548,11 @@ def test_future_tokens_are_refused_by_name_and_nobody_moves(make: Any) -> None:
     manager = make(200, page_size=4)
     contexts = running(manager, [3, 9], longest=12)
     batch = manager.batch(contexts)
-    with pytest.raises(InvalidRequestError, match="'0': realize_future_tokens, and no token is to come"):
+    with pytest.raises(InvalidRequestError, match="'0': realize_future_tokens was called, but it has no future token"):
         batch.realize_future_tokens([1, 2])
     batch.update_with_future_tokens()
     for call in (batch.update_with_future_tokens, lambda: batch.update([1, 2])):
-        with pytest.raises(InvalidRequestError, match="'0': update.*the token of a step in flight is to come already"):
+        with pytest.raises(InvalidRequestError, match="'0': update.*it already has a future token"):
             call()
     with pytest.raises(InvalidRequestError, match="token -4 is not within"):
         batch.realize_future_tokens([1, -4])

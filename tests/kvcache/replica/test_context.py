@@ -55,7 +55,7 @@ def test_tokens_that_are_none(tokens: Any) -> None:
 
 
 def test_limits_are_named() -> None:
-    with pytest.raises(SequenceTooLongError, match="'a': 9 tokens, max_length is 8"):
+    with pytest.raises(SequenceTooLongError, match="'a': has 9 tokens, but its max_length is 8"):
         TextContext(range(9), 8, "a")
     context = TextContext(range(7), 8, "a")
     context.update(1)
@@ -194,7 +194,7 @@ def test_a_copy_is_another_object_of_its_request(make: Any) -> None:
     manager.external_claim("r")
     assert manager.maybe_reserve(context)
     twin = copy.copy(context)
-    with pytest.raises(InvalidRequestError, match="'r': maybe_reserve with another context object"):
+    with pytest.raises(InvalidRequestError, match="'r': maybe_reserve got another context object"):
         manager.maybe_reserve(twin)
     manager.release("r")
     manager.external_claim("r")
@@ -211,7 +211,7 @@ def test_a_batch_is_not_copied(make: Any, how: Callable[[object], object]) -> No
     manager = make(40, page_size=4)
     context = TextContext(range(10), 100, "r")
     manager.external_claim("r")
-    with pytest.raises(InvalidRequestError, match="batch of 1 requests: it cannot be copied: manager.batch makes"):
+    with pytest.raises(InvalidRequestError, match="batch of 1 requests: a batch cannot be copied; call manager.batch"):
         how(manager.batch([context]))
 
 
@@ -319,7 +319,9 @@ def test_nothing_else_comes_before_a_future_token_is_realized(call: Callable[[Te
 
 def test_no_token_is_realized_that_is_none_or_that_nobody_waits_for() -> None:
     context = TextContext(range(5), 6, "r")
-    with pytest.raises(InvalidRequestError, match="'r': realize_future_token, and no token is to come"):
+    with pytest.raises(
+        InvalidRequestError, match="'r': realize_future_token was called, but no future token is outstanding"
+    ):
         context.realize_future_token(3)
     context.update_with_future_token()
     with pytest.raises(InvalidRequestError, match="token -1 is not within"):

@@ -323,25 +323,27 @@ def test_a_pool_that_holds_the_last_window_is_enough() -> None:
 def test_other_groups_are_refused_by_name() -> None:
     table = table_of(make(), PROMPT)
     one = manager_of(page_size=SIZE)
-    with pytest.raises(BlockTableMismatchError, match="'d': the block table has 3 page groups, this manager 1"):
+    with pytest.raises(BlockTableMismatchError, match="'d': the block table has 3 page groups; this manager has 1"):
         one.import_block_table(receiver(one, PROMPT), table)
     other = make((LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 9)))
     context = receiver(other, PROMPT)
-    with pytest.raises(BlockTableMismatchError, match="full, full, window 6, this manager of full, full, window 9"):
+    with pytest.raises(BlockTableMismatchError, match="full, full, window 6; this manager has full, full, window 9"):
         other.import_block_table(context, table)
     assert other.fingerprint != make().fingerprint
     target = make()
     context = receiver(target, PROMPT)
     wrong: list[tuple[Any, str]] = [
-        ((table.groups[0], table.groups[1][1:], table.groups[2]), "names 9 pages, its 40 tokens take 10"),
+        ((table.groups[0], table.groups[1][1:], table.groups[2]), "names 9 pages; its 40 tokens take 10"),
         ((*table.groups[:2], (*table.groups[0], *table.groups[2])), "names 12 pages"),
-        ((*table.groups[:2], table.groups[2][:1]), "pages of window 6 from token 36 on, those from token 32 on"),
+        ((*table.groups[:2], table.groups[2][:1]), "pages of window 6 from token 36 on; those from token 32 on"),
         ((*table.groups[:2], table.groups[0][:2]), "names a page twice"),
     ]
     for groups, reason in wrong:
         with pytest.raises(BlockTableMismatchError, match=reason):
             target.import_block_table(context, msgspec.structs.replace(table, groups=groups))
-    with pytest.raises(BlockTableMismatchError, match="begins with page 1, one of full, full, window 6 begins with 0"):
+    with pytest.raises(
+        BlockTableMismatchError, match="begins with page 1; with the layer kinds full, full, window 6 it begins with 0"
+    ):
         target.import_block_table(context, msgspec.structs.replace(table, first_page=1))
     assert target.num_held_blocks == 0
     assert target.import_block_table(context, table) is not None
@@ -358,13 +360,13 @@ def test_an_extension_says_the_same_pages_and_reaches_the_window() -> None:
     )
     assert pending is not None
     part = computed(source, PROMPT[:24], "r")
-    with pytest.raises(InvalidRequestError, match="'d': runs from token 24"):
+    with pytest.raises(InvalidRequestError, match="'d': would run from token 24"):
         target.extend_import(context, pending, source.block_table(part.request_id), last=True)
     context.update(NEXT)
-    with pytest.raises(BlockTableMismatchError, match="covers 24 tokens at last, the request runs on from 40"):
+    with pytest.raises(BlockTableMismatchError, match="covers 24 tokens, but the request starts at token 40"):
         target.extend_import(context, pending, source.block_table(part.request_id), last=True)
     other = (whole.groups[0], (*whole.groups[1][1:], 99), whole.groups[2])
-    with pytest.raises(BlockTableMismatchError, match="other pages than before"):
+    with pytest.raises(BlockTableMismatchError, match="other pages than the earlier table"):
         target.extend_import(context, pending, msgspec.structs.replace(whole, groups=other), last=True)
     short = (*whole.groups[:2], whole.groups[2][1:])
     with pytest.raises(BlockTableMismatchError, match="pages of window 6 from token 36 on"):

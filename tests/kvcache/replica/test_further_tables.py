@@ -102,7 +102,7 @@ def test_a_prompt_in_chunks_takes_a_window_and_a_chunk() -> None:
     context = start(manager, range(60), "r", chunk=8)
     assert columns(manager, context) == [0, 1]
     context.set_token_indices(active_idx=60)
-    with pytest.raises(NotReservedError, match="60 tokens, its reserved pages hold 8"):
+    with pytest.raises(NotReservedError, match="60 tokens, but its reserved pages hold 8"):
         manager.fetch([context])
     context.set_token_indices(active_idx=8)
     seen = 0
@@ -120,7 +120,7 @@ def test_a_prompt_that_cannot_run_whole_is_refused_and_may_run_in_chunks() -> No
     manager = make(pages=25)
     context = TextContext(list(range(60)), 256, "r")
     manager.external_claim("r")
-    with pytest.raises(PromptTooLongError, match="60 tokens need 30 pages, the pool has 25"):
+    with pytest.raises(PromptTooLongError, match="60 tokens need 30 pages, but the pool has 25"):
         manager.maybe_reserve(context)
     context.set_token_indices(active_idx=8)
     assert manager.admission(context).missing_pages == 17
@@ -210,7 +210,9 @@ def test_a_request_that_goes_back_behind_its_window_is_refused() -> None:
     decode(manager, context, 5)
     context.set_token_indices(start_idx=30, active_idx=46)
     assert manager.maybe_reserve(context)
-    with pytest.raises(InvalidRequestError, match="'r': runs from token 30, .* kind window and 6 .* before token 36"):
+    with pytest.raises(
+        InvalidRequestError, match="'r': would run from token 30, .* kind window .6 tokens. .* before token 36"
+    ):
         manager.fetch([context])
     context.set_token_indices(start_idx=45)
     manager.fetch([context])
@@ -330,7 +332,7 @@ def test_a_batch_of_chunks_has_pages_for_them_alone() -> None:
     assert manager.reserve_batch([context], 2).all()
     assert columns(manager, context) == [0, 1, 2]
     context.set_token_indices(active_idx=20)
-    with pytest.raises(NotReservedError, match="20 tokens, its reserved pages hold 12"):
+    with pytest.raises(NotReservedError, match="20 tokens, but its reserved pages hold 12"):
         manager.fetch([context])
 
 
@@ -374,11 +376,11 @@ def test_sizing_counts_windows() -> None:
 def corrupt(manager: PagedKVCacheManager) -> list[tuple[str, Any]]:
     rows = manager._replicas.each[0].rows
     return [
-        ("column 9 has a page or not", (rows.table[1], (0, 9), 0)),
+        ("column 9 of the layers of kind", (rows.table[1], (0, 9), 0)),
         ("names a page twice", (rows.table[1], (0, 3), rows.table[1, 0, 9])),
         ("names a page twice", (rows.table[1], (0, 10), rows.table[1, 0, 9])),
-        ("has a page or not", (rows.firsts, (1, 0), 9)),
-        ("has a page or not", (rows.ends, (1, 0), 12)),
+        ("contradicts the recorded range of pages", (rows.firsts, (1, 0), 9)),
+        ("contradicts the recorded range of pages", (rows.ends, (1, 0), 12)),
         (
             "not all of its 10 committed pages are published",
             (manager._replicas.each[0].pool.index.published, rows.table[1, 0, 8], False),

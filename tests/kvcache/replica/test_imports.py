@@ -203,7 +203,7 @@ def test_pages_of_a_released_request_stay_with_the_transfer_until_it_is_over(mak
     with pytest.raises(UnknownRequestError, match="'d': commit_import"):
         target.commit_import(context, pending)
     target.external_claim("d")  # the same name, another request
-    with pytest.raises(InvalidRequestError, match="another request's"):
+    with pytest.raises(InvalidRequestError, match="belongs to another request"):
         target.commit_import(context, pending)
     target.cancel_import(pending)
     target.cancel_import(pending)
@@ -217,7 +217,7 @@ def test_a_cancelled_import_leaves_a_request_that_computes_for_itself(make: Any)
     context = receiver(target)
     pending = target.import_block_table(context, table)
     target.cancel_import(pending)
-    with pytest.raises(InvalidRequestError, match="closed"):
+    with pytest.raises(InvalidRequestError, match="already finished or cancelled"):
         target.commit_import(context, pending)
     assert context.start_idx == 0
     assert target.maybe_reserve(context)
@@ -237,25 +237,25 @@ def test_a_table_that_does_not_fit_is_refused_by_name(make: Any) -> None:
     context = receiver(target)
     pages = table.groups[0]
     bad: list[tuple[BlockTable, str]] = [
-        (change(table, page_size=8), "names 5 pages, its 18 tokens take 3"),
+        (change(table, page_size=8), "names 5 pages; its 18 tokens take 3"),
         (change(table, page_size=0), "has pages of 0 tokens"),
         (change(table, page_size=1 << 31), "has pages of 2147483648 tokens"),
-        (change(table, hash_algorithm="md5"), "digests by 'md5', known here are sha256, blake3, xxh3_128"),
+        (change(table, hash_algorithm="md5"), "digests by 'md5'; this process knows sha256, blake3, xxh3_128"),
         (change(table, num_tokens=0), "covers 0 of the request's 19 tokens"),
         (change(table, num_tokens=19), "covers 19 of the request's 19 tokens"),
-        (change(table, num_tokens=13), "names 5 pages, its 13 tokens take 4"),
+        (change(table, num_tokens=13), "names 5 pages; its 13 tokens take 4"),
         (change(table, groups=()), "0 page groups"),
         (change(table, groups=(pages, pages)), "2 page groups"),
-        (change(table, groups=(pages[:-1],)), "names 4 pages, its 18 tokens take 5"),
+        (change(table, groups=(pages[:-1],)), "names 4 pages; its 18 tokens take 5"),
         (change(table, groups=((*pages[:-1], 0),)), "names page 0"),
         (change(table, groups=((*pages[:-1], 1 << 31),)), "names page 2147483648"),
         (change(table, groups=((*pages[:-1], pages[0]),)), "names a page twice"),
-        (change(table, groups=((*pages[:-1], "1"),)), "has a field of another type"),
-        (change(table, page_size="4"), "has a field of another type"),
-        (change(table, kinds=(1,)), "has a field of another type"),
+        (change(table, groups=((*pages[:-1], "1"),)), "has a field of the wrong type"),
+        (change(table, page_size="4"), "has a field of the wrong type"),
+        (change(table, kinds=(1,)), "has a field of the wrong type"),
         (change(table, digests=table.digests[:-1]), "127 bytes of digests"),
         (change(table, digests=table.digests * 2), "256 bytes of digests"),
-        (change(table, digests=b""), "0 bytes of digests for 18 tokens in 4 full pages"),
+        (change(table, digests=b""), "0 bytes of digests, which do not fit its 4 full pages .18 tokens"),
     ]
     for wrong, message in bad:
         with pytest.raises(BlockTableMismatchError, match=f"'d': the block table .*{message}"):
@@ -378,7 +378,7 @@ def test_a_run_behind_a_hole_is_refused_and_nothing_is_taken(make: Any) -> None:
     target.commit_import(context, pending, proven(target, pending))
     target.release("d")
     context = receiver(target)
-    hole = "begins at token 12, and the devices have 8 tokens before it"
+    hole = "begins at token 12, but only 8 tokens before it are cached here"
     with pytest.raises(BlockTableMismatchError, match=f"'d': the block table {hole}"):
         target.import_block_table(context, from_page(table, 3))
     assert target.num_held_blocks == 0
@@ -386,12 +386,15 @@ def test_a_run_behind_a_hole_is_refused_and_nothing_is_taken(make: Any) -> None:
     with pytest.raises(BlockTableMismatchError, match=f"'d': the block table {hole}"):
         target.import_block_table(context, from_page(table, 3))
     bad = [
-        (change(table, first_page=1), "names 5 pages, its 18 tokens take 4 from page 1 on"),
-        (change(table, first_page=-1), "names 5 pages, its 18 tokens take 6 from page -1 on"),
-        (change(table, first_page=-1, groups=((*table.groups[0], 15),)), "names 6 pages, its 18 tokens take 6 from"),
-        (change(table, first_page=9), "names 5 pages, its 18 tokens take -4 from page 9 on"),
-        (change(from_page(table, 4), num_tokens=16, groups=((),)), "names 0 pages, its 16 tokens take 0 from page 4"),
-        (change(from_page(table, 2), digests=table.digests), "128 bytes of digests for 18 tokens in 2 full pages"),
+        (change(table, first_page=1), "names 5 pages; its 18 tokens take 4 from page 1 on"),
+        (change(table, first_page=-1), "names 5 pages; its 18 tokens take 6 from page -1 on"),
+        (change(table, first_page=-1, groups=((*table.groups[0], 15),)), "names 6 pages; its 18 tokens take 6 from"),
+        (change(table, first_page=9), "names 5 pages; its 18 tokens take -4 from page 9 on"),
+        (change(from_page(table, 4), num_tokens=16, groups=((),)), "names 0 pages; its 16 tokens take 0 from page 4"),
+        (
+            change(from_page(table, 2), digests=table.digests),
+            "128 bytes of digests, which do not fit its 2 full pages .18 tokens",
+        ),
         (change(from_page(table, 1), digests=table.digests[:96]), "holds other tokens .*from page 1 on"),
     ]
     for wrong, message in bad:
@@ -405,7 +408,7 @@ def test_a_run_behind_a_hole_is_refused_and_nothing_is_taken(make: Any) -> None:
     target.cancel_import(pending)
     context = receiver(target)
     pending = target.import_block_table(context, beginning(table, 8), partial=True)  # all of that is here
-    with pytest.raises(BlockTableMismatchError, match="names other pages than before"):
+    with pytest.raises(BlockTableMismatchError, match="names other pages than the earlier table"):
         target.extend_import(context, pending, from_page(table, 3), last=True)
 
 
@@ -415,15 +418,17 @@ def test_a_growing_import_refuses_what_does_not_continue_it(make: Any) -> None:
     target = make(40, page_size=4)
     context = TextContext(tokens, 256, "d")
     target.external_claim("d")
-    with pytest.raises(BlockTableMismatchError, match="covers 69 tokens, not yet all: full pages of 4"):
+    with pytest.raises(
+        BlockTableMismatchError, match="covers 69 tokens, and its prompt still runs: .* full pages of 4"
+    ):
         target.import_block_table(context, change(table, num_tokens=69, digests=table.digests[: 17 * 32]), partial=True)
     pending = target.import_block_table(context, beginning(table, 40), partial=True)
     context.update(7)
     moved = (*table.groups[0][:3], 39, *table.groups[0][4:])
     bad = [
-        (change(table, groups=(moved,)), "names other pages than before"),
-        (change(table, replica_idx=1), "names other pages than before"),
-        (beginning(table, 36), "covers 36 tokens, 40 to 72 may be"),
+        (change(table, groups=(moved,)), "names other pages than the earlier table"),
+        (change(table, replica_idx=1), "names other pages than the earlier table"),
+        (beginning(table, 36), "covers 36 tokens; 40 to 72 are allowed"),
         (change(table, digests=bytes(len(table.digests))), "holds other tokens"),
     ]
     for wrong, message in bad:
@@ -432,7 +437,7 @@ def test_a_growing_import_refuses_what_does_not_continue_it(make: Any) -> None:
     assert pending.tokens == (0, 40)
     assert target.extend_import(context, pending, table, last=True).tokens == (40, 70)
     target.cancel_import(pending)
-    with pytest.raises(InvalidRequestError, match="closed"):
+    with pytest.raises(InvalidRequestError, match="already finished or cancelled"):
         target.extend_import(context, pending, table, last=True)
 
 
@@ -452,12 +457,12 @@ def test_import_comes_before_any_other_page(make: Any) -> None:
     target = make(16, page_size=4)
     context = receiver(target)
     assert target.maybe_reserve(context)
-    with pytest.raises(InvalidRequestError, match="'d': has 5 pages already"):
+    with pytest.raises(InvalidRequestError, match="'d': already holds 5 pages"):
         target.import_block_table(context, table)
     large = make(16, page_size=64)
     context = receiver(large)
     assert large.maybe_reserve(context)
-    with pytest.raises(InvalidRequestError, match="'d': has 1 pages already"):
+    with pytest.raises(InvalidRequestError, match="'d': already holds 1 pages"):
         large.import_block_table(context, table)
 
 
@@ -484,7 +489,7 @@ def test_of_a_prompt_that_still_runs_a_table_names_the_full_pages(make: Any) -> 
 def test_block_table_before_a_step_is_refused(make: Any) -> None:
     manager = make(16)
     manager.external_claim("p")
-    with pytest.raises(InvalidRequestError, match="'p': no tokens computed yet"):
+    with pytest.raises(InvalidRequestError, match="'p': none of its tokens are computed yet"):
         manager.block_table("p")
 
 
@@ -524,7 +529,7 @@ def test_a_cancelled_import_is_followed_by_another(make: Any, kind: str, taken: 
                 target.import_block_table(context, table)
             copier.give_up()
     held = target.num_held_blocks
-    with pytest.raises(BlockTableMismatchError, match="request 'd': the block table has a field of another type"):
+    with pytest.raises(BlockTableMismatchError, match="request 'd': the block table has a field of the wrong type"):
         target.import_block_table(context, change(table, fingerprint=1))
     assert target.num_held_blocks == held
     pending = target.import_block_table(context, table)
@@ -567,7 +572,7 @@ def test_what_has_run_after_a_cancelled_import_is_not_thrown_away(make: Any) -> 
     target.cancel_import(target.import_block_table(context, table))
     assert target.maybe_reserve(context)
     target.fetch([context])
-    with pytest.raises(InvalidRequestError, match="'d': has 5 pages already; import comes first"):
+    with pytest.raises(InvalidRequestError, match="'d': already holds 5 pages; import its block table before"):
         target.import_block_table(context, table)
 
 
@@ -592,7 +597,7 @@ def test_a_leased_request_keeps_the_pages_of_a_cancelled_import(make: Any) -> No
     context = receiver(target)
     target.cancel_import(target.import_block_table(context, table))
     lease = target.lease("d")
-    with pytest.raises(InvalidRequestError, match="has 5 pages already"):
+    with pytest.raises(InvalidRequestError, match="already holds 5 pages"):
         target.import_block_table(context, table)
     target.end_lease(lease)
     assert target.import_block_table(context, table) is not None
@@ -603,6 +608,6 @@ def test_a_copy_of_an_import_is_none(make: Any) -> None:
     target = make(16, page_size=4)
     context = receiver(target)
     pending = target.import_block_table(context, table)
-    with pytest.raises(InvalidRequestError, match="'d': this is a copy of the import"):
+    with pytest.raises(InvalidRequestError, match="'d': got a copy of the import"):
         target.cancel_import(copied(pending))
     target.cancel_import(pending)

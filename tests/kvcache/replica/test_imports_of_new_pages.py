@@ -69,9 +69,9 @@ def test_a_table_that_leaves_out_what_no_other_named_or_names_it_otherwise_is_re
         change(from_page(table, 10), replica_idx=1),
     ]
     for wrong in bad:
-        with pytest.raises(BlockTableMismatchError, match="names other pages than before"):
+        with pytest.raises(BlockTableMismatchError, match="names other pages than the earlier table"):
             target.extend_import(context, pending, wrong, last=True)
-    with pytest.raises(BlockTableMismatchError, match="names other pages than before"):
+    with pytest.raises(BlockTableMismatchError, match="names other pages than the earlier table"):
         target.extend_import(context, pending, from_page(beginning(table, 48), 11), last=False)  # one page behind one
     other = change(from_page(table, 10), digests=table.digests[: 7 * 32])
     with pytest.raises(BlockTableMismatchError, match="other tokens .*from page 10 on"):

@@ -131,13 +131,13 @@ def test_lengths_go_on_by_what_ran_and_the_tables_stay(make: Any, kind: Any) -> 
 @pytest.mark.parametrize(
     ("offsets", "splits", "count", "message"),
     [
-        ([0, 9, 12, 17], [0, 3], 2, r"data_parallel_splits \[0, 3\] do not split 3 requests over 2 replicas"),
-        ([0, 9, 12, 17], [1, 2, 3], 2, r"data_parallel_splits \[1, 2, 3\] do not split 3"),
-        ([0, 9, 12, 17], [0, 2, 2], 2, r"data_parallel_splits \[0, 2, 2\] do not split 3"),
-        ([0, 9, 12, 17], [0, 4, 3], 2, r"data_parallel_splits \[0, 4, 3\] do not split 3"),
-        ([0, 9, 12, 17], [0, 1, 3], 2, "replica 0: 1 row offsets for 2 requests"),
-        ([0, 9, 12, 17], [0, 2, 3], 1, "1 inputs are not the same number for each of 2 replicas"),
-        ([0, 9, 12, 17], [0, 2, 3], 0, "0 inputs are not the same number for each of 2 replicas"),
+        ([0, 9, 12, 17], [0, 3], 2, r"data_parallel_splits is \[0, 3\]: it must divide 3 requests among 2 replicas"),
+        ([0, 9, 12, 17], [1, 2, 3], 2, r"data_parallel_splits is \[1, 2, 3\]: it must divide 3"),
+        ([0, 9, 12, 17], [0, 2, 2], 2, r"data_parallel_splits is \[0, 2, 2\]: it must divide 3"),
+        ([0, 9, 12, 17], [0, 4, 3], 2, r"data_parallel_splits is \[0, 4, 3\]: it must divide 3"),
+        ([0, 9, 12, 17], [0, 1, 3], 2, "replica 0: got 1 row offsets for 2 requests"),
+        ([0, 9, 12, 17], [0, 2, 3], 1, "got 1 inputs: the same number for each of 2 replicas"),
+        ([0, 9, 12, 17], [0, 2, 3], 0, "got 0 inputs: the same number for each of 2 replicas"),
         ("none", [0, 2, 3], 2, "increment_cache_lengths of "),
         ([0, 9, 12, 17], None, 2, "increment_cache_lengths of "),
     ],
@@ -162,7 +162,7 @@ def test_one_replica_needs_no_splits(make: Any) -> None:
     given = manager.fetch(started(manager, {0: [9, 3]}, steps=2), 2)
     ran = SimpleNamespace(input_row_offsets=torch.tensor([0, 9, 12]))
     assert manager.increment_cache_lengths(given, ran)[0].cache_lengths.tolist() == [9, 3]
-    with pytest.raises(InvalidRequestError, match="replica 0: 1 row offsets for 2 requests"):
+    with pytest.raises(InvalidRequestError, match="replica 0: got 1 row offsets for 2 requests"):
         manager.increment_cache_lengths(given, SimpleNamespace(input_row_offsets=torch.tensor([0, 12])))
 
 
@@ -176,7 +176,9 @@ def test_a_batch_is_split_where_its_replicas_end(replicas: list[int], splits: li
 
 
 def test_a_batch_out_of_order_has_no_splits() -> None:
-    with pytest.raises(InvalidRequestError, match=r"^the batch is not ordered by replica: \[0, 1, 0\]$"):
+    with pytest.raises(
+        InvalidRequestError, match=r"the replicas of the batch are \[0, 1, 0\]: order its requests by replica$"
+    ):
         data_parallel_splits(np.array([0, 1, 0]), 2)
 
 

@@ -205,7 +205,7 @@ def test_a_page_that_was_told_makes_no_room_when_a_later_chunk_hits_the_cache(ma
 
 def test_a_lease_under_which_nothing_was_computed_holds_nothing(make: Any) -> None:
     manager = make(8, page_size=4)
-    with pytest.raises(UnknownRequestError, match="'r': lease of a request that is not claimed"):
+    with pytest.raises(UnknownRequestError, match="'r': lease: the request was never claimed"):
         manager.lease("r")
     manager.external_claim("r")
     lease = manager.lease("r")
@@ -262,7 +262,7 @@ def test_check_counts_what_leases_hold(make: Any, what: str) -> None:
         manager.release("r")
         held = books._held[lease]
         held.append(held[0]) if what == "twice" else held.clear()
-    with pytest.raises(InvariantError, match="leases are booked" if what == "row" else "holders, but"):
+    with pytest.raises(InvariantError, match="leases are recorded" if what == "row" else "holders, but"):
         manager.check()
     manager.check = lambda: None
 
@@ -289,7 +289,7 @@ def test_an_import_is_copied_in_parts_and_proven_once_all_were_taken(make: Any) 
     copier = target.copier(pending)
     (part,) = copier.take(last=False)
     assert part.tokens == (0, 8)
-    with pytest.raises(InvalidRequestError, match="took tokens up to 8, and not yet the last"):
+    with pytest.raises(InvalidRequestError, match="took tokens up to 8, but not yet the last"):
         copier.prove()
     run(source, whole)
     context.update(7)
@@ -300,7 +300,7 @@ def test_an_import_is_copied_in_parts_and_proven_once_all_were_taken(make: Any) 
     proof = copier.prove()
     with pytest.raises(InvalidRequestError, match="has ended"):
         copier.prove()
-    with pytest.raises(InvalidRequestError, match="no pages are left"):
+    with pytest.raises(InvalidRequestError, match="no pages left to copy"):
         copier.take()
     target.commit_import(context, pending, proof)
     assert context.start_idx == 18
@@ -316,7 +316,9 @@ def test_a_proof_that_is_older_than_the_last_table_is_refused(make: Any) -> None
     run(source, whole)
     context.update(7)
     target.extend_import(context, pending, source.block_table("r"), last=True)
-    with pytest.raises(InvalidRequestError, match="'r': commit_import with a proof of 8 tokens, its table covers 18"):
+    with pytest.raises(
+        InvalidRequestError, match="'r': commit_import with a proof for 8 tokens, but its table now covers 18"
+    ):
         target.commit_import(context, pending, proof)
     assert not pending.closed
     target.cancel_import(pending)
@@ -422,7 +424,7 @@ def test_what_was_told_under_a_lease_is_not_computed_anew(make: Any, call: str, 
         "fetch": lambda: manager.fetch([bystander, context]),
     }
     with pytest.raises(
-        InvalidRequestError, match="'r': computes anew from token 5, while a lease promises its first 1"
+        InvalidRequestError, match="'r': would recompute from token 5, but a lease still covers its first 1"
     ):
         calls[call]()
     assert manager.metrics == before
@@ -521,7 +523,9 @@ def test_what_readers_were_told_only_grows_and_what_they_see_of_windows_only_shr
     for tokens, windows in ((12, True), (4, True), (9, True), (3, False), (16, False), (0, True)):
         books.leases.tell(1, tokens, windows=windows)
     assert (books.leases.told[1], books.leases.kept[1]) == (16, 4)
-    with pytest.raises(InvalidRequestError, match="request 'r1': computes anew from token 15, .* its first 16 tokens"):
+    with pytest.raises(
+        InvalidRequestError, match="request 'r1': would recompute from token 15, .* its first 16 tokens"
+    ):
         books.leases.refuse_rewrite(slice(0, 4), np.array([64, 15, 64, 64]))
     books.leases.refuse_rewrite(np.array([1]), np.array([16]))
 
@@ -585,12 +589,12 @@ def test_a_table_is_sealed_by_each_lease_that_says_something_of_it() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda books: books.leases._row_of.clear(), "leases are booked with rows"),
-        (lambda books: books.leases._row_of.update(dict.fromkeys(books.leases._row_of, 2)), "leases are booked with"),
-        (lambda books: books.leases.told.__setitem__(0, 4), "row 0 has no lease, but 4 of its tokens are promised"),
+        (lambda books: books.leases._row_of.clear(), "leases are recorded with rows"),
+        (lambda books: books.leases._row_of.update(dict.fromkeys(books.leases._row_of, 2)), "leases are recorded with"),
+        (lambda books: books.leases.told.__setitem__(0, 4), "row 0 has no lease, but 4 of its tokens count as leased"),
         (lambda books: books.leases.kept.__setitem__(3, 9), "row 3 has no lease, but its readers know of windows at"),
-        (lambda books: books.rows.request_ids.__setitem__(1, "other"), "is booked with row 1 of request 'other'"),
-        (lambda books: books.leases._held.clear(), "is booked with row 1 of request 'r1'"),
+        (lambda books: books.rows.request_ids.__setitem__(1, "other"), "is recorded with row 1 of request 'other'"),
+        (lambda books: books.leases._held.clear(), "is recorded with row 1 of request 'r1'"),
     ],
 )
 def test_check_names_the_lease_or_the_row_that_is_booked_wrongly(
@@ -610,7 +614,7 @@ def test_a_lease_is_looked_for_in_the_books_that_granted_it() -> None:
     theirs.claim(1)
     lease = theirs.lease(1)
     assert granted_by(lease, [ours.leases, theirs.leases]) == 1
-    with pytest.raises(InvalidRequestError, match="request 'r1': end_lease of another manager's lease"):
+    with pytest.raises(InvalidRequestError, match="request 'r1': end_lease: another manager made this lease"):
         granted_by(lease, [ours.leases])
-    with pytest.raises(InvalidRequestError, match="end_lease: str is no lease"):
+    with pytest.raises(InvalidRequestError, match="end_lease: str is not a lease"):
         granted_by("lease", [ours.leases])  # type: ignore[arg-type]

@@ -130,10 +130,10 @@ def test_where_the_request_does_not_fit_nothing_is_changed() -> None:
     assert waiting.start_idx == 24
     manager.release(waiting.request_id)
     endless = TextContext([*range(1, 41)], 64)
-    with pytest.raises(PromptTooLongError, match="40 tokens need 10 pages, the pool has 8 of 4 tokens"):
+    with pytest.raises(PromptTooLongError, match="40 tokens need 10 pages, but the pool has 8 pages of 4 tokens"):
         manager.get_or_recommend_replica(endless)
     manager.external_claim(endless.request_id, 0)
-    with pytest.raises(PromptTooLongError, match="40 tokens need 10 pages, the pool has 8 of 4 tokens"):
+    with pytest.raises(PromptTooLongError, match="40 tokens need 10 pages, but the pool has 8 pages of 4 tokens"):
         manager.maybe_reserve(endless)
 
 
@@ -151,7 +151,7 @@ def test_a_prompt_that_no_pool_holds_is_refused_before_anything_is_copied() -> N
     manager.external_claim(longer.request_id, 0)
     before = manager.metrics
     for call in (lambda: manager.maybe_reserve(longer), lambda: manager.reserve_batch([longer])):
-        with pytest.raises(PromptTooLongError, match="42 tokens need 22 pages, the pool has 20 of 4 tokens"):
+        with pytest.raises(PromptTooLongError, match="42 tokens need 22 pages, but the pool has 20 pages of 4 tokens"):
             call()
     assert manager.metrics == before
     longer.set_token_indices(active_idx=8)

@@ -91,7 +91,7 @@ def test_what_is_found_behind_its_state_is_not_written(groups: tuple[LayerGroup,
     target.check()
     with pytest.raises((NotReservedError, InvalidRequestError)):
         target.fetch([context])
-    with pytest.raises(NotReservedError, match="reserve_batch in the pages of its cancelled import"):
+    with pytest.raises(NotReservedError, match="reserve_batch would write to pages of its cancelled import"):
         target.reserve_batch([context])
     while context.start_idx < 45:
         assert target.maybe_reserve(context)

@@ -190,7 +190,7 @@ def test_tables_of_another_number_are_refused_by_name() -> None:
     for manager, count in ((target, 2), (plain, 3)):
         fewer = msgspec.structs.replace(table, groups=table.groups[3 - count :])
         manager.external_claim("d", 0)
-        with pytest.raises(BlockTableMismatchError, match=f"has {len(fewer.groups)} page groups, this manager"):
+        with pytest.raises(BlockTableMismatchError, match=f"has {len(fewer.groups)} page groups; this manager has"):
             manager.import_block_table(TextContext([*PROMPT, NEXT], 256, "d"), fewer)
         manager.release("d")
 

@@ -141,7 +141,7 @@ def test_in_slabs_they_are_as_young_as_what_was_let_go_last() -> None:
 
 def test_what_of_many_may_not_run_on_is_named() -> None:
     states = made()
-    with pytest.raises(StatePageError, match="'b' runs from token 7"):
+    with pytest.raises(StatePageError, match="'b' would run from token 7"):
         states.pages_at(NAMES, [8, 7, 8])
     lease = states.held("c")
     lease.pool.hold(lease.pages)

@@ -73,7 +73,7 @@ def test_a_step_that_ran_already_is_refused() -> None:
     assert pages.tolist() == [1, 2]
     states.advance(pages, [4, 1])
     assert states.pages_at(["b", "a"], [1, 4]).tolist() == [2, 1]
-    with pytest.raises(StatePageError, match="'a' runs from token 0, its state has taken up 4"):
+    with pytest.raises(StatePageError, match="'a' would run from token 0, but its state covers 4"):
         states.pages_at(["b", "a"], [1, 0])
 
 
@@ -206,7 +206,7 @@ def test_a_copy_is_found_by_its_digest_and_copied_into_the_page_of_who_goes_on()
     states.resume("b", digest(1), 8)
     assert states.tokens_of("b") == 8
     assert torch.equal(states.tensors[0][3][first], states.tensors[0][3][second])
-    with pytest.raises(InvariantError, match="'b': the state that it was to go on from is not kept"):
+    with pytest.raises(InvariantError, match="'b': the state that it resumes from is not kept"):
         states.resume("b", digest(2), 16)
     states.check(["a", "b"])
 

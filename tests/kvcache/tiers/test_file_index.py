@@ -91,5 +91,5 @@ def test_pages_that_are_dropped_leave_the_others_of_their_file() -> None:
 def test_check_names_bytes_that_do_not_add_up() -> None:
     made = index(("a", 30, (1, 2, 3)))
     made.bytes = 20
-    with pytest.raises(InvariantError, match="file tier: files of 30 bytes, 20 counted, 100 allowed"):
+    with pytest.raises(InvariantError, match="file tier: its files have 30 bytes; 20 are counted and 100 allowed"):
         made.check()

@@ -476,7 +476,7 @@ def test_a_root_with_other_things_is_left_as_it_is(served: Make, tmp_path: Path)
     tmp_path.chmod(0o1777)  # as /tmp
     assert served(key="b").serve(PROMPT) == 0
     tmp_path.chmod(0o777)
-    with pytest.raises(InvalidParamsError, match="others may rename what is in it: mode 777"):
+    with pytest.raises(InvalidParamsError, match="other users may rename its files: its mode is 777"):
         served(key="c")
 
 
@@ -663,7 +663,7 @@ def test_what_no_tier_can_be_made_of(served: Make, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(InvalidParamsError, match="file_tier_dir .* cannot be used"):
         Served(8, 8, params={"file_tier_dir": f"{tmp_path}/file", "file_tier_max_gb": 1, "file_tier_key": "k"})
-    with pytest.raises(PoolTooSmallError, match="2 bytes do not hold a page: 232 are needed"):
+    with pytest.raises(PoolTooSmallError, match="2 bytes are less than one page: at least 232 are needed"):
         served(gb=2 / 2**30)
 
 
@@ -704,8 +704,8 @@ def test_check_recounts_the_files(served: Make) -> None:
     for change, message in (
         (lambda: setattr(index, "bytes", index.bytes + 1), "counted"),
         (lambda: index._place_of.__setitem__(1, 7), "other places"),
-        (lambda: index._file_of.__setitem__(1, 7), "do not know each other"),
-        (lambda: setattr(index, "_free_count", index._free_count - 1), "are not all of them"),
+        (lambda: index._file_of.__setitem__(1, 7), "do not refer to each other"),
+        (lambda: setattr(index, "_free_count", index._free_count - 1), "do not add up to all entries"),
         (lambda: index.reading.__setitem__(1, True), "0 entries are being read"),
         (lambda: it.tiers.host.pool.hold(np.array([1], np.int32)), "host tier: page 1"),
     ):

@@ -388,7 +388,9 @@ def test_preempted_requests_give_back_slots_and_pages(served: Any) -> None:
 
 
 def test_a_tier_too_small_for_a_page_is_refused() -> None:
-    with pytest.raises(PoolTooSmallError, match="host_kvcache_swap_space_gb is 1e-09, 1 bytes: one page takes 64"):
+    with pytest.raises(
+        PoolTooSmallError, match="host_kvcache_swap_space_gb is 1e-09, 1 bytes: at least one page of 64 bytes must fit"
+    ):
         manager_of(8, params={"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-9})
 
 
@@ -436,9 +438,9 @@ BREAKS: dict[str, tuple[Callable[[ReplicaTier], Any], str]] = {
     "a slot held by nobody": (lambda t: t.host.pool.holders.__setitem__(40, 1), "host tier: page 40 has 1 holders"),
     "a load without its slots": (lambda t: t.host.pool.release(t.open_loads[0].slots), "host tier: page"),
     "a load without a writer": (lambda t: t.pool.drop_writer(t.open_loads[0].pages), "writers"),
-    "a page marked for nothing": (lambda t: t.storing.__setitem__(~t.storing, True), "page 0 is marked"),
+    "a page marked for nothing": (lambda t: t.storing.__setitem__(~t.storing, True), "page 0 must be both marked"),
     "a page queued twice": (lambda t: t.waiting.append(t.waiting[0]), "2 times"),
-    "a page queued by another name": (lambda t: t.waiting[0][1].__setitem__((0, 0), 7), "another content"),
+    "a page queued by another name": (lambda t: t.waiting[0][1].__setitem__((0, 0), 7), "now has other contents"),
 }
 
 

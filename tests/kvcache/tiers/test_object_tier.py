@@ -320,7 +320,7 @@ def test_check_recounts_what_is_asked_for(served: Make) -> None:
     it = served(checks=False)
     settled(it)
     objects_of(it)._busy[b"?"] = 0.0
-    with pytest.raises(InvariantError, match="0 objects are asked for or read, 1 marked"):
+    with pytest.raises(InvariantError, match="0 objects are being looked up or read, but 1 are marked"):
         it.manager.check()
     objects_of(it)._busy.clear()
 

@@ -63,7 +63,7 @@ def test_a_reset_that_cannot_name_its_new_folder_leads_no_later_start_to_the_old
     with monkeypatch.context() as patched:
         patched.setattr(PageFolder, "_name_epoch", full)
         assert folder.renew() == old
-    assert "a reset cannot name its new folder: [Errno 28] No space left on device" in caplog.text
+    assert "a reset could not record the name of its new folder: [Errno 28] No space left on device" in caplog.text
     assert folder.path != old
     later = PageFolder(tmp_path, NAMESPACE)
     assert later.path not in {old, folder.path}

@@ -277,7 +277,7 @@ def test_a_forgotten_manager_ends_its_watch_and_a_bad_question_gets_no_answer() 
 
 def test_endpoints_that_cannot_be_are_refused() -> None:
     manager = manager_of()
-    with pytest.raises(InvalidParamsError, match="beyond this host"):
+    with pytest.raises(InvalidParamsError, match="can be reached from other hosts"):
         ManagerWatch(manager, "tcp://0.0.0.0:0")
     with pytest.raises(InvalidParamsError, match="cannot bind"):
         ManagerWatch(manager, "ipc:///nowhere/at/all")
@@ -303,16 +303,19 @@ def test_what_is_no_look_changes_nothing() -> None:
         return msgspec.msgpack.encode(msgspec.structs.replace(header, base=1, number=9, pools=pools))
 
     for frames, what in (
-        ([], "no look"),
-        ([b"\xc1"], "no look"),
-        (whole[:2], "has 2 frames"),
+        ([], "are not a look"),
+        ([b"\xc1"], "are not a look"),
+        (whole[:2], "came in 2 frames"),
         ([whole[0], b"", b"1234"], "1 cells"),
         ([whole[0], b"", b"123"], "multiple"),
-        ([difference, far, far], "1 pages, 1 cells"),
-        ([of_pool(name="unheard of"), near, near], "'unheard of' of 64 pages: 1 pages, 1 cells"),
-        ([of_pool(num_pages=100), near, near], "of 100 pages: 1 pages, 1 cells"),
+        ([difference, far, far], "1 pages and 1 cells"),
+        ([of_pool(name="unheard of"), near, near], "'unheard of' of 64 pages: 1 pages and 1 cells"),
+        ([of_pool(num_pages=100), near, near], "of 100 pages: 1 pages and 1 cells"),
         ([msgspec.msgpack.encode(msgspec.structs.replace(header, base=70, number=71)), b"", b""], "has not come|last"),
-        ([msgspec.msgpack.encode(msgspec.structs.replace(header, base=1, incarnation="x")), b"", b""], "has not come"),
+        (
+            [msgspec.msgpack.encode(msgspec.structs.replace(header, base=1, incarnation="x")), b"", b""],
+            "was not received",
+        ),
     ):
         with pytest.raises(WatchError, match=what):
             followed.apply(frames)
@@ -380,7 +383,7 @@ def test_a_look_that_fails_costs_its_answer_and_neither_the_watch_nor_the_loop(
         assert not manager._replicas.each[0].pool.journal.readers, "nothing is written down for a look that is not made"
         fails.clear()
         assert watcher.look().pools[0].num_pages == 16
-    assert "a look failed" in caplog.text
+    assert "a snapshot could not be made" in caplog.text
 
 
 def test_a_socket_that_is_asked_by_two_tells_both() -> None:
@@ -485,7 +488,7 @@ def test_watchers_are_bounded_and_one_more_is_refused_at_once_with_the_reason(mo
                         followed[at].apply(frames)
                         looks[at] += 1
                     except WatchError as error:
-                        assert "it refuses to be watched: 64 watch already" in str(error)  # noqa: PT017
+                        assert "the process refuses to be watched: 64 watch already" in str(error)  # noqa: PT017
                         refusals[at] += 1
                     client.ask(followed[at].ask)
         assert sum(map(bool, looks)) == 64
