@@ -13,7 +13,7 @@ class TransferError(KVCacheError, RuntimeError):
 
 
 class InvalidEngineError(TransferError, ValueError):
-    """The tensors, sizes or settings are ones that no engine can be built from."""
+    """No engine can be built from these tensors, sizes or settings."""
 
 
 class InvalidTransferError(TransferError, ValueError):

@@ -19,8 +19,8 @@ PULL_BUCKETS: dict[str, tuple[float, ...]] = {
 """Upper bounds of the histogram buckets of pulls, by field of `PullRecord`."""
 _KINDS = (
     ("timed out", "timeout"),
-    ("had given the pages away", "lease_over"),
-    ("is not the start of it that granted", "lease_over"),
+    ("no longer held the pages", "lease_over"),
+    ("has restarted since it granted", "lease_over"),
     ("handshake with", "handshake"),
     ("asking engine", "handshake"),
     ("differ from their source", "checks"),
@@ -29,8 +29,7 @@ _KINDS = (
     ("is silent", "source_gone"),
     ("was lost", "source_gone"),
     ("was restarted", "source_gone"),
-    ("was started anew", "source_gone"),
-    ("was connected anew", "source_gone"),
+    ("was connected again", "source_gone"),
     ("is stuck", "source_gone"),
     ("reading from", "transport"),
     ("was shut down", "shutdown"),

@@ -83,7 +83,7 @@ def test_failures_are_counted_by_kind(side: Any) -> None:
     source.exchange.revoke(offer, "given up")
     source.until(lambda: source.of(LeaseOver))
     reader.exchange.read(0, "late", pending, last=True)
-    assert "had given the pages away" in reader.end(source, "late")[0].error
+    assert "no longer held the pages" in reader.end(source, "late")[0].error
     other = source.exchange.offer("r", 30.0)
     reader.exchange.open_pull(0, "gone", other, 20.0)
     reader.until(lambda: value(scraped(TransferCollector(reader.exchange)), "pagewire_open_pulls") == 1)

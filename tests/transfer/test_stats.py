@@ -76,7 +76,7 @@ def test_a_figure_at_a_bound_lies_below_it() -> None:
     [
         ("pull of request 'r' timed out: 3 READs are in flight", "timeout"),
         ("handshake with engine 'p': waited, and it timed out", "timeout"),  # the first that fits
-        ("engine 'p' rank 0 had given the pages away", "lease_over"),
+        ("engine 'p' rank 0 no longer held the pages", "lease_over"),
         ("handshake with engine 'p' at tcp://h:1: no answer", "handshake"),
         ("reading from engine 'p': its process is gone, so its pages are to be computed", "source_gone"),
         ("reading from engine 'p': remote access error", "transport"),

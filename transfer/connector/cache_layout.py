@@ -49,13 +49,15 @@ def cache_layout(config: WorkerConfig, caches: Mapping[str, Cache], cross_layer:
     tensors = {name: tensors_of(cache) for name, cache in caches.items()}
     devices = {tensor.device for found in tensors.values() for tensor in found}
     if not devices:
-        raise InvalidEngineError(f"{where}: no caches to register")
+        raise InvalidEngineError(f"{where}: register_kv_caches got no caches")
     if len(devices) != 1:
         raise InvalidEngineError(f"{where}: caches are on {sorted(map(str, devices))}; one device is expected")
     given = {*caches, *cross_layer}
     unknown = set(caches) - {name for group in config.groups for name in group.layers}
     if unknown:
-        raise InvalidEngineError(f"{where}: layer {min(unknown)!r} is in none of the {len(config.groups)} groups")
+        raise InvalidEngineError(
+            f"{where}: layer {min(unknown)!r} is in none of the {len(config.groups)} groups of the configuration"
+        )
     storages = _Storages()
     groups = tuple(
         _group(f"{where}: group {number}", config, group, tensors, storages, cross_layer)
@@ -67,8 +69,8 @@ def cache_layout(config: WorkerConfig, caches: Mapping[str, Cache], cross_layer:
         raise InvalidEngineError(f"{where}: {error}") from error
     if config.pp_size == 1 and (missing := {name for group in config.groups for name in group.layers} - given):
         raise InvalidEngineError(
-            f"{where}: {len(missing)} of its layers have no cache, the first of them {min(missing)!r}: with pp_size 1 "
-            "a rank has all layers"
+            f"{where}: {len(missing)} of its layers have no cache ({min(missing)!r} is the first): with pp_size 1 "
+            "a rank needs the caches of all layers"
         )
     return ShardMemory(layout, tuple(storages.bases), devices.pop())
 
@@ -91,10 +93,12 @@ def _group(
         layer = _Layer(label, config, group, first, count, storages)
         boxes += (layer.state if group.is_state else layer.attention)(tensors[name], sizes)
         if len(sizes) != 1:
-            raise InvalidEngineError(f"{label}: its tensors have {sorted(sizes)} pages; they must have as many")
+            raise InvalidEngineError(f"{label}: its tensors have {sorted(sizes)} pages; all must have the same number")
     num_pages = sizes.pop() if sizes else 1
     if num_pages % group.block_pages and boxes:
-        raise InvalidEngineError(f"{where}: {num_pages} pages, a block has {group.block_pages}")
+        raise InvalidEngineError(
+            f"{where}: {num_pages} pages are not a multiple of the {group.block_pages} pages of a block"
+        )
     return Group(group.page_size, num_pages, tuple(boxes), group.window, group.is_state, group.block_pages)
 
 
@@ -104,7 +108,7 @@ def _layer_run(label: str, group: GroupConfig, names: Sequence[str]) -> tuple[in
         raise InvalidEngineError(f"{label}: layer {strange[0]!r} is not in its group")
     numbers = [group.layers[name] for name in names]
     if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
-        raise InvalidEngineError(f"{label}: the layers of one tensor are {numbers[:16]}; they must follow each other")
+        raise InvalidEngineError(f"{label}: the layers of one tensor are {numbers[:16]}; they must be consecutive")
     return numbers[0], len(numbers)
 
 
@@ -124,7 +128,7 @@ class _Layer:
         group = self.group
         names, sides = group.axes.split(","), 1 if group.kind == "mla" else 2
         if len(tensors) not in {1, sides}:
-            raise InvalidEngineError(f"{self.label}: {len(tensors)} tensors, 1 to {sides} are expected")
+            raise InvalidEngineError(f"{self.label}: got {len(tensors)} tensors; 1 to {sides} are expected")
         if len(tensors) > 1:
             names = [name for name in names if name != "side"]
         heads = share(group.num_kv_heads, self.config.tp_size, self.config.tp_rank)
@@ -149,17 +153,23 @@ class _Layer:
         taken, channels = [0] * len(tensors), [0] * len(tensors)
         for part in self.group.state:
             if part.tensor >= len(tensors):
-                raise InvalidEngineError(f"{self.label}: {part.kind!r} is in tensor {part.tensor} of {len(tensors)}")
+                raise InvalidEngineError(
+                    f"{self.label}: {part.kind!r} is said to be in tensor {part.tensor}, but there are {len(tensors)} "
+                    "tensors"
+                )
             units = share(part.units, self.config.tp_size, self.config.tp_rank)
             tensor, skipped, held = tensors[part.tensor], taken[part.tensor], len(units) * part.width
             names, label = part.axes.split(","), f"{self.label}, {part.kind!r}"
             shape, strides = _merge_last(label, tensor, len(names))
             if len(shape) != len(names) or not {"page", "head"} <= set(names) <= {"page", "head", "dim"}:
-                raise InvalidEngineError(f"{label} of shape {list(tensor.shape)}, axes {part.axes!r}")
+                raise InvalidEngineError(
+                    f"{label} has shape {list(tensor.shape)}, which does not fit the axes {part.axes!r}"
+                )
             at = names.index("head")
             if skipped + held > shape[at] or _name(tensor.dtype) != part.dtype:
                 raise InvalidEngineError(
-                    f"{label} takes channels {skipped} to {skipped + held} of {part.dtype}, tensor {part.tensor} has "
+                    f"{label} takes channels {skipped} to {skipped + held} of {part.dtype}, but tensor {part.tensor} "
+                    "has "
                     f"{shape[at]} of {_name(tensor.dtype)}"
                 )
             taken[part.tensor], channels[part.tensor] = skipped + held, shape[at]
@@ -168,7 +178,7 @@ class _Layer:
             first = (self.first, 0, units.start * part.width, 0)
             boxes.append(self._box(tensor, shape, strides, names, first, part.kind, skipped * strides[at]))
         if taken != channels or not all(channels):
-            raise InvalidEngineError(f"{self.label}: its tensors have {channels} channels, the state takes {taken}")
+            raise InvalidEngineError(f"{self.label}: its tensors have {channels} channels, but the state takes {taken}")
         return boxes
 
     def _box(
@@ -196,7 +206,7 @@ class _Layer:
 
     def _check(self, names: list[str], shape: list[int], expected: Mapping[str, int], dtype: str) -> None:
         if len(names) != len(shape) or "page" not in names:
-            raise InvalidEngineError(f"{self.label}: shape {shape} for the axes {','.join(names)!r}")
+            raise InvalidEngineError(f"{self.label}: shape {shape} does not fit the axes {','.join(names)!r}")
         wrong = [
             f"{axis} {size}, {expected[axis]} expected{self._share(axis)}"
             for axis, size in zip(names, shape, strict=True)
@@ -205,7 +215,7 @@ class _Layer:
         left_out = [axis for axis, size in expected.items() if axis not in names and size > 1]
         wrong += [f"no axis {axis} for {expected[axis]} elements" for axis in left_out]
         if dtype != self.group.dtype:
-            wrong.append(f"elements of {dtype}, {self.group.dtype} expected")
+            wrong.append(f"its elements are {dtype}, but {self.group.dtype} is expected")
         if wrong:
             raise InvalidEngineError(f"{self.label}: {'; '.join(wrong)}")
 
@@ -237,7 +247,9 @@ def _merge_last(label: str, tensor: torch.Tensor, dimensions: int) -> tuple[list
     shape, strides = list(tensor.shape), _bytes(tensor)
     for axis in range(len(shape) - 1, dimensions - 1, -1):
         if strides[axis - 1] != strides[axis] * shape[axis] and shape[axis - 1] > 1:
-            raise InvalidEngineError(f"{label}: dimensions {axis - 1} and {axis} of {list(tensor.shape)} have a gap")
+            raise InvalidEngineError(
+                f"{label}: dimensions {axis - 1} and {axis} of {list(tensor.shape)} have a gap between them"
+            )
         shape[axis - 1 :] = [math.prod(shape[axis - 1 :])]
         strides[axis - 1 :] = [strides[axis]]
     return shape, strides

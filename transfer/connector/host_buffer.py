@@ -29,8 +29,8 @@ def needs_host_buffer(config: WorkerConfig, device: torch.device) -> bool:
     registrable = device.type in config.registrable and device.type in {"cpu", "cuda"}
     if not registrable and config.kv_buffer_device != "cpu":
         raise InvalidEngineError(
-            f"engine {config.engine_id!r} rank {config.rank}: memory of {device.type!r} cannot be registered, that of "
-            f"{config.registrable} can; kv_buffer_device is {config.kv_buffer_device!r}, 'cpu' is needed"
+            f"engine {config.engine_id!r} rank {config.rank}: memory on {device.type!r} cannot be registered "
+            f"({config.registrable} can), and kv_buffer_device is {config.kv_buffer_device!r}: set it to 'cpu'"
         )
     return not registrable or (config.kv_buffer_device == "cpu" and device.type != "cpu")
 

@@ -86,7 +86,8 @@ class NixlConnectorScheduler:
         """
         if sorted(ranks) != list(range(self.config.ranks)):
             raise HandshakeError(
-                f"engine {self.config.engine_id!r}: metadata of ranks {sorted(ranks)[:16]}, it has {self.config.ranks}"
+                f"engine {self.config.engine_id!r}: got the metadata of ranks {sorted(ranks)[:16]}; "
+                f"all {self.config.ranks} ranks are needed"
             )
         metadata = tuple(ranks[rank] for rank in range(self.config.ranks))
         agreed = self.config.fingerprint() if fingerprint is None else fingerprint
@@ -190,17 +191,17 @@ class NixlConnectorScheduler:
         """
         offer = self._offers.get(request_id)
         if offer is None or offer.ended:
-            reason = "it has none" if offer is None else offer.ended
-            raise InvalidLeaseError(f"request {request_id!r}: no lease of it stands: {reason}")
+            reason = "none was granted" if offer is None else offer.ended
+            raise InvalidLeaseError(f"request {request_id!r}: it has no valid lease: {reason}")
         groups = self.config.groups
         firsts = tuple(first_blocks) or (0,) * len(groups)
         if len(block_ids) != len(groups) or len(firsts) != len(groups):
             raise InvalidTransferError(
-                f"request {request_id!r}: blocks of {len(block_ids)} groups, there are {len(groups)}"
+                f"request {request_id!r}: got blocks for {len(block_ids)} groups; there are {len(groups)}"
             )
         if len(prompt.token_ids) < num_tokens:
             raise InvalidTransferError(
-                f"request {request_id!r}: a prompt of {len(prompt.token_ids)} tokens, the pages of {num_tokens}"
+                f"request {request_id!r}: got pages for {num_tokens} tokens, but its prompt has {len(prompt.token_ids)}"
             )
         kept = [
             _kept(f"request {request_id!r}: group {number}", group, blocks, first, num_tokens)
@@ -243,8 +244,8 @@ class NixlConnectorScheduler:
         found, count = read_params(request_id, params), len(prompt.token_ids)
         if found is not None and found.num_tokens > count and any(group.is_state for group in self.config.groups):
             raise TransferParamsError(
-                f"request {request_id!r}: kv_transfer_params['remote_num_tokens'] is {found.num_tokens}: a state after "
-                f"more tokens than the {count} of the request is of no use"
+                f"request {request_id!r}: kv_transfer_params['remote_num_tokens'] is {found.num_tokens}: the request "
+                f"has {count} tokens, and a state after more tokens cannot be used"
             )
         return None if found is None else found.wanted(prompt)
 
@@ -303,7 +304,7 @@ class NixlConnectorScheduler:
         firsts = tuple(first_blocks) or tuple(num_computed_tokens // group.block_size for group in groups)
         if len(block_ids) != len(groups) or len(firsts) != len(groups):
             raise InvalidTransferError(
-                f"request {request_id!r}: blocks of {len(block_ids)} groups, there are {len(groups)}"
+                f"request {request_id!r}: got blocks for {len(block_ids)} groups; there are {len(groups)}"
             )
         asked = LoadRequest(
             wanted=wanted,
@@ -343,7 +344,7 @@ class NixlConnectorScheduler:
             InvalidTransferError: the engine has no such rank.
         """
         if not 0 <= rank < self.config.ranks:
-            raise InvalidTransferError(f"output of rank {rank}, there are 0 to {self.config.ranks - 1}")
+            raise InvalidTransferError(f"got the output of rank {rank}; there are ranks 0 to {self.config.ranks - 1}")
         progress = Progress()
         for request_id, error in output.offered.items():
             if error:
@@ -408,7 +409,8 @@ def _kept(where: str, group: GroupConfig, blocks: Sequence[int], first: int, num
     end = -(-num_tokens // group.block_size)
     if first + len(blocks) < end or first < 0:
         raise InvalidTransferError(
-            f"{where}: blocks {first} to {first + len(blocks)}, {num_tokens} tokens fill {end} of {group.block_size}"
+            f"{where}: got blocks {first} to {first + len(blocks)}, but {num_tokens} tokens fill {end} blocks of "
+            f"{group.block_size}"
         )
     start = max(first, (group.needed(num_tokens) - _LARGEST_BLOCK) // group.block_size)
     return list(blocks[min(start, end) - first : end - first])

@@ -87,7 +87,7 @@ def read_params(request_id: str, params: object) -> TransferParams | None:
     if params is None:
         return None
     if not _is_dict(params):
-        raise TransferParamsError(f"request {request_id!r}: kv_transfer_params is {_short(params)}, a dict is expected")
+        raise TransferParamsError(f"request {request_id!r}: kv_transfer_params is {_short(params)}; a dict is expected")
     if (asked := params.get("do_remote_prefill")) is None or asked is False:
         return None
     known: dict[str, Any] = {key: value for key, value in params.items() if isinstance(key, str)}

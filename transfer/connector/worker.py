@@ -85,14 +85,15 @@ class NixlConnectorWorker:
         """
         if len(self.config.groups) != 1:
             raise InvalidEngineError(
-                f"engine {self.config.engine_id!r}: {len(self.config.groups)} groups share no cross-layer tensor"
+                f"engine {self.config.engine_id!r}: it has {len(self.config.groups)} groups; "
+                "a cross-layer tensor needs exactly one"
             )
         names = tuple(layers) or tuple(self.config.groups[0].layers)
         self._register({names[0]: kv_cache}, names)
 
     def _register(self, kv_caches: Mapping[str, Cache], cross_layer: Sequence[str]) -> None:
         if self._rank is not None:
-            raise InvalidEngineError(f"{self._where}: caches are registered already")
+            raise InvalidEngineError(f"{self._where}: its caches are already registered")
         memory = cache_layout(self.config, kv_caches, cross_layer)
         if needs_host_buffer(self.config, memory.device):
             host = self._host or self.initialize_host_xfer_buffer(kv_caches)
@@ -228,14 +229,14 @@ class NixlConnectorWorker:
         """Copies the blocks of `reqs_to_save` to host buffers. Must precede the grant of their leases.
 
         Raises:
-            InvalidTransferError: the blocks are of another number of groups than the config has.
+            InvalidTransferError: the number of groups of blocks is not that of the config.
         """
         if self._host is None:
             return
         for request_id, groups in metadata.reqs_to_save.items():
             if len(groups) != len(self.config.groups):
                 raise InvalidTransferError(
-                    f"request {request_id!r}: blocks of {len(groups)} groups, there are {len(self.config.groups)}"
+                    f"request {request_id!r}: got blocks for {len(groups)} groups; there are {len(self.config.groups)}"
                 )
             for number, blocks in enumerate(groups):
                 self._host.save(number, self._pages(number, blocks))

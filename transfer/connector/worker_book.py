@@ -62,12 +62,14 @@ class WorkerBook:
         """Raises `InvalidTransferError` if a request already has a lease, or a load that asked for all its pages."""
         for request_id in step.reqs_to_send:
             if request_id in self.leases:
-                raise InvalidTransferError(f"request {request_id!r}: its lease {self.leases[request_id]:#x} stands")
+                raise InvalidTransferError(
+                    f"request {request_id!r}: its lease {self.leases[request_id]:#x} has not ended yet"
+                )
         for request_id in step.reqs_to_recv:
             load = self.find(request_id)
             if load is not None and load.closed and not load.cancelled and not load.error:
                 raise InvalidTransferError(
-                    f"request {request_id!r}: its load has not ended yet, and takes no more pages"
+                    f"request {request_id!r}: its load has not ended yet, and cannot be given more pages"
                 )
 
     def begin(self, request_id: str) -> OpenLoad:
@@ -100,9 +102,9 @@ class WorkerBook:
     def _pages(self, where: str, asked: LoadRequest, start: int, stop: int) -> list[BlocksOfGroup]:
         sizes = [len(found) for found in (asked.local_block_ids, asked.first_blocks)]
         if set(sizes) != {len(self._groups)}:
-            raise InvalidTransferError(f"{where}: blocks of {sizes} groups, there are {len(self._groups)}")
+            raise InvalidTransferError(f"{where}: got blocks for {sizes} groups; there are {len(self._groups)}")
         if start < 0:
-            raise InvalidTransferError(f"{where}: tokens {start} to {stop} are to be loaded")
+            raise InvalidTransferError(f"{where}: tokens {start} to {stop} are no range to load")
         return [
             self._pages_of(f"{where}: group {number}", number, asked, start, stop)
             for number in range(len(self._groups))
@@ -119,12 +121,16 @@ class WorkerBook:
         if begin >= stop:
             return _NONE
         if (self.whole_pages or group.whole_pages) and begin % group.page_size:
-            raise InvalidTransferError(f"{where}: token {begin} is within a page of {group.page_size}")
+            raise InvalidTransferError(
+                f"{where}: the load starts at token {begin}, which is not the start of a page of {group.page_size} "
+                "tokens"
+            )
         first = asked.first_blocks[number]
         skipped = begin // group.block_size - first
         if skipped < 0:
             raise InvalidTransferError(
-                f"{where}: our blocks begin with token {first * group.block_size}, token {begin} is the first to read"
+                f"{where}: its blocks here begin with token {first * group.block_size}, but the load starts at token "
+                f"{begin}"
             )
         # The pages from the one that holds token `begin` to the one that holds the last token.
         pages = kernel_pages(blocks[skipped:], group.block_pages)[begin % group.block_size // group.page_size :]

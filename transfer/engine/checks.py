@@ -30,12 +30,16 @@ def check_tensors(name: str, tensors: Sequence[Sequence[torch.Tensor]], total_nu
         raise InvalidEngineError(f"an engine needs a name, got {name!r}")
     engine = f"engine {name!r}"
     if not is_index(total_num_pages) or not 0 < total_num_pages <= MAX_PAGES:
-        raise InvalidEngineError(f"{engine}: total_num_pages is {total_num_pages!r}, the range is 1 to {MAX_PAGES}")
+        raise InvalidEngineError(f"{engine}: total_num_pages is {total_num_pages!r}: 1 to {MAX_PAGES} is needed")
     if not all(isinstance(rows, list | tuple) for rows in (tensors, *tensors)):
-        raise InvalidEngineError(f"{engine}: tensors must be a list, per replica, of lists of tensors, one per shard")
+        raise InvalidEngineError(
+            f"{engine}: tensors must be a list with one list for each replica, each with one tensor for each shard"
+        )
     shards = [len(replica) for replica in tensors]
     if not shards or not shards[0] or len(set(shards)) != 1:
-        raise InvalidEngineError(f"{engine}: its replicas have {shards} tensors; they must be equal, at least 1")
+        raise InvalidEngineError(
+            f"{engine}: its replicas have {shards} tensors; each needs the same number, at least 1"
+        )
     flat = [(f"tensor [{r}][{t}]", tensor) for r, replica in enumerate(tensors) for t, tensor in enumerate(replica)]
     first = flat[0][1]
     for label, tensor in flat:
@@ -54,16 +58,19 @@ def _check_tensor(label: str, tensor: torch.Tensor, total_num_pages: int) -> Non
         raise InvalidEngineError(f"{label} is of type {type(tensor).__name__}, not a torch tensor")
     if tensor.device.type not in _MEMORY_OF or tensor.layout is not torch.strided:
         raise InvalidEngineError(
-            f"{label} is a {tensor.layout} tensor on {tensor.device}; NIXL takes strided, cpu or cuda"
+            f"{label} is a {tensor.layout} tensor on {tensor.device}; NIXL takes strided tensors on cpu or cuda"
         )
     if tensor.numel() == 0 or tensor.numel() % total_num_pages:
-        raise InvalidEngineError(f"{label} has {tensor.numel()} elements, which are not {total_num_pages} equal pages")
+        raise InvalidEngineError(
+            f"{label} has {tensor.numel()} elements, which cannot be divided into {total_num_pages} equal pages"
+        )
     if not _is_dense(tensor):
         raise InvalidEngineError(f"{label} of strides {tensor.stride()} leaves gaps in memory or overlaps itself")
     page = tensor.numel() // total_num_pages
     if tensor.shape and tensor.shape[0] == total_num_pages > 1 and tensor.stride(0) != page:
         raise InvalidEngineError(
-            f"{label}: pages lie {tensor.stride(0)} elements apart, a page has {page}: not outermost"
+            f"{label}: its pages are {tensor.stride(0)} elements apart, but a page has {page}: pages must be the "
+            "outermost axis"
         )
 
 
@@ -97,26 +104,26 @@ def page_indices(label: str, idxs: Sequence[int] | npt.NDArray[Any], total_num_p
     try:
         values = np.asarray(idxs)
     except ValueError as error:
-        raise InvalidTransferError(f"{label} is no list of integers: {error}") from error
+        raise InvalidTransferError(f"{label} is not a list of integers: {error}") from error
     if values.ndim != 1 or not values.size:
         raise InvalidTransferError(
-            f"{label} has shape {list(values.shape)}; one dimension and at least one page is needed"
+            f"{label} has shape {list(values.shape)}; one dimension with at least one page is needed"
         )
     # numpy turns [True, 7] into integers, so the input is checked too.
     if values.dtype.kind not in "iu" or (not isinstance(idxs, np.ndarray) and not _all_indices(idxs)):
         wrong = next((value for value in idxs if not is_index(value)), "an integer beyond 64 bits")
-        raise InvalidTransferError(f"{label} holds {wrong!r}, which is no page number")
+        raise InvalidTransferError(f"{label} holds {wrong!r}, which is not a page number")
     low, high = values.min(), values.max()
     if low < 0 or high >= total_num_pages:
         wrong = int(low if low < 0 else high)
-        raise InvalidTransferError(f"{label} holds page {wrong}, the engine has pages 0 to {total_num_pages - 1}")
+        raise InvalidTransferError(f"{label} holds page {wrong}; the engine has pages 0 to {total_num_pages - 1}")
     return values.astype(np.int64)
 
 
 def check_replica(label: str, replica_idx: int, dp: int) -> None:
     """Raises `InvalidTransferError` for an invalid replica index."""
     if not is_index(replica_idx) or not 0 <= replica_idx < dp:
-        raise InvalidTransferError(f"{label} is {replica_idx!r}, the engine has replicas 0 to {dp - 1}")
+        raise InvalidTransferError(f"{label} is {replica_idx!r}; the engine has replicas 0 to {dp - 1}")
 
 
 def check_request(where: str, engine: str, request: TransferReqData, dp: int) -> None:

@@ -269,7 +269,10 @@ class KVTransferEngine:
         )
         replica, ours = request.side_of(self.name)
         if held := self.quarantined_pages(replica).intersection(ours):
-            raise InvalidTransferError(f"{pair}: pages {sorted(held)[:8]} of {self.name!r} are in quarantine")
+            raise InvalidTransferError(
+                f"{pair}: pages {sorted(held)[:8]} of {self.name!r} are in quarantine, because an abandoned transfer "
+                "may still write to them"
+            )
         self._postings.start(Posting(request, connection), self.tensor_agents[replica], runs)
         return request
 
@@ -314,7 +317,7 @@ class KVTransferEngine:
             raise UnknownPeerError(f"{self._here} is not connected to engine {peer!r}, which started transfer {name}")
         if connection.failure is not None:
             raise PeerFailedError(
-                f"{self._here}: transfer {name} cannot end, peer {peer!r} was lost: {connection.failure}"
+                f"{self._here}: transfer {name} cannot end, because peer {peer!r} was lost: {connection.failure}"
             )
         return False
 
@@ -381,7 +384,7 @@ class KVTransferEngine:
             InvalidTransferError: `timeout_s` is negative or NaN. The other errors are those of `is_complete`.
         """
         if not timeout_s >= 0:  # the negated comparison also refuses NaN
-            raise InvalidTransferError(f"{self._here}: timeout_s is {timeout_s}, it must be 0 or more")
+            raise InvalidTransferError(f"{self._here}: timeout_s is {timeout_s}: 0 or more is needed")
         check_request(self._here, self.name, transfer_req, self.dp)
         peer = transfer_req.dst_name if transfer_req.src_name == self.name else transfer_req.src_name
         deadline, pause = time.monotonic() + timeout_s, _FIRST_PAUSE_S

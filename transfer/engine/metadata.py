@@ -140,11 +140,11 @@ def decode_metadata(data: bytes, key: bytes = b"") -> KVTransferEngineMetadata:
     if key:
         digest, data = data[:_KEYED_BYTES], data[_KEYED_BYTES:]
         if not hmac.compare_digest(digest, hmac.digest(key, data, "sha256")):
-            raise MetadataError(f"{len(data)} bytes are no engine metadata that was encoded with this key")
+            raise MetadataError(f"{len(data)} bytes are not engine metadata encoded with this key")
     try:
         metadata = msgspec.msgpack.decode(data, type=KVTransferEngineMetadata)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MetadataError(f"{len(data)} bytes are no engine metadata: {error}") from error
+        raise MetadataError(f"{len(data)} bytes are not engine metadata: {error}") from error
     _check(metadata)
     return metadata
 
@@ -158,10 +158,10 @@ def decode_request(data: bytes) -> TransferReqData:
     try:
         request = msgspec.msgpack.decode(data, type=TransferReqData)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidTransferError(f"{len(data)} bytes are no transfer request: {error}") from error
+        raise InvalidTransferError(f"{len(data)} bytes are not a transfer request: {error}") from error
     if request.version not in (0, WIRE_VERSION):
         raise InvalidTransferError(
-            f"transfer {request.transfer_name!r} has wire version {request.version}, this engine speaks {WIRE_VERSION}"
+            f"transfer {request.transfer_name!r} has wire version {request.version}; this engine speaks {WIRE_VERSION}"
         )
     return request
 
@@ -181,14 +181,16 @@ def check_metadata(metadata: KVTransferEngineMetadata) -> KVTransferEngineMetada
 def _check(metadata: KVTransferEngineMetadata) -> None:
     engine = f"metadata of engine {metadata.name!r}"
     if metadata.version != WIRE_VERSION:
-        raise MetadataError(f"{engine} is of wire version {metadata.version}, this engine speaks {WIRE_VERSION}")
+        raise MetadataError(f"{engine} has wire version {metadata.version}; this engine speaks {WIRE_VERSION}")
     if metadata.digest != _digest(metadata):
-        raise MetadataError(f"{engine} was changed on its way: its digest does not match")
+        raise MetadataError(f"{engine} was changed in transit: its digest does not match")
     if not metadata.incarnation:
         raise MetadataError(f"{engine} lacks an incarnation")
     replicas = metadata.agents_meta
     if not replicas or not replicas[0] or any(len(replica) != len(replicas[0]) for replica in replicas):
-        raise MetadataError(f"{engine} has shard counts {[len(r) for r in replicas]}: they must be equal, at least 1")
+        raise MetadataError(
+            f"{engine} has shard counts {[len(r) for r in replicas]}: each replica needs the same number, at least 1"
+        )
     agents = [agent for replica in replicas for agent in replica]
     if len({agent.agent_name for agent in agents}) != len(agents):
         raise MetadataError(f"{engine} uses one agent name twice")

@@ -135,14 +135,16 @@ def _check_fit(mine: KVTransferEngineMetadata, remote: KVTransferEngineMetadata)
     if remote.name == mine.name:
         raise MetadataError(f"engine {mine.name!r} cannot connect to an engine of its own name")
     if differ := differences(mine.settings, remote.settings, (f"at {remote.name!r}", f"at {mine.name!r}")):
-        raise SettingsMismatchError(f"{pair} run with different settings: {differ}")
+        raise SettingsMismatchError(f"{pair} have different UCX or NIXL settings: {differ}")
     if remote.bytes_per_page != mine.bytes_per_page:
-        raise MetadataError(f"{pair} have pages of {mine.bytes_per_page} and {remote.bytes_per_page} bytes")
+        raise MetadataError(
+            f"{pair} have pages of {mine.bytes_per_page} and {remote.bytes_per_page} bytes; they must be equal"
+        )
     shards, remote_shards = len(mine.agents_meta[0]), len(remote.agents_meta[0])
     if shards != remote_shards:
-        raise MetadataError(f"{pair} have {shards} and {remote_shards} shards per replica")
+        raise MetadataError(f"{pair} have {shards} and {remote_shards} shards per replica; they must be equal")
     if remote.hostname != mine.hostname and not reaches_other_hosts(mine.settings):
         raise MetadataError(
             f"{pair} are on hosts {mine.hostname!r} and {remote.hostname!r}, and "
-            f"UCX_TLS={mine.settings.get('UCX_TLS')} leaves no host: set UCX_TLS and UCX_NET_DEVICES"
+            f"UCX_TLS={mine.settings.get('UCX_TLS')} cannot reach another host: set UCX_TLS and UCX_NET_DEVICES"
         )

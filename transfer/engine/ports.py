@@ -23,9 +23,9 @@ def available_port(start_port: int = 8000, end_port: int = 9000, max_attempts: i
         InvalidTransferError: the range is empty or outside of 1 to 65535, or there is nothing to try.
     """
     if not 1 <= start_port <= end_port <= 65535:
-        raise InvalidTransferError(f"ports {start_port} to {end_port} are no range within 1 to 65535")
+        raise InvalidTransferError(f"ports {start_port} to {end_port} are not a range within 1 to 65535")
     if max_attempts < 1:
-        raise InvalidTransferError(f"max_attempts is {max_attempts}, at least 1 is needed")
+        raise InvalidTransferError(f"max_attempts is {max_attempts}: at least 1 is needed")
     ports = range(start_port, end_port + 1)
     tried = random.SystemRandom().sample(ports, min(max_attempts, len(ports)))
     for port in tried:
@@ -35,4 +35,4 @@ def available_port(start_port: int = 8000, end_port: int = 9000, max_attempts: i
             except OSError:
                 continue
             return port
-    raise NoFreePortError(f"none of {len(tried)} ports tried in {start_port} to {end_port} is free")
+    raise NoFreePortError(f"none of the {len(tried)} ports tried from {start_port} to {end_port} is free")

@@ -26,7 +26,9 @@ def page_runs(label: str, src: Ints, dst: Ints, page_bytes: int) -> Runs:
     Pairs that are neighbours on both sides form one run.
     """
     if src.size != dst.size:
-        raise InvalidTransferError(f"{label}: {src.size} source pages for {dst.size} destination pages")
+        raise InvalidTransferError(
+            f"{label}: got {src.size} source pages for {dst.size} destination pages; the numbers must be equal"
+        )
     if src.size == 1:
         return Runs(dst * page_bytes, src * page_bytes, np.full_like(dst, page_bytes))
     pairs = PagePairs(dst, src)
@@ -144,7 +146,7 @@ class Postings:
         """Returns a transfer that is not cleaned up. Raises `UnknownTransferError` if there is none."""
         if name not in self.started:
             raise UnknownTransferError(
-                f"{self._here} has no transfer {name}: it was cleaned up or given up, or never started"
+                f"{self._here} has no transfer {name}: it never started, or was already cleaned up or given up"
             )
         return self.started[name]
 

@@ -67,8 +67,8 @@ class TensorAgent:
         """
         if tensor.numel() != total_num_pages * elts_per_page:
             raise InvalidEngineError(
-                f"making NIXL agent {agent_name!r}: {total_num_pages} pages of {elts_per_page} elements are not the "
-                f"tensor's {tensor.numel()}"
+                f"making NIXL agent {agent_name!r}: {total_num_pages} pages of {elts_per_page} elements do not fill "
+                f"the tensor's {tensor.numel()} elements"
             )
         agent = Agent(agent_name, memory_type, background_runs=_BACKGROUND_RUNS)
         base, device = tensor.data_ptr(), max(tensor.get_device(), 0)

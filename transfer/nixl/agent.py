@@ -175,7 +175,7 @@ class Agent:
 
     @property
     def is_open(self) -> bool:
-        """Whether the agent is not closed."""
+        """Whether `close` was not called yet."""
         return self._agent is not None
 
     @property
@@ -209,7 +209,7 @@ class Agent:
         loaded = found.decode(errors="replace") if isinstance(found, bytes) else str(found)
         if loaded != peer:
             self._agent.remove_remote_agent(loaded)
-            raise AgentError(f"agent {self.name!r}: the metadata of {peer!r} is that of {loaded!r}")
+            raise AgentError(f"agent {self.name!r}: expected the metadata of {peer!r}, got that of {loaded!r}")
 
     def remove_peer(self, peer: str) -> None:
         """Unloads a peer. All handles of transfers with it must be released first."""

@@ -74,9 +74,9 @@ class NixlObjects:
             if not isinstance(name, str) or not isinstance(value, str):
                 raise InvalidParamsError(f"NixlObjects: {name} is {value!r}: a string is needed")
         if not self.bucket:
-            raise InvalidParamsError("NixlObjects: bucket is '': the name of a bucket is needed")
+            raise InvalidParamsError("NixlObjects: bucket is '': a bucket name is needed")
         if self.endpoint is not None and not re.match(r"https?://.", self.endpoint):
-            raise InvalidParamsError(f"NixlObjects: endpoint is {self.endpoint!r}: a URL of http or https is needed")
+            raise InvalidParamsError(f"NixlObjects: endpoint is {self.endpoint!r}: an http or https URL is needed")
 
     def __call__(self, size: int, timeout_s: float) -> NixlObjectIO:
         """Returns an I/O object with `size` bytes of memory. Each of its calls takes at most `timeout_s` seconds."""
@@ -174,7 +174,7 @@ class NixlObjectIO:
             except TimeoutError as error:
                 raise TimeoutError(f"no answer in {seconds:g} s") from error
             if not piece:
-                raise ConnectionError("its process has ended")
+                raise ConnectionError("the process that reads and writes the objects has ended")
             line += piece
         answer: dict[str, Any] = msgspec.json.decode(line)
         if "error" in answer:

@@ -105,14 +105,17 @@ class GroupPlan:
         """
         start, stop = tokens
         if not (start >= 0 and stop <= MAX_TOKEN):
-            raise InvalidTransferError(f"{self.where}: tokens {start} to {stop}: they count from 0 to {MAX_TOKEN}")
+            raise InvalidTransferError(f"{self.where}: tokens {start} to {stop} are not within 0 to {MAX_TOKEN}")
         if start >= stop or not self.stacks:
             return (start, start)
         if self.local.state:
             return (0, 1)
         size, pages = self.local.page_size, self.local.num_pages
         if stop > (start // size + pages) * size:
-            raise InvalidTransferError(f"{self.where}: tokens {start} to {stop}: our {pages} pages hold {pages * size}")
+            raise InvalidTransferError(
+                f"{self.where}: tokens {start} to {stop} do not fit the {pages} local pages, which hold "
+                f"{pages * size} tokens"
+            )
         return start, min(_up(stop, self.local.page_size), _up(stop, self.remote.page_size))
 
     def local_pages(self, pages: ArrayLike, tokens: tuple[int, int]) -> Ints:
@@ -158,7 +161,7 @@ class GroupPlan:
         count = sum(places * len(length) for places, length in self._lengths(kinds))
         if count > MAX_RUNS:
             raise InvalidTransferError(
-                f"{self.where}: tokens {tokens[0]} to {tokens[1]} take {count} runs, at most {MAX_RUNS} are made"
+                f"{self.where}: tokens {tokens[0]} to {tokens[1]} take {count} runs; at most {MAX_RUNS} are allowed"
             )
         found: list[Runs] = []
         for kind in kinds:
@@ -197,16 +200,16 @@ def _pages_of(where: str, pages: ArrayLike, tokens: tuple[int, int], group: Grou
     try:
         found = np.asarray(pages, np.int64)
     except (OverflowError, TypeError, ValueError) as error:
-        raise InvalidTransferError(f"{where} pages are not integers of 64 bits: {error}") from error
+        raise InvalidTransferError(f"{where} pages are not 64-bit integers: {error}") from error
     if found.ndim != 1 or len(found) < needed:
         raise InvalidTransferError(
-            f"{where} pages: {found.size} for tokens {tokens[0]} to {tokens[1]}, which take {needed} of "
+            f"{where} pages: got {found.size}, but tokens {tokens[0]} to {tokens[1]} take {needed} pages of "
             f"{group.page_size} tokens"
         )
     found = found[:needed]
     if int(found.view(np.uint64).max()) >= group.num_pages:  # a negative id is a huge uint64
         wrong = found[(found < 0) | (found >= group.num_pages)][0]
-        raise InvalidTransferError(f"{where} page {wrong}: the pool has {group.num_pages}")
+        raise InvalidTransferError(f"{where} page is {wrong}: 0 to {group.num_pages - 1} is needed")
     return found
 
 

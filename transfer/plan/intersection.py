@@ -137,7 +137,7 @@ def _stack(
 def _agreed_itemsize(where: str, local: Box, remote: Box) -> int:
     if (local.dtype, local.itemsize) != (remote.dtype, remote.itemsize):
         raise MetadataError(
-            f"{where}, {local.kind!r}: elements of {local.dtype} ({local.itemsize} bytes) here, of {remote.dtype} "
-            f"({remote.itemsize} bytes) there"
+            f"{where}, {local.kind!r}: the elements are {local.dtype} ({local.itemsize} bytes) here and {remote.dtype} "
+            f"({remote.itemsize} bytes) at the source"
         )
     return local.itemsize

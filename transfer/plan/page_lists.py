@@ -72,7 +72,9 @@ def with_blocks(where: str, groups: PageLists, there: _NamedBlocks) -> PageLists
         InvalidTransferError: the source names blocks for another number of groups.
     """
     if len(groups) != len(there.block_ids):
-        raise InvalidTransferError(f"{where}: the source has {len(there.block_ids)} groups, ours are {len(groups)}")
+        raise InvalidTransferError(
+            f"{where}: the source has {len(there.block_ids)} groups, this engine has {len(groups)}"
+        )
     return [
         group._replace(blocks=blocks, end=there.num_tokens) if isinstance(group, BlocksOfGroup) else group
         for group, blocks in zip(groups, there.block_ids, strict=True)
@@ -93,27 +95,25 @@ def pages_of(where: str, named: PageList | BlocksOfGroup, local: Group, remote: 
     if start >= stop:
         return NOTHING
     if stop > named.end:
-        raise InvalidTransferError(f"{where}: tokens up to {stop} are asked for, the source has computed {named.end}")
+        raise InvalidTransferError(f"{where}: tokens up to {stop} are needed, but the source has computed {named.end}")
     blocks = np.asarray(named.blocks, np.int64)
     if local.state:
         if not len(blocks):
-            raise InvalidTransferError(f"{where}: the source names 0 blocks for a state, 1 is needed")
+            raise InvalidTransferError(f"{where}: the source names 0 blocks for a state; 1 is needed")
         if stop != named.end:
-            raise InvalidTransferError(
-                f"{where}: the source's state is that after {named.end} tokens, {stop} are to be loaded"
-            )
+            raise InvalidTransferError(f"{where}: the source's state covers {named.end} tokens, but {stop} are needed")
         return PagesOfGroup(named.local, blocks[-1:], named.tokens)
     size = remote.page_size * remote.block_pages
     first = -(-named.end // size) - len(blocks)
     if first < 0:
         raise InvalidTransferError(
-            f"{where}: the source names {len(blocks)} blocks of {size} tokens, its {named.end} tokens fill "
-            f"{first + len(blocks)}"
+            f"{where}: the source names {len(blocks)} blocks of {size} tokens, but its {named.end} tokens "
+            f"fill {first + len(blocks)}"
         )
     if first * size > named.needed:
         raise InvalidTransferError(
             f"{where}: the source's {len(blocks)} blocks of {size} tokens begin with token {first * size}, "
-            f"token {named.needed} is the first that is needed"
+            f"but token {named.needed} is the first that is needed"
         )
     kept = first_read(named, remote)
     at = kept // size

@@ -145,7 +145,7 @@ class Plan:
         return tuple(found) if len(found) <= MOST_FEW else ()
 
     def staging(self, group: int) -> StagingPlan:
-        """The staged plan of a group: whole remote pages go to a staging area and are copied home. Host memory only."""
+        """The staged plan of a group: whole remote pages go to a staging area first. Host memory only."""
         found = self._staging.get(group)
         if found is None:
             found = self._staging[group] = StagingPlan(self.groups[group])
@@ -159,7 +159,7 @@ class Plan:
             return False
         runs, num_bytes = plan.size(rounded)
         direct = wire_us(runs, num_bytes)
-        # The copy home moves the same bytes, in as many runs, as direct runs would.
+        # The copy from the staging area moves the same bytes in the same number of runs as direct runs would.
         home = copy_us(runs, num_bytes)
         if home >= direct or copies_of(plan) > MAX_COPIES:
             return False
@@ -184,7 +184,8 @@ def plan(
     keep_memory()
     if len(local.groups) != len(remote.groups):
         raise MetadataError(
-            f"{len(local.groups)} groups on one side, {len(remote.groups)} on the other: there must be as many"
+            f"this engine has {len(local.groups)} groups, the source has {len(remote.groups)}: the numbers must be "
+            "equal"
         )
     groups = [
         _plan_group(f"group {number}", ours, theirs)
@@ -196,7 +197,7 @@ def plan(
 
 def _plan_group(where: str, local: Group, remote: Group) -> GroupPlan:
     if local.state != remote.state:
-        raise MetadataError(f"{where}: recurrent state on one side, tokens on the other")
+        raise MetadataError(f"{where}: one side keeps a recurrent state, the other keeps tokens")
     _check_of_page(where, local, remote)
     return GroupPlan(where, local, remote, common(where, local.boxes, remote.boxes))
 
@@ -211,7 +212,9 @@ def _check_of_page(where: str, local: Group, remote: Group) -> None:
                 f"{'a page' if of_page else 'a token'} (pages of {size})"
                 for of_page, size in ((ours[kind], local.page_size), (theirs[kind], remote.page_size))
             )
-            raise MetadataError(f"{where}, {kind!r}: one for {here} here, for {there} there: they cannot be converted")
+            raise MetadataError(
+                f"{where}, {kind!r}: shared by {here} here but by {there} at the source: these cannot be converted"
+            )
 
 
 def _few_pages(group: GroupPlan, num_runs: int, named: PageList | BlocksOfGroup) -> tuple[list[int], list[int]] | None:

@@ -154,11 +154,11 @@ class PageRuns:
     """The runs of a page that share their page strides: int64 `[runs]` each, in bytes."""
 
     local_region: Ints
-    local_offset: Ints  # from the start of the region, in page 0
+    local_offset: Ints  # bytes from the start of the region, in page 0
     remote_region: Ints
     remote_offset: Ints
     length: Ints
-    local_page: int  # from one page to the next
+    local_page: int  # bytes from one page to the next
     remote_page: int
     chains: bool  # each run fills its page on both sides, so runs of neighbouring pages join
 

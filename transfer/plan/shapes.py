@@ -60,9 +60,11 @@ def from_tensor(
     """
     names = axes.split(",")
     if len(set(names)) != len(names) or not set(names) <= {"page", *AXES}:
-        raise InvalidEngineError(f"axes {axes!r}: each of page, {', '.join(AXES)} may be named once, nothing else")
+        raise InvalidEngineError(f"axes {axes!r}: only page, {', '.join(AXES)} are allowed, each at most once")
     if not len(names) == len(shape) == len(strides):
-        raise InvalidEngineError(f"axes {axes!r} name {len(names)} of {len(shape)} sizes and {len(strides)} strides")
+        raise InvalidEngineError(
+            f"axes {axes!r} name {len(names)} axes, but there are {len(shape)} sizes and {len(strides)} strides"
+        )
     sizes, steps = dict(zip(names, shape, strict=True)), dict(zip(names, strides, strict=True))
     return Box(
         kind=kind,

@@ -40,7 +40,7 @@ def sources(local: ShardLayout, remotes: Sequence[ShardLayout], local_rank: int)
     for number, remote in enumerate(remotes):
         if len(remote.groups) != len(local.groups):
             raise MetadataError(
-                f"remote shard {number} has {len(remote.groups)} groups, the local one has {len(local.groups)}"
+                f"remote shard {number} has {len(remote.groups)} groups, this shard has {len(local.groups)}"
             )
     grids = {
         (place, kind): _Grid(f"group {place}", kind, group, [remote.groups[place] for remote in remotes])
@@ -82,7 +82,7 @@ class _Grid:
         if math.prod(shape) > _MAX_CELLS:
             raise MetadataError(
                 f"{where}, {kind!r}: {len(boxes)} boxes of {len(held)} shards cut each other into {math.prod(shape)} "
-                f"cells, at most {_MAX_CELLS} are looked at"
+                f"cells; at most {_MAX_CELLS} are allowed"
             )
         holders = np.zeros(shape, np.bool_)
         self.cells: list[BoxSlices] = []

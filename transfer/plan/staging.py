@@ -1,4 +1,4 @@
-"""Pulls whole remote pages into a staging area and copies their elements home from there.
+"""Pulls whole remote pages into a staging area and copies their elements to the local pages from there.
 
 This is for layouts whose runs are too short for the wire. Between tokens-first and heads-first pages, a run is one head
 of one token: a few hundred bytes, each of which costs a system call. Staged pages arrive as they lie on the remote
@@ -92,7 +92,7 @@ class StagingPlan:
     def __init__(self, plan: GroupPlan) -> None:
         self._plan = plan
         if (copies := copies_of(plan)) > MAX_COPIES:
-            raise InvalidTransferError(f"{plan.where}: staging takes {copies} copies, at most {MAX_COPIES} are made")
+            raise InvalidTransferError(f"{plan.where}: staging takes {copies} copies; at most {MAX_COPIES} are allowed")
         single = plan.remote.num_pages == 1
         self._copies = [one for stack in plan.stacks for one in _copies(stack, _NEVER if single else stack.remote_page)]
         self._copies.sort(key=lambda copy: (copy.remote_region, copy.stack.remote_page, copy.remote_offset))
@@ -142,7 +142,7 @@ class StagingPlan:
         starts, needed = self._layout(self._num_pages(tokens))
         if staging.nbytes < needed:
             raise InvalidTransferError(
-                f"{self._plan.where}: a staging area of {staging.nbytes} bytes, {needed} are needed"
+                f"{self._plan.where}: the staging area has {staging.nbytes} bytes, but {needed} are needed"
             )
         views: list[tuple[NDArray[np.void], Ints, NDArray[np.void], slice]] = []
         for kind in cut(tokens, self._plan.local.page_size, self._plan.remote.page_size):
@@ -175,7 +175,7 @@ class StagingPlan:
             )
         except (IndexError, TypeError, ValueError) as error:
             raise InvalidTransferError(
-                f"{self._plan.where}: local region {copy.local_region} is not as its layout says: {error}"
+                f"{self._plan.where}: local region {copy.local_region} does not match its layout: {error}"
             ) from error
 
     def _num_pages(self, tokens: tuple[int, int]) -> int:

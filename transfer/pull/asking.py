@@ -166,13 +166,13 @@ class PageAsks:
         others = len(groups) != self._tables or [*map(len, beside)] != [1] * self._beside
         if rest or others or most > count or not (most == count or self._kinds):
             raise MetadataError(
-                f"lease {pages.lease_id:#018x} is of {pages.num_tokens} tokens in {most} pages of {len(groups)} tables "
-                f"and {len(beside)} states, ours are {self._tables} and {self._beside}"
+                f"lease {pages.lease_id:#018x} covers {pages.num_tokens} tokens in {most} pages of {len(groups)} "
+                f"tables and {len(beside)} states; this engine has {self._tables} tables and {self._beside} states"
             )
         width = len(pages.prompt_digest)
         own = ask.digests[: count * width]
         if not width or len(own) != count * width or own[-width:] != pages.prompt_digest:
-            raise MetadataError(f"lease {pages.lease_id:#018x} is of other pages than it was asked for")
+            raise MetadataError(f"lease {pages.lease_id:#018x} holds other pages than this engine asked for")
         table = BlockTable(
             request_id=ask.key,
             replica_idx=0,

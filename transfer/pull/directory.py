@@ -21,7 +21,7 @@ from transfer.wire.handshake import HandshakeClient
 from transfer.wire.messages import Answer, MetadataReply, Pong, RankMetadata, open_rank
 
 _UNKNOWN = (
-    "no key authenticates its metadata, and no process of this user on this host says that it is its own; "
+    "no key authenticates its metadata, and no process of this user on this host confirms it as its own; "
     "sources on other hosts need a shared `secret`, the same on both sides"
 )
 
@@ -210,7 +210,7 @@ class Directory:
             if candidate.incarnation != peer.incarnation and other.candidate is candidate:
                 self._refuse(
                     other,
-                    f"an engine of this id is known at {address} and lives there, as {peer.incarnation!r}; the one at "
+                    f"an engine with this id still answers at {address}, as {peer.incarnation!r}; the one at "
                     f"{other.place[0]} is {candidate.incarnation!r}",
                 )
 
@@ -232,7 +232,7 @@ class Directory:
         peer.incarnation = remotes[0].incarnation
         for other in [other for other in self._peers.values() if other.place[1] == engine_id]:
             if other.incarnation not in {"", peer.incarnation}:
-                self._forget(other, f"engine {engine_id!r} was started anew, at {address}")
+                self._forget(other, f"engine {engine_id!r} was restarted at {address}")
 
     def watch(self, busy: Callable[[], set[Place]]) -> None:
         """Pings engines in use, and forgets idle ones. To be called often; usually returns at once.
@@ -283,7 +283,7 @@ class Directory:
         self._client.ping(*peer.place, done, self._times.dead_after)
 
     def _forget(self, peer: Peer, reason: str) -> None:
-        """Forgets an engine and everything learnt from it. The next request asks anew."""
+        """Forgets an engine and everything learnt from it. The next request asks again."""
         address, engine_id = peer.place
         self._peers.pop(peer.place, None)
         peer.candidate = None

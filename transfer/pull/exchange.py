@@ -121,7 +121,7 @@ class PageExchange:
     ) -> None:
         self._verify, self._agent = verify, agent
         if not 0.0 <= lend <= 1.0:
-            raise InvalidEngineError(f"exchange {name!r}: lend is {lend}, a share from 0.0 to 1.0 is needed")
+            raise InvalidEngineError(f"exchange {name!r}: lend is {lend}: a share from 0.0 to 1.0 is needed")
         self._table_key = new_table_key()
         self._seals = TableSeals(self._table_key)
         self._key, keyring = fleet_keys(f"exchange {name!r}", secret, keyring=keyring)
@@ -289,7 +289,9 @@ class PageExchange:
 
     def _thread_of(self, source: Source) -> TransferThread:
         if source.engine_id not in self._names:
-            raise InvalidLeaseError(f"engine {source.engine_id!r} has offered it, ours are {self._names}")
+            raise InvalidLeaseError(
+                f"engine {source.engine_id!r} made this offer, but the engines of this process are {self._names}"
+            )
         return self.threads[self._names.index(source.engine_id)]
 
     # ---- pages by what they hold
@@ -382,7 +384,7 @@ class PageExchange:
 
     def _refuse_open(self, replica: int, key: str) -> None:
         if (replica, key) in self._pulls:
-            raise InvalidRequestError(f"a pull {key!r} is open on replica {replica} already")
+            raise InvalidRequestError(f"request {key!r}: its pull is already open on replica {replica}")
 
     def read(self, replica: int, key: str, pending: PendingPages, *, last: bool) -> None:
         """Reads the pages that an import lacks and that were not read before. `last` ends the pull with a fence.
@@ -396,14 +398,14 @@ class PageExchange:
         is_open = (replica, key) in self._pulls
         if not is_open or pending.replica_idx != replica:
             raise InvalidRequestError(
-                f"request {pending.request_id!r}: its import is on replica {pending.replica_idx}, and "
+                f"request {pending.request_id!r}: its import is on replica {pending.replica_idx}, but "
                 f"{'a' if is_open else 'no'} pull {key!r} is open on replica {replica}"
             )
         copier = self._pulls[replica, key]
         if copier is None:
             copier = self._pulls[replica, key] = self._manager.copier(pending)
         elif copier.pending is not pending:
-            raise InvalidRequestError(f"request {pending.request_id!r}: the pull {key!r} is of another import")
+            raise InvalidRequestError(f"request {pending.request_id!r}: the pull {key!r} belongs to another import")
         groups = copier.take(last=last)
         self.threads[replica].add_pages(key, groups, last=last, tables=copier.tables)
 

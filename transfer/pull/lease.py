@@ -59,7 +59,7 @@ def make_words(count: int) -> NDArray[np.uint64]:
         memory.madvise(_MADV_WIPEONFORK)
     except OSError as error:
         raise InvalidEngineError(
-            f"{size} bytes of lease words: this kernel cannot wipe them in a fork: {error}"
+            f"this kernel cannot wipe the {size} bytes of lease words in a fork: {error}"
         ) from error
     return np.frombuffer(memory, np.uint64)
 
@@ -167,11 +167,13 @@ class LeaseBook:
         """
         lease = f"request {request_id!r}: lease {lease_id:#018x}"
         if not CLEARED < lease_id < 1 << 64 or lease_id in self._by_id:
-            raise InvalidLeaseError(f"{lease} is taken, or not a 64-bit number above 0")
+            raise InvalidLeaseError(f"{lease}: its id is taken, or is not a 64-bit number above 0")
         if not 0 <= slot < len(self.words) or slot in self._slots:
             raise InvalidLeaseError(f"{lease}: slot {slot} is taken, or outside of 0 to {len(self.words) - 1}")
         if not 0 < duration_s < math.inf or engines < 1:
-            raise InvalidLeaseError(f"{lease}: {duration_s} s for {engines} engines; both must be above 0")
+            raise InvalidLeaseError(
+                f"{lease}: its duration is {duration_s} s for {engines} engines; both must be above 0"
+            )
         now = math.inf if running else self._clock()
         granted = Lease(
             lease_id, request_id, slot, duration_s, engines, now + duration_s, now + duration_s * self._longest
@@ -254,7 +256,7 @@ class LeaseBook:
             return []
         over = [lease for lease in self._by_id.values() if lease.deadline <= now]
         for lease in over:
-            self._end(lease, f"expired after {lease.duration_s} s without a word of its readers")
+            self._end(lease, f"expired after {lease.duration_s} s without hearing from its readers")
         self._next_deadline = min((lease.deadline for lease in self._by_id.values()), default=math.inf)
         return over
 
@@ -278,7 +280,9 @@ class LeaseBook:
         for slot, lease in self._slots.items():
             expected[slot] = lease.lease_id
             if lease.slot != slot or lease.ended or self._by_id.get(lease.lease_id) is not lease:
-                raise InvalidLeaseError(f"request {lease.request_id!r}: lease {lease.lease_id:#018x} is booked wrongly")
+                raise InvalidLeaseError(
+                    f"request {lease.request_id!r}: lease {lease.lease_id:#018x} is recorded inconsistently"
+                )
         wrong = np.flatnonzero(self.words != expected)
         if wrong.size or len(self._slots) != len(self._by_id):
             raise InvalidLeaseError(f"lease words {wrong[:8].tolist()} do not hold the ids of their leases")

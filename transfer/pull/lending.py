@@ -126,7 +126,7 @@ class PageLender:
         with self._lock:
             known = self._answers.get(query.ask_id)
             if known is None and (most := self._too_many(query)):
-                known = LeaseReply(query_id=0, error=f"{most} questions wait for its serving loop already")
+                known = LeaseReply(query_id=0, error=f"{most} questions already wait for its serving loop")
             elif known is None and query.digests:
                 known = self._answers[query.ask_id] = _UNSEEN
                 self._asked.append(query)
@@ -134,7 +134,7 @@ class PageLender:
                 while len(self._answers) > _KNOWN:
                     self._answers.popitem(last=False)
         if known is None:
-            known = LeaseReply(query_id=0, error=f"its question {query.ask_id:#x} is not known, or forgotten")
+            known = LeaseReply(query_id=0, error=f"its question {query.ask_id:#x} is unknown (it may have expired)")
         return LeaseReply(query_id=query.query_id, pages=known.pages, error=known.error, waits_for=known.waits_for)
 
     def _too_many(self, query: ContentQuery) -> int:
@@ -178,7 +178,7 @@ class PageLender:
     def _lend(self, query: ContentQuery, until: float, now: float) -> None:
         if query.kind != self._kind:
             raise BlockTableMismatchError(
-                f"request {query.reader!r}: the reader's cache is {query.kind!a}, ours is {self._kind!r}"
+                f"request {query.reader!r}: the reader's cache is {query.kind!a}, but this engine's is {self._kind!r}"
             )
         most = self._most - sum(lent.size for lent in self._lent.values())
         most = most if len(self._lent) < self._most_leases else 0

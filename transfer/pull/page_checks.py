@@ -63,7 +63,9 @@ class PageChecks:
     def _ids(self, group: int, pages: ArrayLike) -> NDArray[np.int64]:
         ids = np.asarray(pages, np.int64)
         if ids.size and not 0 <= ids.min() <= ids.max() < len(self.words[group]):
-            raise InvalidTransferError(f"group {group}: pages {ids.min()} to {ids.max()}, has {len(self.words[group])}")
+            raise InvalidTransferError(
+                f"group {group}: pages {ids.min()} to {ids.max()} are not within its {len(self.words[group])} pages"
+            )
         return ids
 
     def _sums(self, group: int, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -86,8 +88,8 @@ def _view(number: int, box: Box, group: Group, bases: Sequence[int]) -> NDArray[
     num_bytes = int(np.prod(box.extent)) * box.itemsize
     if num_bytes != box.span:
         raise InvalidEngineError(
-            f"group {number}: page checks need pages without gaps, box {box.kind!r} spans {box.span} bytes for "
-            f"{num_bytes}"
+            f"group {number}: page checks need pages without gaps, but box {box.kind!r} has {num_bytes} bytes "
+            f"spread over {box.span}"
         )
     end = (group.num_pages - 1) * box.page_stride + num_bytes
     memory: Any = (ctypes.c_uint8 * end).from_address(bases[box.region] + box.offset)
@@ -132,11 +134,11 @@ class Verifier:
     def __init__(self, checks: PageChecks, mine: RankMetadata, there: RankMetadata, share: float, agent: Agent) -> None:
         where = f"engine {there.engine_id!r} rank {there.rank} cannot be verified"
         if not there.checks_addrs:
-            raise HandshakeError(f"{where}: it makes no page checks")
+            raise HandshakeError(f"{where}, because it keeps no page checks: turn on page_checks or verify there")
         if not same_pages(mine.layout, there.layout):
-            raise HandshakeError(f"{where}: its pages are laid out otherwise than ours")
+            raise HandshakeError(f"{where}, because its page layout differs from this engine's")
         if (mine.memory_type, there.memory_type) != (MemoryType.DRAM, MemoryType.DRAM):
-            raise HandshakeError(f"{where}: pages in device memory are not checked")
+            raise HandshakeError(f"{where}, because only pages in host memory are checked")
         self.repeated = 0
         self._checks = checks
         self._groups = mine.layout.groups

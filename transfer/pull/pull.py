@@ -166,7 +166,7 @@ class Puller:
         """Returns a pull that parts can be added to. Raises `PullFailedError` if there is none."""
         pull = self._pulls.get(key)
         if pull is None or pull.error or not pull.more:
-            reason = "no such pull" if pull is None else pull.error or "its last part was added before"
+            reason = "there is no such pull" if pull is None else pull.error or "its last part was already added"
             raise PullFailedError(f"request {key!r}: {reason}")
         return pull
 
@@ -406,14 +406,14 @@ class Puller:
             return True
         self._fail(
             pull,
-            f"engine {pull.engine.engine_id!r} rank {rank} had given the pages away: "
+            f"engine {pull.engine.engine_id!r} rank {rank} no longer held the pages: "
             f"the lease {how_ended(pull.lease)}: "
-            f"its lease word {pull.lease.slot} holds {word:#x}, the lease is {pull.lease.lease_id:#x}",
+            f"its lease word {pull.lease.slot} holds {word:#x} instead of {pull.lease.lease_id:#x}",
         )
         return False
 
     def _on_error(self, pull: RankPull, error: AgentError) -> None:
-        gone = "its process is gone, so its pages are to be computed, or had elsewhere: " if error.peer_lost else ""
+        gone = "its process is gone; compute the prompt or pull it from another engine: " if error.peer_lost else ""
         self._fail(pull, f"reading from engine {pull.engine.engine_id!r}: {gone}{error}")
         if error.peer_lost and not pull.engine.failure:
             pull.engine.failure = str(error)

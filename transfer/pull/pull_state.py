@@ -207,21 +207,25 @@ def check_opening(key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: fl
         PullFailedError: the source is known to be gone.
     """
     if is_open:
-        raise InvalidTransferError(f"request {key!r}: a pull of this name has not ended yet")
+        raise InvalidTransferError(f"request {key!r}: an earlier pull of the same name has not ended yet")
     if engine.failure:
         raise PullFailedError(f"request {key!r}: engine {engine.engine_id!r} was lost: {engine.failure}")
     if not 0 <= lease.slot < engine.words or not CLEARED < lease.lease_id < 1 << 64:
         raise InvalidTransferError(
-            f"request {key!r}: lease {lease.lease_id:#x} in slot {lease.slot}, engine {engine.engine_id!r} has "
-            f"{engine.words} slots"
+            f"request {key!r}: lease {lease.lease_id:#x} in slot {lease.slot} is impossible; engine "
+            f"{engine.engine_id!r} has {engine.words} slots"
         )
     if not 0 < timeout_s < math.inf or not 0 < lease.duration_s < math.inf:
-        raise InvalidTransferError(f"request {key!r}: timeout of {timeout_s} s, lease of {lease.duration_s} s")
+        raise InvalidTransferError(
+            f"request {key!r}: its timeout is {timeout_s} s and its lease lasts {lease.duration_s} s; both must be "
+            "above 0 and "
+            "finite"
+        )
 
 
 def how_ended(lease: LeaseRef) -> str:
     """Describes the possible ends of a lease whose word holds another value. Only the source's log has the reason."""
     return (
-        f"expired (it lasts {lease.duration_s:g} s without a word of its reader, who may read or renew sooner), "
-        "was ended by the source, or never stood"
+        f"expired (it lasts {lease.duration_s:g} s unless its reader renews it), "
+        "was ended by the source, or was never granted"
     )

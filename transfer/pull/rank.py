@@ -163,7 +163,7 @@ class RankTransfer:
     ) -> None:
         if len(bases) != len(layout.region_bytes):
             raise InvalidEngineError(
-                f"engine {identity.engine_id!r} rank {identity.rank}: {len(bases)} addresses, the layout has "
+                f"engine {identity.engine_id!r} rank {identity.rank}: got {len(bases)} addresses, but the layout has "
                 f"{len(layout.region_bytes)} regions"
             )
         if (checks or verify) and memory_type is not MemoryType.DRAM:
@@ -269,10 +269,13 @@ class RankTransfer:
         remote = RemoteEngine(found, self._mine, self.identity.compatibility)
         if expected not in {None, (remote.engine_id, remote.incarnation)}:
             raise HandshakeError(
-                f"the metadata is that of {remote.engine_id!r}, {remote.incarnation!r}, not {expected}"
+                f"got the metadata of engine {remote.engine_id!r}, incarnation {remote.incarnation!r}; expected "
+                f"{expected}"
             )
         if remote.engine_id == self.identity.engine_id:
-            raise HandshakeError(f"engine {remote.engine_id!r} rank {self.identity.rank}: that is this engine itself")
+            raise HandshakeError(
+                f"engine {remote.engine_id!r} rank {self.identity.rank}: an engine cannot read from itself"
+            )
         return remote
 
     def load(self, remote: RemoteEngine) -> RemoteEngine:
@@ -282,7 +285,7 @@ class RankTransfer:
             AgentError: NIXL refuses a rank. None of them stays loaded.
         """
         _, readers = self._open()
-        self.disconnect(remote.engine_id, f"engine {remote.engine_id!r} was connected anew")
+        self.disconnect(remote.engine_id, f"engine {remote.engine_id!r} was connected again")
         self._reap()
         remote.staging = self._staging
         agent = readers.take()
@@ -354,7 +357,9 @@ class RankTransfer:
     def _give_up_stuck(self) -> None:
         """Destroys the agents of copies that NIXL never ends. This is the last resort to stop them."""
         for remote in self.puller.stuck(self._stuck_s):
-            log.warning("engine %r: copies did not end; destroying the agent that makes them", remote.engine_id)
+            log.warning(
+                "engine %r: some copies did not end in time; the agent that makes them is destroyed", remote.engine_id
+            )
             self.disconnect(remote.engine_id, f"engine {remote.engine_id!r} is stuck")
             self._destroy(remote)
 

@@ -114,7 +114,8 @@ class RemoteEngine:
         """
         if len(groups) != len(self._mine.layout.groups):
             raise InvalidTransferError(
-                f"request {key!r}: pages for {len(groups)} groups, the layout has {len(self._mine.layout.groups)}"
+                f"request {key!r}: got pages for {len(groups)} groups, but the layout has "
+                f"{len(self._mine.layout.groups)}"
             )
         found: list[Part] = []
         for planned in self._plans:
@@ -138,9 +139,10 @@ class RemoteEngine:
                 is_sealed = False
             if not is_sealed:
                 raise PullFailedError(
-                    f"request {key!r}: engine {self.engine_id!r} has not said that lease {lease.lease_id:#018x} holds "
-                    f"the pages that the block table of {table.num_tokens} tokens names: it was changed on its way, is "
-                    "of another lease or another start of the engine, or was made before the offer"
+                    f"request {key!r}: engine {self.engine_id!r} did not confirm that lease {lease.lease_id:#018x} "
+                    f"holds the pages of this block table of {table.num_tokens} tokens. The table was changed in "
+                    "transit, "
+                    "belongs to another lease or to an earlier start of the engine, or was made before the offer"
                 )
 
     def begins(self, groups: PageLists) -> tuple[int, ...]:
@@ -186,11 +188,13 @@ def _check_ranks(ranks: Sequence[RankMetadata]) -> None:
     where = f"engine {first.engine_id!r}"
     same = {(found.engine_id, found.incarnation, found.ranks, found.memory_type) for found in ranks}
     if len(same) != 1:
-        raise MetadataError(f"{where}: the metadata of its ranks tells of several engines or incarnations")
+        raise MetadataError(f"{where}: the metadata of its ranks names several engines or incarnations")
     if [found.rank for found in ranks] != list(range(first.ranks)):
-        raise MetadataError(f"{where}: ranks {[found.rank for found in ranks][:16]}, it has {first.ranks}")
+        raise MetadataError(
+            f"{where}: got ranks {[found.rank for found in ranks][:16]}; all {first.ranks} ranks are needed"
+        )
     if len({found.agent_name for found in ranks}) != len(ranks):
-        raise MetadataError(f"{where}: two ranks have one agent name")
+        raise MetadataError(f"{where}: two ranks have the same agent name")
 
 
 def _check_fit(ranks: Sequence[RankMetadata], mine: RankMetadata, compatibility: Mapping[str, str]) -> None:
@@ -199,13 +203,14 @@ def _check_fit(ranks: Sequence[RankMetadata], mine: RankMetadata, compatibility:
         if differ := differences(compatibility, found.compatibility):
             raise HandshakeError(f"{where} rank {found.rank} is not compatible: {differ}")
         if differ := differences(mine.settings, found.settings):
-            raise SettingsMismatchError(f"{where} rank {found.rank} runs with other UCX or NIXL settings: {differ}")
+            raise SettingsMismatchError(f"{where} rank {found.rank} has other UCX or NIXL settings: {differ}")
         if found.hostname != mine.hostname and not reaches_other_hosts(mine.settings):
             raise MetadataError(
-                f"{where} rank {found.rank} is on host {found.hostname!r}; our transports stay on {mine.hostname!r}"
+                f"{where} rank {found.rank} is on host {found.hostname!r}, but UCX_TLS here reaches only "
+                f"{mine.hostname!r}"
             )
         if len(found.layout.groups) != len(mine.layout.groups):
             raise MetadataError(
-                f"{where} rank {found.rank} has {len(found.layout.groups)} page groups, ours has "
+                f"{where} rank {found.rank} has {len(found.layout.groups)} page groups, this engine has "
                 f"{len(mine.layout.groups)}"
             )

@@ -191,7 +191,7 @@ class ReplicaTransfer:
         """Begins a pull by all ranks, of all pages in `groups`; None means that `add_pages` names them later.
 
         `PullEvent`s report its outcome, even for invalid input. For a `Wanted`, the source says which pages it holds.
-        If these are of other tokens, or too few, the pull fails and gives back the lease, which is useless then. If
+        If their tokens are wrong or too few, the pull fails and gives back the useless lease. If
         block `tables` name the pages, the pull fails unless the source has sealed each of them under this lease.
 
         Raises:
@@ -199,7 +199,7 @@ class ReplicaTransfer:
         """
         if key in self._pulls or key in self._shared:
             # The new pull has no state yet, so it cannot have events. The older pull goes on.
-            raise PullFailedError(f"request {key!r}: a pull of this name has not ended yet")
+            raise PullFailedError(f"request {key!r}: an earlier pull of the same name has not ended yet")
         if groups is not None and not refusal and self._pull_at_once(key, source, timeout_s, groups, tables):
             return
         pull = self._pulls[key] = ReplicaPull(source, self._clock() + timeout_s, refusal=refusal)
@@ -373,7 +373,7 @@ class ReplicaTransfer:
         self._fail(key, reason, is_failure=False)
 
     def _give_back(self, key: str, reason: str) -> None:
-        """Fails a pull and gives back the lease of its source. A refusal itself is not given back again."""
+        """Fails a pull and gives back the lease of its source, unless the pull only serves to give it back."""
         pull = self._pulls[key]
         if not pull.refusal:
             self.refuse(pull.source, reason, pull.deadline - self._clock())
@@ -455,7 +455,7 @@ class ReplicaTransfer:
         """Handles a source's confirmed identity: starts its pulls, and fails those with leases of another start."""
         for key in self._of(peer.place):
             if is_of_other_start(self._pulls[key].source, peer):
-                self._fail(key, f"engine {peer.place[1]!r} is not the start of it that granted the lease")
+                self._fail(key, f"engine {peer.place[1]!r} has restarted since it granted the lease")
             else:
                 self._start(key, self._pulls[key])
 
@@ -547,7 +547,7 @@ class ReplicaTransfer:
             if pull is None or pull.started:
                 continue
             if now >= pull.deadline:
-                missing = "answer the handshake" if isinstance(pull.source, Source) else "say that its lease stands"
+                missing = "answer the handshake" if isinstance(pull.source, Source) else "confirm its lease"
                 self._fail(key, f"timed out: engine {pull.source.engine_id!r} did not {missing}{self._waited(pull)}")
             elif now >= pull.ask_at:
                 self._ask(key)

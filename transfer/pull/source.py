@@ -61,6 +61,6 @@ def check_tokens(where: str, wanted: Wanted, pages: LeasedPages) -> None:
     if pages.prompt_digest != wanted.digest:
         raise PullFailedError(
             f"{where}: lease {wanted.lease_id:#018x} of engine {wanted.engine_id!r} holds the pages of another prompt: "
-            f"the digest of its first {wanted.num_tokens} tokens is {pages.prompt_digest.hex()[:16]}, that of the "
+            f"the digest of its first {wanted.num_tokens} tokens is {pages.prompt_digest.hex()[:16]}, but the "
             f"request's is {wanted.digest.hex()[:16]}"
         )

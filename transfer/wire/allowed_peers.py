@@ -33,7 +33,9 @@ class AllowedPeers:
                 self._networks.append(ipaddress.ip_network(entry, strict=False))
             except ValueError as error:
                 if not _NAME.fullmatch(entry) or entry.replace(".", "").isdigit():
-                    raise InvalidEngineError(f"allowed_peers: {entry!r} is no host, address or network") from error
+                    raise InvalidEngineError(
+                        f"allowed_peers: {entry!r} is not a host name, an address or a network"
+                    ) from error
                 self._names.add(entry.lower())
 
     def check(self, address: str) -> None:
@@ -42,9 +44,9 @@ class AllowedPeers:
             return
         host = _host(address)
         if not host:
-            raise HandshakeError(f"{address[:200]!r} is no endpoint tcp://host:port of a peer")
+            raise HandshakeError(f"{address[:200]!r} is not an endpoint of the form tcp://host:port")
         if not self._has(host):
-            raise HandshakeError(f"{address} is outside of allowed_peers: {', '.join(self._entries)}")
+            raise HandshakeError(f"{address} is not in allowed_peers: {', '.join(self._entries)}")
 
     def _has(self, host: str) -> bool:
         try:

@@ -400,15 +400,15 @@ class HandshakeClient:
             if asked.deadline <= now:
                 del self._asked[query_id]
                 self.forget(asked.address)
-                keys = " (who has other keys than ours, or none, gives none)" if self._secure is not None else ""
-                waited = f"no answer from {asked.address} in time{keys}: waited {now - asked.begin:.1f} s"
+                keys = "; a peer with other keys, or without keys, never answers" if self._secure is not None else ""
+                waited = f"no answer from {asked.address} in {now - asked.begin:.1f} s{keys}"
                 asked.done(asked.refused or HandshakeError(waited))
 
     def _deliver(self, address: str, data: bytes) -> None:
         try:
             answer = decode_answer(data)
         except MetadataError as error:
-            log.warning("dropped an answer: %s", error)
+            log.warning("dropped a handshake answer that could not be read: %s", error)
             return
         asked = self._asked.get(answer.query_id)
         if asked is None or asked.address != address:
@@ -417,7 +417,9 @@ class HandshakeClient:
         if isinstance(answer, QueryRefusal):
             asked.done(HandshakeError(f"{asked.address} refuses: {answer.reason}"))
         elif isinstance(answer, MetadataReply) and not 0 < len(answer.ranks) <= MAX_RANKS:
-            asked.done(HandshakeError(f"{asked.address} has {len(answer.ranks)} ranks, 1 to {MAX_RANKS} may be"))
+            asked.done(
+                HandshakeError(f"{asked.address} answers for {len(answer.ranks)} ranks; 1 to {MAX_RANKS} are allowed")
+            )
         else:
             asked.done(answer)
 

@@ -61,9 +61,9 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
                 The key checker serves that context alone; a socket of another context would admit every key.
         """
         if not self.service_secret:
-            raise HandshakeError("keyring: an engine needs the service key, this file has none")
+            raise HandshakeError("keyring: an engine needs the service key, and this file has none")
         if socket.context.underlying != zmq.Context.instance().underlying:  # pyright: ignore[reportUnknownMemberType]
-            raise HandshakeError("keyring: the allow-list holds for sockets of zmq.Context.instance() alone")
+            raise HandshakeError("keyring: the allow-list works only for sockets of zmq.Context.instance()")
         with _one_at_a_time:
             domain = _key_checker().domain_of(frozenset(key.encode() for key in self.allowed))
         socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
@@ -140,7 +140,7 @@ def private_bytes(path: Path) -> bytes:
     Raises `OSError` if its mode or reading it forbids that.
     """
     if path.stat().st_mode & 0o077:
-        raise PermissionError(f"others can read it; its mode must be 600: {str(path)!r}")
+        raise PermissionError(f"{str(path)!r} can be read by other users; set its mode to 600")
     return path.read_bytes()
 
 

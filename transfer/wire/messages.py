@@ -272,12 +272,12 @@ def encode_message(message: Query | Answer | ReaderNote | RankMetadata) -> bytes
 
 def decode_query(data: bytes) -> Query:
     """Returns the query in `data`. Raises `MetadataError` if it holds no query of this version."""
-    return _decoded(_queries, data, "query")
+    return _decoded(_queries, data, "a query")
 
 
 def decode_answer(data: bytes) -> Answer:
     """Returns the answer in `data`. Raises `MetadataError` if it holds no answer of this version."""
-    return _decoded(_answers, data, "answer")
+    return _decoded(_answers, data, "an answer")
 
 
 def decode_note(data: bytes) -> ReaderNote | None:
@@ -295,7 +295,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_T], data: bytes, kind: str) -> _T
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MetadataError(f"{len(data)} bytes are no {kind} of protocol {PROTOCOL}: {error}") from error
+        raise MetadataError(f"{len(data)} bytes cannot be read as {kind} of protocol {PROTOCOL}: {error}") from error
 
 
 def _digest(message: RankMetadata | LeasedPages, key: bytes) -> bytes:
@@ -315,33 +315,33 @@ def sealed_pages(pages: LeasedPages, key: bytes = b"") -> bytes:
 
 def _check_seal(where: str, message: RankMetadata | LeasedPages, key: bytes) -> None:
     if not hmac.compare_digest(message.digest, _digest(message, key)):
-        raise MetadataError(f"{where} was changed on its way, or made with another key: its digest does not match")
+        raise MetadataError(f"{where} was changed in transit or made with another key: its digest does not match")
 
 
 def open_pages(data: bytes, engine_id: str, lease_id: int | None, key: bytes = b"") -> LeasedPages:
     """Decodes the result of `sealed_pages`. With `lease_id` None, any lease of the engine is accepted.
 
     Raises:
-        MetadataError: the bytes are malformed, the seal does not match, or they are of another engine or lease.
+        MetadataError: the bytes are malformed, the seal does not match, or they belong to another engine or lease.
     """
-    pages = _decoded(_pages, data, "pages of a lease")
+    pages = _decoded(_pages, data, "the pages of a lease")
     lease_id = pages.lease_id if lease_id is None else lease_id
-    where = f"what engine {engine_id!r} says of lease {lease_id:#018x}"
+    where = f"the answer of engine {engine_id!r} about lease {lease_id:#018x}"
     _check_seal(where, pages, key)
     if (pages.engine_id, pages.lease_id) != (engine_id, lease_id):
-        raise MetadataError(f"{where} is of engine {pages.engine_id[:100]!r} and lease {pages.lease_id:#018x}")
+        raise MetadataError(f"{where} names engine {pages.engine_id[:100]!r} and lease {pages.lease_id:#018x} instead")
     return pages
 
 
 def open_rank(data: bytes, key: bytes = b"") -> RankMetadata:
     """Decodes the result of `sealed_rank`. Raises `MetadataError` if it is malformed, altered or inconsistent."""
     if len(data) > MAX_METADATA_BYTES:
-        raise MetadataError(f"{len(data)} bytes of rank metadata, at most {MAX_METADATA_BYTES} are read")
+        raise MetadataError(f"{len(data)} bytes of rank metadata; at most {MAX_METADATA_BYTES} are allowed")
     rank = _decoded(_ranks, data, "rank metadata")
     where = f"metadata of rank {rank.rank} of engine {rank.engine_id!r}"
     _check_seal(where, rank, key)
     if not 0 <= rank.rank < rank.ranks <= MAX_RANKS:
-        raise MetadataError(f"{where}: rank {rank.rank} of {rank.ranks}; at most {MAX_RANKS} may be")
+        raise MetadataError(f"{where}: rank {rank.rank} of {rank.ranks}; at most {MAX_RANKS} ranks are allowed")
     check(rank.layout)
     _check_memory(where, rank)
     return rank
@@ -350,9 +350,11 @@ def open_rank(data: bytes, key: bytes = b"") -> RankMetadata:
 def _check_memory(where: str, rank: RankMetadata) -> None:
     sizes = rank.layout.region_bytes
     if len(rank.bases) != len(sizes):
-        raise MetadataError(f"{where}: {len(rank.bases)} addresses for {len(sizes)} regions")
+        raise MetadataError(f"{where}: has {len(rank.bases)} addresses for {len(sizes)} regions")
     if rank.checks_addrs and len(rank.checks_addrs) != len(rank.layout.groups):
-        raise MetadataError(f"{where}: {len(rank.checks_addrs)} page checks for {len(rank.layout.groups)} groups")
+        raise MetadataError(
+            f"{where}: has page checks for {len(rank.checks_addrs)} groups, but {len(rank.layout.groups)} groups"
+        )
     checks = [(base, 8 * group.num_pages) for base, group in zip(rank.checks_addrs, rank.layout.groups, strict=False)]
     for base, size in [*zip(rank.bases, sizes, strict=True), (rank.words_addr, 8 * rank.words), *checks]:
         if not 0 < base < base + size <= ADDRESS_LIMIT:

@@ -26,7 +26,7 @@ class Secret:
 
     def __init__(self, value: bytes) -> None:
         if len(value) < MIN_BYTES:
-            raise InvalidEngineError(f"the shared secret has {len(value)} bytes, at least {MIN_BYTES} are needed")
+            raise InvalidEngineError(f"the shared secret has {len(value)} bytes; at least {MIN_BYTES} are needed")
         root = hashlib.blake2b(value, digest_size=64, person=b"pagewire secret").digest()
         self.metadata_key = _derived(root, b"metadata")
         service = _key_pair(_derived(root, b"service"))
@@ -67,7 +67,7 @@ def read_secret(text: str) -> Secret | None:
     elif text.startswith(_VARIABLE):
         name = text.removeprefix(_VARIABLE)
         if name not in os.environ:
-            raise InvalidEngineError(f"shared secret: there is no environment variable {name!r}")
+            raise InvalidEngineError(f"shared secret: the environment variable {name!r} is not set")
         value = os.environ[name].encode(errors="surrogateescape")
     else:
         value = text.encode()
@@ -86,5 +86,7 @@ def fleet_keys(
     if shared is None:
         return key, keyring
     if key or keyring is not None:
-        raise InvalidEngineError(f"{where}: a {'key' if key else 'keyring'} beside a shared secret; one is needed")
+        raise InvalidEngineError(
+            f"{where}: got both a {'key' if key else 'keyring'} and a shared secret; give only one"
+        )
     return shared.metadata_key, shared.keyring

@@ -135,7 +135,7 @@ def test_a_state_is_a_box_for_each_part() -> None:
 
 
 BAD: list[tuple[str, WorkerConfig, dict[str, Any], str]] = [
-    ("none", config(attention()), {}, "no caches to register"),
+    ("none", config(attention()), {}, "register_kv_caches got no caches"),
     ("unknown layer", config(attention()), {"z": layer(2, N, H, T, D)}, "layer 'z' is in none of the 1 groups"),
     (
         "heads",
@@ -146,29 +146,39 @@ BAD: list[tuple[str, WorkerConfig, dict[str, Any], str]] = [
     ("tokens", config(attention()), {"a": layer(2, N, H, T + 1, D)}, "token 9, 8 expected"),
     ("dim", config(attention()), {"a": layer(2, N, H, T, D + 1)}, "dim 17, 16 expected"),
     ("sides", config(attention()), {"a": layer(1, N, H, T, D)}, "side 1, 2 expected"),
-    ("dimensions", config(attention()), {"a": layer(N, H, T, D)}, "shape [10, 4, 8, 16] for the axes"),
-    ("several", config(attention()), {"a": (layer(N, H, T, D),) * 3}, "3 tensors, 1 to 2 are expected"),
+    ("dimensions", config(attention()), {"a": layer(N, H, T, D)}, "shape [10, 4, 8, 16] does not fit the axes"),
+    ("several", config(attention()), {"a": (layer(N, H, T, D),) * 3}, "got 3 tensors; 1 to 2 are expected"),
     ("one side", config(attention("page,head,token,dim")), {"a": layer(N, H, T, D)}, "no axis side for 2 elements"),
     (
         "dtype",
         config(attention(dtype="bfloat16")),
         {"a": layer(2, N, H, T, D)},
-        "elements of float32, bfloat16 expected",
+        "its elements are float32, but bfloat16 is expected",
     ),
-    ("no page", config(attention("head,token,side,dim")), {"a": layer(H, T, 2, D)}, "shape [4, 8, 2, 16] for the axes"),
+    (
+        "no page",
+        config(attention("head,token,side,dim")),
+        {"a": layer(H, T, 2, D)},
+        "shape [4, 8, 2, 16] does not fit the axes",
+    ),
     (
         "layers missing",
         config(attention()),
         {"b": layer(2, N, H, T, D)},
-        "1 of its layers have no cache, the first of them 'a': with pp_size 1 a rank has all layers",
+        "1 of its layers have no cache ('a' is the first): with pp_size 1 a rank needs the caches of all layers",
     ),
-    ("pages", config(attention()), {"a": layer(2, N, H, T, D), "b": layer(2, 9, H, T, D)}, "must have as many"),
+    (
+        "pages",
+        config(attention()),
+        {"a": layer(2, N, H, T, D), "b": layer(2, 9, H, T, D)},
+        "all must have the same number",
+    ),
     ("apart", config(attention()), {"a": (layer(N, H, T, D), layer(9, H, T, D))}, "its tensors have [9, 10] pages"),
     (
         "blocks",
         config(attention(block_size=32, kernel_block_size=T)),
         {"a": layer(2, N, H, T, D)},
-        "10 pages, a block has 4",
+        "10 pages are not a multiple of the 4 pages of a block",
     ),
     (
         "expanded",
@@ -193,14 +203,14 @@ def state(*parts: StatePart) -> WorkerConfig:
 @pytest.mark.parametrize(
     ("parts", "tensors", "message"),
     [
-        ({"units": 5}, (torch.zeros(N, 4, 3),), "takes channels 0 to 5 of float32, tensor 0 has 4"),
-        ({"units": 3}, (torch.zeros(N, 4, 3),), "its tensors have [4] channels, the state takes [3]"),
+        ({"units": 5}, (torch.zeros(N, 4, 3),), "takes channels 0 to 5 of float32, but tensor 0 has 4"),
+        ({"units": 3}, (torch.zeros(N, 4, 3),), "its tensors have [4] channels, but the state takes [3]"),
         ({"units": 4}, (torch.zeros(N, 4, 3), torch.zeros(N, 4)), "have [4, 0] channels"),
-        ({"units": 4, "tensor": 1}, (torch.zeros(N, 4, 3),), "is in tensor 1 of 1"),
-        ({"units": 4}, (torch.zeros(N, 4),), "of shape [10, 4], axes 'page,head,dim'"),
+        ({"units": 4, "tensor": 1}, (torch.zeros(N, 4, 3),), "is said to be in tensor 1, but there are 1 tensors"),
+        ({"units": 4}, (torch.zeros(N, 4),), "has shape [10, 4], which does not fit the axes 'page,head,dim'"),
         ({"units": 4, "axes": "page,token,dim"}, (torch.zeros(N, 4, 3),), "axes 'page,token,dim'"),
         ({"units": 4}, (torch.zeros(N, 4, 3, 9)[..., :5],), "dimensions 2 and 3 of [10, 4, 3, 5] have a gap"),
-        ({"units": 4, "dtype": "float16"}, (torch.zeros(N, 4, 3),), "of float16, tensor 0 has 4 of float32"),
+        ({"units": 4, "dtype": "float16"}, (torch.zeros(N, 4, 3),), "of float16, but tensor 0 has 4 of float32"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(parts: dict[str, Any], tensors: Any, message: str) -> None:
@@ -212,7 +222,7 @@ def test_a_state_that_does_not_fit_is_refused(parts: dict[str, Any], tensors: An
     ("names", "layers", "message"),
     [
         (("a", "z"), {"a": 0, "b": 1}, "layer 'z' is not in its group"),
-        (("a", "b"), {"a": 0, "b": 2}, "must follow each other"),
+        (("a", "b"), {"a": 0, "b": 2}, "must be consecutive"),
     ],
 )
 def test_a_cross_layer_tensor_holds_neighbours(names: tuple[str, ...], layers: dict[str, int], message: str) -> None:

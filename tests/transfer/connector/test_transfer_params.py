@@ -158,7 +158,7 @@ def test_what_asks_for_no_pages_names_no_lease(params: object) -> None:
 
 @pytest.mark.parametrize("params", [[], "text", 7, [("do_remote_prefill", True)], Strange()])
 def test_what_is_no_dict_is_refused(params: object) -> None:
-    with pytest.raises(TransferParamsError, match="request 'r': kv_transfer_params is .*, a dict is expected"):
+    with pytest.raises(TransferParamsError, match="request 'r': kv_transfer_params is .*; a dict is expected"):
         read_params("r", params)
 
 

@@ -164,11 +164,11 @@ def test_what_is_wrong_with_one_load_touches_no_other(engine: Any) -> None:
     pair = a_pair(source=Side(tp=2))
     wrong: dict[str, tuple[dict[str, Any], Prompt, str]] = {
         "short": ({}, PROMPT, "blocks of 8 tokens"),
-        "range": ({}, PROMPT, "remote page 2000: the pool has 24"),
+        "range": ({}, PROMPT, "remote page is 2000: 0 to 23"),
         "more": ({"remote_num_tokens": 22}, Prompt(range(30)), "holds the pages of 21 tokens, 22 are asked for"),
         "lease": ({"lease_id": "0x123"}, PROMPT, "lease 0x0000000000000123 has ended, or engine 'p' never had it"),
         "engine": ({"remote_engine_id": "q"}, PROMPT, "engine 'q' is not here: ['p']"),
-        "port": ({"remote_port": 9}, PROMPT, "no answer from tcp://127.0.0.1:9 in time"),
+        "port": ({"remote_port": 9}, PROMPT, "no answer from tcp://127.0.0.1:9 in "),
         "prompt": ({}, Prompt([*range(20), 7]), "holds the pages of another prompt: the digest of its first 21"),
         "salt": ({}, PROMPT._replace(salt="another tenant's"), "holds the pages of another prompt"),
         "keys": ({}, PROMPT._replace(keys=((20, b"an image"),)), "holds the pages of another prompt"),
@@ -200,7 +200,7 @@ def test_too_few_blocks_of_ours_are_an_error_of_their_request(engine: Any) -> No
     params = offer(source, pair)
     load(reader, replace(pair, reader_blocks=((1, 2),)), params)
     run_until(lambda: reader.received, source, reader)
-    assert "local pages: 2 for tokens 0 to 24, which take 3" in reader.failed["r"]
+    assert "local pages: got 2, but tokens 0 to 24 take 3 pages" in reader.failed["r"]
     run_until(lambda: source.sent, source, reader)  # the source is told as well
     assert "local pages" in source.sent["r"]
 
@@ -213,12 +213,12 @@ def test_blocks_that_cannot_be_resolved_fail_their_request_and_the_step_goes_on(
     load(reader, pair, good, "good")
     run_until(lambda: len(reader.received) == 2, source, reader)
     assert reader.failed == {
-        "bad": "request 'bad': group 0: our blocks begin with token 16, token 0 is the first to read"
+        "bad": "request 'bad': group 0: its blocks here begin with token 16, but the load starts at token 0"
     }
     assert reader.bad_blocks == {11, 12}
     assert reader.call("compare", pair) == [[]]
     run_until(lambda: len(source.sent) == 2, source, reader)
-    assert "our blocks begin with token 16" in source.sent["bad"]
+    assert "its blocks here begin with token 16" in source.sent["bad"]
 
 
 def test_blocks_for_a_held_source_that_cannot_be_resolved_end_the_load(engine: Any) -> None:
@@ -228,8 +228,8 @@ def test_blocks_for_a_held_source_that_cannot_be_resolved_end_the_load(engine: A
     run_until(lambda: len(worker(reader)._rank.puller), source, reader)
     reader.scheduler.load("r", read, pair.reader_blocks, 21, 0, first_blocks=(9,))
     run_until(lambda: reader.received and source.sent, source, reader)
-    assert "our blocks begin with token 72" in reader.failed["r"]
-    assert "our blocks begin with token 72" in source.sent["r"]
+    assert "its blocks here begin with token 72" in reader.failed["r"]
+    assert "its blocks here begin with token 72" in source.sent["r"]
 
 
 @pytest.mark.parametrize("computed", [0, 8, 21])
@@ -285,7 +285,7 @@ def test_pages_go_through_host_buffers_where_a_device_cannot_be_registered(engin
 def test_a_device_that_cannot_be_registered_needs_the_host_s_leave() -> None:
     config = worker_config(FULL, Side(), 0, "e", "i")
     strange = NixlConnectorWorker(msgspec.structs.replace(config, registrable=("cuda",)))
-    with pytest.raises(InvalidEngineError, match="memory of 'cpu' cannot be registered.*kv_buffer_device is ''"):
+    with pytest.raises(InvalidEngineError, match="memory on 'cpu' cannot be registered.*kv_buffer_device is ''"):
         strange.register_kv_caches(RankCaches(FULL, Side(), 0).tensors)
     strange.shutdown()
 
@@ -316,7 +316,7 @@ def test_what_is_being_sent_or_loaded_already_changes_nothing(engine: Any) -> No
     pair = a_pair()
     params = offer(source, pair)
     lease = LeaseRef(5, 9, 1.0)
-    with pytest.raises(InvalidTransferError, match="request 'r': its lease 0x[0-9a-f]+ stands"):
+    with pytest.raises(InvalidTransferError, match="request 'r': its lease 0x[0-9a-f]+ has not ended yet"):
         worker(source).start_load_kv(
             ConnectorMetadata(reqs_to_send={"q": SendRequest(lease=lease), "r": SendRequest(lease=lease)})
         )
@@ -378,7 +378,7 @@ def test_shutting_down_after_a_failed_start_is_fine(monkeypatch: pytest.MonkeyPa
 
 def test_caches_are_registered_once(engine: Any) -> None:
     source = engine("p")
-    with pytest.raises(InvalidEngineError, match="engine 'p' rank 0: caches are registered already"):
+    with pytest.raises(InvalidEngineError, match="engine 'p' rank 0: its caches are already registered"):
         worker(source).register_kv_caches(source.ranks[0].host.caches.tensors)
 
 

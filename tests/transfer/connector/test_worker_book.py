@@ -81,7 +81,9 @@ def test_a_window_is_clipped_to_what_it_needs() -> None:
     assert pages(group) == ([4, 5], (24, 40), 31)
     _, (group,) = add(make(WINDOW), "t", asked(((5,),), (32, 40)))
     assert pages(group) == ([5], (32, 40), 32)
-    with pytest.raises(InvalidTransferError, match="our blocks begin with token 32, token 24 is the first to read"):
+    with pytest.raises(
+        InvalidTransferError, match="its blocks here begin with token 32, but the load starts at token 24"
+    ):
         add(make(WINDOW), "u", asked(((5,),), (0, 40), first=(4,)))
 
 
@@ -116,7 +118,7 @@ def test_too_few_blocks_are_not_nothing() -> None:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (asked(((1,), (2,)), (0, 8)), r"blocks of \[2, 2\] groups, there are 1"),
+        (asked(((1,), (2,)), (0, 8)), r"got blocks for \[2, 2\] groups; there are 1"),
         (asked(((1,),), (-8, 8)), "tokens -8 to 8"),
     ],
 )
@@ -132,7 +134,7 @@ def test_what_does_not_fit_is_an_error_of_its_request(request_: LoadRequest, mes
 
 
 def test_host_buffers_take_whole_pages() -> None:
-    with pytest.raises(InvalidTransferError, match="token 5 is within a page of 2"):
+    with pytest.raises(InvalidTransferError, match="the load starts at token 5, which is not the start of a page of 2"):
         add(make(KERNEL, whole_pages=True), "r", asked(((3, 5),), (5, 11)))
     add(make(KERNEL, whole_pages=True), "r", asked(((3, 5),), (6, 11)))
 
@@ -250,5 +252,5 @@ def test_events_of_an_earlier_lease_of_a_request_do_not_count(leased: WorkerBook
         leased.on_lease(event)
     assert (leased.output.offered, leased.output.sent) == ({}, {})
     send = SendRequest(lease=LeaseRef(6, 0, 1.0))
-    with pytest.raises(InvalidTransferError, match="request 'r': its lease 0x5 stands"):
+    with pytest.raises(InvalidTransferError, match="request 'r': its lease 0x5 has not ended yet"):
         leased.check_new(ConnectorMetadata(reqs_to_send={"q": send, "r": send}))

@@ -262,7 +262,7 @@ def test_13_nothing_is_loaded_of_a_peer_that_does_not_fit(engine: Any, monkeypat
     for changed, kind, message in wrong:
         with pytest.raises(kind, match=message):
             ours.add_remote_agent(source.scheduler.address, [sealed_rank(changed)])
-    with pytest.raises(MetadataError, match="are no rank metadata .*truncated"):
+    with pytest.raises(MetadataError, match="cannot be read as rank metadata .*truncated"):
         ours.add_remote_agent(source.scheduler.address, [good[:-1]])
     assert loaded == []
     transfer(Pair(FULL, PLAIN, PLAIN, 8, source_blocks=((3,),), reader_blocks=((1,),)), source, reader)
@@ -304,7 +304,7 @@ def test_15_a_question_for_a_rank_that_there_is_not_ends_no_listener(engine: Any
         socket.setsockopt(zmq.RCVTIMEO, 5000)
         socket.connect(source.scheduler.address)
         socket.send(message)
-        assert b"no query of protocol 3" in socket.recv()
+        assert b"cannot be read as a query of protocol 3" in socket.recv()
         socket.close()
     transfer(Pair(FULL, PLAIN, PLAIN, 8, source_blocks=((3,),), reader_blocks=((1,),)), source, reader)
     assert reader.failed == {}

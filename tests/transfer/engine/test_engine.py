@@ -108,21 +108,21 @@ LONG = torch.zeros(16, 64)
         ([], 4, "at least 1"),
         ([[]], 4, "at least 1"),
         ([[ONE], []], 4, r"\[1, 0\] tensors"),
-        ([ONE], 4, "lists of tensors"),
-        (ONE, 4, "lists of tensors"),
+        ([ONE], 4, "a list with one list for each replica"),
+        (ONE, 4, "a list with one list for each replica"),
         ([["tensor"]], 4, "of type str"),
         ([[ONE]], 0, "total_num_pages is 0"),
         ([[ONE]], -1, "total_num_pages is -1"),
         ([[ONE]], True, "total_num_pages is True"),
         ([[ONE]], 4.0, "total_num_pages is 4.0"),
         ([[ONE]], 1 << 31, "total_num_pages is 2147483648"),
-        ([[ONE]], 3, "not 3 equal pages"),
+        ([[ONE]], 3, "cannot be divided into 3 equal pages"),
         ([[torch.zeros(0)]], 1, "0 elements"),
         ([[ONE, torch.zeros(8, 64)]], 4, "512 elements"),
         ([[ONE, torch.zeros(4, 64, dtype=torch.int32)]], 4, "of torch.int32"),
         ([[torch.zeros(4, 128)[:, :64]]], 4, "leaves gaps"),
         ([[torch.zeros(4, 1).expand(4, 64)]], 4, "leaves gaps"),
-        ([[torch.zeros(64, 4).t()]], 4, "not outermost"),
+        ([[torch.zeros(64, 4).t()]], 4, "pages must be the outermost axis"),
         ([[torch.zeros(4, 64, device="meta")]], 4, "on meta"),
         ([[torch.zeros(4, 64).to_sparse()]], 4, "sparse"),
         ([[ONE], [ONE]], 4, r"tensor \[0\]\[0\] and tensor \[1\]\[0\] share memory"),
@@ -240,7 +240,7 @@ def test_nixl_bytes_of_another_agent_are_refused_and_nothing_stays_loaded(make_e
     left, right, third = make_engine("left", tp=2), make_engine("right", tp=2), make_engine("third", tp=2)
     first, second = right.metadata.agents_meta[0]
     wrong = msgspec.structs.replace(second, metadata=third.metadata.agents_meta[0][1].metadata)
-    with pytest.raises(AgentError, match="is that of 'third"):
+    with pytest.raises(AgentError, match="got that of 'third"):
         left.connect(sealed(msgspec.structs.replace(right.metadata, agents_meta=[[first, wrong]])))
     assert left.remote_connections == left.remote_agent_to_engine == {}
     left.connect(right.metadata)
@@ -276,8 +276,8 @@ def test_an_address_outside_of_the_registered_memory_is_refused(make_engine: Any
         ([], [], "at least one page"),
         ([0], [], "at least one page"),
         ([0, 1], [0], "2 source pages for 1 destination"),
-        ([6], [0], "src_idxs holds page 6, the engine has pages 0 to 5"),
-        ([0], [8], "dst_idxs holds page 8, the engine has pages 0 to 7"),
+        ([6], [0], "src_idxs holds page 6; the engine has pages 0 to 5"),
+        ([0], [8], "dst_idxs holds page 8; the engine has pages 0 to 7"),
         ([0], [-1], "page -1"),
         ([0], [1 << 32], "page 4294967296"),
         ([0], [1 << 80], "beyond 64 bits"),
@@ -286,10 +286,10 @@ def test_an_address_outside_of_the_registered_memory_is_refused(make_engine: Any
         ([0], ["1"], "'1'"),
         ([0], [None], "None"),
         ([[0]], [0], r"shape \[1, 1\]"),
-        ([[0], [0, 1]], [0, 1], "no list of integers"),
+        ([[0], [0, 1]], [0, 1], "is not a list of integers"),
         (0, [0], r"shape \[\]"),
         (None, [0], r"shape \[\]"),
-        (np.array([0.0]), [0], "is no page number"),
+        (np.array([0.0]), [0], "is not a page number"),
         ([0, 1], [3, 3], "destination page 3 is named more than once"),
     ],
 )
@@ -573,7 +573,7 @@ def test_a_lost_peer_ends_its_own_transfers(pair: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(right.tensor_agents[0][0].agent, "post", lost)
     with pytest.raises(PeerFailedError, match="peer 'left' is gone: gone"):
         right.initiate_read_transfer(left.metadata, [0], [0], 0, 0)
-    with pytest.raises(PeerFailedError, match="cannot end, peer 'left' was lost"):
+    with pytest.raises(PeerFailedError, match="cannot end, because peer 'left' was lost"):
         right.sync_and_release(request)
     with pytest.raises(UnknownTransferError, match="engine 'right': transfer .* was cleaned up or given up"):
         right.cleanup_transfer(request)

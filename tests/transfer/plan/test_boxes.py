@@ -176,9 +176,9 @@ def test_axes_that_do_not_fit_a_tensor_are_refused() -> None:
     def box(shape: tuple[int, ...], axes: str) -> Box:
         return from_tensor(shape, dense_strides(shape, 4), axes, dtype="float32", itemsize=4)
 
-    with pytest.raises(InvalidEngineError, match="name 3 of 2 sizes and 2 strides"):
+    with pytest.raises(InvalidEngineError, match="name 3 axes, but there are 2 sizes and 2 strides"):
         box((4, 2), "page,token,dim")
-    with pytest.raises(InvalidEngineError, match="may be named once"):
+    with pytest.raises(InvalidEngineError, match="each at most once"):
         box((4, 2, 2), "page,token,token")
-    with pytest.raises(InvalidEngineError, match="may be named once"):
+    with pytest.raises(InvalidEngineError, match="each at most once"):
         box((4, 2, 2), "page,token,channel")

@@ -107,7 +107,9 @@ def test_blocks_become_pages_and_a_group_with_nothing_in_common_needs_none() -> 
     assert made_of(shard(), shard()).pages([named])[0] is named
     blocks = BlocksOfGroup([1], (0, 16), 0, [1], 8)  # of which the source has computed too little
     assert made_of(shard(range(2)), shard(range(2, 4))).pages([blocks]) == [NOTHING]
-    with pytest.raises(InvalidTransferError, match="group 0: tokens up to 16 are asked for, the source has computed 8"):
+    with pytest.raises(
+        InvalidTransferError, match="group 0: tokens up to 16 are needed, but the source has computed 8"
+    ):
         made_of(shard(), shard()).pages([blocks])
 
 

@@ -81,7 +81,9 @@ def test_what_no_window_reaches_need_not_be_there() -> None:
     named = pages([1, 2, 3], [6, 7], 24, (8, 24), needed=17)
     assert lists(pages_of("group 0", named, group(8), group(4))) == ([2, 3], [6, 7], (16, 24))
     assert first_read(named, group(4)) == 16
-    with pytest.raises(InvalidTransferError, match="2 blocks of 4 tokens begin with token 16, token 13 is the first"):
+    with pytest.raises(
+        InvalidTransferError, match="2 blocks of 4 tokens begin with token 16, but token 13 is the first"
+    ):
         pages_of("group 0", pages([1, 2], [6, 7], 24, (8, 24), needed=13), group(8), group(4))
 
 
@@ -89,17 +91,17 @@ def test_a_state_is_in_the_last_block() -> None:
     state = group(state=True)
     assert lists(pages_of("group 0", pages([4], [8, 9], 24, (0, 24)), state, state)) == ([4], [9], (0, 24))
     assert first_read(pages([4], [8, 9], 24, (0, 24)), state) == 0
-    with pytest.raises(InvalidTransferError, match="0 blocks for a state, 1 is needed"):
+    with pytest.raises(InvalidTransferError, match="0 blocks for a state; 1 is needed"):
         pages_of("group 0", pages([4], [], 24, (0, 24)), state, state)
 
 
 def test_tokens_that_the_source_has_not_computed_are_not_read() -> None:
-    with pytest.raises(InvalidTransferError, match="tokens up to 13 are asked for, the source has computed 12"):
+    with pytest.raises(InvalidTransferError, match="tokens up to 13 are needed, but the source has computed 12"):
         pages_of("group 0", pages([1, 2, 3, 4], [7, 8, 9], 12, (0, 13)), group(), group())
 
 
 def test_more_blocks_than_tokens_are_refused() -> None:
-    with pytest.raises(InvalidTransferError, match="names 4 blocks of 4 tokens, its 12 tokens fill 3"):
+    with pytest.raises(InvalidTransferError, match="names 4 blocks of 4 tokens, but its 12 tokens fill 3"):
         pages_of("group 0", pages([1, 2, 3], [6, 7, 8, 9], 12, (0, 12)), group(), group())
 
 
@@ -153,9 +155,9 @@ def test_a_state_is_that_after_all_tokens_of_the_source_and_its_newest() -> None
     named = BlocksOfGroup([7], (0, 9), 0, [3, 4, 5], 9)
     assert lists(pages_of("group 1", named, group(state=True), group(state=True))) == ([7], [5], (0, 9))
     early = named._replace(tokens=(0, 8))
-    with pytest.raises(InvalidTransferError, match="the source's state is that after 9 tokens, 8 are to be loaded"):
+    with pytest.raises(InvalidTransferError, match="the source's state covers 9 tokens, but 8 are needed"):
         pages_of("group 1", early, group(state=True), group(state=True))
-    with pytest.raises(InvalidTransferError, match="the source names 0 blocks for a state, 1 is needed"):
+    with pytest.raises(InvalidTransferError, match="the source names 0 blocks for a state; 1 is needed"):
         pages_of("group 1", named._replace(blocks=()), group(state=True), group(state=True))
 
 
@@ -165,5 +167,5 @@ def test_blocks_that_the_source_has_named_are_those_of_each_group() -> None:
     there = SimpleNamespace(num_tokens=8, block_ids=[[5, 6], [7]])
     found = with_blocks("request 'r'", [blocks, fixed], there)
     assert found == [BlocksOfGroup([1, 2], (0, 8), 0, [5, 6], 8), fixed]
-    with pytest.raises(InvalidTransferError, match="request 'r': the source has 2 groups, ours are 1"):
+    with pytest.raises(InvalidTransferError, match="request 'r': the source has 2 groups, this engine has 1"):
         with_blocks("request 'r'", [blocks], there)

@@ -168,7 +168,7 @@ def test_a_group_with_nothing_to_load_reads_nothing() -> None:
 
 def test_a_reader_with_one_page_more_than_the_source_is_an_error_of_that_pull_alone() -> None:
     made = plan(shard(range(2)), shard(range(2)))
-    with pytest.raises(InvalidTransferError, match="remote pages: 2 for tokens 0 to 12, which take 3 of 4 tokens"):
+    with pytest.raises(InvalidTransferError, match="remote pages: got 2, but tokens 0 to 12 take 3 pages of 4 tokens"):
         made.runs(0, [0, 1, 2], [5, 6], (0, 12))
     assert len(made.runs(0, [0, 1, 2], [5, 6], (0, 8))) == 1
 
@@ -191,21 +191,21 @@ def test_lists_that_do_not_fit_name_the_value_and_the_limit() -> None:
     good: dict[str, Any] = {"local_pages": [0, 1, 2], "remote_pages": [0, 1], "tokens": (0, 12)}
     assert len(made.runs(0, **good)) > 0
     for changes, message in (
-        ({"local_pages": [0, 1]}, "group 0: local pages: 2 for tokens 0 to 12, which take 3 of 4 tokens"),
-        ({"remote_pages": [0]}, "group 0: remote pages: 1 for tokens 0 to 12, which take 2 of 8 tokens"),
-        ({"remote_pages": []}, "group 0: remote pages: 0 for tokens 0 to 12"),
-        ({"local_pages": [0, 1, 12]}, "group 0: local page 12: the pool has 12"),
-        ({"remote_pages": [6, 0]}, "group 0: remote page 6: the pool has 6"),
-        ({"tokens": (3, 49)}, "group 0: tokens 3 to 49: our 12 pages hold 48"),
-        ({"local_pages": [0, -1, 2]}, "group 0: local page -1: the pool has 12"),
+        ({"local_pages": [0, 1]}, "group 0: local pages: got 2, but tokens 0 to 12 take 3 pages of 4 tokens"),
+        ({"remote_pages": [0]}, "group 0: remote pages: got 1, but tokens 0 to 12 take 2 pages of 8 tokens"),
+        ({"remote_pages": []}, "group 0: remote pages: got 0, but tokens 0 to 12"),
+        ({"local_pages": [0, 1, 12]}, "group 0: local page is 12: 0 to 11"),
+        ({"remote_pages": [6, 0]}, "group 0: remote page is 6: 0 to 5"),
+        ({"tokens": (3, 49)}, "group 0: tokens 3 to 49 do not fit the 12 local pages, which hold 48"),
+        ({"local_pages": [0, -1, 2]}, "group 0: local page is -1: 0 to 11"),
         ({"local_pages": [0, 1, 0]}, "group 0: local page 0 is named twice"),
         ({"local_pages": [1, 1, 0]}, "group 0: local page 1 is named twice"),  # in two halves of one remote page
-        ({"remote_pages": [0, 1 << 63]}, "group 0: remote pages are not integers of 64 bits"),
-        ({"remote_pages": [0, None]}, "group 0: remote pages are not integers of 64 bits"),
-        ({"tokens": (0, 49)}, "group 0: tokens 0 to 49: our 12 pages hold 48"),
-        ({"tokens": (0, 1 << 70)}, "group 0: tokens 0 to 1180591620717411303424: they count from 0 to"),
-        ({"local_pages": [[0], [1], [2]]}, "group 0: local pages: 3 for tokens"),
-        ({"tokens": (-1, 4)}, "group 0: tokens -1 to 4: they count from 0 to"),
+        ({"remote_pages": [0, 1 << 63]}, "group 0: remote pages are not 64-bit integers"),
+        ({"remote_pages": [0, None]}, "group 0: remote pages are not 64-bit integers"),
+        ({"tokens": (0, 49)}, "group 0: tokens 0 to 49 do not fit the 12 local pages, which hold 48"),
+        ({"tokens": (0, 1 << 70)}, "group 0: tokens 0 to 1180591620717411303424 are not within 0 to"),
+        ({"local_pages": [[0], [1], [2]]}, "group 0: local pages: got 3, but tokens"),
+        ({"tokens": (-1, 4)}, "group 0: tokens -1 to 4 are not within 0 to"),
     ):
         with pytest.raises(InvalidTransferError, match=re.escape(message)):
             made.runs(0, **(good | changes))
@@ -234,7 +234,7 @@ def test_a_peer_whose_layout_scatters_every_element_takes_no_memory() -> None:
     group = msgspec.structs.replace(ours.groups[0], boxes=(scattered,))
     made = plan(ours, check(ShardLayout((group,), (2 * ours.region_bytes[0],))))
     assert len(made.runs(0, [1], [1], (0, 16))) == 32 * 2 * 8 * 16 * 128
-    with pytest.raises(InvalidTransferError, match="group 0: tokens 0 to 1024 take 67108864 runs, at most 33554432"):
+    with pytest.raises(InvalidTransferError, match="group 0: tokens 0 to 1024 take 67108864 runs; at most 33554432"):
         made.runs(0, range(64), range(64), (0, 1024))
 
 
@@ -245,15 +245,15 @@ def test_shards_of_two_models_are_refused() -> None:
     (box,) = group.boxes
     state = Group(1, 12, (replace(box, extent=(2, 2, 2, 1, 2)),), state=True)
     for remote, message in (
-        (replace(local, groups=(group, group)), "1 groups on one side, 2 on the other"),
-        (replace(local, groups=(state,)), "group 0: recurrent state on one side, tokens on the other"),
+        (replace(local, groups=(group, group)), "this engine has 1 groups, the source has 2"),
+        (replace(local, groups=(state,)), "group 0: one side keeps a recurrent state, the other keeps tokens"),
         (
             replace(local, groups=(replace(group, boxes=(replace(box, dtype="int32"),)),)),
-            "float32 .* here, of int",
+            "float32 .* here and int",
         ),
         (
             replace(local, groups=(replace(group, boxes=(replace(box, itemsize=2),)),)),
-            ".4 bytes. here, .* .2 b",
+            ".4 bytes. here .* .2 b",
         ),
     ):
         with pytest.raises(MetadataError, match=message):

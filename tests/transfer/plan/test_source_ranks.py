@@ -145,7 +145,7 @@ def test_what_nobody_holds_is_named() -> None:
     with pytest.raises(MetadataError, match="no remote shard holds layer 0"):
         sources(shard(range(1)), [], 0)
     two = msgspec.structs.replace(remotes[0], groups=remotes[0].groups * 2)
-    with pytest.raises(MetadataError, match="remote shard 1 has 2 groups, the local one has 1"):
+    with pytest.raises(MetadataError, match="remote shard 1 has 2 groups, this shard has 1"):
         sources(shard(range(2)), [remotes[0], two], 0)
 
 

@@ -179,7 +179,7 @@ def test_a_peer_whose_heads_and_dims_lie_outside_its_pages_is_never_staged() -> 
     remote = check(ShardLayout((msgspec.structs.replace(local.groups[0], boxes=(scattered,)),), local.region_bytes))
     made = plan(local, remote)
     assert not made.prefers_staging(0, (0, 16))
-    with pytest.raises(InvalidTransferError, match="group 0: staging takes 65536 copies, at most 16384 are made"):
+    with pytest.raises(InvalidTransferError, match="group 0: staging takes 65536 copies; at most 16384 are allowed"):
         made.staging(0)
 
 
@@ -194,16 +194,16 @@ def test_memory_that_is_too_small_is_refused_and_not_written() -> None:
     staging, pool = made.staging(0), empty_pool(local)
     regions: list[Any] = views(local, pool)
     area = np.zeros(staging.num_bytes((0, 8)), np.uint8)
-    with pytest.raises(InvalidTransferError, match="group 0: a staging area of 511 bytes, 512 are needed"):
+    with pytest.raises(InvalidTransferError, match="group 0: the staging area has 511 bytes, but 512 are needed"):
         staging.permute([1, 2], (0, 8), area[:-1], regions)
-    with pytest.raises(InvalidTransferError, match="group 0: local region 0 is not as its layout says"):
+    with pytest.raises(InvalidTransferError, match="group 0: local region 0 does not match its layout"):
         staging.permute([1, 2], (0, 8), area, [regions[0][:-4]])
-    with pytest.raises(InvalidTransferError, match="group 0: local region 0 is not as its layout says"):
+    with pytest.raises(InvalidTransferError, match="group 0: local region 0 does not match its layout"):
         staging.permute([1, 2], (0, 8), area, [])
-    with pytest.raises(InvalidTransferError, match="group 0: local pages: 1 for tokens 0 to 8, which take 2 of 4"):
+    with pytest.raises(InvalidTransferError, match="group 0: local pages: got 1, but tokens 0 to 8 take 2 pages of 4"):
         staging.permute([1], (0, 8), area, regions)
     with pytest.raises(InvalidTransferError, match="group 0: local page 5 is named twice"):
         staging.permute([5, 5], (0, 8), area, regions)
-    with pytest.raises(InvalidTransferError, match="group 0: remote page 12: the pool has 12"):
+    with pytest.raises(InvalidTransferError, match="group 0: remote page is 12: 0 to 11"):
         staging.runs([1, 12], (0, 8), 0, [0])
     assert (pool == -1).all()

@@ -131,7 +131,7 @@ def test_errors_are_told_once_with_the_source_and_end_that_question_alone(rig: R
     where = "engine 'p/0' at tcp://10.0.0.1:9: "
     assert found.keys() == {"a", "b", "c"}
     assert (found["a"], found["b"]) == (where + "lends no more", where + "no answer")
-    assert found["c"].startswith(where + "7 bytes are no pages of a lease")
+    assert found["c"].startswith(where + "7 bytes cannot be read as the pages of a lease")
     answer_d(LeaseReply(query_id=0))
     rig.now += 1.0
     assert rig.polled() == []

@@ -45,7 +45,7 @@ def test_who_answers_to_the_name_of_an_engine_that_lives_is_refused_with_both_ad
     for key in ("a", "b"):
         assert p.serve() in error_of(d, key)
         assert impostor.serve() in error_of(d, key)
-        assert "lives there" in error_of(d, key)
+        assert "still answers at" in error_of(d, key)
     d.replica.add_pages("r", WHOLE, last=True)
     run(p, impostor, d, until=settled(d, "r"))
     assert d.pulls[-1] == PullEvent("r", "", safe=True)
@@ -69,7 +69,7 @@ def test_an_engine_that_comes_back_elsewhere_takes_its_place_once_that_is_empty(
     assert error_of(d, "r")
     winner, loser = ("new", "third") if not error_of(d, "new") else ("third", "new")
     assert error_of(d, winner) == ""
-    assert "lives there" in error_of(d, loser)
+    assert "still answers at" in error_of(d, loser)
     assert np.array_equal(d.heads(LOCAL), (successor if winner == "new" else third).heads(REMOTE))
 
 
@@ -224,7 +224,7 @@ def unseen(source: Engine) -> Engine:
 
 
 REFUSED = (
-    "no key authenticates its metadata, and no process of this user on this host says that it is its own; sources on "
+    "no key authenticates its metadata, and no process of this user on this host confirms it as its own; sources on "
     "other hosts need a shared `secret`, the same on both sides"
 )
 

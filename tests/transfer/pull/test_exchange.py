@@ -66,8 +66,8 @@ def test_with_one_secret_sockets_and_metadata_have_keys_and_nobody_is_asked_to_v
 @pytest.mark.parametrize(
     ("source_s", "reader_s", "said"),
     [
-        (SECRET, OTHER, "in time (who has other keys than ours, or none, gives none)"),
-        ("", SECRET, "in time (who has other keys than ours, or none, gives none)"),
+        (SECRET, OTHER, "s; a peer with other keys, or without keys, never answers"),
+        ("", SECRET, "s; a peer with other keys, or without keys, never answers"),
         (SECRET, "", "no answer from"),
     ],
 )
@@ -85,7 +85,7 @@ def test_with_another_secret_or_on_one_side_alone_a_pull_fails_and_says_so(
     reader.manager.cancel_import(pending)
 
 
-@pytest.mark.parametrize(("allowed", "said"), [((), "outside of allowed_peers"), (("10.2.0.0/16",), "no answer from")])
+@pytest.mark.parametrize(("allowed", "said"), [((), "is not in allowed_peers"), (("10.2.0.0/16",), "no answer from")])
 def test_only_who_is_listed_is_contacted(side: Any, allowed: tuple[str, ...], said: str) -> None:
     source, reader = side(Side, "p"), side(Reader, "d", allowed_peers=allowed)
     offer, _, pending = leased(source, reader)
@@ -100,9 +100,9 @@ def test_only_who_is_listed_is_contacted(side: Any, allowed: tuple[str, ...], sa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"secret": "short"}, "has 5 bytes, at least 16 are needed"),
-        ({"secret": "env:NO_SUCH_VARIABLE"}, "no environment variable 'NO_SUCH_VARIABLE'"),
-        ({"secret": SECRET, "keyring": make_keyrings(1)[0]}, "exchange 'p': a keyring beside a shared secret"),
+        ({"secret": "short"}, "has 5 bytes; at least 16 are needed"),
+        ({"secret": "env:NO_SUCH_VARIABLE"}, "the environment variable 'NO_SUCH_VARIABLE' is not set"),
+        ({"secret": SECRET, "keyring": make_keyrings(1)[0]}, "exchange 'p': got both a keyring and a shared secret"),
         ({"allowed_peers": ["10.0.0.0/33"]}, "allowed_peers"),
     ],
 )
@@ -155,7 +155,9 @@ def test_an_offer_is_ended_by_its_own_exchange_alone(side: Any) -> None:
     source.compute()
     offer = source.offer()
     for call in (lambda: other.exchange.revoke(offer, "over"), lambda: other.exchange.start_clock(offer)):
-        with pytest.raises(InvalidLeaseError, match="engine 'p/0' has offered it, ours are \\['q/0'\\]"):
+        with pytest.raises(
+            InvalidLeaseError, match="engine 'p/0' made this offer, but the engines of this process are \\['q/0'\\]"
+        ):
             call()
     source.exchange.revoke(offer, "over")
     source.until(lambda: source.of(LeaseOver))
@@ -165,13 +167,13 @@ def test_a_pull_in_one_is_refused_before_it_takes_anything(side: Any) -> None:
     source, reader = side(Side, "p"), side(Reader, "d")
     offer, context, pending = leased(source, reader)
     reader.exchange.open_pull(0, "k", offer, 60.0)
-    with pytest.raises(InvalidRequestError, match="a pull 'k' is open on replica 0 already"):
+    with pytest.raises(InvalidRequestError, match="'k': its pull is already open on replica 0"):
         reader.exchange.pull("k", offer, pending, 60.0)
     reader.exchange.read(0, "k", pending, last=True)  # nobody has its copier
     event, proof = reader.end(source)
     assert event.error == ""
     reader.manager.commit_import(context, pending, proof)
-    with pytest.raises(InvalidRequestError, match="its import is closed|this import is closed"):
+    with pytest.raises(InvalidRequestError, match="its import is closed|this import was already"):
         reader.exchange.pull("k", offer, pending, 60.0)
 
 

@@ -128,7 +128,7 @@ def test_a_pull_from_a_fork_that_has_got_its_parent_s_pid_fails_at_the_fence(for
     reader.replica.add_pages("r", [PagesOfGroup(LOCAL[1:], REMOTE[1:], (TOKENS, 2 * TOKENS))], last=True)
     run(reader, until=lambda: any(event.safe for event in reader.pulls))
     assert reader.pulls[-1].error.endswith(
-        f"its lease word {fork_source.SLOT} holds 0x0, the lease is {source.lease.lease_id:#x}"
+        f"its lease word {fork_source.SLOT} holds 0x0 instead of {source.lease.lease_id:#x}"
     )
     size = reader.pools[0][0].nbytes
     held = [memory_of(source.pid, source.pages + page * size, size) for page in REMOTE]

@@ -64,9 +64,9 @@ def test_ids_are_random_words_and_never_the_empty_one(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("lease", "message"),
     [
-        ((0, "r", 0, 1.0), "lease 0x0000000000000000 is taken, or not a 64-bit number above 0"),
-        ((1 << 64, "r", 0, 1.0), "is taken, or not a 64-bit number above 0"),
-        ((9, "r", 0, 1.0), "lease 0x0000000000000009 is taken"),
+        ((0, "r", 0, 1.0), "lease 0x0000000000000000: its id is taken, or is not a 64-bit number above 0"),
+        ((1 << 64, "r", 0, 1.0), "its id is taken, or is not a 64-bit number above 0"),
+        ((9, "r", 0, 1.0), "lease 0x0000000000000009: its id is taken"),
         ((1, "r", 8, 1.0), "slot 8 is taken, or outside of 0 to 7"),
         ((1, "r", -1, 1.0), "slot -1 is taken, or outside of 0 to 7"),
         ((1, "r", 4, 1.0), "slot 4 is taken"),
@@ -156,7 +156,7 @@ def test_a_renewal_extends_never_shortens_and_has_an_end(book: LeaseBook, clock:
     clock.now = 130
     (over,) = book.expire()
     assert over is lease
-    assert over.ended == "expired after 10.0 s without a word of its readers"
+    assert over.ended == "expired after 10.0 s without hearing from its readers"
 
 
 def test_a_rank_that_is_done_renews_nothing_for_the_others(book: LeaseBook, clock: Clock) -> None:
@@ -256,10 +256,10 @@ def test_what_is_remembered_of_ended_leases_is_bounded(book: LeaseBook, monkeypa
     ("damage", "message"),
     [
         ("word", r"lease words \[3\] do not hold the ids of their leases"),
-        ("slot", "request 'r': lease 0x0000000000000005 is booked wrongly"),
-        ("ended", "request 'r': lease 0x0000000000000005 is booked wrongly"),
-        ("forgotten", "request 'r': lease 0x0000000000000005 is booked wrongly"),
-        ("another's id", "request 'r': lease 0x0000000000000005 is booked wrongly"),
+        ("slot", "request 'r': lease 0x0000000000000005 is recorded inconsistently"),
+        ("ended", "request 'r': lease 0x0000000000000005 is recorded inconsistently"),
+        ("forgotten", "request 'r': lease 0x0000000000000005 is recorded inconsistently"),
+        ("another's id", "request 'r': lease 0x0000000000000005 is recorded inconsistently"),
     ],
 )
 def test_check_finds_what_is_booked_wrongly(book: LeaseBook, damage: str, message: str) -> None:

@@ -280,7 +280,7 @@ def test_over_on_one_of_two_ranks(request: pytest.FixtureRequest) -> None:
 
 def test_what_cannot_be_offered(sides: tuple[Side, Reader]) -> None:
     source, reader = sides
-    with pytest.raises(UnknownRequestError, match="'r': lease of a request that is not claimed"):
+    with pytest.raises(UnknownRequestError, match="'r': lease: the request was never claimed"):
         source.exchange.offer("r", 30.0)
     source.compute()
     with pytest.raises(UnknownRequestError, match="'r': lease"):
@@ -324,9 +324,9 @@ def test_a_lease_is_ended_by_its_own_manager_alone(sides: tuple[Side, Reader]) -
     lease = source.manager.lease("r")
     source.manager.release("r")
     for wrong in (lease.owner, None, "r"):
-        with pytest.raises(InvalidRequestError, match="is no lease"):
+        with pytest.raises(InvalidRequestError, match="is not a lease"):
             source.manager.end_lease(wrong)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="'r': end_lease of another manager's lease"):
+    with pytest.raises(InvalidRequestError, match="'r': end_lease: another manager made this lease"):
         reader.manager.end_lease(lease)
     source.manager.end_lease(PageLease(lease.owner, "r", 0))  # made by hand: it holds nothing
     assert source.manager.num_leased_blocks == 4
@@ -419,15 +419,15 @@ def test_a_proof_is_good_for_its_own_import_and_once(sides: tuple[Side, Reader])
     assert proof is not None
     refused = [
         (context, pending, None, "'r': commit_import without a proof"),
-        (context, pending, forged, "'r': commit_import with a proof that is not this import's"),
-        (context, pending, copy.copy(proof), "'r': commit_import with a proof that is not this import's"),
-        (context, pending, "proof", "'r': commit_import with a proof that is not this import's"),
-        (other, another, proof, "'s': commit_import with a proof that is not this import's"),
+        (context, pending, forged, "'r': commit_import with the proof of another import"),
+        (context, pending, copy.copy(proof), "'r': commit_import with the proof of another import"),
+        (context, pending, "proof", "'r': commit_import with the proof of another import"),
+        (other, another, proof, "'s': commit_import with the proof of another import"),
         (other, another, None, "'s': commit_import without a proof"),
-        (other, pending, proof, "'s': commit_import: this import is another request's"),
-        (TextContext([*PROMPT, 1], 32, "r"), pending, proof, "'r': commit_import with another context object"),
-        (context, copy.copy(pending), proof, "this import is another request's"),
-        (context, "pending", proof, "str is no import"),
+        (other, pending, proof, "'s': commit_import: this import belongs to another request"),
+        (TextContext([*PROMPT, 1], 32, "r"), pending, proof, "'r': commit_import got another context object"),
+        (context, copy.copy(pending), proof, "this import belongs to another request"),
+        (context, "pending", proof, "str is not an import"),
     ]
     before = (reader.manager.num_free_blocks, context.start_idx, other.start_idx)
     for who, what, word, message in refused:
@@ -437,7 +437,7 @@ def test_a_proof_is_good_for_its_own_import_and_once(sides: tuple[Side, Reader])
         assert (reader.manager.num_free_blocks, context.start_idx, other.start_idx) == before
     reader.manager.commit_import(context, pending, proof)
     assert reader.values(pending) == {MINE}
-    with pytest.raises(InvalidRequestError, match="is closed"):
+    with pytest.raises(InvalidRequestError, match="was already finished or cancelled"):
         reader.manager.commit_import(context, pending, proof)
     reader.manager.cancel_import(pending)
     reader.manager.release("r")
@@ -449,9 +449,9 @@ def test_the_copier_is_handed_out_once(sides: tuple[Side, Reader]) -> None:
     offer, context, pending = leased(source, reader)
     reader.open(offer)
     reader.exchange.read(0, "k", pending, last=True)
-    with pytest.raises(InvalidRequestError, match="'r': the copier of its import was handed out before"):
+    with pytest.raises(InvalidRequestError, match="'r': the copier of this import was already handed out"):
         reader.manager.copier(pending)  # nobody vouches for what a pull reads
-    with pytest.raises(InvalidRequestError, match="'r': no pages are left to copy"):
+    with pytest.raises(InvalidRequestError, match="'r': there are no pages left to copy"):
         reader.exchange.read(0, "k", pending, last=True)
     _, proof = reader.end(source)
     with pytest.raises(InvalidRequestError, match="no pull 'k' is open"):
@@ -485,9 +485,9 @@ def test_a_pull_reads_imports_of_its_own_manager_alone(sides: tuple[Side, Reader
     stranger = Reader("e")
     _, foreign = stranger.reserve(table)
     reader.open(offer)
-    with pytest.raises(InvalidRequestError, match="'r': copier of another manager's import"):
+    with pytest.raises(InvalidRequestError, match="'r': copier: another manager made this import"):
         reader.exchange.read(0, "k", foreign, last=True)
-    with pytest.raises(InvalidRequestError, match="a pull 'k' is open on replica 0 already"):
+    with pytest.raises(InvalidRequestError, match="'k': its pull is already open on replica 0"):
         reader.open(offer)
     reader.exchange.cancel_pull(0, "k", "over")
     stranger.exchange.close()
@@ -499,7 +499,7 @@ def test_of_one_pull_another_import_gets_no_proof(sides: tuple[Side, Reader]) ->
     _, second = reader.reserve(source_table(source), "s")
     reader.open(offer)
     reader.exchange.read(0, "k", pending, last=False)
-    with pytest.raises(InvalidRequestError, match="'s': the pull 'k' is of another import"):
+    with pytest.raises(InvalidRequestError, match="'s': the pull 'k' belongs to another import"):
         reader.exchange.read(0, "k", second, last=True)
     reader.exchange.cancel_pull(0, "k", "over")
     reader.end(source)
@@ -529,7 +529,7 @@ def test_cancelled_then_committed(sides: tuple[Side, Reader]) -> None:
         assert (reader.manager.device_tensors[0][0][pages] == OTHERS).all()
         reader.manager.release("other")
     reader.manager.external_claim("r")
-    with pytest.raises(InvalidRequestError, match="this import is closed"):
+    with pytest.raises(InvalidRequestError, match="this import was already finished or cancelled"):
         reader.manager.commit_import(context, pending, proof)
     reader.manager.release("r")
     assert reader.idle
@@ -557,8 +557,8 @@ def test_a_foreign_manager_loses_nobody_s_pages(sides: tuple[Side, Reader], clai
     _, context, pending = leased(source, reader)
     if claimed:
         source.manager.external_claim("r")
-    foreign = (InvalidRequestError, "'r': .* another manager's import")
-    unknown = foreign if claimed else (UnknownRequestError, "'r': .* is not claimed")
+    foreign = (InvalidRequestError, "'r': .* another manager made this import")
+    unknown = foreign if claimed else (UnknownRequestError, "'r': .* was never claimed")
     for call, (error, said) in (
         (lambda: source.manager.cancel_import(pending), foreign),
         (lambda: source.manager.copier(pending), foreign),
@@ -571,7 +571,7 @@ def test_a_foreign_manager_loses_nobody_s_pages(sides: tuple[Side, Reader], clai
         for side in sides:
             side.manager.check()
     reader.manager.cancel_import(pending)
-    with pytest.raises(InvalidRequestError, match="another manager's import"):
+    with pytest.raises(InvalidRequestError, match="another manager made this import"):
         source.manager.cancel_import(pending)
     reader.manager.release("r")
     assert reader.idle
@@ -615,5 +615,5 @@ def test_an_exchange_that_closes_in_the_midst_gives_the_pages_back_and_no_proof(
     assert reader.manager.num_free_blocks == 4
     reader.exchange.close()
     assert reader.idle
-    with pytest.raises(UnknownRequestError, match="request 'r': commit_import of a request that is not claimed"):
+    with pytest.raises(UnknownRequestError, match="request 'r': commit_import: the request was never claimed"):
         reader.manager.commit_import(context, pending, None)

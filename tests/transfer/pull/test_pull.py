@@ -211,8 +211,8 @@ def test_a_fence_that_does_not_bring_the_lease_s_id_fails_the_pull(rig: Rig, wor
     rig.open()
     rig.add(part(0), part(1))
     (event,) = [event for event in rig.polled() if event.safe]
-    assert event.error.startswith("engine 'p' rank 0 had given the pages away: the lease expired (")
-    assert f"it lasts {LEASE.duration_s:g} s without a word of its reader" in event.error
+    assert event.error.startswith("engine 'p' rank 0 no longer held the pages: the lease expired (")
+    assert f"it lasts {LEASE.duration_s:g} s unless its reader renews it" in event.error
     assert "its lease word 2 holds" in event.error
     assert rig.puller.events[-1] is event
 
@@ -261,7 +261,10 @@ def test_a_fence_that_brings_nothing_finds_no_word_of_an_earlier_pull_of_the_lea
     assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()), RankPull)
     (event,) = rig.polled()
     assert event.safe
-    assert f"rank 0 had given the pages away: the lease {how_ended(LEASE)}: its lease word 2 holds 0x0," in event.error
+    assert (
+        f"rank 0 no longer held the pages: the lease {how_ended(LEASE)}: its lease word 2 holds 0x0 instead"
+        in event.error
+    )
     assert len(rig.puller._free) == 8
 
 
@@ -331,7 +334,7 @@ def test_of_a_source_that_is_gone_the_reason_says_so_and_what_is_left_to_do(rig:
     rig.add(part(0))
     (event,) = rig.polled()
     assert event.error == (
-        "reading from engine 'p': its process is gone, so its pages are to be computed, or had elsewhere: posting: "
+        "reading from engine 'p': its process is gone; compute the prompt or pull it from another engine: posting: "
         "NIXL_ERR_REMOTE_DISCONNECT"
     )
     assert event.safe
@@ -350,7 +353,7 @@ def test_a_fence_of_two_ranks_has_passed_when_both_words_match(rig: Rig) -> None
     rig.agent.word = 7
     rig.agent.end(3)
     (event,) = rig.polled()
-    assert "engine 'p' rank 1 had given the pages away" in event.error
+    assert "engine 'p' rank 1 no longer held the pages" in event.error
     assert event.passed == 0
 
 
@@ -430,12 +433,12 @@ def test_only_the_first_reason_counts(rig: Rig) -> None:
 
 
 def test_nothing_can_be_added_to_what_is_over(rig: Rig) -> None:
-    with pytest.raises(PullFailedError, match="request 'r': no such pull"):
+    with pytest.raises(PullFailedError, match="request 'r': there is no such pull"):
         rig.add(part())
     rig.agent.auto = False
     rig.open()
     rig.add(part())
-    with pytest.raises(PullFailedError, match="its last part was added before"):
+    with pytest.raises(PullFailedError, match="its last part was already added"):
         rig.add(part())
     rig.puller.fail("r", "why")
     with pytest.raises(PullFailedError, match="request 'r': why"):
@@ -445,11 +448,11 @@ def test_nothing_can_be_added_to_what_is_over(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"timeout_s": 0.0}, "timeout of 0.0 s"),
-        ({"timeout_s": float("nan")}, "timeout of nan s"),
-        ({"lease": LEASE._replace(duration_s=float("inf"))}, "lease of inf s"),
-        ({"lease": LEASE._replace(duration_s=-1.0)}, "lease of -1.0 s"),
-        ({"lease": LEASE._replace(slot=64)}, "slot 64, engine 'p' has 64 slots"),
+        ({"timeout_s": 0.0}, "its timeout is 0.0 s"),
+        ({"timeout_s": float("nan")}, "its timeout is nan s"),
+        ({"lease": LEASE._replace(duration_s=float("inf"))}, "its lease lasts inf s"),
+        ({"lease": LEASE._replace(duration_s=-1.0)}, "its lease lasts -1.0 s"),
+        ({"lease": LEASE._replace(slot=64)}, "slot 64 is impossible; engine 'p' has 64 slots"),
         ({"lease": LEASE._replace(lease_id=0)}, "lease 0x0 in slot 2"),
     ],
 )
@@ -677,7 +680,7 @@ def test_a_word_that_is_another_fails_a_pull_at_once_too() -> None:
     rig.agent.at_once, rig.agent.word = {0, 1}, 77
     assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()), RankPull)
     (event,) = rig.polled()
-    assert "rank 0 had given the pages away" in event.error
+    assert "rank 0 no longer held the pages" in event.error
     assert event.safe
     assert len(rig.puller._free) == 8
 

@@ -29,9 +29,9 @@ def test_ranks_that_agree_are_an_engine() -> None:
 def test_what_one_rank_alone_runs_with_is_compared_too(rank: int) -> None:
     where = f"engine 'p' rank {rank} "
     settings = MINE.settings | {"UCX_TLS": "tcp"}
-    with pytest.raises(SettingsMismatchError, match=f"{where}runs with other UCX or NIXL settings: UCX_TLS: 'tcp'"):
+    with pytest.raises(SettingsMismatchError, match=f"{where}has other UCX or NIXL settings: UCX_TLS: 'tcp'"):
         remote(rank, settings=settings)
-    with pytest.raises(SettingsMismatchError, match=f"{where}runs with other .* nixl: None at the source"):
+    with pytest.raises(SettingsMismatchError, match=f"{where}has other .* nixl: None at the source"):
         remote(rank, settings={key: value for key, value in MINE.settings.items() if key != "nixl"})
     with pytest.raises(HandshakeError, match=f"{where}is not compatible: model: 'm' at the source, None at the reader"):
         remote(rank, compatibility={"model": "m"})

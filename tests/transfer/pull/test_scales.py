@@ -93,7 +93,7 @@ def test_scales_of_tokens_come_to_pages_of_another_size(source: Any, reader: Any
 @pytest.mark.parametrize(
     ("theirs", "ours", "told"),
     [
-        (("page", 8), ("page", 4), r"one for a page \(pages of 4\) here, for a page \(pages of 8\) there"),
+        (("page", 8), ("page", 4), r"shared by a page \(pages of 4\) here but by a page \(pages of 8\) at the source"),
         (("page", 4), ("page and head", 4), "scales: '[^']*of a page' .*'[^']*of a page and head'"),
         (("page", 4), (None, 4), "scales: '[^']*of a page' "),
     ],

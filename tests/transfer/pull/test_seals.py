@@ -262,7 +262,7 @@ class Pair:
         if event.error:
             assert proof is None
             assert f"{name!r}" in event.error
-            assert "has not said that lease" in event.error, event.error
+            assert "did not confirm that lease" in event.error, event.error
             reader.manager.cancel_import(pending)
         else:
             reader.manager.commit_import(context, pending, proof)
@@ -370,7 +370,7 @@ def pull_chunks(pair: Pair, offer: Source, tables: list[BlockTable], rng: random
     reader.events.clear()
     if event.error:
         assert proof is None
-        assert "has not said that lease" in event.error or event.error == "refused", event.error
+        assert "did not confirm that lease" in event.error or event.error == "refused", event.error
         if pending is not None:
             reader.manager.cancel_import(pending)
     else:

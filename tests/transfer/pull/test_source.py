@@ -45,24 +45,24 @@ def test_pages_of_other_tokens_are_refused_with_both_digests() -> None:
         answered("request 'r'", WANTED, sealed_pages(other, KEY), KEY)
     text = str(raised.value)
     assert text.startswith("request 'r': lease 0x0000000000000abc of engine 'p' holds the pages of another prompt")
-    assert "first 20 tokens is 0101010101010101, that of the request's is " + WANTED.digest.hex()[:16] in text
+    assert "first 20 tokens is 0101010101010101, but the request's is " + WANTED.digest.hex()[:16] in text
 
 
 @pytest.mark.parametrize("change", [{"lease_id": 0xABD}, {"engine_id": "q"}], ids=str)
 def test_an_answer_about_another_lease_or_engine_is_refused(change: dict[str, Any]) -> None:
     other = sealed_pages(msgspec.structs.replace(PAGES, **change), KEY)
-    with pytest.raises(MetadataError, match="what engine 'p' says of lease 0x0000000000000abc is of engine"):
+    with pytest.raises(MetadataError, match="the answer of engine 'p' about lease 0x0000000000000abc names engine"):
         answered("request 'r'", WANTED, other, KEY)
 
 
 @pytest.mark.parametrize("key", [b"", b"another"])
 def test_an_answer_that_was_changed_or_has_another_key_is_refused(key: bytes) -> None:
-    with pytest.raises(MetadataError, match="was changed on its way, or made with another key"):
+    with pytest.raises(MetadataError, match="was changed in transit or made with another key"):
         answered("request 'r'", WANTED, sealed_pages(PAGES, key), KEY)
     sealed = sealed_pages(PAGES, KEY)
     changed = sealed.replace(b"\x93\x03\x04\x05", b"\x93\x03\x04\x06")
     assert changed != sealed
-    with pytest.raises(MetadataError, match="was changed on its way"):
+    with pytest.raises(MetadataError, match="was changed in transit"):
         answered("request 'r'", WANTED, changed, KEY)
 
 
@@ -80,12 +80,12 @@ def test_an_answer_that_was_changed_or_has_another_key_is_refused(key: bytes) ->
     ids=str,
 )
 def test_values_that_cannot_be_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(MetadataError, match="are no pages of a lease") as raised:
+    with pytest.raises(MetadataError, match="cannot be read as the pages of a lease") as raised:
         answered("request 'r'", WANTED, sealed_pages(msgspec.structs.replace(PAGES, **change), KEY), KEY)
     assert message in str(raised.value)
 
 
 def test_what_is_no_answer_is_refused() -> None:
     for data in (b"", b"\xc1", encode_message(PAGES)[:-3]):
-        with pytest.raises(MetadataError, match="are no pages of a lease of protocol 3"):
+        with pytest.raises(MetadataError, match="cannot be read as the pages of a lease of protocol 3"):
             answered("request 'r'", WANTED, data, KEY)

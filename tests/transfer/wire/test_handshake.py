@@ -237,7 +237,7 @@ def test_a_malformed_query_is_answered_with_the_reason(dealer: Any) -> None:
     socket.send(b"nonsense")
     answer = decode_answer(socket.recv())
     assert isinstance(answer, QueryRefusal)
-    assert "8 bytes are no query of protocol 3" in answer.reason
+    assert "8 bytes cannot be read as a query of protocol 3" in answer.reason
     assert answer.query_id == -1
 
 
@@ -310,7 +310,7 @@ def test_each_peer_has_its_own_time(server: HandshakeServer, client: Any) -> Non
         time.sleep(1e-3)
         assert time.monotonic() < start + 5
     assert [name for name, _ in got] == ["alive", "0.2", "0.4"]
-    assert "no answer from tcp://127.0.0.1:10 in time: waited 0.2 s" in str(got[1][1])
+    assert "no answer from tcp://127.0.0.1:10 in 0.2 s" in str(got[1][1])
     assert client._asked == {}
 
 
@@ -350,7 +350,7 @@ def test_a_peer_that_is_reached_and_never_answers_is_given_up(
     router: tuple[zmq.Socket[bytes], str], client: Any, answers: Answers
 ) -> None:
     client.ping(router[1], "p", answers.append, 0.1)
-    assert f"no answer from {router[1]} in time: waited 0.6 s" in str(answers.wait(1))
+    assert f"no answer from {router[1]} in 0.6 s" in str(answers.wait(1))
     assert client._asked == {}
 
 
@@ -420,7 +420,7 @@ def test_an_engine_of_no_ranks_or_of_too_many_is_refused(
 ) -> None:
     with HandshakeServer([EngineCard("p", "i", ranks)]) as server:
         client.ask_metadata(server.endpoint, "p", {}, answers.append)
-        assert f"has {len(ranks)} ranks, 1 to 4096 may be" in str(answers.wait(1))
+        assert f"answers for {len(ranks)} ranks; 1 to 4096 are allowed" in str(answers.wait(1))
 
 
 def test_errors_are_told_by_poll_and_never_from_within_the_call(client: Any, answers: Answers) -> None:

@@ -68,7 +68,7 @@ def test_a_keyring_goes_through_a_file_that_only_its_owner_reads(tmp_path: Path)
     with pytest.raises(HandshakeError, match=r"keys\.json"):
         save_keyring(keyring, path)
     path.chmod(0o644)
-    with pytest.raises(HandshakeError, match="others can read it"):
+    with pytest.raises(HandshakeError, match="can be read by other users"):
         load_keyring(path)
     path.chmod(0o600)
     path.write_text('{"service_public": 1}')

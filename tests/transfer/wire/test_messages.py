@@ -95,7 +95,7 @@ def test_no_bit_of_what_the_metadata_says_can_be_changed(key: bytes) -> None:
 def test_no_byte_can_be_missing_or_more() -> None:
     data = sealed_rank(rank())
     for length in range(len(data)):
-        with pytest.raises(MetadataError, match="are no rank metadata .*truncated"):
+        with pytest.raises(MetadataError, match="cannot be read as rank metadata .*truncated"):
             open_rank(data[:length])
     with pytest.raises(MetadataError, match="trailing characters"):
         open_rank(data + b"\0")
@@ -103,7 +103,7 @@ def test_no_byte_can_be_missing_or_more() -> None:
 
 def test_without_the_key_nothing_can_be_sealed() -> None:
     for ours, theirs in ((b"one", b"two"), (b"", b"two"), (b"one", b"")):
-        with pytest.raises(MetadataError, match="changed on its way, or made with another key"):
+        with pytest.raises(MetadataError, match="changed in transit or made with another key"):
             open_rank(sealed_rank(rank(), ours), theirs)
 
 
@@ -115,7 +115,7 @@ def test_without_the_key_nothing_can_be_sealed() -> None:
         ({"agent_metadata": b""}, "length >= 1 - at .*agent_metadata"),
         ({"rank": 2}, "rank 2 of 2"),
         ({"rank": -1}, "rank -1 of 2"),
-        ({"ranks": 5000}, "rank 0 of 5000; at most 4096 may be"),
+        ({"ranks": 5000}, "rank 0 of 5000; at most 4096 ranks"),
         ({"bases": ()}, "0 addresses for 1 regions"),
         ({"bases": (1 << 20, 1 << 21)}, "2 addresses for 1 regions"),
         ({"bases": (0,)}, "bytes at 0x0 are outside of any address space"),
@@ -123,7 +123,7 @@ def test_without_the_key_nothing_can_be_sealed() -> None:
         ({"words": 0}, "0 bytes at 0x1000 are outside"),
         ({"words_addr": -8}, "outside"),
         ({"device": -1}, ">= 0 - at .*device"),
-        ({"checks_addrs": (8, 8)}, "2 page checks for 1 groups"),
+        ({"checks_addrs": (8, 8)}, "has page checks for 2 groups, but 1 groups"),
         ({"checks_addrs": (0,)}, "outside"),
         ({"layout": ShardLayout((), (1,))}, "groups: 0 is not within 1 to 256"),
     ],
@@ -142,13 +142,13 @@ def test_a_box_that_reaches_out_of_its_region_is_refused() -> None:
 
 def test_metadata_beyond_the_limit_is_not_even_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_METADATA_BYTES", 100)
-    with pytest.raises(MetadataError, match="bytes of rank metadata, at most 100 are read"):
+    with pytest.raises(MetadataError, match="bytes of rank metadata; at most 100 are allowed"):
         open_rank(sealed_rank(rank()))
 
 
 def test_another_version_is_refused_by_name() -> None:
     data = encode_message(MetadataQuery(query_id=1)).replace(b"query/1", b"query/2")
-    with pytest.raises(MetadataError, match=r"no query of protocol 3.*query/2"):
+    with pytest.raises(MetadataError, match=r"cannot be read as a query of protocol 3.*query/2"):
         decode_query(data)
 
 
@@ -167,7 +167,7 @@ def test_bytes_that_are_nothing_are_an_error_of_ours(decode: Callable[[bytes], o
     for data in samples:
         if decode is decode_answer and data == samples[5]:
             continue
-        with pytest.raises(MetadataError, match="bytes are no .* of protocol 3"):
+        with pytest.raises(MetadataError, match="bytes cannot be read as .* of protocol 3"):
             decode(data)
 
 
@@ -205,10 +205,13 @@ def test_the_pages_of_another_engine_or_lease_are_not_taken_for_these() -> None:
     data = sealed_pages(pages, b"key")
     for lease_id in (5, None):
         assert msgspec.structs.replace(open_pages(data, "p/1", lease_id, b"key"), digest=b"") == pages
-        with pytest.raises(MetadataError, match=r"^what engine 'p/0' says of lease 0x0+5 is of engine 'p/1' and lease"):
+        with pytest.raises(
+            MetadataError, match=r"^the answer of engine 'p/0' about lease 0x0+5 names engine 'p/1' and lease"
+        ):
             open_pages(data, "p/0", lease_id, b"key")
     with pytest.raises(
-        MetadataError, match=r"^what engine 'p/1' says of lease 0x0+6 is of engine 'p/1' and lease 0x0+5$"
+        MetadataError,
+        match=r"^the answer of engine 'p/1' about lease 0x0+6 names engine 'p/1' and lease 0x0+5 instead$",
     ):
         open_pages(data, "p/1", 6, b"key")
     for key in (b"other", b""):
