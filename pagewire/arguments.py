@@ -65,7 +65,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
         with contextlib.suppress(ValueError):
             if len(text) <= _MOST_DIGITS and least <= int(text) <= most:
                 return int(text)
-        raise argparse.ArgumentTypeError(f"{_shown(text)} is no whole number from {least:,} to {most:,}")
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is not a whole number from {least:,} to {most:,}")
 
     return parse
 
@@ -77,14 +77,14 @@ def number(above: int, most: int) -> Callable[[str], float]:
         with contextlib.suppress(ValueError):
             if above < float(text) <= most:
                 return float(text)
-        raise argparse.ArgumentTypeError(f"{_shown(text)} is no number above {above:,} and up to {most:,}")
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is not a number above {above:,} and up to {most:,}")
 
     return parse
 
 
 def num_bytes(least: int, most: int) -> Callable[[str], int]:
     """Returns the type of a number of bytes from `least` to `most`: digits, a number with a unit (2.5GiB), or 4e9."""
-    needed = f"no number of bytes from {least:,} to {most:,}, as in 40000000000, 40e9, 40GB or 37.25GiB"
+    needed = f"not a number of bytes from {least:,} to {most:,}, as in 40000000000, 40e9, 40GB or 37.25GiB"
 
     def parse(text: str) -> int:
         found = re.fullmatch(r"(\d{1,19}(?:\.\d{1,9})?(?:e\d{1,2})?) ?(?:([KMGTP])(i?)B|B)?", text, re.ASCII)
@@ -136,7 +136,7 @@ def output_file(text: str) -> Path:
     path = _path(text)
     folder = path.absolute().parent
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{_shown(text)} is a folder, a file is needed")
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is a folder; a file is needed")
     if not folder.is_dir():
         raise argparse.ArgumentTypeError(f"file {_shown(text)}: its folder does not exist")
     if not os.access(path if path.exists() else folder, os.W_OK):
@@ -149,7 +149,9 @@ def output_folder(text: str) -> Path:
     path = _path(text)
     nearest = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     if not nearest.is_dir():
-        raise argparse.ArgumentTypeError(f"folder {_shown(text)} cannot be made: {_shown(str(nearest))} is no folder")
+        raise argparse.ArgumentTypeError(
+            f"folder {_shown(text)} cannot be made: {_shown(str(nearest))} is not a folder"
+        )
     if not os.access(nearest, os.W_OK):
         raise argparse.ArgumentTypeError(f"folder {_shown(text)} cannot be written: permission denied")
     return path
@@ -173,7 +175,7 @@ def endpoint(text: str) -> str:
 def device(text: str) -> str:
     """Parses a torch device that can hold pages."""
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{_shown(text)} is no device for pages: cpu, cuda or cuda:N is needed")
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is not a device for pages: cpu, cuda or cuda:N is needed")
     return text
 
 
@@ -182,7 +184,7 @@ def _path(text: str) -> Path:
     try:
         text.encode()
         if not text.strip():
-            raise argparse.ArgumentTypeError("an empty path")
+            raise argparse.ArgumentTypeError("the path is empty")
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.stat(text)  # noqa: PTH116  (Path.exists returns False for a null character)
         return Path(text)
@@ -190,7 +192,7 @@ def _path(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{_shown(text)} is not UTF-8 text") from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise argparse.ArgumentTypeError(f"{_shown(text)} is no path: {reason}") from error
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is not a path: {reason}") from error
 
 
 def _default(value: Any) -> str:

@@ -54,7 +54,7 @@ def require(needs: list[Need]) -> None:
         if missing:
             names = ", ".join(map(repr, missing))
             raise NotInstalledError(
-                f"{who} needs {names}, not installed here: pip install '{DISTRIBUTION}[{extra}]'", name=missing[0]
+                f"{who} needs {names}; install with: pip install '{DISTRIBUTION}[{extra}]'", name=missing[0]
             )
 
 

@@ -21,7 +21,7 @@ _OURS = ("#0b6e99", "#d1495b", "#3a7d44", "#8a4fbe", "#c98b00", "#17a398", "#7a4
 _PEERS = ("#555555", "#7a7a7a", "#9a9a9a", "#b0b0b0")
 _PEER_MARKS = ("s", "^", "v", "D", "P", "X")
 _CHARACTERS_AN_INCH = 11.5  # characters of a title per inch
-_MOST_TICKS = 10  # for an axis as wide as the figure
+_MOST_TICKS = 10  # the most ticks on an axis as wide as the figure
 _LEAST_SPAN = 20.0  # smallest span of a log axis, so that a flat curve looks flat
 _OF_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 

@@ -154,7 +154,7 @@ class ServingLoop(Generic[PagesT_co]):
         highest = int(context.tokens.max())
         if not self.knows(highest):
             raise InvalidRequestError(
-                f"request {request.request_id!r}: token {highest}, the model knows {self.vocab_size}"
+                f"request {request.request_id!r}: token {highest} is not in the vocabulary of {self.vocab_size} tokens"
             )
         # The last token is never fed back, so it needs no room.
         pages, size = self.manager.total_num_pages // self.manager.num_replicas, self.manager.page_size
@@ -163,14 +163,14 @@ class ServingLoop(Generic[PagesT_co]):
             of_tables = f", as {len(tables.tables)} block tables take {needed} pages" if len(tables.tables) > 1 else ""
             raise PromptTooLongError(
                 f"request {request.request_id!r}: {len(request.prompt)} prompt tokens and {request.max_new_tokens} "
-                f"new ones do not fit into a cache of {pages * size} tokens{of_tables}"
+                f"new ones do not fit in a cache of {pages * size} tokens{of_tables}"
             )
         return context
 
     def free(self, request_id: str) -> None:
         """Gives back the pages of an ended request with `hold_pages`. Raises `UnknownRequestError` if it holds none."""
         if request_id not in self._held:
-            raise UnknownRequestError(f"request {request_id!r} holds no pages after its end")
+            raise UnknownRequestError(f"request {request_id!r} is not one that holds pages after its end")
         self._held.remove(request_id)
         self.manager.release(request_id)
 
@@ -333,7 +333,7 @@ class ServingLoop(Generic[PagesT_co]):
 
     def _check_new(self, request_id: str) -> None:
         if request_id in self._held or request_id in self._waiting or request_id in self._running:
-            raise AlreadyClaimedError(f"request {request_id!r} is known to the loop already")
+            raise AlreadyClaimedError(f"request {request_id!r} is already in the loop")
 
 
 def plan_chunks(pending: Sequence[int], budget: int) -> list[int]:

@@ -117,7 +117,10 @@ class OverlappedLoop(ServingLoop[PagesAhead]):
     def __init__(self, manager: PagesAhead, runner: LaunchingRunner, token_budget: int = 512) -> None:
         super().__init__(manager, runner, token_budget)
         if getattr(manager, "states", ()):
-            raise InvalidRequestError("OverlappedLoop of recurrent states: a step writes over the state before it")
+            raise InvalidRequestError(
+                "OverlappedLoop does not support recurrent states, because a step overwrites the state before it: use "
+                "ServingLoop"
+            )
         self._launching = runner
         self._launched: _Launched | None = None
         self._next: _Planned | None = None

@@ -151,7 +151,7 @@ def serve(
                 done += _take(by_id[message.request_id], message)
         show(done, f"{submitted - done} on their way")
         if time.monotonic() - heard > _STALL_S:
-            raise ServiceError(f"no token within {_STALL_S:.0f} s; {submitted - done} requests are on their way")
+            raise ServiceError(f"no token within {_STALL_S:.0f} s; {submitted - done} requests are still open")
 
 
 def _take(one: Served, message: msg.Tokens) -> bool:
@@ -183,7 +183,9 @@ def _sides(options: DemoOptions) -> tuple[_Side, _Side]:
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _MEGABYTE
     if options.device == "cpu" and processes * options.cache_mb > machine:
         needed = f"{processes} processes with {options.cache_mb:,.0f} MB each"
-        raise PoolTooSmallError(f"--cache-mb {options.cache_mb:g}: {needed}, the machine has {machine:,.0f}")
+        raise PoolTooSmallError(
+            f"--cache-mb {options.cache_mb:g}: {needed} do not fit; the machine has {machine:,.0f} MB"
+        )
     page_size, tp = options.page_size, options.tp
     return (
         _Side("prefill", options.prefills, options.prefill_page_size or page_size, options.prefill_tp or tp),
@@ -200,7 +202,9 @@ def _requests(options: DemoOptions, model: PreTrainedModel, texts: Sequence[str]
         if not tokens:
             raise PromptsError(f"prompt-{number} has no tokens: {text[:40]!r}")
         if max(tokens) >= vocab_size:
-            raise PromptsError(f"prompt-{number} has the token {max(tokens)}, the model's vocabulary {vocab_size}")
+            raise PromptsError(
+                f"prompt-{number} has the token {max(tokens)}, but the model's vocabulary has {vocab_size} tokens"
+            )
         served.append(Served(f"prompt-{number}", tokens))
     return served
 
@@ -214,14 +218,14 @@ def _server_configs(
     asked = f"{longest.request_id} has {len(longest.prompt):,} tokens and may get {options.max_new_tokens} more"
     positions = getattr(text_config_of(model.config), "max_position_embeddings", None)
     if positions and needed > positions:
-        raise PromptsError(f"{asked}: the model has positions for {positions:,}")
+        raise PromptsError(f"{asked}, but the model has positions for only {positions:,}")
     # Both sides have the same pages, so page checks can be compared.
     alike = len({(side.page_size, side.tp) for side in sides}) == 1
     configs: list[ServerConfig] = []
     for side in sides:
         capacity = _capacity(options, model, side)
         if needed - 1 > capacity:
-            raise PromptsError(f"{asked}: the cache holds {capacity:,} (--cache-mb {options.cache_mb:g})")
+            raise PromptsError(f"{asked}, but the cache holds only {capacity:,} (--cache-mb {options.cache_mb:g})")
         for number in range(side.processes):
             config = ServerConfig(
                 model=None if options.model is None else str(options.model),
@@ -254,7 +258,9 @@ def _capacity(options: DemoOptions, model: PreTrainedModel, side: _Side) -> int:
     capacity = PagedKVCacheManager.max_supported_sequence_length(params, layers, memory) if memory > 0 else 0
     if not capacity:
         page = params.bytes_per_token(layers) * side.page_size
-        raise PoolTooSmallError(f"--page-size {side.page_size}: a page takes {page:,} bytes, the cache has {memory:,}")
+        raise PoolTooSmallError(
+            f"--page-size {side.page_size}: a page takes {page:,} bytes, but the cache has {memory:,}"
+        )
     return capacity
 
 

@@ -18,23 +18,27 @@ class DemoOptions:
     """The validated options of `pagewire demo`."""
 
     model: Path | None = option("DIR", input_path, None, "a directory of transformers; without it, a random Llama")
-    prompts: Path | None = option("FILE", input_path, None, 'one prompt to a line, or JSON lines with a "prompt"')
-    requests: int | None = option("N", whole(1, 100_000), None, "prompts to serve; without it, the file, or 32")
+    prompts: Path | None = option("FILE", input_path, None, 'one prompt per line, or JSON lines with a "prompt"')
+    requests: int | None = option("N", whole(1, 100_000), None, "number of prompts (default: those of the file, or 32)")
     page_size: int = option("P", _PAGE_SIZE, 16, "tokens of a page")
     group_layers: bool = switch("block tables of their own for layers that see a window or a chunk", rare=True)
-    prefill_page_size: int | None = option("P", _PAGE_SIZE, None, "the same, for prefill alone", rare=True)
-    decode_page_size: int | None = option("P", _PAGE_SIZE, None, "the same, for decode alone", rare=True)
+    prefill_page_size: int | None = option(
+        "P", _PAGE_SIZE, None, "page size of prefill (default: --page-size)", rare=True
+    )
+    decode_page_size: int | None = option(
+        "P", _PAGE_SIZE, None, "page size of decode (default: --page-size)", rare=True
+    )
     tp: int = option("N", _SHARDS, 1, "shards that the heads are split over")
-    prefill_tp: int | None = option("N", _SHARDS, None, "those of prefill alone", rare=True)
-    decode_tp: int | None = option("N", _SHARDS, None, "those of decode alone", rare=True)
+    prefill_tp: int | None = option("N", _SHARDS, None, "shards of prefill (default: --tp)", rare=True)
+    decode_tp: int | None = option("N", _SHARDS, None, "shards of decode (default: --tp)", rare=True)
     prefills: int = option("N", _PROCESSES, 1, "prefill processes")
     decodes: int = option("N", _PROCESSES, 1, "decode processes")
-    json: Path | None = option("FILE", output_file, None, "write the figures there too")
+    json: Path | None = option("FILE", output_file, None, "also write the figures to this file")
     max_new_tokens: int = option("N", _TOKENS, 32, "most tokens to generate for a prompt")
     cache_mb: float = option(
         "MB", number(0, 1 << 24), 64.0, "memory for pages in each process, in 2**20 bytes", rare=True
     )
-    concurrency: int = option("N", whole(1, 4096), 8, "most requests on their way at a time", rare=True)
+    concurrency: int = option("N", whole(1, 4096), 8, "most requests open at a time", rare=True)
     token_budget: int = option("N", _TOKENS, 512, "most tokens of one step of a process", rare=True)
     chunkwise: bool = switch(
         "pull a prompt's pages when all of it has run, not while the rest still runs",
@@ -50,7 +54,7 @@ class DemoOptions:
         nargs="?",
         const=0,
     )
-    top: str | None = top_option("show every page, and serve again until that is quit")
-    curve: bool = switch("keys for the processes' sockets: encrypted, and closed to anybody else", rare=True)
+    top: str | None = top_option("show every page; repeat the prompts until it is closed")
+    curve: bool = switch("encrypt the processes' sockets, and admit no other process", rare=True)
     device: str = option("DEVICE", device, "cpu", "torch device of the model and its pages", rare=True)
-    seed: int = option("N", _SEED, 0, "of the small Llama's weights", rare=True)
+    seed: int = option("N", _SEED, 0, "seed of the small Llama's weights", rare=True)

@@ -81,7 +81,7 @@ def read_prompts(path: Path) -> list[str]:
         raise PromptsError(f"{where} cannot be read: {reason}") from error
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
-        raise PromptsError(f"{where} holds no prompt")
+        raise PromptsError(f"{where} contains no prompt")
     if not _is_object(lines[0][1]):
         return [line for _, line in lines]
     return [_prompt_of(f"{where}, line {number}", line) for number, line in lines]

@@ -10,4 +10,4 @@ from pagewire.arguments import option, output_file
 class DoctorOptions:
     """The validated options of `pagewire doctor`."""
 
-    json: Path | None = option("FILE", output_file, None, "write the report there, too")
+    json: Path | None = option("FILE", output_file, None, "also write the report to this file")

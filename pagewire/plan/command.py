@@ -38,7 +38,7 @@ def run_plan(options: PlanOptions) -> int:
     found = plan_memory(options, model)
     if options.plot is not None:
         if options.trace is None:
-            raise PlanError("--plot needs --trace: what is drawn is hits against memory")
+            raise PlanError("--plot needs --trace: it draws hits against memory")
         plots.pyplot()  # checked before the replays, which take minutes
     console = Console()
     print_table(*table_of_answer(found))

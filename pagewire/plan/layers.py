@@ -30,9 +30,10 @@ _KEEPS: dict[str, tuple[CacheKind, ...]] = {
     "dummy": (),  # it has no attention, or reads the cache of another layer
 }
 _WINDOW_FIELDS = {"window": "sliding_window", "chunked": "attention_chunk_size"}
-# For each family: heads, their width, groups of heads that share a B and a C (queries and keys), the width of these;
-# the kernel is below. The families are gated delta networks; Mamba-2 as in Bamba, Granite 4 and Falcon-H1; as in
-# Nemotron-H; as in Zamba2; and Kimi Linear, whose values, queries and keys are all alike.
+# For each family, the fields for: heads, channels of a head, groups of heads that share one B and one C (queries and
+# keys), and channels of B and C. `_KERNEL_FIELDS` has the field for the kernel. The families, in order: gated delta
+# networks; Mamba-2 in Bamba, Granite 4 and Falcon-H1; Mamba-2 in Nemotron-H; Mamba-2 in Zamba2; and Kimi Linear, whose
+# values, queries and keys have equal shapes.
 _STATE_FIELDS = (
     *[("linear_num_value_heads", "linear_value_head_dim", "linear_num_key_heads", "linear_key_head_dim")],
     *[("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state")],
@@ -108,14 +109,14 @@ def read_model(folder: Path, kv_dtype: str = "auto") -> CachedModel:
     config = _load(file)
     text = config.get_text_config()
     if getattr(text, "is_encoder_decoder", False):
-        raise PlanError(f"{file}: is_encoder_decoder is true: only decoders are planned")
+        raise PlanError(f"{file}: is_encoder_decoder is true: only decoder-only models are supported")
     if getattr(text, "multi_query", False):
-        raise PlanError(f"{file}: multi_query is true: num_key_value_heads is needed in its place")
+        raise PlanError(f"{file}: multi_query is true: give num_key_value_heads instead")
     dtype = _kv_dtype(file, config) if kv_dtype == "auto" else _DTYPES[kv_dtype]
     counts = Counter(_each_layer(file, config))
     each = tuple(_times(one, count) for one, count in counts.items())
     if not any(one.heads for one in each):
-        raise PlanError(f"{file}: layer_types has no attention: a model without pages has nothing to plan")
+        raise PlanError(f"{file}: layer_types has no attention: there are no pages to plan for")
     return CachedModel(folder.resolve().name, getattr(text, "max_position_embeddings", None), dtype, each)
 
 
@@ -123,7 +124,9 @@ def _load(file: Path) -> Any:
     try:
         import transformers  # noqa: PLC0415 - takes seconds, and is of an extra
     except ImportError as error:
-        raise MissingExtraError(f"a config is read by transformers: pip install 'pagewire[plan]' ({error})") from error
+        raise MissingExtraError(
+            f"reading a config.json needs transformers: pip install 'pagewire[plan]' ({error})"
+        ) from error
     try:
         with warnings.catch_warnings():  # these warnings matter only for a running model
             warnings.simplefilter("ignore")
@@ -134,7 +137,7 @@ def _load(file: Path) -> Any:
         raise PlanError(f"{file}: field {error} is missing") from error
     except Exception as error:
         text = " ".join(str(error).split())
-        raise PlanError(f"{file}: transformers {transformers.__version__} does not take it: {text[:400]}") from error
+        raise PlanError(f"{file}: transformers {transformers.__version__} cannot read it: {text[:400]}") from error
 
 
 def _each_layer(file: Path, config: Any) -> Iterator[AlikeLayers]:
@@ -145,10 +148,10 @@ def _each_layer(file: Path, config: Any) -> Iterator[AlikeLayers]:
     try:
         kinds, _ = library.get_layer_types_and_kwargs(text)
     except AttributeError as error:
-        raise PlanError(f"{file}: {error.name} is missing: what layer_types names needs it") from error
+        raise PlanError(f"{file}: {error.name} is missing, and the kinds in layer_types need it") from error
     for number, (kind, own) in enumerate(zip(kinds, text.per_layer_config, strict=True)):
         if kind not in _KEEPS:
-            raise PlanError(f"{file}: layer_types[{number}] is {kind!r}: one of {', '.join(_KEEPS)} is understood")
+            raise PlanError(f"{file}: layer_types[{number}] is {kind!r}: one of {', '.join(_KEEPS)} is needed")
         for kept in _KEEPS[kind]:
             if kept == "state":
                 yield AlikeLayers("state", 1, state=_state(file, own, number, config))
@@ -190,7 +193,9 @@ def _state(file: Path, own: Any, number: int, config: Any) -> StateShape:
         return _of_channels(file, config, "mamba1", expand * _field(file, own, "hidden_size"), elements, kernel)
     several = [(*names, kernel) for names, kernel in zip(_STATE_FIELDS, _KERNEL_FIELDS, strict=True)]
     known = "; or ".join(", ".join(names) for names in [*several, _MAMBA1_FIELDS])
-    raise PlanError(f"{file}: layer_types[{number}] is recurrent, and its shape is not understood: {known} are needed")
+    raise PlanError(
+        f"{file}: layer_types[{number}] is recurrent, but its shape cannot be read: the fields {known} are needed"
+    )
 
 
 def _of_channels(file: Path, config: Any, form: StateForm, channels: int, elements: int, kernel: int) -> StateShape:
@@ -231,13 +236,15 @@ def _kv_dtype(file: Path, config: Any) -> torch.dtype:
         ("kv_cache_scheme", told.get("kv_cache_scheme")) if algorithm is None else ("kv_cache_quant_algo", algorithm)
     )
     raise PlanError(
-        f"{file}: quantization_config.{name} is {str(value)[:100]!r}: floats of 8 bits are understood; "
-        "--kv-dtype says what keys and values are in its place"
+        f"{file}: quantization_config.{name} is {str(value)[:100]!r}: only 8-bit floats are supported; "
+        "give the type of keys and values with --kv-dtype"
     )
 
 
 def _config_dtype(file: Path, config: Any) -> torch.dtype:
     dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise PlanError(f"{file}: dtype is {str(dtype)!r}: bfloat16, float16 or float32 is needed, or --kv-dtype")
+        raise PlanError(
+            f"{file}: dtype is {str(dtype)!r}: bfloat16, float16 or float32 is needed; --kv-dtype overrides it"
+        )
     return dtype

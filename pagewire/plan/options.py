@@ -18,7 +18,7 @@ def _lengths(text: str) -> tuple[int, ...]:
     """Parses `--lengths`: comma-separated whole numbers."""
     parts = text.split(",")
     if len(parts) > _MOST_LENGTHS:
-        raise argparse.ArgumentTypeError(f"{len(parts)} lengths: {_MOST_LENGTHS} are the most")
+        raise argparse.ArgumentTypeError(f"{len(parts)} lengths: at most {_MOST_LENGTHS} are allowed")
     return tuple(sorted({whole(1, _MOST_TOKENS)(part) for part in parts}))
 
 
@@ -28,9 +28,9 @@ class PlanOptions:
 
     model: Path = option("DIR", input_path, MISSING, "a folder with the config.json of a model", required=True)
     memory: int = option(
-        "BYTES", num_bytes(1, _MOST_BYTES), MISSING, "of each device, for pages: 40GiB, 40e9, ...", required=True
+        "BYTES", num_bytes(1, _MOST_BYTES), MISSING, "memory of each device for pages: 40GiB, 40e9, ...", required=True
     )
-    devices: int = option("N", whole(1, _MOST_DEVICES), 8, "devices of a host, in every TP x DP")
+    devices: int = option("N", whole(1, _MOST_DEVICES), 8, "devices of a host, divided in every TP x DP")
     tp: int | None = option("N", whole(1, _MOST_DEVICES), None, "devices of a replica (default: all of them)")
     prefill_tp: int | None = option(
         "N",
@@ -41,7 +41,7 @@ class PlanOptions:
     )
     page_size: int = option("TOKENS", whole(1, 4096), 16, "tokens of a page", rare=True)
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = option(
-        "DTYPE", str, "auto", "of keys and values: auto, float32, bfloat16, float16, fp8", choices=_DTYPES
+        "DTYPE", str, "auto", "type of keys and values: auto, float32, bfloat16, float16, fp8", choices=_DTYPES
     )
     lengths: tuple[int, ...] = option("TOKENS,...", _lengths, (8192, 65_536), "lengths of requests")
     step_tokens: int = option(
@@ -52,15 +52,19 @@ class PlanOptions:
         rare=True,
     )
     first_token: float = option(
-        "SECONDS", number(0, 86_400), 2.0, "from the prompt to decode's first step, at most", rare=True
+        "SECONDS", number(0, 86_400), 2.0, "most time from the prompt to decode's first step", rare=True
     )
     prefill_speed: float = option(
         "TOKENS", number(0, 1_000_000_000), 10_000.0, "tokens that a prefill replica computes in a second", rare=True
     )
-    host_memory: int = option("BYTES", num_bytes(0, _MOST_BYTES), 0, "of a host's tier below its devices", rare=True)
-    trace: Path | None = option("FILE", input_path, None, "JSON lines with hash_ids: what less and more memory hits")
+    host_memory: int = option(
+        "BYTES", num_bytes(0, _MOST_BYTES), 0, "memory of a host's tier below its devices", rare=True
+    )
+    trace: Path | None = option(
+        "FILE", input_path, None, "JSON lines with hash_ids: its hits with less and more memory"
+    )
     block_tokens: int = option("TOKENS", whole(1, 1 << 20), 512, "tokens of a block of the trace", rare=True)
-    json: Path | None = option("FILE", output_file, None, "write the figures there too")
+    json: Path | None = option("FILE", output_file, None, "also write the figures to this file")
     plot: Path | None = option(
-        "FILE", output_file, None, "draw hits against memory there (PNG); needs --trace", rare=True
+        "FILE", output_file, None, "draw hits against memory into this PNG; needs --trace", rare=True
     )

@@ -50,7 +50,7 @@ def plan_memory(options: PlanOptions, model: CachedModel) -> MemoryPlan:
     """
     tp = options.tp or options.devices
     if options.devices % tp:
-        raise PlanError(f"--tp is {tp}: {options.devices} devices cannot be divided into replicas of as many")
+        raise PlanError(f"--tp is {tp}: a divisor of the {options.devices} devices is needed")
     asked = MemoryAsked(options.memory, options.page_size, options.step_tokens, options.lengths)
     every = list(choices(model, options.devices, asked))
     if options.tp is None and every:

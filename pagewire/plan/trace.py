@@ -58,7 +58,7 @@ class TracePlan(msgspec.Struct, frozen=True):
 
     requests: int
     block_tokens: int
-    prefill_s: float  # for the whole trace without a cache
+    prefill_s: float  # seconds of prefill for the whole trace without a cache
     now: TracePoint
     others: list[TracePoint]
 
@@ -108,7 +108,9 @@ def sweep(
         PlanError: the block is no multiple of the page size, or there are too many blocks.
     """
     if question.block_tokens % question.page_size:
-        raise PlanError(f"--block-tokens is {question.block_tokens}: no multiple of the page size {question.page_size}")
+        raise PlanError(
+            f"--block-tokens is {question.block_tokens}: a multiple of the page size {question.page_size} is needed"
+        )
     memory, tier = question.memory, question.tier
     host = question.memory * question.choice.tp * question.choice.dp
     asked = [(int(memory * times), 1, tier) for times in _MEMORY]
@@ -139,7 +141,9 @@ def _point(trace: Sequence[Blocks], question: TraceQuestion, memory: int, hosts:
     blocks, below = _blocks(question, memory) * replicas, hosts * (tier // question.block_bytes)
     most = _MOST_BLOCKS // question.divided.block_pages
     if blocks + below > most:
-        raise PlanError(f"--trace: {blocks + below:,} blocks of {question.block_tokens} tokens: {most:,} at most")
+        raise PlanError(
+            f"--trace: {blocks + below:,} blocks of {question.block_tokens} tokens: at most {most:,} are allowed"
+        )
     found = replay(trace, blocks, replicas, host_blocks=below, divided=question.divided)
     best = optimum_hits(trace, blocks + below) if below else found.optimum_hits
     refs = found.block_refs

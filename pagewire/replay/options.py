@@ -35,16 +35,16 @@ class ReplayOptions:
     routing: Literal["prefix", "least-loaded", "round-robin"] = option(
         "RULE", str, "prefix", "prefix, least-loaded or round-robin", choices=("prefix", "least-loaded", "round-robin")
     )
-    peers: bool = switch("replicas have their pages from each other", rare=True)
+    peers: bool = switch("let replicas copy pages from each other", rare=True)
     block_bytes: int | None = option(
         "BYTES",
         num_bytes(1, 1 << 40),
         None,
-        "of a block, to say what peers move: 64MiB are 512 tokens of Llama 3.1 8B",
+        "size of a block, to report what peers move: 64MiB are 512 tokens of Llama 3.1 8B",
         rare=True,
     )
     host_blocks: int = option("BLOCKS", whole(0, _MOST_BLOCKS), 0, "blocks of a host tier below the replicas")
-    top: str | None = top_option("show every page, and the optimum beside")
+    top: str | None = top_option("show every page, beside the optimum")
     speed: float = option("N", number(0, 1_000_000), 100.0, "requests a second, with --top", rare=True)
     plots: Path | None = option(
         "DIR",
@@ -52,4 +52,4 @@ class ReplayOptions:
         None,
         "also sweep capacities, hints, replicas and rules, and draw (minutes)",
     )
-    json: Path | None = option("FILE", output_file, None, "write the figures there too")
+    json: Path | None = option("FILE", output_file, None, "also write the figures to this file")

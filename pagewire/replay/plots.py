@@ -36,7 +36,7 @@ def sweep_capacities(
 ) -> list[Row]:
     """Returns a row for each capacity (in blocks) and kind of hints: hits, the reference LRU and the optimum, in %.
 
-    The reference and the optimum are those of the capacity, without any host tier. Capacities below the longest request
+    The reference and the optimum have the same capacity, but no host tier. Capacities below the longest request
     are left out.
     """
     longest, rows = max(map(len, trace)), list[Row]()

@@ -136,13 +136,13 @@ def replay(
             for one replica, or the kind of hints is unknown.
     """
     if peers and replicas == 1:
-        raise ReplayError("--peers: one replica has none, give --replicas 2 or more")
+        raise ReplayError("--peers needs --replicas 2 or more")
     manager = _manager(trace, capacity, replicas, Routing(rule=routing, copy_pages=peers), host_blocks, divided)
     with shown(manager):
         computed, times = _serve_all(manager, trace, hints_for(trace, hints), divided.block_pages, progress)
     manager.check()
     if manager.num_held_blocks:
-        raise ReplayError(f"{manager.num_held_blocks} pages are held after the replay")
+        raise ReplayError(f"{manager.num_held_blocks} pages are still held after the replay")
     refs = sum(map(len, trace))
     moved = manager.metrics.d2d_blocks_copied
     hits, lru, optimum = refs - int(computed.sum()), reference_lru_hits(trace, capacity), optimum_hits(trace, capacity)
@@ -191,7 +191,7 @@ def _serve(manager: PagedKVCacheManager, context: TextContext) -> tuple[int, int
     with manager.claim(context) as replica:
         while context.end_idx == length:  # the chunks end where a state is kept
             if not manager.maybe_reserve(context):
-                raise ReplayError(f"request {context.request_id}: no pages, though nobody else runs")
+                raise ReplayError(f"request {context.request_id}: it gets no pages, although no other request runs")
             hits = context.start_idx // PAGE_SIZE if hits < 0 else hits
             manager.fetch([context])
             for states in manager.states[replica : replica + 1]:
@@ -211,7 +211,8 @@ def _manager(
     if needed_pages(longest, divided) > share * block_pages:
         beside = f" with its state, as large as {state_pages / block_pages:.1f} blocks," if state_pages else ""
         raise ReplayError(
-            f"a request of {longest} blocks{beside} does not fit: {capacity} blocks, {replicas} replicas, {share} each"
+            f"a request of {longest} blocks{beside} does not fit: {capacity} blocks in {replicas} replicas are "
+            f"{share} blocks each"
         )
     states, page = None, PAGE_SIZE
     if state_pages:
@@ -236,7 +237,7 @@ def _manager(
     try:
         return PagedKVCacheManager(params, replicas, most, 1, ["cpu"] * replicas, available_cache_memory=memory)
     except PoolTooSmallError as error:  # the pool has room, so the host tier is too small
-        raise ReplayError(f"{host_blocks} blocks of a host tier: {error}") from error
+        raise ReplayError(f"a host tier of {host_blocks} blocks: {error}") from error
 
 
 def needed_pages(longest: int, divided: BlockPages) -> int:

@@ -57,11 +57,11 @@ def run_serve(options: ServeOptions, listening: sockets.socket | None) -> int:
     if options.what in ("prefill", "decode"):
         if options.json is not None:
             raise ServiceError(
-                f"--json {str(options.json)!r}: a {options.what} process has no file; give it to the front"
+                f"--json {str(options.json)!r}: a {options.what} process writes no file; give --json to the front"
             )
         return run(_server_config(options, options.what), (signal.SIGTERM, signal.SIGINT))
     if listening is None:
-        raise ServiceError(f"serve {options.what}: a listening socket is needed for HTTP")
+        raise ServiceError(f"serve {options.what}: pass a listening socket for HTTP")
     with ExitStack() as made:
         asyncio.run(_serve(options, listening, made))
     return 0
@@ -74,7 +74,7 @@ def _check_keys(options: ServeOptions) -> None:
             if endpoint and not (options.secret or options.keyring):
                 AllowedPeers().check(endpoint)
         except HandshakeError as error:
-            raise ServiceError(f"{endpoint} is beyond this host: that takes --secret or --keyring") from error
+            raise ServiceError(f"{endpoint} can be reached from other hosts: give --secret or --keyring") from error
 
 
 def _server_config(options: ServeOptions, role: Role) -> ServerConfig:
@@ -110,13 +110,13 @@ def _server_config(options: ServeOptions, role: Role) -> ServerConfig:
 def _front_in(path: Path | None) -> str:
     """Returns the endpoint of the front from its address file, and waits for the file."""
     if path is None:
-        raise ServiceError("whom does this process join? --front or --address-file says it")
+        raise ServiceError("give --front or --address-file, so that this process finds its front")
     deadline = time.monotonic() + _ADDRESS_S
     while time.monotonic() < deadline:
         with suppress(OSError, msgspec.DecodeError):
             return msgspec.json.decode(small_file(path), type=_Addresses).front
         time.sleep(_WATCH_S)
-    raise ServiceError(f"--address-file {str(path)!r}: no front has left its address there in {_ADDRESS_S:.0f} s")
+    raise ServiceError(f"--address-file {str(path)!r}: no front wrote its address there within {_ADDRESS_S:.0f} s")
 
 
 async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitStack) -> None:
@@ -220,7 +220,7 @@ async def _watch(fleet: Fleet) -> None:
         for name in again:
             if fleet.status(name) and time.monotonic() > again[name]:
                 again[name] = time.monotonic() + _RESTART_S
-                log.warning("%s died %s; it is started anew", name, fleet.how_ended(name))
+                log.warning("%s died %s; it is restarted", name, fleet.how_ended(name))
                 fleet.restart(name)
         await asyncio.sleep(_WATCH_S)
 

@@ -40,51 +40,53 @@ class ServeOptions:
         "RULE",
         str,
         "guess",
-        "who places a prompt: guess, in-turns, or dynamo, whose events carry prompts in clear",
+        "choice of the prefill process: guess, in-turns, or dynamo (sends prompts in clear)",
         choices=("guess", "in-turns", "dynamo"),
     )
     served_model_name: str | None = option(
-        "NAME", plain, None, "as clients ask for it; without it, the directory's, or pagewire", rare=True
+        "NAME", plain, None, "model name for clients (default: the directory's, or pagewire)", rare=True
     )
     prefills: int = option("N", _PROCESSES, 1, "prefill processes (all)")
     decodes: int = option("N", _PROCESSES, 1, "decode processes (all)")
     http_host: str = option(
-        "HOST", plain, "127.0.0.1", "where HTTP listens; it knows no keys: a network that you trust", rare=True
+        "HOST", plain, "127.0.0.1", "where HTTP listens (no keys: use a trusted network)", rare=True
     )
     http_port: int = option("PORT", whole(0, 65535), 8000, "port of HTTP; 0 takes a free one")
-    host: str = option("HOST", plain, "127.0.0.1", "address of this host for the processes on other ones", rare=True)
+    host: str = option("HOST", plain, "127.0.0.1", "address of this host for processes on other hosts", rare=True)
     front: str | None = option("ENDPOINT", endpoint, None, "tcp://HOST:PORT of the front, which the others join")
     metrics: str | None = option(
         "HOST:PORT",
         plain,
         None,
-        "where Prometheus reads a prefill or decode process, port 0 a free one; the front's /targets tells them",
+        "address for Prometheus of a prefill or decode process, port 0: a free one; the front lists them at /targets",
         rare=True,
     )
     trace: bool = switch("a span of OpenTelemetry for each hand-over, from decode processes", rare=True)
-    address_file: Path | None = option("FILE", output_file, None, "the front leaves its endpoints there for the others")
+    address_file: Path | None = option("FILE", output_file, None, "the front writes its endpoints there for the others")
     name: str | None = option(
-        "NAME", plain, None, "of a prefill or decode process, its own in the fleet; without it, made up", rare=True
+        "NAME", plain, None, "name of a prefill or decode process, unique in the fleet (default: made up)", rare=True
     )
-    secret: str | None = option("SECRET", plain, None, "of the fleet: file:PATH, env:NAME, or itself")
-    keyring: Path | None = option("FILE", input_path, None, "this process's keys, in place of a secret", rare=True)
+    secret: str | None = option("SECRET", plain, None, "secret of the fleet: file:PATH, env:NAME, or itself")
+    keyring: Path | None = option(
+        "FILE", input_path, None, "file with this process's keys, in place of a secret", rare=True
+    )
     allowed_peers: str | None = option(
-        "HOSTS", plain, None, "hosts and networks that decode may read from, with commas", rare=True
+        "HOSTS", plain, None, "comma-separated hosts and networks that decode may read from", rare=True
     )
     page_size: int = option("P", _TOKENS, 16, "tokens of a page", rare=True)
     group_layers: bool = choice(
-        "layers that see a window or a chunk have block tables of their own, and give back what no query sees any "
-        "more: alike in all processes",
+        "layers that see a window or a chunk have their own block tables, and free pages that no query sees; alike "
+        "in all processes",
         default=True,
         rare=True,
     )
     tp: int = option("N", whole(1, 64), 1, "shards that the heads are split over", rare=True)
     cache_mb: float = option("MB", number(0, 1 << 24), 64.0, "MiB for pages in each process")
-    max_tokens: int = option("N", _TOKENS, 4096, "most tokens of a request, new ones included", rare=True)
+    max_tokens: int = option("N", _TOKENS, 4096, "most tokens of a request, including new ones", rare=True)
     max_requests: int = option("N", whole(1, 4096), 32, "requests that hold pages at a time in each process", rare=True)
     token_budget: int = option("N", _TOKENS, 512, "most tokens of one step of a process", rare=True)
-    lease_s: float = option("S", number(0, 3600), 10.0, "that a lease stands without a word of its reader", rare=True)
+    lease_s: float = option("S", number(0, 3600), 10.0, "lifetime of a lease that its reader does not renew", rare=True)
     watch: bool = switch("let `pagewire top` watch; logs the addresses")
     device: str = option("DEVICE", device, "cpu", "torch device of the model and its pages", rare=True)
-    json: Path | None = option("FILE", output_file, None, "write the figures there, at the end")
-    seed: int = option("N", whole(0, (1 << 32) - 1), 0, "of the small Llama's weights", rare=True)
+    json: Path | None = option("FILE", output_file, None, "write the figures to this file at the end")
+    seed: int = option("N", whole(0, (1 << 32) - 1), 0, "seed of the small Llama's weights", rare=True)

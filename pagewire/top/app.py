@@ -288,7 +288,7 @@ class TopApp(App[None]):
         if isinstance(self.source, PlayedSource):
             parts.append(f"playing {self.source.position:.1f} of {self.source.length:.1f} s, {self.source.speed:g}x")
         if (unanswered := view.unanswered()) and view.pools():
-            parts.append(f"nobody answers at {', '.join(unanswered)}")
+            parts.append(f"no process answers at {', '.join(unanswered)}")
         shown = [f"{name}={getattr(view.filter, name)}" for name in Filter.__slots__ if getattr(view.filter, name)]
         parts += [f"filter {' '.join(shown)}"] if shown else []
         return "   ".join(parts).replace("[", r"\[")

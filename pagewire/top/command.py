@@ -44,7 +44,7 @@ def run_top(options: TopOptions) -> int:
     A `KVCacheError` says in a sentence what does not work.
     """
     if options.json is not None and (options.web or options.record is not None):
-        raise WatchError(f"--json {str(options.json)!r} writes one look: neither --web nor --record goes with it")
+        raise WatchError(f"--json {str(options.json)!r} writes one look: leave out --web and --record")
     if options.web:
         serve_web(options)
         return 0
@@ -76,10 +76,10 @@ def source_of(options: TopOptions) -> LiveSource | PlayedSource:
     addresses = addresses_of(options)
     if options.play is not None:
         if addresses or options.record is not None:
-            raise WatchError("--play shows a recording: no address, and no --record beside it")
+            raise WatchError("--play shows a recording: leave out addresses and --record")
         return PlayedSource(options.play, options.speed)
     if not addresses:
-        raise WatchError("what is to be watched? An ADDRESS, --address-file or --play says it")
+        raise WatchError("give an ADDRESS, --address-file or --play to watch")
     secret = None if options.secret is None else read_secret(options.secret)
     keyring = load_keyring(options.keyring) if options.keyring is not None else secret and secret.keyring
     return LiveSource(addresses, options.updates, options.record, keyring and keyring.secure_client)

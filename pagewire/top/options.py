@@ -20,21 +20,23 @@ class TopOptions:
         nargs="*",
     )
     address_file: Path | None = option(
-        "FILE", input_path, None, "of `pagewire serve`: watch the processes that it names"
+        "FILE", input_path, None, "address file of `pagewire serve`: watch its processes"
     )
-    updates: float = option("N", number(0, 20), 2.0, "looks a second", rare=True)
-    record: Path | None = option("FILE", output_file, None, "write every look there, to be played back")
-    json: Path | None = option("FILE", output_file, None, "write one look at each process there, and end")
+    updates: float = option("N", number(0, 20), 2.0, "looks per second", rare=True)
+    record: Path | None = option("FILE", output_file, None, "record every look in this file")
+    json: Path | None = option("FILE", output_file, None, "write one look at each process to this file, and end")
     play: Path | None = option("FILE", input_path, None, "play a recording, in place of addresses")
-    speed: float = option("X", number(0, 1000), 1.0, "of playing, in seconds a second", rare=True)
-    secret: str | None = option("SECRET", plain, None, "of the fleet: file:PATH, env:NAME, or itself")
-    keyring: Path | None = option("FILE", input_path, None, "this process's keys, in place of a secret", rare=True)
+    speed: float = option("X", number(0, 1000), 1.0, "speed of playing, in seconds per second", rare=True)
+    secret: str | None = option("SECRET", plain, None, "secret of the fleet: file:PATH, env:NAME, or itself")
+    keyring: Path | None = option(
+        "FILE", input_path, None, "file with this process's keys, in place of a secret", rare=True
+    )
     web: bool = switch("show it in a browser: prints the address, with a token")
     theme: Literal["auto", "dark", "light"] = option(
-        "THEME", str, "auto", "dark, light, or auto: as COLORFGBG says", choices=("auto", "dark", "light"), rare=True
+        "THEME", str, "auto", "dark, light, or auto (by COLORFGBG)", choices=("auto", "dark", "light"), rare=True
     )
-    web_host: str = option(
-        "HOST", plain, "127.0.0.1", "where the browser's server listens; it knows no keys", rare=True
+    web_host: str = option("HOST", plain, "127.0.0.1", "where the browser's server listens (it has no keys)", rare=True)
+    web_port: int = option("PORT", whole(0, 65535), 0, "port of the browser's server; 0 takes a free one", rare=True)
+    token: str | None = option(
+        "TOKEN", plain, None, "token that a browser must present (default: a random one)", rare=True
     )
-    web_port: int = option("PORT", whole(0, 65535), 0, "the same; 0 takes a free one", rare=True)
-    token: str | None = option("TOKEN", plain, None, "that a browser must bring; without it, a random one", rare=True)

@@ -57,10 +57,10 @@ def _looked(source: LiveSource | PlayedSource) -> TopView:
 
 def _check_answers(view: TopView) -> None:
     if silent := [address for address, process in view.processes.items() if not process.heard_at]:
-        raise WatchError(f"{nobody_answers(silent)} ({ANSWER_S:g} s have passed)")
+        raise WatchError(f"{nobody_answers(silent)} (waited {ANSWER_S:g} s)")
     for address, process in view.processes.items():
         if process.error:
-            raise WatchError(f"{address} answers what is no look: {process.error}")
+            raise WatchError(f"{address} sent an answer that cannot be read: {process.error}")
 
 
 def text_of(view: TopView) -> str:

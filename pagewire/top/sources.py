@@ -139,12 +139,12 @@ def _read(path: Path) -> list[Heard]:
     try:
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
-                raise WatchError(f"--play {str(path)!r} is no recording")
+                raise WatchError(f"--play {str(path)!r} is not a recording")
             found = list(_looks(path, file))
     except OSError as error:
         raise WatchError(f"--play {str(path)!r}: {error.strerror}") from error
     if not found:
-        raise WatchError(f"--play {str(path)!r} has no look in it")
+        raise WatchError(f"--play {str(path)!r} contains no look")
     return found
 
 

@@ -84,7 +84,7 @@ class Filter:
         for word in text.split():
             name, equals, value = word.partition("=")
             if equals and name not in cls.__slots__:
-                raise WatchError(f"{name!r} is no filter: {', '.join(cls.__slots__)} are")
+                raise WatchError(f"{name!r} is not a filter; the filters are {', '.join(cls.__slots__)}")
             found[name if equals else "request"] = value if equals else word
         return cls(**found)
 
@@ -103,7 +103,7 @@ class Filter:
 def nobody_answers(addresses: list[str]) -> str:
     """Returns the message for addresses where no process answers, with the things to check."""
     return (
-        f"nobody answers at {', '.join(addresses)}. Check that the process runs and is watched (`pagewire serve "
+        f"no process answers at {', '.join(addresses)}. Check that the process runs and is watched (`pagewire serve "
         "--watch` logs the addresses), and that the keys are the fleet's (--secret or --keyring)"
     )
 

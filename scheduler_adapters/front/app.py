@@ -107,8 +107,10 @@ def _process(frontend: Frontend, request: Request) -> msg.Ready:
     name = request.path_params["name"]
     member = frontend.members.get(name)
     if member is None or member.ready.draining:
-        what = "is not there" if member is None else "drains"
-        raise OpenAIError(f"the process {name[:200]!r} {what}: {', '.join(sorted(frontend.members))} are", status=503)
+        what = "is unknown" if member is None else "is draining"
+        raise OpenAIError(
+            f"the process {name[:200]!r} {what}; the processes are: {', '.join(sorted(frontend.members))}", status=503
+        )
     return member.ready
 
 
@@ -180,7 +182,7 @@ def _submit(asked: ClientRequest, most: int, traceparent: str) -> msg.Submit:
     """Returns the message that asks the service for tokens. An overlong trace header is ignored, as W3C specifies."""
     prefill: Any = asked.transfer.get(_PREFILL, "")
     if not isinstance(prefill, str) or len(prefill) > _LONGEST_NAME:
-        raise OpenAIError(f"{_PREFILL} is {str(prefill)[:100]!r}: the name of a process", param="kv_transfer_params")
+        raise OpenAIError(f"{_PREFILL} is {str(prefill)[:100]!r}: a process name is needed", param="kv_transfer_params")
     return msg.Submit(
         request_id=asked.request_id,
         prompt=asked.prompt,

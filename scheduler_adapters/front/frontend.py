@@ -278,12 +278,12 @@ class Frontend:
             if willing:
                 return min(willing, key=lambda one: (one.ready.name != wanted, len(one.serials))).ready.name
             if there:
-                raise RefusedError(f"no decode process takes it: {', '.join(sorted(refused))} have refused it")
+                raise RefusedError(f"no decode process accepts it: {', '.join(sorted(refused))} have refused it")
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
             except TimeoutError:
-                raise RefusedError(f"no decode process was there for {_WAIT_S:.0f} s") from None
+                raise RefusedError(f"no decode process has been available for {_WAIT_S:.0f} s") from None
 
     def _forget(self, attempt: _Attempt) -> None:
         """Forgets an attempt whose result is no longer wanted, and aborts it if it still runs."""
@@ -307,7 +307,9 @@ class Frontend:
             if name in self.members:
                 raise ServiceError(f"the {name} process has not drained within {_DRAIN_S:.0f} s")
             if name in self.left and self.left[name].pages_held:
-                raise ServiceError(f"the {name} process has drained, and holds {self.left[name].pages_held} pages")
+                raise ServiceError(
+                    f"the {name} process has drained, but still holds {self.left[name].pages_held} pages"
+                )
 
     async def stats(self) -> dict[str, msg.Stats]:
         """Returns the counters of all processes that answer within ten seconds."""
@@ -348,7 +350,7 @@ class Frontend:
         if member is None:
             return
         member.pulse.close()
-        log.warning("%s; it had %d requests", reason, len(member.serials))
+        log.warning("%s; it had %d open requests", reason, len(member.serials))
         for serial in member.serials:
             attempt = self._attempts.pop(serial, None)
             if attempt is not None:
@@ -393,25 +395,25 @@ class Frontend:
             case msg.Fatal(error=error):
                 self._lose(name, f"{name} failed: {error}")
             case msg.Rejected(reason=reason):
-                log.warning("%s could not take a message: %s", name, reason)
+                log.warning("%s could not be sent a message: %s", name, reason)
             case _:
                 pass
 
     def _on_ready(self, name: str, ready: msg.Ready) -> None:
         known = self.members.get(name)
         if known is not None and known.ready.incarnation != ready.incarnation:
-            self._lose(name, f"{name} was started anew")
+            self._lose(name, f"{name} was restarted")
             known = None
         if known is None:
             try:
                 pulse = Pulse(self._context, ready.pulse, self._keyring)
             except zmq.ZMQError as error:
-                log.warning("%s cannot be watched at %r, so it is not taken: %s", name, ready.pulse, error)
+                log.warning("%s cannot be watched at %r, so it is not admitted: %s", name, ready.pulse, error)
                 return
-            log.warning("%s is there", name)
+            log.warning("%s has joined", name)
             self.members[name] = Member(ready, pulse)
         elif ready.draining and not known.ready.draining:
-            log.warning("%s drains", name)
+            log.warning("%s is draining", name)
         self.members[name].ready = ready
         if known is None or known.ready != ready:
             self._changed.set()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 RequestKind = Literal["completion", "chat"]
 
-_DEFAULT_TOKENS = 16  # for a completion; a chat uses all the room that is left
+_DEFAULT_TOKENS = 16  # the default of completions; a chat uses all the room that is left
 _UNFINISHED = "\ufffd"  # a tokenizer's text for bytes that are no whole character yet
 # Values that change nothing, for parameters that the service does not support. None is always accepted.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -144,9 +144,9 @@ def read_request(kind: RequestKind, data: bytes, served: ServedModel) -> ClientR
         whole = msgspec.json.decode(data, type=dict[str, Any])
         body = msgspec.convert(whole, _Body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise OpenAIError(f"the body is no request: {error}", param=_param(str(error))) from error
+        raise OpenAIError(f"the body is not a valid request: {error}", param=_param(str(error))) from error
     if body.model != served.name:
-        reason = f"the model {body.model[:200]!r} does not exist, this is {served.name!r}"
+        reason = f"the model {body.model[:200]!r} does not exist; this service has {served.name!r}"
         raise OpenAIError(reason, status=404, param="model", code="model_not_found")
     for name, values in _NEUTRAL.items():
         if (given := whole.get(name)) is not None:
@@ -155,13 +155,13 @@ def read_request(kind: RequestKind, data: bytes, served: ServedModel) -> ClientR
     _check_tokens(tokens, served)
     most = body.max_completion_tokens if kind == "chat" and body.max_completion_tokens else body.max_tokens
     if body.stream_options is not None and not body.stream:
-        raise OpenAIError("stream_options are for requests with stream", param="stream_options")
+        raise OpenAIError("stream_options needs stream to be true", param="stream_options")
     limit = most if most or kind == "chat" else _DEFAULT_TOKENS
     transfer = body.kv_transfer_params or {}
     # vLLM's router asks prefill for exactly one token (min_tokens 1); prefill generates nothing here.
     least = 0 if transfer.get("do_remote_decode") else body.min_tokens
     if least and (not body.ignore_eos or (limit and limit < least)):
-        reason = f"min_tokens is {least}: only with ignore_eos, and up to max_tokens"
+        reason = f"min_tokens is {least}: it needs ignore_eos, and a value up to max_tokens"
         raise OpenAIError(reason, param="min_tokens")
     prefix = "chatcmpl" if kind == "chat" else "cmpl"
     return ClientRequest(
@@ -189,7 +189,9 @@ def room_for(asked: ClientRequest, capacity: int) -> int:
     most = max(1, capacity - length) if asked.max_tokens is None else asked.max_tokens
     if length + most > capacity:
         param = "messages" if asked.kind == "chat" else "prompt"
-        reason = f"{length} prompt tokens and {most} new ones are {length + most}: a request has at most {capacity}"
+        reason = (
+            f"{length} prompt tokens and {most} new ones are {length + most} tokens; at most {capacity} are allowed"
+        )
         raise OpenAIError(reason, param=param, code="context_length_exceeded")
     return most
 
@@ -199,8 +201,8 @@ def _refuse_unless_neutral(name: str, given: object, values: tuple[object, ...])
         if given == one and isinstance(given, bool) == isinstance(one, bool):
             return
     shown = f"{str(given)[:100]!r}" if isinstance(given, str) else str(given)[:100]
-    only = f", only {' or '.join(map(repr, values))}" if values else ""
-    raise OpenAIError(f"{name} is {shown}: this service does not have that{only}", param=name)
+    only = f"; it takes only {' or '.join(map(repr, values))}" if values else ""
+    raise OpenAIError(f"{name} is {shown}: this service does not support it{only}", param=name)
 
 
 def _param(error: str) -> str | None:
@@ -237,7 +239,7 @@ def _check_tokens(tokens: list[int], served: ServedModel) -> None:
         raise OpenAIError("the prompt has no tokens", param="prompt")
     for token in (min(tokens), max(tokens)):
         if not 0 <= token < served.vocab_size:
-            raise OpenAIError(f"token {token}: the model knows 0 to {served.vocab_size - 1}", param="prompt")
+            raise OpenAIError(f"token {token} is not in the vocabulary, 0 to {served.vocab_size - 1}", param="prompt")
 
 
 class TextStream:

@@ -79,7 +79,7 @@ class Selected:
                 }
             )
         except self._refusal as error:  # for example, the process has just gone
-            log.warning("request %r: Dynamo's selection names no prefill process: %s", request_id, error)
+            log.warning("request %r: Dynamo's choice of a prefill process cannot be used: %s", request_id, error)
             self._reserved.discard(request_id)
             return ""
         return allowed[chosen["worker_id"]]

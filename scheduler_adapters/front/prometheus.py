@@ -35,8 +35,10 @@ def _first_token(front: Frontend) -> Iterator[Sample]:
 
 
 FAMILIES = (
-    Family("pagewire_front_processes", "gauge", "Processes that are there.", ("role", "state"), _processes),
-    Family("pagewire_front_requests", "gauge", "Requests on their way.", (), _figure("open")),
+    Family(
+        "pagewire_front_processes", "gauge", "Processes of the fleet, by role and state.", ("role", "state"), _processes
+    ),
+    Family("pagewire_front_requests", "gauge", "Open requests.", (), _figure("open")),
     Family(
         "pagewire_front_ended_requests_total",
         "counter",
@@ -47,7 +49,7 @@ FAMILIES = (
     Family(
         "pagewire_front_lost_attempts_total",
         "counter",
-        "Attempts that ended with their decode process, or that it refused: mostly another one follows.",
+        "Attempts that were lost with their decode process or refused by it; usually another one follows.",
         (),
         _figure("lost"),
     ),
@@ -61,15 +63,15 @@ FAMILIES = (
     Family(
         "pagewire_front_prompt_tokens_total",
         "counter",
-        "Prompt tokens of requests that have ended well, by source: computed, or cached where they were prefilled.",
+        "Prompt tokens of successful requests, by source: computed, or cached at the prefill process.",
         ("source",),
         _prompt_tokens,
     ),
-    Family("pagewire_front_new_tokens_total", "counter", "Tokens that clients were sent.", (), _figure("new_tokens")),
+    Family("pagewire_front_new_tokens_total", "counter", "Tokens sent to clients.", (), _figure("new_tokens")),
     Family(
         "pagewire_front_first_token_seconds",
         "histogram",
-        "Time from the coming of a request to its first token.",
+        "Time from the arrival of a request to its first token.",
         (),
         _first_token,
     ),

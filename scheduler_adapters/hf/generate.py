@@ -89,8 +89,9 @@ class PagedGenerator:
                 manager = self._manager
                 held = manager.total_num_pages - manager.num_free_blocks
                 raise GenerationError(
-                    f"{self._loop.num_waiting} prompts wait for what others hold: {held} of {manager.total_num_pages} "
-                    "pages, or all rows"
+                    f"{self._loop.num_waiting} prompts wait, but no request runs: other users of the manager hold "
+                    f"{held} of "
+                    f"{manager.total_num_pages} pages, or all rows"
                 )
             for output in outputs:
                 if output.token is None:
@@ -104,7 +105,7 @@ class PagedGenerator:
         if context.max_length - 1 > limit:  # the last token is never fed back
             raise SequenceTooLongError(
                 f"request {request.request_id!r}: {context.current_length} tokens and {request.max_new_tokens} new "
-                f"ones, max_seq_len is {limit}"
+                f"ones exceed max_seq_len {limit}"
             )
 
 
@@ -113,7 +114,9 @@ def _check_pages(model: PreTrainedModel, manager: PagedKVCacheManager) -> None:
     pairs = [(name, getattr(given, name), getattr(wanted, name)) for name in ("n_kv_heads", "head_dim", "dtype")]
     for name, has, needs in [("num_layers", manager.num_layers, num_layers_of(model.config)), *pairs]:
         if has != needs:
-            raise InvalidParamsError(f"{name} of the manager's pages is {has}, of {type(model).__name__} {needs}")
+            raise InvalidParamsError(
+                f"{name} of the manager's pages is {has}, but {type(model).__name__} needs {needs}"
+            )
     if given.groups and given.groups != groups_of(model.config):
         raise InvalidParamsError(f"groups of the manager are not those of {type(model).__name__}")
 
@@ -123,5 +126,5 @@ def _check_settings(model: PreTrainedModel) -> None:
         value = getattr(model.generation_config, name, None)
         if value is not None and value not in neutral:
             raise UnsupportedModelError(
-                f"generation_config.{name} is {value!r}: greedy tokens with it are not computed here; set it to None"
+                f"generation_config.{name} is {value!r}: only plain greedy decoding is supported; set it to None"
             )

@@ -81,7 +81,9 @@ class PagedBatch:
         Raises `UnsupportedModelError` for other layers.
         """
         if layer not in self._layers:
-            raise UnsupportedModelError(f"layer {layer} attends, the pages hold layers {sorted(self._layers)}")
+            raise UnsupportedModelError(
+                f"layer {layer} calls attention, but the pages hold only layers {sorted(self._layers)}"
+            )
         return self._layers[layer]
 
     def write(self, layer: int, *sides: torch.Tensor) -> None:
@@ -181,8 +183,10 @@ class PagedBatch:
         _, sides, layers, size, heads, dim = self._pools[0].shape
         if self._scales[0] is not None and self._scales[0].shape[3:5] != (size, heads):
             raise UnsupportedModelError(
-                f"layer {layer}: scales of {list(self._scales[0].shape[3:5])} tokens and heads for pages of "
-                f"{[size, heads]}: a token cannot be written without changing others; scale_of 'token and head' is run"
+                f"layer {layer}: a page of {[size, heads]} tokens and heads has scales for "
+                f"{list(self._scales[0].shape[3:5])}, so writing one token would change others: use scale_of 'token "
+                "and "
+                "head'"
             )
         count = kept[0].shape[1]
         held, dims = self._shards(count)[-1][1].stop, [states.shape[2] for states in kept]
@@ -221,13 +225,14 @@ def paged_attention_forward(
     """
     if paged_batch is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} was called without paged_batch: the model passes on no keyword arguments"
+            f"{type(module).__name__} was called without paged_batch: the model does not pass keyword arguments on to "
+            "its attention"
         )
     _refuse_unsupported(module, attention_mask, sliding_window, kwargs)
     if query.shape[0] * query.shape[2] != len(paged_batch.positions):
         raise UnsupportedModelError(
             f"{type(module).__name__} got {query.shape[0]} rows of {query.shape[2]} tokens, "
-            f"the batch has {len(paged_batch.positions)} tokens"
+            f"but the batch has {len(paged_batch.positions)} tokens"
         )
     query, key, value = (states.transpose(1, 2) for states in (query, key, value))
     layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -337,12 +342,14 @@ def _refuse_unsupported(
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UnsupportedModelError(f"{name} is not causal: only decoder self-attention runs over pages")
     if attention_mask is not None:
-        raise UnsupportedModelError(f"{name} got a mask: the tables say who sees whom")
+        raise UnsupportedModelError(
+            f"{name} got an attention mask: over pages, only the block tables decide which tokens are seen"
+        )
     if kwargs.get("dropout"):
         raise UnsupportedModelError(f"{name} has dropout {kwargs['dropout']}: call model.eval() first")
     layer_types = getattr(getattr(module, "config", None), "layer_types", None)
     if layer_types and layer_types[int(module.layer_idx)] == "sliding_attention" and sliding_window is None:  # type: ignore[arg-type]
-        raise UnsupportedModelError(f"{name} is a sliding-window layer but does not tell attention its window")
+        raise UnsupportedModelError(f"{name} is a sliding-window layer but does not pass its window to attention")
 
 
 def quantized(states: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

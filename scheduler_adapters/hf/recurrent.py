@@ -39,11 +39,11 @@ _NO_ATTENTION = "no layer attends, so there is nothing to keep in pages"
 # Model types that are not served, each with the reason.
 _UNSERVED: dict[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"), _NO_ATTENTION),
-    "recurrent_gemma": "its recurrent layers keep their state in themselves, not in the cache that they are given",
+    "recurrent_gemma": "its recurrent layers keep their state in themselves, not in the given cache",
     "zamba": "its Mamba-1 layers divide their channels into heads, each with a projection of its own",
-    "zaya": "its attention layers keep a token's values for the next one, and inputs of two convolutions",
+    "zaya": "its attention layers also keep the last token's values, and the inputs of two convolutions",
     **dict.fromkeys(("inkling_text", "inkling2_text"), "each of its layers keeps the inputs of several convolutions"),
-    **dict.fromkeys(("glm5_next_text", "qwen4_exp_text"), "its attention layers keep keys of an indexer besides"),
+    **dict.fromkeys(("glm5_next_text", "qwen4_exp_text"), "its attention layers also keep the keys of an indexer"),
 }
 # Model types whose attention passes its latents to the cache object and expands the returned ones (`expand_kv`).
 LATENT_MODEL_TYPES = {"deepseek_v3", "kimi_linear", "bailing_hybrid"}
@@ -122,7 +122,7 @@ def check_states_known(model: PreTrainedModel) -> None:
     """
     kind = text_config_of(model.config).model_type
     if getattr(model, "_is_stateful", False) and kind not in STATE_FORMS:
-        raise UnsupportedModelError(f"{kind}: it keeps a state of each request, of what form is not known here")
+        raise UnsupportedModelError(f"{kind}: the model keeps a state for each request, whose form is not known here")
 
 
 def state_shape_of(model: PreTrainedModel) -> StateShape:
@@ -133,12 +133,12 @@ def state_shape_of(model: PreTrainedModel) -> StateShape:
     mixers: dict[int, Any] = {mixer.layer_idx: mixer for mixer in found}
     if not layers or sorted(mixers) != layers:
         raise UnsupportedModelError(
-            f"{model.config.model_type}: recurrent layers {layers}, mixers that convolve in {sorted(mixers)}"
+            f"{model.config.model_type}: layers {layers} are recurrent, but the mixers are in layers {sorted(mixers)}"
         )
     form = STATE_FORMS[text_config_of(model.config).model_type]
     shapes = {_shape_of(mixer, form, len(layers)) for mixer in mixers.values()}
     if len(shapes) != 1:
-        raise UnsupportedModelError(f"{model.config.model_type}: its recurrent layers are not alike: {shapes}")
+        raise UnsupportedModelError(f"{model.config.model_type}: its recurrent layers differ in shape: {shapes}")
     return shapes.pop()
 
 
@@ -246,7 +246,7 @@ class PagedStates:
         used = [layer for layer in self._places if all(layer in states for _, states in kept)]
         if len(used) != len(self._places):
             raise UnsupportedModelError(
-                f"the pass used the states of layers {used}, recurrent are {sorted(self._places)}"
+                f"the forward pass used the states of layers {used}, but layers {sorted(self._places)} are recurrent"
             )
         for layer, place in self._places.items():
             for kinds, states in kept:

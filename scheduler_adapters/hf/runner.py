@@ -94,10 +94,10 @@ class HFRunner:
         self._recurrent = {layer: place for place, layer in enumerate(recurrent_layers_of(model.config))}
         if self._recurrent and not states:
             raise UnsupportedModelError(
-                f"{model.config.model_type}: layer {min(self._recurrent)} is recurrent: give the manager's state pages"
+                f"{model.config.model_type}: layer {min(self._recurrent)} is recurrent: pass the manager's state pages"
             )
         self._states: Sequence[StatePages] = states if self._recurrent else ()
-        # The Mamba-1 mixers of transformers continue from a state only with single tokens; with more they start anew.
+        # The Mamba-1 mixers of transformers continue from a state only with single tokens; with more they start over.
         self._one_by_one = STATE_FORMS.get(text_config_of(model.config).model_type) == "mamba1"
         with paged_attention(model):  # refuses a model that ignores the interface
             pass
@@ -145,7 +145,9 @@ class HFRunner:
     ) -> torch.Tensor:
         elsewhere = [shard.blocks.device for shard in inputs if shard.blocks.device != self.model.device]
         if elsewhere:
-            raise UnsupportedModelError(f"the model is on {self.model.device}, some of its pages on {elsewhere[0]}")
+            raise UnsupportedModelError(
+                f"the model is on {self.model.device}, but some of its pages are on {elsewhere[0]}"
+            )
         if not self._states:
             return self._forward(batch, inputs, [(context.start_idx, context.active_idx) for context in batch], before)
         states = self._states_of(batch[0].request_id)
@@ -207,7 +209,9 @@ class HFRunner:
         """
         count = inputs[0].lookup_table.shape[0] if inputs[0].lookup_table.ndim == 3 else 1
         if count not in self._layers:
-            raise UnsupportedModelError(f"the pages have {count} block tables, the model's layers {max(self._layers)}")
+            raise UnsupportedModelError(
+                f"the pages have {count} block tables, but the model's layers use {max(self._layers)}"
+            )
         paged = PagedBatch(
             inputs, [start for start, _ in spans], [end - start for start, end in spans], self._layers[count]
         )
@@ -279,7 +283,9 @@ def vocab_size_of(path: str | Path | None) -> int:
     try:
         return text_config_of(_transformers().AutoConfig.from_pretrained(path, local_files_only=True)).vocab_size
     except Exception as error:
-        raise ModelLoadError(f"model directory {str(path)!r}: no configuration: {_line(error)}") from error
+        raise ModelLoadError(
+            f"model directory {str(path)!r}: its configuration cannot be read: {_line(error)}"
+        ) from error
 
 
 def kv_params_of(
@@ -471,7 +477,9 @@ def _load_directory(path: Path) -> PreTrainedModel:
         raise ModelLoadError(f"model directory {str(path)!r} cannot be loaded: {_line(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing:
-        raise ModelLoadError(f"model directory {str(path)!r} lacks {len(missing)} weights, the first {missing[0]!r}")
+        raise ModelLoadError(
+            f"model directory {str(path)!r} lacks {len(missing)} weights ({missing[0]!r} is the first)"
+        )
     return model
 
 

@@ -63,7 +63,7 @@ def tiny_llama(seed: int = 0) -> PreTrainedModel:
         eos_token_id=EOS,
         pad_token_id=PAD,
     )
-    generator: Any = torch.random  # without types
+    generator: Any = torch.random  # torch has no types for it
     with generator.fork_rng(devices=[]):
         generator.manual_seed(seed)
         return LlamaForCausalLM(config).eval()

@@ -47,7 +47,7 @@ def model_name(model: PreTrainedModel) -> str:
 
 def _digest_of(name: str, weight: torch.Tensor) -> bytes:
     if weight.is_meta:
-        raise ModelLoadError(f"weight {name!r} has no values: it lies on the meta device")
+        raise ModelLoadError(f"weight {name!r} has no values, because it is on the meta device")
     running = xxhash.xxh3_128()
     values = weight.detach().contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, len(values), _CHUNK_BYTES):

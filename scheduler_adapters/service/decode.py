@@ -132,7 +132,7 @@ class DecodeScheduler:
         """The sockets to wait on while `poll` finds nothing to do."""
         return [*(socket for prefill in self.connections for socket in prefill.sockets), self._exchange.bell]
 
-    # ---- what the frontend says
+    # ---- messages from the frontend
 
     def submit(self, message: msg.Submit) -> None:
         """Accepts a request. A repeated submission is dropped.
@@ -145,10 +145,10 @@ class DecodeScheduler:
         name, serial, spec = message.request_id, message.serial, spec_of(message)
         try:
             if name in self._requests:
-                raise AlreadyClaimedError(f"request {name!r} is on its way already")
+                raise AlreadyClaimedError(f"request {name!r} is already open")
             if self.draining or len(self._requests) >= self._max_open:
-                why = "is draining" if self.draining else f"has {self._max_open} on their way"
-                raise RefusedError(f"request {name!r} is one too many: decode process {self.name!r} {why}")
+                why = "is draining" if self.draining else f"has {self._max_open} open requests, its limit"
+                raise RefusedError(f"request {name!r} is refused: decode process {self.name!r} {why}")
             self._loop.context_for(spec)
         except KVCacheError as error:
             again = isinstance(error, RefusedError)
@@ -239,7 +239,7 @@ class DecodeScheduler:
         for prefill in self.connections:
             prefill.close()
 
-    # ---- having a prompt prefilled
+    # ---- prefill at another process
 
     def _ask(self) -> None:
         there = any(prefill.takes_requests for prefill in self.connections)

@@ -144,15 +144,15 @@ class Fleet:
         except zmq.Again as error:
             self._check_alive()
             raise ServiceError(
-                f"the {name} process has taken no message for {self._send_timeout_s:g} s: it is stopped, "
-                "or waits for what it has sent to be received"
+                f"the {name} process has accepted no message for {self._send_timeout_s:g} s: it is stopped, "
+                "or waits until its own messages are received"
             ) from error
         except zmq.ZMQError as error:  # ROUTER_MANDATORY: the peer no longer exists
             self._check_alive()
             raise ServiceError(f"the {name} process cannot be reached: {error}") from error
 
     def expect_end(self, name: str) -> None:
-        """Lets a server end from now on without an error. `restart` starts it anew."""
+        """Lets a server end from now on without an error. `restart` starts it again."""
         self._down.add(name)
 
     def kill(self, name: str) -> None:
@@ -237,7 +237,7 @@ class Fleet:
         try:
             self._socket.bind(frontend)
         except zmq.ZMQError as error:
-            raise ServiceError(f"no socket can be made at {frontend!r}: {error}") from error
+            raise ServiceError(f"no socket can be opened at {frontend!r}: {error}") from error
         # Without MANDATORY, a message to a server that is not connected yet would vanish.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted server takes its name over
@@ -310,7 +310,7 @@ class Fleet:
                     raise ServiceError(f"the {name} process died {self.how_ended(name)}")
             if untold and time.monotonic() > deadline:
                 raise ServiceError(
-                    f"the {untold[0]} process has taken no message for {self._send_timeout_s:g} s: it is stopped"
+                    f"the {untold[0]} process has accepted no message for {self._send_timeout_s:g} s: it is stopped"
                 )
             self._socket.poll(_STOP_POLL_MS if untold else 0)
 
@@ -372,8 +372,8 @@ class RunFolder:
                     return
                 shutil.rmtree(self.path, ignore_errors=True)
         except OSError as error:
-            raise ServiceError(f"no folder for the run can be made: {error}") from error
-        raise ServiceError(f"no folder for the run can be locked: {self.path} was the last of {_TRIES}")
+            raise ServiceError(f"no folder for the run can be created: {error}") from error
+        raise ServiceError(f"no folder for the run can be locked: tried {_TRIES}, the last was {self.path}")
 
     def close(self) -> None:
         """Removes the folder and everything in it. Safe to call twice."""

@@ -271,13 +271,13 @@ def decode(data: bytes) -> AnyMessage:
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MessageError(f"{len(data)} bytes ({data[:64]!r}) are no message: {error}") from error
+        raise MessageError(f"{len(data)} bytes ({data[:64]!r}) are not a message: {error}") from error
 
 
 def decode_frames(frames: Sequence[bytes], wanted: UnionType) -> AnyMessage:
     """Returns the message in a list of exactly one frame. Its type must be one of `wanted`. Raises as `decode`."""
     if len(frames) != 1:
-        raise MessageError(f"{len(frames)} frames are no message: 1 is expected")
+        raise MessageError(f"a message has 1 frame, but {len(frames)} came")
     message = decode(frames[0])
     if not isinstance(message, wanted):
         raise MessageError(f"a {type(message).__name__} is not for this kind of process")

@@ -43,7 +43,7 @@ FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 
 _ASK_S = 1.0  # the time for sources to answer between two stretches, as a source may be in the middle of a step
 _PULL_S = 5.0  # in seconds, for one stretch
-_DROPPED, _USELESS = "nobody wants it any more", "its pages are of no use here"
+_DROPPED, _USELESS = "its request was dropped", "its pages cannot be used here"
 _MOST_STRETCHES = 8  # the most stretches of one prompt; if two sources hold alternate pages, computing is quicker
 
 

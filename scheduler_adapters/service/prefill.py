@@ -179,7 +179,7 @@ class PrefillScheduler:
             late=self.counts["late"],
         )
 
-    # ---- what readers say
+    # ---- messages from readers
 
     def _on_frames(self, frames: list[bytes]) -> None:
         sender, *rest = frames
@@ -216,7 +216,7 @@ class PrefillScheduler:
             self._send(sender, msg.Leaving())
         if sender not in self._readers:
             return  # this is a late `Hello` of a connection that was already replaced and closed
-        reason = f"decode process {hello.reader!r} has connected anew"
+        reason = f"decode process {hello.reader!r} has reconnected"
         for identity in [key for key, reader in self._readers.items() if reader.name == hello.reader and key != sender]:
             self._lose(identity, reason)
             # The old connection is mostly closed. A process that still uses it would wait for attempts that were given
@@ -284,7 +284,7 @@ class PrefillScheduler:
         else:
             self._end(request, message.reason, silent=True)
 
-    # ---- what comes of it
+    # ---- progress of requests
 
     def _on_admit(self, key: str, replica: int, cached: int) -> None:
         """Requests the lease of an admitted request, so that it is granted by the time that the model has run."""
@@ -401,7 +401,7 @@ class PrefillScheduler:
         for request in [request for request in self._requests.values() if request.deadline <= now]:
             if request.phase == "ending":
                 ago_s, name = self._times.step_s, request.request_id
-                raise ServiceError(f"request {name!r}: its lease was revoked {ago_s} s ago, and still stands")
+                raise ServiceError(f"request {name!r}: its lease was revoked {ago_s} s ago, but has not ended")
             self._end(request, f"timed out in phase {request.phase!r} on prefill process {self.name!r}")
 
     def _end(self, request: PrefillRequest, reason: str, *, silent: bool = False, final: bool = False) -> None:

@@ -25,7 +25,7 @@ CHUNK = 64
 Prompts that differ within a chunk count as differing before it.
 """
 _MOST_CHUNKS = 16_384  # a million tokens, more than a process of this size usually caches
-_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0  # pause before a lost connection is made anew; doubled each time
+_PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0  # pause before a lost connection is opened again; doubled each time
 
 
 def chunks_of(tokens: Sequence[int], cache_salt: str | None) -> list[int]:
@@ -177,7 +177,7 @@ class PrefillConnection:
                 case msg.Leaving():
                     self.leaving = True
                 case msg.Rejected(stranger=True):
-                    self.lose(f"prefill process {self.name!r} was restarted, or has given this connection up")
+                    self.lose(f"prefill process {self.name!r} was restarted, or gave this connection up")
                     return
                 case msg.PagesOffer() | msg.Failed() | msg.Rejected():
                     yield message

@@ -45,12 +45,12 @@ def _phases(stats: msg.Stats) -> Iterator[Sample]:
 
 
 FAMILIES = (
-    Family("pagewire_requests", "gauge", "Requests on their way, by phase.", ("phase",), _phases),
+    Family("pagewire_requests", "gauge", "Open requests, by phase.", ("phase",), _phases),
     Family("pagewire_running_requests", "gauge", "Requests that the loop runs.", (), _figure("running")),
     Family(
         "pagewire_queued_requests", "gauge", "Requests that wait for the loop without pages.", (), _figure("waiting")
     ),
-    Family("pagewire_preemptions_total", "counter", "Requests that had to give way.", (), _figure("preemptions")),
+    Family("pagewire_preemptions_total", "counter", "Requests that were preempted.", (), _figure("preemptions")),
     Family(
         "pagewire_retries_total",
         "counter",
@@ -62,42 +62,42 @@ FAMILIES = (
     Family(
         "pagewire_pulled_pages_total",
         "counter",
-        "Pages that pulls filled; one of several shards counts once.",
+        "Pages that pulls filled; a page of several shards counts once.",
         (),
         _figure("pages_pulled"),
     ),
     Family(
         "pagewire_reused_pages_total",
         "counter",
-        "Pages of requests from elsewhere that were cached here already, and not pulled.",
+        "Pages of handed-over requests that were already cached here and not pulled.",
         (),
         _figure("pages_reused"),
     ),
     Family(
         "pagewire_prefixes_total",
         "counter",
-        "Prompts for which a source of pages was named, by what came of it; `computed`: that was quicker.",
+        "Prompts for which a source of pages was named, by outcome; `computed`: computing them was quicker.",
         ("outcome",),
         _outcomes,
     ),
     Family(
         "pagewire_prefix_seconds_total",
         "counter",
-        "Time that prefixes took to pull, from the question on, and that prompts took to compute.",
+        "Time taken to pull prefixes (including the question), and to compute prompts.",
         ("way",),
         _ways("taken_s"),
     ),
     Family(
         "pagewire_misjudged_prefix_seconds_total",
         "counter",
-        "By how much the estimates of these times were wrong, too long or too short.",
+        "Sum of the absolute errors of the estimated times, by way: to pull prefixes, or to compute prompts.",
         ("way",),
         _ways("misjudged_s"),
     ),
     Family(
         "pagewire_late_messages_total",
         "counter",
-        "Messages of attempts that were over, or that had come before.",
+        "Repeated messages, and messages of attempts that were over.",
         (),
         _figure("late"),
     ),
@@ -148,7 +148,7 @@ def serve_metrics(address: str, made: Sequence[FamilyCollector]) -> Generator[st
     try:
         server, thread = start_http_server(int(port), host or "127.0.0.1", registry_of(*made))
     except (OSError, OverflowError, ValueError) as error:
-        raise ServiceError(f"metrics cannot be served at {address!r}, host:port is needed: {error}") from error
+        raise ServiceError(f"metrics cannot be served at {address!r} (host:port is needed): {error}") from error
     try:
         yield f"{host or '127.0.0.1'}:{server.server_port}"
     finally:

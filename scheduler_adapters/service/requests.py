@@ -168,7 +168,9 @@ class TrackedRequest:
         Raises `IllegalMoveError` if the table has no such move, which is a bug of the service.
         """
         if phase not in self.moves[self.phase]:
-            raise IllegalMoveError(f"request {self.request_id!r}, attempt {self.attempt}: {self.phase} to {phase}")
+            raise IllegalMoveError(
+                f"request {self.request_id!r}, attempt {self.attempt}: the phase {phase} cannot follow {self.phase}"
+            )
         self.phase, self.deadline = phase, deadline
         if self.span is not None:
             self.trace(self.span)

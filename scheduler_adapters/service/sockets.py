@@ -72,7 +72,7 @@ def join_frontend(socket: Socket, endpoint: str, name: str, keyring: Keyring | N
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
-        raise ServiceError(f"{endpoint!r} is no endpoint of a frontend: {error}") from error
+        raise ServiceError(f"{endpoint!r} is not the endpoint of a frontend: {error}") from error
 
 
 def _follow_peers(socket: Socket) -> None:
@@ -153,7 +153,7 @@ def bind_router(context: Context, endpoint: str, keyring: Keyring | None = None)
         raise
     except zmq.ZMQError as error:
         socket.close()
-        raise ServiceError(f"no socket can be made at {endpoint!r}: {error}") from error
+        raise ServiceError(f"no socket can be opened at {endpoint!r}: {error}") from error
     return socket
 
 

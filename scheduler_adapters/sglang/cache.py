@@ -276,11 +276,11 @@ class PagewireCache(BasePrefixCache):
         pool.check(holders, np.zeros_like(holders))
         published = np.flatnonzero(pool.index.published)
         if len(published) != self._published:
-            raise InvariantError(f"{len(published)} pages are published, {self._published} counted")
+            raise InvariantError(f"{len(published)} pages are published, but {self._published} are counted")
         free = self.free_pages()
         both = np.intersect1d(published, free)
         if both.size:
-            raise InvariantError(f"page {both[0]} is cached here, and free at SGLang")
+            raise InvariantError(f"page {both[0]} is cached here, but free in SGLang's allocator")
 
     # ---- read by who watches, in another thread
 
@@ -297,7 +297,7 @@ class PagewireCache(BasePrefixCache):
 
     def _find(self, key: RadixKey, req: Req | None) -> Prefix:
         if key.is_bigram:
-            raise InvalidParamsError("keys of token pairs are not supported")
+            raise InvalidParamsError("keys of token pairs (EAGLE) are not supported")
         hashed, digests = self._hashed_of(key.token_ids, key.limit, key.cache_salt, key.extra_key, req)
         index, found = self.pool.index, hashed.found
         if found is None or found.generation != index.generation or hashed.pages_asked != len(digests):

@@ -188,7 +188,8 @@ class PagewireKVManager(CommonKVManager):
         sizes = list(self.kv_args.aux_item_lens)
         if [len(data) for data in row] != sizes:
             raise ValueError(
-                f"prefill's rows of metadata have {[len(data) for data in row]} bytes, {sizes} here: both sides need "
+                f"prefill's rows of metadata have {[len(data) for data in row]} bytes, but decode expects {sizes}: "
+                "both sides need "
                 f"the same model, speculative decoding and options of metadata"
             )
         for pointer, size, data in zip(self.kv_args.aux_data_ptrs, sizes, row, strict=True):
@@ -297,7 +298,7 @@ class PagewireKVReceiver(CommonKVReceiver):
     ) -> None:
         """Reads into the request's pages, which SGLang has allocated by now. Sends nothing, despite its name."""
         if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
-            raise NotImplementedError("pages of the host are not read into")
+            raise NotImplementedError("loads into host pages are not supported")
         index = int(aux_index or 0)
         blocks = [np.asarray(kv_indices).tolist(), *(np.asarray(pages).tolist() for pages in state_indices or ())]
         firsts: list[int | None] = [(decode_prefix_len or 0) // self.kv_mgr.config.groups[0].block_size]

@@ -214,7 +214,7 @@ class RoomLeases:
         known.answer = answer
         reached = [self._server.send(reader, answer) for reader in known.readers]
         if isinstance(answer, RoomReady) and not all(reached):
-            log.warning("room %d: a rank of decode is not connected any more; its lease runs out", answer.room)
+            log.warning("room %d: a rank of decode has disconnected; its lease will expire", answer.room)
 
     def _hear(self) -> None:
         for sender, message in self._server.received():

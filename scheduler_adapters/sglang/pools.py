@@ -42,7 +42,10 @@ def caches_of(pool: Any, *, tp_size: int, total_kv_heads: int, window: int) -> C
     if type(pool) is SWAKVPool:
         parts = [(pool.full_kv_pool, 0), (pool.swa_kv_pool, window + 1)]
         if window < 1 or pool.full_kv_pool.layer_num < 1:
-            raise InvalidEngineError(f"--disaggregation-transfer-backend pagewire: a window of {window} tokens alone")
+            raise InvalidEngineError(
+                f"--disaggregation-transfer-backend pagewire: a pool with only a window (of {window} tokens) is not "
+                "supported"
+            )
     groups: list[GroupConfig] = []
     tensors: dict[str, tuple[torch.Tensor, ...]] = {}
     for part, reach in parts:
@@ -62,7 +65,7 @@ def _layers(pool: Any) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
     else:
         shape = {name: getattr(pool, name, None) for name in ("kv_cache_layout", "head_dim", "v_head_dim")}
         raise InvalidEngineError(
-            f"--disaggregation-transfer-backend pagewire does not know the pool {type(pool).__name__}, {shape}"
+            f"--disaggregation-transfer-backend pagewire does not support the pool {type(pool).__name__} with {shape}"
         )
     for number, sides in zip(pool.model_layer_ids, buffers, strict=True):
         pages = sides[0].shape[0] // pool.page_size

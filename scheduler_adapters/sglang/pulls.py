@@ -169,7 +169,7 @@ class RoomPulls:
     def _read(self, known: _WantedRoom, ready: RoomReady) -> Wanted:
         wanted = self._scheduler.read(known.key, msgspec.json.decode(ready.params), known.prompt)
         if wanted is None:
-            raise TransferError(f"room {known.room}: prefill's params ask for no pages")
+            raise TransferError(f"room {known.room}: prefill's params name no pages")
         return wanted
 
     def _hold(self, known: _WantedRoom, wanted: Wanted) -> None:
@@ -188,8 +188,8 @@ class RoomPulls:
             firsts.append(end - len(blocks) if first is None else first)
             if firsts[-1] + len(blocks) != end or firsts[-1] < 0:
                 raise TransferError(
-                    f"room {known.room}: prefill has {total} tokens, which end in page {end - 1} of "
-                    f"{group.block_size}; there are {len(blocks)} pages from {firsts[-1]} on"
+                    f"room {known.room}: prefill has {total} tokens, which end in page {end - 1} (of "
+                    f"{group.block_size} tokens), but it named {len(blocks)} pages from page {firsts[-1]} on"
                 )
         self._scheduler.load(known.key, wanted, destination.block_ids, total, done, first_blocks=tuple(firsts))
         self._told.room_loading(known.room)

@@ -57,7 +57,7 @@ class RankLeader:
             MetadataError: the message is not from a rank of this engine.
         """
         if not hmac.compare_digest(message.token, self._token) or not 0 < message.rank < self._ranks:
-            raise MetadataError(f"an output of rank {message.rank} that is not ours")
+            raise MetadataError(f"the output of rank {message.rank} was not made by this backend")
         if message.rank not in self._peers:
             self._peers[message.rank] = peer
             if len(self._peers) == self._ranks - 1:

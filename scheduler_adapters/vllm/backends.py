@@ -82,8 +82,8 @@ class Contents:
         pages, heads, tokens, content = cache.shape
         if cache.stride()[2:] != (content, 1) or content % 2:
             raise InvalidEngineError(
-                f"{where}: a tensor of shape {list(cache.shape)} and strides {list(cache.stride())}; the CPU backend's "
-                "has the keys and values of a head together"
+                f"{where}: a tensor of shape {list(cache.shape)} and strides {list(cache.stride())}; the CPU "
+                "backend keeps the keys and values of a head together"
             )
         dim = content // 2
         shape, outer, start = (pages, heads, tokens, dim), cache.stride()[:2], cache.storage_offset()
@@ -121,7 +121,9 @@ def contents_of(where: str, vllm_config: VllmConfig, names: Sequence[str], spec:
     layers = layers_of(where, vllm_config, names).values()
     contents = {_contents(where, vllm_config, layer.get_attn_backend(), spec, page_size) for layer in layers}
     if len(contents) != 1:
-        raise InvalidEngineError(f"{where}: its layers keep {sorted(one.text for one in contents)}; one is expected")
+        raise InvalidEngineError(
+            f"{where}: its layers keep {sorted(one.text for one in contents)}; all must keep the same"
+        )
     return contents.pop()
 
 
@@ -145,7 +147,7 @@ def _contents(
             return Contents(_keys_and_values(spec), columns=True)
         return Contents(f"keys and values as CPU_ATTN packs them for {instructions}", whole_pages=True)
     raise InvalidEngineError(
-        f"{where}: what the attention backend {name} keeps in a page of {type(spec).__name__} is not known"
+        f"{where}: the page layout of attention backend {name} for {type(spec).__name__} is not known"
     )
 
 

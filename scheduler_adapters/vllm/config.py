@@ -41,7 +41,7 @@ def worker_config(
     parallel, options, transfer = vllm_config.parallel_config, read_options(vllm_config), _transfer_config(vllm_config)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := int(getattr(parallel, name, 1) or 1)) > 1:
-            raise InvalidEngineError(f"{name} is {size}: tokens split over ranks are not moved, 1 is needed")
+            raise InvalidEngineError(f"{name} is {size}: context parallelism is not supported; set it to 1")
     rank = parallel.rank % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
     # Changes with each start, and is the same in all processes of the engine.
     incarnation = f"{vllm_config.instance_id}-{transfer.engine_id}"
@@ -67,5 +67,5 @@ def worker_config(
 
 def _transfer_config(vllm_config: VllmConfig) -> Any:
     if vllm_config.kv_transfer_config is None:
-        raise InvalidEngineError("there is no kv_transfer_config: the connector is made by it")
+        raise InvalidEngineError("the connector needs a kv_transfer_config")
     return vllm_config.kv_transfer_config

@@ -86,13 +86,13 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def _scheduling(self) -> SchedulerSide:
         if self._scheduler is None:
-            raise EngineClosedError("asked for the scheduler's side in a worker, or after shutdown")
+            raise EngineClosedError("the scheduler's side does not exist in a worker, or after shutdown")
         return self._scheduler
 
     @property
     def _working(self) -> WorkerSide:
         if self._worker is None:
-            raise EngineClosedError("asked for a worker's side in the scheduler, or after shutdown")
+            raise EngineClosedError("the worker's side does not exist in the scheduler, or after shutdown")
         return self._worker
 
     # vLLM calls these before it makes a connector, so that invalid options end the start here.
@@ -147,7 +147,7 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
         """Starts to answer readers."""
         ranks = {ranks: rank for ranks, rank in metadata.items() if isinstance(rank, RankHandshakeMetadata)}
         if len(ranks) != len(metadata):
-            raise TypeError("handshake metadata of another connector than ours")
+            raise TypeError("the handshake metadata was made by another connector: all workers need PagewireConnector")
         self._scheduling.set_handshake_metadata(ranks)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
@@ -262,7 +262,9 @@ class PagewireConnector(KVConnectorBase_V1, SupportsHMA):
     def _metadata(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
         if not isinstance(metadata, StepMetadata):
-            raise TypeError(f"metadata of {type(metadata).__name__}, ours is expected")
+            raise TypeError(
+                f"got connector metadata of type {type(metadata).__name__}; PagewireConnector's is expected"
+            )
         return metadata
 
     def shutdown(self) -> None:

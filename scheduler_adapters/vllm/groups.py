@@ -46,7 +46,7 @@ def cache_group(
     page_size = sizes.pop() if sizes else 0
     layers = _layers(where, vllm_config, group.layer_names)
     if type(spec) not in _MOVED:
-        raise InvalidEngineError(f"{where}: caches of {type(spec).__name__} are not moved")
+        raise InvalidEngineError(f"{where}: caches of type {type(spec).__name__} are not supported")
     kept_as = Contents("")
     if kernels is not None:
         kept_as = contents_of(where, vllm_config, group.layer_names, spec, page_size or spec.block_size)
@@ -70,7 +70,7 @@ def one_spec(where: str, group: KVCacheGroupSpec) -> Any:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         specs: list[KVCacheSpec] = list(spec.kv_cache_specs.values())
         if any(other != specs[0] for other in specs):
-            raise InvalidEngineError(f"{where}: its layers' caches differ in shape: {specs[0]} and others")
+            raise InvalidEngineError(f"{where}: the caches of its layers differ in shape; the first is {specs[0]}")
         spec = specs[0]
     return spec
 
@@ -78,15 +78,18 @@ def one_spec(where: str, group: KVCacheGroupSpec) -> Any:
 def _attention(where: str, vllm_config: VllmConfig, spec: Any) -> dict[str, Any]:
     if spec.tokens_per_state != 1 or spec.num_heads != spec.num_kv_heads:
         raise InvalidEngineError(
-            f"{where}: {spec.tokens_per_state} tokens in a state, {spec.num_heads} slots for {spec.num_kv_heads} "
-            "heads: one for each is expected"
+            f"{where}: a state has {spec.tokens_per_state} tokens, and {spec.num_kv_heads} heads have "
+            f"{spec.num_heads} slots; "
+            "one token in a state and one slot for each head are expected"
         )
     # The elements that a head keeps of a token. Two sides of half the size serve any content, not only keys and values.
     content = spec.state_content_size_bytes // spec.dtype.itemsize
     if type(spec) is MLAAttentionSpec:
         return {"kind": "mla", "layout": _LATENT_AXES, "head_dim": content, "dtype": _name(spec.dtype)}
     if content % 2:
-        raise InvalidEngineError(f"{where}: a head keeps {content} elements of a token; an even number is expected")
+        raise InvalidEngineError(
+            f"{where}: a head keeps {content} elements of a token; an even number (keys and values) is expected"
+        )
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
     return {
         "kind": "sliding_window" if window else "full",
@@ -105,12 +108,16 @@ def _all_heads(where: str, vllm_config: VllmConfig, here: int) -> int:
         return total
     if here > 1 or tp_size == 1:  # layers with another number of heads than most: assume an even share
         return here * tp_size
-    raise InvalidEngineError(f"{where}: {here} heads on each of {tp_size} ranks, the model has {total}")
+    raise InvalidEngineError(
+        f"{where}: each of {tp_size} ranks has {here} heads, which does not fit the {total} heads of the model"
+    )
 
 
 def _state(where: str, vllm_config: VllmConfig, names: Sequence[str], spec: MambaSpec) -> dict[str, Any]:
     if spec.num_speculative_blocks:
-        raise InvalidEngineError(f"{where}: {spec.num_speculative_blocks} speculative blocks of a state are not moved")
+        raise InvalidEngineError(
+            f"{where}: {spec.num_speculative_blocks} speculative blocks of a state are not supported; 0 is needed"
+        )
     ranks = vllm_config.parallel_config.tensor_parallel_size
     layer = layers_of(where, vllm_config, names)[names[0]] if names else None
     return {"kind": "mamba", "state": state_parts(where, spec, ranks, layer)}
@@ -122,7 +129,7 @@ def _layers(where: str, vllm_config: VllmConfig, names: list[str]) -> dict[str, 
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
     plain = all(len(found) == 1 for found in numbers.values()) and len({*map(tuple, numbers.values())}) == len(names)
     if not plain and pp_size > 1:
-        raise InvalidEngineError(f"{where}: layer {names[0]!r} does not say which of the model's it is")
+        raise InvalidEngineError(f"{where}: the name of layer {names[0]!r} does not contain its number in the model")
     if not plain:
         return {name: number for number, name in enumerate(sorted(names, key=_natural))}
     layers = {name: found[0] for name, found in numbers.items()}
@@ -142,8 +149,8 @@ def _of_all_stages(where: str, vllm_config: VllmConfig, layers: dict[str, int]) 
     }
     if not set(layers) <= set(named):
         raise InvalidEngineError(
-            f"{where}: {min(set(layers) - set(named))!r} is not named as {first!r} is: which layers the other "
-            "pipeline stages have is not known"
+            f"{where}: layer {min(set(layers) - set(named))!r} is not named like {first!r}, so the layers of the "
+            "other pipeline stages cannot be told from their names"
         )
     return named
 

@@ -42,7 +42,7 @@ class WorkersMetadata(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Concatenates two reports. A rank can occur twice, because vLLM keeps its output of a step that failed."""
         if not isinstance(other, WorkersMetadata):
-            raise TypeError(f"metadata of {type(other).__name__} beside ours")
+            raise TypeError(f"got worker metadata of type {type(other).__name__}; PagewireConnector's is expected")
         return WorkersMetadata(self.outputs + other.outputs)
 
 

@@ -69,7 +69,7 @@ class _Proof:
             self.view.write(pages, before)
         if fault:
             raise InvalidEngineError(
-                f"{self.where}: what {self._writer} writes to a page is not where it would be read from: {fault}"
+                f"{self.where}: {self._writer} writes to other places in a page than a transfer would read: {fault}"
             )
 
     @property
@@ -132,7 +132,7 @@ class _Proof:
                 layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), cache, slots)
         except Exception as error:
             raise InvalidEngineError(
-                f"{self.where}: {self._writer} cannot write to it, to show that it is read where it is written: "
+                f"{self.where}: the test write by {self._writer}, which checks the page layout, failed: "
                 f"{type(error).__name__}: {error}"
             ) from error
 

@@ -83,7 +83,7 @@ class SchedulerSide:
         tp_size, first = self._connector.config.tp_size, ranks[min(ranks)].fingerprint
         for (pp, tp), rank in ranks.items():
             if differ := differences(first, rank.fingerprint, ("on it", "on the first")):
-                raise InvalidEngineError(f"rank {pp * tp_size + tp} of this engine differs from the first: {differ}")
+                raise InvalidEngineError(f"rank {pp * tp_size + tp} of this engine differs from rank 0: {differ}")
         data = {pp * tp_size + tp: rank.data for (pp, tp), rank in ranks.items()}
         address = self._connector.set_handshake_metadata(data, first)
         self._say_started(f"answers readers at {address}")
@@ -121,8 +121,8 @@ class SchedulerSide:
         elif isinstance(params, dict) and not isinstance(offers := params.get("do_remote_decode"), bool | None):
             self._counts["malformed_params"] += 1
             logger.warning(
-                "request %r: kv_transfer_params['do_remote_decode'] is %s: true or false is expected; no reader is "
-                "told of its pages",
+                "request %r: kv_transfer_params['do_remote_decode'] is %s: true or false is expected; its pages are "
+                "not offered to a reader",
                 request_id,
                 reprlib.repr(offers),
             )
@@ -274,7 +274,7 @@ class SchedulerSide:
                     self._tell_failure(reason)
             for request_id, reason in progress.sent.items():
                 if reason != "read":
-                    logger.warning("request %r: its pages were given up unread: %s", request_id, reason)
+                    logger.warning("request %r: its pages were freed before they were read: %s", request_id, reason)
 
     def _hide(self, request_id: str, unwritten: Mapping[int, int]) -> None:
         """Keeps partly loaded blocks out of vLLM's prefix cache.

@@ -80,8 +80,8 @@ def _projections(
     groups, left = divmod(channels - values, 2 * unit)
     if left or groups < 1:
         raise InvalidEngineError(
-            f"{where}: a convolution of {channels} channels, of which {values} are for {heads} heads: the others are "
-            f"expected to be two times some groups of {unit}"
+            f"{where}: the convolution has {channels} channels, {values} of them for {heads} heads; the others must "
+            f"be twice a number of groups of {unit}"
         )
     if spec.mamba_type.name == "GDN_ATTN":
         return ("q", groups * ranks, unit), ("k", groups * ranks, unit), ("v", heads * ranks, sizes[0])

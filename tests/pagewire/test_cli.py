@@ -155,7 +155,7 @@ def test_arguments_that_are_each_in_range_are_one_line_or_are_taken(
 @pytest.mark.parametrize("text", ["0", "-1", "10.5", "nan", "inf", "-inf", "text"])
 def test_a_number_is_within_both_its_limits(text: str) -> None:
     assert arguments.number(0, 10)("10") == 10.0
-    with pytest.raises(argparse.ArgumentTypeError, match="is no number above 0 and up to 10"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a number above 0 and up to 10"):
         arguments.number(0, 10)(text)
 
 

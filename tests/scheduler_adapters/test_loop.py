@@ -159,7 +159,9 @@ def test_the_last_token_of_the_vocabulary_is_taken_and_the_one_after_it_is_not(m
     loop = new_loop(model)
     size = model.get_input_embeddings().weight.shape[0]
     loop.add(Request("last", [1, size - 1], 1))
-    with pytest.raises(InvalidRequestError, match=f"request 'r': token {size}, the model knows {size}"):
+    with pytest.raises(
+        InvalidRequestError, match=f"request 'r': token {size} is not in the vocabulary of {size} tokens"
+    ):
         loop.add(Request("r", [size, 1], 1))
     assert loop.num_waiting == 1
 
@@ -284,7 +286,7 @@ def test_a_request_may_fill_the_cache_to_its_last_token_and_not_beyond(model: An
     prompt = PROMPTS[3][:50]
     outputs = serve(loop, [Request("fits", prompt, 15)])
     assert tokens_of(outputs) == [own_tokens(model, prompt, 15)]
-    with pytest.raises(PromptTooLongError, match=r"50 prompt tokens and 16 new ones do not fit into a cache of 64"):
+    with pytest.raises(PromptTooLongError, match=r"50 prompt tokens and 16 new ones do not fit in a cache of 64"):
         loop.add(Request("too long", prompt, 16))
     assert_nothing_held(loop.manager)
 

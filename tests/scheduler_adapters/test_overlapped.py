@@ -190,5 +190,5 @@ def test_closing_waits_for_the_model_and_ends_its_step(new_loop: Callable[..., L
 def test_recurrent_states_are_refused(model: Any) -> None:
     shape = StateShape(2, 2, 1, 1, 1, 2, torch.float32, torch.float32)
     manager = manager_of(60, page_size=4, params={"states": shape})
-    with pytest.raises(InvalidRequestError, match="OverlappedLoop of recurrent states"):
+    with pytest.raises(InvalidRequestError, match="OverlappedLoop does not support recurrent states"):
         OverlappedLoop(manager, ThreadedRunner(HFRunner(model)))

@@ -294,5 +294,5 @@ def test_check_notices_what_does_not_add_up(page_size: int) -> None:
     cache = broken()
     page = int(np.flatnonzero(cache.pool.index.published)[0])
     cache.token_to_kv_pool_allocator.free(torch.tensor([page * page_size]))
-    with pytest.raises(InvariantError, match=f"page {page} is cached here, and free at SGLang"):
+    with pytest.raises(InvariantError, match=f"page {page} is cached here, but free in SGLang's allocator"):
         cache.check()

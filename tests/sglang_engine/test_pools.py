@@ -216,5 +216,5 @@ def test_a_pool_that_is_not_known_is_refused_in_one_line() -> None:
         pass
 
     pool = Other(64, 16, torch.float32, 1, 8, 1, "cpu", False)
-    with pytest.raises(InvalidEngineError, match=r"does not know the pool Other"):
+    with pytest.raises(InvalidEngineError, match=r"does not support the pool Other"):
         caches_of(pool, tp_size=1, total_kv_heads=1, window=0)

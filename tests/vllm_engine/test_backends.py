@@ -89,14 +89,14 @@ def test_what_a_page_keeps_is_known_by_the_backends_class(
 @pytest.mark.parametrize(
     ("spec", "backends", "message"),
     [
-        (FULL, (TurboQuantAttentionBackend,), "turboquant_attn.TurboQuantAttentionBackend keeps in a page of FullAtt"),
+        (FULL, (TurboQuantAttentionBackend,), "turboquant_attn.TurboQuantAttentionBackend for FullAtt"),
         (FULL, (HpcAttentionBackend,), "HpcAttentionBackend keeps"),
         (FULL, (Theirs,), "test_backends.Theirs keeps"),
-        (FULL, (TritonMLABackend,), "TritonMLABackend keeps in a page of FullAttentionSpec"),
-        (FULL, (Mamba2AttentionBackend,), "Mamba2AttentionBackend keeps in a page of FullAttentionSpec"),
-        (LATENT, (FlashAttentionBackend,), "FlashAttentionBackend keeps in a page of MLAAttentionSpec"),
-        (STATE, (FlashAttentionBackend,), "FlashAttentionBackend keeps in a page of MambaSpec"),
-        (FULL, (CPUAttentionBackend, FlashAttentionBackend), "one is expected"),
+        (FULL, (TritonMLABackend,), "TritonMLABackend for FullAttentionSpec"),
+        (FULL, (Mamba2AttentionBackend,), "Mamba2AttentionBackend for FullAttentionSpec"),
+        (LATENT, (FlashAttentionBackend,), "FlashAttentionBackend for MLAAttentionSpec"),
+        (STATE, (FlashAttentionBackend,), "FlashAttentionBackend for MambaSpec"),
+        (FULL, (CPUAttentionBackend, FlashAttentionBackend), "all must keep the same"),
     ],
     ids=lambda value: value[0].__name__ if isinstance(value, tuple) else "",
 )

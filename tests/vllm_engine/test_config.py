@@ -131,7 +131,7 @@ def test_groups_of_a_mamba_2_layer_are_those_of_vllms(
 
 
 def test_channels_that_are_no_groups_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidEngineError, match="a convolution of 161 channels, of which 128 are for 8 heads"):
+    with pytest.raises(InvalidEngineError, match="the convolution has 161 channels, 128 of them for 8 heads"):
         groups_of(tmp_path, state((3, 161), (8, 16, 16)), ["model.layers.0.mixer"])
 
 
@@ -140,11 +140,11 @@ def test_channels_that_are_no_groups_are_refused(tmp_path: Path) -> None:
     [
         (attention(), ["layer.0"], {"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
         (attention(), ["a", "b"], {"pipeline_parallel_size": 2}, "does not say which"),
-        (attention(), ["layers.0.a", "layers.1.b"], {"pipeline_parallel_size": 2}, "is not named as"),
-        (attention(num_kv_heads=1), ["layer.0"], {"tensor_parallel_size": 2}, "1 heads on each of 2 ranks"),
+        (attention(), ["layers.0.a", "layers.1.b"], {"pipeline_parallel_size": 2}, "is not named like"),
+        (attention(num_kv_heads=1), ["layer.0"], {"tensor_parallel_size": 2}, "each of 2 ranks has 1 heads"),
         (attention(head_size=3, head_size_v=4), ["layer.0"], {}, "7 elements"),
-        (attention(tokens_per_state=2), ["layer.0"], {}, "2 tokens in a state"),
-        (CHUNKED, ["layer.0"], {}, "caches of ChunkedLocalAttentionSpec are not moved"),
+        (attention(tokens_per_state=2), ["layer.0"], {}, "a state has 2 tokens"),
+        (CHUNKED, ["layer.0"], {}, "caches of type ChunkedLocalAttentionSpec are not supported"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

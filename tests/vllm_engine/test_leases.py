@@ -84,7 +84,7 @@ def test_a_prompt_that_differs_in_one_token_fails_with_both_digests(make: Make, 
     run_until([prefill, decode], lambda: decode.finish_reason("d"))
     assert (decode.finish_reason("d"), decode.tokens("d")) == ("error", [])
     ours, theirs = (prompt_of(made(prompt), 100).digest(100).hex()[:16] for prompt in (OTHER, PROMPT))
-    assert f"the digest of its first 100 tokens is {theirs}, that of the request's is {ours}" in caplog.text
+    assert f"the digest of its first 100 tokens is {theirs}, but the request's is {ours}" in caplog.text
     assert "request 'd'" in caplog.text
 
 

@@ -50,7 +50,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"secret": 12345678901234567890}, "secret: file:PATH or env:NAME is expected"),
     ({"secret": [PHRASE]}, "secret: file:PATH or env:NAME is expected"),
     ({"allowed_peers": ["10.0.0.0/99"]}, "allowed_peers is ['10.0.0.0/99']: '10.0.0.0/99' is no host, "),
-    ({"allowed_peers": "a b,10.0.0.1,c d"}, "'a b' is no host, address or network, 'c d' is no host"),
+    ({"allowed_peers": "a b,10.0.0.1,c d"}, "'a b' is not a host name, an address or a network, 'c d' is not"),
     ({"allowed_peers": ["10.0.0.1", 5]}, "allowed_peers is ['10.0.0.1', 5]: a list of addresses, networks"),
     ({"allowed_peers": None}, "allowed_peers is None: a list of addresses"),
     ({"model_id": 3}, "model_id is 3: a text is expected"),
@@ -59,7 +59,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 HERE: list[tuple[dict[str, Any], str]] = [
     ({"secret": "file:/nowhere/at/all"}, "shared secret: [Errno 2] No such file or directory: '/nowhere/at/all'"),
     ({"secret": "env:PAGEWIRE_NO_SUCH_VARIABLE"}, "there is no environment variable 'PAGEWIRE_NO_SUCH_VARIABLE'"),
-    ({"secret": "env:PAGEWIRE_SHORT"}, "the shared secret has 5 bytes, at least 16 are needed"),
+    ({"secret": "env:PAGEWIRE_SHORT"}, "the shared secret has 5 bytes; at least 16 are needed"),
     ({"keyring": "/nowhere/at/all"}, "keyring /nowhere/at/all: [Errno 2]"),
 ]
 """Faults that only the machine can show."""

@@ -35,7 +35,11 @@ def changed(**changes: object) -> Findings:
     [
         (changed(nixl_error="no agent"), "a transfer between processes", "no agent"),
         (changed(nixl_plugins=["UCX"]), "an object tier by NixlObjects", "NIXL 1.5.1 has no plugin OBJ"),
-        (changed(nixl_settings={"UCX_TLS": "sysv,cma"}), "a pull from another host", "UCX_TLS=sysv,cma leaves no host"),
+        (
+            changed(nixl_settings={"UCX_TLS": "sysv,cma"}),
+            "a pull from another host",
+            "UCX_TLS=sysv,cma cannot reach another host",
+        ),
         (changed(ptrace_scope="1"), "a pull by CMA on this host", "ptrace_scope is 1"),
         (changed(page_hash_us={"sha256": 1.0}), 'hash_algorithm="blake3"', "blake3 is not installed"),
         (changed(missing={**HEALTHY.missing, "top": ["textual"]}), "needs the extra 'top'", "not installed: textual"),

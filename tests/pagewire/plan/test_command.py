@@ -106,7 +106,7 @@ def test_a_pipe_gets_every_figure(
         (["--memory", "1kB"], "is no number of bytes"),
         (["--memory", "1KB"], "one page of 16 tokens takes 1,015,808 on a rank"),
         (["--lengths", "5,x"], "'x' is no whole number"),
-        (["--lengths", "1,2,3,4,5,6,7,8,9"], "9 lengths: 8 are the most"),
+        (["--lengths", "1,2,3,4,5,6,7,8,9"], "9 lengths: at most 8 are allowed"),
         (["--json", "/"], "is a folder"),
     ],
 )

@@ -93,7 +93,10 @@ def test_what_recurrent_layers_keep_is_what_our_state_pages_hold(tmp_path: Path)
     for tp in (1, 2, 4):  # four ranks share the two groups
         pages: list[PageLayout] = [layout for kinds in state_layouts(shape, tp) for layout in kinds.values()]
         assert model.state_bytes(tp) * tp == sum(page.page_bytes for page in pages)
-    with pytest.raises(PlanError, match="tensor parallelism 3: 3 shards can neither split nor share 8 heads"):
+    with pytest.raises(
+        PlanError,
+        match=r"tensor parallelism 3: a state of 8 heads in \d+ groups cannot be split or shared evenly by 3 shards",
+    ):
         model.state_bytes(3)
 
 
@@ -178,32 +181,35 @@ def test_the_checkpoint_says_how_keys_and_values_are_quantised(
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ("{", "does not take it"),
-        ("[]", "does not take it"),
+        ("{", "cannot read it"),
+        ("[]", "cannot read it"),
         ({"hidden_size": 1}, "model_type"),
         ({**LLAMA, "model_type": "no-such-model"}, "no-such-model"),
         ({**LLAMA, "num_hidden_layers": "many"}, "num_hidden_layers"),
         ({**LLAMA, "num_key_value_heads": 0}, "num_key_value_heads is '0': a whole number from 1"),
         ({**LLAMA, "head_dim": -1}, "head_dim is '-1': a whole number from 1"),
-        ({**LLAMA, "torch_dtype": None}, "dtype is 'None': bfloat16, float16 or float32 is needed, or --kv-dtype"),
+        (
+            {**LLAMA, "torch_dtype": None},
+            "dtype is 'None': bfloat16, float16 or float32 is needed; --kv-dtype overrides it",
+        ),
         ({**LLAMA, "layer_types": ["full_attention"]}, "layer"),
         ({**LLAMA, "layer_types": ["moe"] * 4}, "layer_types has no attention"),
         ({**LLAMA, "layer_types": ["indexed_attention"] * 4}, "layer_types[0] is 'indexed_attention': one of full_"),
         (
             {**LLAMA, "layer_types": ["sliding_attention"] * 4},
-            "sliding_window is missing: what layer_types names needs it",
+            "sliding_window is missing, and the kinds in layer_types need it",
         ),
         ({**LLAMA, "layer_types": ["linear_attention"] * 4}, "layer_types[0] is recurrent"),
-        ({**BAMBA, "mamba_n_groups": 3}, "heads is 8: no multiple of the 3 groups"),
+        ({**BAMBA, "mamba_n_groups": 3}, "heads is 8: a multiple of the 3 groups is needed"),
         ({**LLAMA, "model_type": "gpt_bigcode", "multi_query": True}, "multi_query is true"),
         ({"model_type": "t5", "torch_dtype": "bfloat16"}, "is_encoder_decoder is true"),
         (
             {**LLAMA, "quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}},
-            "quantization_config.kv_cache_quant_algo is 'NVFP4': floats of 8 bits are understood",
+            "quantization_config.kv_cache_quant_algo is 'NVFP4': only 8-bit floats are supported",
         ),
         (
             {**LLAMA, "quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": "any"}},
-            "quantization_config.kv_cache_scheme is 'any': floats of 8 bits are understood",
+            "quantization_config.kv_cache_scheme is 'any': only 8-bit floats are supported",
         ),
     ],
 )

@@ -170,7 +170,7 @@ def test_states_take_what_a_real_manager_of_them_gives_them(shape: StateShape, t
     assert manager.maybe_reserve(context)
     manager.release(context.request_id)
     manager.external_claim("longer")
-    with pytest.raises(PromptTooLongError, match="request 'longer': .* pages, the pool has"):
+    with pytest.raises(PromptTooLongError, match="request 'longer': .* pages, but the pool has"):
         manager.maybe_reserve(TextContext(range((ours.longest or 0) + 1), 4096, "longer"))
     (part, state), page = ours.parts, ours.page_bytes or 1
     assert (part.kind, part.tables, state.kind, state.tables) == (kind, 1, "state", 0)

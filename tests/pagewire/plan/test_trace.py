@@ -71,11 +71,11 @@ def test_replicas_of_a_host_have_a_share_of_the_blocks_each() -> None:
 def test_what_cannot_be_replayed_is_said() -> None:
     with pytest.raises(ReplayError, match="a request of 60 blocks does not fit: 51 blocks"):
         sweep([[*range(60)]], question())
-    with pytest.raises(PlanError, match="--block-tokens is 100: no multiple of the page size 16"):
+    with pytest.raises(PlanError, match="--block-tokens is 100: a multiple of the page size 16 is needed"):
         sweep(sessions(3), question(block=100))
     with pytest.raises(ReplayError, match=r"60 blocks with its state, as large as 6\.3 blocks, does not fit"):
         sweep([[*range(60)]], hybrid(GIB // 2))
-    with pytest.raises(ReplayError, match=r"1 blocks of a host tier: .* 2 states take"):
+    with pytest.raises(ReplayError, match=r"a host tier of 1 blocks: .* must hold 2 states"):
         sweep(sessions(3), hybrid(tier=15 << 20))
 
 

@@ -123,7 +123,7 @@ def test_with_peers_a_head_that_all_share_is_computed_once(routing: Any) -> None
 
 
 def test_one_replica_has_no_peers() -> None:
-    with pytest.raises(ReplayError, match="one replica has none"):
+    with pytest.raises(ReplayError, match="--peers needs --replicas 2"):
         replay([[1]], 16, peers=True)
 
 
@@ -137,7 +137,9 @@ def test_a_window_s_load_is_that_of_its_busiest_replica() -> None:
 
 
 def test_a_request_that_never_fits_is_said_so() -> None:
-    with pytest.raises(ReplayError, match="a request of 9 blocks does not fit: 16 blocks, 2 replicas, 8 each"):
+    with pytest.raises(
+        ReplayError, match="a request of 9 blocks does not fit: 16 blocks in 2 replicas are 8 blocks each"
+    ):
         replay([[*range(9)]], 16, replicas=2)
 
 

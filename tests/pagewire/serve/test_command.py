@@ -107,7 +107,7 @@ def test_errors_have_openais_form(served: Served) -> None:
     assert caught.value.param == "temperature"
     with pytest.raises(openai.NotFoundError, match="the model 'another' does not exist"):
         client.completions.create(model="another", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="a request has at most 2048"):
+    with pytest.raises(openai.BadRequestError, match="at most 2048 are allowed"):
         complete(client, "x", 2048)
     with pytest.raises(openai.BadRequestError, match="no chat template"):
         client.chat.completions.create(model="pagewire", messages=[{"role": "user", "content": "x"}])
@@ -198,7 +198,7 @@ def test_figures_are_written_by_the_front_alone(role: str, tmp_path: Path, capsy
     path = tmp_path / "figures.json"
     assert main(["serve", role, "--front", "tcp://127.0.0.1:1", "--json", str(path)]) == 2
     assert capsys.readouterr().err == (
-        f"pagewire serve: error: --json {str(path)!r}: a {role} process has no file; give it to the front\n"
+        f"pagewire serve: error: --json {str(path)!r}: a {role} process writes no file; give --json to the front\n"
     )
 
 

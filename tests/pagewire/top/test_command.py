@@ -32,11 +32,11 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_what_cannot_be_shown_is_said_in_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "f").write_text("{}")
-    assert "what is to be watched?" in complaint(capsys)
+    assert "to watch" in complaint(capsys)
     assert "cannot be watched" in complaint(capsys, "nowhere")
-    assert "no recording" in complaint(capsys, "--play", str(tmp_path / "f"))
-    assert "no address" in complaint(capsys, "tcp://127.0.0.1:1", "--play", str(tmp_path / "f"))
-    assert "what is to be watched?" in complaint(capsys, "--address-file", str(tmp_path / "f"))
+    assert "not a recording" in complaint(capsys, "--play", str(tmp_path / "f"))
+    assert "leave out addresses" in complaint(capsys, "tcp://127.0.0.1:1", "--play", str(tmp_path / "f"))
+    assert "to watch" in complaint(capsys, "--address-file", str(tmp_path / "f"))
     assert "shared secret" in complaint(capsys, "tcp://127.0.0.1:1", "--secret", "short")
 
 

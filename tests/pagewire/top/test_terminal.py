@@ -176,7 +176,7 @@ def test_it_ends_with_its_terminal(controls: bool, address: str, start: Callable
 def test_it_says_on_the_screen_that_nobody_answers(terminal: Terminal, start: Callable[..., Top]) -> None:
     top = start(DEAD, on=terminal)
     fcntl.ioctl(terminal.slave, termios.TIOCSWINSZ, b"\x28\x00\xc8\x00\x00\x00\x00\x00")  # 40 lines, 200 columns
-    wait_for(lambda: b"nobody answers at" in terminal.text, "nothing is said")
+    wait_for(lambda: b"no process answers at" in terminal.text, "nothing is said")
     assert DEAD.encode() in terminal.text
     os.write(terminal.master, b"q")
     assert top.status() == 0
@@ -213,7 +213,7 @@ def test_without_a_terminal_an_address_where_nobody_answers_is_an_error(
         printed = file.read()
     assert status == 2
     assert ("chat-1" in printed) == others
-    assert f"pagewire top: error: nobody answers at {DEAD}. Check that" in printed
+    assert f"pagewire top: error: no process answers at {DEAD}. Check that" in printed
 
 
 @pytest.mark.parametrize("how", ["reader", *SIGNALS], ids=lambda how: getattr(how, "name", how))

@@ -279,7 +279,7 @@ def test_a_process_that_drains_ends_and_leaves_nothing_held_or_it_is_an_error(pl
             assert not draining.done()
             peer.say(msg.Left(stats=stats_of(peer, held)))
             if held:
-                with pytest.raises(ServiceError, match="d2 process has drained, and holds 3 pages"):
+                with pytest.raises(ServiceError, match="d2 process has drained, but still holds 3 pages"):
                     await draining
             else:
                 await draining

@@ -168,10 +168,10 @@ def check_loses_some(router: Router, apart: Served) -> None:
             results = [one.result() for one in asked]
         wrong = [one for one, want in zip(results, theirs, strict=True) if one != want]
         # The router learns of d1 a minute later, by its own health check.
-        assert all("'d1' is not there" in one or f"{gone!r} is not there" in one for one in wrong), wrong
+        assert all("'d1' is unknown" in one or f"{gone!r} is unknown" in one for one in wrong), wrong
         assert len(wrong) < len(prompts)
     apart.until_nothing_is_held()
-    with pytest.raises(openai.InternalServerError, match="'p1' is not there: d2, p2 are"):
+    with pytest.raises(openai.InternalServerError, match="'p1' is unknown; the processes are: d2, p2"):
         complete(apart.client.with_options(base_url=f"{apart.url}/processes/p1/v1"), [1, 2], 1)
     with pytest.raises(openai.BadRequestError, match="'p2' is a prefill process"):
         complete(apart.client.with_options(base_url=f"{apart.url}/processes/p2/v1"), [1, 2], 1)

@@ -57,7 +57,7 @@ def test_while_drafted_tokens_are_not_booked_the_state_is_told_to_nobody(model: 
         lambda: manager.fork(context, context.fork("child")),
         lambda: engine.runner.run([context], manager.fetch([context])),
     ):
-        with pytest.raises(StatePageError, match="'r': drafted tokens ran, and no step has booked them"):
+        with pytest.raises(StatePageError, match="'r': its drafted tokens ran, but step was not called for them"):
             call()
         manager.check()
     assert manager.num_leased_blocks == 0
@@ -192,5 +192,5 @@ def test_check_names_a_second_page_without_a_first(model: Any) -> None:
     states.pool.index.publish(np.array([states.drafts.page_of["r"]], np.int32), np.ones((1, words), np.uint64))
     del states.drafts.page_of["gone"]
     states.pool.check = lambda *_: None
-    with pytest.raises(InvariantError, match="is found by others, and a request writes to it"):
+    with pytest.raises(InvariantError, match="can be found by other requests, but a request writes to it"):
         engine.manager.check()

@@ -223,7 +223,7 @@ def test_tables_that_do_not_fit_are_refused_and_nothing_is_taken(model: Any) -> 
     before = target.manager.num_free_blocks
     replace = msgspec.structs.replace
     for wrong, message in (
-        (replace(table, groups=table.groups[:1]), "1 page groups, this manager 2"),
+        (replace(table, groups=table.groups[:1]), "1 page groups; this manager has 2"),
         (replace(table, groups=(table.groups[0], (1, 2))), "last of one state page"),
         (replace(table, groups=(table.groups[0], (0,))), "state page 0"),
     ):
@@ -296,7 +296,7 @@ def test_a_step_that_was_not_booked_is_refused_when_it_runs_again(model: Any) ->
     with manager.claim(context):
         manager.maybe_reserve(context)
         runner.run([context], manager.fetch([context]))
-        with pytest.raises(StatePageError, match=f"runs from token 0, its state has taken up {len(PROMPTS[0])}"):
+        with pytest.raises(StatePageError, match=f"would run from token 0, but its state covers {len(PROMPTS[0])}"):
             runner.run([context], manager.fetch([context]))
         context.update(1)
         manager.step([context])
@@ -356,7 +356,10 @@ def test_state_pages_are_part_of_the_budget(model: Any) -> None:
 
     states = 5 * state  # one is nobody's
     assert built(states + 20 * page).total_num_pages == 20
-    with pytest.raises(PoolTooSmallError, match=f"{page - 1} for each of 1 replicas: one page takes {page}"):
+    with pytest.raises(
+        PoolTooSmallError,
+        match=f"{page - 1} bytes for the pages of each of 1 replicas: at least one page of {page} bytes",
+    ):
         built(states + page - 1)
     for memory in (1, states):
         with pytest.raises(PoolTooSmallError, match=f"is {memory} bytes: 4 state pages, .* nobody's, take {states}"):
@@ -377,7 +380,7 @@ def test_a_pass_that_goes_past_a_recurrent_layer_is_an_error(model: Any) -> None
             states.get_conv_state(layer)
         for layer in recurred:
             states.get_recurrent_state(layer)
-        with pytest.raises(UnsupportedModelError, match=r"layers \[0\], recurrent are \[0, 2\]"):
+        with pytest.raises(UnsupportedModelError, match=r"layers \[0\], but layers \[0, 2\] are recurrent"):
             states.store([1])
     manager.release("r")
 

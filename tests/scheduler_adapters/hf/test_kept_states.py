@@ -126,7 +126,9 @@ def test_tokens_that_ran_are_not_taken_away_again(model: Any) -> None:
     end = context.end_idx - 2
     context.set_token_indices(start_idx=end - 1, active_idx=end, end_idx=end)
     assert manager.maybe_reserve(context)
-    with pytest.raises(StatePageError, match=r"'r' runs from token \d+, its state has taken up \d+: release it"):
+    with pytest.raises(
+        StatePageError, match=r"'r' would run from token \d+, but its state covers \d+ tokens: release it"
+    ):
         runner.run([context], manager.fetch([context]))
     manager.release("r")
     assert served(loop, context.tokens.tolist(), 1)[1] == full(len(PROMPTS[0]) - 1)

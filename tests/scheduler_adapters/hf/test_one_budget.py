@@ -235,7 +235,7 @@ def test_what_a_request_needs_is_its_pages_and_its_state(model: Any) -> None:
         assert not manager.admission(TextContext([5], 4096, "other")).fits
         with pytest.raises(NoFreeRowError, match="'other'"):
             manager.external_claim("other")
-    with pytest.raises(PoolTooSmallError, match="twice as many"):
+    with pytest.raises(PoolTooSmallError, match=r"at least \d+ pages are needed"):
         one_budget(model, 1, 1)
 
 

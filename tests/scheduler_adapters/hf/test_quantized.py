@@ -106,5 +106,5 @@ def test_prefill_hands_scales_over(model: Any, tmp_path: Path, prefill: Any, dec
 
 def test_scales_of_whole_pages_are_not_run(model: Any) -> None:
     loop = new_loop(model, page_size=8, **scaled(torch.int8, scale_of="page and head"))
-    with pytest.raises(UnsupportedModelError, match="scale_of 'token and head' is run"):
+    with pytest.raises(UnsupportedModelError, match="use scale_of 'token and head'"):
         serve(loop, requests_of(PROMPTS, 1))

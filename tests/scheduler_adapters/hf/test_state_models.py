@@ -81,7 +81,7 @@ def test_a_state_that_no_configuration_tells_of_is_refused(
     model = make_model("llama")
     HFRunner(model)
     monkeypatch.setattr(model, "_is_stateful", True, raising=False)
-    with pytest.raises(UnsupportedModelError, match="llama: it keeps a state of each request, of what form is not"):
+    with pytest.raises(UnsupportedModelError, match="llama: the model keeps a state for each request, whose form"):
         HFRunner(model)
 
 

@@ -344,8 +344,8 @@ def test_an_import_that_begins_with_a_state_from_below(model: Any, slabs: bool, 
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"tier_state_share": 0.0}, "tier_state_share is 0.0: 2 states take"),
-        ({"tier_state_share": 1.0}, "one page takes"),
+        ({"tier_state_share": 0.0}, "tier_state_share is 0.0: the share must hold 2 states"),
+        ({"tier_state_share": 1.0}, "at least one page of"),
     ],
 )
 def test_memory_that_does_not_hold_both_is_refused(model: Any, params: dict[str, Any], message: str) -> None:

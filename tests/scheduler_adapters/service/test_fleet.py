@@ -119,7 +119,7 @@ def fill(fleet: Fleet) -> int:
         try:
             fleet.send("decode", asked)
         except ServiceError as error:
-            assert "the decode process has taken no message for 0.5 s" in str(error)  # noqa: PT017  (it ends the loop)
+            assert "the decode process has accepted no message for 0.5 s" in str(error)  # noqa: PT017  (it ends the loop)
             return number
     raise AssertionError("it takes whatever it is asked")
 

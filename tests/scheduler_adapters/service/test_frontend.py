@@ -112,7 +112,7 @@ def test_a_request_beyond_those_that_may_be_on_their_way_is_refused_alone(model:
             assert not end.error
         else:
             assert (end.finished, service.tokens[f"r{number}"]) == ("error", [])
-            assert end.error == f"request 'r{number}' is one too many: decode process 'd0' has 3 on their way"
+            assert end.error == f"request 'r{number}' is refused: decode process 'd0' has 3 open requests, its limit"
     assert service.serve(prompts[3:6], 6) == [own_tokens(model, prompt, 6) for prompt in prompts[3:6]]
     service.assert_nothing_held()
     service.close()
@@ -213,7 +213,7 @@ def test_a_front_that_submits_without_end_and_reads_is_refused_beyond_its_limit(
     assert 0 < most <= limit
     assert 0 < len(refused) < requests
     assert {ended[name] for name in refused} == {
-        f"request {name!r} is one too many: decode process 'decode' has {limit} on their way" for name in refused
+        f"request {name!r} is refused: decode process 'decode' has {limit} open requests, its limit" for name in refused
     }
     assert all(tokens[name] == ([] if name in refused else wanted) for name in ended)
     assert [(one.pages_held, one.open_requests) for one in stats.values()] == [(0, 0)] * 2
@@ -274,7 +274,7 @@ def test_what_a_front_sends_to_a_process_that_takes_nothing_fails_at_a_deadline(
         os.kill(pid, signal.SIGSTOP)
         try:
             begin = time.monotonic()
-            with pytest.raises(ServiceError, match="the decode process has taken no message for 1 s"):
+            with pytest.raises(ServiceError, match="the decode process has accepted no message for 1 s"):
                 send_without_end(fleet)
             assert time.monotonic() - begin < 20
         finally:

@@ -151,7 +151,7 @@ def test_a_peer_with_one_table_is_refused_by_name(start: Callable[..., Service])
     service = start({"groups": False}, {})
     service.serve([PROMPTS[0]])
     error = service.ended["r0"].error  # by its first pages, or by what the process says of itself
-    assert "has 1 page groups, this manager 4" in error or "layer tables: None at the source, 'full of" in error
+    assert "has 1 page groups; this manager has 4" in error or "layer tables: None at the source, 'full of" in error
     service.assert_nothing_held()
 
 

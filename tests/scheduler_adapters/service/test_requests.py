@@ -37,7 +37,7 @@ def test_a_request_makes_the_moves_of_its_table_and_no_other(side: str) -> None:
             request.move(after, 7.0)
             assert (request.phase, request.deadline) == (after, 7.0)
         else:
-            with pytest.raises(IllegalMoveError, match=f"'r', attempt 1: {before} to {after}"):
+            with pytest.raises(IllegalMoveError, match=f"'r', attempt 1: the phase {after} cannot follow {before}"):
                 request.move(after)
             assert (request.phase, request.deadline) == (before, 5.0)
 

@@ -274,7 +274,7 @@ def test_an_id_that_is_on_its_way_is_refused(start: Callable[..., Service], expe
     service.decode.submit(msg.Submit(request_id="r0", prompt=(1,), max_new_tokens=1))
     (refusal,) = [msg.decode(data) for (data,) in wait_for_messages(service)]
     assert refusal == msg.Tokens(request_id="r0", finished="error", error=refusal.error)
-    assert "on its way" in refusal.error
+    assert "already open" in refusal.error
     service.until(lambda: service.ended, "the first request")
     assert service.tokens["r0"] == expected[0]
     service.assert_nothing_held()

@@ -286,7 +286,7 @@ def test_a_prefill_that_is_gone_fails_what_waits_for_it(sides: Sides) -> None:
 
 def test_an_address_outside_of_the_allowed_peers_is_not_asked(sides: Sides) -> None:
     sides.pulls.want(ROOM, "tcp://192.0.2.77:5555", PROMPT)
-    assert "outside of allowed_peers" in sides.decode.heard[-1]
+    assert "is not in allowed_peers" in sides.decode.heard[-1]
 
 
 @pytest.mark.parametrize(
