@@ -98,14 +98,14 @@ def test_a_pipe_gets_every_figure(
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (["--tp", "3"], "--tp is 3: 8 devices cannot be divided"),
+        (["--tp", "3"], "--tp is 3: a divisor of the 8 devices is needed"),
         (["--devices", "6"], ""),
         (["--devices", "6", "--tp", "6"], "tensor parallelism 6: n_kv_heads is 16"),
         (["--prefill-tp", "5"], "tensor parallelism 5: n_kv_heads is 16"),
         (["--memory", "2MB"], ""),
-        (["--memory", "1kB"], "is no number of bytes"),
+        (["--memory", "1kB"], "is not a number of bytes"),
         (["--memory", "1KB"], "one page of 16 tokens takes 1,015,808 on a rank"),
-        (["--lengths", "5,x"], "'x' is no whole number"),
+        (["--lengths", "5,x"], "'x' is not a whole number"),
         (["--lengths", "1,2,3,4,5,6,7,8,9"], "9 lengths: at most 8 are allowed"),
         (["--json", "/"], "is a folder"),
     ],
