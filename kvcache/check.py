@@ -51,7 +51,7 @@ def check_replica(replica: Replica) -> None:
         _check_row(replica, row)
     for row, request_id in enumerate(rows.request_ids):
         if request_id is None and (rows.num_pages[row] or rows.table[:, row].any()):
-            raise InvariantError(f"row {row} is free, but names {rows.num_pages[row]} pages")
+            raise InvariantError(f"row {row} is free, but holds {rows.num_pages[row]} pages")
     replica.check()
 
 

@@ -103,7 +103,7 @@ class Replicas:
     ) -> None:
         self.placed = placed
         self.hybrid = hybrid  # the replicas again, if there are recurrent layers; empty otherwise
-        self.fingerprint = fingerprint  # of the pages and states of a replica, on all shards
+        self.fingerprint = fingerprint  # identifies the layout of a replica's pages and states on all shards
         self._rows = rows
         self.capacity = rows.capacity_of  # by place: the tokens for which it has pages; place -1 has none
         self.tiers, self.state_tiers = tiers  # below the pages of tokens, and below recurrent states

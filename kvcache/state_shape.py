@@ -63,7 +63,7 @@ class StateShape:
                 f"kernel is {self.kernel}: at least 2 is needed, because a kernel of 1 keeps no inputs"
             )
         if self.heads % self.groups:
-            raise InvalidParamsError(f"heads is {self.heads}: no multiple of the {self.groups} groups")
+            raise InvalidParamsError(f"heads is {self.heads}: a multiple of the {self.groups} groups is needed")
 
 
 class StateCopy(NamedTuple):

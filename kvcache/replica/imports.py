@@ -135,8 +135,8 @@ def _check_pages(replica: Replica, context: Context, table: BlockTable) -> None:
     kinds, named = replica.tables.kinds, replica.tables.kinds_named
     beside = table.groups[len(kinds) :]
     if len(table.groups) != len(kinds) + replica.state_groups or any(len(pages) != 1 for pages in beside):
-        ours = f"{len(kinds) + 1}, the last of one state page" if replica.state_groups else str(len(kinds))
-        raise _mismatch(context, f"has {len(table.groups)} page groups, this manager {ours}")
+        ours = f"{len(kinds) + 1}, the last with one state page" if replica.state_groups else str(len(kinds))
+        raise _mismatch(context, f"has {len(table.groups)} page groups; this manager has {ours}")
     for (page,) in beside:
         if not 0 < page < 1 << 31:
             raise _mismatch(context, f"names state page {page}; 1 to 2**31 - 1 are allowed")

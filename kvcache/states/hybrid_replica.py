@@ -250,8 +250,8 @@ class HybridReplica(Replica):
         tokens = self.states.tokens_of(request_id)
         if tokens != cached:
             raise StatePageError(
-                f"request {request_id!r}: {cached} tokens are computed as of its last step, "
-                f"its state has taken up {tokens}: fork it after step"
+                f"request {request_id!r}: {cached} tokens are computed, but its state covers {tokens}: "
+                "fork it after step"
             )
         return super().plan_fork(parent, child, num_steps)
 
@@ -273,8 +273,8 @@ class HybridReplica(Replica):
     def page_groups(self, row: int, num_tokens: int, *, first: int, full_pages: bool) -> tuple[tuple[int, ...], ...]:
         """As the base, with the state as a further group. The state stays as it is while it is leased.
 
-        Raises `StatePageError` if a run was not booked, or if the state is of other tokens. With `full_pages` the state
-        is not yet reported to readers, and may be of other tokens.
+        Raises `StatePageError` if drafted tokens ran without a `step` after them, or if the state covers other tokens.
+        With `full_pages` the state is not yet reported to readers, and may cover other tokens.
         """
         request_id, states = self._name(row), self.states
         if not full_pages:
@@ -282,7 +282,7 @@ class HybridReplica(Replica):
             tokens = states.tokens_of(request_id)
             if tokens != num_tokens:
                 raise StatePageError(
-                    f"request {request_id!r}: its pages hold {num_tokens} tokens, its state has taken up {tokens}"
+                    f"request {request_id!r}: its pages hold {num_tokens} tokens, but its state covers {tokens}"
                 )
             states.tell(request_id)
         self._moves.told(row)

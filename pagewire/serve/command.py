@@ -150,7 +150,7 @@ async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitSta
                 asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
             _leave_addresses(options.address_file, _Addresses(http, endpoint, watch))
             if watch:
-                log.warning("see every page: pagewire top %s", " ".join(watch))
+                log.warning("to see every page, run: pagewire top %s", " ".join(watch))
             log.warning("%s serves at %s; processes join at %s", name, http, endpoint)
             await server.serve(sockets=[listening])
             if hearing.done():

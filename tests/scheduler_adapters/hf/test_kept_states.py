@@ -182,7 +182,9 @@ def test_check_names_what_does_not_add_up(model: Any) -> None:
 
     manager = broken()
     manager._replicas.hybrid[0]._kept._ends["gone"] = ()
-    with pytest.raises(InvariantError, match=r"ends of chunks are known of \['gone'\]"):
+    with pytest.raises(
+        InvariantError, match=r"ends of chunks are recorded for requests that are not claimed: \['gone'\]"
+    ):
         manager.check()
     manager = broken()
     manager.states[0]._tokens[manager.states[0].pool.index.published] = 0
