@@ -506,7 +506,7 @@ FIGURES = (
         "reserve 32,768 tokens, cold, reserved and published, sha256, pages of 16",
         "µs",
     ),
-    _beside("memory for the books of a page", "memory per page, 1M pages, all published, B", "bytes"),
+    _beside("bookkeeping memory of a page", "memory per page, 1M pages, all published, B", "bytes"),
     Figure(
         "pull 2,048 blocks of 64 layers between processes",
         lambda: _pulled_blocks("2,048 pages × 64 regions: the whole pull"),

@@ -234,7 +234,7 @@ def test_our_own_errors_leave_no_mark() -> None:
     manager = manager_of(8, checks=False)
     manager.external_claim("r")
     wrong: dict[str, Callable[[], object]] = {
-        "'r': claimed on replica 0 already": lambda: manager.external_claim("r"),
+        "'r': is already claimed on replica 0": lambda: manager.external_claim("r"),
         "200 tokens need 50 pages": lambda: manager.maybe_reserve(TextContext([1] * 200, 250, "r")),
         "call maybe_reserve before the model runs": lambda: manager.fetch([TextContext([1], 9, "r")]),
         "'none': release of a request that is not claimed": lambda: manager.release("none"),

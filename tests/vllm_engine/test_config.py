@@ -139,7 +139,7 @@ def test_channels_that_are_no_groups_are_refused(tmp_path: Path) -> None:
     ("spec", "names", "parallel", "message"),
     [
         (attention(), ["layer.0"], {"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
-        (attention(), ["a", "b"], {"pipeline_parallel_size": 2}, "does not say which"),
+        (attention(), ["a", "b"], {"pipeline_parallel_size": 2}, "does not contain its number"),
         (attention(), ["layers.0.a", "layers.1.b"], {"pipeline_parallel_size": 2}, "is not named like"),
         (attention(num_kv_heads=1), ["layer.0"], {"tensor_parallel_size": 2}, "each of 2 ranks has 1 heads"),
         (attention(head_size=3, head_size_v=4), ["layer.0"], {}, "7 elements"),

@@ -58,7 +58,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 HERE: list[tuple[dict[str, Any], str]] = [
     ({"secret": "file:/nowhere/at/all"}, "shared secret: [Errno 2] No such file or directory: '/nowhere/at/all'"),
-    ({"secret": "env:PAGEWIRE_NO_SUCH_VARIABLE"}, "there is no environment variable 'PAGEWIRE_NO_SUCH_VARIABLE'"),
+    ({"secret": "env:PAGEWIRE_NO_SUCH_VARIABLE"}, "the environment variable 'PAGEWIRE_NO_SUCH_VARIABLE' is not set"),
     ({"secret": "env:PAGEWIRE_SHORT"}, "the shared secret has 5 bytes; at least 16 are needed"),
     ({"keyring": "/nowhere/at/all"}, "keyring /nowhere/at/all: [Errno 2]"),
 ]
@@ -112,7 +112,7 @@ def test_all_that_the_machine_lacks_is_named_at_once() -> None:
         "port is 65535: data-parallel engine 3 would listen at 65538",
         "host is 'no.such.host.invalid': it has no address here",
         "keyring and secret are both given: one is needed",
-        "there is no environment variable 'NONE'",
+        "there is the environment variable 'NONE' is not set",
         "keyring /nowhere: ",
     ):
         assert part in str(error.value)
@@ -176,7 +176,7 @@ def test_options_are_checked_before_memory_is_measured(tmp_path: Path) -> None:
     config, _ = configs(tmp_path, BASE)
     assert get_kv_connector_cache_layout(config) == "LBHNC"
     config, _ = configs(tmp_path, BASE | {"secret": "env:NONE"})
-    with pytest.raises(InvalidEngineError, match="no environment variable 'NONE'"):
+    with pytest.raises(InvalidEngineError, match="the environment variable 'NONE' is not set"):
         get_kv_connector_cache_layout(config)
 
 

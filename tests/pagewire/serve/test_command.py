@@ -318,7 +318,7 @@ def test_beyond_this_host_keys_are_needed(tmp_path: Path) -> None:
     try:
         served.start("front", "front", "--host", "10.1.2.3", "--http-port", "0")
         assert served.ended("front") == 2
-        assert "takes --secret or --keyring" in served.log("front")
+        assert "give --secret or --keyring" in served.log("front")
     finally:
         served.close()
 

@@ -389,7 +389,7 @@ def test_a_recording_plays_back_to_and_fro(watched: tuple[PagedKVCacheManager, M
 
 
 def test_recordings_that_are_none_are_refused(tmp_path: Path) -> None:
-    for content, what in ((b"", "no recording"), (b"pagewire recording 1\n", "no look")):
+    for content, what in ((b"", "not a recording"), (b"pagewire recording 1\n", "no look")):
         (tmp_path / "f").write_bytes(content)
         with pytest.raises(WatchError, match=what):
             PlayedSource(tmp_path / "f")

@@ -188,7 +188,7 @@ def test_check_names_what_does_not_add_up(model: Any) -> None:
         manager.check()
     manager = broken()
     manager.states[0]._tokens[manager.states[0].pool.index.published] = 0
-    with pytest.raises(InvariantError, match="found by others, and has taken up no token"):
+    with pytest.raises(InvariantError, match="found by other requests, but covers no tokens"):
         manager.check()
     manager = broken()
     manager.states[0]._passing["gone"] = torch.zeros(1)

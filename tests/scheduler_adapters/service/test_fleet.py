@@ -134,7 +134,7 @@ def test_answers_that_nobody_has_read_do_not_keep_the_processes_from_ending() ->
 
 def test_at_the_end_the_process_that_takes_nothing_is_named_and_not_one_that_has_ended_as_told() -> None:
     fleet = Fleet(CONFIGS, send_timeout_s=0.5)
-    with forked.fleets(), pytest.raises(ServiceError, match="the decode process has taken no message"):
+    with forked.fleets(), pytest.raises(ServiceError, match="the decode process has accepted no message"):
         stop_and_end(fleet)
     assert_gone_soon(list(fleet.pids.values()))
 

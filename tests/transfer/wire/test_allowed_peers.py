@@ -66,7 +66,7 @@ def test_whoever_else_is_refused_with_the_address_and_the_list(address: str) -> 
     ["", "nonsense", "tcp://", "tcp://127.0.0.1", "udp://127.0.0.1:1", "tcp://127.0.0.1:1;10.9.9.9:2", "tcp://*:1"],
 )
 def test_what_is_no_plain_endpoint_is_refused(address: str) -> None:
-    with pytest.raises(HandshakeError, match="is no endpoint"):
+    with pytest.raises(HandshakeError, match="is not an endpoint"):
         LISTED.check(address)
 
 
