@@ -498,7 +498,10 @@ class StatePages:
             raise InvariantError(f"state page {page} can be found by other requests, but covers no tokens")
         self.drafts.check(self._page_of)
         if not self._passing.keys() <= self._page_of.keys():
-            raise InvariantError(f"a copy goes with the next one of {sorted(self._passing)}, not all of them run")
+            raise InvariantError(
+                f"the kept copies of {sorted(self._passing)} end with their next ones, but not all of these requests "
+                "run"
+            )
 
     # ---- inside
 
