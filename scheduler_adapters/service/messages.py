@@ -277,7 +277,7 @@ def decode(data: bytes) -> AnyMessage:
 def decode_frames(frames: Sequence[bytes], wanted: UnionType) -> AnyMessage:
     """Returns the message in a list of exactly one frame. Its type must be one of `wanted`. Raises as `decode`."""
     if len(frames) != 1:
-        raise MessageError(f"a message has 1 frame, but {len(frames)} came")
+        raise MessageError(f"{len(frames)} frames are not a message: exactly 1 is needed")
     message = decode(frames[0])
     if not isinstance(message, wanted):
         raise MessageError(f"a {type(message).__name__} is not for this kind of process")
