@@ -77,7 +77,10 @@ BREAKS: dict[str, tuple[Callable[[PagedKVCacheManager, Replica], Any], str]] = {
         "page numbers after its last page",
     ),
     "a free row that names pages": (lambda m, r: set_entry(r.rows.table, (0, 7, 0), 4), "row 7 is free"),
-    "a row of another request": (lambda m, r: set_entry(r.rows.request_ids, r.rows.row_of["one"], "x"), "belongs to 'x'"),
+    "a row of another request": (
+        lambda m, r: set_entry(r.rows.request_ids, r.rows.row_of["one"], "x"),
+        "belongs to 'x'",
+    ),
     "a claim without a row": (lambda m, r: m._claims.places.update(ghost=3), "'ghost': is claimed at place"),
     "a claim of another row": (lambda m, r: set_entry(m._claims.places, "one", 77), "'one': is claimed at place 77"),
     "idle stamps lost": (lambda m, r: set_entry(r.pool.idle._stamp, slice(None), -1), "of the states|idle order"),

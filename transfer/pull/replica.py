@@ -235,7 +235,7 @@ class ReplicaTransfer:
             PullFailedError: a pull of this name is open. The open pull continues.
         """
         if key in self._pulls or key in self._shared:
-            raise PullFailedError(f"request {key!r}: a pull of this name has not ended yet")
+            raise PullFailedError(f"request {key!r}: an earlier pull of the same name has not ended yet")
         groups = self.ranks[0].layout.groups
         shared = SharedPull(key, holdings, groups, self._page_bytes, page_sizes, can_shorten=can_shorten)
         self._shared.begin(shared, holdings, timeout_s)
