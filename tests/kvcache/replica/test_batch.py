@@ -49,7 +49,7 @@ def test_a_batch_from_before_an_interrupt_is_looked_at_anew(make: Any) -> None:
     manager._replicas.each[0].rows.table[0, 1, 2:] = 0  # as where not all of its new pages have come
     manager._mark.call = ("reserve_batch", batch.places)
     assert manager.recover().released == ()
-    with pytest.raises(NotReservedError, match="'1': 15 tokens, its reserved pages hold 8: call maybe_reserve"):
+    with pytest.raises(NotReservedError, match="'1': 15 tokens, but its reserved pages hold 8: call maybe_reserve"):
         manager.fetch(batch, 9)
     assert manager.reserve_batch(batch, 9).all()
     manager.fetch(batch, 9)

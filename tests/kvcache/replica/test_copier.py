@@ -38,7 +38,7 @@ def test_a_late_cancel_does_not_touch_the_pages_of_the_next_request_of_the_name(
     assert target.maybe_reserve(context)
     target.cancel_import(late)
     pages = target.get_req_blocks("d")
-    with pytest.raises(InvalidRequestError, match="'d': has 5 pages already; import comes first"):
+    with pytest.raises(InvalidRequestError, match="'d': already holds 5 pages; import its block table"):
         target.import_block_table(context, table)
     assert target.get_req_blocks("d") == pages
 

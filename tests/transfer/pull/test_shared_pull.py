@@ -321,7 +321,7 @@ def test_a_table_that_was_changed_on_its_way_is_read_from_no_source(lender: Any,
     event = d.end(d.begin([lent[0]._replace(table=forged), lent[1]]))
     assert event.error == ""
     assert shares(event) == {"p": 0, "q": ALL}
-    assert "has not said that lease" in str(event.shares)
+    assert "did not confirm that lease" in str(event.shares)
     d.all_given_back(p, q)
 
 
