@@ -633,9 +633,7 @@ class Replica:
             text += " computed"
         elif lengths[at] > self.max_seq_len:
             raise SequenceTooLongError(f"{text}, but max_seq_len is {self.max_seq_len}")
-        raise NotReservedError(
-            f"{text}, but its reserved pages hold {room[at]}: call maybe_reserve before the model runs"
-        )
+        raise NotReservedError(f"{text}, but its reserved pages hold {room[at]}: call maybe_reserve first")
 
     # ---- inside
 
