@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,11 +71,11 @@ class Exchanged:
             self.until(lambda happened: isinstance(happened.event, Offered))
             return [msgspec.msgpack.encode((offer, self.manager.block_table(name))).hex()]
 
-    def ask(self, name: str, pages: int, address: str, timeout_s: float) -> list[Any]:
-        """Ask the source `p` for the pages of a prompt: seconds, the reason of a failure, and how many it lends."""
+    def ask(self, name: str, pages: int, address: str, timeout_s: float, engine: str = "p/0") -> list[Any]:
+        """Ask a source for the pages of a prompt: seconds, the reason of a failure, and how many it lends."""
         context = TextContext([*range(pages * PAGE_SIZE), 7], MOST_PAGES * PAGE_SIZE, name)
         begin = time.perf_counter()
-        self.exchange.ask(0, name, address, "p/0", self.manager.contents.digests(context), timeout_s)
+        self.exchange.ask(0, name, address, engine, self.manager.contents.digests(context), timeout_s)
         lent = self.until(lambda one: isinstance(one.event, Lent) and one.event.key == name).event
         self.lent[name] = lent
         return [time.perf_counter() - begin, lent.error, lent.table.num_tokens // PAGE_SIZE if lent.table else 0]
@@ -85,16 +85,29 @@ class Exchanged:
         lent = self.lent.pop(name)
         return self.read(name, lent.source, lent.table, timeout_s)
 
+    def take_from(self, names: list[str], timeout_s: float) -> list[Any]:
+        """Pull from all at once what several have lent: as `read`, and the bytes that came from each source."""
+        lent = [self.lent.pop(name) for name in names]
+        tables = [one.table for one in lent]
+        return self.read(names[0], [one.source for one in lent], tables[0], timeout_s, tables[1:])
+
     def pull(self, name: str, offered: str, timeout_s: float) -> list[Any]:
         """Pull what was offered."""
         source, table = msgspec.msgpack.decode(bytes.fromhex(offered), type=tuple[Source, BlockTable])
         return self.read(name, source, table, timeout_s)
 
-    def read(self, name: str, source: Source, table: BlockTable, timeout_s: float) -> list[Any]:
+    def read(
+        self,
+        name: str,
+        source: Source | list[Source],
+        table: BlockTable,
+        timeout_s: float,
+        others: Sequence[BlockTable] = (),
+    ) -> list[Any]:
         """Pull a table's pages: seconds, the reason of a failure, and whether each byte is right."""
         context = TextContext([*range(table.num_tokens), 7], MOST_PAGES * PAGE_SIZE, name)
         self.manager.external_claim(name)
-        pending = self.manager.import_block_table(context, table)
+        pending = self.manager.import_block_table(context, table, others=others)
         assert pending is not None
         begin = time.perf_counter()
         self.exchange.pull(name, source, pending, timeout_s=timeout_s)
@@ -105,11 +118,12 @@ class Exchanged:
             self.manager.cancel_import(pending)
         else:
             self.manager.commit_import(context, pending, happened.proof)
-            found = self.pages(name)[: table.num_tokens // PAGE_SIZE]
+            found = self.pages(name)[: pending.num_tokens // PAGE_SIZE]
             right = all(np.array_equal(page, contents(column)) for column, page in enumerate(found))
         self.manager.release(name)
         self.manager.reset_prefix_cache()
-        return [seconds, error, right]
+        shares = [{share.place[1]: share.num_bytes for share in happened.event.shares}] if others else []
+        return [seconds, error, right, *shares]
 
     def held(self) -> list[Any]:
         self.manager.check()

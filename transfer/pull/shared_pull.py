@@ -39,6 +39,8 @@ _LEAST_S, _LEAST_BYTES = 0.01, 1 << 20
 """The least that a run takes, so that its fence costs little: a round trip in which the source sends no page."""
 _MOST_S = 0.25
 """The most that a run should take: the time that is lost with it if the source fails."""
+_GROWTH = 4
+"""How much longer the next run of a source may be that was not read before."""
 _KNOWN_RATES = 256
 _TO_READ, _READING, _PASSED, _LOST = range(4)
 
@@ -85,7 +87,9 @@ class _Part:
         key: names its pull.
         holding: the pages that it may read.
         has: bool `[columns]`: the columns that the source holds.
-        rate: bytes per second of its latest runs; 0 if unknown.
+        seen: bytes and seconds of its latest runs; older ones are halved with each further run. So a short run, which
+            the buffers on the way may hold, counts little.
+        most: bytes that its next run may have at most.
         run: the columns that are being read; None if it is idle.
         since: when this run was begun.
         runs: number of runs begun.
@@ -97,13 +101,20 @@ class _Part:
     key: str
     holding: SourcePages
     has: NDArray[np.bool_]
-    rate: float
+    seen: tuple[float, float] = (0.0, 0.0)
+    most: float = math.inf
     run: tuple[int, int] | None = None
     since: float = 0.0
     runs: int = 0
     num_bytes: int = 0
     declined: int = -1
     error: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second; 0 if unknown."""
+        num_bytes, seconds = self.seen
+        return num_bytes / seconds if seconds else 0.0
 
 
 class SharedPull:
@@ -147,8 +158,8 @@ class SharedPull:
             sizes[self._touched(group, tokens)] += size if group.state else size * self._column // page_sizes[0]
         self._ends = np.concatenate(([0], np.cumsum(sizes)))
 
-    def add(self, key: str, holding: SourcePages, whole: SourcePages, rate: float) -> None:
-        """Adds the part of a source. `whole` names every page."""
+    def add(self, key: str, holding: SourcePages, whole: SourcePages, seen: tuple[float, float]) -> None:
+        """Adds the part of a source. `whole` names every page. `seen` is what its latest runs took, if any."""
         has = np.ones(len(self.state), np.bool_)
         for group, (_, _, wanted), (_, _, held) in zip(self._groups, whole.groups, holding.groups, strict=True):
             lacks = np.zeros(len(self.state), np.bool_)
@@ -158,7 +169,7 @@ class SharedPull:
                 ends = held[1] >= np.minimum(self._starts + self._column, wanted[1])
                 lacks &= ~(begins & ends)
             has &= ~lacks
-        self.parts.append(_Part(key, holding, has, rate))
+        self.parts.append(_Part(key, holding, has, seen))
 
     def _touched(self, group: Group, tokens: tuple[int, int]) -> slice:
         """The columns in which pages of a group are read: the last one for a state."""
@@ -191,7 +202,7 @@ class SharedPull:
             found.append(PagesOfGroup(here, there, (token, after)))
         return found
 
-    def next_run(self, part: _Part) -> tuple[int, int] | None:
+    def next_run(self, part: _Part, now: float) -> tuple[int, int] | None:
         """Returns the columns that an idle part reads next. None if it has none, or the others are through sooner."""
         left = self.state == _TO_READ
         mine = np.flatnonzero(left & part.has)
@@ -213,13 +224,21 @@ class SharedPull:
             num_bytes = int(part.rate * _MOST_S)
         else:
             share = rest * part.rate / (part.rate + others_rate) / 2
-            num_bytes = int(min(max(share, min(_LEAST_BYTES, part.rate * _LEAST_S)), part.rate * _MOST_S, rest))
+            num_bytes = int(
+                min(max(share, min(_LEAST_BYTES, part.rate * _LEAST_S)), part.rate * _MOST_S, part.most, rest)
+            )
+            under_way = sum(self._left(other, now) for other in others)
             # The fastest one never declines, so that somebody reads the last pages.
-            if max(other.rate for other in others) > part.rate and num_bytes / part.rate > rest / others_rate:
+            is_slower = max(other.rate for other in others) > part.rate
+            if is_slower and num_bytes / part.rate > (rest + under_way) / others_rate:
                 return None
         within: int = self._ends.item(first) + num_bytes
         last = int(np.searchsorted(self._ends, within, "right")) - 1
         return first, min(max(last, first + 1), stop)
+
+    def _left(self, part: _Part, now: float) -> float:
+        """Estimates the bytes of a part's run that have yet to come."""
+        return 0.0 if part.run is None else max(0.0, self.num_bytes(part.run) - part.rate * (now - part.since))
 
     def begin(self, part: _Part, run: tuple[int, int], now: float) -> None:
         """Records that a part reads a run."""
@@ -232,8 +251,9 @@ class SharedPull:
         if part.run is None:
             return
         num_bytes = self.num_bytes(part.run)
-        rate = num_bytes / max(now - part.since, 1e-6)
-        part.rate = (part.rate + rate) / 2 if part.rate else rate
+        if not part.rate or part.most < math.inf:  # one run says little of a source's speed
+            part.most = _GROWTH * num_bytes
+        part.seen = part.seen[0] / 2 + num_bytes, part.seen[1] / 2 + max(now - part.since, 1e-6)
         part.num_bytes += num_bytes
         self.state[slice(*part.run)] = _PASSED
         part.run = None
@@ -295,7 +315,7 @@ class SharedPulls:
         self._serial = itertools.count()
         self._open: dict[str, SharedPull] = {}
         self._parts: dict[str, tuple[SharedPull, _Part]] = {}  # by key, until the last event of the part
-        self._rates: dict[Place, float] = {}  # of the sources that were read last
+        self._seen: dict[Place, tuple[float, float]] = {}  # of the sources that were read last
 
     def __contains__(self, key: str) -> bool:
         return key in self._open
@@ -306,10 +326,11 @@ class SharedPulls:
     def begin(self, shared: SharedPull, holdings: Sequence[SourcePages], timeout_s: float) -> None:
         """Opens a pull of each part."""
         self._open[shared.key] = shared
-        for holding in sorted(holdings, key=lambda one: -self._rates.get(one.source.place, 0.0)):
+        for holding in holdings:
             key = f"{self._prefix}{next(self._serial)} {shared.key}"
-            shared.add(key, holding, holdings[0], self._rates.get(holding.source.place, 0.0))
+            shared.add(key, holding, holdings[0], self._seen.get(holding.source.place, (0.0, 0.0)))
             self._parts[key] = shared, shared.parts[-1]
+        shared.parts.sort(key=lambda part: -part.rate)
         for part in list(shared.parts):
             self._pulls.pull(part.key, part.holding.source, timeout_s)
 
@@ -361,7 +382,7 @@ class SharedPulls:
         for part in idle:
             if part.error or part.declined == shared.version:
                 continue
-            run = shared.next_run(part)
+            run = shared.next_run(part, now)
             if run is None:
                 part.declined = shared.version
                 continue
@@ -372,10 +393,10 @@ class SharedPulls:
 
     def _remember(self, part: _Part) -> None:
         place = part.holding.source.place
-        self._rates.pop(place, None)  # the latest is last
-        self._rates[place] = part.rate
-        if len(self._rates) > _KNOWN_RATES:
-            del self._rates[next(iter(self._rates))]
+        self._seen.pop(place, None)  # the latest is last
+        self._seen[place] = part.seen
+        if len(self._seen) > _KNOWN_RATES:
+            del self._seen[next(iter(self._seen))]
 
     def _end(self, shared: SharedPull, event: PullEvent) -> None:
         """Ends the parts that are still open: their sources hear that they were read."""
