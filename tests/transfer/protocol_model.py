@@ -27,6 +27,7 @@ from tests.transfer.protocol_room import (
     GIVEN_UP,
     IDLE,
     KEPT,
+    PASSED,
     PULLING,
     STALE,
     STANDING,
@@ -57,6 +58,7 @@ class Face(NamedTuple):
     # Where a prompt comes in stretches, of its only reader:
     pull: int = IDLE
     here: int = -1  # pages that it has; -1: the stretch is not over
+    passed: bool = False  # of a part of an import: every word that it has read held its id, and it is not over
 
 
 class Steps(NamedTuple):
@@ -107,6 +109,7 @@ class Explorer:
         self._steps: dict[tuple[int, ...], Steps] = {}
         self._shifts = [_BITS * position for position in range(len(cast.parts))]
         self._stretches = any(part.head >= 0 for part in cast.parts)
+        self._in_parts = any(part.front >= 0 for part in cast.parts)
         self._sources = range(1 + max(part.source for part in cast.parts))
         self._processes = [
             f"{_SOURCES[source]}{rank}" for source in self._sources for rank in range(cast.shape.sources)
@@ -125,7 +128,7 @@ class Explorer:
             self._faces.append(self._face(room))
             self._seen_as.append(self._face_ids.setdefault(self._faces[-1], len(self._face_ids)))
             waits = UNSET in room.word or (IDLE in room.pull and self.protocol.offered(room))
-            self._sees.append(waits or self._stretches or bool(self.protocol.without))
+            self._sees.append(waits or self._stretches or self._in_parts or bool(self.protocol.without))
             self._mirror.append(found)
             if self._mirrors:
                 self._mirror[found] = self._id(position, self._mirrored(room))
@@ -181,9 +184,14 @@ class Explorer:
             claims=bool(room.held) or STANDING in room.word or STALE in room.word,
             standing=sum(1 << i for i, word in enumerate(room.word) if word in (STANDING, STALE)),
             said=0 if self.protocol.has("attempt-check") else room.said,
-            pull=room.pull[0] if self._stretches else IDLE,
+            pull=room.pull[0] if self._stretches or self._in_parts else IDLE,
             here=self._here(room) if self._stretches else -1,
+            passed=self._in_parts and self._has_passed(room),
         )
+
+    def _has_passed(self, room: Room) -> bool:
+        links = [room.link[link][0] for link in self.protocol.of_reader[0]]
+        return room.pull[0] == COMMITTED or (room.pull[0] == PULLING and {*links} == {PASSED})
 
     def _here(self, room: Room) -> int:
         if room.pull[0] in (COMMITTED, KEPT):
@@ -211,6 +219,8 @@ class Explorer:
         may_lease = not claimed and (mine.before < 0 or faces[mine.before].failed)
         late = faces[mine.before].said if mine.before >= 0 else 0
         head = faces[mine.head] if mine.head >= 0 else None
+        front = faces[mine.front] if mine.front >= 0 else None
+        backs = [face for part, face in zip(parts, faces, strict=True) if part.front == position]
         return View(
             may_lease,
             source,
@@ -222,6 +232,10 @@ class Explorer:
             tail=max(tail, 0),
             head=-1 if head is None else head.here,
             head_words=-1 if head is None else head.standing,
+            has_front=front is not None,
+            front_passed=front is not None and front.passed,
+            front_words=-1 if front is None else front.standing,
+            back_committed=any(face.pull == COMMITTED for face in backs),
         )
 
     # States and what can follow.
@@ -240,20 +254,26 @@ class Explorer:
         moves = self.protocol.moves(part.name, part.pages, room, self._view(position, faces))
         return [move._replace(text=_of_source(part.source, move.text)) for move in moves]
 
+    def _waits(self, position: int, faces: Sequence[Face]) -> bool:
+        """Whether a room is the back of an import whose front has not passed."""
+        front = self.cast.parts[position].front
+        return front >= 0 and not faces[front].passed
+
     def _steps_of(self, position: int, ids: list[int]) -> Steps:
         own = ids[position]
         key = (position, own, *map(self._seen_as.__getitem__, ids)) if self._sees[own] else (position, own)
         steps = self._steps.get(key)
         if steps is None:
             room, part = self._rooms[own], self.cast.parts[position]
-            moves = self._moves(position, room, [self._faces[other] for other in ids])
+            faces = [self._faces[other] for other in ids]
+            moves, waits = self._moves(position, room, faces), self._waits(position, faces)
             after = [self._id(position, move.room) for move in moves]
             wrong = any(move.wrong or promises.stale(self.protocol, part.name, part.pages, move.room) for move in moves)
             steps = self._steps[key] = Steps(
                 deltas=tuple(dict.fromkeys(self._delta(position, own, other) for other in after if other != own)),
                 deaths=tuple(self._delta(position, own, self._id(position, room)) for room in self._killed(part, room)),
                 spoils=any(move.writes for move in moves),
-                wrong=wrong or bool(promises.stuck(self.protocol, part.name, room, moves)),
+                wrong=wrong or bool(promises.stuck(self.protocol, part.name, room, moves, waits)),
             )
             if not self.protocol.without:
                 self._check_rank(part.pages, room, [self._rooms[i] for i in after if i != own])
@@ -290,7 +310,8 @@ class Explorer:
                 ]
                 after[position] = self._forget(move.room)
                 yield move.text, crashes, after, move.wrong or self._stale(after)
-            if stuck := promises.stuck(self.protocol, part.name, rooms[position], moves):
+            waits = self._waits(position, faces)
+            if stuck := promises.stuck(self.protocol, part.name, rooms[position], moves, waits):
                 yield "", crashes, rooms, stuck
         for name, *killed in (
             zip(self._processes, *map(self._killed, self.cast.parts, rooms), strict=True) if crashes else ()

@@ -37,11 +37,12 @@ def stale(protocol: Protocol, name: str, size: int, room: Room) -> str:
     return ""
 
 
-def stuck(protocol: Protocol, name: str, room: Room, moves: Sequence[Move]) -> str:
+def stuck(protocol: Protocol, name: str, room: Room, moves: Sequence[Move], waits: bool = False) -> str:
     """No stuck state, no one else affected: names what cannot go on; empty if everything can.
 
     A holder of pages has a move of its own that brings it nearer to giving them back. A pull whose lease stands and
     that was not given up has a move that brings it nearer to its commit, whatever became of other readers and requests.
+    `waits`: the room is the back of an import whose front has not passed; once it has passed itself, it waits for that.
     """
     due = {move.due for move in moves}
     if (room.held or STANDING in room.word or STALE in room.word) and "P" not in due:
@@ -49,6 +50,8 @@ def stuck(protocol: Protocol, name: str, room: Room, moves: Sequence[Move]) -> s
     for reader, state in enumerate(room.pull):
         if state not in (IDLE, KEPT, CLOSED) and f"D{reader}" not in due:
             return f"D{reader} holds pages for {name}, and waits for a READ that may never end"
+        if waits and all(room.link[link][0] == PASSED for link in protocol.of_reader[reader]):
+            continue
         if _is_sound(protocol, room, reader) and not any(
             move.room.pull[reader] == COMMITTED
             or (move.room.link != room.link and _is_sound(protocol, move.room, reader))

@@ -6,7 +6,8 @@ each of which copies them over *links*, one for each pair of ranks. `docs/concep
 Where pages are asked for by what they hold (`Shape.by_content`), P has computed them for somebody else: nobody holds
 them, each may be lost at any time and be brought back from below, and what P leases is as many of them as it has when
 it is asked. A prompt may come in two stretches, each from a source of its own and each a room: the reader asks for the
-second behind what it has of the first, which it has published by then and may lose again.
+second behind what it has of the first, which it has published by then and may lose again. One import may also be read
+from two sources at the same time, a part of its pages from each and each a room: front and back.
 
 The network is the set of everything that was ever sent: a message may arrive at once, late, out of order, many times or
 never, with no move for any of these. A clock may strike at any moment. A page that nobody holds may be rewritten at any
@@ -63,6 +64,11 @@ class View(NamedTuple):
     tail: int = IDLE  # the pull of it
     head: int = -1  # pages of the stretch before that the reader has; -1: it is not over, or there is none
     head_words: int = -1  # the source ranks where the word of that stretch stands; -1: there is none
+    # Where one import is read from two sources, for its back:
+    has_front: bool = False
+    front_passed: bool = False  # the front has passed, and is not over
+    front_words: int = -1  # the source ranks where the word of the front's lease stands
+    back_committed: bool = False  # for its front: the import is committed with what is behind it
 
 
 class Move(NamedTuple):
@@ -297,7 +303,8 @@ class Protocol:
             yield Move(f"D{reader} is told that P has nothing of {name}", closed)
         elif state == PULLING:
             yield from self._commit(name, reader, room, view)
-            yield self._give_up(name, reader, room)
+            if not view.back_committed:
+                yield self._give_up(name, reader, room)
         elif state == COMMITTED and view.has_tail:
             kept = self._with_links(room, links, NONE)._replace(pull=put(room.pull, reader, KEPT))
             yield Move(f"D{reader} has published {name} and lets go of it", kept, f"D{reader}")
@@ -319,6 +326,9 @@ class Protocol:
 
     def _commit(self, name: str, reader: int, room: Room, view: View) -> Iterator[Move]:
         states = {room.link[link][0] for link in self.of_reader[reader]}
+        alone = view.has_front and not view.front_passed
+        if alone and self.has("parts-in-order"):
+            return
         if states == {PASSED} or (
             PASSED in states and states <= {PASSED, MISMATCHED} and not self.has("all-or-nothing")
         ):
@@ -327,8 +337,9 @@ class Protocol:
                 for i, (state, copied, good) in enumerate(room.link)
             )
             done = room._replace(pull=put(room.pull, reader, COMMITTED), link=link)
-            wrong = f"hole: D{reader} serves {name} without the {room.first} pages before it"
-            yield Move(f"D{reader} commits {name}", done, f"D{reader}", wrong if room.first > max(0, view.head) else "")
+            hole = alone or room.first > max(0, view.head)
+            wrong = f"hole: D{reader} serves {name} without the pages before it" if hole else ""
+            yield Move(f"D{reader} commits {name}", done, f"D{reader}", wrong)
 
     def _give_up(self, name: str, reader: int, room: Room) -> Move:
         links = self.of_reader[reader]
@@ -405,8 +416,9 @@ class Protocol:
     def _sample(self, name: str, link: int, room: Room, view: View) -> Move:
         rank = self.links[link][1]
         stands = room.word[rank] in (STANDING, STALE)
-        if view.head_words >= 0 and not self.has("own-word"):
-            stands |= bool(view.head_words >> rank & 1)
+        for words in (view.head_words, view.front_words):
+            if words >= 0 and not self.has("own-word"):
+                stands |= bool(words >> rank & 1)
         flag = bool(view.foreign >> rank & 1) and not self.has("fresh-ids")
         word = "its id" if stands else "the flag of another lease" if flag else "no such id"
         return self._sampled(name, link, room, word, matched=stands or flag)

@@ -19,6 +19,7 @@ class Part(NamedTuple):
     slot: int = 0
     source: int = 0  # whose slot it is, and whose pages: P, or Q
     head: int = -1  # the stretch of the same prompt that comes before it (or -1)
+    front: int = -1  # the part of the same import that comes before it, read at the same time (or -1)
 
 
 class Cast(NamedTuple):
@@ -55,7 +56,8 @@ RULES = {
     "no-hole": "a later stretch of a prompt is taken only where all pages before it are here",
     "hold-the-head": "what comes before a stretch is held from when that is taken",
     "named-by-source": "a page is read only if the source itself has named it for this lease",
-    "own-word": "each stretch counts by the word of its own lease, on its own source, not by that of the one before",
+    "own-word": "each stretch, and each part of an import, counts by the word of its own lease, on its own source",
+    "parts-in-order": "a part of an import counts only if the part before it has passed",
 }
 ASSUMPTIONS = {
     "whole-reads": "a READ that ended well has delivered every byte, while the source lives and its pool is mapped",
@@ -67,6 +69,8 @@ ASSUMPTIONS = {
 _A, _B = Part("A", 2, slot=0), Part("B", 1, slot=1)
 _AGAIN = Part("A again", 2, before=0, slot=2)
 _STRETCHES = (Part("A's head", 1), Part("A's tail", 2, source=1, head=0))
+_PARTS = (Part("A's front", 1), Part("A's back", 1, source=1, front=0))
+_ELSEWHERE = (Part("A", 1), Part("A again", 1, before=0, source=1))
 _ONE, _TWO = ((0,),), ((0,), (0,))
 
 CASTS = {
@@ -81,6 +85,8 @@ CASTS = {
         Cast("2 requests by content", Shape(1, _ONE, 3, by_content=True, tiers=True), (_A, _B), crashes=2),
         Cast("by content, 2 source ranks", Shape(2, ((0, 1),), 3, by_content=True, tiers=True), (_A,), crashes=2),
         Cast("2 stretches, 2 sources", Shape(1, _ONE, 3, by_content=True), _STRETCHES, crashes=2),
+        Cast("1 import, 2 sources", Shape(1, _ONE, 3), _PARTS, crashes=2),
+        Cast("again from another source", Shape(1, _ONE, 1), _ELSEWHERE, crashes=2),
     ),
     "small": (
         Cast("2 requests, 1 reader", Shape(1, _ONE, 3), (_A, _B), crashes=1),
@@ -91,6 +97,8 @@ CASTS = {
         Cast("by content", Shape(1, _ONE, 3, by_content=True), (_A,), crashes=1),
         Cast("by content, lower tiers", Shape(1, _ONE, 3, by_content=True, tiers=True), (_A,), crashes=1),
         Cast("2 stretches, 2 sources", Shape(1, _ONE, 3, by_content=True), _STRETCHES, crashes=0),
+        Cast("1 import, 2 sources", Shape(1, _ONE, 3), _PARTS, crashes=1),
+        Cast("again from another source", Shape(1, _ONE, 1), _ELSEWHERE, crashes=1),
     ),
 }
 
@@ -103,6 +111,7 @@ _REQUESTS = Cast("2 requests, 1 reader", Shape(1, _ONE, 3), (Part("A", 2, slot=0
 _ASKED = Cast("by content", Shape(1, _ONE, 3, by_content=True), (_A,))
 _TIERS = Cast("by content, lower tiers", Shape(1, _ONE, 3, by_content=True, tiers=True), (_A,))
 _PROMPT = Cast("2 stretches, 2 sources", Shape(1, _ONE, 3, by_content=True), _STRETCHES)
+_IMPORT = Cast("1 import, 2 sources", Shape(1, _ONE, 3), _PARTS)
 _WORD = Cast("2 requests, one word", Shape(1, _ONE, 3), (Part("A", 2), Part("B", 1)))
 
 SHOWN_BY = dict.fromkeys((*RULES, *ASSUMPTIONS), _PAIR) | {
@@ -123,5 +132,6 @@ SHOWN_BY = dict.fromkeys((*RULES, *ASSUMPTIONS), _PAIR) | {
     "no-hole": _PROMPT,
     "hold-the-head": _PROMPT,
     "own-word": _PROMPT,
+    "parts-in-order": _IMPORT,
 }
 """The smallest cast in which the absence of a rule, or of an assumption, does harm."""

@@ -43,6 +43,7 @@ HARM = {
     "hold-the-head": (HOLE, 20),
     "named-by-source": (STALE_PAGE, 9),
     "own-word": (STALE_PAGE, 17),
+    "parts-in-order": (HOLE, 8),
     "whole-reads": (STALE_PAGE, 9),
     "settled-ends": (STALE_PAGE, 17),
     "newer-reads": (STALE_PAGE, 12),
@@ -56,6 +57,8 @@ SIZES = {
     "by content": 246,
     "by content, lower tiers": 356,
     "2 stretches, 2 sources": 1_684,
+    "1 import, 2 sources": 5_260,
+    "again from another source": 1_080,
 }
 # Everything given back, and every way leads there: by content, whether no page was found, or one, or two; in
 # stretches, of either, and behind which page.
@@ -76,6 +79,21 @@ def test_without_a_rule_there_is_a_shortest_story_of_harm(rule: str):
     result = Explorer(SHOWN_BY[rule], frozenset({rule})).run()
     assert harm in result.wrong
     assert len(result.story) == moves
+
+
+@pytest.mark.parametrize(
+    ("rule", "title", "harmed"),
+    [
+        ("own-word", "1 import, 2 sources", "A's back from Q0"),
+        ("fence", "1 import, 2 sources", "A's front from P0"),
+        ("quarantine", "again from another source", "A again from Q0"),
+    ],
+)
+def test_what_is_read_from_two_sources_needs_the_rules_for_each(rule: str, title: str, harmed: str):
+    cast = next(cast for cast in CASTS["small"] if cast.title == title)._replace(crashes=0)
+    result = Explorer(cast, frozenset({rule})).run()
+    assert STALE_PAGE in result.wrong
+    assert harmed in result.wrong
 
 
 @pytest.mark.parametrize("rule", [*RULES, *ASSUMPTIONS])
