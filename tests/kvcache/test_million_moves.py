@@ -44,6 +44,8 @@ MENDED = {
         "chunk,drafts,forks,imports,leases,lends,own contexts,preemption,renames,replicas,resets,stale,states in slabs,"
         "window,windows alone"
     ),
+    # a copy of a state that a reader holds is not evicted
+    902136: "chunk,forks,lends,own contexts,preemption,resets,states apart,window,windows alone",
 }
 
 

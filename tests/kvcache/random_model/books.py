@@ -268,7 +268,9 @@ class Books:
         if self.foretold and plain and len(mine) < 2 and all(one.surely for one in mine):
             assert more == len(evicted), f"{more} states evicted, {len(evicted)} are gone"
             if not self.orders.hinted:
-                assert {*[one for one in was if one in evicted or one not in gone][:more]} == evicted, "the newest went"
+                lent = seam.lent_states(self.manager, at)
+                oldest = [one for one in was if one in evicted or not (one in gone or was[one] in lent)]
+                assert {*oldest[:more]} == evicted, "the newest went"
         # A copy that another replica had may give way to the pages that come with it.
         least = -1 if "peer copies" in self.features else 0
         assert len(mine) > 1 or least <= len(gone) - more <= len(mine), f"{more} states evicted, {len(gone)} are gone"

@@ -96,6 +96,12 @@ def kept(manager: PagedKVCacheManager, replica: int) -> dict[Digest, int]:
     return _found(manager.states[replica].index)
 
 
+def lent_states(manager: PagedKVCacheManager, replica: int) -> set[int]:
+    """The pages of states that leases hold."""
+    leases = manager._replicas.each[replica].leases
+    return {int(page) for page in leases.holders(manager.states[replica].pool).nonzero()[0]}
+
+
 def moved(manager: PagedKVCacheManager) -> int:
     """Pages that were moved for a state."""
     return sum(getattr(replica.pool, "moved", 0) for replica in manager._replicas.each)
