@@ -237,9 +237,9 @@ def test_our_own_errors_leave_no_mark() -> None:
         "'r': is already claimed on replica 0": lambda: manager.external_claim("r"),
         "200 tokens need 50 pages": lambda: manager.maybe_reserve(TextContext([1] * 200, 250, "r")),
         "call maybe_reserve first": lambda: manager.fetch([TextContext([1], 9, "r")]),
-        "'none': release of a request that is not claimed": lambda: manager.release("none"),
-        "'none': lease of a request that is not claimed": lambda: manager.lease("none"),
-        "no block table": lambda: manager.import_block_table(TextContext([1] * 9, 20, "r"), None),  # type: ignore[arg-type]
+        "'none': release: the request was never claimed": lambda: manager.release("none"),
+        "'none': lease: the request was never claimed": lambda: manager.lease("none"),
+        "is not a BlockTable": lambda: manager.import_block_table(TextContext([1] * 9, 20, "r"), None),  # type: ignore[arg-type]
     }
     for message, call in wrong.items():
         with pytest.raises(KVCacheError, match=message):
