@@ -290,22 +290,21 @@ def test_what_comes_into_an_evicted_page_is_not_its_tenants() -> None:
     assert owned(manager) == {"a": before[0] - evicted}
 
 
-def test_a_page_copied_from_a_replica_is_its_tenants_also_if_the_request_goes_on_from_behind_it() -> None:
-    """A replica has the first page of a prompt, the host both. The window of a request sees the second one alone."""
-    options = {"tenant_quota": 0.5, "routing": Routing(copy_pages=True), "groups": (LayerGroup("window", (0,), 4),)}
-    manager = manager_of(6, dp=2, host_slots=40, params=options)
-    for context in (TextContext(prompt(1), 64, cache_salt="a"), TextContext(prompt(2, pages=4), 64)):
-        with manager.claim(context, 0):
-            assert manager.maybe_reserve(context)
-            context.update(0)
-            manager.step([context])
-            copy_below(manager)
+def test_pages_copied_from_a_replica_are_their_tenants_before_the_request_holds_them() -> None:
+    """So they stay the tenant's if the request then resumes elsewhere."""
+    manager = manager_of(12, dp=2, params={"tenant_quota": 0.5, "routing": Routing(copy_pages=True)})
+    context = TextContext(prompt(1), 64, cache_salt="a")
+    with manager.claim(context, 0):
+        assert manager.maybe_reserve(context)
+        context.update(0)
+        manager.step([context])
     context = TextContext(prompt(1), 64, cache_salt="a")
     manager.external_claim(context.request_id, 1)
-    assert manager.maybe_reserve(context)
-    assert (context.start_idx, manager.metrics.d2d_blocks_copied) == (8, 1)
-    assert manager._replicas.each[1].pool.idle.count == 1
-    assert owned(manager, 1) == {"a": 1}
+    copies = manager._replicas._copies
+    assert copies is not None
+    copies.bring(1, manager._replicas.each[1].rows.row_of[context.request_id], context, 1)
+    assert manager._replicas.each[1].pool.idle.count == manager.metrics.d2d_blocks_copied == 2
+    assert owned(manager, 1) == {"a": 2}
 
 
 def test_what_a_quota_evicts_is_held_against_no_hint() -> None:
