@@ -11,11 +11,9 @@ import pytest
 
 from kvcache import InvalidParamsError, LruOrder, PagedKVCacheManager, RangeRetention, Retention, Routing, TextContext
 from kvcache.eviction_order import BY_HINT, BY_QUOTA, BY_TURN
-from kvcache.layer_groups import LayerGroup
 from kvcache.retention import PageHints
 from tests.kvcache.build import manager_of
 from tests.kvcache.hinted_idle import trust
-from tests.kvcache.random_model.seam import copy_below
 
 LAST, FIRST = Retention(session_continues=True), Retention(session_continues=False)
 
