@@ -56,7 +56,7 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_every_pair_that_may_meet_has_met() -> None:
     """Something of both features of each pair is seen to happen on one manager. It takes about 45 managers."""
     run = Run()
