@@ -58,7 +58,7 @@ def test_after_an_interrupted_cancel_a_request_does_not_run_in_pages_that_others
         with pytest.raises(KeyboardInterrupt):
             target.cancel_import(pending)
     assert target.recover().call == "cancel_import"
-    with pytest.raises(NotReservedError, match="'d': fetch in the pages of its cancelled import"):
+    with pytest.raises(NotReservedError, match="'d': fetch would write to pages of its cancelled import"):
         target.fetch([context])
     assert target.maybe_reserve(context)
     target.fetch([context])
