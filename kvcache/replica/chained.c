@@ -99,7 +99,7 @@ static PyObject *chain_extend(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "y*n:extend", &pages, &size)) return NULL;
     const char *digests = NULL;
     if (size > 0 && pages.len % size == 0) digests = hash_pages((Chain *)self, pages.buf, size, pages.len / size);
-    else PyErr_Format(PyExc_ValueError, "%zd bytes are no whole number of pages of %zd", pages.len, size);
+    else PyErr_Format(PyExc_ValueError, "%zd bytes do not fill pages of %zd bytes evenly", pages.len, size);
     PyBuffer_Release(&pages);
     return digests == NULL ? NULL : Py_NewRef(Py_None);
 }

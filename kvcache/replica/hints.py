@@ -24,7 +24,7 @@ class HintFollower(Protocol):
     """Something else that requests leave cached, and that hints and quotas apply to as well."""
 
     def begin(self, quotas: TenantQuotas | None) -> None:
-        """From now on there are hints, or these quotas of pages."""
+        """Apply hints from now on, and `quotas` if there are any."""
         ...
 
     def clear(self) -> None:

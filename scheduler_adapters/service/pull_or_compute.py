@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _KEPT = 12  # measurements kept for each power of two of tokens
 _LATEST = 5  # the current speed is estimated from this many measurements
-_NOISE_OF = 24  # how far measurements lie from their estimates is learned from this many
+_NOISE_OF = 24  # the latest measurements whose distance from their estimates counts as noise
 _ROUNDS = 3  # of a fit, each with the weights that follow from the one before
 # A slow link may recover. Prompts are therefore pulled now and then although computing is quicker: one of the first
 # number if the loss is at most that part of what computing them took, and one of the last number whatever the loss.
