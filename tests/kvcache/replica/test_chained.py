@@ -73,9 +73,9 @@ def test_no_pages_are_nothing(chain: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda one: one.extend(PAGES, 0), ValueError, "768 bytes are no whole number of pages of 0"),
-        (lambda one: one.extend(PAGES, -1), ValueError, "no whole number of pages of -1"),
-        (lambda one: one.extend(PAGES, 100), ValueError, "768 bytes are no whole number of pages of 100"),
+        (lambda one: one.extend(PAGES, 0), ValueError, "768 bytes do not fill pages of 0"),
+        (lambda one: one.extend(PAGES, -1), ValueError, "768 bytes do not fill pages of -1"),
+        (lambda one: one.extend(PAGES, 100), ValueError, "768 bytes do not fill pages of 100"),
         (lambda one: one.extend(PAGES, 1 << 70), OverflowError, ""),
         (lambda one: one.extend(PAGES, 64.0), TypeError, ""),
         (lambda one: one.extend("text", 4), TypeError, "bytes-like"),
