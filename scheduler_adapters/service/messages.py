@@ -138,7 +138,7 @@ class Prefill(OfAttempt, frozen=True, kw_only=True, tag=True):
     chunkwise: bool = False  # offer pages while the rest of the prompt still runs
     new_pages: bool = False  # offers may leave out pages that an earlier offer has named
     cache_salt: Salt | None = None
-    kv_sources: KVSources = ()  # processes that may have its pages, in the order in which they are asked
+    kv_sources: KVSources = ()  # processes that may have its pages; those that are asked first come first
 
 
 class PagesOffer(OfAttempt, frozen=True, kw_only=True, tag=True):

@@ -4,21 +4,26 @@ The request names the processes that may have pages. Such a process may have evi
 prompt is then computed as if no process had been named, after the answer or after the time limit of a question or a
 pull. Pulled pages are cached like any others: the request finds them when it is admitted, in its turn.
 
-Sources are asked one after another, each for the pages still missing. Each stretch of pages is published before the
-next one is requested. So there is never a gap, a stretch that fails leaves the earlier ones intact, and no two sources
-lend the same page. Rejected: asking all sources at once, because each would hold pages that only one is read for.
+The pages come in *stretches*. A long stretch is read from several sources at once (`transfer.pull.shared_pull`), so
+they are asked at once. Once one of them has lent pages, the others have about as long again to answer: waiting longer
+costs more than another source saves. What they lend later is given back. A short stretch is read from one source, so
+its sources are asked one after another: if all were asked, the others would hold pages that nobody reads.
+
+Each stretch is published before the next one is asked for, behind it. So there is never a gap, and a stretch that fails
+leaves the earlier ones intact.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from kvcache.errors import KVCacheError
-from kvcache.replica.block_table import PendingImport
+from kvcache.replica.block_table import BlockTable, PendingImport
 from kvcache.replica.context import TextContext
 from kvcache.replica.copier import ImportProof
 from scheduler_adapters.base import PulledPages
@@ -29,8 +34,8 @@ from scheduler_adapters.service.pull_or_compute import PullOrCompute
 from scheduler_adapters.service.requests import Recent
 from transfer.pull.asking import Lent
 from transfer.pull.exchange import ExchangeEvent, PageExchange
-from transfer.pull.pull_state import PullEvent
-from transfer.pull.source import Source
+from transfer.pull.pull_state import PullEvent, PullShare
+from transfer.pull.source import Place, Source
 
 FetchOutcome = Literal["pulled", "computed", "stale", "unanswered", "no_room", "failed"]
 """The outcome for a prompt with a named source.
@@ -42,9 +47,12 @@ others describe the last source: "stale" (it has no more than we have), "unanswe
 FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 
 _ASK_S = 1.0  # the time for sources to answer between two stretches, as a source may be in the middle of a step
+_AT_ONCE = 4  # sources asked at once
+_LEAST_WAIT_S, _MOST_WAIT_S = 5e-3, 0.05  # for the others to answer once a source has lent pages
 _PULL_S = 5.0  # in seconds, for one stretch
 _DROPPED, _USELESS = "its request was dropped", "its pages cannot be used here"
-_MOST_STRETCHES = 8  # the most stretches of one prompt; if two sources hold alternate pages, computing is quicker
+_LATE = "its answer was no longer awaited"
+_MOST_STRETCHES = 8  # the most stretches of one prompt; if sources hold alternate pages, computing is quicker
 
 
 class Waiting(NamedTuple):
@@ -54,19 +62,55 @@ class Waiting(NamedTuple):
     context: TextContext
 
 
+class _LentStretch(NamedTuple):
+    """Pages that a source has lent."""
+
+    source: Source
+    table: BlockTable
+
+
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """A prompt that a source is asked for, or a stretch of its pages that is being pulled."""
+    """A prompt that sources are asked for, or a stretch of its pages that is being pulled.
+
+    Attributes:
+        waiting: the request of the prompt.
+        replica: the replica that asks, where the pages will be cached.
+        places: the sources that have not failed. Those asked last are at the end.
+        to_ask: those that are to be asked for the current stretch.
+        most: most tokens that any source is known to have.
+        since: when the current stretch was first asked for.
+        asked: keys of the questions whose answers are awaited. An answer to another question is late.
+        asked_at: when these questions were asked.
+        share_s: the time for the answer of each source if the sources are asked one after another.
+        wait_until: when they are no longer awaited.
+        lent: the answers with pages.
+        outcome: of the latest answer without pages.
+        pending: the import of the stretch that is being pulled from the sources of `lent`.
+        stretches: stretches pulled so far.
+    """
 
     waiting: Waiting
     replica: int
-    engines: deque[tuple[str, str]]  # address and engine of the remaining sources, the next one first
-    to_ask: int  # number of sources left to ask before giving up
-    most: int  # most tokens that any source is known to have
-    since: float  # when the current stretch was first asked for
-    source: Source | None = None  # source of the stretch that is being pulled
+    places: list[Place]
+    to_ask: deque[Place]
+    most: int
+    since: float
+    asked: set[str] = field(default_factory=set[str])
+    asked_at: float = 0.0
+    share_s: float = 0.0
+    wait_until: float = 0.0
+    lent: list[_LentStretch] = field(default_factory=list[_LentStretch])
+    outcome: FetchOutcome = "unanswered"
     pending: PendingImport | None = None
-    stretches: int = 0  # stretches pulled so far
+    stretches: int = 0
+
+
+class _PromptQuestion(NamedTuple):
+    """A question that a source has yet to answer."""
+
+    fetch: _Fetch
+    place: Place
 
 
 class PeerPrefixes:
@@ -93,6 +137,8 @@ class PeerPrefixes:
         self._exchange = exchange
         self._clock = clock
         self._open: dict[str, _Fetch] = {}
+        self._questions: dict[str, _PromptQuestion] = {}  # by key, until the source has answered or its time is over
+        self._serial = itertools.count()
         self._met: Recent[str] = Recent()
 
     def begin(self, request: Request, context: TextContext, sources: Sequence[msg.KVSource]) -> bool:
@@ -103,18 +149,18 @@ class PeerPrefixes:
         if not sources:
             return False
         replica = self._manager.get_or_recommend_replica(context)
-        engines = deque(dict.fromkeys((source.address, engine) for source in sources for engine in source.engines))
+        places = list(dict.fromkeys((source.address, engine) for source in sources for engine in source.engines))
         tokens = [source.tokens for source in sources]
         most = max(tokens) if all(tokens) else context.current_length
-        fetch = _Fetch(Waiting(request, context), replica, engines, len(engines), most, self._clock())
+        fetch = _Fetch(Waiting(request, context), replica, places, deque(places), most, self._clock())
         cached, missing = self._missing(fetch)
-        if missing <= 0 or not engines:
+        if missing <= 0 or not places:
             return False
         if not self.estimate.pays(cached, missing, context.current_length - cached - missing):
             self.counts["computed"] += 1
             return False
         self._open[context.request_id] = fetch
-        self._ask(fetch, cached)
+        self._ask(fetch, cached, missing)
         return True
 
     def on_event(self, happened: ExchangeEvent) -> Waiting | None:
@@ -123,22 +169,33 @@ class PeerPrefixes:
         Returns the request that is to join the loop now, if any.
         """
         event = happened.event
-        if not isinstance(event, Lent | PullEvent):
-            return None
-        fetch = self._open.get(event.key)
         if isinstance(event, Lent):
-            return self._on_lent(fetch, happened.replica, event)
-        if fetch is None:
+            return self._on_lent(happened.replica, event)
+        fetch = self._open.get(event.key) if isinstance(event, PullEvent) else None
+        if fetch is None or not isinstance(event, PullEvent):
             return None  # the prompt was dropped
         if not event.error:
-            return self._take(fetch, happened.proof)
-        # While the pull may still write, its key and pages cannot be used for another pull.
-        return self._go_on(fetch, "failed") if event.safe else self._end(fetch, "failed")
+            return self._take(fetch, happened.proof, event.shares)
+        if not event.safe:  # while the pull may still write, its key and pages cannot be used for another pull
+            return self._end(fetch, "failed")
+        self._give_up(fetch, [lent.source.place for lent in fetch.lent])
+        return self._go_on(fetch, "failed")
+
+    def poll(self) -> list[Waiting]:
+        """Stops waiting for sources whose time is over. Returns the requests that are to join the loop now."""
+        now = self._clock()
+        due = [fetch for fetch in self._open.values() if fetch.asked and now >= fetch.wait_until]
+        return [waiting for fetch in due if (waiting := self._pull(fetch)) is not None]
 
     def drop(self, key: str) -> None:
         """Give up a prompt that is no longer wanted. A no-op if the prompt is not open."""
         fetch = self._open.pop(key, None)
-        if fetch is not None and fetch.pending is not None:
+        if fetch is None:
+            return
+        fetch.asked.clear()
+        if fetch.pending is None:
+            self._refuse(fetch, _DROPPED)
+        else:
             self._exchange.cancel_pull(fetch.replica, key, _DROPPED)
             self._give_back(fetch)
 
@@ -151,67 +208,118 @@ class PeerPrefixes:
         cached = contents.cached(fetch.replica, wanted)
         return cached, min(context.current_length - 1, fetch.most) // size * size - cached
 
-    def _ask(self, fetch: _Fetch, cached: int) -> None:
-        """Asks the next source. It shares the remaining time with the sources after it."""
-        (address, engine), context = fetch.engines[0], fetch.waiting.context
-        wanted = self._manager.contents.digests(context, cached // self._manager.page_size)
-        left = max(0.0, fetch.since + _ASK_S - self._clock()) / fetch.to_ask
-        self._exchange.ask(fetch.replica, context.request_id, address, engine, wanted, left)
+    def _ask(self, fetch: _Fetch, cached: int, missing: int) -> None:
+        """Asks the next source, or several if they would be read at once.
 
-    def _on_lent(self, fetch: _Fetch | None, replica: int, lent: Lent) -> Waiting | None:
-        if lent.source is None or lent.table is None:
-            return None if fetch is None else self._go_on(fetch, "unanswered" if lent.error else "stale")
-        if fetch is None:
-            self._exchange.refuse(replica, lent.source, _DROPPED)
+        They share the remaining time with the sources after them, as if each was asked in its turn.
+        """
+        context, now = fetch.waiting.context, self._clock()
+        wanted = self._manager.contents.digests(context, cached // self._manager.page_size)
+        count = min(_AT_ONCE, len(fetch.to_ask)) if self._exchange.reads_several(missing) else 1
+        fetch.share_s = max(0.0, fetch.since + _ASK_S - now) / len(fetch.to_ask)
+        fetch.asked_at, fetch.wait_until = now, now + fetch.share_s * count
+        fetch.lent.clear()
+        for _ in range(count):
+            place, key = fetch.to_ask.popleft(), f"{context.request_id}?{next(self._serial)}"
+            fetch.places.remove(place)
+            fetch.places.append(place)
+            fetch.asked.add(key)
+            self._questions[key] = _PromptQuestion(fetch, place)
+            self._exchange.ask(fetch.replica, key, *place, wanted, fetch.share_s * count)
+
+    def _on_lent(self, replica: int, lent: Lent) -> Waiting | None:
+        question = self._questions.pop(lent.key, None)
+        if question is None:
+            return None  # the question of another user of the exchange
+        fetch, place = question
+        is_late = lent.key not in fetch.asked
+        fetch.asked.discard(lent.key)
+        if lent.error:
+            self._give_up(fetch, [place])
+        if is_late:
+            if lent.source is not None:
+                self._exchange.refuse(replica, lent.source, _LATE)
+                fetch.to_ask.append(place)
             return None
-        fetch.source = lent.source
+        now = self._clock()
+        if lent.source is None or lent.table is None:
+            fetch.outcome = "unanswered" if lent.error else "stale"
+            fetch.wait_until = min(fetch.wait_until, fetch.asked_at + fetch.share_s * len(fetch.asked))
+        else:
+            fetch.lent.append(_LentStretch(lent.source, lent.table))
+            wait_s = min(max(now - fetch.asked_at, _LEAST_WAIT_S), _MOST_WAIT_S)
+            fetch.wait_until = min(fetch.wait_until, now + wait_s)
+        return None if fetch.asked else self._pull(fetch)
+
+    def _pull(self, fetch: _Fetch) -> Waiting | None:
+        """Pulls what the sources have lent by now. Those that have not answered are not awaited any more."""
+        is_silent = bool(fetch.asked)
+        fetch.asked.clear()
+        if not fetch.lent:
+            return self._go_on(fetch, "unanswered" if is_silent else fetch.outcome)
+        fetch.lent.sort(key=lambda lent: -lent.table.num_tokens)  # an import has the pages of its first table
+        sources, tables = zip(*fetch.lent, strict=True)
+        context, places = fetch.waiting.context, [source.place for source in sources]
         try:
-            fetch.pending = reserve(self._manager, fetch.waiting.context, replica, lent.table)
-        except KVCacheError:  # the answer does not fit our cache, or the pages before it were evicted here
-            self._exchange.refuse(replica, lent.source, _USELESS)
+            fetch.pending = reserve(self._manager, context, fetch.replica, tables[0], others=tables[1:])
+        except KVCacheError:  # an answer does not fit our cache, or the pages before it were evicted here
+            self._refuse(fetch, _USELESS)
+            self._give_up(fetch, places)
             return self._go_on(fetch, "failed")
         if fetch.pending is not None and fetch.pending.needs_copy:
-            self._exchange.pull(fetch.pending.request_id, lent.source, fetch.pending, _PULL_S)
+            self._exchange.pull(context.request_id, sources, fetch.pending, _PULL_S)
             return None
-        self._exchange.refuse(replica, lent.source, _USELESS)  # no room, or the pages were computed here meanwhile
-        return self._end(fetch, "no_room") if fetch.pending is None else self._take(fetch, None)
+        self._refuse(fetch, _USELESS)  # no room, or the pages were computed here meanwhile
+        return self._end(fetch, "no_room") if fetch.pending is None else self._take(fetch, None, ())
 
-    def _take(self, fetch: _Fetch, proof: ImportProof | None) -> Waiting | None:
+    def _take(self, fetch: _Fetch, proof: ImportProof | None, shares: Sequence[PullShare]) -> Waiting | None:
         """Publishes a complete stretch and releases it.
 
         The request, or the next stretch, finds its pages in the cache.
         """
-        context, pending, source = fetch.waiting.context, fetch.pending, fetch.source
-        if pending is None or source is None:
+        context, pending = fetch.waiting.context, fetch.pending
+        if pending is None:
             return None
-        now, tokens = self._clock(), pending.tokens[1] - pending.tokens[0]
+        now, (begin, end) = self._clock(), pending.tokens
         self._manager.commit_import(context, pending, proof)
         fetch.pending = None
+        failed = [share.place for share in shares if share.error]
         if proof is not None:
-            self.pages_pulled += tokens // self._manager.page_size
-            if not self._met.add(source.incarnation):  # the first contact with a source is not representative
-                self.estimate.pull.add(tokens, now - fetch.since)
+            self.pages_pulled += (end - begin) // self._manager.page_size
+            are_new = [self._met.add(lent.source.incarnation) for lent in fetch.lent]
+            # The first contact with a source is not representative, nor is a pull in which one has failed.
+            if not any(are_new) and not failed:
+                self.estimate.pull.add(end - begin, now - fetch.since)
         self._manager.release(context.request_id)
         fetch.stretches, fetch.since = fetch.stretches + 1, now
-        # A source without pages before this stretch may have later ones. The lender of this stretch has no more.
-        fetch.to_ask = len(fetch.engines)
+        self._give_up(fetch, failed)
+        # A source without pages before this stretch may have later ones. One that has lent all of it has no more.
+        left_out = {lent.source.place for lent in fetch.lent if lent.table.num_tokens >= end}
+        left_out.update(question.place for question in self._questions.values() if question.fetch is fetch)
+        fetch.to_ask = deque(place for place in fetch.places if place not in left_out)
         return self._go_on(fetch, "pulled")
 
     def _go_on(self, fetch: _Fetch, outcome: FetchOutcome) -> Waiting | None:
-        """Asks the next source for the pages that are still missing if that is worthwhile; else ends the fetch."""
+        """Asks the next sources for the pages that are still missing if that is worthwhile; else ends the fetch."""
         context = fetch.waiting.context
-        fetch.to_ask -= 1
-        fetch.engines.rotate(-1)
-        if outcome in ("unanswered", "failed"):
-            fetch.engines.pop()  # a source that failed is not asked again
         if not fetch.to_ask or fetch.stretches == _MOST_STRETCHES or self._clock() >= fetch.since + _ASK_S:
             return self._end(fetch, outcome)
         self._give_back(fetch)
         cached, missing = self._missing(fetch)
         if missing <= 0 or not self.estimate.pays(cached, missing, context.current_length - cached - missing):
             return self._end(fetch, outcome)
-        self._ask(fetch, cached)
+        self._ask(fetch, cached, missing)
         return None
+
+    def _give_up(self, fetch: _Fetch, places: Sequence[Place]) -> None:
+        """Records that sources have failed. They are not asked again."""
+        fetch.places = [place for place in fetch.places if place not in places]
+        fetch.to_ask = deque(place for place in fetch.to_ask if place not in places)
+
+    def _refuse(self, fetch: _Fetch, reason: str) -> None:
+        """Gives back what was lent and is not pulled."""
+        for lent in fetch.lent:
+            self._exchange.refuse(fetch.replica, lent.source, reason)
 
     def _end(self, fetch: _Fetch, outcome: FetchOutcome) -> Waiting:
         context = fetch.waiting.context

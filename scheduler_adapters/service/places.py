@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvcache.errors import NoFreeRowError
 from kvcache.replica.block_table import BlockTable, PendingImport
 from kvcache.replica.context import TextContext
@@ -16,9 +18,15 @@ def recommended(manager: PulledPages, context: TextContext) -> int:
 
 
 def reserve(
-    manager: PulledPages, context: TextContext, replica: int, table: BlockTable, *, last: bool = True
+    manager: PulledPages,
+    context: TextContext,
+    replica: int,
+    table: BlockTable,
+    *,
+    last: bool = True,
+    others: Sequence[BlockTable] = (),
 ) -> PendingImport | None:
-    """Takes a row, and pages for what the source has by now. Returns None, with nothing taken, if either is short.
+    """Takes a row, and pages for what the source of `table` has by now. Returns None if either is short.
 
     Raises:
         BlockTableMismatchError, PromptTooLongError, SequenceTooLongError: the request can never be imported.
@@ -29,7 +37,7 @@ def reserve(
         return None
     pending = None
     try:
-        pending = manager.import_block_table(context, table, partial=not last)
+        pending = manager.import_block_table(context, table, partial=not last, others=others)
     finally:
         if pending is None:
             manager.release(context.request_id)

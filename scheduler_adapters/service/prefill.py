@@ -341,6 +341,8 @@ class PrefillScheduler:
         events = self._exchange.poll()
         for replica_event in events:
             self._on_event(replica_event)
+        for waiting in self.peers.poll():
+            self._queue(*waiting)
         return bool(events)
 
     def _on_event(self, happened: ExchangeEvent) -> None:

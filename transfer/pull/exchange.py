@@ -24,7 +24,7 @@ from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, make_rank, new_incarnation
 from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer
 from transfer.pull.seals import TableSeals, new_table_key
-from transfer.pull.shared_pull import SourcePages
+from transfer.pull.shared_pull import SourcePages, shares
 from transfer.pull.source import Source
 from transfer.pull.thread import TransferThread, start_thread
 from transfer.wire.allowed_peers import AllowedPeers, host_of
@@ -371,6 +371,10 @@ class PageExchange:
         holdings = [SourcePages(source, *pages) for source, pages in zip(sources, named, strict=True)]
         sizes = pending.page_size, pending.src_page_size
         thread.pull_shared(key, holdings, sizes, timeout_s, can_shorten=pending.can_shorten)
+
+    def reads_several(self, num_tokens: int) -> bool:
+        """Whether a pull of so many tokens from several sources reads more than one of them."""
+        return shares(sum(num_tokens // layout.page_size * layout.page_bytes for layout in self._manager.layouts))
 
     def open_pull(self, replica: int, key: str, source: Source, timeout_s: float) -> None:
         """Opens a pull whose pages `read` names later. The lease is renewed from now on.

@@ -45,6 +45,11 @@ _KNOWN_RATES = 256
 _TO_READ, _READING, _PASSED, _LOST = range(4)
 
 
+def shares(num_bytes: int) -> bool:
+    """Whether a pull of so many bytes reads several sources."""
+    return num_bytes > ONE_SOURCE_BYTES
+
+
 class SourcePages(NamedTuple):
     """The pages of a pull that a source has leased.
 
@@ -211,7 +216,7 @@ class SharedPull:
         first = int(mine[0])
         gaps = np.flatnonzero(np.diff(mine) != 1)
         stop = int(mine[gaps[0] if len(gaps) else -1]) + 1
-        if self._ends[-1] <= ONE_SOURCE_BYTES:
+        if not shares(int(self._ends[-1])):
             return first, stop
         others = [other for other in self.parts if other is not part and not other.error and other.has[first]]
         rest = int(np.dot(np.diff(self._ends), left))

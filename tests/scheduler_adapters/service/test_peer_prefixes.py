@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
-from kvcache import TextContext
+from kvcache import KVCacheParams, PagedKVCacheManager, TextContext, page_rows
+from kvcache.replica.block_table import BlockTable
 from scheduler_adapters.hf.tiny import ByteTokenizer
+from scheduler_adapters.loop import Request
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.fleet import Fleet
+from scheduler_adapters.service.peer_prefixes import PeerPrefixes
 from scheduler_adapters.service.pull_or_compute import PullOrCompute
 from tests import forked
 from tests.scheduler_adapters.server_config import server_config
 from tests.scheduler_adapters.service.processes import DEFAULT, NEW, Service, Side
 from tests.scheduler_adapters.serving import own_tokens
+from transfer.pull.asking import Lent
+from transfer.pull.exchange import ExchangeEvent
+from transfer.pull.lease import LeaseRef
 from transfer.pull.lending import LENT_S
+from transfer.pull.pull_state import PullEvent, PullShare
+from transfer.pull.source import Source
 
 HEAD = ByteTokenizer().encode("Whoever has computed a prefix has it for all that ask. " * 4)  # 221 tokens: 13 pages
 FIRST, SECOND = ([*HEAD, *ByteTokenizer().encode(text)[1:]] for text in ("First?", "Second? " * 5))
@@ -282,11 +291,11 @@ def test_a_tail_that_fails_leaves_the_head_and_who_failed_is_not_asked_again(
     service = head_and_tail(start)
     pull = service.exchanges["p1"].pull
 
-    def stopped(key: str, source: Any, *rest: Any) -> None:
-        if source.engine_id == "p2/0":
-            service.exchanges["p2"].revoke(source, "stopped")
+    def stopped(key: str, sources: Any, *rest: Any) -> None:
+        if sources[0].engine_id == "p2/0":
+            service.exchanges["p2"].revoke(sources[0], "stopped")
             service.until(lambda: not service.exchanges["p2"].lending.num_leases, "the end of the lease")
-        pull(key, source, *rest)
+        pull(key, sources, *rest)
 
     monkeypatch.setattr(service.exchanges["p1"], "pull", stopped)
     assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p2", "p0")) == expected
@@ -416,6 +425,431 @@ def test_a_process_that_drains_lends_nothing_more_and_waits_for_what_is_lent(
     service.until(lambda: "second" in service.ended, "the end")
     assert service.tokens["second"] == expected
     assert served(service, "third", [*HEAD, 1, 2, 3], "p1")
+
+
+# ---- several sources at once
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on, pulls of these few pages are read from several sources, and these have time to answer."""
+
+    def begins() -> None:
+        for name, value in (("ONE_SOURCE_BYTES", 0), ("_PROBE_BYTES", 1), ("_LEAST_BYTES", 1)):
+            monkeypatch.setattr(f"transfer.pull.shared_pull.{name}", value)
+        for name in ("_LEAST_WAIT_S", "_MOST_WAIT_S"):  # this machine may be busy
+            monkeypatch.setattr(f"scheduler_adapters.service.peer_prefixes.{name}", 0.2)
+
+    return begins
+
+
+class Spy:
+    """What a process asks, refuses and pulls, and the events of its pulls."""
+
+    def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch, name: str = "p1") -> None:
+        exchange, peers = service.exchanges[name], service.prefills[name].peers
+        self.asked, self.refused, self.pulls = list[str](), list[str](), list[PullEvent]()
+        self.named: list[list[str]] = []
+        ask, refuse, pull, on_event = exchange.ask, exchange.refuse, exchange.pull, peers.on_event
+
+        def asks(replica: int, key: str, address: str, engine: str, *rest: Any) -> None:
+            self.asked.append(engine)
+            ask(replica, key, address, engine, *rest)
+
+        def refuses(replica: int, source: Any, reason: str) -> None:
+            self.refused.append(source.engine_id)
+            refuse(replica, source, reason)
+
+        def pulls(key: str, sources: Any, *rest: Any) -> None:
+            self.named.append([source.engine_id for source in sources])
+            pull(key, sources, *rest)
+
+        def hears(happened: Any) -> Any:
+            if isinstance(happened.event, PullEvent):
+                self.pulls.append(happened.event)
+            return on_event(happened)
+
+        for target, method, spied in (
+            (exchange, "ask", asks), (exchange, "refuse", refuses), (exchange, "pull", pulls),
+            (peers, "on_event", hears),
+        ):  # fmt: skip
+            monkeypatch.setattr(target, method, spied)
+
+    @property
+    def shares(self) -> dict[str, int]:
+        """Bytes from each source in the latest pull."""
+        return {share.place[1]: share.num_bytes for share in self.pulls[-1].shares}
+
+
+def two_that_know(start: Callable[..., Service], first: list[int] = FIRST) -> Service:
+    """Two prefill processes, p0 and p2, have the prompt; p1 has been in contact with both."""
+    service = start(count=3)
+    for number, name in enumerate(("p0", "p2")):
+        served(service, f"meets {name}", [number, *FIRST], name)
+        served(service, f"met {name}", [number, *FIRST], "p1", kv_sources=known(service, name))
+    served(service, "p0 has", first, "p0")
+    served(service, "p2 has", FIRST, "p2")
+    service.prefills["p1"].peers.estimate = PullOrCompute()
+    return service
+
+
+def bytes_of(service: Service, name: str, tokens: list[int]) -> torch.Tensor:
+    """The pages of a prompt in a process."""
+    manager = service.loops[name].manager
+    contents = manager.contents
+    held, table = contents.lease("look", 0, contents.digests(TextContext([*tokens, 0], 4096, "look")), 100)
+    found = page_rows(manager.device_tensors[0][0])[list(table.groups[0])].clone()
+    manager.end_lease(held)
+    return found
+
+
+def test_a_long_prompt_is_read_from_two_at_once_and_every_byte_is_right(
+    start: Callable[..., Service], expected: list[int], large: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = two_that_know(start)
+    large()
+    spy = Spy(service, monkeypatch)
+    assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2")) == expected
+    page_bytes = sum(layout.page_bytes for layout in service.loops["p1"].manager.layouts)
+    assert len(spy.pulls) == 1
+    assert set(spy.shares) == {"p0/0", "p2/0"}
+    assert all(spy.shares.values())
+    assert sum(spy.shares.values()) == PAGES * page_bytes
+    assert spy.asked == ["p0/0", "p2/0"]
+    assert not spy.refused
+    assert service.ended["second"].cached_tokens == 16 * PAGES
+    assert set(service.prefills["p1"].peers.counts) == {"pulled"}
+    assert service.prefills["p1"].stats().taken_s["pull"] > 0
+    assert torch.equal(bytes_of(service, "p1", HEAD), bytes_of(service, "p2", HEAD))
+    service.assert_nothing_held()
+
+
+def test_a_short_prompt_holds_no_page_of_a_second_source(
+    start: Callable[..., Service], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = two_that_know(start)
+    spy = Spy(service, monkeypatch)
+    assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2")) == expected
+    assert spy.named == [["p0/0"]]
+    assert "p2/0" not in spy.refused
+
+
+def test_one_that_has_fewer_pages_is_read_for_those_and_the_other_for_all(
+    start: Callable[..., Service], expected: list[int], large: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = two_that_know(start, FIRST[:100])
+    large()
+    spy = Spy(service, monkeypatch)
+    assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2")) == expected
+    assert spy.named == [["p2/0", "p0/0"]]  # an import has the pages of its first table
+    page_bytes = sum(layout.page_bytes for layout in service.loops["p1"].manager.layouts)
+    assert 0 < spy.shares["p0/0"] <= 6 * page_bytes
+    assert sum(spy.shares.values()) == PAGES * page_bytes
+    assert service.ended["second"].cached_tokens == 16 * PAGES
+    service.assert_nothing_held()
+
+
+def test_one_that_fails_in_a_pull_from_two_leaves_its_pages_to_the_other(
+    start: Callable[..., Service], expected: list[int], large: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = two_that_know(start)
+    large()
+    spy, lending = Spy(service, monkeypatch), service.exchanges["p2"].lending
+    pull = service.exchanges["p1"].pull
+
+    def stopped(key: str, sources: Any, *rest: Any) -> None:
+        service.exchanges["p2"].revoke(next(one for one in sources if one.engine_id == "p2/0"), "stopped")
+        service.until(lambda: not lending.num_leases, "the end of the lease", poll=service.prefills["p2"].poll)
+        pull(key, sources, *rest)
+
+    monkeypatch.setattr(service.exchanges["p1"], "pull", stopped)
+    assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2")) == expected
+    assert [share.place[1] for share in spy.pulls[-1].shares if share.error] == ["p2/0"]
+    assert service.ended["second"].cached_tokens == 16 * PAGES
+    assert service.prefills["p1"].stats().taken_s["pull"] == 0  # a pull in which one fails tells nothing of others
+    service.assert_nothing_held()
+
+
+def test_one_that_is_silent_is_not_awaited_for_long_and_what_it_lends_late_is_given_back(
+    start: Callable[..., Service], expected: list[int], large: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = two_that_know(start)
+    large()
+    spy, lending = Spy(service, monkeypatch), service.exchanges["p0"].lending
+    began, p0 = time.monotonic(), service.prefills["p0"].poll
+    monkeypatch.setattr(service.prefills["p0"], "poll", lambda: p0() if spy.named else False)
+    submit(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2"))
+    service.until(lambda: spy.named, "the pull")
+    assert time.monotonic() - began < 0.4  # half a second is its time if it is asked alone
+    assert spy.named == [["p2/0"]]
+    service.until(lambda: spy.refused and not lending.num_leases, "what it lends late", LENT_S / 2)
+    service.until(lambda: "second" in service.ended, "the end")
+    assert service.tokens["second"] == expected
+    assert spy.refused == ["p0/0"]
+    assert service.ended["second"].cached_tokens == 16 * PAGES
+    service.assert_nothing_held()
+
+
+@pytest.mark.parametrize("phase", ["asked", "one has lent", "pulling"])
+def test_a_request_that_two_are_asked_for_and_that_is_cancelled_leaves_nothing_held(
+    start: Callable[..., Service], large: Callable[[], None], monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    service = two_that_know(start)
+    large()
+    peers = service.prefills["p1"].peers
+    if phase == "one has lent":
+        p0 = service.prefills["p0"].poll
+        monkeypatch.setattr(service.prefills["p0"], "poll", lambda: False if peers._open else p0())
+    submit(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2"))
+    one_has_lent = lambda: any(fetch.lent for fetch in peers._open.values())  # noqa: E731
+    service.until(one_has_lent if phase == "one has lent" else fetching(service, phase), phase)
+    service.decode.abort("second")
+    service.until(lambda: "second" in service.ended, "the end")
+    asks, lendings = service.exchanges["p1"]._asks, [service.exchanges[name].lending for name in ("p0", "p2")]
+    begun = time.monotonic()
+    service.until(lambda: not (asks._open or any(one.num_leases for one in lendings)), "the end of what is lent")
+    assert time.monotonic() - begun < LENT_S / 2
+    assert not peers._open
+    assert not peers._questions
+    service.assert_nothing_held()
+
+
+class Answers:
+    """An exchange whose answers and time the test gives."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.several = True
+        params = KVCacheParams(torch.float32, 1, 4, page_size=4, enable_prefix_caching=True)
+        memory = params.bytes_per_token(1) * 4 * 64
+        self.manager = PagedKVCacheManager(params, 4, 200, 1, ["cpu"], available_cache_memory=memory)
+        self.context = TextContext([*range(81)], 200, "r")
+        self.peers = PeerPrefixes(self.manager, self, lambda: self.now)  # type: ignore[arg-type]
+        self.asked: list[tuple[str, str, int, float]] = []
+        self.pulled: list[list[str]] = []
+        self.refused: list[str] = []
+        self.pending: Any = None
+        self._told = 0
+
+    def reads_several(self, num_tokens: int) -> bool:
+        assert num_tokens
+        return self.several
+
+    def ask(self, _: int, key: str, __: str, engine: str, wanted: Any, timeout_s: float) -> None:
+        self.asked.append((engine, key, wanted.first_page, timeout_s))
+
+    def refuse(self, _: int, source: Source, __: str) -> None:
+        self.refused.append(source.engine_id)
+
+    def pull(self, _: str, sources: Sequence[Source], pending: Any, __: float) -> None:
+        self.pulled.append([source.engine_id for source in sources])
+        self.pending = pending
+
+    def cancel_pull(self, *_: Any) -> None:
+        self.peers.on_event(ExchangeEvent(0, PullEvent("r", "cancelled", safe=True)))
+
+    def begin(self, *engines: str) -> None:
+        sources = [msg.KVSource("tcp://host", (engine,)) for engine in engines]
+        assert self.peers.begin(Request("r", [*range(81)], 1), self.context, sources)
+
+    def engines(self) -> list[str]:
+        """Those asked since the last call."""
+        found, self._told = [one[0] for one in self.asked[self._told :]], len(self.asked)
+        return found
+
+    def answer(self, engine: str, pages: int, at: float, error: str = "") -> Any:
+        """The engine lends so many pages from the first that it was last asked for."""
+        self.now = at
+        key, first = next((key, first) for name, key, first, _ in reversed(self.asked) if name == engine)
+        lent = Lent(key, None, None, error)
+        if pages:
+            table = BlockTable(
+                request_id=key, replica_idx=0, num_tokens=4 * (first + pages), page_size=4,
+                groups=(tuple(range(1, pages + 1)),), fingerprint="", hash_algorithm="",
+                digests=b"", first_page=first,
+            )  # fmt: skip
+            lent = Lent(key, Source("tcp://host", engine, LeaseRef(7, 0, 1.0), engine), table, "")
+        return self.peers.on_event(ExchangeEvent(0, lent)) or next(iter(self.peers.poll()), None)
+
+    def at(self, now: float) -> Any:
+        self.now = now
+        return next(iter(self.peers.poll()), None)
+
+    def read(self, at: float, stop: int = 0, **errors: str) -> Any:
+        """The pull has passed, up to that page if any."""
+        self.now = at
+        copier = self.manager.copier(self.pending)
+        copier.take(last=True)
+        proof = copier.prove(4 * stop)
+        shares = tuple(PullShare(("tcp://host", name), 1, errors.get(name, "")) for name in self.pulled[-1])
+        happened = ExchangeEvent(0, PullEvent("r", "", safe=True, shares=shares), proof)
+        return self.peers.on_event(happened) or next(iter(self.peers.poll()), None)
+
+    def fail(self, at: float) -> Any:
+        self.now = at
+        self.manager.copier(self.pending).give_up()
+        return self.peers.on_event(ExchangeEvent(0, PullEvent("r", "it is gone", safe=True)))
+
+
+@pytest.fixture
+def answers() -> Iterator[Answers]:
+    made = Answers()
+    yield made
+    assert made.manager.num_held_blocks == 0
+    made.manager.check()
+    made.manager.close()
+
+
+@pytest.mark.parametrize(("took", "wait"), [(0.02, 0.02), (0.001, 0.005), (0.4, 0.05)])
+def test_the_others_have_about_as_long_again_as_the_first_that_lends(
+    answers: Answers, took: float, wait: float
+) -> None:
+    answers.begin("a", "b")
+    answers.answer("b", 10, took)
+    answers.at(took + 0.9 * wait)
+    assert not answers.pulled
+    answers.at(took + 1.1 * wait)
+    assert answers.pulled == [["b"]]
+    answers.answer("a", 20, 0.7)
+    assert answers.refused == ["a"]
+    assert answers.read(0.8) is None
+    assert answers.engines()[2:] == ["a"]  # which has more
+    answers.answer("a", 10, 0.81)
+    assert answers.read(0.82)
+    assert answers.peers.counts == {"pulled": 1}
+    assert answers.peers.pages_pulled == 20
+
+
+def test_when_all_have_answered_the_longest_run_is_pulled_at_once(answers: Answers) -> None:
+    answers.begin("a", "b", "c")
+    answers.answer("a", 5, 0.001)
+    answers.answer("b", 0, 0.001)
+    answers.answer("c", 20, 0.001)
+    assert answers.pulled == [["c", "a"]]
+    assert answers.read(0.1)
+
+
+def test_four_are_asked_at_once_and_the_others_if_these_have_nothing(answers: Answers) -> None:
+    answers.begin(*"abcdef")
+    assert answers.engines() == [*"abcd"]
+    assert answers.asked[0][3] == pytest.approx(4 / 6)
+    for name in "abcd":
+        answers.answer(name, 0, 0.1)
+    assert answers.engines() == [*"ef"]
+    answers.answer("e", 20, 0.2)
+    answers.answer("f", 20, 0.2)
+    assert answers.read(0.3)
+
+
+def test_for_little_one_is_asked_after_another(answers: Answers) -> None:
+    answers.several = False
+    answers.begin("a", "b")
+    assert answers.engines() == ["a"]
+    assert answers.asked[0][3] == pytest.approx(0.5)
+    answers.answer("a", 7, 0.001)
+    assert answers.pulled == [["a"]]
+    answers.read(0.1)
+    assert answers.engines() == ["b"]
+    assert answers.answer("b", 0, 0.2)
+    assert answers.peers.counts == {"pulled": 1}
+
+
+def test_a_silent_one_beside_others_without_pages_costs_no_more_than_if_it_was_asked_alone(answers: Answers) -> None:
+    answers.begin("a", "b")
+    assert answers.answer("a", 0, 0.001) is None
+    assert answers.at(0.49) is None
+    assert answers.at(0.51)
+    assert answers.peers.counts == {"unanswered": 1}
+    answers.answer("b", 20, 0.9)
+    assert answers.refused == ["b"]
+
+
+def test_if_all_are_silent_all_have_the_whole_time(answers: Answers) -> None:
+    answers.begin("a", "b")
+    assert answers.at(0.99) is None
+    assert answers.at(1.0)
+    assert answers.peers.counts == {"unanswered": 1}
+
+
+def test_one_that_owes_an_answer_is_not_asked_for_the_next_stretch_and_one_with_a_gap_is(answers: Answers) -> None:
+    answers.begin("silent", "a", "gap")
+    answers.answer("a", 9, 0.001)
+    answers.answer("gap", 4, 0.001)
+    answers.at(0.1)
+    assert answers.pulled == [["a", "gap"]]
+    answers.read(0.2)
+    assert answers.engines()[3:] == ["gap"]
+    answers.answer("gap", 11, 0.3)
+    assert answers.read(0.4)
+    assert answers.peers.pages_pulled == 20
+
+
+def test_pages_behind_a_pull_that_ended_early_are_asked_of_those_that_have_not_failed(answers: Answers) -> None:
+    answers.begin("dies", "a", "b")
+    answers.answer("dies", 20, 0.001)
+    answers.answer("a", 8, 0.001)
+    answers.answer("b", 0, 0.001)
+    answers.read(0.2, stop=8, dies="it is gone")
+    assert answers.engines()[3:] == ["b"]
+    answers.answer("b", 12, 0.3)
+    assert answers.read(0.4)
+    assert answers.peers.pages_pulled == 20
+    assert answers.peers.estimate.taken_s["pull"] == 0
+
+
+def test_one_that_fails_in_a_pull_is_not_asked_again_and_the_pull_tells_nothing_of_others(answers: Answers) -> None:
+    for name in "ab":
+        answers.peers._met.add(name)
+    answers.begin("a", "b")
+    answers.answer("a", 9, 0.001)
+    answers.answer("b", 4, 0.001)
+    assert answers.read(0.2, b="it is gone")
+    assert answers.engines() == ["a", "b"]
+    assert answers.peers.estimate.taken_s["pull"] == 0
+
+
+def test_pulls_from_sources_that_were_met_before_are_measured_with_the_question_and_the_wait(answers: Answers) -> None:
+    for name in "ab":
+        answers.peers._met.add(name)
+    answers.begin("a", "b")
+    answers.answer("a", 20, 0.01)
+    answers.answer("b", 20, 0.015)
+    assert answers.read(0.2)
+    assert answers.peers.estimate.taken_s["pull"] == pytest.approx(0.2)
+
+
+def test_if_a_pull_fails_one_that_answered_late_is_asked_again(answers: Answers) -> None:
+    answers.begin("a", "b")
+    answers.answer("a", 20, 0.001)
+    answers.at(0.05)
+    answers.answer("b", 20, 0.06)
+    assert answers.refused == ["b"]
+    answers.fail(0.2)
+    assert answers.engines()[2:] == ["b"]
+    answers.answer("b", 20, 0.21)
+    assert answers.read(0.3)
+    assert answers.peers.counts == {"pulled": 1}
+
+
+def test_what_has_been_lent_when_a_request_is_dropped_is_given_back_and_so_is_what_comes_later(
+    answers: Answers,
+) -> None:
+    answers.begin("a", "b")
+    answers.answer("a", 20, 0.1)
+    answers.peers.drop("r")
+    assert answers.refused == ["a"]
+    answers.answer("b", 20, 0.15)
+    assert answers.refused == ["a", "b"]
+    assert not answers.pulled
+    assert not answers.peers.counts
+
+
+def test_answers_that_do_not_fit_are_all_given_back(answers: Answers) -> None:
+    answers.begin("a", "b")
+    answers.answer("a", 20, 0.001)
+    assert answers.answer("b", 21, 0.001)  # more than the prompt
+    assert sorted(answers.refused) == ["a", "b"]
+    assert answers.peers.counts == {"failed": 1}
 
 
 # ---- real processes

@@ -67,9 +67,10 @@ class StretchReader:
             then("asking", address)
             ask(replica, key, address, *rest)
 
-        def pulling(key: str, source: Any, *rest: Any) -> None:
-            then("pulling", source.address)
-            pull(key, source, *rest)
+        def pulling(key: str, sources: Any, *rest: Any) -> None:
+            for source in sources:
+                then("pulling", source.address)
+            pull(key, sources, *rest)
 
         self.exchange.ask, self.exchange.pull = asking, pulling  # type: ignore[method-assign]
         request = Request("mine", PROMPT, NEW)
@@ -82,6 +83,7 @@ class StretchReader:
             assert time.monotonic() < deadline
             for happened in self.exchange.poll():
                 waiting = waiting or self.peers.on_event(happened)
+            waiting = next(iter(self.peers.poll()), waiting)
             time.sleep(1e-3)
         self.loop.add(*waiting)
         tokens = list[int]()
@@ -215,6 +217,34 @@ def test_a_first_source_that_is_gone_leaves_the_second(
     assert reader.generate([first, second], happens) == (expected, 23 * SIZE)
     assert reader.asked == [first.address, second.address]
     given_back(second)
+
+
+@pytest.mark.parametrize("fault", ["", "killed", "stopped"])
+def test_two_that_have_all_are_read_at_once_and_one_of_them_is_enough(
+    start: Any, reader: StretchReader, expected: list[int], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transfer.pull.shared_pull.ONE_SOURCE_BYTES", 0)
+    monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._MOST_WAIT_S", 1.0)
+    monkeypatch.setattr("scheduler_adapters.service.peer_prefixes._LEAST_WAIT_S", 1.0)
+    sources = start("p"), start("q")
+    for source in sources:
+        source.told("run", ALL)
+    read = list[str]()
+
+    def happens(now: str, address: str) -> None:
+        if now == "pulling":
+            read.append(address)
+        if fault and (now, address) == ("pulling", sources[1].address) and sources[1].process.pid is not None:
+            os.kill(sources[1].process.pid, signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+
+    assert reader.generate([*sources], happens) == (expected, 23 * SIZE)
+    assert sorted(read) == sorted(source.address for source in sources)
+    assert reader.peers.counts == {"pulled": 1}
+    assert reader.peers.pages_pulled == 23
+    reader.settle()
+    if fault == "stopped":
+        os.kill(sources[1].process.pid or 0, signal.SIGCONT)
+    given_back(*(sources[:1] if fault == "killed" else sources))
 
 
 def test_a_tail_that_the_second_source_has_in_host_memory_alone(
