@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from kvcache import TextContext
 from tests.kvcache.states.served_states import ServedStates
 from transfer import Lent, PageExchange
+from transfer.pull.pull_state import PullEvent
 
 NO_HOST = {"enable_kvcache_swapping_to_host": False, "host_kvcache_swap_space_gb": None, "tier_state_share": 0.5}
 
@@ -101,3 +102,105 @@ def test_a_state_in_a_slab_counts_as_the_pages_of_the_slab(pair: Pair) -> None:
     assert (int(0.25 * pair.it.manager.total_num_pages), slab) == (20, 2)
     assert pair.lent(100) == (10, 1)
     assert pair.lent(200) == (4, 1)  # of 20 pages eight are left, and with the next state it would be ten
+
+
+class Three:
+    """Two sources that have computed so many tokens of a prompt, and a reader of both."""
+
+    def __init__(self, *tokens: int, slabs: bool) -> None:
+        self.sides = [ServedStates(slabs=slabs, params=NO_HOST, every=4, checks=False) for _ in range(3)]
+        self.sources = [PageExchange(side.manager, f"p{at}", lend=1.0) for at, side in enumerate(self.sides[:2])]
+        self.reader, self.manager = PageExchange(self.sides[2].manager, "d"), self.sides[2].manager
+        self.context = TextContext(prompt(100, 40), 256, "mine")
+        for side, count in zip(self.sides, tokens, strict=False):
+            side.serve(prompt(100, count))
+
+    def poll(self) -> list[Any]:
+        for source in self.sources:
+            source.poll()
+        time.sleep(1e-4)
+        return [happened for happened in self.reader.poll() if getattr(happened.event, "safe", True)]
+
+    def until(self, count: int) -> list[Any]:
+        found, deadline = list[Any](), time.monotonic() + 20
+        while len(found) < count:
+            assert time.monotonic() < deadline
+            found += self.poll()
+        return found
+
+    def pull(self, revoked: int = 2) -> PullEvent:
+        """Asks both, revokes the lease of one of them if any, and pulls from both."""
+        wanted = self.manager.contents.digests(self.context)
+        for at, source in enumerate(self.sources):
+            self.reader.ask(0, f"{at}", source.address, source.engine_id(0), wanted)
+        lent = sorted((one.event for one in self.until(2)), key=lambda one: (-one.table.num_tokens, one.key))
+        for source in self.sources[revoked : revoked + 1]:
+            source.revoke(lent[revoked].source, "test")
+            while source.lending.num_leases:
+                self.poll()
+        self.manager.external_claim("mine")
+        pending = self.manager.import_block_table(self.context, lent[0].table, others=[lent[1].table])
+        assert pending is not None
+        self.reader.pull("mine", [one.source for one in lent], pending, 20.0)
+        (happened,) = self.until(1)
+        if happened.event.error:
+            self.manager.cancel_import(pending)
+        else:
+            self.manager.commit_import(self.context, pending, happened.proof)
+        self.manager.release("mine")
+        while any(source.lending.num_leases for source in self.sources):
+            self.poll()
+        return happened.event
+
+    def close(self) -> None:
+        for exchange, side in zip([*self.sources, self.reader], self.sides, strict=True):
+            exchange.close()
+            side.manager.check()
+            assert side.manager.num_held_blocks == 0
+            side.manager.close()
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Three]]:
+    """Pulls of a few pages are read from both."""
+    for name, value in (("ONE_SOURCE_BYTES", 0), ("_PROBE_BYTES", 1), ("_LEAST_BYTES", 1)):
+        monkeypatch.setattr(f"transfer.pull.shared_pull.{name}", value)
+    made = list[Three]()
+
+    def make(*tokens: int, slabs: bool) -> Three:
+        made.append(Three(*tokens, slabs=slabs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("slabs", [False, True])
+@pytest.mark.parametrize("second", [40, 20])
+def test_pages_and_the_state_behind_them_come_from_two_sources(
+    three: Callable[..., Three], slabs: bool, second: int
+) -> None:
+    """The state is that of a source that has it after the last page."""
+    it = three(40, second, slabs=slabs)
+    assert not it.pull().error
+    mine = it.sides[2]
+    compared = mine.compared
+    assert mine.serve([*prompt(100, 40), 7]) == 40  # every KV and the state are compared when they are read
+    assert mine.compared > compared
+
+
+@pytest.mark.parametrize("slabs", [False, True])
+def test_if_the_state_of_the_end_is_lost_with_its_source_nothing_is_kept(
+    three: Callable[..., Three], slabs: bool
+) -> None:
+    it = three(40, 20, slabs=slabs)
+    assert it.pull(revoked=0).error
+    assert it.sides[2].serve([*prompt(100, 40), 7]) == 0
+
+
+@pytest.mark.parametrize("slabs", [False, True])
+def test_if_both_have_the_state_either_is_enough(three: Callable[..., Three], slabs: bool) -> None:
+    it = three(40, 40, slabs=slabs)
+    assert not it.pull(revoked=0).error
+    assert it.sides[2].serve([*prompt(100, 40), 7]) == 40
