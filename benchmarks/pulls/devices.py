@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import time
 import zlib
+from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -102,26 +104,28 @@ def reader(pipe: Connection, device: str, counts: list[int], order: bool) -> Non
 
 def between(source_device: str, reader_device: str, counts: list[int], **orders: bool) -> list[tuple[int, float, int]]:
     """`(pages, seconds, wrong pages)` of each hand-over between two new processes."""
-    processes = get_context("spawn")
-    theirs, to_source = processes.Pipe()
-    ours, to_reader = processes.Pipe()
-    sides = [
-        processes.Process(target=source, args=(to_source, source_device, counts, orders.get("source", True))),
-        processes.Process(target=reader, args=(to_reader, reader_device, counts, orders.get("reader", True))),
-    ]
-    for one in sides:
-        one.start()
+    from_source, source_process = _started(source, source_device, counts, orders.get("source", True))
+    from_reader, reader_process = _started(reader, reader_device, counts, orders.get("reader", True))
     try:
         found: list[tuple[int, float, int]] = []
         for _ in counts:
-            ours.send(_next(theirs, 60))
-            found.append(_next(ours, 60))
-        theirs.send(None)
+            from_reader.send(_next(from_source, 60))
+            found.append(_next(from_reader, 60))
+        from_source.send(None)
         return found
     finally:
-        for one in sides:
+        for one in (source_process, reader_process):
             one.join(20)
             one.kill()
+
+
+def _started(side: Callable[..., None], device: str, counts: list[int], order: bool) -> tuple[Connection, BaseProcess]:
+    processes = get_context("spawn")
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=side, args=(theirs, device, counts, order))
+    process.start()
+    theirs.close()  # so that our end sees when the child dies
+    return ours, process
 
 
 def _next(pipe: Connection, seconds: float) -> Any:

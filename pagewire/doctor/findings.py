@@ -133,7 +133,7 @@ def refusals(found: Findings) -> list[Refusal]:
         why = f"NIXL {found.versions.get('nixl', '')} has no plugin OBJ"
         refused.append(Refusal("an object tier by NixlObjects", why, "install a wheel of nixl that has it"))
     if not found.nixl_error and not reaches_other_hosts(found.nixl_settings):
-        why = f"UCX_TLS={found.nixl_settings['UCX_TLS']} leaves no host"
+        why = f"UCX_TLS={found.nixl_settings['UCX_TLS']} cannot reach another host"
         refused.append(Refusal("a pull from another host", why, "set UCX_TLS=tcp, or rc where there is RDMA, on both"))
     if found.ptrace_scope not in ("", "0"):
         why = f"kernel.yama.ptrace_scope is {found.ptrace_scope}: a process may not read another one's memory"

@@ -53,6 +53,7 @@ ELSEWHERE = {
     "vllm_serve": "needs vLLM's servers: its parts are those of tests/vllm_serve, `make test-engines`",
     "pulls/vllm_worker": "needs vLLM's environment and shared scripts: others.vllm says what is missing",
     "fleet_worker": "is what fleet, first_token and handover start",
+    "prefix_worker": "is what prefix_peers starts",
     "pulls/as_shipped": "is what others.nixl starts",
     "__main__": "starts the others",
 }

@@ -201,7 +201,7 @@ def test_no_step_and_another_managers_step_are_refused(make: Make) -> None:
 def test_a_request_without_pages_is_refused_and_no_step_is_in_flight(make: Make) -> None:
     manager = make(8, page_size=4)
     manager.external_claim("r")
-    with pytest.raises(Exception, match="call maybe_reserve before"):
+    with pytest.raises(Exception, match="call maybe_reserve first"):
         manager.fetch_ahead([TextContext(range(6), 64, "r")])
     assert manager.steps_in_flight == ()
 

@@ -104,5 +104,5 @@ def test_an_abort_at_prefill_while_decode_reads_is_seen_by_the_fence(pair: Pair,
     pair.prefill.answer("cut")
     pair.prefill.wait_usage()  # its pages are free while they are read
     pair.decode.hold(on=False)
-    assert "given the pages away" in reason(pair.decode.answer("cut"))
+    assert "no longer held the pages" in reason(pair.decode.answer("cut"))
     check_works(pair, expected)

@@ -149,13 +149,16 @@ def test_what_others_hold_is_an_error_and_not_a_wait_for_ever(model: Any, expect
 
 def test_a_manager_made_for_another_model_is_refused(model: Any, make_model: Callable[..., Any]) -> None:
     for other, message in (
-        (make_model("llama", num_hidden_layers=2), "num_layers of the manager's pages is 2, of LlamaForCausalLM 3"),
-        (make_model("llama", num_key_value_heads=4), "n_kv_heads of the manager's pages is 4, of .* 2"),
-        (make_model("llama", head_dim=8), "head_dim of the manager's pages is 8, of .* 16"),
+        (
+            make_model("llama", num_hidden_layers=2),
+            "num_layers of the manager's pages is 2, but LlamaForCausalLM needs 3",
+        ),
+        (make_model("llama", num_key_value_heads=4), "n_kv_heads of the manager's pages is 4, but .* needs 2"),
+        (make_model("llama", head_dim=8), "head_dim of the manager's pages is 8, but .* needs 16"),
     ):
         with pytest.raises(InvalidParamsError, match=message):
             PagedGenerator(model, manager_of(other))
-    with pytest.raises(InvalidParamsError, match="dtype of the manager's pages is torch.bfloat16, of .* torch.float32"):
+    with pytest.raises(InvalidParamsError, match="is torch.bfloat16, but .* needs torch.float32"):
         PagedGenerator(model, manager_of(model, dtype=torch.bfloat16))
 
 
@@ -163,7 +166,7 @@ def test_a_hybrid_needs_a_manager_with_state_pages(make_model: Callable[..., Any
     model = make_model("bamba")
     plain = make_model("llama", num_hidden_layers=2)
     before = model.config._attn_implementation
-    with pytest.raises(UnsupportedModelError, match="give the manager's state pages"):
+    with pytest.raises(UnsupportedModelError, match="pass the manager's state pages"):
         PagedGenerator(model, manager_of(plain))
     assert model.config._attn_implementation == before
 

@@ -25,7 +25,7 @@ REFUSED = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"), "no layer attends"),
     "recurrent_gemma": "keep their state in themselves",
     "zamba": "divide their channels into heads",
-    "zaya": "keep a token's values for the next one",
+    "zaya": "also keep the last token's values",
     **dict.fromkeys(("inkling_text", "inkling2_text"), "inputs of several convolutions"),
     **dict.fromkeys(("glm5_next_text", "qwen4_exp_text"), "keys of an indexer"),
     "deepseek_v4": "layer 0 is 'heavily_compressed_attention'",

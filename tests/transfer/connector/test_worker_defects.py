@@ -252,7 +252,11 @@ def test_13_nothing_is_loaded_of_a_peer_that_does_not_fit(engine: Any, monkeypat
             "model: 'other' at the source, 'test'",
         ),
         (msgspec.structs.replace(opened, settings={"UCX_TLS": "tcp"}), MetadataError, "UCX_TLS: 'tcp' at the source"),
-        (msgspec.structs.replace(opened, ranks=2), MetadataError, r"engine 'p': ranks \[0\], it has 2"),
+        (
+            msgspec.structs.replace(opened, ranks=2),
+            MetadataError,
+            r"engine 'p': got ranks \[0\]; all 2 ranks are needed",
+        ),
         (
             msgspec.structs.replace(opened, layout=msgspec.structs.replace(opened.layout, groups=(Group(8, 4, ()),))),
             MetadataError,
