@@ -285,7 +285,7 @@ def test_check_notices_what_does_not_add_up(page_size: int) -> None:
 
     cache = broken()
     cache._published -= 1
-    with pytest.raises(InvariantError, match="3 pages are published, 2 counted"):
+    with pytest.raises(InvariantError, match="3 pages are published, but 2 are counted"):
         cache.check()
     cache = broken()
     cache.pool.holders[1] += 1
