@@ -176,6 +176,11 @@ class Alone:
         """Whether there is nothing to do before somebody asks for it."""
         return not self._loop.has_work
 
+    @property
+    def has_drained(self) -> bool:
+        """Whether it drains and nothing is left."""
+        return self.draining and not self._loop.has_work
+
     def stats(self) -> msg.Stats:
         """Counters now."""
         manager = self._loop.manager

@@ -112,6 +112,11 @@ class ServingLoop(Generic[PagesT_co]):
         return bool(self._waiting or self._running)
 
     @property
+    def is_running(self) -> bool:
+        """Whether the next `step` has something to run or to finish."""
+        return bool(self._running)
+
+    @property
     def num_running(self) -> int:
         """Requests that hold pages and run."""
         return len(self._running)
@@ -190,6 +195,9 @@ class ServingLoop(Generic[PagesT_co]):
         outputs += self._admit()
         entries = self._plan([*self._running.values()])
         return outputs + (self._run(entries) if entries else [])
+
+    def close(self) -> None:
+        """Ends what a step may leave running: nothing, in this loop. Safe to call twice."""
 
     def _plan(self, running: list[Entry]) -> list[Entry]:
         """Chooses the requests that run and the tokens that each runs.

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Semaphore
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from kvcache.types import RaggedKVCacheInputs, RequestID
 from scheduler_adapters.base import PagesAhead, RunTokens
 from scheduler_adapters.loop import Entry, ModelRunner, Output, ServingLoop
 
+PagesAheadT_co = TypeVar("PagesAheadT_co", bound=PagesAhead, covariant=True)
 RunBatch = tuple[Sequence[RunTokens], Sequence[RaggedKVCacheInputs]]
 """The work of one replica: its requests, and the inputs of each of its shards."""
 
@@ -107,19 +108,19 @@ class ThreadedRunner:
         return [token for batch, inputs in batches for token in self.runner.run(batch, inputs)]
 
 
-class OverlappedLoop(ServingLoop[PagesAhead]):
+class OverlappedLoop(ServingLoop[PagesAheadT_co]):
     """A `ServingLoop` that plans while its model runs. `step` returns the outputs of the previous step.
 
     One step runs at a time. If the model raises, the requests of its step are aborted and `step` raises. Recurrent
     states are refused. Call `close` at the end.
     """
 
-    def __init__(self, manager: PagesAhead, runner: LaunchingRunner, token_budget: int = 512) -> None:
+    def __init__(self, manager: PagesAheadT_co, runner: LaunchingRunner, token_budget: int = 512) -> None:
         super().__init__(manager, runner, token_budget)
         if getattr(manager, "states", ()):
             raise InvalidRequestError(
                 "OverlappedLoop does not support recurrent states, because a step overwrites the state before it: use "
-                "ServingLoop"
+                "ServingLoop, or serve without --overlap"
             )
         self._launching = runner
         self._launched: _Launched | None = None
@@ -129,6 +130,11 @@ class OverlappedLoop(ServingLoop[PagesAhead]):
     def has_work(self) -> bool:
         """Whether a request waits or runs, or a step's tokens are pending."""
         return self._launched is not None or super().has_work
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a request runs, or a step's tokens are pending."""
+        return self._launched is not None or super().is_running
 
     def step(self) -> list[Output]:
         """Plans a step, waits for the running one, and launches the planned one.

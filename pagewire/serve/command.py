@@ -88,6 +88,7 @@ def _server_config(options: ServeOptions, role: Role) -> ServerConfig:
         max_seq_len=options.max_tokens,
         max_requests=options.max_requests,
         token_budget=options.token_budget,
+        overlap=options.overlap,
         tp=options.tp,
         device=options.device,
         lease_s=options.lease_s,

@@ -85,6 +85,7 @@ class ServeOptions:
     max_tokens: int = option("N", _TOKENS, 4096, "most tokens of a request, including new ones", rare=True)
     max_requests: int = option("N", whole(1, 4096), 32, "requests that hold pages at a time in each process", rare=True)
     token_budget: int = option("N", _TOKENS, 512, "most tokens of one step of a process", rare=True)
+    overlap: bool = switch("plan each step while the model runs the one before it (no recurrent models)", rare=True)
     lease_s: float = option("S", number(0, 3600), 10.0, "lifetime of a lease that its reader does not renew", rare=True)
     watch: bool = switch("let `pagewire top` watch; logs the addresses")
     device: str = option("DEVICE", device, "cpu", "torch device of the model and its pages", rare=True)

@@ -124,8 +124,14 @@ class DecodeScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to be done until a message comes: there is no request, pull or content query."""
-        return not (self._requests or self._exchange.open_pulls or self._exchange.lending.is_asked)
+        """Whether nothing is to be done until a message comes: there is no request, step, pull or content query."""
+        asked = self._exchange.open_pulls or self._exchange.lending.is_asked
+        return not (self._requests or self._loop.has_work or asked)
+
+    @property
+    def has_drained(self) -> bool:
+        """Whether it drains and nothing is open, nor runs: a step may outlast its last request."""
+        return self.draining and not (self.open_requests or self._loop.has_work)
 
     @property
     def sockets(self) -> list[Awaited]:
@@ -206,7 +212,7 @@ class DecodeScheduler:
         for output in self._loop.step():
             self._on_output(output)
             busy = True
-        return busy or self._loop.num_running > 0
+        return busy or self._loop.is_running
 
     def stats(self) -> msg.Stats:
         """Returns the counters, after a recount of the pages."""

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 
 import msgspec
@@ -27,6 +27,7 @@ from kvcache.manager import PagedKVCacheManager
 from kvcache.watch.endpoint import ManagerWatch
 from scheduler_adapters.errors import IllegalMoveError, MessageError
 from scheduler_adapters.loop import ServingLoop
+from scheduler_adapters.overlapped import OverlappedLoop, ThreadedRunner
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.decode import MAX_OPEN, DecodeScheduler
 from scheduler_adapters.service.prefill import PrefillScheduler
@@ -68,6 +69,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_seq_len: int  # most tokens of a request
     max_requests: int  # requests that can hold pages at the same time
     token_budget: int  # most tokens of one step
+    overlap: bool = False  # plan a step while the model runs the one before it
     tp: int  # shards that the heads are split over, all on `device`
     device: str  # torch device of the model and its pages
     dp: int = 1  # replicas, each with pages of its own
@@ -102,7 +104,7 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
     """Returns the loop of one process, and the settings that must agree with its peers.
 
     Raises:
-        InvalidParamsError, PoolTooSmallError, ModelLoadError: the settings cannot work.
+        InvalidParamsError, InvalidRequestError, PoolTooSmallError, ModelLoadError: the settings cannot work.
     """
     from scheduler_adapters.hf.runner import (  # noqa: PLC0415  (heavy)
         HFRunner,
@@ -130,7 +132,12 @@ def build_loop(config: ServerConfig) -> tuple[ServingLoop[PagedKVCacheManager], 
     sizes = config.max_requests, config.max_seq_len
     manager = manager_for(model, params, *sizes, devices, available_cache_memory=config.cache_bytes)
     runner = HFRunner(model, manager.states)
-    return ServingLoop(manager, runner, config.token_budget), {"model": model_name(model)}
+    loop = (
+        OverlappedLoop(manager, ThreadedRunner(runner), config.token_budget)
+        if config.overlap
+        else ServingLoop(manager, runner, config.token_budget)
+    )
+    return loop, {"model": model_name(model)}
 
 
 class ChaosAgents:
@@ -190,7 +197,7 @@ def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSig
         allowed_peers=config.allowed_peers,
     )
     ready = _ready(config, manager, exchange)
-    try:
+    with closing(manager), closing(exchange), closing(loop):  # a step that still runs ends first
         scheduler: PrefillScheduler | DecodeScheduler
         if config.role == "prefill":
             router, times = bind_router(context, config.listen, keyring), PrefillTimes(lease_s=config.lease_s)
@@ -216,9 +223,6 @@ def serve(config: ServerConfig, context: Context, socket: Socket, told: DrainSig
         ):
             ready = msgspec.structs.replace(ready, metrics=metrics, watch="" if watch is None else watch.address)
             _Rounds(scheduler, socket, Herald(ready, config.ready_s), chaos, watch).run(told)
-    finally:
-        exchange.close()
-        manager.close()
 
 
 def _ready(config: ServerConfig, manager: PagedKVCacheManager, exchange: PageExchange) -> msg.Ready:
@@ -320,7 +324,7 @@ class _Rounds:
                 frontend.flush()
             if self._watch is not None:
                 self._watch.attend()
-            if scheduler.draining and not scheduler.open_requests and not frontend.is_behind:
+            if scheduler.has_drained and not frontend.is_behind:
                 frontend.send(msg.Left(stats=scheduler.stats()))
                 return
             if not scheduler.poll() and not self._stopped:

@@ -277,6 +277,55 @@ def test_one_command_starts_all_and_ends_all_when_nothing_is_on_its_way(tmp_path
         served.close()
 
 
+def test_steps_planned_ahead_give_the_same_tokens(tmp_path: Path, tiny_model: Any) -> None:
+    """With and without `--overlap`, in a pool that preempts; one client hangs up, and SIGTERM finds steps in flight."""
+    prompts = [f"{number} to the stopped. {HEAD}" for number in range(8)]  # some have long answers
+    answers: list[list[list[int]]] = []
+    for more in ([], ["--overlap"]):
+        folder = tmp_path / f"with{''.join(more)}"
+        folder.mkdir()
+        served, figures = Served(folder), folder / "figures.json"
+        small = (*COMMON, "--cache-mb", "0.75", "--json", str(figures))
+        try:
+            served.start("all", "all", "--address-file", str(served.addresses), "--http-port", "0", *small, *more)
+            served.until_there(1, 1)
+            client, signalled = served.client, list[int]()
+
+            def at_part(part: int, served: Served = served, signalled: list[int] = signalled) -> None:
+                if part == 15 and not signalled:
+                    signalled.append(part)
+                    served.signal("all", signal.SIGTERM)
+
+            leaving = complete(client, "hangs up", 300, stream=True)
+            assert next(iter(leaving)).choices
+            with ThreadPoolExecutor(8) as pool:
+                asked = [pool.submit(streamed, client, prompt, 150, at_part) for prompt in prompts]
+                leaving.close()
+                answers.append([one.result()[0] for one in asked])
+            assert served.ended("all") == 0
+            for name in ("prefill-1", "decode-1"):
+                assert f"{name} has drained: 0 pages held" in served.log("all")
+        finally:
+            served.close()
+        decode = json.loads(figures.read_text())["processes"]["decode-1"]
+        assert decode.get("preemptions"), decode
+        assert "failed" not in decode, "which is 0"
+    assert answers == [[expected(tiny_model, prompt, 150) for prompt in prompts]] * 2
+
+
+def test_recurrent_models_are_refused_with_overlap(tmp_path: Path, make_model: Any) -> None:
+    make_model("bamba").save_pretrained(tmp_path / "model")
+    served = Served(tmp_path)
+    options = ("--front", "tcp://127.0.0.1:1", "--model", str(tmp_path / "model"), *COMMON)
+    try:
+        served.start("d1", "decode", *options, "--overlap")
+        assert served.ended("d1") == 2
+        assert "does not support recurrent states" in served.log("d1")
+        assert "serve without --overlap" in served.log("d1")
+    finally:
+        served.close()
+
+
 # Sends the process a signal at the moment at which its address file appears, or its log line.
 SIGNALLED = """
 import logging, os, signal, sys

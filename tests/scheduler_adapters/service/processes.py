@@ -1,5 +1,6 @@
 """Prefill and decode schedulers in one process, polled in turns; the engines, the sockets and the model are real."""
 
+import copy
 import dataclasses
 import itertools
 import time
@@ -12,7 +13,8 @@ import zmq
 
 from kvcache.sizing import page_bytes
 from scheduler_adapters.hf.runner import HFRunner, kv_params_of, manager_for, num_layers_of, state_bytes_of
-from scheduler_adapters.loop import ServingLoop
+from scheduler_adapters.loop import ModelRunner, ServingLoop
+from scheduler_adapters.overlapped import LaunchingRunner, OverlappedLoop
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.decode import MAX_OPEN, DecodeScheduler
 from scheduler_adapters.service.prefill import PrefillScheduler
@@ -37,6 +39,8 @@ class Side(NamedTuple):
     rows: int = 4
     budget: int = 128
     groups: bool = False  # a block table for each group of layers
+    # How steps are launched that are planned while the one before runs; None for a plain loop.
+    overlap: Callable[[ModelRunner], LaunchingRunner] | None = None
     params: Mapping[str, Any] = MappingProxyType({})  # of the cache, beside what the model says
     replaced: Mapping[str, Any] = MappingProxyType({})  # in these
     options: Mapping[str, Any] = MappingProxyType({})
@@ -116,7 +120,11 @@ class Service:
             available_cache_memory=memory,
             **side.options,
         )
-        self.loops[name] = ServingLoop(manager, HFRunner(self.model, manager.states), side.budget)
+        if side.overlap is None:
+            self.loops[name] = ServingLoop(manager, HFRunner(self.model, manager.states), side.budget)
+        else:  # a model of its own, because a runner switches its attention, perhaps in a thread
+            runner = side.overlap(HFRunner(copy.deepcopy(self.model), manager.states))
+            self.loops[name] = OverlappedLoop(manager, runner, side.budget)
         self.exchanges[name] = PageExchange(
             manager, name, bind=f"ipc://{self.directory}/{name}.hand", replica_options={**QUICK, "timed": self.trace}
         )
@@ -165,11 +173,14 @@ class Service:
         self._stop(name)
 
     def _stop(self, name: str) -> None:
+        self.loops[name].close()
         self.exchanges.pop(name).close()
         # A process's memory goes with it. Ours does not, and a READ of pages that are gone would be another fault.
         self.buried.append(self.loops.pop(name))
 
     def close(self) -> None:
+        for loop in self.loops.values():
+            loop.close()
         for exchange in self.exchanges.values():
             exchange.close()
         for decode in self.decodes.values():
@@ -231,5 +242,9 @@ class Service:
 
     def assert_nothing_held(self) -> None:
         every = [*self.prefills.values(), *self.decodes.values()]
-        self.until(lambda: not any(one.open_requests for one in every), "the last notification")
+        loops = self.loops.values()
+        self.until(
+            lambda: not any(one.open_requests for one in every) and not any(loop.has_work for loop in loops),
+            "the last notification",
+        )
         assert [one.stats().pages_held for one in every] == [0] * len(every)
