@@ -431,14 +431,14 @@ def test_a_process_that_drains_lends_nothing_more_and_waits_for_what_is_lent(
 
 
 @pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def large(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """From its call on, pulls of these few pages are read from several sources, and these have time to answer."""
 
-    def begins() -> None:
+    def begins(wait_s: float = 1.0) -> None:
         for name, value in (("ONE_SOURCE_BYTES", 0), ("_PROBE_BYTES", 1), ("_LEAST_BYTES", 1)):
             monkeypatch.setattr(f"transfer.pull.shared_pull.{name}", value)
         for name in ("_LEAST_WAIT_S", "_MOST_WAIT_S"):  # this machine may be busy
-            monkeypatch.setattr(f"scheduler_adapters.service.peer_prefixes.{name}", 0.2)
+            monkeypatch.setattr(f"scheduler_adapters.service.peer_prefixes.{name}", wait_s)
 
     return begins
 
@@ -504,7 +504,7 @@ def bytes_of(service: Service, name: str, tokens: list[int]) -> torch.Tensor:
 
 
 def test_a_long_prompt_is_read_from_two_at_once_and_every_byte_is_right(
-    start: Callable[..., Service], expected: list[int], large: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Service], expected: list[int], large: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = two_that_know(start)
     large()
@@ -535,7 +535,7 @@ def test_a_short_prompt_holds_no_page_of_a_second_source(
 
 
 def test_one_that_has_fewer_pages_is_read_for_those_and_the_other_for_all(
-    start: Callable[..., Service], expected: list[int], large: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Service], expected: list[int], large: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = two_that_know(start, FIRST[:100])
     large()
@@ -550,7 +550,7 @@ def test_one_that_has_fewer_pages_is_read_for_those_and_the_other_for_all(
 
 
 def test_one_that_fails_in_a_pull_from_two_leaves_its_pages_to_the_other(
-    start: Callable[..., Service], expected: list[int], large: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Service], expected: list[int], large: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = two_that_know(start)
     large()
@@ -571,10 +571,10 @@ def test_one_that_fails_in_a_pull_from_two_leaves_its_pages_to_the_other(
 
 
 def test_one_that_is_silent_is_not_awaited_for_long_and_what_it_lends_late_is_given_back(
-    start: Callable[..., Service], expected: list[int], large: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Service], expected: list[int], large: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = two_that_know(start)
-    large()
+    large(0.05)
     spy, lending = Spy(service, monkeypatch), service.exchanges["p0"].lending
     began, p0 = time.monotonic(), service.prefills["p0"].poll
     monkeypatch.setattr(service.prefills["p0"], "poll", lambda: p0() if spy.named else False)
@@ -592,7 +592,7 @@ def test_one_that_is_silent_is_not_awaited_for_long_and_what_it_lends_late_is_gi
 
 @pytest.mark.parametrize("phase", ["asked", "one has lent", "pulling"])
 def test_a_request_that_two_are_asked_for_and_that_is_cancelled_leaves_nothing_held(
-    start: Callable[..., Service], large: Callable[[], None], monkeypatch: pytest.MonkeyPatch, phase: str
+    start: Callable[..., Service], large: Callable[..., None], monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     service = two_that_know(start)
     large()
