@@ -49,7 +49,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"secret": PHRASE}, "secret: it is given itself, and vLLM writes its arguments to its log. Make a new one; "),
     ({"secret": 12345678901234567890}, "secret: file:PATH or env:NAME is expected"),
     ({"secret": [PHRASE]}, "secret: file:PATH or env:NAME is expected"),
-    ({"allowed_peers": ["10.0.0.0/99"]}, "allowed_peers is ['10.0.0.0/99']: '10.0.0.0/99' is no host, "),
+    ({"allowed_peers": ["10.0.0.0/99"]}, "allowed_peers is ['10.0.0.0/99']: '10.0.0.0/99' is not a host name"),
     ({"allowed_peers": "a b,10.0.0.1,c d"}, "'a b' is not a host name, an address or a network, 'c d' is not"),
     ({"allowed_peers": ["10.0.0.1", 5]}, "allowed_peers is ['10.0.0.1', 5]: a list of addresses, networks"),
     ({"allowed_peers": None}, "allowed_peers is None: a list of addresses"),
@@ -112,7 +112,7 @@ def test_all_that_the_machine_lacks_is_named_at_once() -> None:
         "port is 65535: data-parallel engine 3 would listen at 65538",
         "host is 'no.such.host.invalid': it has no address here",
         "keyring and secret are both given: one is needed",
-        "there is the environment variable 'NONE' is not set",
+        "secret: the environment variable 'NONE' is not set",
         "keyring /nowhere: ",
     ):
         assert part in str(error.value)
