@@ -142,7 +142,7 @@ def test_both_sources_are_read_and_every_byte_is_right(
     lender: Any, reader: Any, theirs: tuple[int, int], ours: int
 ) -> None:
     p, q, d = lender("p", tp=theirs[0]), lender("q", tp=theirs[1]), reader(tp=ours)
-    d.links.bytes_per_s |= {"p/0": 64e6, "q/0": 64e6}
+    d.links.bytes_per_s |= {"p/0": 4e6, "q/0": 4e6}  # the first contact with one of them may take longer
     event = d.end(d.begin(d.ask(p, q)))
     assert (event.error, event.stop) == ("", 0)
     assert min(shares(event).values()) > 0
