@@ -130,5 +130,5 @@ def test_latents_are_rows(page_size: int) -> None:
 def test_a_kernel_that_cannot_write_is_named() -> None:
     cache = random_cache(32, torch.float32)
     layer = cpu_layer(cache, "of tomorrow")
-    with pytest.raises(InvalidEngineError, match=r"'0\.attn': CPUAttentionBackendImpl cannot write to it"):
+    with pytest.raises(InvalidEngineError, match=r"'0\.attn': the test write by CPUAttentionBackendImpl"):
         prove(attention(32, torch.float32), {"0.attn": layer}, {"0.attn": COLUMNS.tensors("", cache)}, torch.float32)
