@@ -154,7 +154,7 @@ def test_both_sources_are_read_and_every_byte_is_right(
 
 def test_more_is_read_from_the_faster_source(lender: Any, reader: Any) -> None:
     p, q, d = lender("p"), lender("q"), reader()
-    d.links.bytes_per_s |= {"p/0": 1e6, "q/0": 8e6}
+    d.links.bytes_per_s |= {"p/0": 4e5, "q/0": 8e6}
     event = d.end(d.begin(d.ask(p, q)))
     assert event.error == ""
     assert shares(event)["q"] > 3 * shares(event)["p"] > 0
