@@ -1,4 +1,4 @@
-"""What a GPU changes: kernels by page order, copies to the host tier and back, the loop, and pulls.
+"""Kernels by page order, copies to the host tier and back, the loop, and pulls, all on a GPU.
 
 Kernels that are not installed are left out. A page order is timed as a decode step of one layer: 64 requests of 4,096
 tokens, bfloat16, 32 heads of 128 on 8 of keys and values, pages in random places among those of 8 layers.

@@ -251,7 +251,7 @@ class PagedKVCacheManager:
             raise
         if reserved and place < 0:
             self._claims.bind(data, replica_idx, row)
-        mark.context = mark.call = None
+        mark.context = mark.call = None  # in this order: a context is noted only while a call is
         return reserved
 
     def reserve_batch(self, batch: Sequence[Context], num_steps: int = 1) -> NDArray[np.bool_]:

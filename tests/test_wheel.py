@@ -1,29 +1,20 @@
-"""What `make test-wheel` notices of a wheel before it installs it, and whether what the code imports is declared."""
+"""The faults that `make test-wheel` finds in a wheel before it installs it. Every import of the code is declared."""
 
 from __future__ import annotations
 
 import ast
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-from tests.wheel import ROOT, Failed, commands, contents, declared, packaged, required
+from tests.pagewire.distributions import DISTRIBUTIONS
+from tests.wheel import ROOT, Failed, commands, contents, declared, packaged, required, zipped
 
 INFO = "pagewire-0.1.0.dist-info"
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
-# Distributions whose packages have another name.
-DISTRIBUTIONS = {
-    "aiohttp": "textual-serve",
-    "dynamo": "ai-dynamo-runtime",
-    "opentelemetry": "opentelemetry-api",
-    "prometheus_client": "prometheus-client",
-    "textual_serve": "textual-serve",
-    "zmq": "pyzmq",
-}
 Files = dict[str, str]
 
 
@@ -53,11 +44,7 @@ def changed(files: Files, name: str, old: str, new: str = "") -> Files:
 
 
 def made(files: Files, folder: Path) -> Path:
-    wheel = folder / "pagewire-0.1.0-cp311-abi3-manylinux_2_34_x86_64.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for name, text in files.items():
-            archive.writestr(name, text)
-    return wheel
+    return zipped(folder / "pagewire-0.1.0-cp311-abi3-manylinux_2_34_x86_64.whl", files)
 
 
 def test_a_wheel_of_this_tree_is_right(tmp_path: Path) -> None:

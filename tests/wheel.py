@@ -18,7 +18,7 @@ import time
 import tomllib
 import zipfile
 from base64 import urlsafe_b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from configparser import ConfigParser
 from contextlib import contextmanager
 from email import message_from_bytes
@@ -100,7 +100,7 @@ def expect(holds: bool, otherwise: str) -> None:
 
 
 def declared() -> dict[str, Any]:
-    """What `pyproject.toml` says."""
+    """The contents of `pyproject.toml`."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -210,11 +210,15 @@ def stranger(folder: Path) -> Path:
     }
     record = [f"{name},sha256={_digest(text)},{len(text)}" for name, text in files.items()]
     files[f"{info}/RECORD"] = "\n".join([*record, f"{info}/RECORD,,"]) + "\n"
-    path = folder / "transfer-0.40-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
+    return zipped(folder / "transfer-0.40-py3-none-any.whl", files)
+
+
+def zipped(wheel: Path, files: Mapping[str, str]) -> Path:
+    """Writes a wheel of these files, which are named as in the wheel."""
+    with zipfile.ZipFile(wheel, "w") as archive:
         for name, text in files.items():
             archive.writestr(name, text)
-    return path
+    return wheel
 
 
 def _digest(text: str) -> str:

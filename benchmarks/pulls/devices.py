@@ -31,7 +31,7 @@ def manager_on(device: str, pages: int, heads_first: bool = True) -> PagedKVCach
 
 
 def bytes_of(name: str, count: int, device: str) -> torch.Tensor:
-    """What the pages of a request hold, int16 `[count, sides, layers, page_size, heads, dim]`."""
+    """The contents of a request's pages, int16 `[count, sides, layers, page_size, heads, dim]`."""
     shape = (count, 2, LAYERS, PAGE_SIZE, KV_HEADS, HEAD_DIM)
     numbers = torch.arange(math.prod(shape) // 2, dtype=torch.int32, device=device)
     return numbers.mul_(1_640_531_527).add_(zlib.crc32(name.encode()) >> 1).view(torch.int16).view(shape)

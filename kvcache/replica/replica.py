@@ -52,8 +52,8 @@ class Filled(NamedTuple):
 class Replica:
     """State and rules of one replica, without tensors or devices. All that a request keeps is in its token pages.
 
-    `kvcache.states.hybrid_replica` adds the states of recurrent layers. What this class answers about states is that
-    there are none.
+    `kvcache.states.hybrid_replica` adds the states of recurrent layers. This class itself has none,
+    and answers so.
     """
 
     state_groups = 0  # groups of a block table in addition to those of token pages; each has one page

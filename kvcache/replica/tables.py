@@ -404,8 +404,7 @@ class RowTables:
                 at = int(behind[0])
                 raise InvalidRequestError(
                     f"request {self._rows.request_ids[as_rows(rows)[at]]!r}: would run from token {starts[at]}, but "
-                    "the "
-                    f"layers of kind {group.kind} ({group.window} tokens) have freed their pages before token "
+                    f"the layers of kind {group.kind} ({group.window} tokens) have freed their pages before token "
                     f"{first[at] * self._page_size}: release the request and claim it again"
                 )
 

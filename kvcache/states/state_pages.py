@@ -422,8 +422,7 @@ class StatePages:
             if self.is_promised(request_id):
                 raise StatePageError(
                     f"request {request_id!r}: its state after {has} tokens is leased, and the next step would "
-                    "overwrite it: "
-                    "end the lease, or release the request and run it from its first token"
+                    "overwrite it: end the lease, or release the request and run it from its first token"
                 )
             pages.append(page)
         return torch.tensor(pages, device=self.blocks[0][0].device)

@@ -90,8 +90,7 @@ class PagedGenerator:
                 held = manager.total_num_pages - manager.num_free_blocks
                 raise GenerationError(
                     f"{self._loop.num_waiting} prompts wait, but no request runs: other users of the manager hold "
-                    f"{held} of "
-                    f"{manager.total_num_pages} pages, or all rows"
+                    f"{held} of {manager.total_num_pages} pages, or all rows"
                 )
             for output in outputs:
                 if output.token is None:

@@ -185,8 +185,7 @@ class PagedBatch:
             raise UnsupportedModelError(
                 f"layer {layer}: a page of {[size, heads]} tokens and heads has scales for "
                 f"{list(self._scales[0].shape[3:5])}, so writing one token would change others: use scale_of 'token "
-                "and "
-                "head'"
+                "and head'"
             )
         count = kept[0].shape[1]
         held, dims = self._shards(count)[-1][1].stop, [states.shape[2] for states in kept]

@@ -189,8 +189,7 @@ class PagewireKVManager(CommonKVManager):
         if [len(data) for data in row] != sizes:
             raise ValueError(
                 f"prefill's rows of metadata have {[len(data) for data in row]} bytes, but decode expects {sizes}: "
-                "both sides need "
-                f"the same model, speculative decoding and options of metadata"
+                f"both sides need the same model, speculative decoding and options of metadata"
             )
         for pointer, size, data in zip(self.kv_args.aux_data_ptrs, sizes, row, strict=True):
             ctypes.memmove(pointer + index * size, data, size)

@@ -17,6 +17,7 @@ from pagewire.extras import EXTRAS
 from pagewire.top.sources import LiveSource
 from pagewire.top.view import TopView
 from tests import forked
+from tests.pagewire.distributions import DISTRIBUTIONS
 from tests.pagewire.top.test_app import busy_manager
 
 pytestmark = pytest.mark.slow
@@ -138,13 +139,6 @@ def test_a_command_does_without_what_it_does_not_need(command: str, lines: dict[
         assert (status, printed) == (0, ""), (package, printed)
 
 
-DISTRIBUTIONS = {
-    "aiohttp": "textual-serve",
-    "dynamo": "ai-dynamo-runtime",
-    "opentelemetry": "opentelemetry-api",
-    "prometheus_client": "prometheus-client",
-    "textual_serve": "textual-serve",
-}
 ALSO = {("top", "rich"): "textual"}
 
 

@@ -169,8 +169,7 @@ class _Layer:
             if skipped + held > shape[at] or _name(tensor.dtype) != part.dtype:
                 raise InvalidEngineError(
                     f"{label} takes channels {skipped} to {skipped + held} of {part.dtype}, but tensor {part.tensor} "
-                    "has "
-                    f"{shape[at]} of {_name(tensor.dtype)}"
+                    f"has {shape[at]} of {_name(tensor.dtype)}"
                 )
             taken[part.tensor], channels[part.tensor] = skipped + held, shape[at]
             sizes.add(shape[names.index("page")])

@@ -218,8 +218,7 @@ def check_opening(key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: fl
     if not 0 < timeout_s < math.inf or not 0 < lease.duration_s < math.inf:
         raise InvalidTransferError(
             f"request {key!r}: its timeout is {timeout_s} s and its lease lasts {lease.duration_s} s; both must be "
-            "above 0 and "
-            "finite"
+            "above 0 and finite"
         )
 
 

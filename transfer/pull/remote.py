@@ -141,8 +141,8 @@ class RemoteEngine:
                 raise PullFailedError(
                     f"request {key!r}: engine {self.engine_id!r} did not confirm that lease {lease.lease_id:#018x} "
                     f"holds the pages of this block table of {table.num_tokens} tokens. The table was changed in "
-                    "transit, "
-                    "belongs to another lease or to an earlier start of the engine, or was made before the offer"
+                    "transit, belongs to another lease or to an earlier start of the engine, or was made before the "
+                    "offer"
                 )
 
     def begins(self, groups: PageLists) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ class PullsOfReplica(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
+class _SourcePart:
     """The share of one source.
 
     Attributes:
@@ -147,7 +147,7 @@ class SharedPull:
         can_shorten: bool,
     ) -> None:
         self.key = key
-        self.parts: list[_Part] = []
+        self.parts: list[_SourcePart] = []
         self.cancelled = ""
         self.is_told = False  # its owner knows that it has failed
         self.version = 0  # changes with the state of the columns, and with the parts that can read
@@ -174,7 +174,7 @@ class SharedPull:
                 ends = held[1] >= np.minimum(self._starts + self._column, wanted[1])
                 lacks &= ~(begins & ends)
             has &= ~lacks
-        self.parts.append(_Part(key, holding, has, seen))
+        self.parts.append(_SourcePart(key, holding, has, seen))
 
     def _touched(self, group: Group, tokens: tuple[int, int]) -> slice:
         """The columns in which pages of a group are read: the last one for a state."""
@@ -207,7 +207,7 @@ class SharedPull:
             found.append(PagesOfGroup(here, there, (token, after)))
         return found
 
-    def next_run(self, part: _Part, now: float) -> tuple[int, int] | None:
+    def next_run(self, part: _SourcePart, now: float) -> tuple[int, int] | None:
         """Returns the columns that an idle part reads next. None if it has none, or the others are through sooner."""
         left = self.state == _TO_READ
         mine = np.flatnonzero(left & part.has)
@@ -241,17 +241,17 @@ class SharedPull:
         last = int(np.searchsorted(self._ends, within, "right")) - 1
         return first, min(max(last, first + 1), stop)
 
-    def _left(self, part: _Part, now: float) -> float:
+    def _left(self, part: _SourcePart, now: float) -> float:
         """Estimates the bytes of a part's run that have yet to come."""
         return 0.0 if part.run is None else max(0.0, self.num_bytes(part.run) - part.rate * (now - part.since))
 
-    def begin(self, part: _Part, run: tuple[int, int], now: float) -> None:
+    def begin(self, part: _SourcePart, run: tuple[int, int], now: float) -> None:
         """Records that a part reads a run."""
         self.state[slice(*run)] = _READING
         part.run, part.since, part.runs = run, now, part.runs + 1
         self.version += 1
 
-    def passed(self, part: _Part, now: float) -> None:
+    def passed(self, part: _SourcePart, now: float) -> None:
         """Records that the run of a part was under its lease."""
         if part.run is None:
             return
@@ -264,7 +264,7 @@ class SharedPull:
         part.run = None
         self.version += 1
 
-    def failed(self, part: _Part, event: PullEvent) -> None:
+    def failed(self, part: _SourcePart, event: PullEvent) -> None:
         """Records that a part has failed. Its run is left for others once nothing of it is in flight."""
         part.error = event.error
         self.version += 1
@@ -302,7 +302,7 @@ class SharedPull:
 
 
 def _of_tokens(pages: ArrayLike, begin: int, first: int, stop: int, page_size: int) -> Ints:
-    """Of the pages from token `begin` on, those that hold the tokens `first` to `stop`."""
+    """Returns the pages that hold the tokens `first` to `stop`. `pages` begin at token `begin`."""
     skipped = begin // page_size
     return np.asarray(pages, np.int64)[first // page_size - skipped : -(-stop // page_size) - skipped]
 
@@ -319,7 +319,7 @@ class SharedPulls:
         self._prefix = prefix  # of the keys of parts
         self._serial = itertools.count()
         self._open: dict[str, SharedPull] = {}
-        self._parts: dict[str, tuple[SharedPull, _Part]] = {}  # by key, until the last event of the part
+        self._parts: dict[str, tuple[SharedPull, _SourcePart]] = {}  # by key, until the last event of the part
         self._seen: dict[Place, tuple[float, float]] = {}  # of the sources that were read last
 
     def __contains__(self, key: str) -> bool:
@@ -374,7 +374,7 @@ class SharedPulls:
         return happened
 
     def _hand_out(self, shared: SharedPull, now: float) -> None:
-        idle: list[_Part] = []
+        idle: list[_SourcePart] = []
         for part in shared.parts:
             pull = self._pulls.look_up(part.key)
             if pull is None or part.error or not pull.started:
@@ -396,7 +396,7 @@ class SharedPulls:
             tables = part.holding.tables if first else ()
             self._pulls.add_pages(part.key, shared.pages(part.holding, run), last=False, tables=tables)
 
-    def _remember(self, part: _Part) -> None:
+    def _remember(self, part: _SourcePart) -> None:
         place = part.holding.source.place
         self._seen.pop(place, None)  # the latest is last
         self._seen[place] = part.seen

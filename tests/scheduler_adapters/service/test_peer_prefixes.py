@@ -444,7 +444,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 class Spy:
-    """What a process asks, refuses and pulls, and the events of its pulls."""
+    """Records what a process asks, refuses and pulls, and makes the events of its pulls."""
 
     def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch, name: str = "p1") -> None:
         exchange, peers = service.exchanges[name], service.prefills[name].peers
