@@ -30,7 +30,7 @@ def line_of(one: Tried) -> str:
 
 def table(tried: Sequence[Tried]) -> list[str]:
     """The mutants of each file and of all, and their outcomes."""
-    rows = [("file", "mutants", *_COLUMNS)]
+    rows: list[tuple[str, ...]] = [("file", "mutants", *_COLUMNS)]
     paths = sorted({one.mutant.path for one in tried})
     for path in [*paths, None]:
         mine = [one for one in tried if path in {one.mutant.path, None}]
@@ -81,6 +81,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--operator", action="append", default=[], choices=names, help="may be repeated")
     parser.add_argument("--changed-since", metavar="REVISION", help="first what differs from this commit")
     parser.add_argument("--sample", metavar="SEED", help="in the order that this draws, a few of each file at a time")
+    parser.add_argument("--each", type=int, metavar="COUNT", help="at most so many of each function, as a seed draws")
     parser.add_argument("--seconds", type=float, default=_FOREVER_S, help="begin no mutant after that time")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument(
@@ -105,6 +106,8 @@ def batches_of(asked: argparse.Namespace) -> list[chosen.Batch]:
     if asked.changed_since and asked.sample is None:
         return touched
     others = chosen.matching(asked.only, asked.operator)
+    if asked.each is not None:
+        others = chosen.thinned(others, asked.each, asked.sample or "")
     if asked.sample is None:
         return others
     return [*chosen.sampled(touched, asked.sample), *chosen.sampled(others, asked.sample)]

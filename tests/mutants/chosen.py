@@ -36,16 +36,16 @@ class Batch(NamedTuple):
 @cache
 def mutants_of(path: Path) -> tuple[Mutant, ...]:
     """Every mutant of a file: by the operators and by hand."""
-    return (*mutants(path, (ROOT / path).read_text()), *_by_hand()[0].get(path, ()))
+    return (*mutants(path, (ROOT / path).read_text()), *by_hand()[0].get(path, ()))
 
 
 def stale() -> list[str]:
     """The handwritten mutations that do not fit the sources any more, and why."""
-    return _by_hand()[1]
+    return by_hand()[1]
 
 
 @cache
-def _by_hand() -> tuple[dict[Path, list[Mutant]], list[str]]:
+def by_hand() -> tuple[dict[Path, list[Mutant]], list[str]]:
     found: dict[Path, list[Mutant]] = {}
     unfit: list[str] = []
     for module in HANDWRITTEN:
@@ -96,6 +96,21 @@ def sampled(batches: Iterable[Batch], seed: str) -> list[Batch]:
     generator.shuffle(parts)
     rounds = max(map(len, parts), default=0)
     return [files[at] for at in range(rounds) for files in parts if at < len(files)]
+
+
+def thinned(batches: Iterable[Batch], each: int, seed: str) -> list[Batch]:
+    """At most `each` mutants of every function and constant, which a seed draws, in the order of the files."""
+    found: list[Batch] = []
+    for path, some, is_changed in batches:
+        of_each: dict[str, list[Mutant]] = {}
+        for mutant in some:
+            of_each.setdefault(mutant.function, []).append(mutant)
+        kept: set[Mutant] = set()
+        for function, its in of_each.items():
+            # A generator of its own: an edit of one function leaves the others' sample as it was.
+            kept.update(random.Random(f"{seed} {path}:{function}").sample(its, min(each, len(its))))
+        found.append(Batch(path, [mutant for mutant in some if mutant in kept], is_changed))
+    return found
 
 
 def changed_since(revision: str) -> list[Batch]:

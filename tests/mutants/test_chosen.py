@@ -1,12 +1,13 @@
 import ast
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.mutants import chosen
-from tests.mutants.chosen import Batch, changed_since, matching, mutants_of, sampled, touched_by
+from tests.mutants.chosen import Batch, changed_since, matching, mutants_of, sampled, thinned, touched_by
 from tests.mutants.mutation import Module, Mutation, mutated
 
 PAGES = Path("kvcache/pool/pages.py")
@@ -63,6 +64,18 @@ def test_a_sample_takes_its_turn_at_every_file_before_it_returns_to_one() -> Non
     assert all(len(batch.mutants) <= 25 for batch in first)
 
 
+def test_a_sample_of_each_function_reaches_all_of_them_and_draws_one_without_regard_to_the_others() -> None:
+    batches = matching(["kvcache.pool"])
+    few = thinned(batches, 2, "one")
+    for batch, all_ in zip(few, batches, strict=True):
+        counts = Counter(mutant.function for mutant in batch.mutants)
+        assert counts == {name: min(2, count) for name, count in Counter(one.function for one in all_.mutants).items()}
+        assert list(batch.mutants) == [mutant for mutant in all_.mutants if mutant in batch.mutants]
+    assert few == thinned(batches, 2, "one") != thinned(batches, 2, "two")
+    (alone,) = thinned(matching(["kvcache.pool.pages.PagePool.hold"]), 2, "one")
+    assert set(alone.mutants) <= {mutant for batch in few for mutant in batch.mutants}
+
+
 def test_a_package_a_module_a_function_or_an_operator_may_be_asked_for() -> None:
     assert {batch.path for batch in matching(["kvcache.pool.pages"])} == {PAGES}
     (batch,) = matching(["kvcache.pool.pages.PagePool.hold"])
@@ -75,7 +88,7 @@ def test_a_package_a_module_a_function_or_an_operator_may_be_asked_for() -> None
 @pytest.mark.usefixtures("repository")
 def test_a_handwritten_mutation_is_one_more_mutant_of_its_file(listed: Listed) -> None:
     listed([Module("kvcache.pool.pages", [HOLDS])])
-    found, unfit = chosen._by_hand.__wrapped__()
+    found, unfit = chosen.by_hand.__wrapped__()
     (mutant,) = found[PAGES]
     assert (mutant.function, mutant.operator, mutant.line) == ("Pool.hold", chosen.BY_HAND, 5)
     assert mutant.applied(SOURCE) == mutated(SOURCE, HOLDS) == SOURCE.replace("+= 1", "+= 2")
@@ -86,7 +99,7 @@ def test_a_handwritten_mutation_is_one_more_mutant_of_its_file(listed: Listed) -
 def test_a_handwritten_mutation_whose_text_is_gone_is_reported_and_the_others_are_tried(listed: Listed) -> None:
     gone = Mutation("Pool.hold", "no such text", "")
     listed([Module("kvcache.pool.pages", [gone, HOLDS]), Module("kvcache.no_such_file", [HOLDS])])
-    found, unfit = chosen._by_hand.__wrapped__()
+    found, unfit = chosen.by_hand.__wrapped__()
     assert [mutant.old for mutant in found[PAGES]] == ["+= 1"]
     assert "kvcache/pool/pages.py:Pool.hold: Pool.hold: the text 'no such text' occurs 0 times" in unfit[0]
     assert unfit[1].startswith("kvcache/no_such_file.py")
