@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -78,6 +77,28 @@ AWAIT_POLL_S = 1e-2
 LINGER_S = 1.0
 
 
+class Alarm:
+    """Wakes a thread that sleeps. Any thread, and a signal handler, may ring it; one thread sleeps.
+
+    It is a lock that is held until the next ring. `SimpleQueue.get` and its timeout cannot be used: before CPython 3.13
+    it sleeps for ever if the time is over before it begins to wait. With our shortest pauses that happened within
+    minutes on a busy machine, and a pull then neither ended nor timed out.
+    """
+
+    def __init__(self) -> None:
+        self._quiet = threading.Lock()
+        self._quiet.acquire()
+
+    def ring(self) -> None:
+        """Ends the sleep in progress, or the next one. Rings before that count once."""
+        with contextlib.suppress(RuntimeError):  # released already: it has rung
+            self._quiet.release()
+
+    def sleep(self, seconds: float) -> bool:
+        """Sleeps until a ring, at most for some seconds. Returns whether it has rung since the last sleep."""
+        return self._quiet.acquire(timeout=seconds)
+
+
 class TransferThread:
     """Runs the transfers of one replica.
 
@@ -110,7 +131,7 @@ class TransferThread:
         self.replica = replica
         self._turn = threading.Lock()  # held by the thread that uses the replica
         self._commands: deque[Callable[[], object]] = deque()
-        self._wake: SimpleQueue[None] = SimpleQueue()  # one entry for each command
+        self._alarm = Alarm()  # rung for each command
         self._changed = threading.Condition()
         self._stopping = False
         self._failure: BaseException | None = None
@@ -222,7 +243,7 @@ class TransferThread:
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends the thread, its leases and its pulls. Safe to call twice."""
         self._stopping = True
-        self._wake.put(None)
+        self._alarm.ring()
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
             with self._turn:
@@ -235,7 +256,7 @@ class TransferThread:
     def _hand_over(self, command: Callable[[], object]) -> None:
         self._refuse_ended()
         self._commands.append(command)
-        self._wake.put(None)
+        self._alarm.ring()
 
     def _refuse_ended(self) -> None:
         self.raise_failure()
@@ -262,10 +283,10 @@ class TransferThread:
             self._tell()
             if not is_over or self._is_resting:
                 self._woken = begin
-                self._wake.put(None)
+                self._alarm.ring()
         except BaseException as error:  # noqa: BLE001  (as in the thread; the caller must not think that nothing began)
             self._failure = error
-            self._wake.put(None)
+            self._alarm.ring()
         finally:
             self._turn.release()
         return True
@@ -333,12 +354,8 @@ class TransferThread:
 
     def _sleep(self) -> None:
         """Sleeps until a command arrives or the next poll is due."""
-        pause_s = self._pause()
-        with contextlib.suppress(Empty):
-            self._wake.get(pause_s > 0, pause_s)
+        if self._alarm.sleep(self._pause()):
             self._woken = time.perf_counter()
-            while not self._wake.empty():  # one wake-up serves all of them
-                self._wake.get_nowait()
 
 
 def start_thread(replica: ReplicaTransfer, ring: Callable[[], None] = lambda: None) -> TransferThread:

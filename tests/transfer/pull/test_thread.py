@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -13,7 +15,7 @@ from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, ReplicaTransfer
-from transfer.pull.thread import AWAIT_POLL_S, BUSY_POLL_S, IDLE_POLL_S, LINGER_S, POLL_S, TransferThread
+from transfer.pull.thread import AWAIT_POLL_S, BUSY_POLL_S, IDLE_POLL_S, LINGER_S, POLL_S, Alarm, TransferThread
 
 
 class Threaded:
@@ -279,3 +281,55 @@ def test_what_ends_with_the_thread_is_told_all_the_same(threaded: Callable[[str]
         with pytest.raises(EngineClosedError, match="was closed"):
             one.thread.call_soon(ReplicaTransfer.poll)
     assert [len(one.thread.events) for one in (p, d)] == told
+
+
+@pytest.fixture
+def busy() -> Iterator[None]:
+    """Threads that never sleep, so that others often wait longer for a processor than they meant to sleep."""
+    stopping = threading.Event()
+
+    def spin() -> None:
+        while not stopping.is_set():
+            sum(range(1000))
+
+    spinners = [threading.Thread(target=spin, daemon=True) for _ in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    for spinner in spinners:
+        spinner.start()
+    yield
+    stopping.set()
+    for spinner in spinners:
+        spinner.join()
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("busy")
+def test_a_sleep_ends_even_if_its_time_is_over_before_it_begins() -> None:
+    """Before CPython 3.13, `SimpleQueue.get` with its timeout sleeps for ever here, after some 400 rounds."""
+    alarm, rounds = Alarm(), 0
+
+    def sleep() -> None:
+        nonlocal rounds
+        for rounds in range(1, 2001):  # noqa: B007 - read at the end
+            alarm.ring()
+            assert alarm.sleep(0)
+            assert not alarm.sleep(1e-5)
+
+    sleeper = threading.Thread(target=sleep, daemon=True)
+    sleeper.start()
+    sleeper.join(60)
+    assert (sleeper.is_alive(), rounds) == (False, 2000)
+
+
+def test_rings_before_a_sleep_count_once_and_one_ring_ends_one_sleep() -> None:
+    alarm = Alarm()
+    assert not alarm.sleep(0)
+    alarm.ring()
+    alarm.ring()
+    assert alarm.sleep(0)
+    assert not alarm.sleep(1e-4)
+    later = threading.Timer(0.05, alarm.ring)
+    later.start()
+    assert alarm.sleep(20)
+    later.join()
