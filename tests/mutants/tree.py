@@ -7,14 +7,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.mutants.mutation import ROOT
 
-PARTS = ("kvcache", "transfer", "scheduler_adapters", "pagewire", "tests", "docs", "hatch_build.py", "pyproject.toml")
+_FOLDERS = ("kvcache", "transfer", "scheduler_adapters", "pagewire", "tests", "docs", "examples", "benchmarks")
+PARTS = (*_FOLDERS, "hatch_build.py", "pyproject.toml")
 NO_CACHES = shutil.ignore_patterns("__pycache__", ".pytest_cache", ".hypothesis")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
@@ -74,7 +75,7 @@ class Tree:
             return self.run(tests, limit_s)
 
     @contextmanager
-    def changed(self, path: Path, source: str) -> Iterator[None]:
+    def changed(self, path: Path, source: str) -> Generator[None]:
         """Another source in a file, which is as before afterwards."""
         file = self.folder / path
         before, status = file.read_bytes(), file.stat()

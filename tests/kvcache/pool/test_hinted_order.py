@@ -204,3 +204,49 @@ def test_after_an_interrupt_hints_count_as_before_and_pages_not_known_are_the_yo
     order.mend(np.zeros(0, np.intp))
     order.check()
     assert order.count == 0
+
+
+def test_a_share_given_later_counts_from_then_on() -> None:
+    order = order_of(0.0)
+    order.trust(1.0)
+    said(order, None, 1)
+    said(order, FIRST, 2)
+    assert order.pop(2).tolist() == [2, 1]
+
+
+def test_leads_are_in_pool_sizes_of_the_share_and_that_of_the_next_page_ends_with_its_time() -> None:
+    now = [0.0]
+    order = order_of(0.5, clock=lambda: now[0])
+    order.hint(pages(1), page_hints(Retention(session_continues=False, ttl_s=5.0), 1, 1))
+    order.hint(pages(2), page_hints(LAST, 1, 1))
+    order.hint(pages(4), page_hints(Retention(priority=75), 1, 1))
+    order.append(pages(1, 2, 3, 4))
+    # A level is worth two pools, and the share halves that.
+    assert order.leads(pages(1, 2, 3, 4)).tolist() == [-2.0, 2.0, 0.0, 1.0]
+    assert order.first_lead() == -2.0
+    now[0] = 6.0
+    assert order.first() == 1
+    assert order.first_lead() == 0.0
+
+
+def test_pages_that_follow_hints_are_placed_before_those_that_do_not_each_by_age() -> None:
+    order = order_of(0.5)
+    said(order, LAST, 5, 4)
+    said(order, None, 3)
+    said(order, FIRST, 2)
+    said(order, None, 1, 6)
+    before, after = order.positions(np.array([5, 4, 3])), order.positions(np.array([2, 1, 6]))
+    assert before.tolist() == [-3, -2, -1]
+    assert (np.diff(after) > 0).all()
+    assert after[0] >= 0
+
+
+def test_pages_put_back_in_several_calls_take_no_new_places() -> None:
+    order = order_of()
+    said(order, None, 1, 2, 3, 4)
+    order.renew(pages(1))
+    order.renew(pages(2))
+    order.remove(pages(1, 2))
+    order.append(pages(11, 12))
+    order.append(pages(13))
+    assert order.positions(np.array([3, 4, 11, 12, 13])).tolist() == [-3, -2, -1, -1, -1]

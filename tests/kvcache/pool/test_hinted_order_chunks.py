@@ -1,0 +1,42 @@
+"""The log that all kinds of hint share has chunks for them, however their pages lie."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcache import LruOrder
+from kvcache.pool.hinted_order import HintedOrder
+from kvcache.pool.lru_order import CHUNK
+from kvcache.retention import SHARED
+
+
+def append(order: HintedOrder, code: int, first: int, count: int) -> None:
+    pages = np.arange(first, first + count, dtype=np.int32)
+    order.codes[pages] = code
+    order.append(pages)
+
+
+def skip(order: HintedOrder, code: int, first: int, count: int) -> None:
+    """Fill entries of the log that do not count any more: the pages are used again."""
+    append(order, code, first, count)
+    order.remove(np.arange(first, first + count, dtype=np.int32))
+
+
+def test_every_kind_with_a_page_in_its_oldest_chunk_and_one_in_its_newest_leaves_chunks_for_the_rest() -> None:
+    size, free = 2 * CHUNK, CHUNK + 200  # the pages from `free` on come and go
+    order = HintedOrder(size, LruOrder(size), share=1.0)
+    kinds, rest = range(SHARED), SHARED
+    for code in kinds:
+        append(order, code, 1 + 2 * code, 1)
+        skip(order, code, free, CHUNK - 200)
+        skip(order, code, free, 199)
+        append(order, code, 2 + 2 * code, 1)
+    first = 1 + 2 * len(kinds)
+    for count in (1, CHUNK, 1, 1):  # no two of these chunks fit into one
+        append(order, rest, first, count)
+        if count == 1:
+            skip(order, rest, free, CHUNK - 200)
+            skip(order, rest, free, 199)
+        first += count
+    order.check()
+    assert order.count == 2 * len(kinds) + CHUNK + 3
