@@ -25,7 +25,7 @@ VALUES = {
         *("metrics", "params", "quantization", "retention", "routing", "sockets", "state_shape", "storage", "types"),
         *("under_way", "version", "watched"),
     },
-    "transfer": {"errors", "memory", "spans", "stats"},
+    "transfer": {"errors", "failures", "memory", "spans", "stats"},
     "scheduler_adapters": {"base", "errors", "interrupts", "loop", "overlapped"},
     "pagewire": {"arguments", "distribution", "extras", "plots", "tables", "viewer"},
 }

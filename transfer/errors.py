@@ -6,10 +6,22 @@ A call that raises one of them has done nothing. The engine and its other peers 
 from __future__ import annotations
 
 from kvcache.errors import KVCacheError
+from transfer.failures import Failure, FailureKind
 
 
 class TransferError(KVCacheError, RuntimeError):
-    """Base of every error of this package."""
+    """Base of every error of this package.
+
+    Attributes:
+        kind: the kind of a pull that this error ends.
+    """
+
+    kind: FailureKind = FailureKind.OTHER
+
+    @property
+    def failure(self) -> Failure:
+        """The failure of a pull that this error ends."""
+        return Failure(self.kind, str(self))
 
 
 class InvalidEngineError(TransferError, ValueError):
@@ -22,6 +34,8 @@ class InvalidTransferError(TransferError, ValueError):
 
 class MetadataError(TransferError, ValueError):
     """Metadata is damaged, of another version, or does not fit our engine. None of it has reached NIXL."""
+
+    kind = FailureKind.HANDSHAKE
 
 
 class SettingsMismatchError(MetadataError):
@@ -47,6 +61,8 @@ class TransferIncompleteError(TransferError, ValueError):
 class TransferTimeoutError(TransferError, TimeoutError):
     """The transfer did not end in time and was given up. Its local pages stay in quarantine until it has ended."""
 
+    kind = FailureKind.TIMEOUT
+
 
 class AgentError(TransferError):
     """NIXL refused a call or failed in it.
@@ -58,18 +74,25 @@ class AgentError(TransferError):
     def __init__(self, message: str, *, peer_lost: bool = False) -> None:
         super().__init__(message)
         self.peer_lost = peer_lost
+        self.kind = FailureKind.SOURCE_GONE if peer_lost else FailureKind.TRANSPORT
 
 
 class TransferFailedError(TransferError):
     """NIXL ended a transfer with an error. None of its destination pages may be used."""
 
+    kind = FailureKind.TRANSPORT
+
 
 class PeerFailedError(TransferFailedError, ConnectionError):
     """The peer is gone and its transfers fail. Call `disconnect` for it before its successor connects."""
 
+    kind = FailureKind.SOURCE_GONE
+
 
 class EngineClosedError(TransferError):
     """The engine was cleaned up."""
+
+    kind = FailureKind.SHUTDOWN
 
 
 class NoFreePortError(TransferError):
@@ -83,9 +106,15 @@ class InvalidLeaseError(TransferError, ValueError):
 class HandshakeError(TransferError, ConnectionError):
     """A peer did not answer, refused, or described itself in a way that does not fit us. Only its requests fail."""
 
+    kind = FailureKind.HANDSHAKE
+
 
 class PullFailedError(TransferError):
     """A pull failed. The contents of its destination pages are undefined and must not be read."""
+
+    def __init__(self, message: str, kind: FailureKind = FailureKind.OTHER) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class TransferParamsError(TransferError, ValueError):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
 
 from kvcache.families import Family, FamilyCollector, Sample
+from transfer.failures import FailureKind
 from transfer.pull.exchange import PageExchange
 from transfer.pull.lease import Verdict
 from transfer.pull.replica import ReplicaTransfer
@@ -95,7 +96,7 @@ FAMILIES = (
         "counter",
         "Requests whose pull failed, by kind of reason; the log has each reason.",
         ("replica", "reason"),
-        _by(FAILURES, lambda replica, kind: replica.stats.failures[kind]),
+        _by(FAILURES, lambda replica, kind: replica.stats.failures[FailureKind(kind)]),
     ),
     Family(
         "pagewire_open_pulls",

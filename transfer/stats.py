@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from transfer.failures import FailureKind
+
 _LAST = 4096
 PULL_BUCKETS: dict[str, tuple[float, ...]] = {
     "total_s": tuple(1e-4 * 2**i for i in range(17)),
@@ -17,32 +19,8 @@ PULL_BUCKETS: dict[str, tuple[float, ...]] = {
     "num_runs": tuple(float(4**i) for i in range(10)),
 }
 """Upper bounds of the histogram buckets of pulls, by field of `PullRecord`."""
-_KINDS = (
-    ("timed out", "timeout"),
-    ("no longer held the pages", "lease_over"),
-    ("has restarted since it granted", "lease_over"),
-    ("handshake with", "handshake"),
-    ("asking engine", "handshake"),
-    ("differ from their source", "checks"),
-    ("of another prompt", "refused"),
-    ("its process is gone", "source_gone"),
-    ("is silent", "source_gone"),
-    ("was lost", "source_gone"),
-    ("was restarted", "source_gone"),
-    ("was connected again", "source_gone"),
-    ("is stuck", "source_gone"),
-    ("reading from", "transport"),
-    ("was shut down", "shutdown"),
-    ("has ended, or engine", "lease_over"),
-    ("it holds the pages of", "refused"),
-)
-"""Pairs of a text and a kind of failure. The first text that occurs in a failure's reason decides its kind."""
-FAILURES = tuple(dict.fromkeys([*(kind for _, kind in _KINDS), "other"]))
-
-
-def failure_kind(reason: str) -> str:
-    """Returns the kind of a failure, one of `FAILURES`. Unlike the reason, it is safe as a metric label."""
-    return next((kind for said, kind in _KINDS if said in reason), "other")
+FAILURES = tuple(kind for kind in FailureKind if kind is not FailureKind.CANCELLED)
+"""The kinds of failures that are counted."""
 
 
 class Buckets:
@@ -127,7 +105,7 @@ class TransferStats:
 
     def __init__(self) -> None:
         self.failed_handshakes = 0
-        self.failures: Counter[str] = Counter()
+        self.failures: Counter[FailureKind] = Counter()
         self.leases: Counter[str] = Counter()
         self.buckets = {name: Buckets(bounds) for name, bounds in PULL_BUCKETS.items()}
         self._of_pulls = tuple(self.buckets[name] for name in ("total_s", "post_s", "num_bytes", "num_runs"))
@@ -152,9 +130,10 @@ class TransferStats:
         num_runs.total += pull.num_runs
         self._last.append(pull)
 
-    def record_failure(self, reason: str) -> None:
-        """Counts a request whose pull failed."""
-        self.failures[failure_kind(reason)] += 1
+    def record_failure(self, kind: FailureKind) -> None:
+        """Counts a request whose pull failed, unless its owner gave it up."""
+        if kind is not FailureKind.CANCELLED:
+            self.failures[kind] += 1
 
     def record_lease(self, reason: str) -> None:
         """Counts an ended lease by its reason."""

@@ -4,6 +4,7 @@ The source is a process of its own; the reader is this one, over real NIXL, so t
 reply has ended it. Every reply whose metadata the source vouches for is loaded and read from as well.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import random
@@ -17,6 +18,7 @@ import msgspec
 
 from tests.forked import start
 from tests.transfer.replicas import TOKENS, Engine
+from transfer.failures import Failure, FailureKind
 from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.lease import LeaseRef
 from transfer.pull.source import Source
@@ -86,7 +88,7 @@ def run(replies: int, seed: int, say: Callable[[str], None]) -> list[str]:
     reader, became = Engine("d", seed=9, key=b""), Counter[str]()
     begun, open_keys, begin = 0, dict[str, int](), time.monotonic()
     with HandshakeServer([]) as liar:
-        liar._throttle.admits = lambda _: True
+        liar._throttle.admits = lambda sender: True
         while begun < replies or open_keys:
             if not source.process.is_alive():
                 source.start()
@@ -106,7 +108,7 @@ def run(replies: int, seed: int, say: Callable[[str], None]) -> list[str]:
                 liar._cards.pop(event.key)
                 known = reader.replica.directory
                 for peer in [peer for peer in known._peers.values() if peer.place[1] == event.key]:
-                    known._forget(peer, "enough of it")
+                    known._forget(peer, Failure(FailureKind.OTHER, "enough of it"))
             reader.events.clear()
             time.sleep(5e-4)
     say(

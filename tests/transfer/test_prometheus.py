@@ -1,21 +1,19 @@
 """What a scrape says of leases and pulls is what the exchanges did, real sockets and NIXL between them."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.scrape import faults, scraped, text_of, value
 from tests.transfer.pull.test_ownership import Reader, Side
-from transfer import stats
 from transfer.prometheus import TransferCollector
 from transfer.pull.replica import LeaseOver
-from transfer.stats import FAILURES, PULL_BUCKETS, Buckets, failure_kind
+from transfer.stats import FAILURES, PULL_BUCKETS, Buckets
 
-TRANSFER = Path(stats.__file__).parent
 QUICK = {"handshake_timeout_s": 0.5, "heartbeat_s": 0.1, "dead_after_s": 0.5}
 
 
@@ -90,18 +88,12 @@ def test_failures_are_counted_by_kind(side: Any) -> None:
     source.exchange.close()
     assert reader.end(reader, "gone")[0].error
     found = scraped(TransferCollector(reader.exchange))
-    kinds = {kind: value(found, "pagewire_failed_pulls_total", reason=kind) for kind in FAILURES}
+    kinds = {kind: value(found, "pagewire_failed_pulls_total", reason=kind) for kind in map(str, FAILURES)}
     assert kinds.pop("source_gone") == 1
     assert kinds.pop("handshake") == kinds.pop("timeout") == kinds.pop("lease_over") == 1
     assert not any(kinds.values())
     assert reader.exchange.totals()[1] == 4
     reader.manager.cancel_import(pending)
-
-
-def test_what_tells_kinds_of_failures_apart_is_said_somewhere() -> None:
-    said = "".join(path.read_text() for path in TRANSFER.rglob("*.py") if path.name != "stats.py")
-    assert [marker for marker, _ in stats._KINDS if marker not in said] == []
-    assert failure_kind("something that nobody has thought of") == "other"
 
 
 def test_a_failed_pull_is_in_quarantine_while_something_of_it_is_in_flight(side: Any) -> None:

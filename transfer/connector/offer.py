@@ -63,7 +63,8 @@ class Offer:
         if held is not None and not error and not 0 <= count <= held.num_tokens:
             error = f"it holds the pages of {held.num_tokens} tokens, {count} are asked for"
         if error:
-            return LeaseReply(query_id=query.query_id, error=f"lease {query.lease_id:#018x}: {error}")
+            error = f"lease {query.lease_id:#018x}: {error}"
+            return LeaseReply(query_id=query.query_id, error=error, is_over=bool(self.ended))
         if held is None or self.missing:
             return LeaseReply(query_id=query.query_id, waits_for=self.missing or "its request is still computed")
         pages = LeasedPages(

@@ -160,7 +160,7 @@ class NixlConnectorScheduler:
         offer = self._by_lease.get(query.lease_id)
         if offer is None:
             error = f"lease {query.lease_id:#018x} has ended, or engine {self.config.engine_id!r} never had it"
-            return LeaseReply(query_id=query.query_id, error=error)
+            return LeaseReply(query_id=query.query_id, error=error, is_over=True)
         return offer.answer(query, self.config, self._key)
 
     def params(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from transfer.errors import HandshakeError, MetadataError, TransferError
+from transfer.failures import Failure, FailureKind
 from transfer.nixl.vouchers import is_vouched
 from transfer.pull.rank import RankTransfer
 from transfer.pull.remote import RemoteEngine
@@ -78,7 +79,7 @@ class Directory:
         times: Times,
         clock: Callable[[], float],
         on_ready: Callable[[Peer], None],
-        on_lost: Callable[[Peer, str], None],
+        on_lost: Callable[[Peer, Failure], None],
     ) -> None:
         self.failed_handshakes = 0
         self._ranks = ranks
@@ -216,7 +217,8 @@ class Directory:
 
     def _refuse(self, peer: Peer, reason: str) -> None:
         self.failed_handshakes += 1
-        self._forget(peer, f"handshake with engine {peer.place[1]!r} at {peer.place[0]}: {reason}")
+        text = f"handshake with engine {peer.place[1]!r} at {peer.place[0]}: {reason}"
+        self._forget(peer, Failure(FailureKind.HANDSHAKE, text))
 
     def _load(self, peer: Peer, remotes: Sequence[RemoteEngine]) -> None:
         address, engine_id = peer.place
@@ -227,12 +229,12 @@ class Directory:
                 loaded.append(rank)
         except TransferError as error:
             for rank in loaded:
-                rank.disconnect(engine_id, str(error))
+                rank.disconnect(engine_id, error.failure)
             raise
         peer.incarnation = remotes[0].incarnation
         for other in [other for other in self._peers.values() if other.place[1] == engine_id]:
             if other.incarnation not in {"", peer.incarnation}:
-                self._forget(other, f"engine {engine_id!r} was restarted at {address}")
+                self._forget(other, _gone(f"engine {engine_id!r} was restarted at {address}"))
 
     def watch(self, busy: Callable[[], set[Place]]) -> None:
         """Pings engines in use, and forgets idle ones. To be called often; usually returns at once.
@@ -251,9 +253,9 @@ class Directory:
                 continue
             if place not in used:
                 if now - peer.used > self._times.idle:
-                    self._forget(peer, "idle")
+                    self._forget(peer, _gone("idle"))
             elif peer.incarnation and not self._is_connected(peer):
-                self._forget(peer, f"engine {place[1]!r} was lost")
+                self._forget(peer, _gone(f"engine {place[1]!r} was lost"))
             elif now - max(peer.heard, peer.asked) > self._times.heartbeat:
                 self._ping(peer)
 
@@ -273,16 +275,16 @@ class Directory:
             if self._peers.get(peer.place) is not peer:
                 return
             if not isinstance(answer, Pong):
-                self._forget(peer, f"engine {engine_id!r} is silent: {answer}")
+                self._forget(peer, _gone(f"engine {engine_id!r} is silent: {answer}"))
             elif answer.incarnation != peer.incarnation:
-                self._forget(peer, f"engine {engine_id!r} was restarted")
+                self._forget(peer, _gone(f"engine {engine_id!r} was restarted"))
             else:
                 peer.heard = self._clock()
                 self._on_alive(peer)
 
         self._client.ping(*peer.place, done, self._times.dead_after)
 
-    def _forget(self, peer: Peer, reason: str) -> None:
+    def _forget(self, peer: Peer, failure: Failure) -> None:
         """Forgets an engine and everything learnt from it. The next request asks again."""
         address, engine_id = peer.place
         self._peers.pop(peer.place, None)
@@ -290,13 +292,17 @@ class Directory:
         others = [other for other in self._peers.values() if other.place[1] == engine_id]
         if peer.incarnation and all(other.incarnation != peer.incarnation for other in others):
             for rank in self._ranks:
-                rank.disconnect(engine_id, reason, peer.incarnation)
-        self._on_lost(peer, reason)
+                rank.disconnect(engine_id, failure, peer.incarnation)
+        self._on_lost(peer, failure)
         self._client.forget(address)
         # If this was the last place of the engine, a waiting candidate can be loaded.
         for other, candidate in self._candidates(engine_id):
             if other.candidate is candidate:
                 self._admit(other, candidate)
+
+
+def _gone(text: str) -> Failure:
+    return Failure(FailureKind.SOURCE_GONE, text)
 
 
 def _is_vouched(remote: RemoteEngine) -> bool:

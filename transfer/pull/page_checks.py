@@ -20,6 +20,7 @@ import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from transfer.errors import HandshakeError, InvalidEngineError, InvalidTransferError, PullFailedError
+from transfer.failures import FailureKind
 from transfer.memory import MemoryType
 from transfer.nixl.agent import WORD_BYTES, Agent
 from transfer.plan.boxes import Box, Group, ShardLayout
@@ -191,7 +192,8 @@ class Verifier:
             group, pair = next((at, pair) for at, pair in enumerate(bad) if len(pair.local))
             raise PullFailedError(
                 f"request {key!r}: {count} pages still differ from their source after {ATTEMPTS} reads, group {group} "
-                f"page {pair.remote[0]} of engine {self._there.engine_id!r} rank {plan.rank} among them"
+                f"page {pair.remote[0]} of engine {self._there.engine_id!r} rank {plan.rank} among them",
+                FailureKind.CHECKS,
             )
         self.repeated += count
         again = [

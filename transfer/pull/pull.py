@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from transfer.errors import AgentError, PullFailedError, TransferError
+from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
 from transfer.nixl.agent import WORD_BYTES, Handle
 from transfer.plan.page_lists import PageLists
@@ -166,8 +167,11 @@ class Puller:
         """Returns a pull that parts can be added to. Raises `PullFailedError` if there is none."""
         pull = self._pulls.get(key)
         if pull is None or pull.error or not pull.more:
-            reason = "there is no such pull" if pull is None else pull.error or "its last part was already added"
-            raise PullFailedError(f"request {key!r}: {reason}")
+            known = None if pull is None else pull.error
+            failure = known or Failure(
+                FailureKind.OTHER, "there is no such pull" if pull is None else "its last part was already added"
+            )
+            raise PullFailedError(f"request {key!r}: {failure.text}", failure.kind)
         return pull
 
     def look_up(self, key: str) -> RankPull | None:
@@ -185,7 +189,9 @@ class Puller:
         try:
             parts = pull.engine.parts(key, groups)
         except Exception as error:
-            self.fail(key, str(error))
+            self.fail(
+                key, error.failure if isinstance(error, TransferError) else Failure(FailureKind.OTHER, str(error))
+            )
             raise
         self.add(key, parts, last=last)
 
@@ -197,19 +203,19 @@ class Puller:
         pull.added += 1
         self._advance(pull)
 
-    def fail(self, key: str, reason: str) -> None:
+    def fail(self, key: str, failure: Failure) -> None:
         """Gives a pull up. A no-op for an unknown pull, and for one that has failed."""
         if (pull := self._pulls.get(key)) is not None and not pull.error:
-            self._fail(pull, reason)
+            self._fail(pull, failure)
             self._advance(pull)
 
-    def withdraw(self, pull: RankPull, reason: str) -> None:
+    def withdraw(self, pull: RankPull, failure: Failure) -> None:
         """Gives up a pull on behalf of its owner, who follows its state directly.
 
         If the pull is over, its event is removed, so that it is not taken for an event of the next pull with this key.
         """
         if not (pull.is_over or pull.error):
-            self._fail(pull, reason)
+            self._fail(pull, failure)
             self._advance(pull)
         if pull.is_over:
             self.events = deque(event for event in self.events if event.key != pull.key)
@@ -218,11 +224,11 @@ class Puller:
         """Returns how many calls of `add` a fence has passed for; 0 if there is no such pull."""
         return 0 if (pull := self._pulls.get(key)) is None else pull.passed
 
-    def fail_engine(self, engine: RemoteEngine, reason: str) -> None:
+    def fail_engine(self, engine: RemoteEngine, failure: Failure) -> None:
         """Gives up every pull from an engine, and accepts no further one from it."""
-        engine.failure = engine.failure or reason
+        engine.failure = engine.failure or failure
         for key in [pull.key for pull in self._pulls.values() if pull.engine is engine]:
-            self.fail(key, reason)
+            self.fail(key, failure)
 
     def poll(self) -> None:
         """Advances every pull. Outcomes are added to `events`."""
@@ -238,7 +244,8 @@ class Puller:
     def _on_time(self, pull: RankPull, now: float) -> None:
         if now >= pull.deadline:
             stage = "the fence" if pull.fencing else f"{len(pull.reading)} READs" if pull.reading else "more pages"
-            self.fail(pull.key, f"timed out after {now - pull.started:.3g} s, waiting for {stage}")
+            text = f"timed out after {now - pull.started:.3g} s, waiting for {stage}"
+            self.fail(pull.key, Failure(FailureKind.TIMEOUT, text))
         elif now >= pull.renew_at:
             pull.renew_at = now + pull.lease.duration_s / 3
             self._tell(pull, range(len(pull.engine.ranks)), "renew")
@@ -263,7 +270,7 @@ class Puller:
         self._moving.pop(pull.key, None)
         pull.is_over = True
         self.events.append(
-            self._ended_well(pull) if not pull.error else PullEvent(pull.key, pull.error, True, pull.passed)
+            self._ended_well(pull) if not pull.error else PullEvent(pull.key, pull.error.text, True, pull.passed)
         )
 
     def _ended_well(self, pull: RankPull) -> PullEvent:
@@ -333,7 +340,7 @@ class Puller:
         try:
             further = arrived()
         except TransferError as error:
-            self._fail(pull, str(error))
+            self._fail(pull, error.failure)
             return
         if further is not None:
             pull.waiting.append(further)
@@ -404,30 +411,30 @@ class Puller:
             pull.told.append(rank)
         if word == pull.lease.lease_id:
             return True
-        self._fail(
-            pull,
+        text = (
             f"engine {pull.engine.engine_id!r} rank {rank} no longer held the pages: "
             f"the lease {how_ended(pull.lease)}: "
-            f"its lease word {pull.lease.slot} holds {word:#x} instead of {pull.lease.lease_id:#x}",
+            f"its lease word {pull.lease.slot} holds {word:#x} instead of {pull.lease.lease_id:#x}"
         )
+        self._fail(pull, Failure(FailureKind.LEASE_OVER, text))
         return False
 
     def _on_error(self, pull: RankPull, error: AgentError) -> None:
         gone = "its process is gone; compute the prompt or pull it from another engine: " if error.peer_lost else ""
-        self._fail(pull, f"reading from engine {pull.engine.engine_id!r}: {gone}{error}")
+        self._fail(pull, Failure(error.kind, f"reading from engine {pull.engine.engine_id!r}: {gone}{error}"))
         if error.peer_lost and not pull.engine.failure:
-            pull.engine.failure = str(error)
+            pull.engine.failure = error.failure
 
-    def _fail(self, pull: RankPull, reason: str) -> None:
+    def _fail(self, pull: RankPull, failure: Failure) -> None:
         if pull.error:
-            return  # the first reason is kept
-        pull.error, pull.failed_at = reason, self._clock()
+            return  # the first one is kept
+        pull.error, pull.failed_at = failure, self._clock()
         if pull.waiting and pull.waiting[0].posted and not pull.waiting[0].in_flight:
             pull.waiting[0].settle()
         pull.waiting.clear()
-        self._tell(pull, set(range(len(pull.engine.ranks))).difference(pull.told), "refused", reason)
+        self._tell(pull, set(range(len(pull.engine.ranks))).difference(pull.told), "refused", failure.text)
         if pull.in_flight:
-            self.events.append(PullEvent(pull.key, reason, safe=False))
+            self.events.append(PullEvent(pull.key, failure.text, safe=False))
 
     def _note(self, lease: LeaseRef, verdict: str, reason: str = "") -> ReaderNote:
         engine_id, rank, ranks = self._identity
@@ -453,7 +460,7 @@ class Puller:
 
         Returns all pulls from the engine. The caller destroys the agent and then calls `conclude`.
         """
-        self.fail_engine(engine, engine.failure or "given up")
+        self.fail_engine(engine, engine.failure or Failure(FailureKind.SOURCE_GONE, "given up"))
         pulls = [pull for pull in self._pulls.values() if pull.engine is engine]
         for pull in pulls:
             for handle in [entry[0] for entry in (*pull.reading, *pull.fencing)]:

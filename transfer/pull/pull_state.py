@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from transfer.errors import InvalidTransferError, PullFailedError
+from transfer.failures import Failure, FailureKind
 from transfer.nixl.agent import Agent, Handle
 from transfer.plan.page_lists import PageLists, with_blocks
 from transfer.pull.lease import CLEARED, LeaseRef
@@ -91,7 +92,7 @@ class RankPull:
     started: float
     renew_at: float
     more: bool = True  # further parts may be added, so the last fence must wait
-    error: str = ""
+    error: Failure | None = None
     failed_at: float = 0.0
     fence_at: float = 0.0  # if pulls are timed, when the last fence was posted
     num_bytes: int = 0  # bytes posted so far
@@ -155,7 +156,7 @@ class ReplicaPull:
         waiting: pages to read, in order.
         reads: the pull of each rank, once the source is known.
         started: whether the ranks' pulls were opened.
-        error: why it failed; empty if it has not.
+        error: why it failed; None if it has not.
         told: whether the owner knows that it has failed.
         refusal: the reason to refuse the source's lease, if that is the only purpose; it has no events.
         begins: the first token that is read of each group, if the source has named its blocks.
@@ -170,7 +171,7 @@ class ReplicaPull:
     waiting: deque[Reading] = field(default_factory=_DEQUE)
     reads: list[RankPull] = field(default_factory=_LIST)
     started: bool = False
-    error: str = ""
+    error: Failure | None = None
     told: bool = False
     refusal: str = ""
     begins: tuple[int, ...] = ()
@@ -209,7 +210,8 @@ def check_opening(key: str, engine: RemoteEngine, lease: LeaseRef, timeout_s: fl
     if is_open:
         raise InvalidTransferError(f"request {key!r}: an earlier pull of the same name has not ended yet")
     if engine.failure:
-        raise PullFailedError(f"request {key!r}: engine {engine.engine_id!r} was lost: {engine.failure}")
+        lost = f"request {key!r}: engine {engine.engine_id!r} was lost: {engine.failure.text}"
+        raise PullFailedError(lost, FailureKind.SOURCE_GONE)
     if not 0 <= lease.slot < engine.words or not CLEARED < lease.lease_id < 1 << 64:
         raise InvalidTransferError(
             f"request {key!r}: lease {lease.lease_id:#x} in slot {lease.slot} is impossible; engine "

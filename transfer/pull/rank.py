@@ -17,6 +17,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from transfer.errors import AgentError, EngineClosedError, HandshakeError, InvalidEngineError, TransferError
+from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.nixl.settings import agreed_settings
@@ -285,7 +286,8 @@ class RankTransfer:
             AgentError: NIXL refuses a rank. None of them stays loaded.
         """
         _, readers = self._open()
-        self.disconnect(remote.engine_id, f"engine {remote.engine_id!r} was connected again")
+        again = f"engine {remote.engine_id!r} was connected again"
+        self.disconnect(remote.engine_id, Failure(FailureKind.SOURCE_GONE, again))
         self._reap()
         remote.staging = self._staging
         agent = readers.take()
@@ -300,7 +302,7 @@ class RankTransfer:
         self._remotes[remote.engine_id] = remote
         return remote
 
-    def disconnect(self, engine_id: str, reason: str, incarnation: str = "") -> None:
+    def disconnect(self, engine_id: str, failure: Failure, incarnation: str = "") -> None:
         """Fails the pulls from an engine and forgets the engine and its metadata.
 
         A no-op if another `incarnation` is loaded. An empty `incarnation` matches any.
@@ -308,7 +310,7 @@ class RankTransfer:
         remote = self._remotes.get(engine_id)
         if remote is not None and incarnation in {"", remote.incarnation}:
             del self._remotes[engine_id]
-            self.puller.fail_engine(remote, reason)
+            self.puller.fail_engine(remote, failure)
             self._retiring.append(remote)
 
     def seal(self, pages: Sequence[ArrayLike]) -> None:
@@ -331,8 +333,9 @@ class RankTransfer:
             elif (lease := self.leases.hear(note)) is not None:
                 self.released.append(lease)
         self.released.extend(self.leases.expire())
-        for engine_id in [key for key, remote in self._remotes.items() if remote.failure]:
-            self.disconnect(engine_id, self._remotes[engine_id].failure)
+        for engine_id, failure in [(key, remote.failure) for key, remote in self._remotes.items()]:
+            if failure is not None:
+                self.disconnect(engine_id, failure)
         for remote in self._to_poll():
             # No peer writes to this agent, but its own messages and the detection of dead peers need polls.
             with suppress(AgentError):
@@ -360,7 +363,8 @@ class RankTransfer:
             log.warning(
                 "engine %r: some copies did not end in time; the agent that makes them is destroyed", remote.engine_id
             )
-            self.disconnect(remote.engine_id, f"engine {remote.engine_id!r} is stuck")
+            stuck = Failure(FailureKind.SOURCE_GONE, f"engine {remote.engine_id!r} is stuck")
+            self.disconnect(remote.engine_id, stuck)
             self._destroy(remote)
 
     def _destroy(self, remote: RemoteEngine) -> None:
@@ -397,10 +401,11 @@ class RankTransfer:
         """
         if self._agent is None or not self._agent.is_own:
             return
+        shutdown = Failure(FailureKind.SHUTDOWN, "this rank was shut down")
         for lease_id in list(self.leases.ids()):
-            self.end_lease(lease_id, "this rank was shut down")
+            self.end_lease(lease_id, shutdown.text)
         for remote in self._remotes.values():
-            self.puller.fail_engine(remote, "this rank was shut down")
+            self.puller.fail_engine(remote, shutdown)
         deadline = time.monotonic() + drain_s
         while len(self.puller) and time.monotonic() < deadline:
             with suppress(AgentError):

@@ -14,6 +14,7 @@ from transfer.errors import (
     PullFailedError,
     SettingsMismatchError,
 )
+from transfer.failures import Failure, FailureKind
 from transfer.nixl.agent import Agent
 from transfer.nixl.settings import reaches_other_hosts
 from transfer.plan.boxes import ShardLayout
@@ -39,7 +40,7 @@ class RemoteEngine:
     Attributes:
         ranks: metadata by rank.
         words: number of lease words that every rank has.
-        failure: why it counts as dead; empty otherwise.
+        failure: why it counts as dead; None if it does not.
         read_ranks: the ranks that are read from. The others are only sent notes.
         staging: staging area for pulls whose runs are too short for the wire; None if all pulls are direct.
         seals: checks the seals of its block tables; None if it seals none.
@@ -56,7 +57,7 @@ class RemoteEngine:
         first = self.ranks[0]
         self.engine_id, self.incarnation = first.engine_id, first.incarnation
         self.words = min(found.words for found in ranks)
-        self.failure = ""
+        self.failure: Failure | None = None
         self.verifier: Verifier | None = None
         self.staging: StagingArea | None = None
         _check_ranks(self.ranks)
@@ -78,7 +79,7 @@ class RemoteEngine:
             PullFailedError: the engine is not loaded.
         """
         if self._agent is None:
-            raise PullFailedError(f"engine {self.engine_id!r} is not loaded")
+            raise PullFailedError(f"engine {self.engine_id!r} is not loaded", FailureKind.SOURCE_GONE)
         return self._agent
 
     def load(self, agent: Agent) -> None:
@@ -142,7 +143,8 @@ class RemoteEngine:
                     f"request {key!r}: engine {self.engine_id!r} did not confirm that lease {lease.lease_id:#018x} "
                     f"holds the pages of this block table of {table.num_tokens} tokens. The table was changed in "
                     "transit, belongs to another lease or to an earlier start of the engine, or was made before the "
-                    "offer"
+                    "offer",
+                    FailureKind.REFUSED,
                 )
 
     def begins(self, groups: PageLists) -> tuple[int, ...]:

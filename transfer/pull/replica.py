@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from numpy.typing import ArrayLike
 
 from transfer.errors import PullFailedError, TransferError
+from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
 from transfer.nixl.settings import effective_settings, reaches_other_hosts
 from transfer.plan.page_lists import PageLists
@@ -197,9 +198,7 @@ class ReplicaTransfer:
         Raises:
             PullFailedError: a pull of this name is open. The open pull continues.
         """
-        if key in self._pulls or key in self._shared:
-            # The new pull has no state yet, so it cannot have events. The older pull goes on.
-            raise PullFailedError(f"request {key!r}: an earlier pull of the same name has not ended yet")
+        self._refuse_open(key)
         if groups is not None and not refusal and self._pull_at_once(key, source, timeout_s, groups, tables):
             return
         pull = self._pulls[key] = ReplicaPull(source, self._clock() + timeout_s, refusal=refusal)
@@ -234,8 +233,7 @@ class ReplicaTransfer:
         Raises:
             PullFailedError: a pull of this name is open. The open pull continues.
         """
-        if key in self._pulls or key in self._shared:
-            raise PullFailedError(f"request {key!r}: an earlier pull of the same name has not ended yet")
+        self._refuse_open(key)
         groups = self.ranks[0].layout.groups
         shared = SharedPull(key, holdings, groups, self._page_bytes, page_sizes, can_shorten=can_shorten)
         self._shared.begin(shared, holdings, timeout_s)
@@ -244,6 +242,12 @@ class ReplicaTransfer:
     def _step_shared(self) -> None:
         while happened := self._shared.step(self._clock()):
             self.events.extend(happened)
+
+    def _refuse_open(self, key: str) -> None:
+        if key in self._pulls or key in self._shared:
+            # The new pull has no state yet, so it cannot have events. The older pull goes on.
+            open_one = f"request {key!r}: an earlier pull of the same name has not ended yet"
+            raise PullFailedError(open_one, FailureKind.OTHER)
 
     def look_up(self, key: str) -> ReplicaPull | None:
         """Returns an open pull, or None."""
@@ -305,10 +309,11 @@ class ReplicaTransfer:
     def _on_answer(self, key: str, wanted: Wanted, answer: Answer | TransferError) -> None:
         pull, where = self._pulls[key], f"request {key!r}"
         if not isinstance(answer, LeaseReply):
-            self._fail(key, f"{where}: asking engine {wanted.engine_id!r} for the pages of its lease: {answer}")
+            text = f"{where}: asking engine {wanted.engine_id!r} for the pages of its lease: {answer}"
+            self._fail(key, Failure(FailureKind.HANDSHAKE, text))
         elif answer.error:
-            waited = self._waited(pull)
-            self._give_back(key, f"{where}: engine {wanted.engine_id!r} at {wanted.address}: {answer.error}{waited}")
+            text = f"{where}: engine {wanted.engine_id!r} at {wanted.address}: {answer.error}{self._waited(pull)}"
+            self._give_back(key, Failure(FailureKind.LEASE_OVER if answer.is_over else FailureKind.REFUSED, text))
         elif not answer.pages:
             now = self._clock()
             pull.ask_at, pull.pause_s = now + pull.pause_s, min(2 * pull.pause_s, _MAX_PAUSE_S)
@@ -323,13 +328,13 @@ class ReplicaTransfer:
         try:
             source, pages = source_in(wanted, data, self.ranks[0].identity.key)
         except TransferError as error:
-            self._fail(key, str(error))
+            self._fail(key, error.failure)
             return
         try:
             if not pull.refusal:
                 check_tokens(f"request {key!r}", wanted, pages)
         except TransferError as error:
-            self._give_back(key, str(error))
+            self._give_back(key, error.failure)
             return
         pull.source, pull.pages = source, pages
         self._start(key, pull)
@@ -370,14 +375,14 @@ class ReplicaTransfer:
             return
         if not pull.started and not pull.error:
             self.refuse(pull.source, reason, pull.deadline - self._clock())
-        self._fail(key, reason, is_failure=False)
+        self._fail(key, Failure(FailureKind.CANCELLED, reason))
 
-    def _give_back(self, key: str, reason: str) -> None:
+    def _give_back(self, key: str, failure: Failure) -> None:
         """Fails a pull and gives back the lease of its source, unless the pull only serves to give it back."""
         pull = self._pulls[key]
         if not pull.refusal:
-            self.refuse(pull.source, reason, pull.deadline - self._clock())
-        self._fail(key, reason)
+            self.refuse(pull.source, failure.text, pull.deadline - self._clock())
+        self._fail(key, failure)
 
     def refuse(self, source: Source | Wanted, reason: str, timeout_s: float) -> None:
         """Tells a source that no page will be read under its lease, so that it can free them. Causes no event.
@@ -455,11 +460,12 @@ class ReplicaTransfer:
         """Handles a source's confirmed identity: starts its pulls, and fails those with leases of another start."""
         for key in self._of(peer.place):
             if is_of_other_start(self._pulls[key].source, peer):
-                self._fail(key, f"engine {peer.place[1]!r} has restarted since it granted the lease")
+                text = f"engine {peer.place[1]!r} has restarted since it granted the lease"
+                self._fail(key, Failure(FailureKind.LEASE_OVER, text))
             else:
                 self._start(key, self._pulls[key])
 
-    def _fail_all(self, peer: Peer, reason: str) -> None:
+    def _fail_all(self, peer: Peer, failure: Failure) -> None:
         for key in self._of(peer.place):
             pull = self._pulls[key]
             another = isinstance(pull.source, Wanted) or is_of_other_start(pull.source, peer)
@@ -467,7 +473,7 @@ class ReplicaTransfer:
                 # Another incarnation, most likely the present one, has granted the lease or will.
                 self.directory.connect(peer.place)
             else:
-                self._fail(key, reason)
+                self._fail(key, failure)
 
     def _start(self, key: str, pull: ReplicaPull) -> None:
         """Opens a pull on every rank once its source is known, and reads the pages that wait."""
@@ -482,11 +488,11 @@ class ReplicaTransfer:
                 self._unstarted.discard(key)
                 self._open(key, pull, pull.source)
             if pull.refusal:
-                self._fail(key, pull.refusal)
+                self._fail(key, Failure(FailureKind.CANCELLED, pull.refusal))
             while pull.waiting:
                 self._read_next(key, pull, pull.source)
         except TransferError as error:
-            self._fail(key, str(error))
+            self._fail(key, error.failure)
 
     def _open(self, key: str, pull: ReplicaPull, source: Source) -> None:
         left = max(pull.deadline - self._clock(), 1e-3)
@@ -508,7 +514,7 @@ class ReplicaTransfer:
         if (pull := self._pulls.get(event.key)) is None:
             return
         if event.error:
-            self._fail(event.key, event.error)
+            self._fail(event.key, pull.error or next(one.error for one in pull.reads if one.error))
             self.directory.check(pull.source.place)  # a ping tells whether it lives and is still the same incarnation
         elif not pull.error and all(one.fenced for one in pull.reads):
             del self._pulls[event.key]
@@ -520,16 +526,16 @@ class ReplicaTransfer:
         if not self._shared.hear(event):
             self.events.append(event)
 
-    def _fail(self, key: str, reason: str, *, is_failure: bool = True) -> None:
+    def _fail(self, key: str, failure: Failure) -> None:
         """Fails a pull on all ranks. Reports the failure at once, and again when the pages are safe."""
         pull = self._pulls[key]
         if not pull.error:
-            pull.error = reason
+            pull.error = failure
             pull.waiting.clear()
-            if is_failure and not pull.refusal:
-                self.stats.record_failure(reason)
+            if not pull.refusal:
+                self.stats.record_failure(failure.kind)
             for rank, one in zip(self.ranks, pull.reads, strict=False):  # fewer reads than ranks if opening one failed
-                rank.puller.withdraw(one, reason)
+                rank.puller.withdraw(one, failure)
         safe = pull.is_safe
         if safe:
             del self._pulls[key]
@@ -537,7 +543,7 @@ class ReplicaTransfer:
         if pull.refusal or (pull.told and not safe):
             return
         pull.told = True
-        self._report(PullEvent(key, pull.error, safe=safe, passed=pull.passed if safe else 0))
+        self._report(PullEvent(key, pull.error.text, safe=safe, passed=pull.passed if safe else 0))
 
     def _expire(self) -> None:
         now = self._clock()
@@ -548,20 +554,22 @@ class ReplicaTransfer:
                 continue
             if now >= pull.deadline:
                 missing = "answer the handshake" if isinstance(pull.source, Source) else "confirm its lease"
-                self._fail(key, f"timed out: engine {pull.source.engine_id!r} did not {missing}{self._waited(pull)}")
+                text = f"timed out: engine {pull.source.engine_id!r} did not {missing}{self._waited(pull)}"
+                self._fail(key, Failure(FailureKind.TIMEOUT, text))
             elif now >= pull.ask_at:
                 self._ask(key)
 
     def close(self) -> None:
         """Ends everything. Events of open leases and pulls can still be taken. Safe to call twice."""
+        shutdown = Failure(FailureKind.SHUTDOWN, "this engine was shut down")
         for key in list(self._pulls):
-            self._fail(key, "this engine was shut down")
+            self._fail(key, shutdown)
         for rank in self.ranks:
             rank.close()
         self._collect_leases()
         for key, pull in list(self._pulls.items()):
             del self._pulls[key]  # the agents are destroyed, so nothing is in flight
-            self._report(PullEvent(key, pull.error, safe=True))
+            self._report(PullEvent(key, (pull.error or shutdown).text, safe=True))
         self._step_shared()
         self._client.close()
 

@@ -11,6 +11,7 @@ from typing import Annotated, NamedTuple, TypeAlias
 from msgspec import Meta
 
 from transfer.errors import PullFailedError
+from transfer.failures import FailureKind
 from transfer.pull.lease import LeaseRef
 from transfer.wire.messages import LeasedPages, Wanted, open_pages
 
@@ -62,5 +63,6 @@ def check_tokens(where: str, wanted: Wanted, pages: LeasedPages) -> None:
         raise PullFailedError(
             f"{where}: lease {wanted.lease_id:#018x} of engine {wanted.engine_id!r} holds the pages of another prompt: "
             f"the digest of its first {wanted.num_tokens} tokens is {pages.prompt_digest.hex()[:16]}, but the "
-            f"request's is {wanted.digest.hex()[:16]}"
+            f"request's is {wanted.digest.hex()[:16]}",
+            FailureKind.REFUSED,
         )

@@ -154,12 +154,14 @@ class LeaseReply(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, 
         error: why nothing can be read under the lease. If `pages` and `error` are both empty, nothing can be read yet
             and the reader asks again.
         waits_for: the event that the lease still waits for; a reader that times out reports it.
+        is_over: True if the error is that the lease has ended, or that there is no such lease.
     """
 
     query_id: int
     pages: bytes = b""
     error: str = ""
     waits_for: str = ""
+    is_over: bool = False
 
 
 class ContentQuery(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, tag_field="type", tag="content/1"):

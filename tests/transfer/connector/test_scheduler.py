@@ -1,5 +1,6 @@
 """The scheduler's side: what it asks of every rank, when it believes them, and what it makes of strangers' params."""
 
+# pyright: basic
 from __future__ import annotations
 
 import pickle
@@ -123,8 +124,9 @@ def test_what_a_lease_holds_is_told_when_its_request_is_computed(make: Any) -> N
 def test_more_tokens_than_a_lease_holds_are_refused_with_both_numbers(make: Any, tokens: int) -> None:
     scheduler = make()
     offered(scheduler)
-    error = answer(scheduler, params(scheduler), tokens).error
-    assert error.endswith(f"it holds the pages of 20 tokens, {tokens} are asked for")
+    answered = answer(scheduler, params(scheduler), tokens)
+    assert not answered.is_over
+    assert answered.error.endswith(f"it holds the pages of 20 tokens, {tokens} are asked for")
 
 
 def test_a_lease_that_is_over_or_never_was_holds_nothing(make: Any) -> None:
@@ -133,8 +135,10 @@ def test_a_lease_that_is_over_or_never_was_holds_nothing(make: Any) -> None:
     made = params(scheduler)
     forged = {"lease_id": "0x1234"}
     assert answer(scheduler, forged).error == "lease 0x0000000000001234 has ended, or engine 'p' never had it"
+    assert answer(scheduler, forged).is_over
     scheduler.update(0, WorkerOutput(sent={"r": "expired"}))
     assert "it has ended on ranks [0]: expired" in answer(scheduler, made).error
+    assert answer(scheduler, made).is_over
     scheduler.update(1, WorkerOutput(sent={"r": "expired"}))
     assert "has ended, or engine 'p' never had it" in answer(scheduler, made).error
     offered(scheduler)  # another lease of this request, perhaps over the same pages

@@ -1,5 +1,6 @@
 """Sources by name: the address that one request gives for an engine affects no pull of another request."""
 
+# pyright: basic
 from __future__ import annotations
 
 import random
@@ -13,6 +14,7 @@ import zmq
 
 from tests.transfer.replicas import LOCAL, REMOTE, WHOLE, Engine, pull, run, settled
 from transfer.errors import HandshakeError
+from transfer.failures import Failure, FailureKind
 from transfer.pull import directory
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
@@ -77,7 +79,8 @@ def test_an_engine_that_was_lost_may_come_back_elsewhere_at_once(engine: Any) ->
     p, d = engine("p"), engine("d")
     pull(d, p.source(p.offer()))
     run(p, d, until=settled(d, "r"))
-    d.ranks[0].disconnect("p", "a READ from it failed")  # nobody has asked for it since
+    # nobody has asked for it since
+    d.ranks[0].disconnect("p", Failure(FailureKind.SOURCE_GONE, "a READ from it failed"))
     successor = engine("p", seed=50)
     pull(d, successor.source(successor.offer()), "new")
     run(successor, d, until=settled(d, "new"))
@@ -219,7 +222,7 @@ def any_bytes(rng: random.Random) -> Callable[[bytearray], None]:
 def unseen(source: Engine) -> Engine:
     """A source that vouches for nothing here, as one on another host."""
     for rank in source.ranks:
-        rank._agent._voucher.close()
+        rank._agent._voucher.close()  # pyright: ignore[reportOptionalMemberAccess]
     return source
 
 

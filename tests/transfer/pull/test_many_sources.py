@@ -1,5 +1,6 @@
 """A reader that knows hundreds of sources serves the agents of those that it has to do with."""
 
+# pyright: basic
 from __future__ import annotations
 
 import ctypes
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.transfer.replicas import Engine
+from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.parts import Part
@@ -23,7 +25,7 @@ class Known:
     """A source that a rank knows: its polls are counted."""
 
     def __init__(self, number: int) -> None:
-        self.engine_id, self.failure, self.words, self.polls = f"s{number}", "", 4096, 0
+        self.engine_id, self.failure, self.words, self.polls = f"s{number}", None, 4096, 0
         self.ranks = [SimpleNamespace(agent_name=self.engine_id, words_addr=0, memory_type=MemoryType.DRAM)]
         self.agent = SimpleNamespace(notifications=self._polled, notify=lambda *_: None)
 
@@ -94,7 +96,7 @@ def test_a_source_is_served_while_something_may_be_on_its_way_to_it(rank_of: Mak
     clock.now += LATELY_S
     rank.poll()
     assert sources[39].polls == 3
-    rank.puller.fail("r", "test")  # which is told
+    rank.puller.fail("r", Failure(FailureKind.OTHER, "test"))  # which is told
     rank.poll()
     rank.poll()
     assert sources[39].polls == 5

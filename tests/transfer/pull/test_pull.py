@@ -1,5 +1,6 @@
 """The pulls of one rank where a real agent cannot be made to do what one day it may. Real ones are in test_replica."""
 
+# pyright: basic
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from transfer.errors import AgentError, InvalidTransferError, PullFailedError
+from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
 from transfer.pull.lease import LeaseRef
 from transfer.pull.parts import Part
@@ -25,7 +27,7 @@ class Agent:
 
     def __init__(self, puller: Puller) -> None:
         self.puller = puller
-        self.word = LEASE.lease_id
+        self.word: int | None = LEASE.lease_id
         self.posted: list[dict[str, Any]] = []
         self.notes: list[tuple[str, Any]] = []
         self.auto = True
@@ -86,7 +88,7 @@ class Agent:
 class StandIn(SimpleNamespace):
     """Stands for a `RemoteEngine`: each is itself alone."""
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
 
 class Rig:
@@ -98,7 +100,7 @@ class Rig:
             SimpleNamespace(agent_name=f"p/{rank}", memory_type=MemoryType.DRAM, words_addr=WORDS_AT + rank * 4096)
             for rank in range(ranks)
         ]
-        self.engine: Any = StandIn(engine_id="p", ranks=there, words=64, failure="", agent=self.agent)
+        self.engine: Any = StandIn(engine_id="p", ranks=there, words=64, failure=None, agent=self.agent)
 
     def open(self, key: str = "r", **options: Any) -> RankPull:
         return self.puller.open(key, self.engine, options.get("lease", LEASE), options.get("timeout_s", 100.0))
@@ -126,6 +128,10 @@ def part(rank: int = 0, runs: int = 2, arrived: Any = None) -> Part:
 
 
 OK = PullEvent("r", "", safe=True)
+
+
+def why(text: str, kind: FailureKind = FailureKind.OTHER) -> Failure:
+    return Failure(kind, text)
 
 
 def test_data_comes_first_then_the_word_of_each_rank_that_was_read(rig: Rig) -> None:
@@ -169,7 +175,7 @@ def test_what_a_fence_has_passed_can_be_kept_when_the_rest_fails(rig: Rig) -> No
     rig.add(part(0), last=False)
     rig.add(part(1), last=False)
     rig.polled()
-    rig.puller.fail("r", "no more")
+    rig.puller.fail("r", why("no more"))
     assert rig.polled() == [PullEvent("r", "no more", safe=False)]
     rig.agent.auto = True
     assert rig.polled()[-1] == PullEvent("r", "no more", safe=True, passed=1)
@@ -295,7 +301,7 @@ def test_a_post_that_is_refused_stops_the_others_and_waits_for_what_is_in_flight
     assert len(rig.agent.posted) == 2
     rig.agent.end(0)
     assert [event.safe for event in rig.polled()] == [False, True]
-    assert rig.engine.failure == ""  # refused, not lost: the next pull may be taken
+    assert rig.engine.failure is None  # refused, not lost: the next pull may be taken
 
 
 class Settled(Part):
@@ -364,7 +370,7 @@ def test_a_rank_that_was_told_done_is_not_told_refused(rig: Rig) -> None:
     for number in range(3):
         rig.agent.end(number)
         rig.polled()
-    rig.puller.fail("r", "cancelled")
+    rig.puller.fail("r", why("cancelled"))
     assert rig.said("done") == ["p/0"]
     assert rig.said("refused") == ["p/1"]
 
@@ -383,7 +389,7 @@ def test_a_peer_that_is_lost_takes_no_further_pull(rig: Rig) -> None:
     rig.add(part(0))
     rig.agent.end(0, "ERR")
     rig.polled()
-    assert rig.engine.failure == "it broke"
+    assert rig.engine.failure == why("it broke", FailureKind.SOURCE_GONE)
     with pytest.raises(PullFailedError, match="request 's': engine 'p' was lost: it broke"):
         rig.open("s")
 
@@ -393,7 +399,7 @@ def test_a_waiting_pull_renews_its_lease_on_every_rank_three_times_a_duration(ri
     for rig.now in (52.9, 53.0, 55.9, 56.1, 59.2):
         rig.polled()
     assert rig.said("renew") == ["p/0", "p/1"] * 3
-    rig.puller.fail("r", "left")
+    rig.puller.fail("r", why("left"))
     rig.now = 90.0
     rig.polled()
     assert len(rig.said("renew")) == 6
@@ -417,7 +423,7 @@ def test_what_is_waited_for_is_named_when_time_is_up(rig: Rig) -> None:
 
 def test_a_long_reason_is_cut_for_the_wire_and_whole_in_the_event(rig: Rig) -> None:
     rig.open()
-    rig.puller.fail("r", "x" * 3000)
+    rig.puller.fail("r", why("x" * 3000))
     assert len(rig.puller.events[-1].error) == 3000
     assert {len(note.reason) for _, note in rig.agent.notes} == {200}
 
@@ -426,8 +432,8 @@ def test_only_the_first_reason_counts(rig: Rig) -> None:
     rig.agent.auto = False
     rig.open()
     rig.add(part(0))
-    rig.puller.fail("r", "first")
-    rig.puller.fail("r", "second")
+    rig.puller.fail("r", why("first"))
+    rig.puller.fail("r", why("second"))
     rig.agent.end(0)
     assert {event.error for event in rig.polled()} == {"first"}
 
@@ -440,7 +446,7 @@ def test_nothing_can_be_added_to_what_is_over(rig: Rig) -> None:
     rig.add(part())
     with pytest.raises(PullFailedError, match="its last part was already added"):
         rig.add(part())
-    rig.puller.fail("r", "why")
+    rig.puller.fail("r", why("why"))
     with pytest.raises(PullFailedError, match="request 'r': why"):
         rig.add(part())
 
@@ -489,7 +495,7 @@ def test_what_arrives_after_a_failure_is_not_used(rig: Rig) -> None:
     rig.agent.auto = False
     rig.open()
     rig.add(part(0, arrived=lambda: seen.append(0)))
-    rig.puller.fail("r", "too late")
+    rig.puller.fail("r", why("too late"))
     rig.agent.end(0)
     assert rig.polled()[-1].safe
     assert seen == []
@@ -502,7 +508,7 @@ def test_an_engine_s_pulls_are_given_up_together_and_no_others(rig: Rig) -> None
     rig.add(part(0))
     rig.puller.open("s", other.engine, LEASE, 5.0)
     assert rig.puller.uses(rig.engine)
-    rig.puller.fail_engine(rig.engine, "gone")
+    rig.puller.fail_engine(rig.engine, why("gone"))
     assert rig.puller.uses(rig.engine)  # its READ is in flight
     rig.agent.end(0)
     assert [event.key for event in rig.polled()] == ["r", "r"]
@@ -546,20 +552,20 @@ def test_who_withdraws_a_pull_sees_what_became_of_it_and_no_event_of_it_is_left(
         for _ in range(times):
             rig.add(part(0), key=key, last=False)
             rig.polled()
-        rig.puller.fail(key, "lost")
-    rig.puller.withdraw(pull, "late")
-    assert (pull.passed, pull.is_over, pull.error) == (1, True, "lost")
+        rig.puller.fail(key, why("lost"))
+    rig.puller.withdraw(pull, why("late"))
+    assert (pull.passed, pull.is_over, pull.error) == (1, True, why("lost"))
     assert [(event.key, event.passed) for event in rig.puller.events] == [("q", 2)]
     pull = rig.open()
     rig.add(part(0), last=False)
     rig.polled()
-    rig.puller.withdraw(pull, "left")
-    assert (pull.passed, pull.is_over, pull.error) == (1, True, "left")
+    rig.puller.withdraw(pull, why("left"))
+    assert (pull.passed, pull.is_over, pull.error) == (1, True, why("left"))
     assert [event.key for event in rig.puller.events] == ["q"]
     rig.agent.auto = False
     pull = rig.open()
     rig.add(part(0))
-    rig.puller.withdraw(pull, "left")
+    rig.puller.withdraw(pull, why("left"))
     assert (pull.passed, pull.is_over) == (0, False)
     assert rig.puller.events[-1] == PullEvent("r", "left", safe=False)
 
@@ -739,8 +745,8 @@ def test_pulls_that_stay_stuck_name_their_engine_once_and_others_do_not(rig: Rig
         rig.add(part(0), key=key)
     rig.now += 3.0
     assert rig.puller.stuck(1.0) == []  # they may still come
-    rig.puller.fail("a", "late")
-    rig.puller.fail("b", "late")
+    rig.puller.fail("a", why("late"))
+    rig.puller.fail("b", why("late"))
     assert rig.puller.stuck(0.0) == []  # not before it is longer ago
     rig.now += 2.0
     assert rig.puller.stuck(2.0) == []
@@ -858,7 +864,7 @@ def test_a_part_that_is_posted_by_half_when_its_pull_fails_is_settled_once_all_o
     rig.open()
     moving = long_part(1000)  # more than may be in flight
     rig.add(moving)
-    rig.puller.fail("r", "late")
+    rig.puller.fail("r", why("late"))
     assert (moving.times, rig.puller.events[-1].safe) == (0, False)
     for number in range(8):
         assert moving.times == 0
@@ -873,7 +879,7 @@ def test_a_part_that_is_posted_by_half_when_its_pull_fails_is_settled_once_all_o
     resting = long_part(100)
     rig.add(resting, key="s")
     assert (resting.posted, resting.in_flight, resting.times) == (32, 0, 0)
-    rig.puller.fail("s", "late")
+    rig.puller.fail("s", why("late"))
     assert resting.times == 1
     assert rig.puller.events[-1] == PullEvent("s", "late", safe=True)
 
@@ -905,9 +911,9 @@ def test_a_part_is_posted_when_it_is_ready_and_not_asked_again_while_it_is_read(
 
 
 def test_an_engine_that_failed_keeps_its_first_reason_and_a_renewal_comes_at_a_third(rig: Rig) -> None:
-    rig.engine.failure = "its process is gone"
-    rig.puller.fail_engine(rig.engine, "silent")
-    assert rig.engine.failure == "its process is gone"
+    rig.engine.failure = why("its process is gone")
+    rig.puller.fail_engine(rig.engine, why("silent"))
+    assert rig.engine.failure == why("its process is gone")
     other = Rig()
     other.open()
     other.now += LEASE.duration_s / 3 - 0.01
@@ -947,7 +953,7 @@ def test_a_lease_is_renewed_each_third_of_its_time_and_never_for_a_pull_that_has
         if len(rig.said("renew")) > before:
             told.append(rig.now - 50.0)
     assert told == [3.0, 6.0, 9.0]
-    rig.puller.fail("r", "enough")
+    rig.puller.fail("r", why("enough"))
     rig.now += 9.0
     rig.polled()
     assert len(rig.said("renew")) == 2 * len(told)
@@ -955,7 +961,7 @@ def test_a_lease_is_renewed_each_third_of_its_time_and_never_for_a_pull_that_has
 
 def test_the_times_of_an_earlier_pull_of_a_name_are_not_the_next_one_s(rig: Rig) -> None:
     rig.open()
-    rig.puller.fail("r", "over")
+    rig.puller.fail("r", why("over"))
     rig.polled()
     rig.now += 2.5
     rig.open()
@@ -1004,7 +1010,7 @@ def test_a_fence_marks_what_was_asked_for_before_it_and_is_not_posted_again_for_
     assert rig.puller.passed("r") == 2
     assert len(rig.agent.posted) == 4, "all that came has passed, and nothing more is to be fenced"
     assert not rig.puller.is_moving
-    rig.puller.fail("r", "enough")
+    rig.puller.fail("r", why("enough"))
     assert rig.said("refused") == ["p/0", "p/1"], "who only served a mark has not been told that it is over"
     assert rig.puller.events[-1] == PullEvent("r", "enough", safe=True, passed=2)
     assert rig.puller.passed("r") == rig.puller.passed("nobody") == 0
@@ -1061,8 +1067,8 @@ def test_a_part_of_a_pull_at_once_is_settled_when_its_read_has_ended_and_not_whe
     rig.agent.auto = False
     rows = np.ones((2, 3), np.uint64)
     assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, Slab(0, rows, rows, 100)), RankPull)
-    rig.puller.fail("r", "enough")
-    rig.puller.fail("r", "once more")
+    rig.puller.fail("r", why("enough"))
+    rig.puller.fail("r", why("once more"))
     assert settled == []
     assert [(event.error, event.safe) for event in rig.polled()] == [("enough", False)]
     for number in range(len(rig.agent.posted)):
@@ -1081,7 +1087,7 @@ def test_nothing_can_be_added_to_what_has_failed_and_is_in_flight_still(rig: Rig
     rig.agent.auto = False
     rig.open()
     rig.add(part(0), last=False)
-    rig.puller.fail("r", "the source is stuck")
+    rig.puller.fail("r", why("the source is stuck"))
     with pytest.raises(PullFailedError, match="the source is stuck"):
         rig.add(part(0))
     assert len(rig.agent.posted) == 1
@@ -1098,7 +1104,7 @@ def test_a_note_that_cannot_be_sent_costs_nobody_anything(rig: Rig) -> None:
     rig.open("s")
     rig.now += LEASE.duration_s / 3 + 0.01
     rig.polled()
-    rig.puller.fail("s", "enough")
+    rig.puller.fail("s", why("enough"))
     assert rig.puller.events[-1] == PullEvent("s", "enough", safe=True)
 
 
@@ -1148,17 +1154,17 @@ def test_of_several_pulls_that_lose_their_source_the_first_says_why(rig: Rig) ->
     rig.add(part(0), key="s")
     rig.agent.end(0, "ERR")
     rig.polled()
-    rig.engine.failure = "as was said first"
+    rig.engine.failure = why("as was said first")
     rig.agent.end(1, "ERR")
     rig.polled()
-    assert rig.engine.failure == "as was said first"
+    assert rig.engine.failure == why("as was said first")
 
 
 @pytest.mark.parametrize("failure", ["", "its process is gone"])
 def test_an_abandoned_engine_s_pulls_say_why_and_its_words_and_its_thread_are_free(failure: str) -> None:
     rig = Rig()
     rig.agent.auto = False
-    rig.engine.failure = ""
+    rig.engine.failure = None
     rig.open()
     rig.add(long_part(1000))
     rig.open("s")
@@ -1168,7 +1174,7 @@ def test_an_abandoned_engine_s_pulls_say_why_and_its_words_and_its_thread_are_fr
     rig.polled()
     assert rig.puller._behind, "NIXL's thread copies some of it"
     assert sorted(rig.puller._free) != [*range(8)]
-    rig.engine.failure = failure
+    rig.engine.failure = why(failure) if failure else None
     rig.puller.conclude(rig.puller.abandon(rig.engine))
     assert {event.error for event in rig.puller.events} == {failure or "given up"}
     assert sorted(rig.puller._free) == [*range(8)]

@@ -1,5 +1,6 @@
 """One rank by itself gives up copies that never end, at its limit and not before."""
 
+# pyright: basic
 from __future__ import annotations
 
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 from tests.transfer.replicas import TOKENS, WHOLE, Clock, run
 from transfer.errors import AgentError, InvalidEngineError
+from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.page_lists import PagesOfGroup
@@ -78,7 +80,7 @@ def test_an_agent_in_which_a_verifier_has_words_is_not_used_for_another_source(e
     remote = mine.load(mine.inspect([p.ranks[0].metadata]))
     remote.verifier = object() if verifies else None  # its words are freed with it
     agent = remote.agent
-    mine.disconnect("p", "it is over")
+    mine.disconnect("p", Failure(FailureKind.SOURCE_GONE, "it is over"))
     mine._reap()
     assert agent.is_open == (not verifies)
     assert (agent in mine._readers._spare) == (not verifies)

@@ -1,5 +1,6 @@
 """Leases and pulls of whole engines over real NIXL, in one process: the ranks, their source, and what may go wrong."""
 
+# pyright: basic
 from __future__ import annotations
 
 import re
@@ -14,6 +15,7 @@ import pytest
 
 from tests.transfer.replicas import KEY, LOCAL, PAGES, REMOTE, TOKENS, WHOLE, Clock, Engine, pull, run, settled
 from transfer.errors import HandshakeError, InvalidTransferError, MetadataError, PullFailedError, SettingsMismatchError
+from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
 from transfer.plan.page_lists import BlocksOfGroup, PagesOfGroup
 from transfer.plan.plan import Plan
@@ -310,7 +312,7 @@ def answering(p: Engine, *answers: dict[str, Any]) -> list[int]:
 
     def leased(query: LeaseQuery) -> LeaseReply:
         asked.append(query.num_tokens)
-        answer = dict(answers[min(len(asked), len(answers)) - 1])
+        answer: dict[str, Any] = dict(answers[min(len(asked), len(answers)) - 1])
         lease = answer.pop("lease", None)
         if lease is not None:
             fields = {"incarnation": p.incarnation, "num_tokens": 48, "block_ids": (REMOTE,), "prompt_digest": DIGEST}
@@ -453,7 +455,7 @@ def test_a_source_that_is_lost_before_it_has_said_what_it_holds_is_looked_for_an
     pull(d, wanted(p, lease), groups=ASKED)
     run(p, d, until=lambda: asked)
     (peer,) = d.replica.directory._peers.values()
-    d.replica.directory._forget(peer, "engine 'p' was restarted")
+    d.replica.directory._forget(peer, Failure(FailureKind.SOURCE_GONE, "engine 'p' was restarted"))
     run(p, d, until=settled(d))
     assert d.pulls[-1].error == ""
 
@@ -603,7 +605,7 @@ def test_an_engine_that_one_rank_has_lost_is_asked_anew(engine: Any) -> None:
     pull(d, source)
     run(p, d, until=settled(d))
     assert d.replica.directory.ready(source.place) is not None
-    d.ranks[1].disconnect("p", "lost")
+    d.ranks[1].disconnect("p", Failure(FailureKind.SOURCE_GONE, "lost"))
     assert d.replica.directory.ready(source.place) is None
     pull(d, p.source(p.offer("s", 1)), key="s")
     run(p, d, until=settled(d, "s"))
@@ -798,7 +800,7 @@ def test_an_engine_that_was_lost_stays_loaded_while_a_read_from_it_is_in_flight(
     run(p, d, until=lambda: d.hindrances[0].reads)
     rank = d.ranks[0]
     remote = rank.remote("p")
-    rank.disconnect("p", "lost")
+    rank.disconnect("p", Failure(FailureKind.SOURCE_GONE, "lost"))
     d.poll()
     assert remote.agent.is_open
     d.hindrances[0].held = False
@@ -851,7 +853,8 @@ def test_pages_of_all_ranks_are_read_where_a_rank_leaves_the_quick_way(engine: A
     monkeypatch.setattr(Plan, "few", lambda plan, named: None if plan.rank else few(plan, named))
     assert sum(part.num_bytes for part in remote.parts("r", WHOLE)) == whole
     checked = object()
-    remote.verifier = SimpleNamespace(part=lambda *_: checked)
+    stand_in: Any = SimpleNamespace(part=lambda *_: checked)
+    remote.verifier = stand_in
     monkeypatch.undo()
     assert remote.parts("r", WHOLE) == [checked, checked]
 

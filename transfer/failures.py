@@ -1,0 +1,41 @@
+"""The failures of pulls: each has a kind, which metrics count, and a text, which people read.
+
+The code that notices a failure names its kind. No code reads the text, so a message may be reworded freely.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class FailureKind(StrEnum):
+    """The kinds of failures. The value is the label of a metric, except for `CANCELLED`, which is not counted."""
+
+    TIMEOUT = "timeout"
+    """The pull took longer than its owner allowed."""
+    LEASE_OVER = "lease_over"
+    """The lease had ended before its pages were read, or was never granted."""
+    HANDSHAKE = "handshake"
+    """The source gave no answer, or an unusable one."""
+    CHECKS = "checks"
+    """Pages differ from their checksums at the source."""
+    REFUSED = "refused"
+    """The lease holds other pages than those of the request, or the source refuses the question."""
+    SOURCE_GONE = "source_gone"
+    """The source died, was restarted, is silent or was given up."""
+    TRANSPORT = "transport"
+    """NIXL failed in a READ, although the source may live."""
+    SHUTDOWN = "shutdown"
+    """This engine was shut down."""
+    OTHER = "other"
+    """The caller's own pages, tokens or times are impossible, or the error is none of ours."""
+    CANCELLED = "cancelled"
+    """The owner gave the pull up."""
+
+
+class Failure(NamedTuple):
+    """Why a pull failed: the kind, and the words for its owner and for the source."""
+
+    kind: FailureKind
+    text: str
