@@ -78,14 +78,11 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replicas",
         [
-            Mutation(
-                "Replicas._fits",
-                "has_row = len(replica.rows.row_of) < len(replica.rows.request_ids)",
-                "has_row = True",
-            ),
             Mutation("Replicas.step_one", "self._hasher_of(0, row, context)", "replica.hasher(row, context)"),
             Mutation("place_replicas", "slice(first, first + rows)", "slice(0, rows)"),
-            Mutation("Replicas._all_tiers", "(self.tiers, self.state_tiers)", "(self.tiers,)"),
+            Mutation(
+                "Replicas.__init__", "[one for one in tiers if one is not None]", "[one for one in tiers[:1] if one]"
+            ),
         ],
     ),
     Module(
@@ -105,11 +102,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.tiers.tiers",
         [
-            Mutation(
-                "_make_object_tier",
-                "_page_format(params, layouts, tables,",
-                "_page_format(replace(params, groups=()), layouts, tables,",
-            ),
+            Mutation("make_tiers", "layout(*kept.objects_named)", "layout(*kept.files_named)"),
         ],
     ),
     Module(
@@ -123,7 +116,7 @@ HANDWRITTEN: tuple[Module, ...] = (
         "scheduler_adapters.loop",
         [
             Mutation(
-                "ServingLoop.step",
+                "ServingLoop._plan",
                 "[entry.context.active_length for entry in running]",
                 "[entry.context.end_idx - entry.context.start_idx for entry in running]",
             ),
@@ -259,7 +252,7 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "transfer.pull.pull",
         [
-            Mutation("Puller._collect_fences", "word != pull.lease.lease_id", "word == CLEARED"),
+            Mutation("Puller._holds", "word == pull.lease.lease_id", "word != CLEARED"),
             Mutation("Puller._collect_reads", "pull.reading.remove(entry)", "pull.reading.clear()"),
         ],
     ),

@@ -1,0 +1,125 @@
+"""Quotas of slabs: each counts as all its pages, and is named by its number. Random moves beside plain lists."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from kvcache import InvariantError, LruOrder
+from kvcache.eviction_order import Pages
+from kvcache.pool.quotas import QuotaOrder, SlabQuotas, TenantQuotas
+
+SLAB_PAGES, SLABS, PAGES = 4, 10, 43
+QUOTAS = {"a": 0.2, "b": 0.4, "c": 0.0}  # of 43 pages: two slabs, four, none
+
+
+def ids(*slabs: int) -> Pages:
+    return np.array(slabs, np.int32)
+
+
+class Moves:
+    """An order of slabs with quotas, and what it should hold: slabs from the oldest on, and their tenants."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(0)
+        quotas = TenantQuotas(PAGES, 1.0, QUOTAS)
+        self.quotas = SlabQuotas(quotas, SLAB_PAGES)
+        self.order = QuotaOrder(LruOrder(SLABS), self.quotas)
+        self.idle: list[int] = []
+        self.tenants: dict[int, str] = {}
+        self.known: list[str] = []  # in the order in which they came
+        self.evicted_above = 0
+
+    def some(self, among: list[int]) -> list[int]:
+        return self.rng.sample(among, min(len(among), self.rng.randint(0, 3)))
+
+    def away(self) -> list[int]:
+        return self.some([slab for slab in range(1, SLABS + 1) if slab not in self.idle])
+
+    def own(self) -> None:
+        slabs, salt = self.away(), self.rng.choice([None, *QUOTAS])
+        self.order.own(ids(*slabs), salt)
+        for slab in slabs:
+            self.tenants.pop(slab, None)
+            if salt:
+                self.tenants[slab] = salt
+        if salt and salt not in self.known:
+            self.known.append(salt)
+
+    def append(self) -> None:
+        slabs = self.away()
+        self.order.append(ids(*slabs))
+        self.idle += slabs
+
+    def remove(self) -> None:
+        slabs = self.some(self.idle)
+        self.order.remove(ids(*slabs))
+        self.idle = [slab for slab in self.idle if slab not in slabs]
+
+    def lose(self) -> None:
+        slabs = self.away()
+        self.order.forget(ids(*slabs))
+        for slab in slabs:
+            self.tenants.pop(slab, None)
+
+    def move(self) -> None:
+        away = self.away()
+        if len(away) > 1:
+            source, target = away[:2]
+            self.order.moved(ids(source), ids(target))
+            self.tenants.pop(target, None)
+            if source in self.tenants:
+                self.tenants[target] = self.tenants.pop(source)
+
+    def mend(self) -> None:
+        slabs = sorted([*self.some(self.idle), *self.away()])
+        self.quotas.clear()
+        self.order.mend(np.array(slabs, np.intp))
+        self.idle = [slab for slab in self.idle if slab in slabs] + [slab for slab in slabs if slab not in self.idle]
+
+    def due(self) -> int:
+        for salt in self.known:
+            mine = [slab for slab in self.idle if self.tenants.get(slab) == salt]
+            if len(mine) * SLAB_PAGES > int(QUOTAS[salt] * PAGES):
+                return mine[0]
+        return 0
+
+    def pop(self) -> None:
+        expected: list[int] = []
+        for _ in range(self.rng.randint(0, min(3, len(self.idle)))):
+            due = self.due()
+            self.evicted_above += bool(due)
+            expected.append(due or self.idle[0])
+            self.idle.remove(expected[-1])
+            self.tenants.pop(expected[-1], None)
+        assert self.order.pop(len(expected)).tolist() == expected
+
+    def compare(self) -> None:
+        self.order.check()
+        assert self.order.count == len(self.idle)
+        assert self.order.due() == self.due()
+        if self.idle:
+            assert self.order.first() == (self.due() or self.idle[0])
+        every = [*range(1, SLABS + 1)]
+        assert self.quotas.owned(ids(*every)).tolist() == [slab in self.tenants for slab in every]
+
+
+def test_any_sequence_goes_as_lists_say() -> None:
+    moves = Moves()
+    for _ in range(3000):
+        moves.rng.choice([moves.own, moves.append, moves.append, moves.remove, moves.lose, moves.move, moves.pop])()
+        if moves.rng.random() < 0.02:
+            moves.mend()
+        moves.compare()
+    assert moves.evicted_above > 50
+
+
+def test_a_wrong_count_of_slabs_is_named() -> None:
+    moves = Moves()
+    moves.order.own(ids(3), "b")
+    moves.order.append(ids(3))
+    moves.quotas.disown(ids(3))
+    with pytest.raises(InvariantError, match="0 idle pages have a tenant, but 1 are counted"):
+        moves.order.check()
