@@ -17,7 +17,7 @@ from transfer.pull.source import Source
 from transfer.wire.messages import MAX_DIGEST_BYTES, ContentQuery, LeaseReply, open_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from transfer.pull.source import Place
     from transfer.wire.handshake import HandshakeClient
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 # Pause before a source that has not looked yet is asked again; doubled each time.
 _PAUSE_S, _MAX_PAUSE_S = 1e-4, 0.05
+_LATE_S = 10.0
+"""In seconds. A source that has not answered in time is listened to for this long, to give back a lease that it grants.
+
+Otherwise the lease would hold pages there until it expires, and the source lends its reader no page twice at a time.
+"""
 
 
 class Lent(NamedTuple):
@@ -56,6 +61,7 @@ class _Question:
     at: float = -math.inf  # inf while an answer is awaited
     pause_s: float = _PAUSE_S
     waits_for: str = ""
+    is_told: bool = False  # its owner knows that it was in vain, so a lease that is still granted is given back
 
 
 class PageAsks:
@@ -70,6 +76,7 @@ class PageAsks:
         tables: number of block tables of a request.
         kinds: kind of each table, as in a `BlockTable`.
         beside: number of further groups of a block table, each with one page: the state of a request.
+        give_back: called with the asking replica, a lease that was granted too late, and a reason.
     """
 
     def __init__(
@@ -82,11 +89,14 @@ class PageAsks:
         tables: int = 1,
         kinds: tuple[str, ...] = (),
         beside: int = 0,
+        *,
+        give_back: Callable[[int, Source, str], None],
     ) -> None:
         self._client, self._kind, self._tables, self._kinds, self._beside = client, kind, tables, kinds, beside
         self._name, self._key, self._compatibility = name, key, dict(compatibility)
         # The random part tells a restarted process from its predecessor.
         self._asker = f"{name[:400]}@{secrets.token_hex(8)}"
+        self._give_back = give_back
         self._open: dict[int, _Question] = {}  # by `ask_id`
         self._happened: list[tuple[int, Lent]] = []
 
@@ -116,9 +126,12 @@ class PageAsks:
         self._client.poll()
         now = time.monotonic()
         for ask in list(self._open.values()):
-            if now >= ask.deadline:
+            if now >= ask.deadline and ask.is_told:
+                del self._open[ask.query.ask_id]
+            elif now >= ask.deadline:
                 missing = ask.waits_for or "its answer"
-                self._end(ask, error=f"engine {ask.place[1]!r} at {ask.place[0]}: waited in vain for {missing}")
+                self._tell(ask, error=f"engine {ask.place[1]!r} at {ask.place[0]}: waited in vain for {missing}")
+                ask.is_told, ask.deadline = True, now + _LATE_S
             elif now >= ask.at:
                 self._send(ask)
         found, self._happened = self._happened, []
@@ -193,4 +206,12 @@ class PageAsks:
         self, ask: _Question, source: Source | None = None, table: BlockTable | None = None, error: str = ""
     ) -> None:
         del self._open[ask.query.ask_id]
+        if not ask.is_told:
+            self._tell(ask, source, table, error)
+        elif source is not None:
+            self._give_back(ask.replica, source, f"{ask.query.reader} waits for these pages no longer")
+
+    def _tell(
+        self, ask: _Question, source: Source | None = None, table: BlockTable | None = None, error: str = ""
+    ) -> None:
         self._happened.append((ask.replica, Lent(ask.key, source, table, error)))

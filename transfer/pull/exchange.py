@@ -144,7 +144,8 @@ class PageExchange:
         calls = self._grant_lent, self.bell.ring, self._answered
         self.lending = PageLending(manager, *calls, share=lend, key=self._key, seals=self._seals)
         told = kv_kind(manager.layouts), len(tables.tables), tables.kinds_named, len(manager.further_groups[0])
-        self._asks = PageAsks(HandshakeClient(ask, allowed=allowed), name, self._key, agreed, *told)
+        asker = HandshakeClient(ask, allowed=allowed)
+        self._asks = PageAsks(asker, name, self._key, agreed, *told, give_back=self.refuse)
         try:
             for replica, engine_id in enumerate(self._names):
                 ranks = self._ranks(replica, engine_id, agreed)
@@ -313,7 +314,8 @@ class PageExchange:
             engine_id: the engine there, a replica of another exchange.
             wanted: `manager.contents.digests` of the request, or those from a page on, because each digest covers all
                 pages before it. Only the first 512 KiB of digests are sent.
-            timeout_s: seconds until the source is given up, which `Lent` reports as an error.
+            timeout_s: seconds until the source is given up, which `Lent` reports as an error. A lease that it grants
+                later is given back.
         """
         self._asks.ask(replica, key, (address, engine_id), wanted, timeout_s)
 

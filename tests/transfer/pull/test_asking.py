@@ -1,5 +1,6 @@
 """A question for pages is asked again while its source says "not yet", less and less often, and never past its time."""
 
+# pyright: basic
 from __future__ import annotations
 
 import itertools
@@ -8,12 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvcache.replica.block_table import PageDigests
 from transfer.errors import HandshakeError
 from transfer.pull import asking
 from transfer.pull.asking import PageAsks
-from transfer.wire.messages import Answer, ContentQuery, LeaseReply
+from transfer.pull.lease import LeaseRef
+from transfer.pull.source import Source
+from transfer.wire.messages import Answer, ContentQuery, LeasedPages, LeaseReply, sealed_pages
 
 PLACE = ("tcp://10.0.0.1:9", "p/0")
 WANTED = PageDigests(4, "sha256", bytes(range(64)), first_page=2)
@@ -46,7 +50,9 @@ class Rig:
         self.now = 100.0
         monkeypatch.setattr(asking, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.client: Any = Client()
-        self.asks = PageAsks(self.client, "d", b"", {"model": "m"}, "a kind")
+        self.given_back: list[tuple[int, Source, str]] = []
+        give_back = lambda *given: self.given_back.append(given)  # noqa: E731
+        self.asks = PageAsks(self.client, "d", b"", {"model": "m"}, "a kind", give_back=give_back)
 
     def ask(self, key: str = "r", timeout_s: float = 1.0) -> None:
         self.asks.ask(3, key, PLACE, WANTED, timeout_s)
@@ -109,7 +115,55 @@ def test_a_source_that_says_nothing_is_waited_for_and_not_asked_again(rig: Rig) 
     assert rig.client.asked[0][0].ask_id != rig.client.asked[1][0].ask_id
 
 
-@pytest.mark.parametrize("late", [{"error": "too late"}, {"waits_for": "x"}, {"pages": b"rubbish"}])
+TWO_PAGES = LeasedPages(
+    engine_id="p/0",
+    incarnation="i",
+    lease_id=77,
+    slot=3,
+    duration_s=10.0,
+    num_tokens=8,
+    block_ids=((5, 6),),
+    prompt_digest=WANTED.digests[32:],
+)
+NO_PAGES = replace(TWO_PAGES, lease_id=0, num_tokens=0, block_ids=((),), prompt_digest=b"")
+
+
+def test_a_lease_that_is_granted_after_the_end_of_its_question_is_given_back(rig: Rig) -> None:
+    rig.ask()
+    rig.now += 1.0
+    assert len(rig.polled()) == 1
+    rig.client.answer(waits_for="the first page")
+    rig.now += 0.06
+    assert rig.polled() == []
+    assert len(rig.client.asked) == 2, "its source may still grant a lease"
+    rig.client.answer(pages=sealed_pages(TWO_PAGES))
+    source = Source(*PLACE, LeaseRef(77, 3, 10.0), "i")
+    assert rig.given_back == [(3, source, "r of d waits for these pages no longer")]
+    rig.now += 1.0
+    assert rig.polled() == []
+    assert len(rig.client.asked) == 2
+    rig.ask("open")
+    rig.ask("again")
+    rig.client.answer(pages=sealed_pages(TWO_PAGES))
+    assert [lent.source for _, lent in rig.asks.poll()] == [source]
+    assert len(rig.given_back) == 1
+
+
+def test_a_source_is_listened_to_for_a_while_after_the_end_of_a_question(rig: Rig) -> None:
+    rig.ask()
+    rig.now += 1.0
+    assert len(rig.polled()) == 1
+    rig.now += 9.99
+    assert rig.polled() == []
+    assert rig.asks._open
+    rig.now += 0.02
+    assert rig.polled() == []
+    assert not rig.asks._open
+    rig.client.answer(pages=sealed_pages(TWO_PAGES))
+    assert rig.given_back == []
+
+
+@pytest.mark.parametrize("late", [{"error": "too late"}, {"pages": sealed_pages(NO_PAGES)}, {"pages": b"rubbish"}])
 def test_what_is_said_after_the_end_of_a_question_says_nothing(rig: Rig, late: dict[str, Any]) -> None:
     rig.ask()
     rig.now += 1.0
@@ -118,6 +172,7 @@ def test_what_is_said_after_the_end_of_a_question_says_nothing(rig: Rig, late: d
     rig.now += 1.0
     assert rig.polled() == []
     assert len(rig.client.asked) == 1
+    assert rig.given_back == []
 
 
 def test_errors_are_told_once_with_the_source_and_end_that_question_alone(rig: Rig) -> None:

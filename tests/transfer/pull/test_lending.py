@@ -3,6 +3,7 @@
 Two managers, their exchanges, real NIXL. A page holds its prompt's value all over, as in `test_ownership`.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import dataclasses
@@ -156,7 +157,7 @@ def test_what_was_lost_meanwhile_makes_the_answer_shorter_and_never_an_error(sid
 def forget_head(source: Side, pages: int) -> None:
     """The source has the prompt's pages from here on, and has forgotten those before."""
     contents = source.manager.contents
-    held, _ = contents.lease("tail", 0, contents.digests(TextContext(LONGER, 32, "theirs"), pages), 8)
+    held, _ = contents.lease("tail", 0, contents.digests(TextContext(LONGER, 32, "theirs"), pages), 8)  # pyright: ignore[reportGeneralTypeIssues]
     source.manager.reset_prefix_cache()
     source.manager.end_lease(held)
 
@@ -447,6 +448,22 @@ def test_a_source_that_is_gone_or_does_not_look_is_given_up(side: Any) -> None:
     assert "waited in vain for its serving loop to look" in idle.event.error
     source.exchange.close()
     assert "p/0" in asked(reader, source, context, "gone", timeout_s=0.3).error
+
+
+def test_a_lease_that_is_granted_too_late_is_given_back_at_once(side: Any) -> None:
+    source, reader = side(Side, "p"), side(Reader, "d")
+    context = TextContext(LONGER, 32, "mine")
+    computed(source)
+    wanted = reader.manager.contents.digests(context)
+    reader.exchange.ask(0, "late", source.exchange.address, source.exchange.engine_id(0), wanted, timeout_s=0.3)
+    reader.until(lambda: reader.of(Lent))
+    begin = time.monotonic()
+    source.until(lambda: source.exchange.lending.num_leases)
+    both = lambda: reader.poll() or not source.exchange.lending.num_leases  # noqa: E731
+    source.until(both)
+    assert time.monotonic() - begin < lending.LENT_S / 2, "it does not expire by itself"
+    all_given_back(source)
+    assert len(reader.of(Lent)) == 1
 
 
 def test_a_question_wakes_a_loop_that_sleeps_and_one_turn_after_it_sleeps_again(side: Any) -> None:
