@@ -7,7 +7,8 @@ import pytest
 
 from kvcache.errors import InvariantError
 from kvcache.eviction_order import Pages
-from kvcache.pool.slabs import PageMoves, SlabPool, SlabStates
+from kvcache.pool.quotas import QuotaOrder, TenantQuotas
+from kvcache.pool.slabs import CachedSlabs, PageMoves, SlabPool, SlabStates
 
 
 def ids(*pages: int) -> Pages:
@@ -51,13 +52,77 @@ class Moved(PageMoves):
 def test_whoever_moves_pages_is_asked_from_then_on() -> None:
     pool = SlabPool(15, 1, 4)
     pages = pool.allocate(15)
-    pool.release(pages[[0, 1, 3, 4, 5]])
+    pool.release(pages[[0, 1, 3, 4, 5, 7, 8]])
     assert pool.take_slab() == 0
     pool.move_by(moves := Moved())
     assert pool.can_take_slab()
     assert pool.take_slab() == 1
-    assert moves.sources == [7]
-    assert pool.moved == 1
+    assert (moves.sources, pool.moved) == ([7], 1)
+    pool.release(pages[[2, 12]])
+    assert pool.take_slab() == 2
+    assert (moves.sources, pool.moved) == ([7, 10, 11], 3)
+
+
+class Cached(CachedSlabs):
+    """A slab that was last used at this time."""
+
+    def __init__(self, pool: SlabPool, used: int) -> None:
+        self.pool, self.slab, self.used, self.is_idle = pool, pool.take_slab(), used, True
+        pool.cached = self
+
+    @property
+    def num_idle(self) -> int:
+        return int(self.is_idle)
+
+    @property
+    def oldest_use(self) -> int:
+        return self.used
+
+    def give_up_oldest(self) -> None:
+        self.pool.give_back(self.slab)
+        self.is_idle = False
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_cached_slab_goes_once_a_page_was_evicted_that_was_used_as_late(count: int) -> None:
+    pool = SlabPool(15, 1, 4)
+    pages = pool.allocate(15)
+    publish(pool, pages)
+    pool.release(pages[9:])
+    cached = Cached(pool, pool.clock + 1)
+    assert cached.slab == 3
+    pool.release(pages[:9])
+    pool.allocate(2)  # the rest of what is as old as the slab
+    assert cached.num_idle == 1
+    pool.allocate(count)
+    assert cached.num_idle == 1, "nothing that went was younger"
+    pool.allocate(count)
+    assert cached.num_idle == 0
+
+
+def test_no_slab_is_given_up_where_fresh_pages_are_just_enough() -> None:
+    pool = SlabPool(15, 1, 4)
+    cached = Cached(pool, 1)
+    pool._last_evicted = 5  # pyright: ignore[reportPrivateUsage]
+    assert len(pool.allocate(11)) == 11
+    assert cached.num_idle == 1
+    assert pool.allocate(0).size == 0
+    assert cached.num_idle == 1
+    assert len(pool.allocate(4)) == 4
+    assert cached.num_idle == 0
+
+
+def test_a_page_above_a_quota_was_used_before_everything_else() -> None:
+    pool = SlabPool(15, 1, 4)
+    pool.follow(QuotaOrder(pool.idle, TenantQuotas(15, 0.2, {})))
+    pages = pool.allocate(15)
+    publish(pool, pages)
+    pool.idle.own(pages[:5], "tenant")
+    pool.release(pages)
+    used = np.arange(16) + 100
+    assert pool.use_of(pool.idle, used) == 100 + 5 - (1 << 62)
+    pool.allocate(2)
+    assert pool.use_of(pool.idle, used) == 100 + 15, "three pages are its own"
 
 
 def test_a_slab_is_fresh_while_none_of_its_pages_is_held_or_cached() -> None:
@@ -80,11 +145,14 @@ def test_states_take_no_slab_where_pages_are_held_or_a_copy_is_older() -> None:
     assert states.take(moving=True)
     copy = states.allocate(1)
     states.index.publish(copy, np.array([[7]], np.uint64))
+    pool.release(pool.allocate(3))
     states.release(copy)
+    released = pool.clock
     pages = pool.allocate(11)
     publish(pool, pages)
     pool.release(pages)
-    assert (states.num_idle, states.oldest_use < pool.clock) == (1, True)
+    assert (states.num_idle, states.oldest_use) == (1, released)
+    assert released < pool.clock
     assert not states.take(moving=True), "the copy goes first"
     states.give_up_oldest()
     assert states.take(moving=True)
@@ -103,7 +171,7 @@ def test_after_an_interrupt_slabs_that_are_held_or_found_are_taken_and_no_others
     pages = pool.allocate(9)
     publish(pool, pages[:6])
     pool.release(pages[3:8])
-    pool.taken[[lost, 1]] = False, True  # slab 1 has pages of requests, and nobody holds what `lost` has
+    pool.taken[[held, lost, 1]] = False, False, True  # slab 1 has pages of requests, and nobody holds what `lost` has
     states._used[:] = 0  # pyright: ignore[reportPrivateUsage]
     pool._used[pages[3:6]] = 0  # pyright: ignore[reportPrivateUsage]
     pool._ages[:] = 1 << 40  # pyright: ignore[reportPrivateUsage]
