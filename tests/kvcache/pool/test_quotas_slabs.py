@@ -116,6 +116,21 @@ def test_any_sequence_goes_as_lists_say() -> None:
     assert moves.evicted_above > 50
 
 
+@pytest.mark.parametrize("most", range(6))
+def test_of_several_tenants_no_more_goes_than_is_asked_for(most: int) -> None:
+    quotas = TenantQuotas(PAGES, 0.0, {})
+    slabs = SlabQuotas(quotas, SLAB_PAGES)
+    for first, salt in ((1, "a"), (4, "b")):
+        slabs.own(ids(first, first + 1, first + 2), salt)
+        slabs.append(ids(first, first + 1, first + 2))
+    assert slabs.pop_surplus(most).tolist() == [1, 2, 3, 4, 5, 6][:most]
+    pages = TenantQuotas(PAGES, 0.0, {})
+    for first, salt in ((1, "a"), (4, "b")):
+        pages.own(ids(first, first + 1, first + 2), salt)
+        pages.append(ids(first, first + 1, first + 2))
+    assert pages.pop_surplus(most).tolist() == [1, 2, 3, 4, 5, 6][:most]
+
+
 def test_a_wrong_count_of_slabs_is_named() -> None:
     moves = Moves()
     moves.order.own(ids(3), "b")
@@ -123,3 +138,12 @@ def test_a_wrong_count_of_slabs_is_named() -> None:
     moves.quotas.disown(ids(3))
     with pytest.raises(InvariantError, match="0 idle pages have a tenant, but 1 are counted"):
         moves.order.check()
+
+
+def test_what_is_wrong_in_the_order_below_is_named() -> None:
+    below = LruOrder(SLABS)
+    order = QuotaOrder(below, SlabQuotas(TenantQuotas(PAGES, 1.0, QUOTAS), SLAB_PAGES))
+    order.append(ids(3))
+    below.log.live[:] = 0
+    with pytest.raises(InvariantError, match="1 live entries, 1 stamped pages, count 1, 0 by chunk"):
+        order.check()
