@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from kvcache import ImportProof, KVCacheParams, PagedKVCacheManager, PendingImport
+from kvcache import ImportProof, KVCacheParams, PagedKVCacheManager, PendingImport, TextContext
 from kvcache.layer_groups import layer_tables
 from kvcache.sizing import page_bytes
 
@@ -60,6 +61,18 @@ def manager_of(
         enable_runtime_checks=checks,
         **options,
     )
+
+
+def run_once(manager: PagedKVCacheManager, tokens: Sequence[int], replica: int | None = None, **options: Any) -> int:
+    """Run one request from its claim to its first token; the tokens that it found cached."""
+    context = TextContext(tokens, len(tokens) + 1, **options)
+    with manager.claim(context, replica):
+        assert manager.maybe_reserve(context)
+        found = context.start_idx
+        manager.fetch([context])
+        context.update(1)
+        manager.step([context])
+    return found
 
 
 def proven(manager: PagedKVCacheManager, pending: PendingImport) -> ImportProof:

@@ -13,15 +13,7 @@ from kvcache.layer_groups import LayerGroup
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.routing import RoutingRule
 from kvcache.state_shape import StateShape
-from tests.kvcache.build import manager_of
-
-
-def serve(manager: PagedKVCacheManager, tokens: Any, replica: int) -> None:
-    context = TextContext(tokens, 256)
-    with manager.claim(context, replica):
-        assert manager.maybe_reserve(context)
-        context.update(0)
-        manager.step([context])
+from tests.kvcache.build import manager_of, run_once
 
 
 def running(manager: PagedKVCacheManager, tokens: Any, replica: int) -> TextContext:
@@ -33,7 +25,7 @@ def running(manager: PagedKVCacheManager, tokens: Any, replica: int) -> TextCont
 
 def test_it_says_what_is_cached_and_what_is_missing() -> None:
     manager = manager_of(20, dp=2)
-    serve(manager, range(30), 1)
+    run_once(manager, range(30), 1)
     assert manager.admission(TextContext(range(30), 64)) == Admission(1, 7, 1, True)
     assert manager.admission(TextContext(range(30), 64), num_steps=4) == Admission(1, 7, 2, True)
     assert manager.admission(TextContext(range(50, 55), 64)).missing_pages == 2
@@ -52,7 +44,7 @@ def test_a_prompt_that_never_fits_says_so_and_touches_nothing() -> None:
 
 def test_where_it_fits_now_comes_first_and_nowhere_is_said() -> None:
     manager = manager_of(10, dp=2)
-    serve(manager, range(28), 0)
+    run_once(manager, range(28), 0)
     # Seven pages of its own and two others, of ten that are free.
     waiting = TextContext(range(36), 64)
     assert manager.admission(waiting) == Admission(0, 7, 2, True)
@@ -71,7 +63,7 @@ def test_where_it_fits_now_comes_first_and_nowhere_is_said() -> None:
 
 def test_idle_pages_that_are_hit_are_no_room() -> None:
     manager = manager_of(10)
-    serve(manager, range(28), 0)
+    run_once(manager, range(28), 0)
     assert manager.admission(TextContext(range(40), 64)) == Admission(0, 7, 3, True)
     blocker = running(manager, range(100, 104), 0)
     # Nine are free, of which seven are its own: three more are needed.
@@ -81,7 +73,7 @@ def test_idle_pages_that_are_hit_are_no_room() -> None:
 
 def test_a_replica_without_a_row_is_full() -> None:
     manager = manager_of(16, dp=2, rows=1)
-    serve(manager, range(30), 0)
+    run_once(manager, range(30), 0)
     held = running(manager, range(100, 104), 0)
     assert manager.admission(TextContext(range(30), 64)).replica_idx == 1
     running(manager, range(200, 204), 1)
@@ -93,7 +85,7 @@ def test_a_replica_without_a_row_is_full() -> None:
 @pytest.mark.parametrize(("rule", "wanted"), [("least-loaded", [0, 1, 2, 0]), ("round-robin", [0, 1, 2, 0])])
 def test_the_old_rules_can_be_chosen(rule: RoutingRule, wanted: list[int]) -> None:
     manager = manager_of(32, dp=3, params={"routing": Routing(rule=rule)})
-    serve(manager, range(30), 2)
+    run_once(manager, range(30), 2)
     given = []
     for _ in range(4):
         context = TextContext(range(30), 64)
@@ -135,7 +127,7 @@ def test_the_prompt_is_hashed_once_for_all_replicas(make: Any, monkeypatch: pyte
         PrefixHasher, "_extend", lambda self, *pages: (hashed.append(pages[2] - pages[1]), extend(self, *pages))
     )
     manager = manager_of(20, dp=4)
-    serve(manager, range(30), 2)
+    run_once(manager, range(30), 2)
     hashed.clear()
     assert manager.admission(make()).replica_idx == 2
     assert hashed == [7]
@@ -143,7 +135,7 @@ def test_the_prompt_is_hashed_once_for_all_replicas(make: Any, monkeypatch: pyte
 
 def test_without_caching_it_looks_at_room_and_load_alone() -> None:
     manager = manager_of(20, dp=2, caching=False)
-    serve(manager, range(30), 0)
+    run_once(manager, range(30), 0)
     context = TextContext(range(30), 64)
     assert manager.admission(context) == Admission(1, 0, 8, True)
     assert context.prefix_hasher is None
@@ -204,9 +196,9 @@ def test_pages_that_only_a_hit_in_host_memory_makes_necessary_are_foreseen() -> 
     groups = (LayerGroup("full", (0,)), LayerGroup("window", (1,), 8))
     manager = manager_of(60, layers=2, host_slots=2000, params={"groups": groups})
     prompt, fitted = list(range(30)), {True: 0, False: 0}
-    serve(manager, prompt, 0)
+    run_once(manager, prompt, 0)
     manager.flush_tiers()
-    serve(manager, range(100, 210), 0)  # evicts the prompt from the device
+    run_once(manager, range(100, 210), 0)  # evicts the prompt from the device
     for held in range(60, 120, 2):
         other, context = running(manager, range(1000, 1000 + held), 0), TextContext(prompt, 64)
         context.set_token_indices(active_idx=4)

@@ -9,16 +9,13 @@ import pytest
 import zmq
 
 from kvcache import InvalidParamsError, TextContext
+from tests.kvcache.build import run_once
 
 
 def test_a_message_makes_the_next_fetch_forget(make: Any, tmp_path: Path) -> None:
     base = f"ipc://{tmp_path}/pw"
     manager = make(16, page_size=4, zmq_endpoint_base=base)
-    owner = TextContext(range(9), 64)
-    with manager.claim(owner):
-        assert manager.maybe_reserve(owner)
-        owner.update(1)
-        manager.step([owner])
+    run_once(manager, range(9))
     with zmq.Context() as context, context.socket(zmq.PUSH) as push:
         push.connect(f"{base}-reset_prefix_cache")
         for _ in range(3):

@@ -11,7 +11,7 @@ import pytest
 from kvcache import KVEvents, LayerGroup, PagedKVCacheManager, TextContext
 from kvcache.events.log import Described
 from kvcache.replica.hashing import PrefixHasher
-from tests.kvcache.build import manager_of, proven
+from tests.kvcache.build import manager_of, proven, run_once
 from tests.kvcache.events.mirror import Mirror, parked, settled, worker_of
 from tests.kvcache.random_model.run import Model
 
@@ -27,17 +27,6 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def events(**options: object) -> KVEvents:
     return KVEvents(ANY, ANY, **options)  # type: ignore[arg-type]
-
-
-def run(manager: PagedKVCacheManager, tokens: list[int], replica: int = 0, **options: object) -> TextContext:
-    """A request from its claim to its release."""
-    context = TextContext(tokens, 200, **options)  # type: ignore[arg-type]
-    with manager.claim(context, replica):
-        assert manager.maybe_reserve(context)
-        manager.fetch([context])
-        context.update(1)
-        manager.step([context])
-    return context
 
 
 def refuse_what_is_not_hashed_yet(manager: PagedKVCacheManager) -> None:
@@ -96,7 +85,7 @@ def test_tokens_of_a_block_hash_to_it(algorithm: str) -> None:
         rng = np.random.default_rng(1)
         prompts = [rng.integers(0, 99, 30).tolist() for _ in range(3)]
         for prompt in [*prompts, prompts[0][:17] + [5] * 9]:
-            run(manager, prompt)
+            run_once(manager, prompt)
         mirror.settle(manager, 0)
         known = mirror.there["GPU"]
         for block, found in known.items():
@@ -115,7 +104,7 @@ def test_each_block_table_is_a_group_with_its_kind_and_equal_hashes() -> None:
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
         mirror.forget_the_begin(manager, 0)
         tokens = [*range(30)]
-        run(manager, tokens)
+        run_once(manager, tokens)
         mirror.settle(manager, 0)
         mirror.check_same(manager, 0)
         told = [event for event in mirror.events if event["type"] == "BlockStored"]
@@ -129,7 +118,7 @@ def test_each_block_table_is_a_group_with_its_kind_and_equal_hashes() -> None:
         assert kinds == {0: ("full_attention", None), 1: ("chunked_local_attention", 8), 2: ("sliding_window", 6)}
         assert len({tuple(event["block_hashes"]) for event in told}) == 1
         assert {tuple(event["token_ids"]) for event in told} == {tuple(range(28))}
-        run(manager, [*range(100, 148)])  # evicts windows' pages first
+        run_once(manager, [*range(100, 148)])  # evicts windows' pages first
         mirror.settle(manager, 0)
         mirror.check_same(manager, 0)
         gone = {event["group_idx"] for event in mirror.events if event["type"] == "BlockRemoved"}
@@ -141,8 +130,8 @@ def test_a_run_is_one_event_and_what_goes_in_one_call_another() -> None:
     manager = manager_of(16, params={"kv_events": events()})
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
         mirror.forget_the_begin(manager, 0)
-        run(manager, [*range(1, 41)])
-        run(manager, [*range(101, 149)])
+        run_once(manager, [*range(1, 41)])
+        run_once(manager, [*range(101, 149)])
         mirror.settle(manager, 0)
     stored = [event for event in mirror.events if event["type"] == "BlockStored"]
     removed = [event for event in mirror.events if event["type"] == "BlockRemoved"]
@@ -156,13 +145,13 @@ def test_tiers_tell_what_comes_and_goes(tmp_path: Path) -> None:
     manager = manager_of(8, params={"kv_events": events(), **files}, host_slots=16, dp=2)
     with Mirror(manager.kv_event_endpoints[0]) as one, Mirror(manager.kv_event_endpoints[1]) as other:
         for start in range(8):
-            run(manager, [*range(start * 100 + 1, start * 100 + 25)], start % 2)
+            run_once(manager, [*range(start * 100 + 1, start * 100 + 25)], start % 2)
             manager.flush_tiers()
             for rank, mirror in enumerate((one, other)):
                 mirror.settle(manager, rank)
                 mirror.check_same(manager, rank)
         assert one.there["CPU"] == other.there["CPU"]
-        run(manager, [*range(1, 25)], 1)  # from the files, or the host, on another replica
+        run_once(manager, [*range(1, 25)], 1)  # from the files, or the host, on another replica
         for rank, mirror in enumerate((one, other)):
             mirror.settle(manager, rank)
             mirror.check_same(manager, rank)
@@ -175,7 +164,7 @@ def test_tiers_tell_what_comes_and_goes(tmp_path: Path) -> None:
         mirror.settle(manager, 0)
         mirror.check_same(manager, 0)
         assert [tokens for tokens, _ in mirror.there["STORAGE"].values()] == [()] * count
-        run(manager, [*range(701, 725)])
+        run_once(manager, [*range(701, 725)])
         mirror.settle(manager, 0)
         mirror.check_same(manager, 0)
         found = {tokens for tokens, _ in mirror.there["STORAGE"].values()}
@@ -213,7 +202,7 @@ def test_copies_from_another_replica_are_told_on_its_stream() -> None:
 
     manager = manager_of(16, dp=2, params={"kv_events": events(), "routing": Routing(copy_pages=True)})
     with Mirror(manager.kv_event_endpoints[1]).begin() as mirror:
-        run(manager, [*range(1, 30)], 0)
+        run_once(manager, [*range(1, 30)], 0)
         context = TextContext([*range(1, 30)], 64)
         with manager.claim(context, 1):
             assert manager.maybe_reserve(context)
@@ -230,7 +219,7 @@ def test_where_nobody_takes_the_log_the_loop_does_and_all_is_told_anew() -> None
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
         with worker._applying:  # the thread stands still
             for start in range(4):
-                run(manager, [*range(start * 100 + 1, start * 100 + 30)])
+                run_once(manager, [*range(start * 100 + 1, start * 100 + 30)])
             assert len(worker._log.entries) > 8
         worker.catch_up()
         mirror.settle(manager, 0)
@@ -245,7 +234,7 @@ def test_a_log_that_is_full_calls_for_the_loop(monkeypatch: pytest.MonkeyPatch) 
     parked(worker)
     settled_by_loop = worker._log
     for start in range(8):
-        run(manager, [*range(start * 100 + 1, start * 100 + 30)])
+        run_once(manager, [*range(start * 100 + 1, start * 100 + 30)])
         assert len(settled_by_loop.entries) <= 4 + 8
     assert worker._untold
     del worker.turn
@@ -265,7 +254,7 @@ def test_the_loop_takes_some_entries_in_a_call_and_what_follows_from_them_is_tol
         mirror.forget_the_begin(manager, 0)
         parked(worker)
         for start in range(4):
-            run(manager, [*range(start * 100 + 1, start * 100 + 30)])
+            run_once(manager, [*range(start * 100 + 1, start * 100 + 30)])
         before = len(worker._log.entries)
         worker.catch_up()
         assert len(worker._log.entries) == before - 5
@@ -277,7 +266,7 @@ def test_the_loop_takes_some_entries_in_a_call_and_what_follows_from_them_is_tol
         # Where nobody sends any of it everything is told anew instead.
         monkeypatch.setattr("kvcache.events.publisher._MOST_UNTOLD", 0)
         parked(worker)
-        run(manager, [*range(901, 930)])
+        run_once(manager, [*range(901, 930)])
         worker.catch_up()
         assert (worker._untold, worker._behind) == ([], True)
         del worker.turn
@@ -293,19 +282,19 @@ def test_a_loop_waits_for_nobody_and_a_log_that_nobody_takes_is_dropped(monkeypa
     manager = manager_of(16, params={"kv_events": events()})
     worker = worker_of(manager)
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
-        run(manager, [*range(1, 30)])
+        run_once(manager, [*range(1, 30)])
         mirror.settle(manager, 0)
         assert mirror.there["GPU"]
         with worker._applying:  # the thread tells for long
             longest = 0
             while not worker._lost:
-                run(manager, [*range(longest * 100 + 1, longest * 100 + 30)])
+                run_once(manager, [*range(longest * 100 + 1, longest * 100 + 30)])
                 longest = max(longest, len(worker._log.entries))
             assert 30 < longest < 60
         mirror.settle(manager, 0)
         assert not any(mirror.there.values())
         for start in range(200, 208):  # all that was there goes
-            run(manager, [*range(start * 100 + 1, start * 100 + 30)])
+            run_once(manager, [*range(start * 100 + 1, start * 100 + 30)])
         mirror.settle(manager, 0)
         mirror.check_same(manager, 0)
     manager.close()
@@ -334,7 +323,7 @@ def test_a_closed_manager_says_that_all_is_gone_and_leaves_no_thread() -> None:
     manager = manager_of(16, params={"kv_events": events()})
     thread = manager._replicas._events._thread  # type: ignore[union-attr]
     with Mirror(manager.kv_event_endpoints[0]).begin() as mirror:
-        run(manager, [*range(1, 30)])
+        run_once(manager, [*range(1, 30)])
         mirror.settle(manager, 0)
         manager.close()
         manager.close()

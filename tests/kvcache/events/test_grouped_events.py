@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache import KVEvents, LayerGroup, PagedKVCacheManager, TextContext
+from kvcache import KVEvents, LayerGroup, PagedKVCacheManager
 from kvcache.events.wire import hashes_of
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.replica import Replica
-from tests.kvcache.build import manager_of
+from tests.kvcache.build import manager_of, run_once
 from tests.kvcache.events.mirror import Known, Reader, parked, worker_of
 from tests.kvcache.random_model.run import Model
 
@@ -62,18 +62,6 @@ def there(reader: Known) -> dict[tuple[int, str], set[int]]:
     return {key: pages for key, pages in found.items() if pages}
 
 
-def run(manager: PagedKVCacheManager, tokens: list[int]) -> int:
-    """A request from its claim to its release; of how many tokens it found the pages."""
-    context = TextContext(tokens, 200)
-    with manager.claim(context):
-        assert manager.maybe_reserve(context)
-        found = context.start_idx
-        manager.fetch([context])
-        context.update(1)
-        manager.step([context])
-    return found
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_readers_find_what_the_manager_does_after_every_move(seed: int) -> None:
     features = ("window", *["host"] * (seed % 3 > 0), *["chunk"] * (seed % 2))
@@ -109,7 +97,7 @@ def test_of_pages_in_files_the_table_is_told_also_by_the_next_process(tmp_path: 
     manager, readers = made()
     prompts = [[*range(start, start + 30)] for start in range(1, 601, 100)]
     for prompt in prompts:
-        run(manager, prompt)
+        run_once(manager, prompt)
         manager.flush_tiers()
         readers.follow()
         for one in prompts:
@@ -126,7 +114,7 @@ def test_of_pages_in_files_the_table_is_told_also_by_the_next_process(tmp_path: 
     assert [known.there.keys() for known in tables] == [{"STORAGE"}] * 3
     specs = [known.spec for known in tables]
     assert specs == [("full_attention", None), ("chunked_local_attention", 8), ("sliding_window", 6)]
-    assert run(manager, prompts[0]) == 28  # and what has come up from them is told as of its table
+    assert run_once(manager, prompts[0]) == 28  # and what has come up from them is told as of its table
     readers.follow()
     for prompt in prompts:
         readers.agree(PrefixHasher("sha256", PAGE, None, ()), prompt)

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import zmq
 
-from kvcache import InvalidParamsError, KVEvents, PagedKVCacheManager, TextContext
+from kvcache import InvalidParamsError, KVEvents, PagedKVCacheManager
 from kvcache.events.book import EventBook
 from kvcache.events.log import EventLog
 from kvcache.events.publisher import _Stream, _Worker
 from kvcache.events.wire import END_OF_REPLAY, BlockRemoved, BlockStored, CacheSpec
-from tests.kvcache.build import manager_of
+from tests.kvcache.build import manager_of, run_once
 from tests.kvcache.events.mirror import PATIENCE_S, Known, Mirror, settled, worker_of
 
 ANY = "tcp://127.0.0.1:0"
@@ -41,12 +41,7 @@ def run(manager: PagedKVCacheManager, *starts: int) -> None:
 
 
 def compute(manager: PagedKVCacheManager, start: int) -> None:
-    context = TextContext([*range(start, start + 30)], 64)
-    with manager.claim(context, 0):
-        assert manager.maybe_reserve(context)
-        manager.fetch([context])
-        context.update(1)
-        manager.step([context])
+    run_once(manager, range(start, start + 30))
 
 
 def asked(manager: PagedKVCacheManager, first: int) -> list[tuple[int, list[Any]]]:

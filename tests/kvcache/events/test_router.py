@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache import KVEvents, PagedKVCacheManager, TextContext
+from kvcache import KVEvents, PagedKVCacheManager
 from kvcache.events.log import HOST
-from tests.kvcache.build import manager_of
+from tests.kvcache.build import manager_of, run_once
 from tests.kvcache.events.mirror import indexes_of, settled
 from tests.kvcache.events.routed import PATIENCE_S, ROUTER, Router, Server
 
@@ -40,12 +40,7 @@ class Holders:
 
     def run(self, number: int, tokens: list[int]) -> None:
         manager: PagedKVCacheManager = self.managers[number]
-        context = TextContext(tokens, 256)
-        with manager.claim(context):
-            assert manager.maybe_reserve(context)
-            manager.fetch([context])
-            context.update(1)
-            manager.step([context])
+        run_once(manager, tokens)
         settled(manager)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from kvcache import (
     TextContext,
     UnknownRequestError,
 )
+from tests.kvcache.build import run_once
 
 
 def parent_of(manager: PagedKVCacheManager, tokens: Any = range(10), **options: Any) -> TextContext:
@@ -159,11 +160,7 @@ def test_a_waiting_request_is_matched_anew_only_when_the_index_changed(
     for _ in range(5):
         assert manager.get_or_recommend_replica(waiting) == 0
     assert len(calls) == 1
-    other = TextContext(range(30, 40), 64)
-    with manager.claim(other, 0):
-        assert manager.maybe_reserve(other)
-        other.update(1)
-        manager.step([other])
+    run_once(manager, range(30, 40))
     before = len(calls)
     manager.get_or_recommend_replica(waiting)
     assert len(calls) == before + 1

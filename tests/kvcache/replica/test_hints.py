@@ -12,22 +12,14 @@ import pytest
 from kvcache import InvalidParamsError, LruOrder, PagedKVCacheManager, RangeRetention, Retention, Routing, TextContext
 from kvcache.eviction_order import BY_HINT, BY_QUOTA, BY_TURN
 from kvcache.retention import PageHints
-from tests.kvcache.build import manager_of
+from tests.kvcache.build import manager_of, run_once
 from tests.kvcache.hinted_idle import trust
 
 LAST, FIRST = Retention(session_continues=True), Retention(session_continues=False)
 
 
 def serve(manager: PagedKVCacheManager, tokens: list[int], retention: Retention | None = None, **options: Any) -> int:
-    """Run one request to its first token; the tokens that it found cached."""
-    context = TextContext(tokens, len(tokens) + 1, retention=retention, **options)
-    with manager.claim(context):
-        assert manager.maybe_reserve(context)
-        found = context.start_idx
-        manager.fetch([context])
-        context.update(0)
-        manager.step([context])
-    return found
+    return run_once(manager, tokens, retention=retention, **options)
 
 
 def prompt(name: int, pages: int = 2) -> list[int]:
@@ -291,11 +283,7 @@ def test_what_comes_into_an_evicted_page_is_not_its_tenants() -> None:
 def test_pages_copied_from_a_replica_are_their_tenants_before_the_request_holds_them() -> None:
     """So they stay the tenant's if the request then resumes elsewhere."""
     manager = manager_of(12, dp=2, params={"tenant_quota": 0.5, "routing": Routing(copy_pages=True)})
-    context = TextContext(prompt(1), 64, cache_salt="a")
-    with manager.claim(context, 0):
-        assert manager.maybe_reserve(context)
-        context.update(0)
-        manager.step([context])
+    serve(manager, prompt(1), replica=0, cache_salt="a")
     context = TextContext(prompt(1), 64, cache_salt="a")
     manager.external_claim(context.request_id, 1)
     copies = manager._replicas._copies

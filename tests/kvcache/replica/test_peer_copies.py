@@ -11,7 +11,7 @@ import torch
 
 from kvcache import PagedKVCacheManager, PromptTooLongError, Routing, TextContext
 from kvcache.layer_groups import LayerGroup
-from tests.kvcache.build import manager_of
+from tests.kvcache.build import manager_of, run_once
 
 COPYING = {"routing": Routing(copy_pages=True)}
 
@@ -141,12 +141,7 @@ def test_a_prompt_that_no_pool_holds_is_refused_before_anything_is_copied() -> N
     """From what a peer has of it the prompt would fit, as its window has left the pages before."""
     groups = (LayerGroup("full", (0,)), LayerGroup("window", (1,), 8))
     manager = of(20, params={"groups": groups})
-    computed = TextContext([*range(36)], 64)
-    with manager.claim(computed, 1):
-        assert manager.maybe_reserve(computed)
-        manager.fetch([computed])
-        computed.update(0)
-        manager.step([computed])
+    run_once(manager, range(36), 1)
     longer = TextContext([*range(42)], 64)
     manager.external_claim(longer.request_id, 0)
     before = manager.metrics
@@ -163,24 +158,13 @@ def test_pages_that_a_window_drops_where_the_host_lets_the_request_resume_are_no
     groups = (LayerGroup("full", (0,)), LayerGroup("window", (1,), 8))
     host = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-5}
     manager, prompt = of(20, params={"groups": groups, **host}), [*range(1, 30)]
-
-    def run(tokens: list[int], replica: int) -> int:
-        context = TextContext(tokens, 64)
-        with manager.claim(context, replica):
-            assert manager.maybe_reserve(context)
-            found = context.start_idx
-            manager.fetch([context])
-            context.update(0)
-            manager.step([context])
-        return found
-
-    run(prompt, 1)
+    run_once(manager, prompt, 1)
     manager.flush_tiers()
     manager._replicas.each[1].forget_idle()
-    assert run(prompt[:13], 1) == 12  # of the host: three pages of the full layer, two of the window
+    assert run_once(manager, prompt[:13], 1) == 12  # of the host: three pages of the full layer, two of the window
     before = manager.metrics
     assert (before.d2d_blocks_copied, before.h2d_blocks_copied) == (0, 5)
-    assert run(prompt, 0) == 28  # four pages further in the full layer, and two of a window there
+    assert run_once(manager, prompt, 0) == 28  # four pages further in the full layer, and two of a window there
     assert manager.metrics.d2d_blocks_copied == 3
     assert manager.metrics.h2d_blocks_copied == 5 + 6
     manager.check()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvcache import TextContext
+from tests.kvcache.build import run_once
 
 
 def test_a_longest_request_takes_no_short_cut(make: Any) -> None:
@@ -74,11 +75,7 @@ def test_after_an_interrupt_a_page_that_its_row_does_not_count_as_published_is_f
 def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -> None:
     """A request that waits remembers what it matched; one page that a growing request takes is taken from that."""
     manager = make(6, page_size=4, rows=3)
-    past = TextContext(range(9), 64)
-    with manager.claim(past):
-        assert manager.maybe_reserve(past)
-        past.update(1)
-        manager.step([past])
+    run_once(manager, range(9))
     grows, waits = TextContext(range(50, 65), 64), TextContext([*range(9), 7], 64)
     manager.external_claim(grows.request_id)
     manager.external_claim(waits.request_id)
