@@ -65,23 +65,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def deal_out(items: Sequence[pytest.Item]) -> None:
-    """CI alone runs the cases of a test marked `each_value` whose values of each parameter other cases have, too."""
+    """CI alone runs what is left of the cases of a test of which these marks choose some.
+
+    `few(count)` chooses the first ones, `each_value` cases that have each value of each parameter.
+    """
     functions: defaultdict[tuple[Path, str], list[pytest.Function]] = defaultdict(list)
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if isinstance(item, pytest.Function) and "each_value" in marks and not marks & {"ci", "long"}:
+        if isinstance(item, pytest.Function) and marks & {"each_value", "few"} and not marks & {"ci", "long"}:
             functions[item.path, item.originalname].append(item)
     for cases in functions.values():
-        in_order = sorted(cases, key=lambda case: case.nodeid)
-        left = {case.nodeid: {(name, repr(value)) for name, value in case.callspec.params.items()} for case in in_order}
-        here = set[str]()
-        while any(left.values()):
-            chosen = max(left, key=lambda nodeid: len(left[nodeid]))
-            here.add(chosen)
-            left = {nodeid: values - left[chosen] for nodeid, values in left.items()}
+        few = cases[0].get_closest_marker("few")
+        here = _of_each_value(cases) if few is None else {case.nodeid for case in cases[: few.args[0]]}
         for case in cases:
             if case.nodeid not in here:
                 case.add_marker(pytest.mark.ci)
+
+
+def _of_each_value(cases: Sequence[pytest.Function]) -> set[str]:
+    in_order = sorted(cases, key=lambda case: case.nodeid)
+    left = {case.nodeid: {(name, repr(value)) for name, value in case.callspec.params.items()} for case in in_order}
+    here = set[str]()
+    while any(left.values()):
+        chosen = max(left, key=lambda nodeid: len(left[nodeid]))
+        here.add(chosen)
+        left = {nodeid: values - left[chosen] for nodeid, values in left.items()}
+    return here
 
 
 def pytest_collection_finish() -> None:

@@ -30,6 +30,11 @@ def test_a_process_can_be_ended(number):
 def test_of_six_cases(one, other):
     print(f"{one}{other} runs")
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("one", "cdef")
+def test_of_four_cases(one):
+    print(f"{one} is one of few")
+
 @pytest.mark.timeout(1)
 def test_that_is_too_slow():
     time.sleep(60)
@@ -43,7 +48,7 @@ def ignore_and_block() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
-def test_signals_that_are_blocked_are_not_in_a_test_and_of_its_cases_each_value_has_one(tmp_path: Path) -> None:
+def test_signals_that_are_blocked_are_not_in_a_test_and_only_chosen_cases_run(tmp_path: Path) -> None:
     (tmp_path / "test_any.py").write_text(TESTS)
     command = f"{sys.executable} -m pytest -p tests.conftest"
     done = subprocess.run(
@@ -56,10 +61,11 @@ def test_signals_that_are_blocked_are_not_in_a_test_and_of_its_cases_each_value_
         preexec_fn=ignore_and_block,
         check=False,
     )
-    assert "1 failed, 6 passed, 3 deselected" in done.stdout, done.stdout + done.stderr
+    assert "1 failed, 8 passed, 5 deselected" in done.stdout, done.stdout + done.stderr
     ran = re.findall(r"([0-2])([ab]) runs", done.stdout)
     assert {one for one, _ in ran} == {*"012"}
     assert {other for _, other in ran} == {*"ab"}
+    assert re.findall("([c-f]) is one of few", done.stdout) == ["c", "d"]
     assert "Timeout (>1.0s)" in done.stdout
 
 
