@@ -284,6 +284,7 @@ def ids(pages: list[int]) -> np.ndarray:
     return np.array(pages, np.int32)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("make", ORDERS)
 def test_random_moves_go_as_the_model_says(make: Callable[[Now], Case]) -> None:
     moves = Moves(0, make)

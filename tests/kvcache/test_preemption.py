@@ -86,6 +86,7 @@ def use_all_pages(manager: PagedKVCacheManager) -> None:
             manager.release(other.request_id)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("made", [TextContext, Own])
 @pytest.mark.parametrize("evicted", [False, True])
 @pytest.mark.parametrize("batch", [False, True])
@@ -160,6 +161,7 @@ CALLS: dict[str, Callable[[PagedKVCacheManager, TextContext], object]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("made", [TextContext, Own])
 @pytest.mark.parametrize("ran", [0, 8])
@@ -181,6 +183,7 @@ def test_a_prompt_runs_from_no_token_that_was_not_computed(
     run(manager, context, steps=5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("call", ["maybe_reserve", "reserve_batch", "reserve_batch of a batch"])
 @pytest.mark.parametrize("made", [TextContext, Own])
 @pytest.mark.parametrize("more", [2, 9])

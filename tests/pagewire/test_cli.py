@@ -42,14 +42,17 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def valued() -> list[Any]:
-    return [
-        pytest.param(
-            command, action, id=f"{command} {action.option_strings[-1] if action.option_strings else action.dest}"
-        )
-        for command, parser in commands().items()
-        for action in parser._actions
-        if action.nargs != 0  # those that take no value
-    ]
+    """The options with a value: `make test` runs one of each type and unit."""
+    found, kinds = list[Any](), set[tuple[Any, ...]]()
+    for command, parser in commands().items():
+        for action in parser._actions:
+            if action.nargs != 0:
+                kind = (getattr(action.type, "__qualname__", None), action.metavar, type(action.default))
+                name = action.option_strings[-1] if action.option_strings else action.dest
+                marks = pytest.mark.ci if kind in kinds else ()
+                found.append(pytest.param(command, action, id=f"{command} {name}", marks=marks))
+                kinds.add(kind)
+    return found
 
 
 def needed(command: str, trace: Path) -> list[str]:

@@ -5,13 +5,21 @@ The processes tell the test of themselves over one pipe.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
-from tests.transfer.replicas import Engine
+import torch
+
+from tests.transfer.replicas import TOKENS, Engine, run
+from transfer.engine.engine import KVTransferEngine
+from transfer.plan.page_lists import PagesOfGroup
+from transfer.pull.thread import TransferThread
 
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 SLOT = 2
@@ -76,6 +84,55 @@ def _take_pid(parent: int, pipe: Connection, life: Connection) -> None:
             os._exit(0)
         os.waitpid(child, 0)
     pipe.send(0)
+
+
+def goes_on(pipe: Connection, how: str) -> None:
+    """A process with all that may be open forks; the fork ends, and the process still leases, pulls and ends.
+
+    Args:
+        pipe: to the test, which needs the status alone: 7.
+        how: what the fork does with what it has a copy of, before it ends as an interpreter ends.
+    """
+    pipe.close()
+    p, d, e = Engine("p"), Engine("d"), KVTransferEngine("e", [[torch.zeros(64)]], total_num_pages=4)
+    _pull(p, d, 0)
+    lease = p.offer("open", 1)
+    thread = TransferThread(Engine("t").replica)
+    if not (fork := os.fork()):
+        if how == "closed":
+            _close(p, d, e, thread)
+            assert p.ranks[0].leases.find(lease.lease_id), "a fork ends nothing: leases are its parent's"
+        if how == "dropped":
+            del p, d, e, thread
+            gc.collect()
+        _end(3)
+    status = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+    assert status == 3, status
+    assert p.ranks[0].leases.find(lease.lease_id)
+    _pull(p, d, 2)
+    _close(p, d, e, thread)
+    _end(7)
+
+
+def _end(status: int) -> NoReturn:
+    """Ends the interpreter, where `multiprocessing` leaves it as it is."""
+    ctypes.pythonapi.Py_Exit(status)
+    raise SystemError("it goes on")
+
+
+def _pull(p: Engine, d: Engine, slot: int) -> None:
+    key = f"r{slot}"
+    d.replica.pull(key, p.source(p.offer(key, slot)), 20.0)
+    d.replica.add_pages(key, [PagesOfGroup([1], [4], (0, TOKENS))], last=True)
+    run(p, d, until=lambda: any(event.key == key and event.safe for event in d.pulls))
+    assert d.pulls[-1].error == "", d.pulls[-1]
+
+
+def _close(p: Engine, d: Engine, e: KVTransferEngine, thread: TransferThread) -> None:
+    thread.close()
+    p.close()
+    d.close()
+    e.cleanup()
 
 
 def _wait(life: Connection) -> None:

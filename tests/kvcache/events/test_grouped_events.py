@@ -62,6 +62,7 @@ def there(reader: Known) -> dict[tuple[int, str], set[int]]:
     return {key: pages for key, pages in found.items() if pages}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("seed", range(12))
 def test_readers_find_what_the_manager_does_after_every_move(seed: int) -> None:
     features = ("window", *["host"] * (seed % 3 > 0), *["chunk"] * (seed % 2))

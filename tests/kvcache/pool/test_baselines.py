@@ -231,6 +231,7 @@ class Load:
         return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("sessions", "others"), [(0.2, 0.6), (0.32, 2.5), (0.7, 0.6)])
 @pytest.mark.parametrize("pages", [8, 30, 100, 1000, 10_000])
 def test_hints_in_pools_of_any_size(pages: int, sessions: float, others: float) -> None:

@@ -198,7 +198,7 @@ def test_what_was_compiled_is_used_unless_it_is_forbidden_missing_or_wrong(monke
     assert name in why
 
 
-@pytest.mark.parametrize("forbidden", [True, False])
+@pytest.mark.parametrize("forbidden", [True, pytest.param(False, marks=pytest.mark.ci)])
 def test_without_it_hashlib_computes_the_same_in_another_process(forbidden: bool) -> None:
     """Where it is forbidden, or cannot be imported; and the tokens are of another integer dtype."""
     code = (

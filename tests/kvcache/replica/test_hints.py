@@ -410,6 +410,7 @@ def some_hint(rng: random.Random) -> Retention | None:
     return rng.choice([None, hint, hint])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_said_every_page_is_accounted_for(seed: int) -> None:
     """Hints, quotas, copies between replicas, forks, refusals, resets: `check` after each."""

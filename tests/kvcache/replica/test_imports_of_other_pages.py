@@ -166,6 +166,7 @@ def _cells() -> list[Any]:
     ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("there", "here", "chunkwise"), _cells())
 def test_what_was_pulled_is_whole_wherever_its_windows_begin(there: int, here: int, *, chunkwise: bool) -> None:
     """A chunk of 30 tokens ends with a prompt, and no page of the next one is there."""

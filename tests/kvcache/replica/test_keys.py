@@ -25,6 +25,7 @@ def files(tmp_path: Path) -> dict[str, Any]:
     return {"file_tier_dir": f"{tmp_path}/files", "file_tier_max_gb": 2.0**-10, "file_tier_key": "m"}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tier", ["pool", "host", "files"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("chunk", [SIZE, 256])
@@ -77,6 +78,7 @@ def test_a_table_of_other_keys_is_refused(make: Any, place: int, sizes: tuple[in
     target.cancel_import(pending)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_keys_through_two_tiers(tmp_path: Path, seed: int) -> None:
     """A few prompts, salts and keys through a pool that is too small: each byte that is read is of its keys."""

@@ -119,6 +119,7 @@ def test_a_copy_that_does_not_fit_changes_nothing(served: Make) -> None:
     it.run(context)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_comes_from_anywhere_is_what_was_computed(served: Make, seed: int) -> None:
     """Small pools over a host tier, files and replicas that copy from each other, with quotas: the KV is compared."""

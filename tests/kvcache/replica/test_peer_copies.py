@@ -198,6 +198,7 @@ def test_idle_pages_behind_a_gap_are_no_room_for_what_is_missing() -> None:
     manager.check()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("host_pages", [0, 30])
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_is_found_is_what_was_computed(seed: int, host_pages: int) -> None:

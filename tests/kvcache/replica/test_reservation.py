@@ -24,13 +24,14 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "features",
     [
-        COMMON,
+        (*COMMON, "states in slabs", "window", "imports"),
         (*COMMON, "window", "chunk"),
         (*COMMON, "states apart", "drafts"),
-        (*COMMON, "states in slabs", "window", "imports"),
+        COMMON,
     ],
     ids=" ".join,
 )
@@ -85,7 +86,8 @@ def test_a_plan_changes_nothing_and_the_move_of_the_context_comes_first(
     assert not any("states" in one for one in features) or seen["cut"] > 3
 
 
-@pytest.mark.parametrize("states", ["states apart", "states in slabs", "preemption"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("states", ["states in slabs", "states apart", "preemption"])
 def test_a_context_that_refuses_to_be_moved_leaves_everything_as_it_was(
     states: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

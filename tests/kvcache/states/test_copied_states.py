@@ -167,6 +167,7 @@ def test_what_the_host_has_of_a_prefix_comes_from_there_and_the_rest_from_the_re
     assert it.state_tiers.host.pool.index.published.any()  # what was copied goes down again
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("slabs", WAYS)
 def test_whatever_two_replicas_serve_the_states_are_those_of_the_tokens(slabs: bool) -> None:
     it, rng = of(slabs, pages=40, every=2, layers=2, params={"groups": WINDOWS}), random.Random(3)

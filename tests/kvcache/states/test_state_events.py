@@ -49,6 +49,7 @@ def found(manager: PagedKVCacheManager, replica_idx: int, context: TextContext) 
     return last_end(replica.ends(digests[: len(pages)])), hashes_of(digests).tolist()
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("seed", "features"),
     [

@@ -313,6 +313,7 @@ def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retentio
     return halves
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("slabs", [True, False])
 def test_the_share_grows_while_hints_are_right(*, slabs: bool) -> None:
     """Six prompts of six pages with their copies, or of two beside ten copies: plain LRU finds none."""

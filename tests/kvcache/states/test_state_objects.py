@@ -38,6 +38,7 @@ def written(served: Make, *prompts: Iterable[int], new: int = 1, **options: Any)
     return it
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("slabs", [True, False])
 @pytest.mark.parametrize("length", [3, 4, 5, 16, 17, 20, 21, 33, 43])
 def test_a_new_machine_goes_on_from_the_store_alone(served: Make, slabs: bool, length: int) -> None:
@@ -361,6 +362,7 @@ def longest(it: ServedStates, prompt: list[int], store: StoredObjects) -> int:
     return 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("slabs", [True, False])
 def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_path: Path, slabs: bool) -> None:
     """Two managers on one store, small on every tier: what is found is what the model finds, and it is compared."""

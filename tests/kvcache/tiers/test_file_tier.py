@@ -184,6 +184,7 @@ DAMAGE: dict[str, tuple[set[str], set[str]]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("when", ["before the start", "while it runs"])
 @pytest.mark.parametrize("how", DAMAGE)
 def test_damaged_files_are_misses(served: Make, tmp_path: Path, how: str, when: str) -> None:
@@ -222,6 +223,7 @@ def test_damaged_files_are_misses(served: Make, tmp_path: Path, how: str, when: 
         assert pages.keys() == ({"corrupted"} if how == "page" else set())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("when", ["before the start", "while it runs"])
 @pytest.mark.parametrize("how", [*DAMAGE, "swapped"])
 def test_damaged_files_are_replaced_by_the_next_write_of_their_pages(

@@ -284,6 +284,7 @@ def longest(it: Served, prompt: list[int], store: StoredObjects) -> int:
     return 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("groups", [ONE, WINDOW, TWO, LONG])
 def test_random_prompts_over_four_tiers(
     served: Make, store: StoredObjects, tmp_path: Path, groups: tuple[LayerGroup, ...]

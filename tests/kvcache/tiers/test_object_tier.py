@@ -133,6 +133,7 @@ def test_shards_lie_side_by_side_in_an_object(served: Make) -> None:
 
 
 # An object that is longer at its end has every page right: they are read, and it stays.
+@pytest.mark.few(3)
 @pytest.mark.parametrize("how", DAMAGE)
 def test_who_wrote_an_object_replaces_it_when_it_finds_it_damaged(served: Make, store: StoredObjects, how: str) -> None:
     rng, prompts = np.random.default_rng(3), [[first, *range(33)] for first in range(15)]

@@ -324,6 +324,7 @@ def test_what_is_being_read_is_not_read_twice_and_leaves_half_of_the_free_slots_
     again.manager.release(context.request_id)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_object_is_a_shorter_prefix_and_replaced_by_the_next_write(
     served: Make, kind: Kind, store: StoredObjects, how: str
@@ -346,6 +347,7 @@ def test_a_damaged_object_is_a_shorter_prefix_and_replaced_by_the_next_write(
             del store.objects[key]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "rounds"),
     [*((kind, 8) for kind in KINDS), pytest.param("one table", 1500, marks=pytest.mark.long)],

@@ -277,6 +277,7 @@ def test_one_command_starts_all_and_ends_all_when_nothing_is_on_its_way(tmp_path
         served.close()
 
 
+@pytest.mark.ci
 def test_steps_planned_ahead_give_the_same_tokens(tmp_path: Path, tiny_model: Any) -> None:
     """With and without `--overlap`, in a pool that preempts; one client hangs up, and SIGTERM finds steps in flight."""
     prompts = [f"{number} to the stopped. {HEAD}" for number in range(8)]  # some have long answers
@@ -349,6 +350,7 @@ sys.exit(main(["serve", "front", "--http-port", "0", "--address-file", addresses
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("number", "moment"), [("SIGTERM", "line"), ("SIGINT", "line"), ("SIGTERM", "file")])
 def test_a_signal_that_follows_at_once_when_the_front_says_that_it_serves_drains_it(
     tmp_path: Path, number: str, moment: str
@@ -372,6 +374,7 @@ def test_beyond_this_host_keys_are_needed(tmp_path: Path) -> None:
         served.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["gemma3", "llama4"])
 def test_layers_with_windows_and_chunks_are_served_over_tables_of_their_own(
     tmp_path: Path, make_model: Any, kind: str

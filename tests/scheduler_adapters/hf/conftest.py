@@ -18,7 +18,7 @@ FORMS = {
     "minimax": "linear attention",
     "kimi_linear": "gated delta nets beside latents",
 }
-EACH_MODEL_AT_HOME = {"test_every_request_gets_the_models_own_tokens", "test_tokens_are_the_models_own"}
+EACH_MODEL_AT_HOME = {"test_tokens_are_the_models_own"}
 ONE_FORM_AT_HOME = {
     "test_a_host_tier_finds_what_a_device_with_room_for_all_does",
     "test_another_machine_goes_on_from_a_store",

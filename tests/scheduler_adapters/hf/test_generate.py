@@ -75,6 +75,7 @@ def test_more_prompts_than_rows_and_pages_wait_for_each_other(model: Any, expect
     assert_nothing_held(generator._manager)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["llama", "bamba"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("after", [0, 1, 7])

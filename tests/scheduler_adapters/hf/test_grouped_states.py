@@ -40,6 +40,7 @@ def test_a_window_in_a_nemotron_changes_nothing_as_its_layers_do_not_look_at_it(
     assert tokens_of(serve(loop_of(manager, model), requests_of(PROMPTS, NEW))) == wanted
 
 
+@pytest.mark.each_value
 @STATES
 @pytest.mark.parametrize(("budget", "tp"), [(512, 1), (16, 2)])
 def test_a_minimax_with_a_window_has_one_table(
@@ -72,6 +73,7 @@ def test_a_minimax_with_a_window_and_a_recurrent_layer_first_gives_its_own_logit
     assert tokens != own_tokens(model, PROMPTS[0], NEW)
 
 
+@pytest.mark.each_value
 @STATES
 @pytest.mark.parametrize(("count", "budget"), [(1, 64), (4, 7)])
 def test_tokens_equal_with_hits_from_an_object_store(model: Any, states: str, count: int, budget: int) -> None:

@@ -120,6 +120,7 @@ def told(pipe: Connection, *command: Any) -> tuple[int, int]:
     return found
 
 
+@pytest.mark.each_value
 def test_tokens_are_those_of_one_process_and_nothing_stays_held(
     source: tuple[BaseProcess, Connection, str], reader: LentReader, expected: list[int]
 ) -> None:
@@ -132,6 +133,7 @@ def test_tokens_are_those_of_one_process_and_nothing_stays_held(
     assert reader.exchange.totals()[1] == 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("when", ["asked", "lent", "pulling"])
 def test_a_source_that_is_killed_costs_time_and_no_token(
     source: tuple[BaseProcess, Connection, str], reader: LentReader, expected: list[int], when: str
@@ -149,6 +151,7 @@ def test_a_source_that_is_killed_costs_time_and_no_token(
     assert found in (0, 184)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("when", ["asked", "lent"])
 def test_a_source_that_forgets_gives_fewer_pages_or_what_it_has_lent(
     source: tuple[BaseProcess, Connection, str], reader: LentReader, expected: list[int], when: str

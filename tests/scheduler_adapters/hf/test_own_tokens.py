@@ -147,6 +147,7 @@ def test_tokens_equal_and_prefixes_are_found_where_they_pay(form: str, model: An
     assert_nothing_held(manager)
 
 
+@pytest.mark.each_value
 @of_forms(caching=[True, False])
 def test_tokens_equal_when_requests_give_way(form: str, model: Any, caching: bool) -> None:
     manager = manager_of(model, form, *FORMS[form].few, copies=4, enable_prefix_caching=caching)
@@ -197,6 +198,7 @@ def test_tokens_equal_with_guesses(form: str, model: Any) -> None:
         assert_nothing_held(engine.manager)
 
 
+@pytest.mark.each_value
 @of_forms(had=[False, True], end=["commit", "cancel"])
 def test_tokens_equal_behind_an_import(form: str, name: str, model: Any, had: bool, end: str) -> None:
     """Behind one that was given up a request goes on from what it had found; with windows it is claimed anew."""
@@ -270,6 +272,7 @@ def test_conversations_find_all_that_went_before(form: str, model: Any) -> None:
     assert_nothing_held(manager)
 
 
+@pytest.mark.few(3)
 @of_forms("groups")
 def test_tokens_equal_with_hits_from_the_host_and_from_files(form: str, name: str, model: Any, tmp_path: Path) -> None:
     """As `test_states_below` has it of one table."""
@@ -317,6 +320,7 @@ def test_tokens_equal_where_what_a_chunk_begins_with_sees_nothing_before_it(form
     assert_nothing_held(manager)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("form", "name"), [*(case for case in CASES if case[1] in MODELS | ALONE), CHUNKED, LFM3])
 def test_a_request_holds_the_pages_of_its_windows_alone(form: str, model: Any) -> None:
     """A request of 400 tokens holds 50 pages of a layer that attends to everything, and 7 of one with a window."""

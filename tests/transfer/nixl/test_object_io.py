@@ -166,7 +166,7 @@ def test_a_new_process_in_a_new_folder_finds_the_pages(store: MotoStore) -> None
     third.manager.close()
 
 
-@pytest.mark.parametrize("rounds", [pytest.param(2, marks=pytest.mark.slow), pytest.param(160, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [pytest.param(2, marks=pytest.mark.ci), pytest.param(160, marks=pytest.mark.long)])
 def test_broken_objects_of_a_real_store_are_misses(store: MotoStore, rounds: int) -> None:
     """64 objects a round, written by one manager, broken, and read by another."""
     objects, rng, broken, refused = store.bucket("broken"), np.random.default_rng(3), 0, 0
@@ -200,6 +200,7 @@ def test_broken_objects_of_a_real_store_are_misses(store: MotoStore, rounds: int
     assert refused > 20 * rounds
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("left", [0, 1, 100])
 def test_objects_that_are_cut_to_nothing_or_short_are_replaced(store: MotoStore, left: int) -> None:
     bucket = f"cut-{left}"

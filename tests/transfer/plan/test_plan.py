@@ -59,6 +59,7 @@ def check_pull(local: ShardLayout, remotes: list[ShardLayout], tokens: tuple[int
     return total
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("remote_order", [*ORDERS, *PER_LAYER])
 @pytest.mark.parametrize("local_order", [*ORDERS, *PER_LAYER])
 def test_every_element_arrives_whatever_the_two_orders(local_order: str, remote_order: str) -> None:
@@ -77,6 +78,7 @@ def test_pages_of_any_sizes(sizes: tuple[int, int], orders: tuple[str, str]) -> 
         check_pull(local, [remote], tokens)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (4, 2), (2, 4), (3, 2), (2, 3), (4, 1)])

@@ -82,6 +82,7 @@ def pulled(
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 @pytest.mark.parametrize("orders", [ORDERS, ORDERS[::-1], ORDERS[:1] * 2], ids=["to rows", "to heads", "alike"])
 @pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (2, 1), (2, 8), (8, 2), (4, 2)])

@@ -55,6 +55,7 @@ def check_staged_pull(local: ShardLayout, remotes: list[ShardLayout], tokens: tu
     assert np.array_equal(pool, expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("remote_order", [*ORDERS, *PER_LAYER])
 @pytest.mark.parametrize("local_order", [*ORDERS, *PER_LAYER])
 def test_every_element_comes_home_whatever_the_two_orders(local_order: str, remote_order: str) -> None:

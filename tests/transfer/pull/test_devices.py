@@ -12,7 +12,7 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 ON_GPU = [pytest.param(*devices, marks=gpu) for devices in [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")]]
 
 
-@pytest.mark.parametrize(("source", "reader"), [pytest.param("cpu", "cpu", marks=pytest.mark.slow), *ON_GPU])
+@pytest.mark.parametrize(("source", "reader"), [pytest.param("cpu", "cpu", marks=pytest.mark.ci), *ON_GPU])
 def test_every_page_arrives_and_a_kernel_reads_it_right_after_the_commit(
     monkeypatch: pytest.MonkeyPatch, source: str, reader: str
 ) -> None:

@@ -173,6 +173,7 @@ class Crowd:
         self.deaf.close(0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_a_request_names_it_touches_no_pull_of_another(engine: Any, seed: int) -> None:
     rng = random.Random(seed)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,63 +132,9 @@ def test_a_pull_from_a_fork_that_has_got_its_parent_s_pid_fails_at_the_fence(for
     assert [reader.pools[0][page].tobytes() for page in LOCAL] == held  # they had come: nothing but the word told
 
 
-_ENDS = """
-import gc, os, sys
-import torch
-from tests.transfer.replicas import TOKENS, Engine, run
-from transfer.engine.engine import KVTransferEngine
-from transfer.plan.page_lists import PagesOfGroup
-from transfer.pull.thread import TransferThread
-
-def pull(p, d, slot):
-    d.replica.pull(f"r{slot}", p.source(p.offer(f"r{slot}", slot)), 20.0)
-    d.replica.add_pages(f"r{slot}", [PagesOfGroup([1], [4], (0, TOKENS))], last=True)
-    run(p, d, until=lambda: any(event.key == f"r{slot}" and event.safe for event in d.pulls))
-    assert d.pulls[-1].error == "", d.pulls[-1]
-
-def parent(how):
-    p, d, e = Engine("p"), Engine("d"), KVTransferEngine("e", [[torch.zeros(64)]], total_num_pages=4)
-    pull(p, d, 0)
-    open_lease = p.offer("open", 1)
-    thread = TransferThread(Engine("t").replica)
-    child = os.fork()
-    if not child:
-        if how == "closed":
-            thread.close()
-            for one in (p, d):
-                one.close()
-            e.cleanup()
-            assert p.ranks[0].leases.find(open_lease.lease_id), "a fork ends nothing: leases are its parent's"
-        if how == "dropped":
-            del p, d, e, thread
-            gc.collect()
-        sys.exit(3)
-    status = os.waitpid(child, 0)[1]
-    assert os.waitstatus_to_exitcode(status) == 3, status
-    assert p.ranks[0].leases.find(open_lease.lease_id)
-    pull(p, d, 2)
-    thread.close()
-    for one in (p, d):
-        one.close()
-    e.cleanup()
-    sys.exit(7)
-
-for how in ("left", "closed", "dropped"):  # each in a process of its own that need not import anything
-    child = os.fork()
-    if not child:
-        parent(how)
-    print(how, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-def test_a_fork_ends_as_any_process_does_and_its_parent_goes_on() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-u", "-c", _ENDS],
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        start_new_session=True,
-    )
-    assert (ended.returncode, ended.stdout) == (0, "left 7\nclosed 7\ndropped 7\n"), ended.stderr
+@pytest.mark.parametrize("how", ["left", "closed", "dropped"])
+def test_a_fork_ends_as_any_process_does_and_its_parent_goes_on(how: str) -> None:
+    parent, conn = start(fork_source.goes_on, how)
+    conn.close()
+    parent.join(100)
+    assert parent.exitcode == 7

@@ -66,6 +66,7 @@ def pulled(side: ScaledSide, offer: Source, table: BlockTable) -> PullEvent:
     return happened.event
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scale_of", KINDS)
 @pytest.mark.parametrize(("theirs", "ours"), [(2, 1), (1, 2)])
 def test_scales_come_with_their_pages(source: Any, reader: Any, theirs: int, ours: int, scale_of: ScaleOf) -> None:

@@ -384,6 +384,7 @@ def pull_chunks(pair: Pair, offer: Source, tables: list[BlockTable], rng: random
     return "refused by import" if event.error == "refused" else "refused by seal" if event.error else "accepted"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rounds", [60, pytest.param(1500, marks=pytest.mark.long)])
 @pytest.mark.parametrize("new_pages", [False, True])
 @pytest.mark.parametrize("pair", ["one table", "nothing cached", "two shards"], indirect=True)
