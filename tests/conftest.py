@@ -1,5 +1,6 @@
 """Fixtures and options of all tests."""
 
+# pyright: basic
 import gc
 import importlib.util
 import os
@@ -114,14 +115,14 @@ def _file_or_session(fixture_name: str, config: pytest.Config) -> str:  # noqa: 
     return "session" if _among_engines() else "module"
 
 
-@pytest.fixture(autouse=True, scope=_file_or_session)
+@pytest.fixture(autouse=True, scope=_file_or_session)  # pyright: ignore[reportArgumentType]
 def _no_process_is_left() -> Iterator[None]:
     """No test file leaves a process behind, whether its tests pass or fail, and whoever its parent was."""
     before = set(children())
     with nullcontext() if _among_engines() else surroundings_stay():
         yield
     # Python's own servants live as long as this process does, and end with it.
-    servants = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}
+    servants = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}  # pyright: ignore[reportAttributeAccessIssue]
     left = end_children(but=before | servants, grace_s=orphans.GRACE_S)
     assert not left, f"processes that tests have left behind, now killed: {left}"
 

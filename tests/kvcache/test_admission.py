@@ -1,5 +1,6 @@
 """Where a request is best claimed, and whether it fits anywhere."""
 
+# pyright: basic
 from __future__ import annotations
 
 from typing import Any

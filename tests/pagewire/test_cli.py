@@ -1,5 +1,6 @@
 """Every argument of every command with values that nobody should give: one line and a status, never a traceback."""
 
+# pyright: basic
 import argparse
 import json
 import os

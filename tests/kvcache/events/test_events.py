@@ -1,5 +1,6 @@
 """What a subscriber knows is what the manager's indexes hold, whatever happens in either."""
 
+# pyright: basic
 from __future__ import annotations
 
 import random

@@ -1,5 +1,6 @@
 """What a stream does at its ends: a replay that is too old, a subscriber that does not read, one that asks too much."""
 
+# pyright: basic
 from __future__ import annotations
 
 import contextlib
@@ -51,7 +52,7 @@ def asked(manager: PagedKVCacheManager, first: int) -> list[tuple[int, list[Any]
     socket.send_multipart([b"", first.to_bytes(8, "big")])
     found: list[tuple[int, list[Any]]] = []
     while True:
-        assert socket.poll(PATIENCE_S * 1000)
+        assert socket.poll(int(PATIENCE_S * 1000))
         empty, topic, number, payload = socket.recv_multipart()
         assert empty == b""
         if number == END_OF_REPLAY:
@@ -122,7 +123,7 @@ def test_a_manager_that_closes_answers_first(monkeypatch: pytest.MonkeyPatch) ->
         socket.send_multipart([b"", bytes(8)])
         assert not socket.poll(300)
         made.close()
-        assert socket.poll(PATIENCE_S * 1000)
+        assert socket.poll(int(PATIENCE_S * 1000))
 
 
 def test_a_question_that_is_none_gets_no_answer(manager: PagedKVCacheManager) -> None:
@@ -456,7 +457,7 @@ def test_who_comes_late_and_cannot_ask_is_told_all() -> None:
     told: list[int] = []
     for number in range(4):
         with Mirror(made.kv_event_endpoints[0]) as mirror:
-            mirror.until(lambda mirror=mirror: mirror.there.get("GPU"))
+            mirror.until(lambda mirror=mirror: bool(mirror.there.get("GPU")))
             mirror.check_same(made, 0)
             told.append(len(mirror.there["GPU"]))
         run(made, 201 + 100 * number)
@@ -512,7 +513,7 @@ def test_one_who_connects_all_the_time_keeps_nobody_from_being_told(every_s: flo
         for _ in range(3):
             before = churning.count
             with Mirror(made.kv_event_endpoints[0]) as late:
-                late.until(lambda late=late: late.there.get("GPU"))
+                late.until(lambda late=late: bool(late.there.get("GPU")))
                 late.check_same(made, 0)
             assert churning.count - before < 5 / every_s, "half of what it takes where each moves the deadline"
     made.close()
@@ -563,7 +564,7 @@ def test_followers_that_are_back_one_after_the_other_are_told_each_without_waiti
         known = [Known() for _ in followers]
         for socket, one in zip(followers, known, strict=True):
             while len(one.there.get("GPU", ())) < 14:
-                assert socket.poll(PATIENCE_S * 1000)
+                assert socket.poll(int(PATIENCE_S * 1000))
                 one.take_up(msgspec.msgpack.decode(socket.recv_multipart()[2])[1])
         assert time.monotonic() - began < 8, "the first of them has not used up the second one's"
         assert known[0].there == known[1].there

@@ -1,5 +1,6 @@
 """The hits that other caches would have had, and the gain of hints over them."""
 
+# pyright: basic
 from __future__ import annotations
 
 import random

@@ -1,5 +1,6 @@
 """`chained.c` by itself, how it comes to be there, and what happens where it is not."""
 
+# pyright: basic
 from __future__ import annotations
 
 import hashlib
@@ -42,7 +43,7 @@ def test_pages_of_any_size_after_a_seed_of_any(size: int) -> None:
 
 def test_any_buffer_of_contiguous_bytes_will_do(chain: Any) -> None:
     tokens = np.arange(32, dtype=np.int32)
-    for one in (tokens, bytearray(tokens), memoryview(tokens), tokens.reshape(4, 8)):
+    for one in (tokens, bytearray(tokens), memoryview(tokens), tokens.reshape(4, 8)):  # pyright: ignore[reportArgumentType]
         twin = chain.copy()
         twin.extend(one, 32)
         assert twin.known == wanted(tokens.tobytes(), 32)

@@ -1,5 +1,6 @@
 """Hints and quotas as a manager's requests bring them."""
 
+# pyright: basic
 from __future__ import annotations
 
 import random
@@ -129,7 +130,7 @@ def test_the_first_hint_takes_over_what_is_cached() -> None:
     running.update(0)
     fresh.step([running])
     serve(fresh, prompt(6), LAST)
-    assert len(fresh._replicas.each[0].hints._baselines[0]._kept) == 4  # those of the running request, too
+    assert len(fresh._replicas.each[0].hints._baselines[0]._kept) == 4  # those of the running request, too  # pyright: ignore[reportGeneralTypeIssues]
 
 
 def evidence(manager: PagedKVCacheManager) -> list[int]:
@@ -313,7 +314,7 @@ def test_the_baselines_keep_what_is_evicted_in_its_turn() -> None:
     replica = manager._replicas.each[0]
     pages = np.flatnonzero(replica.pool.index.published).astype(np.int32)
     words = replica.pool.index.words_of(pages)
-    plain, hinted = replica.hints._baselines
+    plain, hinted = replica.hints._baselines  # pyright: ignore[reportAssignmentType]
 
     def kept() -> list[tuple[bool, bool]]:
         return [(word in plain._kept, word in hinted._ids) for word in words.tolist()]
@@ -489,7 +490,7 @@ def test_a_context_of_another_class_may_bring_its_hint_at_the_end_too() -> None:
     manager = manager_of(40)
     context = Plain(TextContext(prompt(1), 64))
     manager.external_claim(context.request_id)
-    assert manager.maybe_reserve(context)
+    assert manager.maybe_reserve(context)  # pyright: ignore[reportArgumentType]
     assert manager.hint_share == 0.0
     context.retention = LAST
     manager.release(context.request_id)

@@ -1,5 +1,6 @@
 """Pages that another replica has are copied. The bytes are looked at: what is found is what was computed."""
 
+# pyright: basic
 from __future__ import annotations
 
 import random
@@ -13,7 +14,7 @@ from kvcache import PagedKVCacheManager, PromptTooLongError, Routing, TextContex
 from kvcache.layer_groups import LayerGroup
 from tests.kvcache.build import manager_of, run_once
 
-COPYING = {"routing": Routing(copy_pages=True)}
+COPYING: dict[str, Any] = {"routing": Routing(copy_pages=True)}
 
 
 def of(pages: int, dp: int = 2, **options: Any) -> PagedKVCacheManager:

@@ -1,5 +1,6 @@
 """Pages and states that another replica has come together: KV and states are compared whenever a request reads them."""
 
+# pyright: basic
 from __future__ import annotations
 
 import random

@@ -1,5 +1,6 @@
 """KV events of managers with recurrent states: a reader can tell how long a prefix would be found."""
 
+# pyright: basic
 from __future__ import annotations
 
 from contextlib import ExitStack

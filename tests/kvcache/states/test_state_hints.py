@@ -1,5 +1,6 @@
 """Hints and quotas hold for the copies of states that a prefix needs: with both forms of memory."""
 
+# pyright: basic
 from __future__ import annotations
 
 import random
@@ -88,7 +89,7 @@ def copies_of(manager: PagedKVCacheManager, tokens: list[int], **options: Any) -
     """After how many of the prompt's pages there is a copy. Asking changes nothing."""
     replica = manager._replicas.each[0]
     last = len(tokens) // SIZE
-    digests = replica.hasher(None, TextContext(tokens, 4096, **options)).digests(tokens, 0, last)
+    digests = replica.hasher(None, TextContext(tokens, 4096, **options)).digests(tokens, 0, last)  # pyright: ignore[reportArgumentType]
     return (manager.states[0].index.find(digests).nonzero()[0] + 1).tolist()
 
 

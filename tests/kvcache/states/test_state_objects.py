@@ -1,5 +1,6 @@
 """Recurrent states over an object store: each an object, and pages up to where one is."""
 
+# pyright: basic
 from __future__ import annotations
 
 import time

@@ -1,5 +1,6 @@
 """The file tier: pages outlive the manager, and what is wrong in the folder is a miss."""
 
+# pyright: basic
 from __future__ import annotations
 
 import os
@@ -198,7 +199,7 @@ def test_damaged_files_are_misses(served: Make, tmp_path: Path, how: str, when: 
         it.manager.close()
         again = None if when == "before the start" else served(8, 200, key=f"{round_number}")
         for path in page_files(tmp_path):
-            damage(it.manager._replicas.tiers._counted[0], path, how, rng)
+            damage(it.tiers._counted[0], path, how, rng)
         again = again or served(8, 200, key=f"{round_number}")
         for prompt in prompts * 2:
             again.serve(prompt)  # its KV is compared
@@ -244,7 +245,7 @@ def test_damaged_files_are_replaced_by_the_next_write_of_their_pages(
             path.write_bytes(content)
     else:
         for path in paths:
-            damage(it.manager._replicas.tiers._counted[0], path, how, rng)
+            damage(it.tiers._counted[0], path, how, rng)
     again = again or served(8, 200)
     # A running process has no use for the footer, and one that starts none for the names: their pages are read right.
     unharmed = (how, when) in (("footer", "while it runs"), ("swapped", "before the start"))

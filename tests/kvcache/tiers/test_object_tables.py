@@ -1,5 +1,6 @@
 """Several block tables over an object store: each table's objects, and a prefix that all of them can go on from."""
 
+# pyright: basic
 from __future__ import annotations
 
 import time

@@ -1,5 +1,6 @@
 """The object tier: pages outlive processes and folders. Whatever is wrong in the store is a miss, in bounded time."""
 
+# pyright: basic
 from __future__ import annotations
 
 import time

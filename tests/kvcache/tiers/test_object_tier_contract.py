@@ -1,5 +1,6 @@
 """The promises of an object store, for pages of one table or of several, and for states with the pages before them."""
 
+# pyright: basic
 from __future__ import annotations
 
 import threading

@@ -3,6 +3,7 @@
 Where a test asks for `here`, the command runs in this process, and what it starts is forked: that saves seconds.
 """
 
+# pyright: basic
 import json
 import os
 import re
@@ -51,7 +52,7 @@ class Done(NamedTuple):
 def here(forked_fleets: None, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:  # noqa: ARG001
     def run(*arguments: object) -> Done:
         status = cli.main(["demo", *map(str, arguments)])
-        return Done(status, *capsys.readouterr())
+        return Done(status, *capsys.readouterr())  # pyright: ignore[reportArgumentType]
 
     return run
 

@@ -1,5 +1,6 @@
 """The whole of `pagewire serve`, its processes apart, over TCP with keys, with the client that OpenAI publishes."""
 
+# pyright: basic
 import json
 import signal
 import socket

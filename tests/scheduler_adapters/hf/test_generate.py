@@ -1,3 +1,4 @@
+# pyright: basic
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_the_next_call_reuses_the_pages_of_the_one_before(model: Any, expected: 
 
 def test_prompts_may_be_tensors_and_there_may_be_none(model: Any, expected: list[list[int]]) -> None:
     generator = PagedGenerator(model, manager_of(model))
-    assert generator.generate([torch.tensor(PROMPTS[3])], NEW) == expected[3:4]
+    assert generator.generate([torch.tensor(PROMPTS[3])], NEW) == expected[3:4]  # pyright: ignore[reportArgumentType]
     assert generator.generate([]) == []
 
 
@@ -125,7 +126,7 @@ def test_one_bad_prompt_is_named_and_none_is_run(model: Any) -> None:
         ([1] * 300, 25, PromptTooLongError, "prompt-1'.*cache of 320"),
     ):
         with pytest.raises(error, match=message):
-            generator.generate([PROMPTS[1], bad], new)
+            generator.generate([PROMPTS[1], bad], new)  # pyright: ignore[reportArgumentType]
     assert manager.metrics.prompt_tokens == 0
     assert_nothing_held(manager)
     assert 0 < len(generator.generate([[1] * 190], 11)[0]) <= 11

@@ -1,5 +1,6 @@
 """LFM3: windows, full attention and short convolutions in one model, over tables of their own and kept states."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

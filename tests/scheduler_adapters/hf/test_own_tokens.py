@@ -4,6 +4,7 @@ A form is how the layers' caches lie in memory: pages in one table or in one for
 the pages or among them. Features of one form alone are tested in the file of its name.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import dataclasses

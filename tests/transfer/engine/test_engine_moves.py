@@ -1,17 +1,19 @@
 """A share of the random moves; and each rule taken away, which they must notice."""
 
+# pyright: basic
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.transfer import engine_moves
 from tests.transfer.engine_moves import CONFIGS, ViolationError, World
-from transfer.pull.lease import LeaseBook
+from transfer.pull.lease import Lease, LeaseBook
 from transfer.pull.pull import Puller
-from transfer.pull.pull_state import PullEvent, RankPull
+from transfer.pull.pull_state import RankPull
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +66,7 @@ def test_without_the_fence_a_page_that_was_given_away_is_accepted(world: World, 
 def test_a_word_that_outlives_the_hold_on_its_pages_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch):
     end = LeaseBook._end
 
-    def keep_the_word(self: LeaseBook, lease: object, reason: str) -> object:
+    def keep_the_word(self: LeaseBook, lease: Lease, reason: str) -> object:
         word = int(self.words[lease.slot])
         ended = end(self, lease, reason)
         self.words[lease.slot] = word
@@ -94,7 +96,7 @@ def test_a_fence_beside_the_data_is_noticed(world: World, monkeypatch: pytest.Mo
 def test_pages_given_back_while_copies_go_on_are_noticed(world: World, monkeypatch: pytest.MonkeyPatch):
     on_pull = World.on_pull
 
-    def hasty(self: World, reader: object, reading: dict[str, object], event: PullEvent) -> None:
+    def hasty(self: World, reader: Any, reading: Any, event: Any) -> None:
         if event.key in reading:
             on_pull(self, reader, reading, event._replace(safe=True))
 

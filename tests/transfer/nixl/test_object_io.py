@@ -1,5 +1,6 @@
 """The object tier through NIXL's OBJ plugin, over a real S3 server: the same pages, and the same misses."""
 
+# pyright: basic
 from __future__ import annotations
 
 import re

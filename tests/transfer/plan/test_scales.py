@@ -1,5 +1,6 @@
 """Scales of pages as boxes: they come with their tokens to other ranks and page sizes, or are refused by name."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -109,7 +110,7 @@ def test_scales_of_pages_come_with_them(scale_of: ScaleOf, ranks: tuple[int, int
 @pytest.mark.parametrize("scale_of", ["page and head", "page"])
 def test_scales_of_pages_are_not_converted(scale_of: ScaleOf) -> None:
     small, large, of_tokens = (
-        check(dense(layouts_of(1, size, kind)[0], PAGES))
+        check(dense(layouts_of(1, size, kind)[0], PAGES))  # pyright: ignore[reportArgumentType]
         for size, kind in ((4, scale_of), (8, scale_of), (4, "token and head"))
     )
     told = r"group 0, 'scales': shared by a page \(pages of 4\) here but by a page \(pages of 8\) at the source"

@@ -4,6 +4,7 @@ Two managers and their exchanges, real NIXL between them, and a stand-in for a m
 another's. The source has the pages of a second prompt too, which the changed tables name.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import random
