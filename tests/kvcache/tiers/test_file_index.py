@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -93,3 +95,54 @@ def test_check_names_bytes_that_do_not_add_up() -> None:
     made.bytes = 20
     with pytest.raises(InvariantError, match="file tier: its files have 30 bytes; 20 are counted and 100 allowed"):
         made.check()
+
+
+@pytest.mark.parametrize(
+    ("column", "at", "value", "message"),
+    [
+        ("_free_count", None, 4, "5 used and 4 free entries do not add up to all entries"),
+        ("_names", 1, "b", "a and its entries do not refer to each other"),
+        ("_file_of", 2, 7, "and its entries do not refer to each other"),
+        ("_place_of", slice(None), 1, "a has its pages in other places"),
+        ("_max_bytes", None, 49, "its files have 50 bytes; 50 are counted and 49 allowed"),
+    ],
+)
+def test_check_names_what_does_not_fit(column: str, at: Any, value: object, message: str) -> None:
+    made = index(("a", 30, (1, 2, 3)), ("b", 20, (4, 5)))
+    if at is None:
+        setattr(made, column, value)
+    else:
+        getattr(made, column)[at] = value
+    with pytest.raises(InvariantError, match=f"file tier: .*{message}"):
+        made.check()
+
+
+def test_check_names_a_page_of_a_file_that_cannot_be_found() -> None:
+    made = index(("a", 30, (1, 2, 3)))
+    made.pages.withdraw_one(2)
+    with pytest.raises(InvariantError, match="the 3 entries of its files are not those that can be found"):
+        made.check()
+
+
+def test_a_page_of_several_tables_keeps_its_table_and_a_mark_ends_with_a_clear() -> None:
+    made = FileIndex(100, 10, 2)
+    made.pages.tables = np.zeros(11, np.intp)
+    made.add("a", 30, digests(1, 2, 3), np.array([0, 2, 1]))
+    entries = made.find(digests(2, 3))
+    tables = made.pages.tables_of(entries)
+    assert tables is not None
+    assert tables.tolist() == [2, 1]
+    made.reading[entries] = True
+    made.clear()
+    assert not made.reading.any()
+
+
+def test_entries_that_files_give_back_are_used_again_until_every_byte_is() -> None:
+    made = index(("a", 50, (1, 2, 3, 4, 5)))
+    for turn in range(1, 30):
+        pages = range(10 * turn, 10 * turn + 5)
+        assert made.room_for(50) == ([] if turn == 1 else [f"{turn - 2}"] if turn > 2 else ["a"])
+        made.add(f"{turn}", 50, digests(*pages))
+        made.check()
+        assert (made.find(digests(*pages)) != NO_ENTRY).all()
+        assert f"{turn}" in made

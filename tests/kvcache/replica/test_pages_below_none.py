@@ -1,0 +1,47 @@
+"""A replica below whose pool there is nothing: it finds nothing there, waits for nothing, and gets nothing back."""
+
+from __future__ import annotations
+
+from types import FunctionType
+
+import numpy as np
+
+from kvcache.replica.pages_below import PagesBelow
+
+DIGESTS = np.arange(8, dtype=np.uint64).reshape(1, 4, 2)
+ASKED = np.array([[True, False, True, True]])
+PAGES = np.array([3, 4], np.int32)
+GIVEN: dict[str, tuple[object, ...]] = {
+    "hold": (PAGES,),
+    "bring": (PAGES, PAGES, DIGESTS[0, :2]),
+    "restore": (0, PAGES, PAGES),
+    "arrive": (np.array([0]),),
+    "mend": ([0],),
+    "touch": (DIGESTS[0],),
+    "used": (DIGESTS[0],),
+    "leave": (0, PAGES, DIGESTS[0, :2], np.zeros_like),
+}
+
+
+def test_nothing_is_found_and_nothing_is_on_its_way() -> None:
+    below = PagesBelow()
+    for asks in (below.has, below.may_have, below.host_has):
+        assert np.array_equal(asks(DIGESTS, ASKED), np.zeros_like(ASKED))
+    assert ASKED.tolist() == [[True, False, True, True]]
+    assert below.slots(DIGESTS[0]).tolist() == [0] * 4
+    assert below.slots(DIGESTS[0]).dtype == np.int32
+    assert below.ask(DIGESTS, ASKED) is False
+    for wait in (False, True):
+        assert below.to_host(DIGESTS, ASKED, 3, wait=wait) is False
+    assert below.coming() == below.coming(0) == []
+    assert {below.keeps, below.fetches, below.asks, below.is_bringing} == {False}
+    assert below.generation == below.answers == below.brought_at_once == below.longest_tail == 0
+
+
+def test_what_it_is_told_changes_nothing_and_no_call_is_forgotten_here() -> None:
+    below = PagesBelow()
+    for name, given in GIVEN.items():
+        assert getattr(below, name)(*given) is None
+    assert PAGES.tolist() == [3, 4]
+    calls = {name for name, one in vars(PagesBelow).items() if isinstance(one, FunctionType)}
+    assert calls == GIVEN.keys() | {"has", "may_have", "host_has", "ask", "to_host", "slots", "coming"}
