@@ -51,7 +51,7 @@ ROOMS: dict[str, set[str]] = {
         *("transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"),
     },
     "transfer.engine": {"transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"},
-    "transfer.connector": {"transfer values", "transfer.plan", "transfer.wire", "transfer.pull"},
+    "transfer.connector": {"kvcache values", "transfer values", "transfer.plan", "transfer.wire", "transfer.pull"},
     "transfer": {
         *("kvcache values", "transfer values", "transfer.wire", "transfer.nixl", "transfer.pull", "transfer.engine"),
         "transfer.connector",
@@ -103,7 +103,7 @@ ROOMS: dict[str, set[str]] = {
 }
 # What `transfer` may know of `kvcache`: the contract between the packages.
 CONTRACT = {
-    *("kvcache.errors", "kvcache.families", "kvcache.layer_groups", "kvcache.layout"),
+    *("kvcache.arguments", "kvcache.errors", "kvcache.families", "kvcache.layer_groups", "kvcache.layout"),
     *("kvcache.gate", "kvcache.sockets", "kvcache.watched", "kvcache.replica.block_table"),
 }
 # The files of `kvcache` that have sockets.

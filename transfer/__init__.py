@@ -1,7 +1,8 @@
 """Moves KV cache pages between processes through NIXL.
 
-Imports `kvcache`: only its errors, page layouts, block tables and the module that renders metrics. Start reading at
-`docs/guides/prefill-decode.md`, then `pull/exchange.py`, where a hand-over begins, `pull/lease.py` and `pull/pull.py`.
+Imports `kvcache`: only its errors, checks of arguments, page layouts, block tables and the module that renders
+metrics. Start reading at `docs/guides/prefill-decode.md`, then `pull/exchange.py`, where a hand-over begins,
+`pull/lease.py` and `pull/pull.py`.
 """
 
 from transfer.connector.config import GroupConfig, StatePart, Timing, WorkerConfig

@@ -7,11 +7,13 @@ blocks are named as in vLLM, which owns the tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Literal, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeAlias, cast
 
 import msgspec
 
+from kvcache.arguments import integer, shown
+from kvcache.arguments import number as finite
 from transfer.errors import InvalidEngineError
 from transfer.plan.shapes import (
     BLOCKS_FIRST_HND,
@@ -244,12 +246,57 @@ def _described(group: GroupConfig) -> str:
 
 def check_config(config: WorkerConfig) -> WorkerConfig:
     """Returns `config` if a worker can be made from it. Raises `InvalidEngineError` otherwise."""
+    if fault := next(_wrong_types("config", config, WorkerConfig), ""):
+        raise InvalidEngineError(fault)
     where = f"engine {config.engine_id!r} rank {config.rank}"
     if fault := next(_faults(config), ""):
         raise InvalidEngineError(f"{where}: {fault}")
     AllowedPeers(config.allowed_peers)
     fleet_keys(where, config.secret, config.key)
     return config
+
+
+def check_endpoint(name: str, value: object) -> None:
+    """Raises `InvalidEngineError` unless `value` is a text that can name an endpoint or a host."""
+    if not isinstance(value, str) or not value:
+        raise InvalidEngineError(f"{name} is {shown(value)}: a string that is not empty is needed")
+
+
+_PARTS: dict[type[msgspec.Struct], dict[str, type[msgspec.Struct]]] = {
+    WorkerConfig: {"groups": GroupConfig, "timing": Timing},
+    GroupConfig: {"state": StatePart},
+}
+_HIDDEN = {"key", "secret"}
+
+
+def _wrong_types(name: str, value: object, kind: type[msgspec.Struct]) -> Iterator[str]:
+    """Yields the fields, each with its value, that have another type than the one declared. Secrets are not shown."""
+    if not isinstance(value, kind):
+        yield f"{name} is {shown(value)}: a {kind.__name__} is needed"
+        return
+    parts = _PARTS.get(kind, {})
+    for field in msgspec.structs.fields(kind):
+        given, where = getattr(value, field.name), f"{name}.{field.name}"
+        if field.name not in parts:
+            try:
+                plain = msgspec.to_builtins(given, builtin_types=(bytes,), enc_hook=_plain)
+                msgspec.convert(plain, field.type, builtin_types=(bytes,))
+            except (TypeError, ValueError, RecursionError) as error:
+                seen = f"a {type(given).__name__}" if field.name in _HIDDEN else shown(given)
+                yield f"{where} is {seen}: {error}"
+        elif isinstance(given, list | tuple):
+            for at, one in enumerate(cast("Sequence[object]", given)):
+                yield from _wrong_types(f"{where}[{at}]", one, parts[field.name])
+        elif field.name == "timing":
+            yield from _wrong_types(where, given, parts[field.name])
+        else:
+            yield f"{where} is {shown(given)}: a tuple of {parts[field.name].__name__} is needed"
+
+
+def _plain(value: object) -> object:
+    """Returns a number of numpy as Python's own, which is as good."""
+    found = integer(value)
+    return found if found is not None else float(finite("value", value, error=InvalidEngineError))
 
 
 def _faults(config: WorkerConfig) -> Iterator[str]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transfer.connector.config import GroupConfig, WorkerConfig, check_config
+from transfer.connector.config import GroupConfig, WorkerConfig, check_config, check_endpoint
 from transfer.connector.metadata import ConnectorMetadata, LoadRequest, Progress, SendRequest, WorkerOutput, as_blocks
 from transfer.connector.offer import Held, Offer
 from transfer.connector.transfer_params import TransferParams, params_of, pointer_in, read_params
@@ -63,9 +63,12 @@ class NixlConnectorScheduler:
         keyring: Keyring | None = None,
     ) -> None:
         self.config = check_config(config)
+        where = f"engine {config.engine_id!r}"
+        check_endpoint(f"{where}: host", host)
+        check_endpoint(f"{where}: bind", bind)
         self._host = host
         self._bind = bind
-        self._key, self._keyring = fleet_keys(f"engine {config.engine_id!r}", config.secret, config.key, keyring)
+        self._key, self._keyring = fleet_keys(where, config.secret, config.key, keyring)
         self._server: HandshakeServer | None = None
         self._metadata = ConnectorMetadata()
         self._slots = LeaseSlots()

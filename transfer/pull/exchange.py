@@ -9,15 +9,24 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvcache.arguments import integer, number, shown
 from kvcache.errors import InvalidRequestError
 from kvcache.layout import kv_kind, scales_kind
-from transfer.errors import InvalidEngineError, InvalidLeaseError
+from transfer.errors import InvalidLeaseError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.shapes import dense, of_tables, with_states
 from transfer.pull.asking import Lent, PageAsks
 from transfer.pull.bell import Bell
+from transfer.pull.exchange_checks import (
+    check_exchange,
+    check_pending,
+    check_pull,
+    check_question,
+    check_source,
+    check_text,
+)
 from transfer.pull.lease import LEASE_SLOTS, LENT_SLOTS, LeaseRef, LeaseSlots, new_lease_id
 from transfer.pull.lending import LENT_S, PageLending
 from transfer.pull.pull_state import PullEvent
@@ -100,8 +109,8 @@ class PageExchange:
     Raises:
         AgentError: NIXL cannot be used.
         HandshakeError: the endpoint cannot be bound.
-        InvalidEngineError: the secret cannot be read or is given beside a keyring, or `allowed_peers` or `lend` is
-            invalid.
+        InvalidEngineError: an argument is invalid, or the secret cannot be read or is given beside a keyring. Nothing
+            was made: no thread, agent or socket.
     """
 
     def __init__(
@@ -119,9 +128,10 @@ class PageExchange:
         allowed_peers: Sequence[str] = (),
         lend: float = 0.25,
     ) -> None:
+        given = {"bind": bind, "compatibility": compatibility, "replica_options": replica_options, "verify": verify}
+        given |= {"agent": agent, "secret": secret, "allowed_peers": allowed_peers, "lend": lend}
+        check_exchange(manager, name, given)
         self._verify, self._agent = verify, agent
-        if not 0.0 <= lend <= 1.0:
-            raise InvalidEngineError(f"exchange {name!r}: lend is {lend}: a share from 0.0 to 1.0 is needed")
         self._table_key = new_table_key()
         self._seals = TableSeals(self._table_key)
         self._key, keyring = fleet_keys(f"exchange {name!r}", secret, keyring=keyring)
@@ -147,16 +157,8 @@ class PageExchange:
         asker = HandshakeClient(ask, allowed=allowed)
         self._asks = PageAsks(asker, name, self._key, agreed, *told, give_back=self.refuse)
         try:
-            for replica, engine_id in enumerate(self._names):
-                ranks = self._ranks(replica, engine_id, agreed)
-                transfers = ReplicaTransfer(ranks, HandshakeClient(ask, allowed=allowed), **options)
-                self.threads.append(start_thread(transfers, self.bell.ring))
-                self._slots.append(LeaseSlots())
-                self._lent_slots.append(LeaseSlots(range(LEASE_SLOTS, LEASE_SLOTS + LENT_SLOTS)))
-                self._leases.append({})
-                sealed = tuple(rank.metadata for rank in ranks)
-                lent = self.lending.of[replica].answer
-                self.cards.append(EngineCard(engine_id, self.incarnation, sealed, agreed, lent=lent))
+            for replica in range(len(self._names)):
+                self._start(replica, agreed, HandshakeClient(ask, allowed=allowed), options)
             self._server = HandshakeServer(self.cards, bind, None if keyring is None else keyring.secure_server)
         except BaseException:
             for thread in self.threads:
@@ -165,12 +167,30 @@ class PageExchange:
             raise
         self.address, self.queries = self._server.endpoint, self._server.counts
 
-    def _ranks(self, replica: int, engine_id: str, compatibility: Mapping[str, str]) -> list[RankTransfer]:
+    def _start(
+        self, replica: int, compatibility: Mapping[str, str], client: HandshakeClient, options: Mapping[str, Any]
+    ) -> None:
+        """Registers the pages of a replica and starts its thread."""
         ranks: list[RankTransfer] = []
+        try:
+            self._make_ranks(ranks, replica, compatibility)
+            self.threads.append(start_thread(ReplicaTransfer(ranks, client, **options), self.bell.ring))
+        except BaseException:
+            for rank in ranks:
+                rank.close()
+            raise
+        self._slots.append(LeaseSlots())
+        self._lent_slots.append(LeaseSlots(range(LEASE_SLOTS, LEASE_SLOTS + LENT_SLOTS)))
+        self._leases.append({})
+        sealed = tuple(rank.metadata for rank in ranks)
+        lent = self.lending.of[replica].answer
+        self.cards.append(EngineCard(self._names[replica], self.incarnation, sealed, compatibility, lent=lent))
+
+    def _make_ranks(self, ranks: list[RankTransfer], replica: int, compatibility: Mapping[str, str]) -> None:
         shards = _shards(self._manager, replica)
         for rank, (layout, tensors) in enumerate(shards):
             identity = RankIdentity(
-                engine_id=engine_id,
+                engine_id=self._names[replica],
                 incarnation=self.incarnation,
                 rank=rank,
                 ranks=len(shards),
@@ -189,11 +209,20 @@ class PageExchange:
                     agent=self._agent,
                 )
             )
-        return ranks
 
     def engine_id(self, replica: int) -> str:
         """Returns the engine id of a replica."""
+        self._thread(replica)
         return self._names[replica]
+
+    def _thread(self, replica: int) -> TransferThread:
+        """Returns the thread of a replica. Raises `InvalidRequestError` if there is no such replica."""
+        at = integer(replica)
+        if at is None or not 0 <= at < len(self.threads):
+            raise InvalidRequestError(
+                f"replica is {shown(replica)}: an integer from 0 to {len(self.threads) - 1} is needed"
+            )
+        return self.threads[at]
 
     @property
     def pull_seconds(self) -> float:
@@ -221,10 +250,12 @@ class PageExchange:
             running: True while the request is still computed. The lease's time starts with `start_clock`.
 
         Raises:
+            InvalidLeaseError: (a ValueError) the duration is no number.
             UnknownRequestError: (a KeyError) the manager has no such request.
             NotReservedError: (a RuntimeError) an import of its pages is pending.
             EngineClosedError: the transfer thread has died.
         """
+        number("duration_s", duration_s, error=InvalidLeaseError)
         lease_id = new_lease_id()
         held = self._manager.lease(request_id, seal=partial(self._seals.seal, lease_id))
         return self._grant(held, self._slots, lease_id, request_id, duration_s, running=running)
@@ -272,7 +303,7 @@ class PageExchange:
         Blocks until they are made.
         """
         if self._verify:
-            self.threads[replica].call(lambda transfers: [rank.seal(pages) for rank in transfers.ranks])
+            self._thread(replica).call(lambda transfers: [rank.seal(pages) for rank in transfers.ranks])
 
     def start_clock(self, source: Source) -> None:
         """Starts the time of a lease whose pages are all computed.
@@ -286,9 +317,11 @@ class PageExchange:
 
     def revoke(self, source: Source, reason: str) -> None:
         """Ends a lease. After `LeaseOver`, no reader's fence passes under it any more."""
+        check_text("reason", reason, InvalidLeaseError)
         self._thread_of(source).call_soon(ReplicaTransfer.revoke, source.lease.lease_id, reason)
 
     def _thread_of(self, source: Source) -> TransferThread:
+        check_source("source", source)
         if source.engine_id not in self._names:
             raise InvalidLeaseError(
                 f"engine {source.engine_id!r} made this offer, but the engines of this process are {self._names}"
@@ -316,12 +349,20 @@ class PageExchange:
                 pages before it. Only the first 512 KiB of digests are sent.
             timeout_s: seconds until the source is given up, which `Lent` reports as an error. A lease that it grants
                 later is given back.
+
+        Raises:
+            InvalidRequestError: (a ValueError) an argument is none of these. Every call here raises it for a replica
+                that does not exist.
         """
+        self._thread(replica)
+        check_question(key, (address, engine_id), wanted, timeout_s)
         self._asks.ask(replica, key, (address, engine_id), wanted, timeout_s)
 
     def refuse(self, replica: int, source: Source, reason: str) -> None:
         """Gives back a lease that will not be read, so that its source can free the pages."""
-        self.threads[replica].call_soon(ReplicaTransfer.refuse, source, reason, _REFUSE_S)
+        check_source("source", source)
+        check_text("reason", reason)
+        self._thread(replica).call_soon(ReplicaTransfer.refuse, source, reason, _REFUSE_S)
 
     # ---- pulls
 
@@ -345,6 +386,7 @@ class PageExchange:
             EngineClosedError: the transfer thread has died, or was closed. All calls except `poll` and `close` raise it
                 then.
         """
+        check_pull(key, source, pending, timeout_s, len(self.threads))
         replica = pending.replica_idx
         self._refuse_open(replica, key)
         copier = self._manager.copier(pending)
@@ -384,8 +426,12 @@ class PageExchange:
         Raises:
             InvalidRequestError: (a ValueError) a pull of this name is open.
         """
+        check_text("key", key)
+        check_source("source", source, InvalidRequestError)
+        number("timeout_s", timeout_s, error=InvalidRequestError)
+        thread = self._thread(replica)
         self._refuse_open(replica, key)
-        self.threads[replica].pull(key, source, None, timeout_s)
+        thread.pull(key, source, None, timeout_s)
         self._pulls[replica, key] = None
 
     def _refuse_open(self, replica: int, key: str) -> None:
@@ -401,6 +447,9 @@ class PageExchange:
             InvalidRequestError: (a ValueError) no such pull is open, or its last pages were asked for; or the import is
                 closed, of another manager, replica or pull, or written by another pull.
         """
+        check_text("key", key)
+        self._thread(replica)
+        check_pending(pending, len(self.threads))
         is_open = (replica, key) in self._pulls
         if not is_open or pending.replica_idx != replica:
             raise InvalidRequestError(
@@ -417,7 +466,9 @@ class PageExchange:
 
     def cancel_pull(self, replica: int, key: str, reason: str) -> None:
         """Gives a pull up. Its last event comes when nothing of it is in flight."""
-        self.threads[replica].call_soon(ReplicaTransfer.cancel, key, reason)
+        check_text("key", key)
+        check_text("reason", reason)
+        self._thread(replica).call_soon(ReplicaTransfer.cancel, key, reason)
 
     # ---- what happened
 
@@ -468,7 +519,8 @@ class PageExchange:
 
     def wait(self, replica: int, timeout_s: float) -> None:
         """Blocks until there is an event on a replica, or the time is over."""
-        thread = self.threads[replica]
+        number("timeout_s", timeout_s, error=InvalidRequestError)
+        thread = self._thread(replica)
         thread.wait(lambda: bool(thread.events), timeout_s)
 
     def totals(self) -> tuple[int, int]:

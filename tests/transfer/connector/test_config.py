@@ -1,14 +1,19 @@
 """Configs that no worker can be made of, and what two engines must have in common."""
 
+# pyright: basic
 from __future__ import annotations
 
 import pickle
+import threading
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from transfer.connector.config import GroupConfig, StatePart, Timing, WorkerConfig, check_config, share
+from transfer.connector.scheduler import NixlConnectorScheduler
+from transfer.connector.worker import NixlConnectorWorker
 from transfer.errors import InvalidEngineError
 
 GROUP = GroupConfig(layers={"a": 0, "b": 1}, head_dim=8, num_kv_heads=4)
@@ -59,6 +64,65 @@ def test_a_config_that_cannot_be_is_refused_with_its_value(bad: WorkerConfig, me
     with pytest.raises(InvalidEngineError, match="engine '.*' rank -?\\d+: ") as raised:
         check_config(bad)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (None, "config is None: a WorkerConfig is needed"),
+        ({"engine_id": "e"}, "config is {'engine_id': 'e'}: a WorkerConfig"),
+        (config(engine_id=7), "config.engine_id is 7: Expected `str`, got `int`"),
+        (config(tp_rank="0"), "config.tp_rank is '0': Expected `int`, got `str`"),
+        (config(tp_size=True), "config.tp_size is True: Expected `int`, got `bool`"),
+        (config(verify="all"), "config.verify is 'all': Expected `float`, got `str`"),
+        (config(page_checks=1), "config.page_checks is 1: Expected `bool`, got `int`"),
+        (config(compatibility={"dtype": 8}), "config.compatibility is {'dtype': 8}: Expected `str`, got `int`"),
+        (config(compatibility=None), "config.compatibility is None: Expected `object`, got `null`"),
+        (config(allowed_peers="10.0.0.1"), "config.allowed_peers is '10.0.0.1': Expected `array`, got `str`"),
+        (config(timing=30.0), "config.timing is 30.0: a Timing is needed"),
+        (config(timing=Timing(load="1 min")), "config.timing.load is '1 min': Expected `float`, got `str`"),  # type: ignore[arg-type]
+        (config(groups=GROUP), "a tuple of GroupConfig is needed"),
+        (config(groups=(GROUP, 7)), "config.groups[1] is 7: a GroupConfig is needed"),
+        (group(kind="linear"), "config.groups[0].kind is 'linear': Invalid enum value 'linear'"),
+        (group(block_size="16"), "config.groups[0].block_size is '16': Expected `int`, got `str`"),
+        (group(layers=["a"]), "config.groups[0].layers is ['a']: Expected `object`, got `array`"),
+        (group(state=(7,)), "config.groups[0].state[0] is 7: a StatePart is needed"),
+        (group(head_dim=object), "config.groups[0].head_dim is <class 'object'>: value is <class 'object'>"),
+        (config(secret=b"a secret of bytes"), "config.secret is a bytes: Expected"),
+        (config(key=77001), "config.key is a int: Expected"),
+        (config(key="a secret of text"), "config.key is a str: Expected"),
+    ],
+)
+def test_a_config_of_wrong_types_is_refused_with_the_field_and_its_value(bad: Any, said: str) -> None:
+    for make in (check_config, NixlConnectorWorker, NixlConnectorScheduler):
+        before = threading.active_count()
+        with pytest.raises(InvalidEngineError) as raised:
+            make(bad)
+        assert said in str(raised.value)
+        assert "a secret of" not in str(raised.value)
+        assert "77001" not in str(raised.value)
+        assert threading.active_count() == before
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert check_config(config(tp_size=np.int64(2), tp_rank=np.int32(1), verify=np.float32(0.5))).rank == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"host": None}, "engine 'e': host is None: a string that is not empty is needed"),
+        ({"host": ""}, "host is '': a string"),
+        ({"bind": 5555}, "bind is 5555: a string that is not empty is needed"),
+        ({"keyring": "file:keys"}, "engine 'e': keyring is a str: a Keyring or None is needed"),
+    ],
+)
+def test_wrong_arguments_beside_the_config_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidEngineError) as raised:
+        NixlConnectorScheduler(config(), **wrong)
+    assert said in str(raised.value)
+    with pytest.raises(InvalidEngineError, match="engine 'e' rank 0: keyring is a int: a Keyring or None is needed"):
+        NixlConnectorWorker(config(), 7)  # type: ignore[arg-type]
 
 
 def test_ranks_count_stage_by_stage() -> None:

@@ -1,0 +1,112 @@
+"""Checks of the arguments of `PageExchange`, before anything is made or changed.
+
+An argument of a wrong kind would otherwise fail later, and perhaps on the transfer thread, which it would end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from kvcache.arguments import flag, integer, number, shown
+from kvcache.errors import InvalidRequestError, KVCacheError
+from kvcache.replica.block_table import PageDigests
+from transfer.errors import InvalidEngineError, InvalidLeaseError
+from transfer.pull.lease import LeaseRef
+from transfer.pull.source import Source
+
+_MOST_NAME = 240  # characters; engine ids, which add a slash and a number, have at most 256
+_OF_MANAGER = ("num_replicas", "layouts", "layer_tables", "device_tensors", "further_groups", "lease", "copier")
+_SECONDS = ("handshake_timeout_s", "heartbeat_s", "dead_after_s", "idle_s")
+
+
+def check_text(name: str, value: object, error: type[KVCacheError] = InvalidRequestError) -> None:
+    """Raises `error` unless `value` is a string."""
+    if not isinstance(value, str):
+        raise error(f"{name} is {shown(value)}: a string is needed")
+
+
+def check_exchange(owner: object, given: object, options: Mapping[str, Any]) -> None:
+    """Raises `InvalidEngineError` unless an exchange can be made from a manager, a name and the other arguments."""
+    if isinstance(owner, type) or any(not (hasattr(type(owner), one) or hasattr(owner, one)) for one in _OF_MANAGER):
+        raise InvalidEngineError(f"manager is {shown(owner)}: a manager with a cache's pages is needed")
+    if not isinstance(given, str) or not 0 < len(given) <= _MOST_NAME:
+        raise InvalidEngineError(f"name is {shown(given)}: a string of 1 to {_MOST_NAME} characters is needed")
+    where = f"exchange {given!r}: "
+    check_text(f"{where}bind", options["bind"], InvalidEngineError)
+    if not isinstance(options["secret"], str):  # whatever it is, it is not shown
+        raise InvalidEngineError(f"{where}secret is a {type(options['secret']).__name__}: a string is needed")
+    _check_compatibility(f"{where}compatibility", options["compatibility"])
+    _check_replica_options(f"{where}replica_options", options["replica_options"])
+    flag(f"{where}verify", options["verify"], InvalidEngineError)
+    if not callable(options["agent"]):
+        raise InvalidEngineError(f"{where}agent is {shown(options['agent'])}: a function that makes one is needed")
+    allowed: object = options["allowed_peers"]
+    if not isinstance(allowed, list | tuple) or not _are_texts(cast("Any", allowed)):
+        raise InvalidEngineError(
+            f"{where}allowed_peers is {shown(cast('object', allowed))}: a list of strings is needed"
+        )
+    number(f"{where}lend", options["lend"], 0.0, 1.0, InvalidEngineError)
+
+
+def _are_texts(values: Any) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _check_compatibility(name: str, given: Any) -> None:
+    if given is None:
+        return
+    entries = cast("Mapping[object, object]", given)
+    if not isinstance(given, Mapping) or not (_are_texts(entries) and _are_texts(entries.values())):
+        raise InvalidEngineError(f"{name} is {shown(entries)}: strings by string are needed")
+
+
+def _check_replica_options(name: str, given: Any) -> None:
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        raise InvalidEngineError(f"{name} is {shown(given)}: options by name are needed")
+    for option, value in cast("Mapping[object, object]", given).items():
+        if option == "timed":
+            flag(f"{name}['timed']", value, InvalidEngineError)
+        elif option not in _SECONDS:
+            raise InvalidEngineError(f"{name} has {shown(option)}: only {', '.join(_SECONDS)} and timed are known")
+        elif number(f"{name}[{option!r}]", value, error=InvalidEngineError) <= 0:
+            raise InvalidEngineError(f"{name}[{option!r}] is {value}: more than 0 seconds are needed")
+
+
+def check_source(name: str, source: object, error: type[KVCacheError] = InvalidLeaseError) -> None:
+    """Raises `error` unless `source` is an offer of a source."""
+    if not isinstance(source, Source) or not isinstance(source.lease, LeaseRef):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise error(f"{name} is {shown(source)}: a Source is needed")
+
+
+def check_pull(key: object, source: object, pending: object, timeout_s: object, replicas: int) -> None:
+    """Raises `InvalidRequestError` unless a pull can be asked for with these arguments."""
+    check_text("key", key)
+    if isinstance(source, Source) or not isinstance(source, list | tuple):
+        check_source("source", source, InvalidRequestError)
+    else:
+        for at, one in enumerate(cast("Sequence[object]", source)):
+            check_source(f"source[{at}]", one, InvalidRequestError)
+    number("timeout_s", timeout_s, error=InvalidRequestError)
+    check_pending(pending, replicas)
+
+
+def check_pending(pending: object, replicas: int) -> None:
+    """Raises `InvalidRequestError` unless `pending` looks like an import on one of our replicas."""
+    replica = integer(getattr(pending, "replica_idx", None))
+    if replica is None or not 0 <= replica < replicas or not hasattr(pending, "request_id"):
+        raise InvalidRequestError(f"pending is {shown(pending)}: an open import of this manager is needed")
+
+
+def check_question(key: object, place: tuple[object, object], wanted: object, timeout_s: object) -> None:
+    """Raises `InvalidRequestError` unless a source can be asked for pages with these arguments."""
+    check_text("key", key)
+    check_text("address", place[0])
+    check_text("engine_id", place[1])
+    if not isinstance(wanted, PageDigests) or not isinstance(wanted.digests, bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidRequestError(
+            f"wanted is {shown(wanted)}: the digests of pages are needed, as from `contents.digests`"
+        )
+    number("timeout_s", timeout_s, error=InvalidRequestError)
