@@ -1,6 +1,8 @@
-"""The tables of options, which the site adds to `docs/reference/options.md`: `python -m tests.deploy_page` prints it.
+"""Makes the tables of options that the site adds to `docs/reference/options.md`.
 
-Sources are read, not imported: what they need (vLLM, say) may not be here.
+`python -m tests.deploy_page` prints the page.
+
+Source files are parsed, not imported, because the packages that they import (such as vLLM) may be missing.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _FACTORIES = {"dict": "{}", "list": "[]"}
 
 
 class Option(NamedTuple):
-    """One row: its default as Python spells it, "" where it must be given, and what the docstring says."""
+    """One row of a table: the default as Python code, or "" if the option is required, and the docstring's text."""
 
     name: str
     default: str
@@ -61,13 +63,13 @@ def fields_of(name: str, path: str) -> list[str]:
 
 
 def constant(name: str) -> ast.expr:
-    """What a constant of the packages is set to, wherever it is: the first one of that name."""
+    """Returns the value of the first constant of this name in the packages."""
     return _constants()[name]
 
 
 @cache
 def _constants() -> dict[str, ast.expr]:
-    """The values of all assignments in modules. Parsing every module takes a second: it is done once."""
+    """The values of all assignments in modules. Cached, because parsing every module takes a second."""
     found: dict[str, ast.expr] = {}
     for package in ("kvcache", "transfer", "scheduler_adapters", "pagewire"):
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -95,7 +97,10 @@ def _default(node: ast.expr | None) -> str:
 
 
 def _meanings(node: ast.ClassDef) -> dict[str, str]:
-    """Meanings of the attributes and arguments that a docstring names; "a, b: text" holds for both."""
+    """The descriptions of the attributes and arguments in a docstring.
+
+    The text of "a, b: text" applies to both names.
+    """
     found: dict[str, str] = {}
     for section in re.findall(
         r"^(?:Attributes|Args):\n((?:    .*\n?|\n)+)", ast.get_docstring(node) or "", re.MULTILINE
@@ -150,7 +155,7 @@ def table(name: str) -> str:
 
 
 def with_tables(page: str) -> str:
-    """The page with each table as the code has it now."""
+    """Returns the page with its tables made from the current code."""
     for name in OPTIONS:
         place = f"<!-- options: {name} -->"
         assert page.count(place) == 1, f"{PAGE.name} has {page.count(place)} places for the options of {name}"

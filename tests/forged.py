@@ -1,4 +1,4 @@
-"""Objects of public classes that a caller has built with wrong values, as far as their constructors accept these."""
+"""Makes objects of public classes with wrong values, as far as their constructors accept these."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from typing import Any
 
 
 class Wild:
-    """An object that belongs nowhere."""
+    """An object that no parameter accepts."""
 
 
 WRONG: tuple[Any, ...] = (None, True, -1, 1.5, "x", b"x", (), ("x", None), [], {}, Wild(), Wild)
 
 
 def public_classes(package: ModuleType) -> list[type]:
-    """The classes that a package lists, without errors."""
+    """The public classes of a package, without its exceptions."""
     listed = [getattr(package, name) for name in package.__all__]
     own = [one for one in listed if inspect.isclass(one) and one.__module__.startswith(package.__name__)]
     return [one for one in own if not issubclass(one, BaseException)]
 
 
 def forged(kind: type) -> Iterator[tuple[object, object]]:
-    """Two equal objects for each wrong value, which is given for every parameter, or for the required ones."""
+    """Yields two equal objects for each wrong value.
+
+    The value is passed for every parameter, or for the required ones.
+    """
     parameters = inspect.signature(kind).parameters.values()
     named = [one for one in parameters if one.kind not in {one.VAR_POSITIONAL, one.VAR_KEYWORD}]
     for given in (named, [one for one in named if one.default is one.empty]):
@@ -38,7 +41,7 @@ def forged(kind: type) -> Iterator[tuple[object, object]]:
 def survives(kind: type) -> int:
     """Check that forged objects can be shown, compared and hashed, as logs and sets do. Returns how many there were.
 
-    An object may be unhashable, as any object with a list is.
+    An unhashable object, such as one with a list, is allowed.
     """
     count = 0
     for one, other in forged(kind):

@@ -1,4 +1,4 @@
-"""How far a kernel of `examples/kernels` is from our own attention, by dtype and page order; run where the kernel is.
+"""Measures the difference between a kernel of `examples/kernels` and our own attention, by dtype and page order.
 
 python -m tests.kernel_errors vllm_triton --page-size 16 --dtypes float32,float16
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# Twice what was measured (docs/guides/kernels.md), rounded up.
+# Twice the measured errors (docs/guides/kernels.md), rounded up.
 MOST = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
 SHAPES = ((8, 2, 64), (4, 4, 32))  # heads, kv_heads, head_dim
 
@@ -38,14 +38,14 @@ def measured(kernel: str, page_size: int, dtypes: str, python: str = sys.executa
 
 
 def assert_within_tolerance(errors: dict[str, float], orders: int) -> None:
-    """Each error is small and none is missing."""
+    """Asserts that every error is within its limit and that none is missing."""
     dtypes = {name.split()[0] for name in errors}
     assert len(errors) == orders * len(dtypes)
     assert {name: error for name, error in errors.items() if not error <= MOST[name.split()[0]]} == {}
 
 
 def our_attention(batch: Any, layer: int) -> Any:
-    """What `scheduler_adapters.hf` computes over the same pages."""
+    """Returns the result of `scheduler_adapters.hf` over the same pages."""
     from scheduler_adapters.hf.paged_attention import PagedBatch
 
     batch.write(layer)
@@ -76,8 +76,9 @@ def main() -> None:
     dtypes: list[str] = options.dtypes.split(",")
     cases = itertools.product(enumerate(dtypes), enumerate(orders))
     for (nth_dtype, dtype), (nth_order, order) in cases:
-        shape = shapes[(nth_dtype + nth_order) % 2]  # an interpreter is slow: of two dtypes each order has both shapes
-        # One batch each: a kernel may keep what it writes in an order of its own.
+        # an interpreter is slow, so each order runs one shape with each of two dtypes
+        shape = shapes[(nth_dtype + nth_order) % 2]
+        # Each kernel has its own batch, because a kernel may store what it writes in its own order.
         first, second = (
             paged_batch.make_batch(order, getattr(torch, dtype), options.page_size, *shape) for _ in range(2)
         )

@@ -1,4 +1,7 @@
-"""The table of metrics, which the site adds to `docs/guides/metrics.md`: `python -m tests.metrics_page` prints it."""
+"""Makes the table of metrics that the site adds to `docs/guides/metrics.md`.
+
+`python -m tests.metrics_page` prints the page.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
 
 
 def table() -> str:
-    """Every family, in Markdown."""
+    """The table of all metric families, in Markdown."""
     rows: list[str] = []
     for title, families in FAMILIES.items():
         rows += [f"\n{title}:\n", "| metric | type | labels | what it is |", "|---|---|---|---|"]
@@ -34,7 +37,7 @@ def table() -> str:
 
 
 def with_table(page: str) -> str:
-    """The page with the table as the code has it now."""
+    """Returns the page with the table made from the current code."""
     assert page.count(PLACE) == 1
     return page.replace(PLACE, table())
 

@@ -1,6 +1,6 @@
 """Ends the processes that a run of tests leaves behind, also those with a session of their own.
 
-A process that has adopted is the parent of whatever descends from it and has lost its own parent: nothing escapes.
+After `adopt`, this process becomes the parent of every descendant that has lost its own parent, so that none escapes.
 """
 
 import ctypes
@@ -20,22 +20,22 @@ GRACE_S = 10.0
 
 
 def adopt() -> None:
-    """From now on this process is the parent of each descendant whose own parent has ended."""
+    """Makes this process the parent of each descendant whose own parent has ended."""
     if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "the kernel lets this process adopt nobody")
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends."""
+    """Makes the kernel kill this process when the thread that started it ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def children() -> dict[int, str]:
-    """The children of this process that are alive, with their command lines."""
+    """The living children of this process, with their command lines."""
     found: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with suppress(OSError):  # it has ended meanwhile
+            with suppress(OSError):  # the process has ended meanwhile
                 state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
                 if int(parent) == os.getpid() and state != "Z":
                     found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ").strip()
@@ -43,22 +43,22 @@ def children() -> dict[int, str]:
 
 
 def end_children(but: AbstractSet[int] = frozenset(), grace_s: float = 0.0, within_s: float = 10.0) -> list[str]:
-    """Kill the children of this process, and whom it adopts from them, until there are none.
+    """Kills the children of this process, and the descendants that it adopts from them, until none are left.
 
     Args:
-        but: ids of those that stay.
-        grace_s: seconds in which they may end by themselves.
-        within_s: seconds after that until those that are still there are given up.
+        but: ids of processes that stay.
+        grace_s: seconds in which processes may end by themselves.
+        within_s: further seconds until the remaining processes are given up.
 
     Returns:
-        The process ids and command lines of those that were killed.
+        The process ids and command lines of the killed processes.
     """
     own = time.monotonic() + grace_s
     while children().keys() - but and time.monotonic() < own:
         time.sleep(_LOOK_S)
     ended: dict[int, str] = {}
     deadline, empty = time.monotonic() + within_s, 0
-    while empty < 2 and time.monotonic() < deadline:  # whose parent ends during a look may be missed by that one
+    while empty < 2 and time.monotonic() < deadline:  # one look may miss a process whose parent ends during it
         left = {pid: line for pid, line in children().items() if pid not in but}
         empty = 0 if left else empty + 1
         ended |= left

@@ -1,4 +1,4 @@
-"""The programs in our documents and examples, which run as they stand."""
+"""Runs the programs in our documents and examples exactly as they are printed."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.forked import ForkedProgram
 
 ROOT = Path(__file__).resolve().parents[1]
-# As `python -W error PROGRAM` does it.
+# Behaves like `python -W error PROGRAM`.
 _RUN = """import runpy, sys, warnings
 warnings.simplefilter("error")
 sys.path.insert(0, {folder!r})
@@ -16,16 +16,17 @@ runpy.run_path({program!r}, run_name="__main__")
 
 
 def printed_by(code: str, folder: Path) -> str:
-    """What a program prints, which must end well and say nothing on standard error."""
+    """Returns the output of a program, which must end without an error and write nothing to standard error."""
     program = folder / "program.py"
     program.write_text(code)
     return printed(program, folder)
 
 
 def printed(program: Path, folder: Path) -> str:
-    """As above, of a program in a file; `folder` takes what it says.
+    """Like `printed_by`, for a program in a file.
 
-    It is forked from a process that has imported torch: that takes seconds, and most of the time of such a program.
+    `folder` gets its output. The program is forked from a process that has imported torch, because that import would
+    take seconds, most of the time of such a program.
     """
     said = folder / "printed", folder / "errors"
     with said[0].open("w") as output, said[1].open("w") as errors:

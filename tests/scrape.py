@@ -1,4 +1,4 @@
-"""What a scrape of collectors yields, and whether its names are as Prometheus has them."""
+"""Reads a scrape of collectors, and checks its names against Prometheus's conventions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 Scrape = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
-# What `promtool check metrics` finds fault with: units that are not base units, short ones, and words for a type.
+# What `promtool check metrics` rejects: units that are not base units, abbreviated units, and names of metric types.
 _UNITS = (
     "nanoseconds|microseconds|milliseconds|minutes|hours|days|weeks|kilobytes|megabytes|gigabytes|kibibytes|"
     "bits|percent|percents|pct|ms|us|ns|kb|mb|gb|kib|mib|gib|s|sec|secs|b|min|h"
@@ -30,7 +30,7 @@ def text_of(*collectors: Any) -> str:
 
 
 def parsed(text: str) -> Scrape:
-    """The samples of a scrape, by name and labels; each is there once."""
+    """The samples of a scrape, by name and labels. Each must occur once."""
     found: Scrape = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -46,7 +46,7 @@ def scraped(*collectors: Any) -> Scrape:
 
 
 def value(found: Scrape, name: str, **labels: object) -> float:
-    """A sample, or the sum of those that have these labels among theirs."""
+    """The value of a sample, or the sum of all samples with these labels."""
     wanted = {(label, str(of)) for label, of in labels.items()}
     matching = [figure for (of, has), figure in found.items() if of == name and wanted <= set(has)]
     assert matching, f"no {name} with {labels}"
@@ -54,14 +54,14 @@ def value(found: Scrape, name: str, **labels: object) -> float:
 
 
 def faults(text: str) -> Iterator[str]:
-    """What is against the rules of Prometheus, in a scrape."""
+    """The violations of Prometheus's conventions in a scrape."""
     for family in text_string_to_metric_families(text):
         name = family.name
         if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
             yield f"{name}: lower case, digits and single underscores only"
         if found := re.search(rf"_({_UNITS}|{_TYPES})(_|$)", name):
             yield f"{name}: {found[1]} is no base unit, or the word for a type"
-        if name.endswith(("_total", *_ENDINGS)):  # the parser has taken a counter's `_total` off
+        if name.endswith(("_total", *_ENDINGS)):  # the parser removes a counter's `_total`
             yield f"{name}: the ending is for another type"
         if not re.fullmatch(r"[A-Z].*\.", family.documentation):
             yield f"{name}: its help is no sentence: {family.documentation!r}"

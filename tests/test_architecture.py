@@ -1,4 +1,4 @@
-"""Packages and their rooms stay apart, and the public surface is as documented."""
+"""Imports between packages and rooms follow the rules, and the public interface is as documented."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 MAX_FILE, MAX_FUNCTION = 700, 60  # lines
 
-# Files beside a package's rooms that the rooms may import: its values. The other files beside them are its top.
+# A package's values: the files outside of rooms that its rooms may import. Its other files outside of rooms are its
+# top.
 VALUES = {
     "kvcache": {
         *("arguments", "copies", "errors", "eviction_order", "families", "gate", "kv_events", "layer_groups", "layout"),
@@ -101,12 +102,12 @@ ROOMS: dict[str, set[str]] = {
         *("pagewire.plan", "pagewire.replay", "pagewire.serve", "pagewire.top"),
     },
 }
-# What `transfer` may know of `kvcache`: the contract between the packages.
+# What `transfer` may import of `kvcache`: the contract between the packages.
 CONTRACT = {
     *("kvcache.arguments", "kvcache.errors", "kvcache.families", "kvcache.layer_groups", "kvcache.layout"),
     *("kvcache.gate", "kvcache.sockets", "kvcache.watched", "kvcache.replica.block_table"),
 }
-# The files of `kvcache` that have sockets.
+# The files of `kvcache` that use sockets.
 _SOCKETS = {
     *("kvcache.sockets", "kvcache.reset_endpoint", "kvcache.events.publisher"),
     *("kvcache.watch.endpoint", "kvcache.watch.follower"),
@@ -115,7 +116,7 @@ _SOCKETS = {
 
 @cache
 def files() -> dict[str, Path]:
-    """Every file of the packages, by its module."""
+    """Every file of the packages, by module name."""
     found: dict[str, Path] = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -131,7 +132,7 @@ def tree(module: str) -> ast.Module:
 
 @cache
 def imports(module: str) -> frozenset[str]:
-    """Modules that a file imports, for types alone too; of the packages each as the file that it is."""
+    """The modules that a file imports, also for types only. Modules of the packages are given by their file."""
     found: set[str] = set()
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):
@@ -153,7 +154,7 @@ def room(module: str) -> str:
 
 
 def circle(graph: Mapping[str, AbstractSet[str]]) -> list[str]:
-    """Some nodes that lead back to where they began; empty: there is no circle."""
+    """The nodes of a cycle; empty if there is none."""
     over: set[str] = set()
 
     def walk(node: str, way: list[str]) -> list[str]:
@@ -226,7 +227,7 @@ def test_no_class_name_stands_for_two_things() -> None:
 
 
 def spelled(value: ast.expr) -> str:
-    """An alias, so that two that mean the same are spelled the same."""
+    """Normalises the spelling of a type alias, so that equal aliases compare equal."""
     if isinstance(value, ast.Subscript) and ast.unparse(value.value) == "Literal":
         return str(sorted(re.findall(r"'[^']*'", ast.unparse(value.slice))))
     return ast.unparse(value).replace("npt.", "")
@@ -245,14 +246,14 @@ def test_no_name_of_a_type_stands_for_two_things() -> None:
 
 
 def folders() -> Iterator[tuple[str, str]]:
-    """Each package and room, and the docstring of its `__init__`, in one line."""
+    """Each package and room, with the docstring of its `__init__` in one line."""
     for module, path in files().items():
         if path.name == "__init__.py":
             yield module, " ".join((ast.get_docstring(tree(module)) or "").split())
 
 
 def named_rooms(sentence: str) -> set[str]:
-    """The rooms that a docstring says are imported: "`kvcache.pool` and the values of `kvcache`"."""
+    """The rooms that a docstring lists as imported, such as "`kvcache.pool` and the values of `kvcache`"."""
     spelled = re.sub(r"the values of `(\w+)`", r"`\1 values`", sentence)
     return {name for name in re.findall(r"`([^`]+)`", spelled) if re.split(r"[. ]", name)[0] in PACKAGES}
 
@@ -263,7 +264,7 @@ def test_each_folder_says_what_it_imports_and_where_to_start() -> None:
         assert found, f"{module}: its docstring says what it imports, and where to start reading"
         if "." in module:
             allowed = ROOMS[module]
-        else:  # of a package as a whole
+        else:  # a whole package
             tops = {re.split(r"[. ]", other)[0] for name in ROOMS if name.startswith(module) for other in ROOMS[name]}
             allowed = tops - {module}
         assert named_rooms(found[1]) == allowed, module
@@ -274,7 +275,7 @@ def test_each_folder_says_what_it_imports_and_where_to_start() -> None:
 
 
 def paths_in(document: str) -> set[str]:
-    """Files and folders that a document names with their way from the root."""
+    """The files and folders that a document names with their path from the root."""
     found = re.findall(r"`((?:kvcache|transfer|scheduler_adapters|pagewire|tests|benchmarks|docs)/[\w/.]*)`", document)
     return set(found)
 
@@ -287,7 +288,7 @@ def test_documents_name_files_that_are_there() -> None:
 
 @pytest.mark.parametrize("name", ["concepts/architecture.md", "glossary.md", "guides/layers.md", "guides/routers.md"])
 def test_documents_that_map_the_code_name_what_is_there(name: str) -> None:
-    """Files by their last name, and whatever looks like a name of ours: what was renamed is found here."""
+    """Files by name, and everything that looks like one of our identifiers, so that this test finds outdated names."""
     code = " ".join(re.findall(r"`([^`\n]+)`", (ROOT / "docs" / name).read_text()))
     named = {word for word in re.findall(r"[A-Za-z_]\w*", code) if "_" in word.strip("_") or word.lower() != word}
     known = {word for path in files().values() for word in re.findall(r"[A-Za-z_]\w*", path.read_text())}

@@ -1,4 +1,4 @@
-"""The Grafana board asks for nothing that a scrape has not, and its panels have room."""
+"""The Grafana board uses only metrics that a scrape has, and its panels do not overlap."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def exposed(name: str, kind: str) -> set[str]:
 
 
 def known() -> set[str]:
-    """Every name that a scrape yields: of ours, and of vLLM's that our connector fills."""
+    """Every name in a scrape: ours, and those of vLLM that our connector fills."""
     found = {name for families in FAMILIES.values() for one in families for name in exposed(one.name, one.kind)}
     for table, prefix in (("_COUNTS", "pagewire_"), ("_NIXL_COUNTS", ""), ("_LISTS", "pagewire_"), ("_NIXL_LISTS", "")):
         keys = constant(table)

@@ -1,4 +1,4 @@
-"""`docs/guides/operations.md` has every error and every counter, and the site every option with its default."""
+"""`docs/guides/operations.md` has every error and every counter, and the site has every option with its default."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def section(title: str) -> str:
 
 
 def names_in(title: str) -> list[str]:
-    """The names in backticks before the colons of a section's list."""
+    """The names in backticks before the colons in a section's list."""
     names = re.findall(r"^- (.*?):\s", section(title), re.MULTILINE | re.DOTALL)
     return [name for each in names for name in re.findall(r"`([\w()]+)`", each)]
 
@@ -48,7 +48,7 @@ def test_every_error_is_in_the_list_once() -> None:
 
 
 def literals(path: str, name: str) -> list[str]:
-    """What a name of a file is a `Literal` of."""
+    """The values of a `Literal` that a file defines under a name."""
     return re.findall(r'"(\w+)"', next(line for line in source(path).splitlines() if line.startswith(f"{name} = Lit")))
 
 

@@ -1,4 +1,4 @@
-"""Every program of the README and of the pages runs as it stands, and prints what the text after it says."""
+"""Every program in the README and the pages runs unchanged, and prints the text that follows it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_readmes_programs_are_short() -> None:
 
 
 def words(*pages: Path) -> int:
-    """Words as `wc -w` counts them: programs and the bars of tables too."""
+    """Counts words like `wc -w`, including programs and table bars."""
     return sum(len(page.read_text().split()) for page in pages)
 
 
@@ -65,7 +65,10 @@ def test_the_pages_are_as_short_as_they_may_be() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_link_leads_to_a_file(page: Path) -> None:
-    """The site's build checks links among its pages; these are also those of the README and to files beside them."""
+    """The site's build checks only links between its pages.
+
+    This test also checks the README and links to other files.
+    """
     links: list[tuple[str, str, str]] = re.findall(_LINK, page.read_text())
     for link in links:
         target: str = link[0] or link[1] or link[2]

@@ -1,4 +1,6 @@
-"""Public objects with wrong values: a log, a set or a debugger may meet one before a call refuses it."""
+"""Public objects with wrong values can be shown, compared and hashed, because a log, a set or a debugger may see one
+before a call refuses it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import kvcache
 import transfer
 from tests.forged import public_classes, survives
 
-# Their constructors refuse every wrong value.
+# Classes whose constructors refuse every wrong value.
 REFUSING = {
     *(kvcache.Batch, kvcache.Context, kvcache.EvictionOrder, kvcache.ImportCopier, kvcache.KVCacheParams),
     *(kvcache.LayerGroup, kvcache.PagedKVCacheManager, kvcache.RangeRetention, kvcache.StatePages, kvcache.StateShape),

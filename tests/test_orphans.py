@@ -1,4 +1,4 @@
-"""Nothing that a test starts outlives its run: no process with a session of its own, none whose parent is gone."""
+"""No process of a test outlives its run, even with its own session or without a parent."""
 
 import os
 import subprocess
@@ -11,7 +11,8 @@ import pytest
 from tests import orphans
 
 ROOT = Path(__file__).parents[1]
-# A process of another session, whose parent ends at once, with a child of its own: all that a signal to a group misses.
+# Starts a process in another session, whose parent ends at once, and which has a child: cases that a signal to a
+# process group misses.
 ESCAPES = """
 import os, time
 os.setsid()
@@ -21,7 +22,7 @@ os.fork()
 os.write(1, b"%d\\n" % os.getpid())  # at once: what is printed comes in parts where nothing is buffered
 time.sleep(60)
 """
-# It goes on when both have told who they are: who is ended before that tells nothing.
+# Continues after both processes have reported their ids, because a process that is ended earlier reports nothing.
 TEST = """
 import pathlib, subprocess, sys, time
 def test_that_leaves_processes():
@@ -73,7 +74,10 @@ def test_who_is_to_stay_stays() -> None:
 
 
 def leaves(folder: Path, then: str) -> tuple[Path, Path]:
-    """A test that leaves two processes and then does something; and the file that says which they are."""
+    """Writes a test that leaves two processes behind and then does something.
+
+    Returns it with the file that has their ids.
+    """
     path, file = folder / "test_leaves.py", folder / "told"
     path.write_text(TEST.format(told=str(file), escapes=ESCAPES, then=then))
     return path, file
@@ -88,7 +92,7 @@ def test_the_runs_of_mutants_leave_nothing(tmp_path: Path, then: str) -> None:
     assert f"'status': {0 if then == 'pass' else None}" in done.stdout
     if then == "pass":
         assert not any(map(is_alive, told(file)))
-    elif file.exists():  # on a busy machine its time may be up before it has told
+    elif file.exists():  # on a busy machine its time may be over before it has reported
         assert not any(map(is_alive, map(int, file.read_text().split())))
 
 

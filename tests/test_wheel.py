@@ -1,4 +1,7 @@
-"""The faults that `make test-wheel` finds in a wheel before it installs it. Every import of the code is declared."""
+"""The faults that `make test-wheel` finds in a wheel before installing it.
+
+Every import of the code must be declared.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ Files = dict[str, str]
 
 
 def right() -> Files:
-    """The files of a wheel of this tree, empty but for its metadata."""
+    """The files of a wheel of this tree, all empty except its metadata."""
     points = "".join(
         f"[{group}]\n" + "".join(f"{name} = {where}\n" for name, where in of.items())
         for group, of in commands().items()
@@ -32,7 +35,7 @@ def right() -> Files:
 
 
 def without(files: Files, part: str) -> Files:
-    """The files but those of a folder, or one file, which is recorded no more either."""
+    """The files without a folder or a single file, which is also removed from the record."""
     kept = {name: text for name, text in files.items() if not name.startswith(part)}
     lines = [line for line in files[f"{INFO}/RECORD"].splitlines(keepends=True) if not line.startswith(part)]
     return {**kept, f"{INFO}/RECORD": "".join(lines)}
@@ -86,7 +89,7 @@ def test_a_broken_wheel_is_noticed(how: str, tmp_path: Path) -> None:
 
 
 def imported(package: str, *, heads: bool = False) -> set[str]:
-    """The packages of others that a package imports; with `heads` only those at the head of a module."""
+    """The third-party packages that a package imports; with `heads`, only imports at the top of modules."""
     found: set[str] = set()
     engines = [ROOT / "scheduler_adapters" / name for name in ("vllm", "sglang")]
     for file in (ROOT / package).rglob("*.py"):

@@ -1,4 +1,4 @@
-"""Benchmarks settle the process that they run in (`frame.settle`): other tests share it here."""
+"""Undoes what benchmarks do to their process (`frame.settle`), because other tests run in the same process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choices between pulling and computing: which were right, which nobody can tell, and what they cost."""
+"""Choices between pulling and computing: which were right, which cannot be judged, and what they cost."""
 
 import pytest
 

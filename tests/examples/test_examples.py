@@ -1,4 +1,4 @@
-"""Every example runs as its docstring says, prints what it shows, and uses public names alone."""
+"""Every example runs as its docstring says, prints what it shows, and uses only public names."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_pages_arrive_as_they_were_over_any_link(pair: Pair) -> None:
 
 
 def in_the_middle(pair: Pair, timeout_s: float, lease_s: float) -> None:
-    """The reader has begun to pull 64 pages, 4 MiB, over a link that takes 1.7 seconds for them."""
+    """Begins a pull of 64 pages (4 MiB) over a link that needs 1.7 seconds for them."""
     name = f"cut {next(_numbers)}"
     _, error, _ = pair.reader("pull", f"before {name}", pair.offer(f"before {name}", 1), 30.0)
     assert error == "", "the two know each other"
@@ -46,7 +46,7 @@ def test_a_pull_whose_link_is_cut_ends_right_or_says_why_and_holds_nothing(
     cut, restore = DIRECTIONS[direction]
     in_the_middle(pair, timeout_s=20.0, lease_s=5.0)
     cut(pair)
-    time.sleep(seconds)  # the length of the outage, which is what is tried
+    time.sleep(seconds)  # the length of the outage is the parameter of the test
     restore(pair)
     back = time.monotonic()
     _, error, right = pair.reader.answer()
@@ -93,7 +93,7 @@ def test_a_source_whose_address_moves_fails_a_pull_by_its_deadline_and_nothing_e
     assert error
     assert not right
     own_pair.assert_nothing_is_held()
-    # The process still names the address that it was started with: one that knows the new one takes its place.
+    # The process still tells its old address to readers, so a process that knows the new address replaces it.
     pair = own_pair._replace(source=Side(own_pair.source_host, "p2", tmp_path))
     _, error, right = pair.reader("pull", "again", pair.offer("again", 16), 20.0)
     assert (error, right) == ("", True)

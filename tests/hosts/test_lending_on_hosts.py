@@ -1,4 +1,4 @@
-"""Pages by what they hold, asked for by one host and lent by another, while the link between them is cut."""
+"""One host asks another for pages by content, while the link between them is cut."""
 
 import itertools
 import time
@@ -14,7 +14,7 @@ _numbers = itertools.count()
 
 
 def known(pair: Pair) -> tuple[str, str]:
-    """The address of a source that has the pages and whom the reader has asked before, and a name."""
+    """Returns a new request name, and the address of a source that has its pages and was asked before by the reader."""
     pair.shape("1gbit")
     name = f"lent {next(_numbers)}"
     (address,) = pair.source("compute", name, PAGES)
@@ -33,7 +33,7 @@ def test_what_another_host_holds_is_lent_and_read(pair: Pair) -> None:
         assert (error, pages) == ("", PAGES)
         assert pair.source("held")[1] == PAGES
         assert pair.reader("take", name, 20.0)[1:] == ["", True]
-        pair.assert_nothing_is_held(9.0)  # before the lease would end by itself
+        pair.assert_nothing_is_held(9.0)  # earlier than the lease would expire
 
 
 OUTAGES = [1, pytest.param(12, marks=pytest.mark.long)]
@@ -49,7 +49,7 @@ def test_a_question_whose_link_is_cut_is_answered_or_says_why(
     cut, restore = DIRECTIONS[direction]
     cut(pair)
     pair.reader.say("ask", name, PAGES, address, 20.0)
-    time.sleep(seconds)  # the length of the outage, which is what is tried
+    time.sleep(seconds)  # the length of the outage is the parameter of the test
     restore(pair)
     back = time.monotonic()
     _, error, pages = pair.reader.answer()
@@ -67,7 +67,10 @@ def test_a_question_whose_link_is_cut_is_answered_or_says_why(
     "direction", ["both", "to the reader", pytest.param("from the reader", marks=pytest.mark.long)]
 )
 def test_a_question_that_no_answer_reaches_fails_by_its_deadline(pair: Pair, direction: str) -> None:
-    """It may arrive late, and its source lends to nobody then; once that lease is over it lends the pages again."""
+    """The question may still arrive late.
+
+    The source then lends pages that nobody reads, and can lend them again once that lease has expired.
+    """
     address, name = known(pair)
     cut, restore = DIRECTIONS[direction]
     cut(pair)
@@ -94,7 +97,7 @@ def test_a_question_that_no_answer_reaches_fails_by_its_deadline(pair: Pair, dir
 def test_a_link_that_is_cut_while_pages_are_lent_costs_no_wrong_byte_and_no_page(
     pair: Pair, phase: str, direction: str, seconds: int, record_property: Callable[[str, object], None]
 ) -> None:
-    """`lent`: before the first READ; `reading`: when a MiB of four has come."""
+    """The link is cut before the first READ (`lent`), or after one of four MiB has arrived (`reading`)."""
     address, name = known(pair)
     cut, restore = DIRECTIONS[direction]
     assert pair.reader("ask", name, PAGES, address, 20.0)[1:] == ["", PAGES]
@@ -105,7 +108,7 @@ def test_a_link_that_is_cut_while_pages_are_lent_costs_no_wrong_byte_and_no_page
         pair.shape("20mbit")
         pair.until_received(1 << 20, lambda: pair.reader.say("take", name, 20.0))
         cut(pair)
-    time.sleep(seconds)  # the length of the outage, which is what is tried
+    time.sleep(seconds)  # the length of the outage is the parameter of the test
     restore(pair)
     pair.shape("1gbit")
     back = time.monotonic()

@@ -1,4 +1,4 @@
-"""Hosts that are far from each other, and links that lose frames or stand still: a relay of our own is between them."""
+"""Distant hosts, and links that lose frames or pause, simulated by a relay between the hosts."""
 
 import itertools
 import time
@@ -18,7 +18,7 @@ PAUSES_S = (0.2, 0.5, 1.0, 2.0)
 
 
 def cable(host: Host) -> Cable:
-    """A link that is as good as any."""
+    """A link without delay or loss."""
     assert host.relay is not None
     host.relay("delay", 0.0)
     host.relay("lose", 0.0, 0)
@@ -116,7 +116,7 @@ def test_a_fleet_whose_network_stands_still_gives_the_same_tokens_or_says_why(
     relay = cable(far_fleet.front)
     relay("delay", 0.002)
     asked = far_fleet.asked(prompts(4))
-    for at in range(5):  # in whatever phase they are
+    for at in range(5):  # whatever phase the requests are in
         assert at or not all(one.done() for one in asked)
         time.sleep(0.1)
         relay("pause", pause_s)

@@ -19,10 +19,10 @@ def one_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture
 def fleet(one_fleet: Fleet) -> Fleet:
-    """The fleet of these tests, whole.
+    """The fleet of these tests, repaired if an earlier test has broken it.
 
-    UCX now and then ends a source whose reader's connection fails (docs/guides/operations.md).
-    That is one test's failure, not that of all after it.
+    UCX sometimes ends a source whose reader's connection fails (docs/guides/operations.md). That must fail only one
+    test, not all tests after it.
     """
     served = one_fleet.served
     for name, role, host in (("p", "prefill", one_fleet.prefill), ("d", "decode", one_fleet.decode)):
@@ -68,14 +68,14 @@ def test_a_link_that_is_cut_costs_no_right_token_and_no_page(
     seconds: int,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """`before`: the prompts come while the link is cut; else one of them is in that phase when it is."""
+    """The link is cut when a prompt is in `phase`; with `before`, the prompts are sent while the link is cut."""
     cut, restore = CUTS[direction]
     fleet.shape("4mbit" if phase == "pulling" else "1gbit")  # 590 KB take more than a second
     try:
         asked = [] if phase == "before" else fleet.asked_until(phase, HEAD * (3 if phase == "computing" else 1))
         cut(fleet)
         asked += fleet.asked(prompts(2))
-        time.sleep(seconds)  # the length of the outage, which is what is tried
+        time.sleep(seconds)  # the length of the outage is the parameter of the test
     finally:
         restore(fleet)
         fleet.shape("1gbit")
@@ -104,7 +104,7 @@ def test_hosts_may_reboot_and_move_one_after_another(fleet: Fleet, tiny_model: A
             one.result().assert_right(tiny_model)
         fleet.assert_serves(tiny_model)
     asked = fleet.asked(prompts(4))
-    fleet.decode.move(78)  # it asks, and is asked by nobody: so it finds the others again
+    fleet.decode.move(78)  # decode makes all of its connections itself, so it finds the others again
     for one in asked:
         one.result().assert_right(tiny_model)
     served.until_there(1, 1)

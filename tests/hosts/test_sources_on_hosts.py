@@ -1,4 +1,4 @@
-"""Pages that two hosts hold, read by a third over links of unequal speed, and what a cut link leaves."""
+"""A third host reads pages that two hosts hold, over links of unequal speed, one of which may be cut."""
 
 import itertools
 import time
@@ -17,7 +17,7 @@ _numbers = itertools.count()
 
 
 class Sources(NamedTuple):
-    """Two sources, and the host of each; and their reader."""
+    """Two sources with their hosts, and a reader."""
 
     sides: dict[str, Side]
     hosts: dict[str, Host]
@@ -25,7 +25,9 @@ class Sources(NamedTuple):
     addresses: dict[str, str]
 
     def pull(self, *names: str, timeout_s: float = 60.0) -> Any:
-        """Seconds, the reason of a failure, whether each byte is right, and what came from each source."""
+        """Pulls pages. Returns the seconds, the reason of a failure, whether every byte is right, and the bytes from
+        each source.
+        """
         keys: list[str] = []
         for name in names:
             keys.append(f"{name} {next(_numbers)}")

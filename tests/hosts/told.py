@@ -1,6 +1,6 @@
-"""What a test tells a program on a host to do.
+"""Carries out a test's commands in a program on a host.
 
-Each line of standard input is a JSON array, a command and its arguments. Each is answered by a line.
+Each line of standard input is a JSON array of a command and its arguments. One line answers it.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 def serve(side: object, idle: Callable[[], object], step_s: float = 0.002) -> None:
-    """Do what is said until there is no more; each command is a method of the side, and what it returns is answered."""
+    """Carries out commands until the input ends. Each command is a method of `side`, and its result is the answer."""
     say(["ready"])
     while True:
         idle()

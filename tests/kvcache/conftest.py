@@ -27,7 +27,7 @@ def make() -> Iterator[Callable[..., PagedKVCacheManager]]:
 
 @pytest.fixture
 def store() -> Iterator[StoredObjects]:
-    """An object store, and every manager over it."""
+    """An object store that closes and checks every manager over it."""
     made = StoredObjects()
     yield made
     made.close()

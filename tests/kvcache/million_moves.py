@@ -1,8 +1,8 @@
-"""The random moves, as many as one likes: `python -m tests.kvcache.million_moves --seed 1 --moves 1000000`.
+"""Any number of random moves: `python -m tests.kvcache.million_moves --seed 1 --moves 1000000`.
 
-Each seed makes a manager of its own, of features that have met least so far (`--only` names others), and 200 moves. A
-seed that fails is printed with its features, and fails again with these. At the end it prints how often each two
-features met: on how many managers something of both was seen to happen.
+Each seed makes one manager and 200 moves on it. The manager gets the features that have been combined least so far,
+unless `--only` names others. A failing seed is printed with its features, and fails again with them. At the end the
+program prints, for each pair of features, on how many managers both were seen at work.
 """
 
 from __future__ import annotations

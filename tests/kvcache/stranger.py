@@ -1,4 +1,4 @@
-"""A peer that speaks ZMTP by itself, and says what no ZMQ library would."""
+"""A peer with its own ZMTP implementation, which sends what no ZMQ library would."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ READY = ready()
 
 
 def stranger(address: str, kind: bytes = b"DEALER") -> socket.socket:
-    """A peer that has greeted, and says whatever it likes from now on."""
+    """Connects and completes the ZMTP greeting. From then on the test sends raw bytes."""
     transport, _, place = address.partition("://")
     if transport == "ipc":
         made = socket.socket(socket.AF_UNIX)
@@ -46,7 +46,10 @@ def stranger(address: str, kind: bytes = b"DEALER") -> socket.socket:
 
 
 def flood(address: str, kind: bytes, data: bytes, most: int) -> int:
-    """Send something again and again; the bytes that were sent until it was dropped, or there were so many."""
+    """Sends the same data repeatedly.
+
+    Returns how many bytes were sent before the connection was dropped, at most `most`.
+    """
     sent = 0
     with closing(stranger(address, kind)) as peer, contextlib.suppress(ConnectionError):
         while sent < most:

@@ -1,7 +1,8 @@
-"""A model in a few tensor operations, on any device: its next token is a sum over the KV of all tokens in the pages.
+"""A model in a few tensor operations, for any device.
 
-So a page that is wrong, stale or not there yet gives another token. On a GPU each step first waits on the device, and
-the host is far ahead of it: a copy that does not wait for the model, or the model for it, shows.
+Its next token is a sum over the KV of all tokens in the pages, so a page that is wrong, stale or missing changes the
+token. On a GPU each step first waits on the device, so that the host runs far ahead. A copy that does not wait for the
+model, or a model that does not wait for a copy, then shows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _CYCLES = 4_000_000  # about 2 ms
 
 
 def values_of(tokens: Any, places: Any) -> Any:
-    """The KV of tokens at these places, whole numbers."""
+    """The KV of tokens at these places, as integers."""
     return (tokens * 7919 + places * 104_729 + 12_345) % 65_521
 
 
@@ -35,13 +36,13 @@ def answer(prompt: list[int], count: int) -> list[int]:
 
 
 def wait_on_device(device: torch.device, cycles: int = _CYCLES) -> None:
-    """Let what is launched from now on begin only after a while. Does nothing on a CPU."""
+    """Delays the work that is launched from now on. A no-op on a CPU."""
     if device.type == "cuda":
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # pyright: ignore[reportUnknownMemberType]
 
 
 def write(blocks: torch.Tensor, table: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Put the KV of one token of each row, at its place, into its page. Waits for no device."""
+    """Writes the KV of one token of each row to its page. Does not wait for the device."""
     size = blocks.shape[3]
     pages = table.gather(1, (places // size)[:, None].long())[:, 0].long()
     values = values_of(tokens.long(), places.long())
@@ -49,13 +50,13 @@ def write(blocks: torch.Tensor, table: torch.Tensor, places: torch.Tensor, token
 
 
 def decode(blocks: torch.Tensor, table: torch.Tensor, starts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """One token of each row. Returns the next one of each, int64 `[rows]`. May be captured in a graph."""
+    """Runs one token of each row. Returns the next token of each, int64 `[rows]`. Can be captured in a graph."""
     write(blocks, table, starts, tokens)
     return sums(blocks, table, starts)
 
 
 def sums(blocks: torch.Tensor, table: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """The token after place `last` of each row, int64 `[rows]`."""
+    """Returns the token after place `last` of each row, int64 `[rows]`."""
     held = blocks[table.long()]  # [rows, columns, sides, layers, page_size, heads, dim]
     copies = held.shape[2] * held.shape[3] * held.shape[5] * held.shape[6]
     found = held.sum(dim=(2, 3, 5, 6)).flatten(1)
@@ -65,7 +66,7 @@ def sums(blocks: torch.Tensor, table: torch.Tensor, last: torch.Tensor) -> torch
 
 
 def run(batch: list[TextContext], inputs: list[RaggedKVCacheInputs]) -> torch.Tensor:
-    """The active tokens of each request, of one replica with one shard. Returns the token after each, on the device."""
+    """Runs the active tokens of requests of one replica with one shard. Returns the token after each, on the device."""
     (entry,) = inputs
     device = entry.blocks.device
     wait_on_device(device)

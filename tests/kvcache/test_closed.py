@@ -1,4 +1,7 @@
-"""A closed manager gives back what is held, shows what there is, and refuses every other call by name."""
+"""A closed manager still lets callers give back what they hold and read its state.
+
+It refuses every other call by name.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Closed:
-    """A manager that was closed while a request ran, one was leased and one imported."""
+    """A manager that was closed while one request ran, one was leased, and one was being imported."""
 
     def __init__(self, kind: dict[str, Any]) -> None:
         self.manager = manager = manager_of(60, page_size=4, checks=False, **kind)
@@ -74,7 +77,7 @@ REFUSED: dict[str, Callable[[Closed], object]] = {
 ANSWERED = {
     *("release", "end_lease", "cancel_import", "check", "recover", "close", "contains", "get_replica"),
     *("get_req_blocks", "reset_metrics", "end_step"),
-    *("increment_cache_lengths", "input_symbols"),  # of what they are given, and of shapes
+    *("increment_cache_lengths", "input_symbols"),  # these depend only on their arguments and on shapes
     *("estimated_memory_size", "infer_optimal_batch_size", "max_supported_sequence_length"),
 }
 

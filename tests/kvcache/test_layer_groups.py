@@ -1,4 +1,4 @@
-"""How groups of layers share pages of one size, and what of them is refused."""
+"""How groups of layers share pages of one size, and which groups are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pattern(layers: int, full: range, window: int) -> tuple[LayerGroup, ...]:
 
 
 def lost(tables: LayerTables, tokens: int) -> float:
-    """Share of a request's pages that no layer uses, counted page by page."""
+    """The share of a request's pages that no layer uses, counted page by page."""
     used = sum(len(table.layers) * table.group.most_pages(tokens, 1) for table in tables.tables)
     return 1 - used / (tables.layers_per_page * tables.most_pages(tokens, 1))
 
@@ -27,7 +27,7 @@ def lost(tables: LayerTables, tokens: int) -> float:
 @pytest.mark.parametrize(
     ("layers", "full", "window", "per_page", "count"),
     [
-        (62, range(5, 62, 6), 1024, 5, 13),  # Gemma 3 27B: 10 full layers, 52 of a window
+        (62, range(5, 62, 6), 1024, 5, 13),  # Gemma 3 27B: 10 full layers and 52 with a window
         (36, range(1, 36, 2), 128, 18, 2),  # gpt-oss 120B
         (48, range(3, 48, 4), 8192, 12, 4),  # Llama 4 Scout
         (34, range(5, 34, 6), 1024, 5, 7),  # Gemma 3 4B

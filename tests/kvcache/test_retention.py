@@ -1,4 +1,4 @@
-"""What a hint means for a page, as a code."""
+"""The code that a hint gives to a page."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def test_session_and_priority_give_one_level(hint: Retention, level: int) -> Non
     [(0.1, 1), (1, 1), (4, 1), (4.1, 2), (16, 2), (17, 3), (64, 3), (65, 4), (1024, 5), (1025, 6), (4097, 6), (1e6, 6)],
 )
 def test_times_to_live_of_about_one_length_are_of_one_kind(seconds: float, kind: int) -> None:
-    """Each is four times as long as the one before it, so that no page waits long behind one that lives longer."""
+    """Each class covers times up to four times those of the previous one, so that no page waits long behind one with a
+    longer life.
+    """
     (code,) = page_hints(Retention(session_continues=True, ttl_s=seconds), 1, 1).codes.tolist()
     assert (code // 5, LEVEL_OF[code]) == (kind, 4)
     assert code < SHARED
@@ -91,8 +93,8 @@ def test_the_latest_word_counts_but_a_page_of_many_sessions_is_not_put_first() -
     first, last = page_hints(FIRST, 1, 1).codes, page_hints(LAST, 1, 1).codes
     none = np.full(1, NEUTRAL, np.uint8)
     assert merge_codes(none, first).tolist() == first.tolist()
-    assert merge_codes(last, first).tolist() == first.tolist()  # the session that went on has ended
-    assert merge_codes(first, first).tolist() == [SHARED]  # used, though a session before it had ended
+    assert merge_codes(last, first).tolist() == first.tolist()  # the continued session has ended
+    assert merge_codes(first, first).tolist() == [SHARED]  # used again although an earlier session had ended
     assert merge_codes(np.array([SHARED], np.uint8), first).tolist() == [SHARED]
     assert merge_codes(np.array([SHARED], np.uint8), last).tolist() == last.tolist()
     assert merge_codes(first, None).tolist() == [SHARED]

@@ -1,7 +1,8 @@
-"""Breaks the code on purpose, one small change at a time, and says which changes no test notices.
+"""Breaks the code on purpose, one small change at a time, and reports the changes that no test notices.
 
-Each change is tried by the tests beside its file. A change that they let pass is a gap in them, unless `harmless.txt`
-says why no test can notice it. `--elsewhere` also asks the other tests of the folder and of the package's doors.
+Each change is tried with the tests beside its file. A change that passes them is a gap in the tests, unless
+`harmless.txt` says why no test can notice it. With `--elsewhere` it is also tried with the other tests of the folder
+and those of the package's interface.
 """
 
 import argparse
@@ -20,7 +21,7 @@ _COLUMNS = (trial.BESIDE, trial.ELSEWHERE, trial.HARMLESS, trial.SURVIVED, trial
 
 
 def line_of(one: Tried) -> str:
-    """One mutant, and what came of it."""
+    """A line about one mutant and its outcome."""
     run = one.elsewhere or one.beside
     how = f" ({run.outcome})" if run.outcome in {"timed out", "crashed"} else ""
     why = one.reason or run.by
@@ -29,7 +30,7 @@ def line_of(one: Tried) -> str:
 
 
 def table(tried: Sequence[Tried]) -> list[str]:
-    """The mutants of each file and of all, and their outcomes."""
+    """The table of the mutants of each file, and of all files, by outcome."""
     rows: list[tuple[str, ...]] = [("file", "mutants", *_COLUMNS)]
     paths = sorted({one.mutant.path for one in tried})
     for path in [*paths, None]:
@@ -45,7 +46,7 @@ def table(tried: Sequence[Tried]) -> list[str]:
 
 
 def listed(gaps: Sequence[Tried]) -> list[str]:
-    """The gaps in the order of the files: a function that no test calls is named once."""
+    """The list of gaps by file. A function that no test calls is named only once."""
     uncalled = Counter((one.mutant.path, one.mutant.function) for one in gaps if one.is_uncalled)
     lines = [f"{path}: no test calls {function}: {count} mutants" for (path, function), count in uncalled.items()]
     others = [one for one in gaps if not one.is_uncalled]
@@ -56,7 +57,7 @@ def listed(gaps: Sequence[Tried]) -> list[str]:
 
 
 def as_json(tried: Sequence[Tried]) -> list[dict[str, object]]:
-    """The outcome of each mutant, for a file."""
+    """The outcome of each mutant, to be written to a JSON file."""
     return [
         {
             "key": one.mutant.key,
@@ -97,7 +98,7 @@ def _arguments() -> argparse.ArgumentParser:
 
 
 def batches_of(asked: argparse.Namespace) -> list[chosen.Batch]:
-    """What is tried, in this order: what a change touches, then the others.
+    """The batches to try: first those of changed functions, then the others.
 
     Raises:
         RuntimeError: there is no such commit.
@@ -114,7 +115,7 @@ def batches_of(asked: argparse.Namespace) -> list[chosen.Batch]:
 
 
 def main() -> int:
-    """Try what was asked for, and print what came of it; the exit status."""
+    """Try the chosen mutants, and print the results. Returns the exit status."""
     parser = _arguments()
     asked = parser.parse_args()
     try:

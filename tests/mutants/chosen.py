@@ -1,4 +1,4 @@
-"""Which mutants are tried: all, those of what has changed since a commit, and a sample that a seed draws."""
+"""Chooses the mutants to try: all, those of functions that have changed since a commit, or a random sample."""
 
 import ast
 import random
@@ -15,17 +15,17 @@ from tests.mutants.places import PACKAGES, beside, sources
 from tests.mutants.sites import Mutant, functions, mutants
 
 BY_HAND = "by hand"
-_IN_A_ROW = 25  # of one file, before it is another's turn: its tests are collected once for them
+_IN_A_ROW = 25  # mutants of one file in a row, because its tests are collected only once for them
 _HUNK = re.compile(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
 
 
 class Batch(NamedTuple):
-    """Mutants of one file, to be tried one after the other.
+    """Mutants of one file that are tried one after the other.
 
     Attributes:
-        path: of the file, from the root of the repository.
-        mutants: in the order in which they are tried.
-        is_changed: they are of functions that a change touches.
+        path: the file, from the root of the repository.
+        mutants: the mutants, in the order of their trials.
+        is_changed: whether they belong to changed functions.
     """
 
     path: Path
@@ -35,12 +35,12 @@ class Batch(NamedTuple):
 
 @cache
 def mutants_of(path: Path) -> tuple[Mutant, ...]:
-    """Every mutant of a file: by the operators and by hand."""
+    """Every mutant of a file, from the operators and the handwritten list."""
     return (*mutants(path, (ROOT / path).read_text()), *by_hand()[0].get(path, ()))
 
 
 def stale() -> list[str]:
-    """The handwritten mutations that do not fit the sources any more, and why."""
+    """The handwritten mutations that no longer match the sources, and why."""
     return by_hand()[1]
 
 
@@ -66,7 +66,7 @@ def by_hand() -> tuple[dict[Path, list[Mutant]], list[str]]:
 
 
 def matching(only: Sequence[str], operators: Sequence[str] = ()) -> list[Batch]:
-    """The mutants of the packages, files or functions named, by some operators; all where none is named."""
+    """The mutants of the named packages, files or functions, by the named operators; all if none is named."""
     found: list[Batch] = []
     for path in sources():
         if not beside(path):
@@ -86,7 +86,7 @@ def matching(only: Sequence[str], operators: Sequence[str] = ()) -> list[Batch]:
 
 
 def sampled(batches: Iterable[Batch], seed: str) -> list[Batch]:
-    """The mutants in the order that a seed draws: some of one file, then some of another."""
+    """The mutants in a random order: some of one file, then some of another."""
     generator = random.Random(seed)
     parts: list[list[Batch]] = []
     for path, some, is_changed in batches:
@@ -114,7 +114,7 @@ def thinned(batches: Iterable[Batch], each: int, seed: str) -> list[Batch]:
 
 
 def changed_since(revision: str) -> list[Batch]:
-    """The mutants of the functions and constants that differ from a commit, in the working tree.
+    """The mutants of the functions and constants in the working tree that differ from a commit.
 
     Raises:
         RuntimeError: there is no such commit.
@@ -131,7 +131,7 @@ def changed_since(revision: str) -> list[Batch]:
 
 
 def touched_by(program: ast.Module, lines: set[int]) -> set[str]:
-    """The functions of a file in which one of some lines stands."""
+    """The functions of a file that contain one of these lines."""
     return {
         name
         for name, node in functions(program).items()
@@ -151,6 +151,6 @@ def _changed_lines(revision: str) -> Mapping[Path, set[int]]:
             continue
         lines = found.setdefault(Path(name[1]), set())
         for first, count in _HUNK.findall(part):
-            # Where lines are only removed, what stands around the gap has changed.
+            # If lines were only removed, the lines around the gap count as changed.
             lines |= set(range(int(first), int(first) + max(2 if count == "0" else int(count or 1), 1)))
     return found

@@ -1,8 +1,7 @@
-"""Runs pytest in a fork of a process that has the libraries loaded already: loading them takes longer than most tests.
-
-`python -m tests.mutants.forker`, in a copy of the repository. Each line of its standard input is a run as JSON; each
-line of its standard output is what came of one. The packages under test are not loaded here, only in the forks. A fork
-that has collected its tests may serve many runs (`tests.mutants.warm`): it reads the lines then, until one says "end".
+"""Runs pytest in forks of a process that has already loaded the libraries, because loading them takes longer than most
+tests. Run `python -m tests.mutants.forker` in a copy of the repository. Each line of standard input is a run as JSON,
+and each line of standard output is the result of one. The packages under test are loaded only in the forks. A fork that
+has collected its tests may serve many runs (`tests.mutants.warm`). It then reads the lines until one says "end".
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from typing import Any
 
 from tests.orphans import adopt, end_children
 
-# Modules that the packages and their tests import. None starts a thread, so that a fork is a whole process.
+# Modules that the packages and their tests import. None of them starts a thread, because a fork would lack it.
 _LIBRARIES = (
     "hypothesis",
     "msgspec",
@@ -36,16 +35,17 @@ _LOOK_S = 0.01
 
 
 def run(tests: Sequence[str], options: Sequence[str], limit_s: float, *, compiled: bool) -> dict[str, Any]:
-    """Run tests in a fork. No child of this process outlives the run, and nobody who descends from one.
+    """Run tests in a fork. No descendant of this process outlives the run.
 
     Args:
         tests: paths and node ids.
-        options: of pytest, before them.
+        options: options of pytest, before the tests.
         limit_s: seconds until the fork is killed.
-        compiled: keep what Python compiles, for the next runs.
+        compiled: keep Python's compiled files for the next runs.
 
     Returns:
-        `status`: of the fork, negative where a signal ended it, None where it ran out of time; `output`: its last part.
+        `status`: exit status of the fork, negative for a signal, None if it ran out of time; `output`: the end of its
+            output.
     """
     adopt()
     with tempfile.TemporaryFile() as output:
@@ -53,17 +53,17 @@ def run(tests: Sequence[str], options: Sequence[str], limit_s: float, *, compile
         if child == 0:
             _become_pytest([*options, *tests], output.fileno(), compiled=compiled)
         status = _wait(child, limit_s)
-        end_children()  # the fork, where its time is up, and all that its tests have left behind
+        end_children()  # the fork, if its time is over, and every process that its tests have left behind
         _bury()
         output.seek(max(0, output.seek(0, os.SEEK_END) - 20_000))
         return {"status": status, "output": output.read().decode(errors="replace")}
 
 
 def serve_warm(tests: Sequence[str], options: Sequence[str], packages: Sequence[str]) -> dict[str, Any]:
-    """Let a fork collect tests and serve runs of them, until it is told to end.
+    """Makes a fork that collects tests and serves runs of them until it is told to end.
 
     Returns:
-        `ended`: its exit status; `output`: its last part.
+        `ended`: its exit status; `output`: the end of its output.
     """
     adopt()
     with tempfile.TemporaryFile() as output:
@@ -103,7 +103,7 @@ def _wait(child: int, limit_s: float) -> int | None:
 
 
 def _bury() -> None:
-    """Take note of every child that has ended, so that none stays in the kernel's table."""
+    """Reaps every child that has ended, so that none stays a zombie."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -135,7 +135,7 @@ def main() -> None:
         try:
             importlib.import_module(name)
         except ImportError:
-            continue  # of an optional extra: the tests that need it are skipped
+            continue  # belongs to an optional extra; the tests that need it are skipped
     for line in sys.stdin:
         asked = json.loads(line)
         found = serve_warm(**asked) if "packages" in asked else run(**asked)

@@ -1,7 +1,8 @@
 """Mutations written by hand: rules that no operator on the syntax tree can break.
 
-Whose identity counts, which of two equal-looking values, what is shared and what is copied, which requests are told.
-`make mutants` reports a text that occurs no longer. No test fails: who edits a function need not edit this list.
+Examples: whether identity or equality counts, which of two similar values is used, what is shared and what is copied,
+which requests are told. `make mutants` reports an entry whose text no longer occurs. No test fails for that, so an edit
+of a function never requires an edit of this list.
 """
 
 from tests.mutants.mutation import Module, Mutation

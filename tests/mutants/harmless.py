@@ -1,7 +1,7 @@
 """The mutants that no test can notice, and why.
 
-`harmless.txt` holds one a line: the file and the function, the operator, the expressions, and a reason. An entry whose
-expression is gone from its function is reported by `make mutants`, and fails nothing.
+Each line of `harmless.txt` has one: the file and the function, the operator, the expressions, and a reason. `make
+mutants` reports an entry whose expression is gone from its function. No test fails for that.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,12 +12,12 @@ from tests.mutants.sites import Mutant
 
 LIST = Path(__file__).with_name("harmless.txt")
 _BECAUSE = " ## "
-ANY = "*"  # in place of the expressions: every change of that operator in that function
+ANY = "*"  # instead of expressions: matches every change by that operator in that function
 
 
 @cache
 def reasons(file: Path = LIST) -> Mapping[str, str]:
-    """Why each is harmless, by its key."""
+    """The reason why each is harmless, by its key."""
     found: dict[str, str] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):
         if line.strip() and not line.startswith("#"):
@@ -29,12 +29,12 @@ def reasons(file: Path = LIST) -> Mapping[str, str]:
 
 
 def reason_of(mutant: Mutant, known: Mapping[str, str]) -> str:
-    """Why a mutant is harmless; empty where nobody says so."""
+    """The reason why a mutant is harmless; empty if the list has none."""
     return known.get(mutant.key) or known.get(_any(mutant), "")
 
 
 def gone(mutants: Iterable[Mutant], known: Mapping[str, str]) -> list[str]:
-    """The entries that no mutant has any more."""
+    """The entries that match no mutant any more."""
     there = {key for mutant in mutants for key in (mutant.key, _any(mutant))}
     return [key for key in known if key not in there]
 

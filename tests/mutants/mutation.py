@@ -1,4 +1,4 @@
-"""What a handwritten mutation is, and how it is laid over the source of a function."""
+"""Handwritten mutations, and how one is applied to the source of a function."""
 
 import ast
 import re
@@ -15,9 +15,9 @@ class Mutation(NamedTuple):
     """A small change of one function.
 
     Attributes:
-        function: its qualified name in the module ("PagePool.release"), or that of a class or a constant.
-        old: text that occurs once in it, however its lines are broken.
-        new: what takes its place.
+        function: qualified name of the function in the module ("PagePool.release"), or of a class or a constant.
+        old: text that occurs once in it, regardless of line breaks.
+        new: the text that replaces it.
     """
 
     function: str
@@ -29,8 +29,8 @@ class Module(NamedTuple):
     """The mutations of one module.
 
     Attributes:
-        name: dotted.
-        mutations: of its functions.
+        name: dotted name.
+        mutations: the mutations of its functions.
     """
 
     name: str
@@ -38,20 +38,20 @@ class Module(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """Its file, from the root of the repository."""
+        """The module's file, from the root of the repository."""
         return Path(*self.name.split(".")).with_suffix(".py")
 
 
 class StaleMutationError(ValueError):
-    """The list of mutations does not fit the source any more."""
+    """The list of mutations does not match the source any more."""
 
 
 def mutated(source: str, mutation: Mutation) -> str:
-    """The source with one mutation.
+    """Returns the source with one mutation.
 
     Raises:
-        StaleMutationError: no such function, its old text is not there just once, or what comes out is no program or
-            the same one.
+        StaleMutationError: there is no such function, the old text does not occur exactly once, or the result is no
+            program or the same one.
     """
     named = _find(_parsed(source), mutation.function)
     first, last = _span(named)
@@ -66,14 +66,14 @@ def mutated(source: str, mutation: Mutation) -> str:
         program = ast.parse(changed)
     except SyntaxError as error:
         raise StaleMutationError(f"{mutation.function}: {mutation.new!r} leaves no program: {error}") from error
-    # The tree of the function alone: no other code has changed, and the tree of a whole file is long.
+    # Only the function's tree is compared: no other code has changed, and the tree of a whole file is large.
     if _is_same(named, program, mutation.function):
         raise StaleMutationError(f"{mutation.function}: {mutation.new!r} changes nothing")
     return changed
 
 
 def _pattern(old: str) -> re.Pattern[str]:
-    """A pattern that finds a text wherever the formatter breaks its lines."""
+    """A pattern that matches a text wherever the formatter breaks its lines."""
     before = re.match(r"\s*", old)
     after = re.search(r"\s*$", old)
     assert before is not None
@@ -92,7 +92,7 @@ def _is_same(named: ast.stmt, program: ast.Module, qualified: str) -> bool:
     try:
         return ast.dump(_find(program, qualified)) == ast.dump(named)
     except StaleMutationError:
-        return False  # its name is another
+        return False  # its name has changed
 
 
 def _find(program: ast.Module, qualified: str) -> ast.stmt:
@@ -109,13 +109,13 @@ def _find(program: ast.Module, qualified: str) -> ast.stmt:
 
 
 def _span(named: ast.stmt) -> tuple[int, int]:
-    """The lines of a function, class or constant: the first, and the one after the last."""
+    """The line range of a function, class or constant: the first line, and the line after the last."""
     first = min([named.lineno, *(one.lineno for one in getattr(named, "decorator_list", []))])
     return first - 1, named.end_lineno or named.lineno
 
 
 def _nested(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a body, those of its `if`, `try` and loops included; not those of its functions and classes."""
+    """The statements of a body, including those in `if`, `try` and loops, but not those in functions and classes."""
     for node in body:
         yield node
         if not isinstance(node, Defined):

@@ -1,6 +1,6 @@
-"""What a small fault looks like: each operator turns a node of the syntax tree into what a mistake could leave there.
+"""Small faults: each operator turns a node of the syntax tree into something that a mistake could leave there.
 
-An operator knows one node and nothing of its surroundings. What isn't worth changing at all is left out by `sites`.
+An operator sees one node without its surroundings. `sites` leaves out the nodes that are not worth changing.
 """
 
 import ast
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 
 class Change(NamedTuple):
-    """One node in place of another.
+    """The replacement of one node by another.
 
     Attributes:
-        operator: its name.
+        operator: name of the operator.
         old: the node in the program.
-        new: what takes its place, of the same kind (an expression, a statement).
+        new: the node that replaces it, of the same kind (an expression or a statement).
     """
 
     operator: str
@@ -52,7 +52,7 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 _OTHER_CALL = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "maximum", "maximum": "minimum"}
 _IN_ORDER = {"sorted", "reversed"}
 _SYMMETRIC = {"min", "max", "minimum", "maximum", "isinstance", "zip", "samestat", "compare_digest"}
-_A_LIMIT = 64  # a number above that is a limit or a size: one more or less is no fault
+_A_LIMIT = 64  # a larger number is a limit or a size, for which an error of one is no fault
 _FAR = 1000
 
 
@@ -61,7 +61,7 @@ def _text(node: ast.AST | None) -> str:
 
 
 def _with(node: Any, **fields: object) -> Any:
-    """A copy of a node with other fields; the nodes below are shared, as nothing changes them."""
+    """A copy of a node with some fields replaced. Child nodes are shared, because nothing changes them."""
     new = copy.copy(node)
     for name, value in fields.items():
         setattr(new, name, value)
@@ -69,7 +69,7 @@ def _with(node: Any, **fields: object) -> Any:
 
 
 def _name_of(call: ast.Call) -> str:
-    """The last part of what is called."""
+    """The last part of the name of a called function."""
     return getattr(call.func, "attr", "") or getattr(call.func, "id", "")
 
 
@@ -78,7 +78,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def compare(node: ast.AST) -> Iterator[ast.AST]:
-    """`<` becomes `<=` and `>=`, `==` becomes `!=`, `in` becomes `not in`, each in turn where several are chained."""
+    """`<` becomes `<=` and `>=`, `==` becomes `!=`, `in` becomes `not in`; chained comparisons change one at a time."""
     if not isinstance(node, ast.Compare):
         return
     for at, one in enumerate(node.ops):
@@ -98,7 +98,7 @@ def boolean(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def condition(test: ast.expr, *, repeats: bool) -> Iterator[ast.AST]:
-    """A condition is never met, or always; a loop does not begin."""
+    """A condition becomes always false or always true; a loop does not begin."""
     if not isinstance(test, ast.Constant):
         yield ast.Constant(value=False)
         if not repeats:
@@ -106,7 +106,7 @@ def condition(test: ast.expr, *, repeats: bool) -> Iterator[ast.AST]:
 
 
 def negated(test: ast.expr, *, repeats: bool) -> Iterator[ast.AST]:
-    """A condition becomes its opposite, unless `compare` or `sign` makes it that already."""
+    """A condition is negated, unless `compare` or `sign` already does that."""
     if not repeats and not isinstance(test, ast.Compare | ast.UnaryOp | ast.Constant):
         yield ast.UnaryOp(op=ast.Not(), operand=test)
 
@@ -118,7 +118,7 @@ def sign(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def constant(node: ast.AST) -> Iterator[ast.AST]:
-    """A small number is off by one; a limit is a thousand times as far; `True` becomes `False`."""
+    """A small number changes by one; a limit grows a thousandfold; `True` becomes `False`."""
     if not isinstance(node, ast.Constant):
         return
     value = node.value
@@ -133,7 +133,7 @@ def constant(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def arithmetic(node: ast.AST) -> Iterator[ast.AST]:
-    """`+` becomes `-`, `*` becomes `//`, `&` becomes `|`; not where text is joined."""
+    """`+` becomes `-`, `*` becomes `//`, `&` becomes `|`, except where text is concatenated."""
     if not isinstance(node, ast.BinOp | ast.AugAssign) or type(node.op) not in _ARITHMETIC:
         return
     if isinstance(node, ast.BinOp) and (_is_text(node.left) or _is_text(node.right) or _is_list(node)):
@@ -149,7 +149,7 @@ def _is_list(node: ast.BinOp) -> bool:
 
 
 def _is_up(node: ast.AST) -> bool:
-    """Whether a division is half of `-(-a // b)`, or the sign before it or in it is."""
+    """Whether a division or a sign is a part of the idiom `-(-a // b)`."""
     if isinstance(node, ast.UnaryOp):
         return isinstance(node.op, ast.USub) and (
             isinstance(node.operand, ast.BinOp) and _is_up(node.operand) and isinstance(node.operand.op, ast.FloorDiv)
@@ -180,7 +180,7 @@ def _renamed(call: ast.Call, name: str) -> ast.Call:
 
 
 def extreme(node: ast.AST) -> Iterator[ast.AST]:
-    """`min` becomes `max`, `any` becomes `all`; each of two values of `min` and `max` is the result."""
+    """`min` becomes `max`, `any` becomes `all`; `min` or `max` of two values becomes either value."""
     if not isinstance(node, ast.Call) or _name_of(node) not in _OTHER_CALL:
         return
     yield _renamed(node, _OTHER_CALL[_name_of(node)])
@@ -189,13 +189,13 @@ def extreme(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def order(node: ast.AST) -> Iterator[ast.AST]:
-    """What is sorted or reversed keeps its order."""
+    """`sorted` and `reversed` keep the order."""
     if isinstance(node, ast.Call) and _name_of(node) in _IN_ORDER and isinstance(node.func, ast.Name):
         yield _with(node, func=ast.Name(id="list", ctx=ast.Load()), keywords=[])
 
 
 def alias(node: ast.AST) -> Iterator[ast.AST]:
-    """A copy is the thing itself."""
+    """A copy becomes the original object."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         if node.func.attr == "copy" and not node.args and not node.keywords:
             yield node.func.value
@@ -213,7 +213,7 @@ def bounds(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def swapped(node: ast.AST) -> Iterator[ast.AST]:
-    """Two neighbouring arguments of a call change places."""
+    """Two neighbouring arguments of a call are exchanged."""
     if not isinstance(node, ast.Call) or _name_of(node) in _SYMMETRIC:
         return
     for at, (one, other) in enumerate(zip(node.args, node.args[1:], strict=False)):
@@ -222,7 +222,7 @@ def swapped(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def default(node: ast.AST) -> Iterator[ast.AST]:
-    """An argument with a name is left out, and its default is used."""
+    """A keyword argument is left out, so that its default is used."""
     if isinstance(node, ast.Call):
         for at, keyword in enumerate(node.keywords):
             if keyword.arg not in {None, "strict"} and not _is_text(keyword.value):
@@ -230,7 +230,7 @@ def default(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def dropped(node: ast.AST) -> Iterator[ast.AST]:
-    """A call for its effect, an assignment to a field or an element, or a `del` does not happen; nor does a `raise`."""
+    """A statement is removed: a call for its effect, an assignment to a field or an element, a `del` or a `raise`."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call | ast.Await):
         yield ast.Pass()
     elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
@@ -248,7 +248,7 @@ def returned(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def loop(node: ast.AST) -> Iterator[ast.AST]:
-    """`continue` becomes `break`; a `break` does not happen."""
+    """`continue` becomes `break`; a `break` is removed."""
     if isinstance(node, ast.Continue):
         yield ast.Break()
     elif isinstance(node, ast.Break):
@@ -262,7 +262,7 @@ def replaced(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def cleanup(node: ast.AST) -> Iterator[ast.AST]:
-    """An empty `finally`; a handler that lets the error go on; a suppressed error that is raised."""
+    """A `finally` becomes empty, a handler re-raises its error, or a suppressed error is raised."""
     if isinstance(node, ast.Try):
         if node.finalbody:
             yield _with(node, finalbody=[ast.Pass()])
@@ -304,7 +304,7 @@ ON_CONDITIONS = {one.__name__: one for one in (condition, negated)}
 
 
 def changes(node: ast.AST) -> Iterator[Change]:
-    """Every change of one node, and of the condition that it depends on."""
+    """Every change of one node and of its condition."""
     for name, operator in OPERATORS.items():
         for new in operator(node):
             yield Change(name, node, new)

@@ -1,8 +1,7 @@
-"""Where the tests of a source file are: beside it, and elsewhere.
-
-Beside `kvcache/pool/pages.py` is `tests/kvcache/pool/test_pages.py`, and each `test_pages_*.py` there. A file whose
-rules only show through others is tested through the doors that the table names. A file with neither is tested by its
-folder. Names in the table that are gone are passed over, so that a test can be moved without an edit of the table.
+"""Finds the tests of a source file: those beside it, and those elsewhere. The tests beside `kvcache/pool/pages.py` are
+`tests/kvcache/pool/test_pages.py` and each `test_pages_*.py` there. A table names the test files for sources whose
+rules show only through other files. A file with neither is tested by its folder. Missing files in the table are
+ignored, so a test can be moved without an edit of the table.
 """
 
 from collections.abc import Iterable
@@ -12,7 +11,7 @@ from tests.mutants.mutation import ROOT
 
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 
-# Without the package and "test_": a file, and the test files through which it is tested.
+# Source files and the test files through which they are tested, without the package and "test_".
 _DOORS: dict[str, dict[str, str]] = {
     "kvcache": {
         "arguments": "misuse million_moves params",
@@ -111,7 +110,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "viewer": "serve/command top/command",
     },
 }
-# Where else what is wrong in a package shows: its doors.
+# The tests of a package's interface, where its faults show too.
 _ELSEWHERE = {
     "kvcache": ("manager", "handover", "million_moves", "misuse", "check"),
     "transfer": ("pull/ownership", "pull/exchange", "pull/replica", "connector/worker_pairs"),
@@ -121,12 +120,12 @@ _ELSEWHERE = {
 
 
 def sources() -> list[Path]:
-    """The files of the packages, from the root of the repository."""
+    """The source files of the packages, from the root of the repository."""
     return sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
 def beside(path: Path) -> list[str]:
-    """The test files of a source file that must notice what is wrong in it; none where none can run here."""
+    """The test files that must notice a fault in a source file; empty if none of them can run here."""
     package, *_ = path.parts
     folder = ROOT / "tests" / path.parent
     own = [*folder.glob(f"test_{path.stem}.py"), *sorted(folder.glob(f"test_{path.stem}_*.py"))]
@@ -135,7 +134,7 @@ def beside(path: Path) -> list[str]:
 
 
 def elsewhere(path: Path) -> list[str]:
-    """The test files of a file's folder and of the package's doors: the same for each file of the folder."""
+    """The test files of a file's folder and of the package's interface; the same for every file of the folder."""
     package, *_ = path.parts
     return _names([*sorted((ROOT / "tests" / path.parent).glob("test_*.py")), *_doors(package, _ELSEWHERE[package])])
 

@@ -1,4 +1,4 @@
-"""Test files that are collected once and tried against many mutants, each by the tests that reach its function."""
+"""Collects test files once and tries many mutants with them, each with the tests that reach its function."""
 
 import ast
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ from tests.mutants.tree import Run, Tree
 PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 NOT_CALLED = "no test calls it"
 _REACH_LIMIT_S = 1200.0
-_COLD_S = 60.0  # a process of its own loads everything anew
+_COLD_S = 60.0  # a separate process loads everything again
 _GRACE_S = 10.0
-_SPIN_S = 2.0  # of processor time, beyond twice as much as without a change: a loop does not end
-_PATIENCE = 4.0  # times as long as without a change: then the tests hang, and that is noticed, too
+_SPIN_S = 2.0  # more processor time than this, beyond twice the usual, means that a loop does not end
+_PATIENCE = 4.0  # a run that takes this many times as long as usual hangs, which counts as noticed
 
 
 class Session:
-    """Some test files in a copy of the repository.
+    """A set of test files in a copy of the repository.
 
     Args:
-        tree: the copy; it serves one session at a time.
-        files: of tests.
-        but: of these files nothing is run: it was before.
+        tree: the copy, which serves one session at a time.
+        files: the test files.
+        but: test files that have been run before, and are left out.
 
     Raises:
         RuntimeError: the tests cannot be collected.
@@ -42,11 +42,14 @@ class Session:
         if self.is_over:
             raise RuntimeError(f"{' '.join(files)}: no test is collected: {begun['output'][-2000:]}")
         self._imported = frozenset(begun["imported"])
-        self._is_single = begun["threads"] == 1  # the fork of a process with threads may hang
+        self._is_single = begun["threads"] == 1  # a fork of a process with threads may hang
 
     @cached_property
     def _reach(self) -> dict[str, Any]:
-        """The calls and the time of each test: found once for all sessions of a tree with these files."""
+        """The functions that each test calls, and its time.
+
+        Measured once for all sessions of a tree with these files.
+        """
         if self.files in self.tree.reach:
             return self.tree.reach[self.files]
         found = self._ask(_request([], _REACH_LIMIT_S) | {"reach": True})
@@ -57,7 +60,7 @@ class Session:
 
     @property
     def failed(self) -> list[str]:
-        """The tests that fail without a change. They notice nothing."""
+        """The tests that fail without any change, and therefore notice nothing."""
         return self._reach["failed"]
 
     @property
@@ -66,17 +69,19 @@ class Session:
         return sum(self._reach["seconds"].values())
 
     def tests_of(self, path: Path, function: str) -> list[str]:
-        """The tests that may notice a change of a function, the quickest first; all where it isn't a function's."""
+        """The tests that may notice a change of a function, fastest first; all tests if the change is outside of
+        functions.
+        """
         name = f"{self.tree.folder / path}:{function}"
         reach, seconds, spawning = self._reach["reach"], self._reach["seconds"], set(self._reach["spawning"])
         is_code = function in functions(ast.parse((self.tree.folder / path).read_text())) and name not in self._imported
         chosen = {test for test in seconds if not is_code or name in reach[test] or test in spawning}
-        # One file at a time, because fixtures of a file are set up once. Tests that start processes come last.
+        # Grouped by file, because the fixtures of a file are set up once. Tests that start processes come last.
         order = sorted(chosen, key=lambda test: (test.partition("::")[0], test in spawning, seconds[test]))
         return [test for test in order if test not in self.failed and test.partition("::")[0] not in self._but]
 
     def run(self, path: Path, function: str, before: str, after: str) -> Run:
-        """Try another source of a file by the tests that may notice, up to the first that does.
+        """Tries a changed source of a file with the tests that may notice it, up to the first that does.
 
         Returns:
             The outcome; "cold" if only `run_cold` can try it.
@@ -97,7 +102,7 @@ class Session:
         return Run("cold", "", monotonic() - start)
 
     def run_cold(self, path: Path, function: str, after: str) -> Run:
-        """Try another source in a process that loads everything anew; the session is closed."""
+        """Tries a changed source in a process that loads everything again. Closes the session."""
         tests = self.tests_of(path, function)
         limit_s = _COLD_S + _PATIENCE * sum(self._reach["seconds"][test] for test in tests)
         return self.tree.run_mutated(path, after, tests, limit_s)
@@ -110,7 +115,7 @@ class Session:
         return found
 
     def close(self) -> None:
-        """End the session; the tree can serve another."""
+        """Ends the session. The tree can then serve another."""
         if not self.is_over:
             self.is_over = "ended" in self.tree.ask({"tests": None})
 

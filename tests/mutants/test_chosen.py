@@ -26,7 +26,7 @@ Listed = Callable[[Sequence[Module]], None]
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A repository with one commit, in place of this one."""
+    """A repository with one commit that replaces this one in the test."""
     (tmp_path / PAGES).parent.mkdir(parents=True)
     (tmp_path / PAGES).write_text(SOURCE)
     git(tmp_path, "init", "-q")
@@ -40,7 +40,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> Listed:
-    """Lists other handwritten mutations."""
+    """Replaces the list of handwritten mutations."""
     return lambda modules: monkeypatch.setattr(chosen, "HANDWRITTEN", modules)
 
 

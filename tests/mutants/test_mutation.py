@@ -1,4 +1,4 @@
-"""The handwritten mutations, and how one is laid over a source."""
+"""The handwritten mutations, and how one is applied to a source."""
 
 import pytest
 

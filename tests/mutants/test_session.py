@@ -1,4 +1,4 @@
-"""A mutant is noticed, or not, without a process of its own; what cannot be tried so is tried in one."""
+"""Mutants are tried without a process of their own if possible, and otherwise in one."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,12 +51,12 @@ def test_that_fails_anyway():
     assert False
 """
 FILE, TEST = Path("kvcache/tried.py"), "tests/test_tried.py"
-pytestmark = pytest.mark.ci  # the process that forks loads torch and transformers
+pytestmark = pytest.mark.ci  # the forking process loads torch and transformers
 
 
 @pytest.fixture(scope="module")
 def sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Session]]:
-    """The session, a new one where that has been closed."""
+    """Returns the session, or a new one if that was closed."""
     tree = Tree(tmp_path_factory.mktemp("tree"))
     (tree.folder / FILE).write_text(SOURCE)
     (tree.folder / TEST).write_text(TESTS)
@@ -99,7 +99,7 @@ def test_a_loop_that_does_not_end_is_noticed(session: Session) -> None:
 
 
 def test_where_no_test_gets_nothing_is_run(session: Session) -> None:
-    # The test that starts a process might get there, so it is the only one that is run.
+    # Only the test that starts a process might reach the function, so only that test runs.
     assert session.tests_of(FILE, "no_test_gets_here") == [f"{TEST}::test_in_a_process"]
 
 

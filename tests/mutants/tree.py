@@ -1,4 +1,4 @@
-"""A copy of the packages and their tests, in which one mutation at a time is tried. The working tree stays as it is."""
+"""A copy of the packages and their tests, in which mutations are tried one at a time. The working tree is unchanged."""
 
 import json
 import os
@@ -25,8 +25,8 @@ class Run(NamedTuple):
 
     Attributes:
         outcome: "passed", "failed", "timed out", "crashed" (ended by a signal), or "broken": no test ran.
-        by: the test that failed first; the end of the output where the run is broken.
-        seconds: that it took.
+        by: the test that failed first, or the end of the output if the run is broken.
+        seconds: the time that it took.
     """
 
     outcome: str
@@ -35,10 +35,10 @@ class Run(NamedTuple):
 
 
 class Tree:
-    """The copy, in a folder of its own.
+    """A copy in a folder of its own.
 
     Args:
-        folder: empty; the caller removes it.
+        folder: an empty folder, which the caller removes.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,12 +48,13 @@ class Tree:
                 shutil.copytree(ROOT / part, folder / part, ignore=NO_CACHES)
             else:
                 shutil.copy2(ROOT / part, folder / part)
-        self.reach: dict[tuple[str, ...], dict[str, Any]] = {}  # of each set of test files: what their tests call
+        # the functions that tests call, for each set of test files
+        self.reach: dict[tuple[str, ...], dict[str, Any]] = {}
         self._stamp = time.time_ns()
         self._forker: subprocess.Popen[str] | None = None
 
     def check_imports(self) -> None:
-        """Raise `RuntimeError` unless a program that runs here imports the packages of the copy."""
+        """Raises `RuntimeError` unless a program that runs here imports the packages of the copy."""
         code = (
             "import kvcache as k, transfer as t, scheduler_adapters as s, pagewire as p\n"
             "print(k.__file__, t.__file__, s.__file__, p.__file__)"
@@ -70,16 +71,17 @@ class Tree:
             raise RuntimeError(f"the packages are imported from elsewhere: {done.stdout.strip()}")
 
     def run_mutated(self, path: Path, source: str, tests: Sequence[str], limit_s: float) -> Run:
-        """Run tests with another source in a file, which is as before afterwards."""
+        """Runs tests with a changed source file, and restores the file afterwards."""
         with self.changed(path, source):
             return self.run(tests, limit_s)
 
     @contextmanager
     def changed(self, path: Path, source: str) -> Generator[None]:
-        """Another source in a file, which is as before afterwards."""
+        """A `with` block with a changed source file, which is restored afterwards."""
         file = self.folder / path
         before, status = file.read_bytes(), file.stat()
-        self._stamp += 2_000_000_000  # compiled files are compared by whole seconds and size: each change is a new one
+        # Python compares compiled files by whole seconds and size, so each change gets a new time
+        self._stamp += 2_000_000_000
         try:
             file.write_text(source)
             os.utime(file, ns=(self._stamp, self._stamp))
@@ -89,7 +91,7 @@ class Tree:
             os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
     def run(self, tests: Sequence[str], limit_s: float, *, compiled: bool = False) -> Run:
-        """Run tests up to the first that fails. `compiled`: keep what Python compiles, for the next runs."""
+        """Runs tests up to the first failure. With `compiled`, Python's compiled files are kept for the next runs."""
         start = time.monotonic()
         asked = {"tests": list(tests), "options": ["-x", *self.options], "limit_s": limit_s, "compiled": compiled}
         answer = self.ask(asked)
@@ -100,15 +102,15 @@ class Tree:
 
     @property
     def options(self) -> list[str]:
-        """Arguments of pytest: the same order, the same random numbers, and no files beside the copy."""
+        """Arguments of pytest for a fixed order, fixed random numbers, and no files outside of the copy."""
         given = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", f"--basetemp={self.folder / 'basetemp'}"]
-        # With xdist the plugin of reruns serves its workers in a thread, and a process with threads is not forked.
+        # With xdist the rerun plugin starts a thread, and a process with threads cannot be forked safely.
         given += ["-p", "no:xdist", "-p", "no:rerunfailures"]
-        given += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is loaded before pytest begins
+        given += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # hypothesis is loaded before pytest starts
         return [*given, "--hypothesis-seed=0"]
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Hand a request to the process that forks; its answer."""
+        """Sends a request to the forking process, and returns its answer."""
         if self._forker is None:
             self._forker = self._start_forker()
         assert self._forker.stdin is not None
@@ -118,7 +120,7 @@ class Tree:
         return json.loads(self._forker.stdout.readline())
 
     def close(self) -> None:
-        """End what runs the tests."""
+        """Ends the process that runs the tests."""
         if self._forker is not None:
             self._forker.communicate()
 
@@ -133,7 +135,7 @@ class Tree:
         )
 
     def _environment(self) -> dict[str, str]:
-        # CI asks for a second try of what fails; here a failure is what is looked for.
+        # CI runs failed tests again; here failures are wanted.
         return dict(os.environ) | {"PYTHONPATH": str(self.folder), "PYTEST_ADDOPTS": ""}
 
 

@@ -1,4 +1,4 @@
-"""Tries mutants: by the tests beside their file, and those that survive there by the tests elsewhere."""
+"""Tries mutants with the tests beside their file, and the survivors with the tests elsewhere."""
 
 import queue
 import tempfile
@@ -23,14 +23,14 @@ HARMLESS, BROKEN = "harmless", "no program"
 
 
 class Tried(NamedTuple):
-    """A mutant, and what came of it.
+    """A mutant, and the results of its trials.
 
     Attributes:
-        mutant: that was tried.
-        beside: what came of the tests beside its file.
-        elsewhere: what came of the others; None where they were not asked.
-        reason: why it is harmless, if somebody says so.
-        is_changed: it is of a function that a change touches.
+        mutant: the mutant.
+        beside: outcome of the tests beside its file.
+        elsewhere: outcome of the other tests; None if they were not run.
+        reason: why it is harmless, if `harmless.txt` says so.
+        is_changed: whether it belongs to a changed function.
     """
 
     mutant: Mutant
@@ -41,7 +41,7 @@ class Tried(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Where it was noticed; "survived beside" where only the tests beside its file were asked."""
+        """Where it was noticed; "survived beside" if only the tests beside its file were run."""
         if self.beside.outcome == "broken":
             return BROKEN
         if self.beside.outcome != "passed":
@@ -54,12 +54,12 @@ class Tried(NamedTuple):
 
     @property
     def is_uncalled(self) -> bool:
-        """Whether no test that was asked calls the function."""
+        """Whether none of the tests calls the function."""
         return (self.elsewhere or self.beside).by == NOT_CALLED
 
     @property
     def is_gap(self) -> bool:
-        """No test beside its file notices it, and nobody has said why none can."""
+        """Whether no test beside its file notices it, although no reason says that none can."""
         return self.verdict in {ELSEWHERE, SURVIVED, SURVIVED_BESIDE} and not self.reason
 
 
@@ -67,10 +67,10 @@ class Trial:
     """Tries batches of mutants, in copies of the repository.
 
     Args:
-        tell: takes what came of each mutant, and a line of what else happens.
-        known: why some are harmless, by key.
-        seconds: from now, after which no mutant is begun.
-        asks_elsewhere: a mutant that the tests beside its file let pass is tried by the others.
+        tell: called with the result of each mutant, and with a line for every other event.
+        known: reasons why mutants are harmless, by key.
+        seconds: time from now after which no mutant is begun.
+        asks_elsewhere: whether mutants that survive the tests beside their file are tried with the others.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Trial:
         self.tried: list[Tried] = []
 
     def run(self, batches: Sequence[Batch], jobs: int) -> list[Tried]:
-        """Try the batches, `jobs` at a time; what came of each mutant whose turn came in time."""
+        """Tries the batches, `jobs` at a time. Returns the results of the mutants that were tried in time."""
         trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
 
         def one(batch: Batch) -> list[Tried]:
@@ -137,7 +137,7 @@ class Trial:
         take: Callable[[Mutant, Run], None],
         but: Sequence[str] = (),
     ) -> None:
-        """Try mutants of one file by some test files, those whose turn comes in time."""
+        """Tries mutants of one file with some test files, as long as there is time."""
         source, cold = (ROOT / batch.path).read_text(), list[Mutant]()
         try:
             session = Session(tree, files, but)

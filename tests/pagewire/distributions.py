@@ -1,4 +1,4 @@
-"""`DISTRIBUTIONS`: the distribution that brings a package of another name."""
+"""`DISTRIBUTIONS`: maps packages to the distributions that contain them, where the names differ."""
 
 DISTRIBUTIONS = {
     "aiohttp": "textual-serve",

@@ -1,9 +1,8 @@
-"""The pictures of the commands in `docs/guides`: `make pictures`, or `python -m tests.pagewire.pictures FOLDER`.
-
-Rich exports the output of `demo`, `doctor`, `plan`, `replay` and `serve` in a terminal. Textual exports `pagewire top`:
-processes of the service under faults in both themes, and a pool of four million pages. `--browser` names a Chromium. It
-opens, without a screen, the address that `pagewire demo --top web --chaos 7` prints, and that of the large pool.
-`--only` makes one picture.
+"""Makes the pictures of the commands in `docs/guides`: `make pictures`, or `python -m tests.pagewire.pictures FOLDER`.
+Rich exports the terminal output of `demo`, `doctor`, `plan`, `replay` and `serve`. Textual exports `pagewire top`: a
+faulty service in both themes, and a pool of four million pages. `--browser` names a Chromium. It opens, without a
+screen, the address that `pagewire demo --top web --chaos 7` prints, and that of the large pool. `--only` makes a single
+picture.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from tests.kvcache.build import manager_of
 
 SIZE = (132, 40)
 COMMAND = (sys.executable, "-m", "pagewire")
-WIDTH = 100  # characters of what the other commands print
+WIDTH = 100  # width of the output of the other commands, in characters
 CONFIG = Path(__file__).parent / "plan/configs/gemma-3-27b"
 _FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 _SERVE_S = 120.0
-_DRAWN_BYTES = 30_000  # of a picture: it shows more than Textual's page before the program has drawn anything
+_DRAWN_BYTES = 30_000  # a larger picture shows more than Textual's page before the program has drawn anything
 
 
 def printed(path: Path, arguments: Sequence[str], shown: str = "", *, coloured: bool = True) -> None:
@@ -57,12 +56,12 @@ def printed(path: Path, arguments: Sequence[str], shown: str = "", *, coloured: 
 
 
 def terminal() -> dict[str, str]:
-    """An environment in which rich takes a pipe for a terminal."""
+    """An environment in which rich treats a pipe as a terminal."""
     return {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
 
 
 def export(path: Path, command: str, text: str) -> None:
-    """Draw a command line and what it has printed. The picture asks no other host for a font."""
+    """Draws a command line and its output. The picture loads no font from another host."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     console.print(Text(f"$ {command}", style="bold"))
     for line in text.splitlines():
@@ -71,17 +70,17 @@ def export(path: Path, command: str, text: str) -> None:
 
 
 def demo(folder: Path) -> None:
-    """Eight prompts across two processes."""
+    """Draws a demo of eight prompts across two processes."""
     printed(folder / "demo.svg", ["demo", "--requests", "8"], coloured=False)  # without the frames of its progress bar
 
 
 def doctor(folder: Path) -> None:
-    """The findings on this host."""
+    """Draws the findings on this host."""
     printed(folder / "doctor.svg", ["doctor"])
 
 
 def plan(folder: Path) -> None:
-    """A model with windows."""
+    """Draws the plan of a model with windows."""
     arguments = ["--memory", "40GiB", "--prefill-speed", "40000", "--step-tokens", "2048"]
     printed(
         folder / "plan.svg", ["plan", "--model", str(CONFIG), *arguments], f"plan --model DIR {' '.join(arguments)}"
@@ -89,7 +88,7 @@ def plan(folder: Path) -> None:
 
 
 def replay(folder: Path) -> None:
-    """Conversations that grow, some of which come back."""
+    """Draws the replay of growing conversations, some of which are resumed."""
     rng, lines = random.Random(5), list[str]()
     for turn in range(2000):
         first = 10 + 50 * rng.randrange(turn // 4, turn // 2 + 2)
@@ -101,7 +100,7 @@ def replay(folder: Path) -> None:
 
 
 def serve(folder: Path) -> None:
-    """A service that is watched, until it is told to drain."""
+    """Draws a watched service, until it is told to drain."""
     arguments = ["serve", "--prefills", "2", "--watch"]
     command = [*COMMAND, *arguments, "--http-port", "0"]
     program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=terminal())
@@ -116,7 +115,7 @@ def serve(folder: Path) -> None:
 
 
 def picture(addresses: list[str], path: Path, keys: list[str], seconds: float, *, light: bool = False) -> None:
-    """The screen after so long."""
+    """Draws the screen after this many seconds."""
     app = TopApp(LiveSource(addresses, 4.0), light=light)
 
     async def run() -> None:
@@ -131,7 +130,7 @@ def picture(addresses: list[str], path: Path, keys: list[str], seconds: float, *
 
 
 def small(folder: Path, chromium: str | None) -> None:
-    """Two processes and misbehaving transfers, with requests of several tenants all the while."""
+    """Draws two processes with faulty transfers, while several tenants send requests."""
     config = ServerConfig(
         model=None, seed=0, page_size=16, cache_bytes=3 << 20, max_seq_len=1024, max_requests=8, token_budget=128,
         tp=1, device="cpu", chaos=7, verify=True, lease_s=3.0, watch="tcp://127.0.0.1:0",
@@ -153,7 +152,7 @@ def small(folder: Path, chromium: str | None) -> None:
 
 
 def talk(fleet: Fleet, over: threading.Event) -> None:
-    """Conversations of three tenants that begin alike."""
+    """Runs conversations of three tenants with a common beginning."""
     rng, number, open_ones = random.Random(3), 0, 0
     while not over.is_set():
         while open_ones < 8:
@@ -168,7 +167,7 @@ def talk(fleet: Fleet, over: threading.Event) -> None:
 
 
 def browse(arguments: list[str], path: Path, chromium: str) -> None:
-    """What a browser shows at the address that a command of ours prints."""
+    """Draws the page at the address that one of our commands prints."""
     program = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, text=True)
     assert program.stdout is not None
     try:
@@ -180,7 +179,7 @@ def browse(arguments: list[str], path: Path, chromium: str) -> None:
 
 
 async def shoot(chromium: str, url: str, path: Path) -> None:
-    """Have a browser without a screen open an address, and take what it shows some seconds after it shows anything."""
+    """Opens an address in a headless browser, and takes a picture some seconds after something is shown."""
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,800", "--remote-debugging-port=0"]
     browser = await asyncio.create_subprocess_exec(chromium, *flags, "about:blank", stderr=asyncio.subprocess.PIPE)
     assert browser.stderr is not None
@@ -207,7 +206,7 @@ async def shoot(chromium: str, url: str, path: Path) -> None:
 
 
 def large(folder: Path, chromium: str | None) -> None:
-    """Four million pages: a thousand requests that run, leases, and idle pages of every age."""
+    """Draws four million pages: a thousand running requests, leases, and idle pages of every age."""
     manager = manager_of(4_000_000, page_size=16, rows=1024, max_seq_len=65_536, checks=False, head_dim=1)
     rng = np.random.default_rng(1)
     names: list[str] = []

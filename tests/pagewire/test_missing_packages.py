@@ -1,4 +1,7 @@
-"""Each command without each package that it may need: one line that says what to install, or it needs none of it."""
+"""Runs each command without each package that it may need.
+
+The command must work, or say in one line what to install.
+"""
 
 import io
 import json
@@ -25,7 +28,7 @@ pytestmark = pytest.mark.slow
 OURS = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 NEEDED = ("msgspec", "numpy", "torch", "zmq")  # without an extra
 CONFIG = Path(__file__).parent / "plan/configs/gpt-oss-120b"
-# The packages that each command needs, beside those that come with pagewire itself.
+# The packages that each command needs, in addition to the dependencies of pagewire itself.
 NEEDS = {
     "demo": {"nixl", "rich", "transformers"},
     "plan": {"rich", "transformers"},
@@ -41,7 +44,7 @@ NEEDS = {
 
 
 def run_without(conn: Connection, package: str, line: list[str]) -> None:
-    """Run a command line up to where it would start processes; sends its status, None there, and what it printed."""
+    """Runs a command line until it would start processes. Sends its status (None at that point) and its output."""
     for name in list(sys.modules):
         if name.partition(".")[0] in (package, *OURS):
             del sys.modules[name]

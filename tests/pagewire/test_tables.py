@@ -1,4 +1,4 @@
-"""Tables at every width: each figure is there whole, beside the words of its row."""
+"""Tables at every width: each figure is complete, and stands beside the words of its row."""
 
 import io
 import re
@@ -13,7 +13,7 @@ ROWS = [("window 1,024", "1,953,125", "1,048,576", "8,796,093,022,208"), ("full"
 
 
 class Terminal(io.StringIO):
-    """Takes output as a terminal does."""
+    """Receives output like a terminal."""
 
     def isatty(self) -> bool:
         return True

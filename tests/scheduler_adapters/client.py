@@ -1,4 +1,4 @@
-"""The client of a fleet of real processes: what it asked for, of whom, and what has become of it."""
+"""The client of a fleet of real processes. It records its requests, their processes and their outcomes."""
 
 import itertools
 import time
@@ -13,7 +13,7 @@ from scheduler_adapters.service.fleet import Fleet
 
 @dataclass
 class Asked:
-    """A request. Times are of `time.monotonic`."""
+    """A request and its progress. Times are from `time.monotonic`."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -29,7 +29,7 @@ class Asked:
 
     @property
     def is_right(self) -> bool:
-        """Equal tokens, or a stated failure after tokens that are equal as far as they go."""
+        """Whether its tokens are the expected ones, or the first of these followed by a stated failure."""
         if self.finished in ("eos", "length"):
             return self.tokens == self.expected
         begun = self.tokens == self.expected[: len(self.tokens)]
@@ -37,12 +37,12 @@ class Asked:
 
 
 class Client:
-    """Submits to decode processes, and hears from all."""
+    """Submits requests to decode processes, and receives messages from all processes."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.asked: dict[str, Asked] = {}
-        self.aborts: list[tuple[float, str]] = []  # when to cancel which request
+        self.aborts: list[tuple[float, str]] = []  # times at which requests are to be cancelled
         self.ready: list[str] = []
         self.stats: dict[str, msg.Stats] = {}
         self._serials = itertools.count(1)
@@ -55,7 +55,7 @@ class Client:
     def submit(
         self, request_id: str, prompt: Sequence[int], new: int, decode: str, expected: list[int], **options: str
     ) -> Asked:
-        """Ask a decode process to serve a prompt. `options`: of its `Submit`."""
+        """Asks a decode process to serve a prompt. `options` are further fields of the `Submit` message."""
         serial = next(self._serials)
         asked = self.asked[request_id] = Asked(request_id, tuple(prompt), decode, time.monotonic(), serial, expected)
         message = msg.Submit(request_id=request_id, prompt=asked.prompt, max_new_tokens=new, serial=serial)
@@ -63,13 +63,13 @@ class Client:
         return asked
 
     def abort(self, request_id: str) -> None:
-        """Cancel a request, where its process lives."""
+        """Cancels a request if its process is alive."""
         one = self.asked.get(request_id)
         if one is not None and not one.finished and one.decode in self.fleet.running:
             self.fleet.send(one.decode, msg.Abort(request_id=request_id, serial=one.serial))
 
     def hear(self, timeout_s: float) -> None:
-        """Take in what the processes say, for at most so long. Cancels what is due."""
+        """Handles the processes' messages for at most this long, and cancels the requests that are due."""
         for due in [due for due in self.aborts if due[0] <= time.monotonic()]:
             self.aborts.remove(due)
             self.abort(due[1])
@@ -82,7 +82,7 @@ class Client:
                 self.take(self.asked[message.request_id], message)
 
     def take(self, one: Asked, message: msg.Tokens) -> None:
-        """Book what came for a request; what comes after its end is of a process that was given up."""
+        """Records a message about a request. A message after its end comes from a process that was given up."""
         if one.finished:
             return
         now = time.monotonic()
@@ -92,14 +92,14 @@ class Client:
             one.finished, one.error, one.ended = message.finished, message.error, now
 
     def give_up(self, name: str, reason: str) -> int:
-        """A decode process is gone: what it had ends with this reason. How many there were."""
+        """Ends the requests of a lost decode process with this reason. Returns their number."""
         lost = [one for one in self.open if one.decode == name]
         for one in lost:
             one.finished, one.error, one.ended = "error", reason, time.monotonic()
         return len(lost)
 
     def wait_ready(self, name: str, timeout_s: float = 120.0) -> None:
-        """Until a process that was started serves."""
+        """Waits until a started process serves."""
         deadline = time.monotonic() + timeout_s
         while name not in self.ready:
             self.hear(0.05)
@@ -107,7 +107,7 @@ class Client:
         self.ready.remove(name)
 
     def settle(self, timeout_s: float) -> float:
-        """Seconds until no process holds anything; raises if one still does after `timeout_s`."""
+        """Waits until no process holds anything. Returns the seconds; raises if one still does after `timeout_s`."""
         start = time.monotonic()
         while True:
             self.stats.clear()

@@ -1,4 +1,4 @@
-"""The duties of every adapter, written once: a test class for adapters, and the driver that it needs.
+"""The contract of every adapter: a test class for adapters, and the driver that it needs.
 
 A test module of an adapter says
 
@@ -9,7 +9,7 @@ A test module of an adapter says
         def adapter(self): ...  # yields a MyDriver that is idle, and closes it
 
 and has a fixture `reference`: a function that gives the model's own greedy tokens for a prompt. After each case every
-output is those, or there is a stated failure where the case allows one; no page is held, and `check` finds nothing.
+output equals these tokens, or is a stated failure if the case allows one. No page is held, and `check` finds nothing.
 """
 
 import random
@@ -25,12 +25,12 @@ Reference = Callable[[Sequence[int], int], list[int]]
 
 
 class Limits(NamedTuple):
-    """The sizes of one engine of the adapter. The cases choose their own by it."""
+    """The sizes of one engine of the adapter, by which the cases choose theirs."""
 
     page_size: int
     pages: int
     rows: int  # requests that run at a time
-    budget: int  # most tokens of one run of the model, where only one request runs
+    budget: int  # most tokens of one run of the model if only one request runs
 
     @property
     def tokens(self) -> int:
@@ -38,7 +38,7 @@ class Limits(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The state of a request: its tokens so far, why it ended ("" while it goes on), and what failed."""
+    """The state of a request: its tokens so far, why it ended ("" while it continues), and its error."""
 
     tokens: list[int]
     finished: str = ""  # "eos", "length", "cancelled", "error"
@@ -46,14 +46,14 @@ class Outcome(NamedTuple):
 
 
 class Counters(NamedTuple):
-    """What an adapter has done since it was started. Where it is of several engines: of all that live.
+    """The work of an adapter since its start, summed over all of its living engines.
 
     Attributes:
-        preemptions: requests that gave their pages up to others.
-        reused_tokens: prompt tokens that were found cached, by every engine that a request passes through.
-        most_tokens: of one run of the model.
-        peak_pages: most pages that were held at a time, as seen in the runs.
-        failed_pulls: that somebody noticed.
+        preemptions: number of preempted requests.
+        reused_tokens: prompt tokens found cached, summed over every engine that a request passes through.
+        most_tokens: most tokens of one run of the model.
+        peak_pages: most pages that were held at a time, as counted in the runs.
+        failed_pulls: failed pulls that the adapter has noticed.
     """
 
     preemptions: int
@@ -64,7 +64,7 @@ class Counters(NamedTuple):
 
 
 class Adapter(Protocol):
-    """A driver: an adapter with its engines, the model and, where it has any, its peers."""
+    """A driver: an adapter with its engines, the model and its peers, if any."""
 
     phases: ClassVar[Sequence[str]]
     """Where a request may be cancelled, in the order in which it gets there."""
@@ -76,68 +76,74 @@ class Adapter(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether every request has ended, and whatever had to follow its end."""
+        """Whether every request has ended and is completely cleaned up."""
         ...
 
     def submit(self, request_id: str, prompt: Sequence[int], new: int) -> None:
-        """Ask for so many tokens. No id begins with another."""
+        """Asks for `new` tokens. No id is a prefix of another."""
         ...
 
     def step(self) -> None:
-        """One turn of everything; harmless where there is nothing to do."""
+        """Runs one turn of every part; harmless if there is nothing to do."""
         ...
 
     def bring(self, request_id: str, phase: str) -> tuple[list[int], int]:
-        """Submit a request and step until it is in the phase, and stays until the next step. Its prompt and length.
+        """Submits a request and steps until it is in the phase, where it stays until the next step.
 
-        The length is more than a few tokens. Others may run. A phase that comes after the last token is fine.
+        Returns its prompt and length. The length is more than a few tokens. Other requests may run. A phase after the
+        last token is allowed.
         """
         ...
 
     def cancel(self, request_id: str) -> None:
-        """The client does not want it any more. A no-op if it has ended or is not known."""
+        """Cancels a request. A no-op if it has ended or is not known."""
         ...
 
     def outcome(self, request_id: str) -> Outcome:
-        """The state of a request by now."""
+        """The current state of a request."""
         ...
 
     def counters(self) -> Counters: ...
 
     def held_pages(self) -> int:
-        """Pages that a request holds or a transfer may still write, on every engine that lives. Idle ones are none."""
+        """The number of pages that a request holds or a transfer may still write, on all living engines.
+
+        Idle pages do not count.
+        """
         ...
 
     def check(self) -> None:
-        """Recount everything; raises if something does not add up."""
+        """Recounts everything. Raises if something does not add up."""
         ...
 
     def kill_peer(self, peer: str) -> Collection[str]:
-        """End a process as `kill -9` would. The requests that were lost with it: their outcome is an error."""
+        """Ends a process as `kill -9` would. Returns the requests that were lost with it; their outcome is an error."""
         ...
 
     def revive_peer(self, peer: str) -> None:
-        """Start it anew, where it was."""
+        """Restarts a peer at its old address."""
         ...
 
     def fail_pull(self, request_id: str, *, final: bool) -> None:
-        """Let the READs of a request that is in the phase "pulling" fail: of this attempt, or of every one."""
+        """Makes the READs of a request in phase "pulling" fail: those of this attempt, or with `final` those of every
+        attempt.
+        """
         ...
 
     def close(self) -> None:
-        """Take everything down. Safe twice."""
+        """Ends everything. Safe to call twice."""
         ...
 
 
 class Case:
-    """An adapter, what was asked of it, and what must have come of that at the end."""
+    """An adapter, the requests of a case, and the results that they must have at the end."""
 
     def __init__(self, adapter: Adapter, reference: Reference, limit_s: float = LIMIT_S) -> None:
         self.adapter, self.limits = adapter, adapter.limits
         self._reference = reference
         self._limit_s = limit_s
         self._asked: dict[str, tuple[Sequence[int], int]] = {}
-        self._most: dict[str, int] = {}  # of the cancelled ones, the tokens that may have come
+        self._most: dict[str, int] = {}  # for cancelled requests, the most tokens that may have been generated
         self._may_fail: set[str] = set()
 
     def submit(self, request_id: str, prompt: Sequence[int], new: int = NEW) -> None:
@@ -148,12 +154,12 @@ class Case:
         self._asked[request_id] = self.adapter.bring(request_id, phase)
 
     def again(self, request_id: str, name: str) -> None:
-        """The same prompts once more: pages that were left wrong would show."""
+        """Submits the same prompts again, which would show wrong pages."""
         self.submit(name, self._asked[request_id][0])
 
     def cancel(self, request_id: str) -> None:
         before = self.adapter.outcome(request_id)
-        # A step that was under way may bring one more.
+        # A step in flight may add one more.
         self._most.setdefault(request_id, len(before.tokens) + (not before.finished))
         self.adapter.cancel(request_id)
 
@@ -164,13 +170,13 @@ class Case:
             assert time.monotonic() < deadline, f"waited {self._limit_s} s for {what}"
 
     def start_bystander(self) -> None:
-        """A request that runs by itself by now, and that nothing which happens to others may touch."""
+        """Starts a request that runs independently, and that faults of other requests must not affect."""
         self.submit("bystander", prompt_of(0, self.limits.page_size + 1), 4 * NEW)
         outcome = self.adapter.outcome
         self.until(lambda: len(outcome("bystander").tokens) > 1 or outcome("bystander").finished, "the bystander")
 
     def check_end(self, may_fail: Collection[str] = ()) -> None:
-        """Run until nothing is left to do; look at every outcome, earlier ones too, and at what is held."""
+        """Runs until nothing is left to do. Checks every outcome, including earlier ones, and the held pages."""
         self._may_fail.update(may_fail)
         self.until(lambda: self.adapter.idle, "the end")
         for request_id, (prompt, new) in self._asked.items():
@@ -191,7 +197,7 @@ class Case:
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
-    """Random tokens; different from the first on for each seed below 200."""
+    """Random tokens. For seeds below 200 even the first tokens differ."""
     chance = random.Random(seed)
     return [seed, *(chance.randrange(250) for _ in range(length - 1))]
 
@@ -202,12 +208,12 @@ def _params(driver: type[Adapter], names: tuple[str, ...], rows: list[tuple[obje
 
 
 class AdapterContract:
-    """The cases. Subclasses name a driver, and yield one from the fixture `adapter`."""
+    """The cases. A subclass names a driver, and its fixture `adapter` yields one."""
 
     driver: ClassVar[type[Adapter]]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """The phases and peers of the driver; a skip that names it where it has none."""
+        """Parametrises tests by the driver's phases and peers. A driver without any is skipped by name."""
         driver = self.driver
         rows: dict[tuple[str, ...], tuple[list[tuple[object, ...]], str]] = {
             ("phase",): ([(phase,) for phase in driver.phases], "has nothing to cancel"),
@@ -228,7 +234,7 @@ class AdapterContract:
         return Case(adapter, reference)
 
     def test_admission(self, case: Case) -> None:
-        """More requests than rows and pages: they wait for each other, and all end."""
+        """With more requests than rows and pages, requests wait for each other, and all end."""
         limits = case.limits
         for number in range(limits.rows + 2):
             case.submit(f"r{number:02}", prompt_of(number, limits.tokens // 2))
@@ -237,7 +243,10 @@ class AdapterContract:
         assert limits.pages // 2 <= peak <= limits.pages, f"{peak} of {limits.pages} pages were held at a time"
 
     def test_hit(self, case: Case) -> None:
-        """A prompt whose head was served before runs only its tail, a prompt that was served whole its last page."""
+        """A prompt whose head was served before runs only its tail.
+
+        A prompt that was served before runs only its last page.
+        """
         size, before = case.limits.page_size, case.adapter.counters().reused_tokens
         head = prompt_of(1, max(size, 16) * 3)
         for name, tail, reused in (
@@ -252,7 +261,7 @@ class AdapterContract:
             assert found == reused, f"{name}: {found} tokens were found cached, {reused} were served before"
 
     def test_chunk(self, case: Case) -> None:
-        """A prompt longer than the budget of a run takes several."""
+        """A prompt that is longer than the budget of a run takes several runs."""
         budget = case.limits.budget
         case.submit("long", prompt_of(2, 5 * budget // 2))
         case.check_end()
@@ -260,7 +269,7 @@ class AdapterContract:
         assert 0 < most <= budget, f"{most} tokens ran at a time, the budget is {budget}"
 
     def test_preempt(self, case: Case) -> None:
-        """Requests that all fit at first and not at last: some give way, and nobody's tokens change."""
+        """All requests fit at first, but not at the end. Some are preempted, and no tokens change."""
         limits = case.limits
         length = limits.page_size + 1
         new = 8 * limits.tokens // (5 * limits.rows) - length
@@ -276,10 +285,10 @@ class AdapterContract:
         assert case.adapter.counters().preemptions > before, "nobody gave way: this has shown nothing"
 
     def test_cancel(self, case: Case, phase: str) -> None:
-        """A cancelled request takes nothing with it, and leaves nothing behind."""
+        """A cancelled request affects no other request, and leaves nothing behind."""
         case.start_bystander()
         case.bring("victim", phase)
-        for _ in range(2):  # once is enough, and twice is no harm
+        for _ in range(2):  # a second call must be harmless
             case.cancel("victim")
         case.adapter.cancel("nobody")
         case.check_end()
@@ -287,7 +296,7 @@ class AdapterContract:
         case.check_end()
 
     def test_peer_death(self, case: Case, peer: str, dies_in: str) -> None:
-        """A request whose peer dies gets its tokens elsewhere or fails with a reason; no other one is touched."""
+        """A request whose peer dies gets its tokens elsewhere or fails with a reason. No other request is affected."""
         case.start_bystander()
         case.bring("victim", dies_in)
         may_fail = {*case.adapter.kill_peer(peer)}
@@ -299,7 +308,10 @@ class AdapterContract:
         case.check_end()
 
     def test_failed_pull(self, case: Case, *, final: bool) -> None:
-        """Bytes that cannot be had are never made up: another attempt has them, or the request fails with a reason."""
+        """After a failed pull, another attempt gets the bytes, or the request fails with a reason.
+
+        Its tokens are never wrong.
+        """
         case.start_bystander()
         before = case.adapter.counters().failed_pulls
         case.bring("victim", "pulling")
@@ -310,7 +322,7 @@ class AdapterContract:
         case.check_end()
 
     def test_drain(self, case: Case) -> None:
-        """What is under way in every state ends; after that nothing moves, and closing finds nothing to do."""
+        """Requests in every state end. After that nothing changes, and closing finds nothing to do."""
         limits = case.limits
         for number, length in enumerate(
             (limits.tokens // 2, 3, 2 * limits.budget, limits.page_size, limits.tokens // 2)

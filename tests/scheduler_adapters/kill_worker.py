@@ -1,8 +1,7 @@
-"""A worker with a fuse: where a file named after its pid says so, it kills or stops itself in the midst of a move.
-
-The file holds a phase, a signal and a delay in seconds. It goes when the fuse is lit. Beside the phases of requests
-there are those of pages that one prefill process has from another: who asks is "fetching", then "pulling", and who has
-them is "asked", and then has "lent". They are always asked for, whether that is quicker or not.
+"""A worker with a fuse: it kills or stops itself during a move if a file named after its pid says so. The file holds a
+phase, a signal and a delay in seconds. It is removed when the fuse is lit. In addition to the phases of requests there
+are phases of pages that one prefill process gets from another. The asking process is "fetching", then "pulling". The
+source is "asked", and then has "lent". Pages are always asked for, whether that is quicker or not.
 """
 
 import os
@@ -21,7 +20,7 @@ from transfer.pull.lending import PageLender
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one process, as `scheduler_adapters.service.server` does; the fuses are in the folder that is named first."""
+    """Runs one process, as `scheduler_adapters.service.server` does. The first argument is the folder of the fuses."""
     die_with_parent()
     fuse = Path(arguments[0]) / str(os.getpid())
 
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def then(method: Callable[..., Any], look: Callable[[str], None], phase: str) -> Callable[..., Any]:
-    """The method, after which a phase has begun, unless it says that it had nothing to do."""
+    """Wraps a method after which a phase has begun, unless the method returns that it had nothing to do."""
 
     def act_and_look(*arguments: Any) -> Any:
         result = method(*arguments)
@@ -59,7 +58,7 @@ def then(method: Callable[..., Any], look: Callable[[str], None], phase: str) ->
 
 
 def light(signal: int, delay_s: float) -> None:
-    """End or stop this process, all its threads, at once or a little later."""
+    """Ends or stops this process with all its threads, at once or after a delay."""
     if delay_s:
         threading.Timer(delay_s, os.kill, (os.getpid(), signal)).start()
     else:

@@ -6,13 +6,13 @@ Two prefill and two decode processes serve requests. In each run one of them get
 at once or up to 5 ms later, it kills itself, or stops itself for longer than its leases last. A killed process is
 restarted at once, or after the others have ended their requests; it listens where it listened before. A run passes if
 
-- every request of the other processes ends within RECOVERY_S of the fault, and none waits for the victim for ever,
-- every output is equal to the model's own, or its failure has a reason and what came before is equal,
-- SETTLED_S after the last one nothing is held by any process, and `check()` finds nothing.
+- every request of the other processes ends within RECOVERY_S of the fault, and none waits for the victim for ever;
+- every output equals the model's own, or its failure has a reason and its tokens so far are right;
+- SETTLED_S after the last output no process holds anything, and `check()` finds nothing.
 
-Where the phase is one of pages that a prefill process has from the other (`kill_worker`), half of a run's requests come
-when the other half are served, with the same prompts and at the other prefill process; each run has a salt, so that
-nothing is cached from an earlier one.
+If the phase belongs to pages that one prefill process gets from the other (`kill_worker`), half of a run's requests
+come after the other half, with the same prompts, at the other prefill process. Each run has its own salt, so that
+nothing is cached from an earlier run.
 """
 
 import argparse
@@ -53,11 +53,11 @@ PHASES = {
 
 
 class Fault(NamedTuple):
-    """What is done to whom, and when."""
+    """A fault: its kind, its victim, and its phase."""
 
     role: str
     phase: str
-    kind: str  # "kill": restarted when the others are done; "restart": at once; "stop"
+    kind: str  # "kill": restarted after the others are done; "restart": restarted at once; "stop": stopped for a while
 
 
 FAULTS = [Fault(role, phase, kind) for role in PHASES for phase in PHASES[role] for kind in ("kill", "restart", "stop")]
@@ -65,7 +65,7 @@ FETCHED = [("prefill", phase) for phase in (*FETCHING, *LENDING)]
 
 
 class Outcome(NamedTuple):
-    """One run, in seconds from the fault."""
+    """The result of one run, in seconds from the fault."""
 
     fault: Fault
     others_s: float
@@ -103,7 +103,7 @@ def configs() -> list[ServerConfig]:
 
 
 class Range:
-    """The fleet that is shot at, and what it is asked for."""
+    """The fleet that suffers the faults, and its requests."""
 
     def __init__(self, client: Client, folder: Path, seed: int) -> None:
         self.client, self.fleet, self.folder = client, client.fleet, folder
@@ -116,7 +116,9 @@ class Range:
         self.long = [at for at, length in enumerate(lengths) if length > 128]
 
     def submit_twice(self, first: str, second: str) -> None:
-        """Two rounds of the same requests: at one prefill process, and when they are served at the other one."""
+        """Submits two rounds of the same requests: at one prefill process, and after these are served, at the other
+        one.
+        """
         prompts, salt = self.random.sample(self.long, REQUESTS // 2), f"salt {self.served}"
         for prefill in (first, second):
             for number, at in enumerate(prompts):
@@ -128,7 +130,7 @@ class Range:
                 self.wait_for_all(time.monotonic() + RECOVERY_S)
 
     def introduce(self) -> None:
-        """Until each decode process has been served by each prefill process: one that was restarted is known again."""
+        """Serves until each decode process has used each prefill process, so that a restarted one is known again."""
         for decode in ("decode-0", "decode-1"):
             for prefill in ("prefill-0", "prefill-1"):
                 self.client.settle(SETTLED_S)
@@ -142,7 +144,7 @@ class Range:
         self.client.asked.clear()
 
     def submit(self) -> None:
-        """One round of requests, spread over the decode processes."""
+        """Submits one round of requests, spread over the decode processes."""
         for number in range(REQUESTS):
             at, self.served = self.random.randrange(len(self.prompts)), self.served + 1
             decode = f"decode-{number % 2}"
@@ -151,7 +153,7 @@ class Range:
                 self.client.aborts.append((one.submitted + self.random.uniform(0.0, 0.5), one.request_id))
 
     def run(self, fault: Fault) -> Outcome:
-        """One run. It asserts the promises in the module's docstring."""
+        """Makes one run, and asserts the conditions in the module's docstring."""
         fetched = (fault.role, fault.phase) in FETCHED
         if fetched:
             self.introduce()
@@ -163,7 +165,8 @@ class Range:
         if number == signal.SIGKILL:
             self.fleet.expect_end(victim)
         if fetched:
-            both = f"prefill-{1 - int(victim[-1])}", victim  # who has the pages, and who is to read them
+            # the process that has the pages, and the one that reads them
+            both = f"prefill-{1 - int(victim[-1])}", victim
             self.submit_twice(*(both if fault.phase in FETCHING else both[::-1]))
         else:
             self.submit()
@@ -180,7 +183,8 @@ class Range:
             self.let_go_on(victim, at)
         elif not struck:
             fuse.unlink(missing_ok=True)
-            if number == signal.SIGKILL:  # nothing came into that phase; it has not ended, so it is ended now
+            # no request came into that phase, so the process is still alive and is ended now
+            if number == signal.SIGKILL:
                 self.fleet.kill(victim)
                 self.restart(victim)
         self.wait_for_all(time.monotonic() + RECOVERY_S)
@@ -188,7 +192,7 @@ class Range:
         return self.judged(fault, others_s, settled_s, struck=struck)
 
     def wait_for_end_or_stop(self, victim: str, fuse: Path) -> bool:
-        """Until the victim is struck, or all is served without it."""
+        """Waits until the victim is hit, or everything is served without a fault."""
         while self.client.open:
             self.client.hear(0.002)
             if not fuse.exists() and (self.fleet.has_ended(victim) or is_stopped(self.fleet.pids[victim])):
@@ -196,7 +200,7 @@ class Range:
         return not fuse.exists()
 
     def restart(self, victim: str) -> None:
-        """The victim comes back where it was; what it had is lost with it."""
+        """Restarts the victim at its old address. Its requests are lost."""
         while not self.fleet.has_ended(victim):
             time.sleep(0.001)
         self.client.give_up(victim, f"the process {victim} was killed")
@@ -204,13 +208,15 @@ class Range:
         self.client.wait_ready(victim)
 
     def let_go_on(self, victim: str, since: float) -> None:
-        """A stopped victim goes on, later than its leases last."""
+        """Continues a stopped victim, after its leases have run out."""
         while time.monotonic() < since + STOPPED_S:
             self.client.hear(0.05)
         os.kill(self.fleet.pids[victim], signal.SIGCONT)
 
     def wait_for_others(self, victim: str, at: float) -> None:
-        """Until every request that the victim does not decode has ended, which is soon enough after the fault."""
+        """Waits until every request that the victim does not decode has ended, and checks that this takes no longer
+        than allowed.
+        """
         others = [one for one in self.client.asked.values() if one.decode != victim]
         while not all(one.ended for one in others):
             self.client.hear(0.01)
@@ -219,13 +225,13 @@ class Range:
         assert not late, f"more than {RECOVERY_S} s after the fault: {late}"
 
     def wait_for_all(self, deadline: float) -> None:
-        """Until every request has ended."""
+        """Waits until every request has ended."""
         while self.client.open:
             self.client.hear(0.01)
             assert time.monotonic() < deadline, f"{RECOVERY_S} s after all was well again: {self.client.open}"
 
     def judged(self, fault: Fault, others_s: float, settled_s: float, *, struck: bool) -> Outcome:
-        """Every output is right."""
+        """Returns the outcome, after checking that every output is right."""
         every = list(self.client.asked.values())
         wrong = [one for one in every if not one.is_right]
         assert not wrong, f"wrong: {wrong}"
@@ -242,7 +248,7 @@ def is_stopped(pid: int) -> bool:
 def shoot(
     runs: int, seed: int, say: Callable[[str], None] = lambda _line: None, faults: Sequence[Fault] = tuple(FAULTS)
 ) -> list[Outcome]:
-    """Run every fault in turn, in an order of the seed, until there were `runs`."""
+    """Makes `runs` runs, with every fault in turn, in an order chosen by the seed."""
     torch.set_num_threads(1)
     order = random.Random(seed)
     queue: list[Fault] = []
@@ -273,7 +279,7 @@ def line_of(number: int, outcome: Outcome) -> str:
 
 
 def summary(outcomes: list[Outcome]) -> list[dict[str, object]]:
-    """A row for each kind of fault."""
+    """A table with a row for each kind of fault."""
     rows: list[dict[str, object]] = []
     for role in PHASES:
         for kind in ("kill", "restart", "stop"):
@@ -294,7 +300,7 @@ def summary(outcomes: list[Outcome]) -> list[dict[str, object]]:
 
 
 def main() -> int:
-    """Shoot, and print what came of it; the exit status."""
+    """Makes the runs, and prints the results. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.scheduler_adapters.kills", description=__doc__)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)

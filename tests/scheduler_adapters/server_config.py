@@ -1,4 +1,4 @@
-"""A small process of a service: what its tests start, and what each of them changes of that."""
+"""The configuration of a small process of a service, which each test starts with some changes."""
 
 from typing import Any
 

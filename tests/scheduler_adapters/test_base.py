@@ -1,4 +1,4 @@
-"""The managers are what a scheduler is told to call: each name, with the same parameters."""
+"""The managers have every method of the scheduler's protocols, with the same parameters."""
 
 import inspect
 from typing import Any

@@ -1,8 +1,8 @@
-"""SGLang's prefill and decode schedulers in two processes over our transfer, against its plain engine in a third.
+"""SGLang's prefill and decode schedulers in two processes over our transfer, compared with its plain engine in a third.
 
-SGLang's own: both event loops and their queues, sockets, the HTTP rendezvous, allocators, model and attention.
-Stand-ins: the tokenizer (`pd_server.Tokenizer`), the router (`pd_pair.Pair.send`: not in the wheel), packages that
-nothing here runs (`stand_ins`), and a READ that takes long (`pd_server.hold_reads`).
+SGLang's own code: both event loops and their queues, sockets, the HTTP rendezvous, allocators, model and attention.
+Substitutes: the tokenizer (`pd_server.Tokenizer`), the router (`pd_pair.Pair.send`: not in the wheel), packages that
+are not used here (`stand_ins`), and a READ that takes long (`pd_server.hold_reads`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def the_pair(model_dir: Path, page_size: int, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def pair(the_pair: Pair) -> Iterator[Pair]:
-    """The pair; afterwards neither side may hold anything."""
+    """The pair. After the test neither side may hold anything."""
     yield the_pair
     the_pair.prefill.wait_usage()
     the_pair.decode.wait_usage()
@@ -93,7 +93,7 @@ def test_an_abort_at_decode_keeps_the_pages_until_the_read_is_over(pair: Pair, e
     assert "Abort" in reason(pair.decode.answer("cut"))
     assert pair.decode.usage()["tokens"] >= len(PROMPTS[0]) - len(PROMPTS[0]) % 16
     assert "decode: aborted" in reason(pair.prefill.answer("cut"))
-    pair.prefill.wait_usage()  # at once, not when the read is over
+    pair.prefill.wait_usage()  # at once, and not only when the READ is over
     pair.decode.hold(on=False)
     check_works(pair, expected)
 
@@ -102,7 +102,7 @@ def test_an_abort_at_prefill_while_decode_reads_is_seen_by_the_fence(pair: Pair,
     pair.send_held("cut", PROMPTS[0])
     pair.prefill.ask("abort", name="cut")
     pair.prefill.answer("cut")
-    pair.prefill.wait_usage()  # its pages are free while they are read
+    pair.prefill.wait_usage()  # its pages become free while they are read
     pair.decode.hold(on=False)
     assert "no longer held the pages" in reason(pair.decode.answer("cut"))
     check_works(pair, expected)

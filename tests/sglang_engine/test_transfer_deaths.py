@@ -1,6 +1,6 @@
-"""Deaths of SGLang's prefill or decode server in each phase of a request; what stands in is what `test_transfer` names.
+"""Deaths of SGLang's prefill or decode server in each phase of a request, with the substitutes of `test_transfer`.
 
-The process that stays is never started again: it states an error, holds nothing, and the next request is right.
+The surviving process is never restarted: it reports an error, holds nothing, and serves the next request correctly.
 """
 
 from __future__ import annotations

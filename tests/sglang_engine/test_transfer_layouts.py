@@ -1,4 +1,6 @@
-"""Pages and ranks that differ between SGLang's prefill and decode servers; stand-ins as `test_transfer` names them."""
+"""Page sizes and ranks that differ between SGLang's prefill and decode servers, with the substitutes of
+`test_transfer`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Processes that end with objects of ours still open, for `test_exits`: without pytest, which takes 0.5 s to import."""
+"""Programs for `test_exits` that end while our objects are still open.
+
+They do not import pytest, which would take 0.5 s.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ _kept: list[Any] = []
 
 
 def at_work(thread: TransferThread) -> None:
-    """The thread polls without a pause from now on: mostly the interpreter ends while it is within a call of NIXL."""
+    """Makes the thread poll without a pause, so that the interpreter usually ends during one of its NIXL calls."""
     thread._pause = lambda: 0.0  # type: ignore[method-assign]
 
 
 def open_exchange() -> None:
-    """A lease stands, so that the thread polls all the time."""
+    """Opens an exchange with a lease, so that its thread keeps polling."""
     params = KVCacheParams(torch.float32, n_kv_heads=4, head_dim=64, page_size=16)
     manager = PagedKVCacheManager(params, 8, 2048, 2, ["cpu"], available_cache_memory=16 << 20)
     exchange = PageExchange(manager, "p")
@@ -47,7 +50,7 @@ def open_exchange() -> None:
 
 
 def open_thread() -> None:
-    """What a connector's worker has: a thread over a rank, with a lease."""
+    """Opens a transfer thread over a rank with a lease, as in a connector's worker."""
     engine = Engine("p")
     engine.offer()
     thread = TransferThread(engine.replica)
@@ -56,7 +59,7 @@ def open_thread() -> None:
 
 
 def open_engine() -> None:
-    """Two of MAX's engines that know each other."""
+    """Opens two connected engines with MAX's interface."""
     tensors = [[[torch.zeros(64, 64)]] for _ in range(2)]
     engines = [KVTransferEngine(f"e{at}", tensors[at], total_num_pages=64) for at in range(2)]
     for ours, theirs in (engines, engines[::-1]):
@@ -68,12 +71,12 @@ OPENED = {"exchange": open_exchange, "thread": open_thread, "engine": open_engin
 
 
 def ends(conn: Connection, what: str, how: str, path: str, wait_s: float) -> None:
-    """Opens something, and ends as a program does."""
+    """Opens an object, and ends in one of the ways in which a program ends."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.freeze()  # what was imported before is no garbage at the end: looking through it takes longer than all else
+    gc.freeze()  # imported modules are no garbage, and checking them at the end would take longest
     OPENED[what]()
     time.sleep(wait_s)
     try:
@@ -90,4 +93,4 @@ def ends(conn: Connection, what: str, how: str, path: str, wait_s: float) -> Non
         traceback.print_exc()
     conn.close()
     sys.stderr.flush()
-    ctypes.pythonapi.Py_Exit(STATUS[how])  # ends the interpreter: not as `multiprocessing` does, which leaves it
+    ctypes.pythonapi.Py_Exit(STATUS[how])  # finalizes the interpreter, which `multiprocessing` skips

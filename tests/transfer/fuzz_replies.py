@@ -1,7 +1,6 @@
-"""Handshake replies with a few bytes changed, sealed anew as anybody can who needs no key: `fuzz_replies.run`.
-
-The source is a process of its own; the reader is this one, over real NIXL, so that it is here to be counted only if no
-reply has ended it. Every reply whose metadata the source vouches for is loaded and read from as well.
+"""Handshake replies with a few changed bytes, sealed again without a key, as anybody could do: `fuzz_replies.run`. The
+source is a separate process. This process is the reader, over real NIXL, so a run finishes only if no reply has killed
+it. If the source vouches for a reply's metadata, it is also loaded and read from.
 """
 
 # pyright: basic
@@ -30,7 +29,7 @@ _WHOLE = [PagesOfGroup([1, 2], [4, 5], (0, 2 * TOKENS))]
 
 
 def serve(pipe: Connection) -> None:
-    """A source that is polled until the test closes the pipe."""
+    """Runs a source until the test closes the pipe."""
     source = Engine("p", key=b"")
     leases = [source.offer(f"r{slot}", slot, 1e6, engines=1 << 30) for slot in range(AT_ONCE)]
     pipe.send((source.card.ranks[0], leases))
@@ -44,7 +43,7 @@ def serve(pipe: Connection) -> None:
 
 
 def changed(data: bytes, engine_id: str, rng: random.Random) -> bytes:
-    """The metadata of a rank with 1 to 4 bytes changed; four in five times inside NIXL's own part of it."""
+    """The metadata of a rank with 1 to 4 changed bytes, in four of five cases within NIXL's own part."""
     rank = msgspec.structs.replace(open_rank(data), engine_id=engine_id)
     if rng.random() < 0.8:
         return sealed_rank(msgspec.structs.replace(rank, agent_metadata=_with_changes(rank.agent_metadata, rng)))
@@ -63,7 +62,7 @@ def _with_changes(data: bytes, rng: random.Random) -> bytes:
 
 
 class _Source:
-    """The source's process; another one where a reply has led to its death."""
+    """The source's process, which is replaced if a reply causes its death."""
 
     def __init__(self) -> None:
         self.deaths = -1
@@ -83,7 +82,7 @@ class _Source:
 
 
 def run(replies: int, seed: int, say: Callable[[str], None]) -> list[str]:
-    """Reads from so many engines whose replies are changed, some at once. Returns what went wrong."""
+    """Reads from this many engines with changed replies, several at once. Returns the failures."""
     rng, source = random.Random(seed), _Source()
     reader, became = Engine("d", seed=9, key=b""), Counter[str]()
     begun, open_keys, begin = 0, dict[str, int](), time.monotonic()

@@ -1,10 +1,9 @@
 """Explores every interleaving of the ownership protocol: `python -m tests.transfer.protocol_model --help`.
 
-The search is breadth first over states without duplicates, so that the first violation found has the shortest story.
-States that differ only in the names of equal readers, or in the order of a request's pages, count as one.
-
-A state is a number, made of the indices of its rooms and of how many processes may yet die. The moves of a room are
-worked out once for each room and whatever it can see of the others; the successors of a state are then mere sums.
+The search is breadth first over distinct states, so the first violation has the shortest possible trace. States that
+differ only in the names of equal readers, or in the order of a request's pages, count as one. A state is a number,
+composed of the indices of its rooms and the number of deaths still allowed. The moves of a room are computed once for
+each room and each view of the others. The successors of a state are then sums.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from tests.transfer.protocol_room import (
 )
 from tests.transfer.protocol_rules import ASSUMPTIONS, CASTS, RULES, SHOWN_BY, Cast, Part
 
-_BITS = 20  # of a room's index in a state
+_BITS = 20  # bits bits of a room's index in a state
 _MASK = (1 << _BITS) - 1
 _SOURCES = "PQ"
 
@@ -50,28 +49,28 @@ class Face(NamedTuple):
     held: int
     pages: tuple[int, ...]
     failed: bool  # a new attempt may begin
-    past: int  # readers that are not at it
-    new: int  # readers that have not heard of it
-    claims: bool  # its slot among the words is taken
-    standing: int  # source ranks where its word stands
+    past: int  # readers that have gone beyond this attempt
+    new: int  # readers that do not know it yet
+    claims: bool  # its word's slot is taken
+    standing: int  # source ranks on which its word is set
     said: int
-    # Where a prompt comes in stretches, of its only reader:
+    # If a prompt comes in stretches, for its only reader:
     pull: int = IDLE
-    here: int = -1  # pages that it has; -1: the stretch is not over
-    passed: bool = False  # of a part of an import: every word that it has read held its id, and it is not over
+    here: int = -1  # pages that it has; -1 while the stretch is not over
+    passed: bool = False  # for a part of an import: every word that it has read held its id, and it is not over
 
 
 class Steps(NamedTuple):
-    """The moves of a room in some surroundings: what each adds to the number of a state, and to its mirror image's."""
+    """The moves of a room with one view of the others: what each adds to a state's number and to its mirror image's."""
 
     deltas: tuple[tuple[int, int], ...]
     deaths: tuple[tuple[int, int], ...]  # the same, for the death of each process
-    spoils: bool  # some move writes to pages of other rooms; there is none with all rules
+    spoils: bool  # whether a move writes to pages of other rooms, which never happens with all rules
     wrong: bool
 
 
 class Result(NamedTuple):
-    """What a search has found. `story` tells how the first violation comes about; empty where there is none."""
+    """The result of a search. `story` is the trace of the first violation; empty if there is none."""
 
     states: int
     moves: int
@@ -83,18 +82,18 @@ class Result(NamedTuple):
 
 
 def _of_source(source: int, text: str) -> str:
-    """What is told of a room, with its own source in place of P."""
+    """The description of a move, with the room's own source instead of P."""
     return re.sub(r"\bP(?=\d|\b)", _SOURCES[source], text) if source else text
 
 
 class Explorer:
-    """All states of one cast, with all rules or without some."""
+    """Explores all states of one cast, with all rules or without some."""
 
     def __init__(self, cast: Cast, without: frozenset[str] = frozenset()) -> None:
         self.cast = cast
         self.protocol = Protocol(cast.shape, without)
         readers = cast.shape.readers
-        # A READ may hit a page, or which pages of a request are there counts.
+        # True if it matters which pages of a request are present, not only how many.
         self._exact = (
             bool(without & {"writer-hold", "quarantine", "settled-ends", "named-by-source"}) or cast.shape.by_content
         )
@@ -139,7 +138,7 @@ class Explorer:
         return room if size == 1 or self._exact else self._ordered(size, room)
 
     def _forget(self, room: Room) -> Room:
-        """Drops what can make no difference any more: messages to a lease that is over, pages that nobody reads."""
+        """Drops details that no longer matter: messages to an ended lease, pages that no reader reads."""
         said, heard, intact = room.said, room.heard, list(room.intact)
         for rank, links in enumerate(self.protocol.of_source):
             if room.word[rank] == CLEARED and self.protocol.has("attempt-check"):
@@ -255,7 +254,7 @@ class Explorer:
         return [move._replace(text=_of_source(part.source, move.text)) for move in moves]
 
     def _waits(self, position: int, faces: Sequence[Face]) -> bool:
-        """Whether a room is the back of an import whose front has not passed."""
+        """Whether a room is the back of an import whose front has not passed yet."""
         front = self.cast.parts[position].front
         return front >= 0 and not faces[front].passed
 
@@ -289,7 +288,7 @@ class Explorer:
                 raise RuntimeError(f"a move leads back: {room} to {other}")
 
     def _killed(self, part: Part, room: Room) -> list[Room]:
-        """Returns what becomes of a room when each process dies."""
+        """Returns the room after the death of each process."""
         shape = self.cast.shape
         sources = [
             self.protocol.crash_source(room, rank) if part.source == source else room
@@ -299,7 +298,7 @@ class Explorer:
         return sources + [self.protocol.crash_reader(room, reader) for reader in range(len(shape.readers))]
 
     def _tell(self, crashes: int, rooms: list[Room]) -> Iterator[tuple[str, int, list[Room], str]]:
-        """Everything that can follow a state, in words, worked out anew and without any symmetry."""
+        """All successors of a state, in words, computed without caches and symmetry."""
         faces = [self._face(room) for room in rooms]
         for position, part in enumerate(self.cast.parts):
             moves = self._moves(position, rooms[position], faces)
@@ -328,11 +327,11 @@ class Explorer:
     # The search.
 
     def run(self) -> Result:
-        """Explores every state that can be reached, or stops at the first that breaks a promise."""
+        """Explores every reachable state, or stops at the first that breaks a promise."""
         began = time.perf_counter()
         rooms = [self._id(position, self.protocol.initial) for position in range(len(self.cast.parts))]
         first = self._key(self.cast.crashes, rooms)
-        seen: dict[int, int] = {first: first}  # to the state from which it was first reached
+        seen: dict[int, int] = {first: first}  # maps each state to the one from which it was first reached
         level, depth, moves, finals = [first], 0, 0, 0
         while level:
             following: list[int] = []
@@ -352,7 +351,7 @@ class Explorer:
         return Result(len(seen), moves, finals, depth, time.perf_counter() - began)
 
     def _expand(self, state: int) -> list[int] | None:
-        """Returns what follows a state; None where a promise is broken in it or by a move from it."""
+        """Returns the successors of a state, or None if it or a move from it breaks a promise."""
         ids = [state >> shift & _MASK for shift in self._shifts]
         crashes = state >> _BITS * len(ids)
         steps = [self._steps_of(position, ids) for position in range(len(ids))]
@@ -376,7 +375,7 @@ class Explorer:
         return after
 
     def _story(self, seen: dict[int, int], state: int) -> tuple[str, tuple[str, ...]]:
-        """Tells how a state is reached and what is wrong there; readers and pages keep their names throughout."""
+        """Describes how a state is reached and what is wrong there, with consistent names of readers and pages."""
         path = [state]
         while seen[path[-1]] != path[-1]:
             path.append(seen[path[-1]])
@@ -428,7 +427,7 @@ def _print_result(cast: Cast, result: Result) -> None:
 
 
 def main() -> int:
-    """Runs the command. The status is 0 if all promises held, or, without a rule, if one was seen to break."""
+    """Runs the command. The status is 0 if all promises hold, or if leaving out a rule breaks one."""
     arguments = _arguments()
     if arguments.rules:
         for name, text in {**RULES, **ASSUMPTIONS}.items():

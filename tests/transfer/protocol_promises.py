@@ -1,4 +1,4 @@
-"""The promises of the protocol for every room in every state. `protocol_model` looks at each."""
+"""The promises of the protocol, which `protocol_model` checks for every room in every state."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.transfer.protocol_room import (
     bits,
 )
 
-_STAGE = {IDLE: 0, PULLING: 1, GIVEN_UP: 2, COMMITTED: 2, KEPT: 3, CLOSED: 4}  # how far a pull has come
+_STAGE = {IDLE: 0, PULLING: 1, GIVEN_UP: 2, COMMITTED: 2, KEPT: 3, CLOSED: 4}  # the progress of a pull
 
 
 def stale(protocol: Protocol, name: str, size: int, room: Room) -> str:
-    """No stale page: says which committed page does not hold what was leased, empty where each does."""
+    """Promise "no stale page": names a committed page that does not hold the leased content; empty if there is none."""
     for link, (reader, rank) in enumerate(protocol.links):
         wrong = ((1 << protocol.pages_of(size, room)) - 1) & ~room.link[link][2]
         if room.pull[reader] == COMMITTED and wrong:
@@ -38,11 +38,10 @@ def stale(protocol: Protocol, name: str, size: int, room: Room) -> str:
 
 
 def stuck(protocol: Protocol, name: str, room: Room, moves: Sequence[Move], waits: bool = False) -> str:
-    """No stuck state, no one else affected: names what cannot go on; empty if everything can.
-
-    A holder of pages has a move of its own that brings it nearer to giving them back. A pull whose lease stands and
-    that was not given up has a move that brings it nearer to its commit, whatever became of other readers and requests.
-    `waits`: the room is the back of an import whose front has not passed; once it has passed itself, it waits for that.
+    """Promise "no stuck state, no one else affected": names a party that cannot progress; empty if all can. A holder of
+    pages has a move of its own that brings it nearer to giving them back. A pull with an open lease that was not given
+    up has a move that brings it nearer to its commit, whatever happens to other readers and requests. `waits`: the room
+    is the back of an import whose front has not passed; after passing itself, it waits for that.
     """
     due = {move.due for move in moves}
     if (room.held or STANDING in room.word or STALE in room.word) and "P" not in due:
@@ -70,14 +69,14 @@ def _is_sound(protocol: Protocol, room: Room, reader: int) -> bool:
 
 
 def is_over(room: Room) -> bool:
-    """No lost page: whether nothing is held, nothing may be written, no word stands and no pull goes on."""
+    """Promise "no lost page": whether nothing is held, nothing may be written, no word is set and no pull is open."""
     words = STANDING in room.word or STALE in room.word
     pages = room.held or any(room.pages) or any(room.loose)
     return not (words or pages) and all(state in (IDLE, CLOSED) for state in room.pull)
 
 
 def rank(size: int, room: Room) -> int:
-    """A number that every move increases. So no move leads back, and every run ends."""
+    """A number that every move increases. It proves that no move leads back, and that every run ends."""
     gone = 0 if UNSET in room.word or room.held else sum(1 + size - mask.bit_count() for mask in room.intact)
     if room.found == UNASKED and UNSET in room.word:
         lost = sum(size - mask.bit_count() for mask in (room.listed, *room.intact))

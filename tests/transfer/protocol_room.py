@@ -1,18 +1,16 @@
-"""One lease and its pulls, as a machine of states. `protocol_model` explores all interleavings of several of these.
+"""One lease and its pulls, as a state machine. `protocol_model` explores all interleavings of several of these.
 
 A *room* is one attempt of one request: a source engine P of one or several ranks leases pages to the readers D0 and D1,
-each of which copies them over *links*, one for each pair of ranks. `docs/concepts/protocol.md` tells the same in prose.
-
-Where pages are asked for by what they hold (`Shape.by_content`), P has computed them for somebody else: nobody holds
-them, each may be lost at any time and be brought back from below, and what P leases is as many of them as it has when
-it is asked. A prompt may come in two stretches, each from a source of its own and each a room: the reader asks for the
-second behind what it has of the first, which it has published by then and may lose again. One import may also be read
-from two sources at the same time, a part of its pages from each and each a room: front and back.
-
-The network is the set of everything that was ever sent: a message may arrive at once, late, out of order, many times or
-never, with no move for any of these. A clock may strike at any moment. A page that nobody holds may be rewritten at any
-moment, each page for itself. A READ copies page by page, in any order, and a page counts as what it held when its last
-byte was read: under one lease a page only ever turns from right to wrong, so no torn copy is worse than that.
+each of which copies them over *links*, one for each pair of ranks. `docs/concepts/protocol.md` says the same in prose.
+If pages are asked for by content (`Shape.by_content`), P has computed them for another request. They are idle, so each
+may be evicted at any time and be loaded again from a lower tier. P leases as many of them as it has when it is asked. A
+prompt may come in two stretches from two sources. Each stretch is a room. The reader asks for the second one after the
+pages that it has of the first, which it has published and may lose again. One import may also be read from two sources
+at the same time, a part of its pages from each. Each part is a room: front and back. The network is the set of all
+messages ever sent: a message may arrive at once, late, out of order, many times or never, without a move for any of
+these. A deadline may pass at any moment. Each idle page may be overwritten at any moment. A READ copies page by page,
+in any order, and a page counts as its content when the last byte was read. Under one lease a page can only change from
+right to wrong, so a torn copy is no worse than that.
 """
 
 from __future__ import annotations
@@ -20,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
-UNSET, STANDING, STALE, CLEARED = range(4)  # a lease word; STALE: the id stands, the pages are gone
-IDLE, PULLING, GIVEN_UP, COMMITTED, CLOSED, KEPT = range(6)  # a reader's pull; KEPT: in its cache, held by nobody
+UNSET, STANDING, STALE, CLEARED = range(4)  # states of a lease word; STALE: the id is still set, but the pages are gone
+# states of a reader's pull; KEPT: its pages are cached and idle
+IDLE, PULLING, GIVEN_UP, COMMITTED, CLOSED, KEPT = range(6)
 NONE, COPYING, FENCED_EARLY, FENCING, MATCHED, MISMATCHED, PASSED, FLYING = range(8)  # a link
 
-ABSENT, UNASKED = 0, -1  # by content, not computed yet; computed, and nobody was answered yet
+ABSENT, UNASKED = 0, -1  # for leases by content: not computed yet; computed, but no reader was answered yet
 
 T = TypeVar("T")
 
@@ -33,49 +32,49 @@ class Room(NamedTuple):
     """One attempt of one request. In masks over pages of the request, bit k is its k-th page."""
 
     word: tuple[int, ...]  # [source rank]
-    held: int  # pages of P, a mask over its pool, the same on every rank
-    intact: tuple[int, ...]  # [source rank] pages of the request that still hold there what was leased
+    held: int  # pages held by P, a mask over its pool, the same on every rank
+    intact: tuple[int, ...]  # [source rank] pages of the request that still have the leased content there
     said: int  # links over which "done" or "refused" was sent
-    former: int  # those where an earlier incarnation of the reader sent it
-    heard: int  # links whose message the source has booked
+    former: int  # links over which an earlier incarnation of the reader sent it
+    heard: int  # links whose message the source has recorded
     pull: tuple[int, ...]  # [reader]
     pages: tuple[int, ...]  # [reader] pages held there, a mask over its pool, the same on every rank
-    loose: tuple[int, ...]  # [reader] pages given back that a READ may still write: none, with all rules
-    link: tuple[tuple[int, int, int], ...]  # [link] state, pages copied, pages whose copy is what was leased
+    loose: tuple[int, ...]  # [reader] pages given back that a READ may still write; none with all rules
+    link: tuple[tuple[int, int, int], ...]  # [link] state, copied pages, pages whose copy has the leased content
     # By content:
-    found: int = ABSENT  # how many pages the lease is of, from the first one asked for on; before it UNASKED
-    listed: int = 0  # pages that P would find
-    below: int = 0  # pages that P has in a lower tier as well, and may bring back
-    coming: int = 0  # pages that are on their way from there
-    first: int = 0  # pages of the prompt before the first one asked for, which the other masks leave out from then on
-    forged: int = 0  # readers whose table was changed on its way: its first page id is that of another request's page
+    found: int = ABSENT  # number of leased pages, from the first one asked for; UNASKED before that
+    listed: int = 0  # pages that P finds in its index
+    below: int = 0  # pages that P also has in a lower tier, and may load again
+    coming: int = 0  # pages that are being loaded from there
+    first: int = 0  # number of the prompt's pages before the first one asked for; the other masks then leave them out
+    forged: int = 0  # readers whose table was changed in transit: its first page id belongs to another request
 
 
 class View(NamedTuple):
-    """What a room can see of the others."""
+    """A room's view of the others."""
 
-    may_lease: bool = False  # the attempt before has failed somewhere, and the slot of the word is free
+    may_lease: bool = False  # the previous attempt has failed somewhere, and the slot of the word is free
     free_source: int = 0
     free_reader: tuple[int, ...] = ()
-    may_take: int = 0  # readers to whom this attempt is not out of date
-    late: int = 0  # without the attempt check: what was said in the attempt before
-    foreign: int = 0  # without fresh ids: source ranks where another word stands in the same slot
+    may_take: int = 0  # readers for which this attempt is not out of date
+    late: int = 0  # without the attempt check: links over which the previous attempt's message was sent
+    foreign: int = 0  # without fresh ids: source ranks on which another lease's word is set in the same slot
     has_tail: bool = False  # a stretch of the prompt follows
-    tail: int = IDLE  # the pull of it
-    head: int = -1  # pages of the stretch before that the reader has; -1: it is not over, or there is none
-    head_words: int = -1  # the source ranks where the word of that stretch stands; -1: there is none
-    # Where one import is read from two sources, for its back:
+    tail: int = IDLE  # the state of that stretch's pull
+    head: int = -1  # pages of the previous stretch that the reader has; -1 if that is not over, or there is none
+    head_words: int = -1  # source ranks on which that stretch's word is set; -1 if there is no such stretch
+    # If one import is read from two sources, for its back:
     has_front: bool = False
     front_passed: bool = False  # the front has passed, and is not over
-    front_words: int = -1  # the source ranks where the word of the front's lease stands
-    back_committed: bool = False  # for its front: the import is committed with what is behind it
+    front_words: int = -1  # source ranks on which the word of the front's lease is set
+    back_committed: bool = False  # for its front: the import was committed together with the back
 
 
 class Move(NamedTuple):
-    """What happens, and what comes of it.
+    """A move: its description and its result.
 
-    `due` names the party that makes the move by itself, with a clock and a memory of its own. `wrong` says which
-    promise the move breaks. `writes` is the page of a reader that a READ writes although others may have been given it.
+    `due` names the party that makes the move by itself, with its own clock and memory. `wrong` says which promise the
+    move breaks. `writes` is the page of a reader that a READ writes although another request may have been given it.
     """
 
     text: str
@@ -86,13 +85,13 @@ class Move(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The processes of a room: ranks of the source, the source rank of each link of each reader, pages of each pool."""
+    """The size of a room: ranks of the source, the source rank of each link of each reader, pages of each pool."""
 
     sources: int
     readers: tuple[tuple[int, ...], ...]
     pool: int
     by_content: bool = False
-    tiers: bool = False  # by content: what P has lost it may bring back
+    tiers: bool = False  # for leases by content: whether P may load lost pages again
 
 
 def put(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
@@ -108,7 +107,7 @@ def lowest(free: int, count: int) -> int:
 
 
 class Protocol:
-    """The moves of a room, with all rules or without some."""
+    """The possible moves of a room, with all rules or without some."""
 
     def __init__(self, shape: Shape, without: frozenset[str] = frozenset()) -> None:
         self.shape = shape
@@ -126,7 +125,7 @@ class Protocol:
         return rule not in self.without
 
     def moves(self, name: str, size: int, room: Room, view: View) -> Iterator[Move]:
-        """Everything that can happen next in the room of request `name`, of `size` pages."""
+        """All possible next moves in the room of request `name`, of `size` pages."""
         yield from (self._lend if self.shape.by_content else self._grant)(name, size, room, view)
         size = self.pages_of(size, room)
         for rank in range(self.shape.sources):
@@ -149,11 +148,11 @@ class Protocol:
         yield from self._set_words(name, room)
 
     def pages_of(self, size: int, room: Room) -> int:
-        """How many pages a reader takes that has asked for `size` of them."""
+        """How many pages a reader takes that has asked for `size`."""
         return room.found if room.found > 0 and self.has("take-what-is-held") else size
 
     def _lend(self, name: str, size: int, room: Room, view: View) -> Iterator[Move]:
-        """The moves before a lease by content, and the lease."""
+        """The moves before a lease by content, and the lease itself."""
         if room.found == ABSENT:
             if view.may_lease and view.free_source.bit_count() >= size:
                 full = (1 << size) - 1
@@ -173,7 +172,7 @@ class Protocol:
             yield from self._set_words(name, room)
 
     def _load(self, name: str, room: Room) -> Iterator[Move]:
-        """What P has in a lower tier comes back, page by page, while nobody has been answered."""
+        """P loads pages from a lower tier, one by one, while no reader has been answered."""
         for page in bits(room.below & ~room.listed) if room.found == UNASKED else []:
             bit, whole = 1 << page, self.has("list-when-there")
             loading = room._replace(below=room.below & ~bit, coming=room.coming | bit)
@@ -186,11 +185,11 @@ class Protocol:
             yield Move(f"page {page} of {name} is there", there._replace(listed=listed))
 
     def _ask(self, name: str, size: int, room: Room, view: View) -> Iterator[Move]:
-        """P is asked for the pages behind those that the reader has, and answers with what it has of them."""
+        """P is asked for the pages after those that the reader has, and answers with the ones that it has."""
         first = max(0, view.head)
         listed, coming = room.listed >> first, room.coming >> first
         run = next(page for page in range(size + 1) if not listed >> page & 1)
-        run = min(run, view.free_source.bit_count())  # what another lease holds is not this request's any more
+        run = min(run, view.free_source.bit_count())  # pages that another lease holds are not available to this request
         behind = f"what is behind page {first} of {name}" if first else name
         room = room._replace(below=0, coming=0 if self.has("list-when-there") else coming)
         if not run:
@@ -205,7 +204,7 @@ class Protocol:
 
     def _hold(self, name: str, room: Room, view: View) -> Move:
         held = lowest(view.free_source, room.found)
-        kept = (1 << room.found) - 1 if self.has("take-what-is-held") else -1  # beyond them nobody looks
+        kept = (1 << room.found) - 1 if self.has("take-what-is-held") else -1  # pages beyond these do not matter
         intact = tuple(mask & kept for mask in room.intact)
         return Move(f"P holds {room.found} pages of {name}", room._replace(held=held, intact=intact, listed=0))
 
@@ -216,7 +215,7 @@ class Protocol:
                 yield Move(text, room._replace(word=put(room.word, rank, STANDING)), "P")
 
     def offered(self, room: Room) -> bool:
-        """Whether the offer has left the source. The readers learn of it then, or any time later."""
+        """Whether the offer has left the source. Readers learn of it then or at any later time."""
         if room.found in (ABSENT, UNASKED) and self.shape.by_content:
             return False
         if self.has("word-before-offer"):
@@ -293,7 +292,7 @@ class Protocol:
                 taken = taken._replace(pull=put(room.pull, reader, PULLING), pages=put(room.pages, reader, pages))
                 text = f"D{reader} takes the offer of {name}, reserves pages {bits(pages)}, posts its READs"
                 yield Move(text, taken)
-                if not self.has("named-by-source"):  # with the rule it refuses the offer, which it may do anyway
+                if not self.has("named-by-source"):  # with the rule, it refuses the offer, which it may do in any case
                     text = f"{text}: its table was changed on its way, and names another request's page for page 0"
                     yield Move(text, taken._replace(forged=room.forged | 1 << reader))
             refused = room._replace(pull=put(room.pull, reader, CLOSED), said=room.said | self._mask(links))
@@ -357,7 +356,7 @@ class Protocol:
             left = left._replace(loose=put(room.loose, reader, room.pages[reader]))
         return Move(f"D{reader} {cause}: {name} fails, its pages are given back", left, due)
 
-    # What NIXL does for a reader.
+    # NIXL's part at a reader.
 
     def _read(self, name: str, size: int, link: int, room: Room, view: View) -> Iterator[Move]:
         state = room.link[link][0]
@@ -451,10 +450,10 @@ class Protocol:
             text = f"the READ of {name} that D{reader} gave up writes to page {page}"
             yield Move(text, room, writes=(reader, page))
 
-    # Events that come to a room from outside.
+    # Events from outside of a room.
 
     def crash_source(self, room: Room, rank: int) -> Room:
-        """A rank of P dies and starts anew: other bytes where its pages were, empty words, nothing remembered."""
+        """A rank of P dies and restarts: its pages have other bytes, its words are empty, and its memory is lost."""
         if not room.held and room.word[rank] == UNSET:
             return room._replace(intact=put(room.intact, rank, 0), listed=0, coming=0)
         survives = room.word[rank] in (STANDING, STALE) and not self.has("mortal-words")
@@ -463,7 +462,7 @@ class Protocol:
         return room._replace(word=word, intact=put(room.intact, rank, 0), held=held)
 
     def crash_reader(self, room: Room, reader: int) -> Room:
-        """A reader dies and starts anew: an empty pool, nothing in flight, and offers that it does not remember."""
+        """A reader dies and restarts: its pool is empty, nothing is in flight, and it does not remember offers."""
         if room.pull[reader] == IDLE and not room.said:
             return room
         links = self.of_reader[reader]
@@ -476,7 +475,10 @@ class Protocol:
         )
 
     def spoil(self, room: Room, reader: int, page: int) -> Room:
-        """A READ of another room writes to a page of a reader: where it is this room's and copied, the copy is lost."""
+        """A READ of another room writes to a page of a reader.
+
+        If that page has a copy of this room, the copy is lost.
+        """
         if not room.pages[reader] >> page & 1 or room.pull[reader] not in (PULLING, COMMITTED):
             return room
         bit = 1 << bits(room.pages[reader]).index(page)

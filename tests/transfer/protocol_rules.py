@@ -1,4 +1,4 @@
-"""The rules of the ownership protocol by name, each with the smallest cast that shows what comes of leaving it out."""
+"""The rules of the ownership protocol by name, each with the smallest cast that shows the harm of leaving it out."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from tests.transfer.protocol_room import Shape
 
 
 class Part(NamedTuple):
-    """One attempt of one request: its name, its pages, the attempt before it (or -1), and its slot among the words.
-
-    A stretch that has another one before it is of the whole prompt, of which it brings what that one did not.
+    """One attempt of one request: its name, its pages, the previous attempt (or -1), and the slot of its word. A
+    stretch with an earlier one covers the whole prompt, and brings the pages that the earlier one did not bring.
     """
 
     name: str
     pages: int
     before: int = -1
     slot: int = 0
-    source: int = 0  # whose slot it is, and whose pages: P, or Q
-    head: int = -1  # the stretch of the same prompt that comes before it (or -1)
-    front: int = -1  # the part of the same import that comes before it, read at the same time (or -1)
+    source: int = 0  # the source that has the slot and the pages: P or Q
+    head: int = -1  # the earlier stretch of the same prompt (or -1)
+    front: int = -1  # the front of the same import, read at the same time (or -1)
 
 
 class Cast(NamedTuple):
-    """The processes that take part, and how many of them may die. No other number is bounded."""
+    """The processes of a search, and how many of them may die. Nothing else is bounded."""
 
     title: str
     shape: Shape

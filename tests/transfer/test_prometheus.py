@@ -1,4 +1,4 @@
-"""What a scrape says of leases and pulls is what the exchanges did, real sockets and NIXL between them."""
+"""A scrape agrees with the leases and pulls of exchanges, over real sockets and NIXL."""
 
 # pyright: basic
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_both_sides_of_a_pull_are_counted(side: Any) -> None:
 
 
 def test_failures_are_counted_by_kind(side: Any) -> None:
-    """Four that really happen: nobody there, a lease that is over, pages that never come, a source that goes away."""
+    """Four real failures: no source at the address, an ended lease, pages that never come, a source that disappears."""
     source, reader = side(Side, "p"), side(Reader, "d")
     source.compute()
     offer = source.offer()

@@ -1,4 +1,4 @@
-"""The span of a hand-over: its parts sum to the whole, and it is part of the trace that its request came with."""
+"""The span of a hand-over: its parts sum to the whole, and it belongs to the trace of its request."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_the_trace_does_not_sample_is_not_exported() -> None:
 
 
 def test_a_part_begins_no_earlier_than_the_one_before_it_and_not_in_the_future() -> None:
-    """Other threads read the clock, and other hosts have others."""
+    """Times come from several threads, and from hosts with other clocks."""
     clock = Clock()
     span = HandoverSpan({}, {}, clock)
     span.begin("read")

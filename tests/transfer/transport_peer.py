@@ -1,4 +1,4 @@
-"""A process with an agent over a pool and over memory that cannot be read, driven by a test. It dies with the test."""
+"""A process that a test drives, with an agent over a pool and over unreadable memory. It dies with the test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def region(pages: int, value: int) -> NDArray[np.uint8]:
-    """uint8 `[pages, PAGE]` of memory that nothing else lies in."""
+    """uint8 `[pages, PAGE]` in memory of its own."""
     memory = np.frombuffer(mmap.mmap(-1, pages * PAGE), np.uint8).reshape(pages, PAGE)
     memory[:] = value
     return memory
@@ -33,9 +33,10 @@ def runs(base: int, pages: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 class Peer:
-    """Its `pool` stays. The second half of page 0 of `gone`, and all of its page 1, are registered and cannot be read.
+    """Its `pool` is always readable.
 
-    Unmapped memory behaves in the same way, until something else is mapped there.
+    Of `gone`, the second half of page 0 and all of page 1 are registered but unreadable. Unmapped memory behaves in the
+    same way until something else is mapped there.
     """
 
     def __init__(self, pages: int) -> None:
@@ -51,7 +52,7 @@ class Peer:
         return self.agent.name, self.agent.metadata, self.pool.ctypes.data, self.gone.ctypes.data
 
     def prepare_write(self, name: str, metadata: bytes, base: int, pages: int) -> None:
-        """Makes a WRITE of the first pages of the pool to another process. `write` posts it, as often as it likes."""
+        """Prepares a WRITE of the first pages of the pool to another process. `write` posts it, any number of times."""
         self.agent.add_peer(name, metadata)
         agent, every = self.agent._agent, np.arange(pages)  # pyright: ignore[reportPrivateUsage] -- `Agent` only reads
         here, there = (agent.get_xfer_descs(runs(at, every), "DRAM") for at in (self.pool.ctypes.data, base))
@@ -65,7 +66,7 @@ class Peer:
 
 
 def serve(conn: Connection, pages: int) -> None:
-    """Serve a test until it is gone."""
+    """Serves a test until the test ends."""
     peer = Peer(pages)
     conn.send(None)
     while True:
@@ -73,6 +74,6 @@ def serve(conn: Connection, pages: int) -> None:
             try:
                 name, args = conn.recv()
             except (EOFError, ConnectionError):
-                os._exit(0)  # with a transfer in flight, perhaps: nothing is to be given back in order
+                os._exit(0)  # a transfer may be in flight, so nothing can be released properly
             conn.send(getattr(peer, name)(*args))
         peer.agent.notifications()

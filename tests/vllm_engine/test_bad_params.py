@@ -1,4 +1,4 @@
-"""Inputs that end or hang vLLM's own connector: here each fails its request alone, as the policy says."""
+"""Inputs that end or hang vLLM's own connector. Here each fails only its request, according to the policy."""
 
 import logging
 import socket
@@ -29,7 +29,7 @@ def with_(**changes: Any) -> Callable[[Params], object]:
     return lambda params: params | changes
 
 
-# By the names of `reference/vllm.md` 3.3 and 2.8, where they have one.
+# Named as in `reference/vllm.md` 3.3 and 2.8, if listed there.
 BAD: dict[str, Callable[[Params], object]] = {
     "remote_host missing": without("remote_host"),
     "remote_host that no host can be": with_(remote_host="tcp://a b"),
@@ -63,7 +63,7 @@ def test_a_bad_input_fails_its_request_alone(make: Make, spoil: Callable[[Params
     assert served([prefill, decode], "good", good, 3, prefilled(prefill, "q", good)) == expected_tokens(
         good, 3, decode.shape
     )
-    # A lease that was named wrongly is read, or has ended: it ends in any case, long before its time is up.
+    # A wrongly named lease was read or has ended. It ends in any case long before its time is over.
     decode.add("again", PROMPT, 3, params)
     run_until([prefill, decode], lambda: decode.finish_reason("again"))
     assert decode.tokens("again") in ([], expected_tokens(PROMPT, 3, decode.shape))
@@ -93,7 +93,10 @@ def test_params_that_ask_for_nothing_are_no_error(make: Make, params: Params) ->
 
 
 def test_two_readers_of_one_lease_do_not_disturb_prefill(make: Make) -> None:
-    """The second comes when the pages are others' perhaps: it fails, or it read before."""
+    """When the second reader comes, the pages may belong to other requests.
+
+    It then fails, unless it has read before.
+    """
     prefill, decode = make("kv_producer"), make("kv_consumer")
     params = prefilled(prefill, "p", PROMPT)
     assert served([prefill, decode], "first", PROMPT, 2, params) == expected_tokens(PROMPT, 2, decode.shape)

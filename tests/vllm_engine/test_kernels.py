@@ -1,4 +1,4 @@
-"""vLLM's Triton kernels over our pages, in Triton's interpreter, beside our own attention."""
+"""vLLM's Triton kernels over our pages, in Triton's interpreter, compared with our own attention."""
 
 from __future__ import annotations
 

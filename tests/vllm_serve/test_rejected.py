@@ -1,6 +1,7 @@
-"""What decode's API answers with 400 or a client gives up: prefill's blocks are free at once, with real servers.
+"""If decode's API answers 400 or the client gives up, prefill's blocks are freed at once.
 
-The lease is ten minutes, so no block comes back because it has run out. One rejected request keeps half of the pool.
+The servers are real. The lease lasts ten minutes, so no block is freed because it has expired. One rejected request
+would keep half of the pool.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def pair(servers: Any, model: Callable[..., Path]) -> Pair:
 
 @pytest.fixture
 def prompt() -> Callable[[], list[int]]:
-    """Returns `prompt()`, another one each time: nothing of it is cached."""
+    """Returns `prompt()`, which makes a new prompt each time, without cached blocks."""
     numbers = random.Random(5)
     return lambda: [numbers.randrange(256) for _ in range(LENGTH)]
 

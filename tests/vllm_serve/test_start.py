@@ -1,4 +1,4 @@
-"""What a real server says of our connector when it starts, and that options which are wrong end the start."""
+"""What a real server logs about our connector when it starts, and that wrong options end the start."""
 
 from __future__ import annotations
 

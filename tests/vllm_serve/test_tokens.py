@@ -1,4 +1,6 @@
-"""Prefill on one server, decode on another: the tokens are those of plain vLLM, for every model and pair of shapes."""
+"""With prefill on one server and decode on another, the tokens equal those of plain vLLM, for every model and pair of
+shapes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ Expected = Callable[[Path], list[list[int]]]
 LONGEST = max(range(len(PROMPTS)), key=lambda at: len(PROMPTS[at]))
 
 _SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "32 to 32": ({}, {"number": 1, "policy": "recompute"}),  # what a load costs is counted: nothing is recomputed
+    # with the policy "recompute", counters show that nothing is recomputed
+    "32 to 32": ({}, {"number": 1, "policy": "recompute"}),
     "32 to 64": ({}, {"block_size": 64}),
     "64 to 32": ({"block_size": 64}, {}),
     "64 to 96": ({"block_size": 64}, {"block_size": 96}),
@@ -37,13 +40,13 @@ _OFTEN = ("32 to 32", "32 to 64", "64 to 32")
 
 
 def _cells() -> list[Any]:
-    """Pairs that run each time, and pairs that take a night: starts are what costs."""
+    """The pairs that always run, and those that only the nightly run starts, because starts take long."""
     found = [pytest.param("llama", shape, marks=[] if shape in _OFTEN else pytest.mark.long) for shape in _SHAPES]
     found += [pytest.param("gemma3", shape, marks=[] if shape == "32 to 64" else pytest.mark.long) for shape in _OFTEN]
     for name in ("qwen3", "mistral", "granite"):
         found += [pytest.param(name, shape, marks=pytest.mark.long) for shape in _OFTEN]
     found += [pytest.param("granite", shape, marks=pytest.mark.long) for shape in ("TP 1 to 2", "TP 2 to 1")]
-    found.append(pytest.param("deepseek", "32 to 32", marks=pytest.mark.long))  # their connector takes minutes for it
+    found.append(pytest.param("deepseek", "32 to 32", marks=pytest.mark.long))  # takes minutes with their connector
     return found
 
 
@@ -71,7 +74,7 @@ def test_tokens_are_those_of_plain_vllm(
     tokens = _of_their_connector(servers, decode) if name in _DEPENDS_ON_ITS_BATCH else expected(target)
     pair: Pair = servers.pair(prefill, decode)
     pair.forget()
-    logged = [len(server.text) for server in pair.both]  # the pair is shared with tests of refusals
+    logged = [len(server.text) for server in pair.both]  # the pair is shared with tests that cause refusals
     before = pair.decode.metrics()
     alone = [pair.ask(prompt) for prompt in PROMPTS]
     assert not differences(alone, tokens)
@@ -92,7 +95,7 @@ def test_tokens_are_those_of_plain_vllm(
 
 
 def assert_transferred(before: dict[str, float], after: dict[str, float]) -> None:
-    """By vLLM's own counters, decode has computed next to nothing of the prompts."""
+    """Checks with vLLM's own counters that decode has computed almost none of the prompts."""
     computed, loaded = (
         after[name] - before.get(name, 0)
         for name in (
@@ -106,9 +109,10 @@ def assert_transferred(before: dict[str, float], after: dict[str, float]) -> Non
 
 @pytest.mark.parametrize("name", ["gemma3", pytest.param("mistral", marks=pytest.mark.long)])
 def test_what_was_loaded_is_a_prefix_for_others_only_where_it_is_whole(servers: Any, model: Model, name: str) -> None:
-    """Prefill gives up what a window has left, block by block: decode's first block of it may be larger, and hold less.
+    """Prefill frees blocks that a window has left.
 
-    The last prompts begin with 256 tokens that decode has, its window's first block being that of tokens 192 to 255.
+    Decode's first block of the window may be larger, and then lack some tokens. The last prompts begin with 256 tokens
+    that decode has, where its window's first block is that of tokens 192 to 255.
     """
     settings = Settings(model(name))
     pair: Pair = servers.pair(*(replace(settings, **changes) for changes in _SHAPES["32 to 64"]))

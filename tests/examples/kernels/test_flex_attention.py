@@ -1,4 +1,4 @@
-"""torch's FlexAttention over our pages, beside our own attention."""
+"""torch's FlexAttention over our pages, compared with our own attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_flex_attention_computes_what_our_attention_does_in_every_page_order() -
 @pytest.mark.ci
 @pytest.mark.timeout(600)
 def test_its_fused_kernels_do_too() -> None:
-    """They are compiled, one for each dtype and stride."""
+    """One kernel is compiled for each dtype and stride."""
     done = subprocess.run(
         [sys.executable, "examples/kernels/flex_attention.py", "--compile"],
         cwd=ROOT,

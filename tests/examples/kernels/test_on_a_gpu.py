@@ -1,4 +1,4 @@
-"""The kernels of `examples/kernels` that are installed, compiled for a GPU, beside our own attention there."""
+"""The installed kernels of `examples/kernels`, compiled for a GPU, and compared with our own attention there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's router sends prompts to whoever holds most of them, through evictions, restarts and losses."""
+"""vLLM's router sends each prompt to the manager with most of its pages, through evictions, restarts and losses."""
 
 from __future__ import annotations
 

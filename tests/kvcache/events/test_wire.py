@@ -1,4 +1,4 @@
-"""The bytes of vLLM 0.33, as its own encoder made them."""
+"""Our messages compared with bytes that the encoder of vLLM 0.33 has made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which page goes where hints are trusted. For random moves see `tests.kvcache.test_eviction_order`."""
+"""Which page is evicted while hints are trusted. `tests.kvcache.test_eviction_order` has the random moves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pages(*ids: int) -> np.ndarray:
 
 
 def said(order: HintedOrder, hint: Retention | None, *ids: int) -> None:
-    """A request that used these pages ends, and says `hint` of them."""
+    """Ends a request that used these pages and gives them this hint."""
     order.hint(pages(*ids), hint and page_hints(hint, len(ids), 1))
     order.append(pages(*ids))
 
@@ -69,7 +69,7 @@ def test_a_hint_decays_and_never_pins() -> None:
         said(order, None, 2)
         order.remove(pages(2))
     said(order, None, 3)
-    assert order.pop(1).tolist() == [3]  # still ahead, by a hair
+    assert order.pop(1).tolist() == [3]  # still just ahead
     said(order, None, 3)
     said(order, None, 4)
     assert order.pop(3).tolist() == [3, 1, 4]
@@ -156,7 +156,7 @@ def test_whatever_the_hints_say_it_holds_what_lru_holds_in_a_pool_smaller_by_the
     order, lru, free = order_of(share), list[int](), [*range(1, POOL + 1)]
     for _ in range(3000):
         page = int(rng.integers(1, POOL + 1))
-        if page in free:  # a miss: another page is evicted where none is free
+        if page in free:  # a miss, which evicts another page if none is free
             free.remove(page)
             if not free:
                 free += order.pop(1).tolist()

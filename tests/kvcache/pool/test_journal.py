@@ -12,7 +12,7 @@ NEWS = ("going", "gone", "came", "followed", "found", "left", "changed")
 
 
 class Noting(PageReader):
-    """Notes who was told."""
+    """Records which readers were told."""
 
     def __init__(self, name: str, told: list[str]) -> None:
         self.name, self.told = name, told
@@ -49,7 +49,7 @@ def test_each_reason_has_a_number_and_a_name_of_its_own() -> None:
 
 
 def test_whoever_is_being_told_may_leave_meanwhile() -> None:
-    """As a watcher does, in a thread of its own."""
+    """A watcher leaves from its own thread."""
     journal, told = Journal(), list[str]()
 
     class Leaving(Noting):

@@ -1,4 +1,6 @@
-"""Random steps in flight: fetched ahead and run later, while all else happens to their requests and pages."""
+"""Random steps in flight: they are fetched ahead and run later. Meanwhile anything may happen to their requests and
+pages.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from tests.kvcache.random_model.plain import Request
 
 @dataclass(eq=False)
 class Entry:
-    """A request of a step in flight: what of it runs, of which tokens."""
+    """A request of a step in flight: the range of it that runs, and its tokens."""
 
     one: Request
     named: Named
@@ -39,7 +41,7 @@ class Flight:
 
 
 class AheadMoves(ImportMoves):
-    """Up to two steps are in flight. A device runs them in their order, some time."""
+    """Up to two steps are in flight. A device runs them later, in their order."""
 
     def __init__(self, *args: Any) -> None:
         self.flights: list[Flight] = []
@@ -57,7 +59,7 @@ class AheadMoves(ImportMoves):
 
     @property
     def running(self) -> list[Request]:
-        """Also no request that was fetched for the step after the one that has yet to give its token."""
+        """Also leaves out requests that were fetched for the step after the one whose token is not known yet."""
         waiting = {entry.one for flight in self.flights for entry in flight.entries if not entry.advanced}
         return [one for one in super().running if one not in waiting]
 
@@ -66,7 +68,7 @@ class AheadMoves(ImportMoves):
         return [one for one in super().ready if not one.context.has_future_token]
 
     def fetch_ahead(self) -> bool:
-        """Plan a step of some requests; a third one is refused."""
+        """Plans a step of some requests. A third step in flight is refused."""
         ready = [one for one in super().ready if one in self.running and len(one.tokens) < LONGEST]
         if self.manager.states or not ready:
             return False
@@ -109,7 +111,7 @@ class AheadMoves(ImportMoves):
         raise AssertionError("a third step is in flight")
 
     def advance(self, flight: Flight) -> None:
-        """A request that runs now goes on with a future token, unless one is to come already, or it has gone."""
+        """Adds a future token to each request that runs now, unless it has one already or was released."""
         may = [entry for entry in flight.entries if not entry.advanced and not entry.one.context.has_future_token]
         may = [entry for entry in may if self.live.get(entry.one.name) is entry.one]
         if flight.batch is not None and len(may) == len(flight.entries):
@@ -127,7 +129,7 @@ class AheadMoves(ImportMoves):
             self.seen["stepped in flight"] += 1
 
     def land(self) -> bool:
-        """The device has run the oldest step: with what its tables say, whatever has become of its requests."""
+        """Runs the oldest step on the device, with its tables, whatever has happened to its requests."""
         if not self.flights:
             return False
         flight = self.flights[0]
@@ -147,14 +149,14 @@ class AheadMoves(ImportMoves):
         return True
 
     def is_live(self, entry: Entry) -> bool:
-        """Whether its request is claimed as it was, and has pages."""
+        """Whether its request is still claimed as at that time, and has pages."""
         return self.live.get(entry.one.name) is entry.one and entry.one.has_pages
 
     def run_ahead(self, entry: Entry) -> Run:
         return Run(entry.one.name, entry.one.replica, entry.named, entry.tokens, entry.start, entry.active)
 
     def realize(self, flight: Flight) -> None:
-        """The tokens of a step are known, to whoever has them."""
+        """Replaces the future tokens of a step, in the requests that still have them."""
         mine = [entry for entry in flight.entries if entry.advanced and not entry.realized]
         tokens = [self.choose.integer(1, 2) for _ in mine]
         if flight.batch is not None and len(mine) == len(flight.entries):
@@ -189,7 +191,7 @@ class AheadMoves(ImportMoves):
         self.books.learn(leaving=parked)
 
     def end_unknown_steps(self, steps: Sequence[StepInFlight]) -> None:
-        """After an interrupt: what nobody was given ends, and what has ended is known."""
+        """After an interrupt: ends the steps that no caller was given, and notes which steps have ended."""
         for step in steps:
             if all(step is not flight.step for flight in self.flights):
                 self.manager.end_step(step)

@@ -1,7 +1,7 @@
-"""Takes up after each call what a manager has changed, and compares it with what the plain model says may change.
+"""Records after each call what a manager has changed, and compares it with the changes that the plain model allows.
 
-Which pages a request has, and which contents are found, the manager says; that they are the right ones, as many, in the
-right order, and that their bytes are those of their tokens, is for the model to say.
+The manager says which pages a request has and which contents are found. The model checks their number, their order and
+their contents, and that their bytes are those of their tokens.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from tests.kvcache.random_model.plain import (
 
 
 class Books:
-    """A manager and its model, as they are after the last call.
+    """A manager and its model, in the state after the last call.
 
     Attributes:
-        foretold: whether the model says what is evicted. Where states lie among pages it depends on where these lie.
-        lenient: after an interrupt, until nothing is left of it: published pages of running requests may be found no
-            more, and orders are taken from the manager.
+        foretold: whether the model predicts what is evicted. If states lie among pages, that depends on where pages
+            lie.
+        lenient: True after an interrupt until all of its effects are gone. Meanwhile published pages of running
+            requests need not be found, and orders are taken from the manager.
     """
 
     def __init__(self, built: Built, names: Names) -> None:
@@ -46,7 +47,7 @@ class Books:
         self.foretold = not several and not {"states in slabs", "peer copies"} & self.features
         self.lenient = False
         self.host_foretold = not {"files", "objects", "lends", "peer copies"} & self.features
-        self.blurred = False  # a call was interrupted some time
+        self.blurred = False  # a call was interrupted at some time
         self.orders = Orders(built, names)
         tables = [Table(one.group, one.group.kind == "full") for one in self.manager.layer_tables.tables]
         count = self.manager.num_replicas
@@ -61,9 +62,10 @@ class Books:
             )
             for at in range(count)
         ]
-        self.used: dict[Digest, tuple[int, int]] = {}  # when a content was used in host memory, and its column
+        self.used: dict[Digest, tuple[int, int]] = {}  # when each content was last used in host memory, and its column
         self.host: dict[Digest, int] = {}
-        self.not_below: set[Digest] = set()  # contents in use while all else was forgotten, also their copies
+        # contents that were in use during a reset, which also forgot their copies in lower tiers
+        self.not_below: set[Digest] = set()
         self.clock = 0
         self.seen_evictions = [0] * count
         self.seen_state_evictions = [0] * count
@@ -83,14 +85,14 @@ class Books:
         leaving: Sequence[tuple[int, int]] | None = None,
         reset: bool = False,
     ) -> None:
-        """Take up what a call has done.
+        """Records what a call has done.
 
         Args:
-            batch: whose pages may have left their rows, one request after another.
-            stepped: what has been stepped just now.
-            leaving: pages that somebody let go, of a replica each, in the order in which they may become idle; None:
-                as rows give them back.
-            reset: everything that nobody holds was forgotten.
+            batch: requests whose pages may have left their rows, in order.
+            stepped: the requests of the step, if the call was one.
+            leaving: for each replica, the pages that were given back, in the order in which they may become idle. None
+                stands for the order in which rows give pages back.
+            reset: whether all idle content was forgotten.
         """
         self.clock += 1
         self.blurred |= self.lenient
@@ -106,28 +108,30 @@ class Books:
                 self._learn_states(at, replica, stepped, reset=reset)
         self._gone.clear()
         self._learn_host(reset=reset)
-        self.clock += 1  # what the next call uses is used after what came by this one
+        self.clock += 1  # content that the next call uses counts as used after what this call has added
         assert self.manager.num_free_blocks == sum(replica.free() for replica in self.replicas)
 
     _gone: dict[int, dict[int, tuple[int, ...]]] = {}  # noqa: RUF012 - see `leave`
 
     def leave(self, one: Request) -> None:
-        """A request was released."""
+        """Records that a request was released."""
         replica = self.replicas[one.replica]
         del replica.requests[one.name]
         self._gone = {one.replica: dict(self._places(one))}
 
     def gives_back(self, one: Request) -> None:
-        """A request is about to have other pages than before."""
+        """Records that a request is about to get other pages."""
         self._gone = {one.replica: dict(self._places(one))}
 
     def touch_found(self, one: Request) -> None:
-        """The copy of the state that a request goes on from was used."""
+        """Records the use of the state copy from which a request continues."""
         what = content(0, one.tokens, one.named, one.context.start_idx // PAGE_SIZE - 1)
         self.touch_state(one.replica, self.names.digest_of[what])
 
     def _places(self, one: Request, nth: int = 0) -> Iterable[tuple[int, tuple[int, ...]]]:
-        """Each page of a request, and what says when it becomes idle: the tail first, a full first table last."""
+        """Yields each page of a request, with a key for the order in which pages become idle: tails first, a full first
+        table last.
+        """
         keeps_all = self.replicas[one.replica].tables[0].holds_all
         for number, row in enumerate(one.rows):
             for column, page in row.items():
@@ -179,7 +183,7 @@ class Books:
 
     @property
     def _comes_back(self) -> bool:
-        """Whether what is evicted may be brought back in the same call."""
+        """Whether the same call may evict pages and bring them back."""
         return bool({"host", "peer copies"} & self.features)
 
     def _follow_order(
@@ -190,7 +194,7 @@ class Books:
         before: dict[int, tuple[int, ...]],
         leaving: list[int] | None,
     ) -> None:
-        """Pages that are held now leave the order, pages that became idle join it, evicted ones came first in it."""
+        """Updates the eviction order: held pages leave it, idle ones join it. Checks that evicted ones were first."""
         was, gone = changed
         held, order, now = replica.holders().keys() | replica.beside, replica.order, replica.there
         for digest in [one for one in order if now.get(one) in held]:
@@ -220,7 +224,7 @@ class Books:
         return str([self.names.content_of.get(one) for one in digests])
 
     def _same_rows(self, replica: Replica, digest_of: dict[int, Digest]) -> None:
-        """Rows name found pages where their content is, and pages of their own elsewhere."""
+        """Checks that rows name the found pages where their content was found, and pages of their own elsewhere."""
         holders = replica.holders()
         for one in replica.requests.values():
             tokens, named = one.tokens, one.named
@@ -235,7 +239,7 @@ class Books:
                         assert column >= full, f"{one.name}: page {column} of table {number} is full, and not found"
 
     def same_bytes(self, at: int, page: int, what: Content) -> None:
-        """A page's bytes are those of its tokens, on each shard."""
+        """Checks that a page has the bytes of its tokens, on each shard."""
         for shard, blocks in enumerate(self.manager.device_tensors[at]):
             if blocks.dtype.itemsize < 8:
                 return
@@ -271,24 +275,28 @@ class Books:
                 lent = seam.lent_states(self.manager, at)
                 oldest = [one for one in was if one in evicted or not (one in gone or was[one] in lent)]
                 assert {*oldest[:more]} == evicted, "the newest went"
-        # A copy that another replica had may give way to the pages that come with it.
+        # The pages that are copied from another replica may evict the state copy that comes with them.
         least = -1 if "peer copies" in self.features else 0
         assert len(mine) > 1 or least <= len(gone) - more <= len(mine), f"{more} states evicted, {len(gone)} are gone"
         for one in mine:
             self._state_stays(at, replica, one, {*was}, alone=len(mine) == 1)
 
     def touch_state(self, at: int, digest: Digest) -> None:
-        """A copy was used just now."""
+        """Records the use of a state copy."""
         replica = self.replicas[at]
         if digest in replica.kept:
             replica.kept[digest] = replica.kept.pop(digest)
 
     def _state_stays(self, at: int, replica: Replica, one: Request, was: set[Digest], *, alone: bool) -> None:
-        """A copy is kept of a state at the end of a page, if there is room, in place of one that it only passed by."""
+        """Records that a state at the end of a page is kept, if there is room.
+
+        It replaces a copy that only passes along.
+        """
         start = one.cached
         if start % PAGE_SIZE or not start or not replica.caching:
             return
-        if start // PAGE_SIZE - 1 not in one.rows[0]:  # a window has moved on, and the state was set back to its end
+        # a window has moved on, and the state was set back to the end of the request
+        if start // PAGE_SIZE - 1 not in one.rows[0]:
             return
         digest = self.names.digest_of[content(0, one.tokens, one.named, start // PAGE_SIZE - 1)]
         room = len(replica.requests) < ROWS + self.built.copies
@@ -299,10 +307,10 @@ class Books:
         stays = start in (one.ends or ()) or bool(spacing and start % spacing == 0)
         made = digest in replica.kept and digest not in was
         one.passing = digest if not stays and (made or not alone or one.passing == digest) else None
-        one.surely = alone  # of a batch one has made it, and it is not known which
+        one.surely = alone  # one request of the batch has made it; which one is not known
 
     def plain_states(self, at: int) -> bool:
-        """Whether requests alone hold states."""
+        """Whether only requests hold states."""
         return self.manager.states[at].num_held == len(self.replicas[at].requests)
 
     def same_state(self, at: int, page: int, digest: Digest) -> None:
@@ -314,7 +322,7 @@ class Books:
     # ---- host memory
 
     def use(self, digests: Iterable[Digest]) -> None:
-        """These contents were used just now, in host memory, too."""
+        """Records the use of these contents, in host memory too."""
         for digest in digests:
             self.used[digest] = (self.clock, -len(self.names.content_of[digest]))
 
@@ -333,7 +341,7 @@ class Books:
         self.host = now
 
     def _kept_below(self, replica: Replica, gone: set[Digest]) -> None:
-        """What is evicted is in host memory, where that was never full."""
+        """Checks that evicted content is in host memory, if host memory was never full."""
         slots = self.manager.total_num_host_pages
         if slots and len(self.names.content_of) < slots and not {"lends"} & self.features:
             lost = gone - seam.in_host(self.manager).keys() - replica.there.keys()
@@ -341,7 +349,7 @@ class Books:
             assert not lost, f"{self._said(lost)} was evicted, and is not in the host"
 
     def _same_slot(self, slot: int, what: Content) -> None:
-        """A slot's bytes are those of the content, in whatever order they lie."""
+        """Checks that a slot has the bytes of the content, in any order."""
         for shard, memory in enumerate(
             seam.host_memory(self.manager) if self.manager.params.dtype.itemsize == 8 else ()
         ):
@@ -350,7 +358,7 @@ class Books:
             assert (there == values).all(), f"slot {slot} of the host does not hold {what}"
 
     def everything_right(self) -> None:
-        """The bytes of all that can be found are right."""
+        """Checks the bytes of everything that can be found."""
         for at, replica in enumerate(self.replicas):
             for digest, page in replica.there.items():
                 self.same_bytes(at, page, self.names.content_of[digest])

@@ -1,4 +1,4 @@
-"""A call that is interrupted at any bytecode, as a signal handler, Ctrl-C or the interpreter itself may."""
+"""Interrupts a call at any bytecode, as a signal handler, Ctrl-C or the interpreter itself may do."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ SIGN = "interrupted here"
 
 
 def interrupted(call: Callable[[], T], at: int, error: type[BaseException]) -> tuple[T | None, int, bool]:
-    """The result of the call, the bytecodes of `kvcache` that it ran, and whether `error` was raised at the `at`-th
-    one.
+    """Calls `call`, and raises `error` at its bytecode number `at` in `kvcache`.
 
-    Any other error of the call is raised.
+    Returns the result, the number of bytecodes, and whether `error` was raised. Other errors of the call pass through.
     """
     count, done = 0, False
 
@@ -40,7 +39,7 @@ def interrupted(call: Callable[[], T], at: int, error: type[BaseException]) -> t
         if event == "call":
             if not frame.f_code.co_filename.startswith(_OURS):
                 return None
-            # Since Python 3.12 there are no events of opcodes without those of lines, which take time.
+            # Since Python 3.12, opcode events need line events, which take time.
             frame.f_trace_opcodes, frame.f_trace_lines = True, sys.version_info >= (3, 12)
         elif event == "opcode":
             count += 1
@@ -62,18 +61,18 @@ def interrupted(call: Callable[[], T], at: int, error: type[BaseException]) -> t
 
 
 class Interrupted(Exception):  # noqa: N818 - no error: the move is over
-    """A call was interrupted, and the books are right again or about to be mended."""
+    """Raised after an interrupted call, when the manager's state is right again or about to be repaired."""
 
 
 class Interrupts:
-    """Draws where a call of a manager is interrupted: of its last calls of that name it knows how long they were."""
+    """Draws where a call of a manager is interrupted, from the lengths of the last calls of the same name."""
 
     def __init__(self, manager: PagedKVCacheManager, choose: Chooser) -> None:
         self.manager, self.choose = manager, choose
         self.lengths: defaultdict[str, deque[int]] = defaultdict(lambda: deque(maxlen=20))
 
     def call(self, name: str, call: Callable[[], T]) -> T:
-        """The call; raises `Interrupted` where it was, now or in its swallowed middle."""
+        """Makes the call. Raises `Interrupted` if it was interrupted, also if the call swallowed the error."""
         choice = self.choose.integer(0, 7)
         if choice > 1:
             return call()
@@ -85,7 +84,10 @@ class Interrupts:
         return result  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
 
     def recover(self, live: dict[str, TextContext]) -> Recovered:
-        """Mend the books, whatever interrupts that; before, any call says that they may not be right."""
+        """Repairs the manager's state, even if the repair is interrupted.
+
+        Before that, checks that calls are refused.
+        """
         self.refuses(next(iter(live.values()), TextContext([1, 2], 9)))
         report = None
         while report is None:
@@ -98,7 +100,7 @@ class Interrupts:
         return report
 
     def refuses(self, one: TextContext) -> None:
-        """Any call says that the books may not be right."""
+        """Checks that calls are refused because the manager's state may be wrong."""
         manager, other = self.manager, TextContext([1, 2], 9)
         calls: list[Callable[[], object]] = [
             *(lambda: manager.contains("r"), lambda: manager.external_claim("new"), lambda: manager.maybe_reserve(one)),
@@ -123,7 +125,7 @@ def end_unknown(
     imports: list[PendingImport],
     copiers: list[ImportCopier],
 ) -> None:
-    """What an interrupted call has made, and nobody was given, is given back."""
+    """Gives back everything that an interrupted call has made but not returned."""
     for copier in report.copiers:
         if copier not in copiers:
             copier.give_up()

@@ -1,4 +1,4 @@
-"""Random moves of a serving loop on a manager of any features, each answer compared with the plain model's."""
+"""Random moves of a serving loop on a manager with any features. Each result is compared with the plain model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ TENANTS = (None, "other", "third")
 
 
 class SeededChooser:
-    """Choices of a seed: fast, and not shrunk."""
+    """Random choices from a seed: fast, but without Hypothesis's shrinking."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -79,10 +79,10 @@ class SeededChooser:
 
 
 class OwnContext:
-    """A caller's own context, which is no `TextContext`, and carries no hasher."""
+    """A caller's own context class, which is no `TextContext` and has no hasher."""
 
     def __init__(self, inner: TextContext) -> None:
-        self.__dict__["inner"] = inner  # first: all that a context has is there
+        self.__dict__["inner"] = inner  # first, because all attributes of the context are looked up there
 
     def __getattr__(self, name: str) -> Any:
         if name == "prefix_hasher":
@@ -99,16 +99,16 @@ class OwnContext:
 
 @dataclass(eq=False)
 class Lease:
-    """A lease, and what its readers were told: pages, and the bytes of the tokens in them; a state, and after what."""
+    """A lease, and what its readers were told: pages with the bytes of their tokens, and a state with its position."""
 
     ours: PageLease
-    one: Request | None  # whose pages; None: of whoever has them
+    one: Request | None  # the request whose pages are leased; None for pages leased by content
     told: list[tuple[list[int], int, torch.Tensor]] = field(default_factory=list[tuple[list[int], int, torch.Tensor]])
     state: tuple[int, Digest] | None = None
 
 
 class Moves:
-    """A manager of `features` (drawn, where they are not given), its model, and the requests that are claimed."""
+    """A manager with `features` (drawn if not given), its model, and the claimed requests."""
 
     def __init__(
         self,
@@ -125,13 +125,13 @@ class Moves:
         self.names = names or Names()
         self.books = Books(built, self.names)
         self.live: dict[str, Request] = {}
-        self.away: list[TextContext] = []  # preempted: their contexts say how far they had come
+        self.away: list[TextContext] = []  # preempted requests; their contexts say how far they had run
         self.leases: list[Lease] = []
         self.past: list[tuple[list[int], Keys]] = [([1] * 9, ())]
         self.seen: Counter[str] = Counter()
         self.made = self.state_hits = 0
         self.told_fits = False
-        # Copies to the host are made at once, or never unless an eviction asks for them.
+        # Pages are copied to the host at once, or only when they are evicted.
         self.steady = choose.integer(0, 1) == 1
         self.books.host_foretold &= self.steady
         if "host" in self.features:
@@ -146,7 +146,7 @@ class Moves:
         return WEIGHTS
 
     def is_of(self, kind: str) -> str:
-        """The feature whose move it is; that of all managers is the first that there is."""
+        """The feature that a move belongs to. Moves that every manager has belong to the first feature."""
         if kind == "end":
             return "leases" if "leases" in self.features else "lends"
         return OF_FEATURE.get(kind, next(iter(self.features), ""))
@@ -161,25 +161,25 @@ class Moves:
 
     @property
     def steps_are_in_flight(self) -> bool:
-        """Whether pages that are let go are not free yet."""
+        """Whether steps are in flight, so that released pages are not free yet."""
         return False
 
     @property
     def exact(self) -> bool:
-        """Whether all that a request finds is on its own replica."""
+        """Whether a request finds pages only on its own replica."""
         return not {"host", "peer copies", "partial"} & self.features
 
     def replica(self, one: Request) -> Replica:
         return self.books.replicas[one.replica]
 
     def call(self, name: str, call: Callable[[], T]) -> T:  # noqa: ARG002 - see `Interrupted`
-        """Make a call that may be interrupted."""
+        """Makes a call that may be interrupted."""
         return call()
 
     # ---- moves
 
     def move(self) -> None:
-        """One move, then both must agree."""
+        """Makes one move, after which manager and model must agree."""
         kind = self.choose.pick(self.kinds or ["claim", "reserve", "run", "release"])
         move: Callable[[], bool] = getattr(self, kind)
         if move():
@@ -187,7 +187,10 @@ class Moves:
         self.same_books()
 
     def claim(self) -> bool:
-        """A new request, or one that was preempted; one in three asks first where it fits, and is reserved there."""
+        """Claims a new or a preempted request.
+
+        One in three first asks `admission` where it fits, and gets its pages there.
+        """
         context = self.choose.pick(self.away) if self.away and self.choose.integer(0, 1) else self.newcomer()
         replica = self.choose.integer(0, len(self.books.replicas) - 1)
         if self.choose.integer(0, 2) == 0:
@@ -197,7 +200,7 @@ class Moves:
         return self.comes(context, replica) is not None
 
     def comes(self, context: TextContext, at: int) -> Request | None:
-        """The request on a replica with a free row; None: there is no room for its state."""
+        """Claims the request on a replica with a free row. Returns None if there is no room for its state."""
         replica = self.books.replicas[at]
         room = self.has_state_room(at)
         try:
@@ -218,20 +221,22 @@ class Moves:
         return one
 
     def has_state_room(self, at: int) -> bool | None:
-        """Whether a state has room on a replica; None: it depends on where pages lie that cannot be moved."""
+        """Whether a replica has room for a state. None if that depends on the places of pages that cannot be moved."""
         replica = self.books.replicas[at]
         if not self.slabs:
             return not self.manager.states or self.manager.states[at].num_free > 0
         return None if self.stay(at) and replica.has_slab() else replica.has_slab()
 
     def stay(self, at: int) -> bool:
-        """Whether some held pages cannot be moved: a request's whose pages were told stay while it is claimed."""
+        """Whether some held pages cannot be moved: pages whose numbers others know stay until their request is
+        released.
+        """
         replica = self.books.replicas[at]
         told = any(one.state_told >= 0 for one in replica.requests.values())
         return bool(self.books.blurred or self.leases or told or replica.beside or not self.books.plain_states(at))
 
     def admit(self, context: TextContext) -> bool:
-        """What `admission` says comes true: where it fits, it gets its row and its pages, and nowhere else."""
+        """Checks `admission`: the request gets its row and pages where it was said to fit, and nowhere else."""
         if self.books.replicas[0].least(context.current_length, 0, context.active_idx, 1) > self.replica_pages:
             return False
         self.chunk(context)
@@ -254,7 +259,7 @@ class Moves:
         return self.books.replicas[0].num_pages
 
     def newcomer(self) -> TextContext:
-        """A prompt that begins as an earlier one did, a little way or all along."""
+        """A prompt that shares a part or all of an earlier one."""
         choose = self.choose
         past, keys = choose.pick(self.past)
         tokens = past[: choose.integer(0, 2 * len(past))]  # in half the cases all of it
@@ -268,7 +273,7 @@ class Moves:
         return OwnContext(made) if own else made  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
 
     def keys(self, length: int) -> Keys:
-        """None, or images near the end of the prompt, where a page is full only later, or anywhere."""
+        """Extra keys: None, or images near the end of the prompt, where a page becomes full only later, or anywhere."""
         kind = self.choose.integer(0, 5)
         if kind < 2:
             return ()
@@ -281,12 +286,12 @@ class Moves:
 
     @property
     def running(self) -> list[Request]:
-        """Requests that no import keeps waiting."""
+        """Requests that do not wait for an import."""
         return [one for _, one in sorted(self.live.items())]
 
     @property
     def waiting(self) -> list[Request]:
-        """Requests without pages, of which the pool holds each."""
+        """Requests without pages, each of which fits into the pool."""
         return [one for one in self.running if not one.has_pages and not self.too_long(one)]
 
     def too_long(self, one: Request, steps: int = 1) -> bool:
@@ -298,7 +303,10 @@ class Moves:
         return one is not None and self.reserve_one(one, self.choose.integer(1, 3)) is not None
 
     def ask(self) -> bool:
-        """What a waiting request was told may be true no more when it comes: it has other keys, or pages are gone."""
+        """Asks for a waiting request.
+
+        The answer may be out of date when the request comes, because its keys or the pages change.
+        """
         one, between = self.any_of(self.waiting), self.choose.integer(0, 6)
         if one is None:
             return False
@@ -314,7 +322,7 @@ class Moves:
         return self.reserve_one(one, 1) is not None
 
     def stale(self) -> bool:
-        """The context of a request without pages says that it has come somewhere."""
+        """Gives the context of a request without pages a wrong position."""
         one = self.any_of([one for one in self.waiting if one.context.active_idx])
         if one is None:
             return False
@@ -322,7 +330,7 @@ class Moves:
         return True
 
     def chunk(self, context: TextContext) -> None:
-        """Now and then only a chunk is to run: windows have pages for that alone."""
+        """Sometimes limits the run to a chunk; windows then get pages only for that chunk."""
         if context.active_length > 1 and self.choose.integer(0, 1):
             context.set_token_indices(active_idx=self.choose.integer(context.start_idx + 1, context.end_idx))
             self.seen["chunk"] += context.active_idx < context.end_idx
@@ -330,7 +338,7 @@ class Moves:
     # ---- reservations
 
     def reserve_one(self, one: Request, steps: int) -> bool | None:
-        """Whether the request has its pages; None: no pool would do."""
+        """Reserves for one request. Returns whether it has its pages, or None if no pool would be large enough."""
         context, replica = one.context, self.replica(one)
         was, steps = context.active_idx, min(steps, LONGEST - context.current_length + 1)
         if not self.told_fits:
@@ -349,13 +357,13 @@ class Moves:
                 replica.beside |= {page for row in one.rows for page in row.values()}
             one.rows, one.first, one.gives_back = [{} for _ in one.rows], [0] * len(one.rows), False
         looks = not one.has_pages or context.active_length > 1
-        if looks:  # what was promised comes first
+        if looks:  # promised pages come first
             self.books.use(one.loads)
             one.loads = []
         committed = replica.committed(one)
         device, low, high = self.ends(one, committed, steps) if looks else (committed, committed, committed)
         run = self.device_run(one, committed)
-        if looks:  # what an earlier look found may be gone
+        if looks:  # pages that an earlier look has found may be gone
             one.shared = run * PAGE_SIZE
         there = self.call("maybe_reserve", lambda: self.manager.maybe_reserve(context, steps))
         if not looks and length + steps - 1 <= one.room:
@@ -365,12 +373,12 @@ class Moves:
         if not there:
             assert (context.start_idx, context.active_idx) == before
             found = [device if device * PAGE_SIZE > start else committed]
-            if not self.exact:  # it may have been found to go on from further on, with what is below
+            if not self.exact:  # with the lower tiers it may have been found to continue from further on
                 found = [*range(committed, high + 1)]
             left = min(self.surplus_at(one, (before, start, steps), committed, end) for end in found)
             assert left < 0, f"{one.name}: refused, and {left} pages would be left"
             self.seen["refused"] += 1
-            context.set_token_indices(active_idx=was)  # it may run what it was reserved for before
+            context.set_token_indices(active_idx=was)  # it may run the range that it was reserved for earlier
             self.books.learn()
             return False
         active = self.active_after(before, context)
@@ -378,7 +386,7 @@ class Moves:
         return True
 
     def surplus_at(self, one: Request, asked: tuple[tuple[int, int], int, int], committed: int, end: int) -> int:
-        """Free pages that would be left if the request had gone on from this column."""
+        """The free pages that would be left if the request continued from this column."""
         (was, active), start, steps = asked
         went_on, length = (end * PAGE_SIZE if end > committed else start), len(one.tokens)
         active = active if went_on < active else min(length, went_on + active - was)
@@ -387,16 +395,18 @@ class Moves:
         return replica.surplus(one, plan, committed, freed=not self.is_leased(one) and not self.steps_are_in_flight)
 
     def active_after(self, before: tuple[int, int], context: TextContext) -> int:
-        """Where a chunk ends whose start has moved."""
+        """The end of a chunk whose start has moved."""
         start, (was, active) = context.start_idx, before
         if (
             "partial" in self.features and self.manager.params.groups
-        ):  # a part of a page comes behind that, in the chunk
+        ):  # a partly filled page comes after that, within the chunk
             start = max(was, start - start % PAGE_SIZE)
         return active if start < active else min(context.end_idx, start + active - was)
 
     def came(self, one: Request, asked: tuple[tuple[int, int], int, int, int], may: tuple[int, int, int, int]) -> None:
-        """A request has its pages: as far as it may, from where it has to, and no others."""
+        """Checks the pages of a request: from the first column that it needs to the last that it may have, and no
+        others.
+        """
         (before, start, steps, active), (committed, device, low, high) = asked, may
         context, replica = one.context, self.replica(one)
         part = PAGE_SIZE - 1 if "partial" in self.features and context.active_idx - start > 1 else 0
@@ -405,7 +415,7 @@ class Moves:
         assert least <= now <= most, f"{one.name}: goes on from {now}, {least} to {most} may be"
         assert now < context.active_idx <= active <= context.end_idx, f"{context} was to run up to {active}"
         found = now // PAGE_SIZE if now > start else committed
-        # A part of a page comes once the pages are there.
+        # A partly filled page is copied once the full pages are there.
         planned = now - now % PAGE_SIZE if part and now > start and now % PAGE_SIZE else now
         plan = replica.plan(one, len(one.tokens), max(start, planned), active, steps, found)
         if self.exact:
@@ -434,7 +444,7 @@ class Moves:
         self.seen["part of a page"] += bool(part and now % PAGE_SIZE and now > start)
 
     def cut(self, one: Request, at: tuple[int, int, int]) -> None:
-        """A chunk of a prompt ends where a copy of its state is to be made."""
+        """The end of a chunk at which a copy of the state is to be made."""
         start, now, active = at
         if not self.manager.states or not self.caching:
             assert one.context.active_idx == active or "partial" in self.features
@@ -452,7 +462,9 @@ class Moves:
         self.seen["cut"] += one.context.active_idx < active
 
     def device_run(self, one: Request, committed: int) -> int:
-        """Columns of a full first table that the device has without a gap; all where there is no such table."""
+        """The number of leading columns that the device has of a full first table; all columns if there is no such
+        table.
+        """
         end, last = committed, (len(one.tokens) - 1) // PAGE_SIZE
         replica = self.replica(one)
         if not replica.tables[0].holds_all:
@@ -462,7 +474,7 @@ class Moves:
         return end if self.caching else 0
 
     def ends(self, one: Request, committed: int, steps: int) -> tuple[int, int, int]:
-        """From which column a request goes on: with what its device has; at least; at most."""
+        """The column from which a request continues: with its own device alone, at least, and at most."""
         replica, names = self.replica(one), self.names
         if self.is_promised(one):
             return committed, committed, committed
@@ -476,7 +488,7 @@ class Moves:
         device = replica.resume(one, committed, there, ends_here)
         if not {"host", "peer copies"} & self.features:
             return device, device, device
-        if "host" not in self.features:  # other replicas have what it lacks, where it fits
+        if "host" not in self.features:  # other replicas have the missing pages, if these fit
             every = self.books.replicas
             kept = {digest for other in every for digest in other.kept}
             most = replica.resume(
@@ -508,7 +520,7 @@ class Moves:
         return device, min(low, everywhere), everywhere
 
     def fetch_below(self, context: TextContext) -> None:
-        """Wait until what lies in files and objects has come, as a scheduler may."""
+        """Waits, as a scheduler may, until pages from files and objects have arrived."""
         end = time.monotonic() + 10
         if not {"files", "objects"} & self.features:
             return
@@ -518,7 +530,7 @@ class Moves:
         self.books.learn()
 
     def back_from_below(self, one: Request, device: int, found: int) -> None:
-        """A page that comes up from host memory counts as used: now, or when its request runs."""
+        """Records the use of pages that come back from host memory: now, or when their request runs."""
         if "host" not in self.features:
             return
         there = self.replica(one).there
@@ -532,13 +544,13 @@ class Moves:
         if len(one.rows) == 1:
             one.loads = digests
         else:
-            self.books.host_foretold = False  # which of them were below, is not known
+            self.books.host_foretold = False  # it is not known which of them were in lower tiers
         self.seen["came from below"] += len(digests)
 
     # ---- a step
 
     def is_promised(self, one: Request) -> bool:
-        """Whether readers know of the request's state, which may not run on then."""
+        """Whether readers know of the request's state page, which must then not change."""
         return bool(self.manager.states) and self.is_leased(one) and one.state_told == one.cached
 
     def is_leased(self, one: Request) -> bool:
@@ -546,7 +558,7 @@ class Moves:
 
     @property
     def ready(self) -> list[Request]:
-        """Requests that may run a step."""
+        """The requests that may run a step."""
         may = (one for one in self.running if one.ready and not self.is_promised(one))
         return [one for one in may if one.room >= len(one.tokens) or one.context.active_idx < one.context.end_idx]
 
@@ -571,7 +583,7 @@ class Moves:
         one.context.update(token)
 
     def compute(self, batch: Sequence[Context], requests: Sequence[Request], *, decodes: bool = False) -> None:
-        """What a model does: reads the KV of every cached token, which must be right, and writes that of the others."""
+        """Acts as the model: checks the KV of every cached token, and writes that of the others."""
         inputs = self.call("fetch", lambda: self.manager.fetch(batch))
         runs = [self.run_of(one, decodes=decodes) for one in requests]
         if "host" in self.features:
@@ -614,7 +626,7 @@ class Moves:
         self.books.learn(stepped=requests)
 
     def run_batch(self) -> bool:
-        """Several steps of a `Batch` over the requests that have one token to run."""
+        """Runs several steps of a `Batch` over the requests with one token to run."""
         ready = [one for one in self.ready if one.context.active_length == 1]
         ready = [one for one in ready if one.context.active_idx == one.context.end_idx and one.start]
         if not ready:
@@ -628,8 +640,9 @@ class Moves:
                 for one, length in zip(ready, lengths, strict=True)
             ):
                 break
-            if self.hinted and not all(self.reserve_one(one, 1) for one in ready):  # one after another: in what order
-                break  # several pages go that are taken together is for others to say
+            # one after another, so that their order is known
+            if self.hinted and not all(self.reserve_one(one, 1) for one in ready):
+                break  # which pages are evicted together is tested elsewhere
             if not self.reserve_all(batch, ready):
                 break
             self.compute(batch, ready, decodes=True)
@@ -648,7 +661,7 @@ class Moves:
         return True
 
     def reserve_all(self, batch: Any, ready: Sequence[Request]) -> bool:
-        """Room for one more token of each request of a batch."""
+        """Reserves room for one more token of each request of a batch."""
         plans = [
             self.replica(one).plan(one, len(one.tokens), len(one.tokens) - 1, len(one.tokens), 1, self.committed(one))
             for one in ready
@@ -674,9 +687,10 @@ class Moves:
         return self.replica(one).committed(one)
 
     def speculate(self) -> bool:
-        """Run guesses behind all known tokens, of which some are taken away again."""
+        """Runs guessed tokens behind all known ones, and removes some of them again."""
         ready = [one for one in self.ready if one.context.active_idx == one.context.end_idx]
-        ready = [one for one in ready if type(one.context) is TextContext]  # who drops tokens has a hasher
+        # only requests with a hasher can drop tokens
+        ready = [one for one in ready if type(one.context) is TextContext]
         one = self.any_of([one for one in ready if min(one.room, LONGEST - 1) > len(one.tokens)])
         if one is None:
             return False
@@ -702,7 +716,7 @@ class Moves:
         return True
 
     def draft(self, one: Request) -> bool:
-        """Whether the request has a second state page, as there should be one."""
+        """Whether the request has a second state page, as it should have."""
         states, room, moved = (
             self.manager.states[one.replica],
             self.has_state_room(one.replica),
@@ -717,7 +731,10 @@ class Moves:
     # ---- salts, keys and hints
 
     def rename(self) -> bool:
-        """Another salt or other keys: at will while the request waits, refused while it holds pages."""
+        """Changes the salt or the keys of a request.
+
+        That is allowed while it waits, and refused while it holds pages.
+        """
         one = self.any_of(self.running)
         if one is None:
             return False
@@ -755,7 +772,7 @@ class Moves:
         raise AssertionError(f"{one.name}: other keys were taken")
 
     def hint(self) -> bool:
-        """Time goes by, and some request says something else: what it says at its release counts."""
+        """Lets time pass, and changes the hint of some request. Only its hint at release counts."""
         self.books.orders.now += self.choose.pick((0.0, 1.0, 100.0))
         one = self.any_of(self.running)
         if one is None:
@@ -817,12 +834,12 @@ class Moves:
         if one is None:
             return False
         if "renames" in self.features and self.choose.integer(0, 7) == 0:
-            one.context.cache_salt = "late"  # which no call has seen makes no page another tenant's
+            one.context.cache_salt = "late"  # no call sees this change, so no page changes its tenant
         self.leave(one)
         return True
 
     def preempt(self) -> bool:
-        """A request gives its pages back, and comes again with the context that it had."""
+        """Preempts a request. It returns later with the same context."""
         one = self.any_of([one for one in self.running if one.has_pages])
         if one is None or len(self.away) == 4:
             return False
@@ -836,12 +853,12 @@ class Moves:
         committed = 0 if one.unsure else self.committed(one)
         mine = {page for row in one.rows for page in row.values()}
         salt = next((self.books.orders.salt_of(d) for d, page in replica.there.items() if page in mine), said[0])
-        if committed:  # of its pages, whatever its context says by now
+        if committed:  # decided by its pages, whatever its context says now
             one.context.cache_salt = salt
         self.books.orders.say(replica, one, committed)
         one.context.cache_salt = said[0]
         digest_of = {page: digest for digest, page in replica.there.items()}
-        # Pages found behind a page that has yet to come from below cannot be read yet.
+        # Pages behind a page that is still being fetched from a lower tier cannot be read yet.
         found = LONGEST if one.unsure else committed
         pages = [
             page
@@ -862,7 +879,7 @@ class Moves:
         ]
         for parts in mine:
             held = [page for part in parts for page in part]
-            # After an interrupt it is not known which pages lie behind one that has yet to come from below.
+            # After an interrupt it is not known which pages lie behind one that is still being fetched.
             kept = {page for row in one.rows for column, page in row.items() if column < pages_of(one.cached)}
             assert (kept if one.unsure else {*pages}) <= {*held}, f"{one.name}: its lease has lost pages"
             extra = {*held} - {*pages}
@@ -882,14 +899,14 @@ class Moves:
         return True
 
     def tell(self) -> bool:
-        """Somebody is told the pages of a leased request: from now on they stay as they are."""
+        """Makes a block table of a leased request. From now on its pages must not change."""
         may = [
             lease
             for lease in self.leases
             if lease.one and lease.one.cached and self.live.get(lease.one.name) is lease.one
         ]
         may = [lease for lease in may if lease.one in self.running]
-        if self.manager.states:  # where more was found, its state is behind what it has computed until it runs
+        if self.manager.states:  # if more was found, its state lies ahead of its computed tokens until it runs
             may = [lease for lease in may if lease.one and lease.one.context.start_idx == lease.one.cached]
         if not may:
             return False
@@ -913,7 +930,7 @@ class Moves:
         return True
 
     def lend(self) -> bool:
-        """A reader that asks is lent the pages of a prompt that are there, whichever request computed them."""
+        """Lends a reader the cached pages of a prompt, whichever request has computed them."""
         if len(self.leases) >= 4 or not self.caching:
             return False
         at, context = self.choose.integer(0, len(self.books.replicas) - 1), self.newcomer()
@@ -922,7 +939,7 @@ class Moves:
         if "host" in self.features and self.choose.integer(0, 1):
             self.books.orders.blurred = True
             self.call("contents.bring", lambda: contents.bring("asker", at, wanted, most))
-            self.books.foretold = False  # what comes for nobody is the newest, in what order is not said
+            self.books.foretold = False  # pages fetched for no request are the newest; their order is not specified
             self.books.learn()
         asked = Request(
             context, at, 0, context.tokens.tolist(), [{} for _ in replica.tables], [0] * len(replica.tables)
@@ -959,7 +976,7 @@ class Moves:
         return True
 
     def end(self) -> bool:
-        """A lease ends, also of a request that goes on, or has not begun; or has ended before."""
+        """Ends a lease. Its request may be running, not yet begun, or released."""
         if not self.leases:
             return False
         lease = self.choose.pick(self.leases)
@@ -976,7 +993,7 @@ class Moves:
         return True
 
     def bytes_of(self, lease: Lease, pages: list[int], tokens: int) -> torch.Tensor:
-        """The KV of the first `tokens` tokens in `pages`: whoever reads them gets this."""
+        """The KV of the first `tokens` tokens, as readers find it in `pages`."""
         blocks = self.manager.device_tensors[lease.ours.replica_idx][0][pages]
         return blocks.transpose(1, 3).reshape(len(pages) * PAGE_SIZE, -1)[:tokens].clone()
 
@@ -1018,13 +1035,13 @@ class Moves:
             assert sum(states.hits for states in self.manager.states) == self.state_hits
         for at, states in enumerate(self.manager.states):
             assert states.num_held >= len(self.books.replicas[at].requests)
-        # A page that comes from the host, and that no request has left since, belongs to no tenant.
+        # A page from the host belongs to no tenant until a request leaves it.
         strays = "host" in self.features and {"imports", "lends", "interrupts"} & self.features
         if "quotas" in self.features and not self.slabs and not strays:
             self.same_tenants()
 
     def same_tenants(self) -> None:
-        """Each tenant has as many idle pages as it should, but for those whose eviction was interrupted."""
+        """Checks each tenant's number of idle pages, except pages whose eviction was interrupted."""
         for at, replica in enumerate(self.books.replicas):
             theirs = Counter(self.books.orders.salt_of(digest) for digest in replica.order)
             del theirs[None]
@@ -1033,7 +1050,7 @@ class Moves:
             assert few or ours == dict(theirs), f"tenants have {ours} idle pages, and not {theirs}"
 
     def finish(self) -> None:
-        """Everything is released: every page is free."""
+        """Releases everything, and checks that every page is free."""
         self.books.everything_right()
         for name in [*self.live]:
             self.manager.release(name)

@@ -1,4 +1,4 @@
-"""Which idle content goes first: least recently used, or as hints and quotas have it (`HintedIdle`)."""
+"""Predicts which idle content is evicted first: the least recently used, or by hints and quotas (`HintedIdle`)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from tests.kvcache.random_model.plain import Digest, Names, Replica, Request, co
 
 
 class Orders:
-    """The orders of a manager's replicas."""
+    """The eviction orders of a manager's replicas."""
 
     def __init__(self, built: Built, names: Names) -> None:
         self.built, self.names, self.now = built, names, 0.0
         self.hinted = bool({"hints", "quotas"} & built.features) and built.caching
-        self.blurred = False  # pages came from elsewhere: the model does not follow what hints learn of that
+        self.blurred = False  # pages have come from elsewhere; the model does not predict what hints learn from that
         self.begun = False
 
     def begin(self, share: float | None) -> None:
-        """Hints live by our clock; with a `share` so many pages follow them from the first on."""
+        """Makes hints use our clock. With a `share`, that many pages follow hints from the beginning."""
         if "hints" in self.built.features and self.hinted:
             seam.say_time(self.built.manager, lambda: self.now, share)
 
     def order(self, at: int) -> list[Digest]:
-        """The order of a replica's idle contents."""
+        """The eviction order of a replica's idle contents."""
         if not self.hinted:
             return []
         manager, built = self.built.manager, self.built
@@ -37,12 +37,12 @@ class Orders:
         return made
 
     def salt_of(self, digest: Digest) -> str | None:
-        """Whose content it is."""
+        """The salt of a content."""
         salt = self.names.content_of[digest][1]
         return None if salt is None else str(salt)
 
     def is_exact(self, at: int) -> bool:  # noqa: ARG002 - all replicas alike
-        """Whether the model knows which one goes next."""
+        """Whether the model can predict the next eviction."""
         return not self.hinted or not (self.blurred or {"host", "peer copies", "lends"} & self.built.features)
 
     def forget(self, replica: Replica, digest: Digest) -> None:
@@ -51,7 +51,7 @@ class Orders:
             replica.order.said.pop(digest, None)
 
     def begin_anew(self, replica: Replica, idle: Sequence[int]) -> None:
-        """The manager says what is idle: nothing is known of what came before."""
+        """Takes the idle contents from the manager, without any history."""
         digest_of = {page: digest for digest, page in replica.there.items()}
         replica.order.clear()
         self.blurred = True
@@ -59,7 +59,7 @@ class Orders:
             replica.order.append(digest_of[page])
 
     def say(self, replica: Replica, one: Request, committed: int) -> None:
-        """A request that leaves says what its hint is: of its own contents, and of what the prefixes need it names."""
+        """Records the hint of a request that leaves, for its own contents and those that its prefix needs."""
         order, retention = replica.order, one.context.retention
         if not isinstance(order, HintedIdle) or not committed:
             return

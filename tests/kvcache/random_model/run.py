@@ -1,4 +1,4 @@
-"""The whole model: moves of every kind, wrong calls after them, interrupts in them; and runs of many managers."""
+"""The whole model: every kind of move, wrong calls between moves, and interrupts in them; and runs of many managers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.kvcache.tiers.stored_objects import StoredObjects
 
 T = TypeVar("T")
 MOVES_A_MANAGER = 200
-# The counts that show that a feature was met, if it is not a move of its own. One of them is enough.
+# Counters that show that a feature was at work, for features without a move of their own. One of them is enough.
 SIGNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("window", "chunk", "windows alone"), ("slid",)),
     **dict.fromkeys(("latents", "shards", "replicas"), ("run",)),
@@ -51,7 +51,7 @@ SIGNS: dict[str, tuple[str, ...]] = {
 
 
 class Model(AheadMoves):
-    """A manager and all that may happen to it."""
+    """A manager and everything that may happen to it."""
 
     def __init__(self, choose: Any, world: World, *more: Any) -> None:
         super().__init__(choose, world, *more)
@@ -63,7 +63,7 @@ class Model(AheadMoves):
 
     @classmethod
     def of(cls, seed: int, features: Iterable[str] = (), params: dict[str, Any] | None = None) -> Model:
-        """A model of just these features, which are none of files."""
+        """A model with exactly these features, none of which uses files."""
         world = World(Path("nowhere"), StoredObjects())
         return cls(SeededChooser(seed), world, with_needed(features), None, params)
 
@@ -82,14 +82,17 @@ class Model(AheadMoves):
             self.seen["interrupted"] += 1
             self.seen[f"interrupted: {call}"] += 1
             self.mend(before)
-            if str(call) == "reset_prefix_cache":  # what is in use may wait no more to be copied
+            if str(call) == "reset_prefix_cache":  # pages in use may no longer be waiting to be copied
                 self.books.not_below.update(*(replica.there for replica in self.books.replicas))
             self.same_books()
         if self.wrong is not None and self.choose.integer(0, 2) == 0:
             self.seen["wrong call"] += self.wrong.make()
 
     def mend(self, before: dict[Request, list[int]]) -> None:
-        """After an interrupt the books are right, or `recover` mends them; what nobody knows of is given back."""
+        """Checks after an interrupt that the state is right or that `recover` repairs it.
+
+        Gives back what no caller knows of.
+        """
         assert self.interrupts is not None
         manager, books = self.manager, self.books
         if seam.marked(manager):
@@ -113,14 +116,14 @@ class Model(AheadMoves):
             one.ready = one.ready and one.room >= len(one.tokens)
 
     def end_unknown(self, before: dict[Request, list[int]]) -> None:
-        """End leases and imports that no one was given, and those whose state the model does not know."""
+        """Ends leases and imports that no caller was given, and those whose state the model does not know."""
         manager = self.manager
         manager.check()
         report = manager.recover()
         assert report.call is None
         for one in before | dict.fromkeys(self.live.values(), ()):
             self.name(one)
-        for mine in self.imports.values():  # who was not told of the copier takes it from here
+        for mine in self.imports.values():  # takes copiers that the interrupted call did not return
             mine.copier = mine.copier or next((one for one in report.copiers if one.pending is mine.pending), None)
         known = [*self.imports.values(), *self.stray]
         copiers = [mine.copier for mine in known if mine.copier is not None]
@@ -141,7 +144,7 @@ class Model(AheadMoves):
                 del self.replica(one).requests[name]
 
     def name(self, one: Request) -> None:
-        """What an interrupted call has published of a request, nobody has seen in its rows."""
+        """Records what an interrupted call may have published of a request."""
         known = [token for token in one.tokens if token != FUTURE_TOKEN]
         told = TextContext([*known, 0], LONGEST + 9, one.name, cache_salt=one.named[0], extra_keys=one.named[1])
         for number, digests in enumerate(seam.digests(self.manager, told) if self.caching else ()):
@@ -149,31 +152,31 @@ class Model(AheadMoves):
                 self.names.learn(digest, content(number, one.tokens, one.named, column))
 
     def drop(self, mine: Import) -> None:
-        """An import is over, whatever it came to."""
+        """Forgets an import that has ended in any way."""
         self.manager.cancel_import(mine.pending)
         if mine.copier is not None:
             mine.copier.give_up()
 
     def goes_on(self, one: Request) -> bool:
-        """Whether the model knows where a request is: with what it had computed, or with no pages at all."""
+        """Whether the model knows the progress of a request: it has its computed tokens, or no pages at all."""
         there = any(seam.rows(self.manager, one.name))
         if one.name in self.imports or self.is_written(one):
             mine = self.imports.get(one.name)
             return mine is not None and not mine.pending.closed and not mine.is_taken
         if not there:
-            if computed := seam.cached(self.manager, one.name):  # its chunk has ended: it goes on without pages
+            if computed := seam.cached(self.manager, one.name):  # its chunk has ended, and it continues without pages
                 assert all(table.seen(computed) * PAGE_SIZE >= computed for table in self.replica(one).tables)
                 return False
             one.cached, one.ready = 0, False
             return one.context.tokens.tolist() == one.tokens
         computed = one.context.computed_idx
         booked = seam.cached(self.manager, one.name) == one.cached
-        known = bool(one.has_pages and (one.ready or one.cached))  # else an import of it was given up
+        known = bool(one.has_pages and (one.ready or one.cached))  # otherwise an import of it was given up
         same = known and booked and one.context.tokens.tolist() == one.tokens
         return same and self.holds(one, computed)
 
     def holds(self, one: Request, computed: int) -> bool:
-        """Whether what is before `computed` is in the request's pages: it was computed, or found before."""
+        """Whether the request's pages hold all tokens before `computed`."""
         states = self.manager.states
         if states and (one.name in states[one.replica].drafts.page_of):
             return False
@@ -181,7 +184,7 @@ class Model(AheadMoves):
 
     def finish(self) -> None:
         if self.interrupts is not None:
-            self.manager.fetch([])  # an interrupted one may have copied pages that the next call takes note of
+            self.manager.fetch([])  # an interrupted call may have copied pages that the next call records
         metrics = self.manager.metrics
         self.seen["came from the host"] += metrics.h2d_blocks_copied + metrics.h2d_states_copied
         self.seen["read from files"] += metrics.file_blocks_read
@@ -200,22 +203,22 @@ class Model(AheadMoves):
 
     @property
     def met(self) -> list[str]:
-        """The features of which something was seen to happen."""
+        """The features that were seen at work."""
         return [one for one in FEATURES if one in self.features and any(self.seen[sign] for sign in SIGNS[one])]
 
 
 class Run:
-    """Managers one after another: each of a `wanted` pair that has met least, or of `only` these features."""
+    """Runs managers one after another. Each has the `wanted` pair that was combined least, or `only` these features."""
 
     def __init__(self, only: Iterable[str] = (), wanted: Sequence[tuple[str, str]] | None = None) -> None:
         self.only, self.wanted = frozenset(only), pairs() if wanted is None else wanted
-        self.pairs: Counter[tuple[str, str]] = Counter()  # managers on which both were met
+        self.pairs: Counter[tuple[str, str]] = Counter()  # number of managers on which both features were at work
         self.events: Counter[str] = Counter()
         self.seen: Counter[str] = Counter()
         self.features: frozenset[str] = frozenset()
 
     def manager(self, seed: int, moves: int = MOVES_A_MANAGER) -> None:
-        """Drive one manager of this seed."""
+        """Runs one manager with this seed."""
         least = min(self.wanted, key=lambda pair: (self.pairs[pair], hash((seed, *map(FEATURES.index, pair)))))
         self.features = self.only or drawn(SeededChooser(seed), least)
         with tempfile.TemporaryDirectory() as folder:

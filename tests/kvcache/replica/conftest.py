@@ -13,7 +13,7 @@ from tests.kvcache.served import Served
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterable[Make]:
-    """Makes managers of several block tables over a host tier and files, and checks and closes them at the end."""
+    """Makes managers with several block tables, a host tier and files. Checks and closes them at the end."""
     made: list[Served] = []
 
     def make(

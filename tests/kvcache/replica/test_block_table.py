@@ -1,4 +1,4 @@
-"""What a table says of the pages that it leaves out."""
+"""A block table describes the pages that it leaves out."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_a_table_that_leaves_pages_out_follows_none_of_another_page_size_and_not
         ((13, 14), [10, 11, 12, 13, 14]),
         ((12, 13, 14), [10, 11, 12, 13, 14]),
         ((13, 13), None),  # twice in itself
-        ((13, 11), None),  # once more than before
+        ((13, 11), None),  # named named once more than before
         ((12, 13, 10), None),
-        ((11, 13, 14), None),  # another page than before
+        ((11, 13, 14), None),  # a different page than before
     ],
 )
 def test_a_table_that_leaves_pages_out_names_each_page_once(pages: tuple[int, ...], named: list[int] | None) -> None:

@@ -1,4 +1,4 @@
-"""The one copier of an import: what it takes, and what becomes of the import that it gives up."""
+"""The one copier of an import: which pages it takes, and what happens to an import that it gives up."""
 
 from __future__ import annotations
 

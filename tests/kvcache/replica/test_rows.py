@@ -32,7 +32,7 @@ def test_a_prompt_token_that_ran_is_not_counted_again_when_it_is_found(alone: bo
     count.admit(1, 12)
     run(count, 1, 0, 8, alone=alone)
     assert (count.ran, count.found, count.is_open) == (8, 0, True)
-    count.hit(1, 12, 0, 8)  # the request has gone back to its beginning
+    count.hit(1, 12, 0, 8)  # the request has been set back to its beginning
     assert (count.ran, count.found) == (8, 0)
     count.hit(1, 12, 4, 10)
     assert (count.ran, count.found) == (8, 2)
@@ -43,7 +43,7 @@ def test_a_prompt_token_that_ran_is_not_counted_again_when_it_is_found(alone: bo
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_a_request_does_each_token_of_its_prompt_is_counted_once(seed: int, alone: bool) -> None:
-    """By what comes to it first; tokens behind the prompt are not counted, and other rows neither."""
+    """A token counts by whichever comes first. Tokens after the prompt and tokens of other rows are not counted."""
     rng, count = random.Random(seed), counter()
     prompt = rng.randint(1, 20)
     by_hand: dict[int, str] = {}
@@ -55,7 +55,8 @@ def test_whatever_a_request_does_each_token_of_its_prompt_is_counted_once(seed: 
         else:
             count.admit(2, prompt)
             run(count, 2, start, end, alone=alone)
-        for token in range(end):  # those before `start` were counted: a request never runs ahead of what it has
+        # tokens before `start` were counted, because a request never runs ahead of its cached tokens
+        for token in range(end):
             by_hand.setdefault(token, "found" if step % 2 else "ran")
         mine = [by_hand[token] for token in range(prompt) if token in by_hand]
         assert (count.ran, count.found) == (mine.count("ran"), mine.count("found"))

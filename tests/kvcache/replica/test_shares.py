@@ -1,4 +1,4 @@
-"""Each replica's part of a batch, against a loop over the requests."""
+"""Each replica's part of a batch, compared with a loop over the requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcache.replica.shares import Share, as_run, shares_at, shares_of_all
 
 
 def listed(shares: list[Share]) -> dict[int, list[tuple[int, int]]]:
-    """Place in the batch and row, by replica."""
+    """Index in the batch and row of each request, by replica."""
     return {
         share.replica: list(zip(as_rows(share.at).tolist(), as_rows(share.rows).tolist(), strict=True))
         for share in shares

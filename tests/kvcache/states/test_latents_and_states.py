@@ -1,4 +1,4 @@
-"""Latents and recurrent states in one manager: every shard has the latents, and of a state its own heads alone."""
+"""Latents and recurrent states in one manager: every shard has all latents, but only its own heads of a state."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_latents_are_on_every_shard_and_states_are_split(tp: int, shared: bool) 
         }
         of_shard = sum(layout.page_bytes for layout in kinds.values())
         assert of_shard * tp == 3 * 4 * (3 * 8 * 3 + 8 * 8) * 4
-        if shared:  # of a shard's own pages: with more shards, whose latents are as large, a slab has fewer
+        if shared:  # pages of each shard: with more shards a slab has fewer pages, because latents are not divided
             page = LAYERS * PAGE * WIDTH * 4
             assert (manager.slab_pages - 1) * page < of_shard <= manager.slab_pages * page
     manager.check()
 
 
 def run(manager: Any, context: TextContext, value: float) -> int:
-    """Run a chunk, which leaves states and latents of this value; how many tokens it was."""
+    """Runs a chunk that leaves states and latents of this value. Returns its number of tokens."""
     assert manager.maybe_reserve(context)
     (states,), name, tokens = manager.states, context.request_id, context.active_length
     inputs = manager.fetch([context])

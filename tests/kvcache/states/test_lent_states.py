@@ -1,4 +1,4 @@
-"""States that are lent with the pages before them, and kept by whoever has imported them."""
+"""States are lent together with the pages before them, and kept by the process that imports them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kvcache.kv import kv_of
 from tests.kvcache.served import SIZE
 from tests.kvcache.states.served_states import ServedStates
 
-PROMPT = [*range(1, 42)]  # of ten pages, and a token
+PROMPT = [*range(1, 42)]  # ten pages and a token
 WAYS = pytest.mark.parametrize("slabs", [True, False])
 WINDOWS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)
 NO_HOST = {"enable_kvcache_swapping_to_host": False, "host_kvcache_swap_space_gb": None, "tier_state_share": 0.5}
@@ -58,9 +58,9 @@ def test_the_pages_are_leased_up_to_the_last_state_and_the_state_with_them(slabs
     assert state_in(it, table.groups[1][0]) == value_after(40)
     assert it.manager.num_held_blocks == 10 + 1 + (0 if not slabs else it.manager.slab_pages)
     it.manager.reset_prefix_cache()
-    for other in range(6):  # more than there is room for beside it
+    for other in range(6):  # more than fit next to it
         it.serve([100 + other, *range(60)])
-    assert state_in(it, table.groups[1][0]) == value_after(40)  # nobody gets what is lent
+    assert state_in(it, table.groups[1][0]) == value_after(40)  # no request gets the lent state page
     it.manager.end_lease(lease)
     it.manager.end_lease(lease)
     it.manager.check()
@@ -137,7 +137,7 @@ def test_what_was_imported_and_never_ran_here_is_found(slabs: bool) -> None:
 
 
 def brought(it: ServedStates) -> int:
-    """How often somebody has to ask until nothing is on its way."""
+    """How often a reader has to ask until nothing is being loaded."""
     asked, deadline = 0, time.monotonic() + 10
     while it.manager.contents.bring("theirs", 0, wanted(it), 100):
         it.manager.check()
@@ -161,7 +161,7 @@ def test_a_state_that_lies_below_is_brought_after_its_pages(slabs: bool, tmp_pat
     again.manager.end_lease(held[0])
     assert again.serve(PROMPT) == 40
     assert again.compared == 1
-    again.manager.states[0].forget_copies()  # the host still has it, and the pages are here
+    again.manager.states[0].forget_copies()  # the host still has the state, and the pages are on the device
     assert leased(again) is None
     brought(again)
     held = leased(again)

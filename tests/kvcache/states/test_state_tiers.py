@@ -1,4 +1,4 @@
-"""A copy that passes, and that another request lets stay, is copied to the host before it is written over."""
+"""A passing copy that another request makes permanent is saved to the host before it is overwritten."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def digest(number: int) -> np.ndarray:
 
 
 def tier_below(states: StatePages) -> StateTier:
-    """Host memory for four states on one shard."""
+    """Host memory with room for four states on one shard."""
     host = HostTier([kind_offsets(states.layouts[0])[-1]], 4, 1, pinned=False)
     return StateTier(host, states.pool, state_movers(states, host))
 
@@ -66,14 +66,14 @@ def test_files_are_asked_for_later_states_than_those_at_hand(monkeypatch: pytest
 
 
 class Lower:
-    """A tier below the host that has the states of these digests, and brings none."""
+    """A tier below the host that says it has the states of these digests, but never delivers one."""
 
     generation = 0
     asks = False
 
     def __init__(self, *there: int) -> None:
         self.there = there
-        self.fetched: list[tuple[int, int]] = []  # the digest that is wanted, and what it saves
+        self.fetched: list[tuple[int, int]] = []  # the wanted digest, and the number of tokens that it saves
 
     def has_of(self, digests: np.ndarray, asked: np.ndarray, *, perhaps: bool) -> np.ndarray:  # noqa: ARG002
         return asked & np.isin(digests[:, :, 0], self.there)

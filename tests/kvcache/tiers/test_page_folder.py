@@ -1,4 +1,4 @@
-"""The folder of a namespace while others reset it at the worst moment."""
+"""The folder of a namespace while another process resets it at the worst moment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUT = FileFormat(NAMESPACE, 96, 16)
 def test_a_folder_that_another_begins_while_old_ones_are_removed_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
-    """The other resets the cache between two looks of ours, whichever of them comes first."""
+    """The other process resets the cache between two of our looks at the folder, in either order."""
     PageFolder(tmp_path, NAMESPACE).renew()
     abandoned = PageFolder(tmp_path, NAMESPACE)
     old = abandoned.path
@@ -33,7 +33,7 @@ def test_a_folder_that_another_begins_while_old_ones_are_removed_stays(
         def look(*given: Any) -> Any:
             found = looks(*given)
             if not resets:
-                resets.append(other.path)  # so that the reset's own looks reset nothing
+                resets.append(other.path)  # so that looks made by the reset itself trigger no further reset
                 other.renew()
                 (other.path / "content").write_text("is somebody's")
             return found

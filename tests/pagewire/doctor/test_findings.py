@@ -1,4 +1,4 @@
-"""Findings of the doctor on this host, and on hosts that are unlike it."""
+"""Findings of the doctor on this host, and on simulated other hosts."""
 
 import json
 import sys

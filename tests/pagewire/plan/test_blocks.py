@@ -1,4 +1,7 @@
-"""Blocks as vLLM lays them: of public models by the numbers (beside vLLM: `tests/vllm_engine/test_plan.py`)."""
+"""The blocks of vLLM's layout, for public models and with known figures.
+
+`tests/vllm_engine/test_plan.py` compares them with vLLM.
+"""
 
 from pathlib import Path
 
@@ -12,16 +15,18 @@ from pagewire.plan.ways import MemoryAsked
 CONFIGS = Path(__file__).parent / "configs"
 MEMORY, STEP, LENGTHS = 40 << 30, 8192, (8192, 65_536)
 
-# Each model on a rank of 8 and of 1: bytes of a block, blocks in 40 GiB. Then blocks of requests of each length.
+# For each model on one of 8 ranks and on a single rank: bytes of a block, blocks in 40 GiB. Then the blocks of requests
+# by length.
 PUBLIC = {
     "llama-3-70b": ((655_360, 65_536), (5_242_880, 8_192), (512, 4_096)),
     "qwen3-235b-a22b": ((770_048, 55_775), (3_080_192, 13_943), (512, 4_096)),
     "deepseek-v3": ((1_124_352, 38_199), (1_124_352, 38_199), (512, 4_096)),
-    # A block of 10 layers: one table for the full ones, 6 for 52 with windows.
+    # A block has 10 layers: one table for the full layers, 6 tables for the 52 layers with windows.
     "gemma-3-27b": ((163_840, 262_144), (1_310_720, 32_768), (512 + 6 * 513, 4_096 + 6 * 577)),
     "gpt-oss-120b": ((73_728, 582_542), (589_824, 72_817), (512 + 513, 4_096 + 521)),
 }
-# What a page of ours holds of those whose layers differ in kind: all of them, where a block of vLLM holds one group's.
+# Our pages for models with several kinds of layers. A page of ours holds all layers, whereas vLLM's block holds those
+# of one group.
 WHOLE = {
     "gemma-3-27b": ((1_015_808, 42_281), (8_126_464, 5_285)),
     "gpt-oss-120b": ((147_456, 291_271), (1_179_648, 36_408)),

@@ -9,7 +9,8 @@ TRACE = [[1, 2, 3, 4], [1, 9], [1, 2, 5, 6], [1, 2, 3, 4, 7], [8], [8]]
 
 
 def test_a_session_continues_where_half_of_its_blocks_come_again() -> None:
-    # The second shares a system prompt with later ones, of which it is half; the third goes on from the first's half.
+    # The second prompt shares a system prompt with later ones, which is half of it. The third continues from half of
+    # the first.
     assert continues(TRACE) == [True, True, True, False, True, False]
     assert continues([[1, 2, 3], [1, 9, 9]]) == [False, False]
 

@@ -1,4 +1,4 @@
-"""`pagewire top` as a command, in a browser's server, and beside the demo and a replay."""
+"""`pagewire top` as a command, as a server for browsers, and together with the demo and a replay."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_browser_needs_the_token_once() -> None:
             page = await client.get("/?token=secret-token")
             assert page.status == 200
             assert "pagewire top" in await page.text()
-            # Else a browser waits for the host that Textual's page wants a font of, and shows nothing meanwhile.
+            # Otherwise a browser waits for the host that has the font of Textual's page, and shows nothing meanwhile.
             assert "default-src 'self'" in page.headers["Content-Security-Policy"]
             cookie = page.cookies[COOKIE]
             assert cookie["httponly"]
@@ -132,7 +132,7 @@ def test_the_server_of_browsers_says_where_and_ends_when_told() -> None:
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """In place of the drawing program one that follows every address until it has seen pages, and says what it saw."""
+    """Replaces the drawing program by one that follows every address until it has seen pages, and reports them."""
     path = tmp_path / "looked.json"
     program = tmp_path / "look.py"
     program.write_text(LOOKS.format(path=str(path)))

@@ -1,4 +1,4 @@
-"""A place of a map has the mean of its pages' colours."""
+"""Each cell of the map has the mean colour of its pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pagewire top` with real terminals, pipes and signals: it ends with each, and leaves the terminal as it was."""
+"""`pagewire top` with real terminals, pipes and signals: it ends correctly in each case, and restores the terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.pagewire.top.test_app import busy_manager
 pytestmark = pytest.mark.slow
 
 DEAD = "ipc:///nowhere/pagewire"
-WITHIN_S = 2.0  # a second, and one more for a machine that has much else to do
+WITHIN_S = 2.0  # a second, and one more for a busy machine
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -43,7 +43,7 @@ def address() -> Iterator[str]:
 
 
 class Terminal:
-    """Both ends of a pseudoterminal. `text` is what was written to it, as far as somebody reads."""
+    """Both ends of a pseudoterminal. `text` has the output that was read from it so far."""
 
     def __init__(self, *, is_read: bool = True) -> None:
         self.master, self.slave = pty.openpty()
@@ -63,7 +63,7 @@ class Terminal:
 
 
 class Top:
-    """A `pagewire top` with three descriptors."""
+    """A `pagewire top` process with the given standard descriptors."""
 
     def __init__(self, *arguments: str, stdin: int, stdout: int, stderr: int, controls: bool = False) -> None:
         given = [Connection(os.dup(one)) for one in (stdin, stdout, stderr)]
@@ -78,7 +78,7 @@ class Top:
         os.kill(self.process.pid, number)
 
     def status(self, within_s: float = WITHIN_S) -> int:
-        """Its exit status; it has no longer than that to end."""
+        """Returns its exit status; fails if it does not end within this time."""
         self.process.join(within_s)
         assert self.process.exitcode is not None, f"it has not ended within {within_s:g} s"
         return self.process.exitcode
@@ -143,7 +143,7 @@ def test_a_signal_ends_it_and_the_terminal_is_as_before(
     assert top.status() == 128 + number
     wait_for(lambda: b"interrupted by" in terminal.text, "it does not say why it ended")
     assert termios.tcgetattr(terminal.slave) == before
-    for mode in (b"1049", b"1000", b"1003", b"1004", b"2004"):  # screen, mouse, focus, pasted text
+    for mode in (b"1049", b"1000", b"1003", b"1004", b"2004"):  # the modes for screen, mouse, focus and pasted text
         assert terminal.text.rfind(b"\x1b[?%sl" % mode) > terminal.text.rfind(b"\x1b[?%sh" % mode), mode
 
 
@@ -154,7 +154,7 @@ def test_a_signal_ends_it_while_the_terminal_takes_no_output(
     terminal = Terminal(is_read=False)
     before = termios.tcgetattr(terminal.slave)
     top = start(address, on=terminal)
-    # Looks fill the terminal: from then on what is written waits, in the middle of an update.
+    # Looks fill the terminal's buffer. From then on output waits, in the middle of an update.
     wait_for(lambda: not select.select([], [terminal.slave], [], 0)[1], "it never waits for the terminal")
     assert termios.tcgetattr(terminal.slave) != before
     top.signal(number)

@@ -21,11 +21,11 @@ CONFIG = server_config(seed=3, page_size=8, cache_bytes=1 << 20, max_seq_len=512
 def serve(
     pipe: Connection, name: str = "p", bind: str = "tcp://127.0.0.1:0", host: int = 0, model: str | None = None
 ) -> None:
-    """Lends what it has until it is killed.
+    """Lends its pages until it is killed.
 
-    `run` has a prompt computed, `reset` forgets all that nobody holds, `tail` all but a prompt's pages from one on.
-    `host`: bytes of a host tier, which servers are not configured to have. `model`: its directory, None for the small
-    Llama.
+    The command `run` computes a prompt, `reset` forgets all idle pages, and `tail` forgets all except a prompt's pages
+    from one on. `host` is the size of a host tier in bytes, for which servers have no setting. `model` is the model's
+    directory; None for the small Llama.
     """
     if host:
         tier = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": host / 2**30}
@@ -47,7 +47,7 @@ def serve(
                 loop.add(Request("theirs", prompt, 1))
                 while loop.has_work:
                     loop.step()
-                    exchange.poll()  # where pages are short, what is lent comes back by this alone
+                    exchange.poll()  # if pages are short, only this call returns lent pages
             case ("tail", prompt, page):
                 contents = loop.manager.contents
                 wanted = contents.digests(TextContext([*prompt, 0], len(prompt) + 1, "tail"), page)

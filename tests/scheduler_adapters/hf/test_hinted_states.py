@@ -1,4 +1,6 @@
-"""Retention hints on models with recurrent layers: a next turn is found after a flood, with the tokens of the model."""
+"""Retention hints with recurrent layers: the next turn is found after a flood of other prompts, and the tokens are the
+model's.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ PROMPT = ByteTokenizer().encode("A conversation that goes on after a while.")
 
 
 def one_memory(model: Any) -> Any:
-    """Room for eight states, and their requests' pages."""
+    """A manager with room for eight states and the pages of their requests."""
     cache = kv_params_of(model.config, page_size=PAGE, enable_prefix_caching=True)
     page = PAGE * cache.bytes_per_token(num_layers_of(model.config))
     slab_pages = manager_for(model, cache, 2, 4096, ["cpu"], available_cache_memory=4 << 20).slab_pages
@@ -32,7 +34,7 @@ def apart(model: Any) -> Any:
 
 
 def served(manager: Any, runner: HFRunner, prompt: list[int], said: Retention | None) -> tuple[list[int], int]:
-    """The tokens of one request, and how many of its prompt were cached."""
+    """Serves one request. Returns its tokens, and how many of its prompt were cached."""
     context, found = TextContext(prompt, 4096, retention=said), -1
     with manager.claim(context):
         while context.end_idx < len(prompt) + NEW:

@@ -1,4 +1,4 @@
-"""Speculative decoding: whatever is guessed, the tokens are the model's own, and states go on where they should."""
+"""Speculative decoding: whatever is guessed, the tokens are the model's, and states continue from the right token."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_tokens_are_the_models_own_whatever_is_guessed(
 ) -> None:
     engine = Engine(each_model, share, most, budget=budget, shards=shards, across=across)
     answers = engine.knows(PROMPTS)
-    for _ in range(2):  # the second time prefixes are found
+    for _ in range(2):  # the second time prefixes are found cached cached
         assert_equal(each_model, answers, engine.serve(PROMPTS))
     assert engine.manager.metrics.cache_tokens >= len(PROMPTS) * 4 * PAGE
     assert engine.drafted > 40
@@ -62,7 +62,7 @@ def test_tokens_are_the_models_own_where_requests_give_way_in_the_middle(each_mo
 
 
 def test_a_fork_goes_on_from_what_was_right(each_model: Any) -> None:
-    """Some guesses were wrong by then: both requests run again what was right of them."""
+    """Some guesses were wrong. Both requests run the right ones again."""
     engine = Engine(each_model, 0.6, 4)
     (answer,) = engine.knows(PROMPTS[:1])
 
@@ -98,5 +98,5 @@ def test_without_a_second_page_a_request_goes_on_without_guesses(model: Any) -> 
     answers = engine.knows(PROMPTS)
     assert_equal(model, answers, engine.serve(PROMPTS))
     assert engine.without > 10
-    assert engine.accepted  # where a row is free, its page is there
+    assert engine.accepted  # a free row implies a free state page
     assert_nothing_held(engine.manager)

@@ -1,4 +1,4 @@
-"""A request whose pages are elsewhere takes a row and pages here, or nothing."""
+"""A request with pages elsewhere gets both a row and pages here, or neither."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = [*range(9)]
 
 @pytest.fixture(scope="module")
 def table() -> BlockTable:
-    """What a source has of the first eight tokens."""
+    """The block table of a source that has the first eight tokens."""
     source = manager_of(8, page_size=4, max_seq_len=32)
     context = TextContext(PROMPT[:8], 32, "r")
     with source.claim(context):
@@ -52,7 +52,7 @@ def test_where_pages_are_short_the_row_is_free_again(table: BlockTable, last: bo
     made = manager()
     others = TextContext(range(100, 127), 32, "others")
     made.external_claim("others", 0)
-    assert made.maybe_reserve(others)  # seven of eight pages
+    assert made.maybe_reserve(others)  # takes takes seven of eight pages
     for _ in range(3):
         assert reserve(made, TextContext(PROMPT, 32, "r"), 0, table, last=last) is None
         assert held(made) == (7, ["others"])

@@ -1,4 +1,4 @@
-"""Which way is quicker, by what either took: prompts that were measured come again, with noise and slow links."""
+"""Chooses the quicker way from measured times. Measured prompts are replayed, with noise and slow links."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from scheduler_adapters.service.pull_or_compute import PullOrCompute, TimeByTokens
 
-# Milliseconds that real processes took to pull the head of a prompt, and to compute a prompt (benchmarks.prefix_peers).
+# Measured milliseconds for pulling the head of a prompt, and for computing a prompt (benchmarks.prefix_peers).
 PULLED = {64: 5.2, 128: 5.4, 256: 6.5, 512: 7.3, 1024: 9.0, 2048: 14.0, 3072: 14.5}
 COMPUTED = {8: 10.0, 72: 12.9, 136: 15.9, 264: 26.4, 520: 45.3, 1032: 86.0, 2056: 211.9, 3080: 367.3}
 REST = 8
@@ -19,10 +19,9 @@ TRIED_AGAIN, TRIED_ANYWAY = 32, 128
 
 
 class Prompt(NamedTuple):
-    """A prompt's tokens, and the milliseconds that each way took: the pull and the computation behind it, or all of it.
-
-    Two prefill processes computed and pulled, with the small Llama of `benchmarks.prefix_peers`, on one host or on two
-    with a link of this rate. Their machine was busy with other work.
+    """A prompt's tokens, and the milliseconds of each way: a pull and the computation of the rest, or the computation
+    of everything. They were measured with two prefill processes and the small Llama of `benchmarks.prefix_peers`, on
+    one host or on two with a link of this rate. The machine was busy with other work.
     """
 
     cached: int
@@ -43,7 +42,10 @@ TIMES = {
 
 
 def replayed(prompts: list[Prompt]) -> list[bool]:
-    """Whether each prompt is pulled, by what those before it took. Between two, one that no source has is computed."""
+    """Whether each prompt is pulled, given the times of the earlier ones.
+
+    Between two prompts, one without a source is computed.
+    """
     choice, others = PullOrCompute(), random.Random(0)
     unknown = [one for one in prompts if not one.cached]
     pulled: list[bool] = []
@@ -60,7 +62,10 @@ def replayed(prompts: list[Prompt]) -> list[bool]:
 
 
 class Prompts:
-    """Prompts of a service: each head is computed where it comes first, and pulled or computed where it comes next."""
+    """The prompts of a simulated service.
+
+    Each head is computed at the first process, and pulled or computed at the next.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
@@ -68,11 +73,11 @@ class Prompts:
         self.slower = 1.0  # the link
 
     def noisy(self, milliseconds: float) -> float:
-        """Mostly 10 % more or less, now and then three times as long."""
+        """Adds noise: usually up to 10 % more or less, sometimes three times as long."""
         return milliseconds / 1e3 * self.random.uniform(0.9, 1.1) * (3 if self.random.random() < 0.06 else 1)
 
     def next(self, tokens: int) -> bool:
-        """Whether the next prompt with a head of so many tokens was pulled."""
+        """Whether the next prompt with a head of this many tokens was pulled."""
         self.choice.compute.add(tokens + REST, self.noisy(COMPUTED[tokens + REST]))
         pulls = self.choice.pays(0, tokens, REST)
         if pulls:
@@ -82,7 +87,7 @@ class Prompts:
         return pulls
 
     def right(self, tokens: int, *, pulls: bool) -> bool:
-        """Whether a prompt took at most 5 % more than it would have the other way."""
+        """Whether a prompt took at most 5 % longer than the other way would have taken."""
         pulling, computing = self.slower * PULLED[tokens] + COMPUTED[REST], COMPUTED[tokens + REST]
         return pulling <= 1.05 * computing if pulls else computing <= 1.05 * pulling
 
@@ -180,7 +185,7 @@ def test_a_length_that_changes_alone_is_learned() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_choice_is_right_for_what_was_measured(seed: int) -> None:
-    """The first prompts, which are pulled to learn, count as well."""
+    """The first prompts, which are pulled only to learn, also count."""
     prompts = Prompts(seed)
     lengths = prompts.shuffled(each=30)
     assert prompts.wrong_of(lengths) <= 0.05 * len(lengths)
@@ -206,7 +211,7 @@ def test_a_link_that_slows_is_noticed_at_one_length_and_recovers(seed: int, leng
 
 @pytest.mark.parametrize("where", TIMES)
 def test_what_real_processes_measured_takes_a_tenth_more_than_by_the_better_fixed_rule_at_most(where: str) -> None:
-    """That rule is known in hindsight. The times are of a busy machine: many ways have three times the usual one."""
+    """That rule is known only in hindsight. The times come from a busy machine: many are three times the usual one."""
     prompts = TIMES[where]
     fixed = min(sum(one.took_ms(pulls=pulls) for one in prompts) for pulls in (True, False))
     chosen = sum(one.took_ms(pulls=pulls) for one, pulls in zip(prompts, replayed(prompts), strict=True))
@@ -218,7 +223,7 @@ def test_a_way_that_is_slower_is_tried_now_and_then() -> None:
     for tokens in (100, 1000, 3000):
         choice.pull.add(tokens, 0.03 + 1e-5 * tokens)
         choice.compute.add(tokens, 0.001 + 1e-4 * tokens)
-    crossover = 0.03 / 9e-5  # 333 tokens: what is behind them takes computing's latency in any case
+    crossover = 0.03 / 9e-5  # 333 tokens: the rest of the prompt has the latency of a computation in any case
     right = [choice.pays(0, tokens, 8) == (tokens > crossover) for tokens in range(1, 1000, 7)]
     assert sum(right) / len(right) >= 0.95
     choice.pays(0, 100, 200)

@@ -1,4 +1,6 @@
-"""The scheduler's side: what it asks of every rank, when it believes them, and what it makes of strangers' params."""
+"""The scheduler's side: what it requests of every rank, when it accepts their outputs, and how it handles untrusted
+params.
+"""
 
 # pyright: basic
 from __future__ import annotations
@@ -70,7 +72,7 @@ def params(
 
 
 def answer(source: NixlConnectorScheduler, made: dict[str, Any], tokens: int = 20) -> LeaseReply:
-    """The source's answer to a reader of so many tokens."""
+    """The source's answer to a reader of `tokens` tokens."""
     query = LeaseQuery(query_id=7, engine_id="p", lease_id=int(made["lease_id"], 16), num_tokens=tokens)
     return source._leased(query)
 
@@ -87,7 +89,7 @@ def test_what_a_lease_holds_is_told_when_it_stands_on_every_rank_and_not_before(
     scheduler.offer("r", running=True)
     lease = scheduler.build_metadata().reqs_to_send["r"].lease
     assert lease.duration_s == 7.0
-    made = params(scheduler)  # in the step that tells the workers of the lease
+    made = params(scheduler)  # in the step that sends the lease to the workers
     for rank, missing in ((1, [0, 2]), (0, [2])):
         assert not scheduler.update(rank, WorkerOutput(offered={"r": ""})).offered
         again = LeaseReply(query_id=7, waits_for=f"ranks {missing} have not granted it yet")
@@ -161,7 +163,7 @@ def test_pages_go_when_every_rank_s_lease_has_ended(make: Any) -> None:
     scheduler = make(tp=3)
     offered(scheduler)
     assert scheduler.update(1, WorkerOutput(sent={"r": "read"})).sent == {}
-    assert scheduler.update(1, WorkerOutput(sent={"r": "read"})).sent == {}  # one rank twice is one rank
+    assert scheduler.update(1, WorkerOutput(sent={"r": "read"})).sent == {}  # two reports of one rank count once
     assert scheduler.update(2, WorkerOutput(sent={"r": "expired"})).sent == {}
     with pytest.raises(InvalidLeaseError, match=r"it has ended on ranks \[1, 2\]: expired"):
         params(scheduler)
@@ -314,9 +316,7 @@ def test_nothing_to_load_is_told_to_the_source_and_waited_for_by_nobody(make: An
     offered(scheduler)
     asked = loading(scheduler, scheduler.read("R", params(scheduler), PROMPT), 20, 24)
     assert asked.num_computed_tokens > asked.total_tokens == 20
-    scheduler.load(
-        "R", scheduler.read("R", params(scheduler), PROMPT), [[]], 20, 24
-    )  # there is no load that has not ended
+    scheduler.load("R", scheduler.read("R", params(scheduler), PROMPT), [[]], 20, 24)  # there is no open load
 
 
 def test_a_source_is_held_until_there_are_blocks(make: Any) -> None:
@@ -344,7 +344,7 @@ def test_where_nothing_is_missing_after_all_a_held_source_is_waited_for(make: An
     scheduler.build_metadata()
     assert loading(scheduler, read, 20, 24).local_block_ids
     assert scheduler.update(0, WorkerOutput(received={"R"})).received == {"R"}
-    scheduler.hold("R", read)  # no rank has heard of this one: it is as if it had not been
+    scheduler.hold("R", read)  # no rank knows this one, so it is dropped without a trace
     assert loading(scheduler, read, 20, 24).local_block_ids
     scheduler.load("R", read, [[]], 20, 24)
 

@@ -1,4 +1,4 @@
-"""The engine over the pools that a manager makes: strided views, whatever the order of a page's bytes."""
+"""The engine over a manager's pools: strided views with every order of a page's bytes."""
 
 from __future__ import annotations
 

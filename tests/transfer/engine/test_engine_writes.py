@@ -1,4 +1,7 @@
-"""WRITEs into a manager's pages: they have a writer from before their ids leave until nobody can write any more."""
+"""WRITEs into a manager's pages.
+
+The pages have a writer from before their ids are sent until no peer can write any more.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def sides() -> Iterator[tuple[Side, Side]]:
 
 
 def promised(source: Side, target: Side) -> tuple[TextContext, PendingImport]:
-    """A request that the source has computed, and the target's pages for it, whose ids may leave the process now."""
+    """A request that the source has computed, and the target's pages for it, whose ids may now be sent."""
     tokens = list(range(PAGE_SIZE * 9 + 5))
     theirs = TextContext(tokens, 2560)
     source.manager.external_claim(theirs.request_id)
@@ -50,7 +53,7 @@ def promised(source: Side, target: Side) -> tuple[TextContext, PendingImport]:
     theirs.update(7)
     source.manager.step([theirs])
     table = source.manager.block_table(theirs.request_id)
-    source.manager.release(theirs.request_id)  # what is in the pages does not matter here
+    source.manager.release(theirs.request_id)  # the contents of the pages do not matter here
     ours = TextContext([*tokens, 7], 2560)
     target.manager.external_claim(ours.request_id)
     pending = target.manager.import_block_table(ours, table)
@@ -59,7 +62,7 @@ def promised(source: Side, target: Side) -> tuple[TextContext, PendingImport]:
 
 
 def write(source: Side, target: Side, pending: PendingImport) -> TransferReqData:
-    # In opposite orders no two pages are copied as one; from eight runs on NIXL copies beside the caller.
+    # In opposite orders no two pages are copied as one run. From eight runs on, NIXL copies in another thread.
     pages = pending.parts[0].src_pages[::-1].tolist(), pending.parts[0].dst_pages.tolist()
     return source.engine.initiate_send_transfer(target.engine.metadata, *pages, 0, 0)
 
@@ -71,7 +74,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def nobody_else_gets(target: Side, pending: PendingImport) -> bool:
-    """Whether all pages that are left to hand out are others than the promised ones. Takes all, and gives them back."""
+    """Whether none of the remaining free pages is a promised one. Takes all of them, and gives them back."""
     other = TextContext(list(range(10_000, 10_000 + PAGE_SIZE * target.manager.num_free_blocks - 1)), 2560)
     target.manager.external_claim(other.request_id)
     assert target.manager.maybe_reserve(other)
@@ -81,7 +84,7 @@ def nobody_else_gets(target: Side, pending: PendingImport) -> bool:
 
 
 def given_up(source: Side, target: Side) -> tuple[TextContext, PendingImport, TransferReqData]:
-    """A WRITE that the target gives up while it is under way. Now and then one is over before that."""
+    """A WRITE that the target gives up in flight. Sometimes it ends before that."""
     for _ in range(10):
         context, pending = promised(source, target)
         request = write(source, target, pending)
@@ -104,7 +107,7 @@ def test_pages_whose_writer_is_given_up_are_nobodys_until_the_write_has_ended(si
     target.manager.cancel_import(pending)
     target.manager.release(context.request_id)
     until(lambda: source.engine.is_complete(request))
-    assert torch.equal(target.manager.device_tensors[0][0], arrived)  # no byte came after the quarantine
+    assert torch.equal(target.manager.device_tensors[0][0], arrived)  # no byte arrived after the quarantine
     assert target.manager.num_free_blocks == target.free
     target.manager.check()
 
@@ -112,7 +115,7 @@ def test_pages_whose_writer_is_given_up_are_nobodys_until_the_write_has_ended(si
 def test_pages_of_a_released_request_are_nobodys_while_its_import_is_open(sides: tuple[Side, Side]):
     source, target = sides
     context, pending = promised(source, target)
-    target.manager.release(context.request_id)  # the client went away; the ids are with the source all the same
+    target.manager.release(context.request_id)  # the client has disconnected, but the source still has the ids
     assert target.manager.num_free_blocks < target.free
     assert nobody_else_gets(target, pending)
     request = write(source, target, pending)
@@ -126,7 +129,7 @@ def test_a_writer_that_is_gone_gives_the_pages_back_at_the_callers_word(sides: t
     source, target = sides
     context, pending, _ = given_up(source, target)
     assert nobody_else_gets(target, pending)
-    source.engine.cleanup()  # waits for its copies: its agents are gone for good
+    source.engine.cleanup()  # waits for its copies, after which its agents are gone
     target.engine.disconnect(source.engine.name)
     target.engine.release_quarantine(source.engine.name)
     assert not target.engine.quarantined_pages(0)

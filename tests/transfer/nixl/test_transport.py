@@ -1,7 +1,6 @@
-"""What `docs/concepts/protocol.md` says of NIXL, seen to be so: what its words prove, and what stops a copy.
-
-These are not wishes. Where one fails after an update of NIXL, the protocol can perhaps be made cheaper, or has to be
-made stricter: read the chapter on the transport before changing the test.
+"""Checks the statements of `docs/concepts/protocol.md` about NIXL: what its reports prove, and what stops a copy. These
+tests record behaviour, not wishes. If one fails after an update of NIXL, the protocol may be made cheaper, or must be
+made stricter. Read the chapter on the transport before changing the test.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tests.transfer.transport_peer import FILLED, PAGE, region, runs
 from transfer.errors import AgentError
 from transfer.nixl.agent import Agent, Handle
 
-MANY, FEW = 2048, 64  # pages: a copy that takes tens of milliseconds, and one that does not
+MANY, FEW = 2048, 64  # pages of a copy that takes tens of milliseconds, and of a short one
 QUIET_S = 0.1  # longer than any copy here
 EMPTY = 0
 HALF_GONE, GONE = 0, 1  # pages of the peer
@@ -60,7 +59,7 @@ class Remote:
 
 
 class Here:
-    """An agent of this process, over memory of its own, that has read from `remote` before."""
+    """An agent of this process with memory of its own. It has read from `remote` before."""
 
     def __init__(self, remote: Described, pages: int) -> None:
         self.remote = remote
@@ -72,7 +71,10 @@ class Here:
         self.memory[:] = EMPTY
 
     def start(self, order: Order, gone: tuple[int, int] | None = None) -> tuple[Handle, bool]:
-        """Starts to READ pages. `gone` is (place in the order, page): there the page that is gone is read instead."""
+        """Starts to READ pages.
+
+        `gone` is (place in the order, page): a missing page that is read at this place instead.
+        """
         there = runs(self.remote.pool, order)
         if gone is not None:
             there[gone[0], 0] = self.remote.gone + gone[1] * PAGE
@@ -80,12 +82,12 @@ class Here:
         return self.agent.post("READ", self.remote.name, here, there)
 
     def read(self, order: Order, gone: tuple[int, int] | None = None) -> None:
-        """Reads pages, to an end that NIXL calls well."""
+        """Reads pages, until NIXL reports success."""
         handle, done = self.start(order, gone)
         try:
             self.wait(lambda: done or self.agent.done(handle))
         finally:
-            self.agent.release(handle)  # an agent must not be destroyed under a handle
+            self.agent.release(handle)  # an agent must not be destroyed while a handle exists
 
     def wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 20
@@ -121,7 +123,7 @@ def meet(remote: Remote) -> Iterator[Callable[[int], Here]]:
 
 
 def shuffled(pages: int) -> Order:
-    return np.random.default_rng(0).permutation(pages)  # in order they would be one run
+    return np.random.default_rng(0).permutation(pages)  # in order, they would be a single run
 
 
 def test_a_run_that_fails_amid_others_is_not_reported(meet: Callable[[int], Here]):
@@ -149,9 +151,9 @@ def test_when_an_error_is_reported_nothing_is_in_flight(meet: Callable[[int], He
 
 
 def destroy_in_flight(conn: Connection, remote: Described) -> None:
-    """Run in a process of its own: tells how many pages are missing when the agent is gone, and how many later."""
+    """Runs in a process of its own. Reports how many pages are missing when the agent is gone, and how many later."""
     here = Here(remote, MANY)
-    here.read(shuffled(FEW))  # the thread that copies makes a connection of its own
+    here.read(shuffled(FEW))  # the copying thread makes its own connection
     here.memory[:] = EMPTY
     handle, done = here.start(shuffled(MANY))
     assert not done
@@ -181,7 +183,7 @@ def test_when_the_agent_that_reads_is_destroyed_nothing_is_in_flight_or_the_proc
 def test_nothing_that_is_done_here_stops_a_peer_that_writes(meet: Callable[[int], Here], remote: Remote, how: str):
     here = meet(FEW)
     remote("prepare_write", here.agent.name, here.agent.metadata, here.memory.ctypes.data, FEW)
-    done = remote("write")  # the first makes the connection, which needs both sides
+    done = remote("write")  # the first transfer makes the connection, which needs both sides
     here.wait(lambda: done or remote("has_written"))
     here.memory[:] = EMPTY
     if how == "destroyed":

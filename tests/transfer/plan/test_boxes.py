@@ -1,4 +1,4 @@
-"""Boxes: where the named layouts and parts of them put each element, and every layout that is refused."""
+"""Boxes: the place of each element in the named layouts and parts of them, and every refused layout."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def test_a_part_of_a_box_is_like_the_box_in_all_but_its_place() -> None:
 
 
 def good(**changes: Any) -> ShardLayout:
-    """Four pages of `[layer 2, side 2, head 3, token 4, dim 2]` in one region, with one field of the box changed."""
+    """Returns a valid layout with one field of the box changed: four pages of `[layer 2, side 2, head 3, token 4, dim
+    2]`.
+    """
     box = from_tensor(
         (4, 2, 2, 3, 4, 2),
         dense_strides((4, 2, 2, 3, 4, 2), 4),

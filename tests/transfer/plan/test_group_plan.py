@@ -1,4 +1,4 @@
-"""A pull is cut where a page of either side ends, and no token is lost."""
+"""A pull is divided at the page ends of both sides, and no token is lost."""
 
 from __future__ import annotations
 

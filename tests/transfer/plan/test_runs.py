@@ -1,4 +1,4 @@
-"""Runs are joined where they meet on both sides, and nowhere else."""
+"""Runs are joined if they abut on both sides, and only then."""
 
 from __future__ import annotations
 

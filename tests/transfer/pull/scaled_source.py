@@ -1,6 +1,6 @@
 """A process with a manager of quantised pages, which computes a prompt, leases its pages and serves them.
 
-A page holds, for each value and each scale, a number of its own place in the whole model, by `fill` of the plan's test.
+Each value and scale in a page identifies its place in the whole model, by `fill` of the plan's test.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ScaledSide:
             yield page_rows(blocks).view(torch.uint8)
 
     def filled(self, rows: torch.Tensor, shard: int, pages: list[int]) -> torch.Tensor:
-        """What `rows` are where `pages` hold the prompt."""
+        """The expected `rows` if `pages` hold the prompt."""
         expected = torch.zeros_like(rows)
         fill(expected.view(-1), self.manager.layouts[shard], pages, self.manager.page_size)
         return expected

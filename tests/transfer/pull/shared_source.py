@@ -1,7 +1,6 @@
-"""One of several sources of the same pages, in this process or in one of its own, and a reader whose links can be slow.
+"""One of several sources of the same pages, in this process or in its own, and a reader whose links can be slow.
 
-Each element of a page is a number of its own place in the whole model, so that no page and no head can stand for
-another.
+Each element of a page identifies its place in the whole model, so that no page or head can be taken for another.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class SharedSide:
         self.happened: list[ExchangeEvent] = []
 
     def compute(self, pages: int) -> None:
-        """The first pages of the prompt are cached here from now on, and nobody holds them."""
+        """Computes the first pages of the prompt, which are then cached and idle."""
         context = TextContext([*PROMPT[: pages * PAGE_SIZE], 1], len(PROMPT) + 8, "theirs")
         with self.manager.claim(context):
             assert self.manager.maybe_reserve(context)
@@ -94,7 +93,7 @@ class SharedSide:
 
     @property
     def held(self) -> tuple[int, int]:
-        """Pages that are held here, and leases and pulls that are open."""
+        """The numbers of held pages, open leases and open pulls."""
         self.manager.check()
         thread = self.exchange.threads[0].replica
         return self.manager.num_held_blocks, thread.num_leases + sum(thread.num_pulls) + len(self.exchange.open_pulls)
@@ -111,7 +110,10 @@ def revoke_all(replica: ReplicaTransfer) -> None:
 
 
 def serve(pipe: Connection, name: str, pages: int, options: dict[str, Any]) -> None:
-    """Computes so many pages of the prompt and lends them until it is killed. `revoke` ends what it has lent."""
+    """Computes this many pages of the prompt and lends them until it is killed.
+
+    The command `revoke` ends its leases.
+    """
     side = SharedSide(name, **options)
     side.compute(pages)
     pipe.send((side.exchange.address, side.exchange.engine_id(0)))
@@ -124,7 +126,7 @@ def serve(pipe: Connection, name: str, pages: int, options: dict[str, Any]) -> N
             side.poll()
             side.manager.reset_prefix_cache()
             other = TextContext([99] * 252, len(PROMPT) + 8, "other")
-            with side.manager.claim(other):  # the pages that were lent hold other bytes from now on
+            with side.manager.claim(other):  # the lent pages get other contents from now on
                 assert side.manager.maybe_reserve(other)
                 for shard in range(len(side.manager.layouts)):
                     side.blocks(shard)[side.manager.get_req_blocks("other")] = -1.0
@@ -132,12 +134,13 @@ def serve(pipe: Connection, name: str, pages: int, options: dict[str, Any]) -> N
 
 
 class Links:
-    """How fast the reader reads from each source, by engine id.
+    """The speed of the reader's link to each source, by engine id.
 
     Attributes:
-        bytes_per_s: a READ is posted only when so slow a link would have brought its bytes. None: no limit.
-        held: the sources from which no READ arrives until they are taken out.
-        begun: bytes that were asked for.
+        bytes_per_s: a READ is posted only after the time that a link of this rate needs for its bytes; None for no
+            limit.
+        held: sources from which no READ arrives until they are removed.
+        begun: number of requested bytes.
     """
 
     def __init__(self) -> None:
@@ -157,7 +160,7 @@ class _SlowRead:
 
 
 class SlowAgent(Agent):
-    """The real agent: its READs are posted late."""
+    """The real agent, whose READs are posted late."""
 
     def __init__(self, links: Links, name: str, memory_type: MemoryType) -> None:
         super().__init__(name, memory_type)

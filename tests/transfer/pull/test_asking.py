@@ -1,4 +1,4 @@
-"""A question for pages is asked again while its source says "not yet", less and less often, and never past its time."""
+"""While the source answers "not yet", a question is repeated with growing pauses, and never after its deadline."""
 
 # pyright: basic
 from __future__ import annotations
@@ -24,7 +24,7 @@ WANTED = PageDigests(4, "sha256", bytes(range(64)), first_page=2)
 
 
 class Client:
-    """A source that answers what the test says, when it says so."""
+    """A source whose answers and their times the test controls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[ContentQuery, float]] = []

@@ -1,4 +1,4 @@
-"""A thread that sleeps on a bell wakes at a ring, sleeps again once it has heard it, and misses none."""
+"""A thread that sleeps on a bell wakes at each ring, can sleep again after `hear`, and misses no ring."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_is_put_down_before_a_ring_is_never_slept_over() -> None:
 def test_a_ring_in_the_middle_of_a_call_silences_no_later_one(
     monkeypatch: pytest.MonkeyPatch, call: str, after: bool, by: str
 ) -> None:
-    """Before and after the system call of a `hear` or a `ring`, by another thread or on top of the same one."""
+    """The ring comes before or after the system call of a `hear` or `ring`, from another thread or a signal handler."""
     bell = Bell()
     real, threads = getattr(os, call), list[threading.Thread]()
 
@@ -92,7 +92,7 @@ def test_a_ring_in_the_middle_of_a_call_silences_no_later_one(
     (bell.hear if call == "eventfd_read" else bell.ring)()
     for thread in threads:
         thread.join()
-    bell.ring()  # with no `hear` before it: who sleeps hears nothing until it wakes
+    bell.ring()  # without a `hear` before it, because a sleeping thread calls it only after waking
     assert rings(bell)
     bell.hear()
     assert not rings(bell)
@@ -102,7 +102,7 @@ def test_a_ring_in_the_middle_of_a_call_silences_no_later_one(
 
 
 def test_a_hearer_between_two_that_ring_at_once_silences_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second has looked at the flag when the first rings, and writes after the hearer has heard that."""
+    """The second thread has read the flag before the first one rings, and writes after the hearer has heard it."""
     bell, real = Bell(), os.eventfd_write
     others: list[threading.Thread] = []
 
@@ -124,7 +124,7 @@ def test_a_hearer_between_two_that_ring_at_once_silences_neither(monkeypatch: py
 
 
 def test_a_bell_that_is_closed_in_the_middle_of_a_ring_rings_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its number may be another file's at once: the close waits for the ring."""
+    """Its descriptor number may be reused at once, so the close waits for the ring."""
     bell, real = Bell(), os.eventfd_write
     closing = threading.Thread(target=bell.close)
 

@@ -1,4 +1,4 @@
-"""Salts and extra keys between two managers, and a real pull: pages are found under their own keys alone."""
+"""Salts and extra keys between two managers with a real pull: pages are found only under their own keys."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from kvcache import BlockTableMismatchError, TextContext
 from tests.transfer.pull.test_ownership import MINE, OTHERS, PAGE_SIZE, PROMPT, Reader, Side
 
-IMAGE = {"extra_keys": [(9, b"image")]}  # in the third page of four
+IMAGE = {"extra_keys": [(9, b"image")]}  # lies in the third of four pages
 SALT = {"cache_salt": "tenant"}
 
 
 @pytest.fixture(params=[False, True], ids=["at once", "in chunks"])
 def pulled(request: pytest.FixtureRequest) -> Any:
-    """Gives the function that moves a prompt of these keys from a source to a reader, and the reader."""
+    """Returns a function that moves a prompt with these keys from a source to a reader, and the reader."""
     source, reader = Side("p", caching=True), Reader("d", caching=True)
 
     def pull(wrong: list[dict[str, Any]], **named: Any) -> None:
@@ -51,7 +51,7 @@ def pulled(request: pytest.FixtureRequest) -> Any:
 
 
 def found(reader: Reader, **named: Any) -> int:
-    """Tokens of the prompt that the reader finds in its cache under these keys, and computes the rest of."""
+    """The number of the prompt's tokens that the reader finds cached under these keys. It computes the rest."""
     context = TextContext([*PROMPT, 2, 3], 32, "q", **named)
     reader.manager.external_claim("q")
     assert reader.manager.maybe_reserve(context)
@@ -73,7 +73,7 @@ def test_what_was_pulled_is_found_up_to_the_first_other_key(pulled: Any) -> None
     assert found(reader, **IMAGE) == 16
     assert found(reader) == 8
     assert found(reader, extra_keys=[(9, b"other")]) == 8
-    assert found(reader, **SALT) == 0  # last: it takes a page of what was found
+    assert found(reader, **SALT) == 0  # the last check, because it evicts one of the found pages
 
 
 def test_what_was_pulled_for_a_tenant_is_found_by_that_tenant_alone(pulled: Any) -> None:

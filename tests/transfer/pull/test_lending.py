@@ -1,6 +1,7 @@
-"""Pages pulled by what they hold: whoever computed them, and whatever becomes of them meanwhile.
+"""Pages pulled by content, whichever request has computed them and whatever happens to them meanwhile.
 
-Two managers, their exchanges, real NIXL. A page holds its prompt's value all over, as in `test_ownership`.
+There are two managers with their exchanges and real NIXL. Every byte of a page holds its prompt's value, as in
+`test_ownership`.
 """
 
 # pyright: basic
@@ -28,7 +29,7 @@ from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, Offered
 from transfer.wire.messages import ContentQuery, open_pages
 
-LONGER = [*PROMPT, 91, 92, 93, 94, 95]  # the prompt, and a page and a token that nobody has computed
+LONGER = [*PROMPT, 91, 92, 93, 94, 95]  # the prompt, and a page and a token that no request has computed
 QUICK = {"handshake_timeout_s": 1.0}
 
 
@@ -49,7 +50,7 @@ def side() -> Iterator[Callable[..., Any]]:
 
 
 def computed(source: Side, tokens: list[int] = PROMPT) -> None:
-    """The source has the prompt's pages in its cache, and nobody uses them."""
+    """Makes the source compute the prompt, whose pages are then cached and idle."""
     source.compute("theirs", tokens)
     source.manager.release("theirs")
     assert source.idle
@@ -70,7 +71,7 @@ def asked(reader: Side, source: Side, context: TextContext, key: str = "k", **op
 
 
 def taken(reader: Reader, source: Side, context: TextContext, lent: Lent, key: str = "k") -> str:
-    """Pull and commit what is lent; returns the error of the pull."""
+    """Pulls and commits the lent pages. Returns the error of the pull."""
     assert lent.source is not None
     assert lent.table is not None
     reader.manager.external_claim(context.request_id)
@@ -88,7 +89,7 @@ def taken(reader: Reader, source: Side, context: TextContext, lent: Lent, key: s
 
 
 def all_given_back(source: Side) -> None:
-    """All lent pages are free again, and the scheduler was not told of them."""
+    """Checks that all lent pages are free again, without any event to the scheduler."""
     source.until(lambda: source.manager.num_leased_blocks == 0 and source.exchange.threads[0].replica.num_leases == 0)
     assert source.idle
     assert not source.of(Offered)
@@ -105,7 +106,7 @@ def test_what_another_has_computed_is_found_pulled_and_published(side: Any) -> N
     assert lent.table is not None
     assert lent.table.num_tokens == 16
     assert source.manager.num_leased_blocks == 4
-    source.overwrite()  # nobody gets what is lent
+    source.overwrite()  # no request gets the lent pages
     assert taken(reader, source, context, lent) == ""
     assert context.start_idx == 16  # the rest of the prompt is computed here
     reader.run(context, MINE)
@@ -122,7 +123,8 @@ def test_a_reader_asks_once_and_is_answered_when_the_lease_stands(side: Any, mon
     monkeypatch.setattr("transfer.wire.handshake._HOLD_S", 1e3)
     source, reader = side(Side, "p"), side(Reader, "d")
     computed(source)
-    lent = asked(reader, source, TextContext(LONGER, 32, "mine"), timeout_s=1e3)  # it would be sent again at the half
+    # it would be repeated after half of the time
+    lent = asked(reader, source, TextContext(LONGER, 32, "mine"), timeout_s=1e3)
     assert lent.source is not None
     assert source.exchange.threads[0].replica.num_leases == 1
     assert source.exchange.queries == {"answered": 1}
@@ -142,7 +144,7 @@ def test_only_what_the_reader_lacks_is_read(side: Any) -> None:
 def test_what_was_lost_meanwhile_makes_the_answer_shorter_and_never_an_error(side: Any) -> None:
     source, reader = side(Side, "p"), side(Reader, "d")
     computed(source)
-    source.compute("other", list(range(100, 123)))  # six of eight pages: two are left of the prompt's
+    source.compute("other", list(range(100, 123)))  # takes six of eight pages, so two of the prompt's are left
     source.manager.release("other")
     context = TextContext(LONGER, 32, "mine")
     lent = asked(reader, source, context)
@@ -155,7 +157,7 @@ def test_what_was_lost_meanwhile_makes_the_answer_shorter_and_never_an_error(sid
 
 
 def forget_head(source: Side, pages: int) -> None:
-    """The source has the prompt's pages from here on, and has forgotten those before."""
+    """Makes the source forget the first `pages` pages of the prompt."""
     contents = source.manager.contents
     held, _ = contents.lease("tail", 0, contents.digests(TextContext(LONGER, 32, "theirs"), pages), 8)  # pyright: ignore[reportGeneralTypeIssues]
     source.manager.reset_prefix_cache()
@@ -163,7 +165,7 @@ def forget_head(source: Side, pages: int) -> None:
 
 
 def begun(reader: Side, source: Side, context: TextContext, key: str) -> Lent:
-    """What a source lends behind the pages that are here."""
+    """Returns the pages that a source lends after the ones that are cached here."""
     contents = reader.manager.contents
     here = contents.cached(0, contents.digests(context)) // PAGE_SIZE
     return asked(reader, source, context, key, wanted=contents.digests(context, here))
@@ -215,7 +217,7 @@ HOST = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1
 
 
 def below(side: Any, **options: Any) -> Side:
-    """A source that has the prompt in host memory alone."""
+    """A source that has the prompt only in host memory."""
     source: Side = side(Side, "p", **HOST, **options)
     computed(source)
     for first in (100, 200):
@@ -227,7 +229,7 @@ def below(side: Any, **options: Any) -> Side:
 
 
 class Endless:
-    """A copy that runs beside us, and is over when it is told."""
+    """The mark of a running copy, which ends when the test says so."""
 
     is_over = False
 
@@ -239,7 +241,7 @@ class Endless:
 
 
 def copied_beside(source: Side, monkeypatch: pytest.MonkeyPatch) -> Endless:
-    """As on a GPU: what comes from the host is on its way until the mark is over."""
+    """Makes copies from the host take until the mark ends, as on a GPU."""
     (tier,) = source.manager._replicas.tiers.replicas  # type: ignore[union-attr]
     begin, mark = tier._begin, Endless()
 
@@ -284,7 +286,7 @@ def test_the_reader_is_told_of_a_load_and_what_is_late_makes_the_answer_shorter(
     source.poll()
     for _ in range(3):
         assert lender.answer(first).waits_for == "its pages to come from a lower tier"
-        assert lender.is_asked  # its loop is not to sleep
+        assert lender.is_asked  # its loop must not sleep
         source.poll()
     assert source.manager.metrics.h2d_blocks_copied == 4
     source.until(lambda: lender.answer(first).pages)
@@ -294,7 +296,7 @@ def test_the_reader_is_told_of_a_load_and_what_is_late_makes_the_answer_shorter(
     lender.answer(second)
     source.until(lambda: lender.answer(second).pages)
     assert open_pages(lender.answer(second).pages, "p/0", None).num_tokens == 16
-    assert source.manager.metrics.h2d_blocks_copied == 4  # what was late is there by now
+    assert source.manager.metrics.h2d_blocks_copied == 4  # the late pages have arrived by now
 
 
 @pytest.mark.parametrize("met", [False, True])
@@ -326,7 +328,7 @@ def test_what_is_refused_comes_back_at_once_and_is_no_failed_pull(side: Any, met
         TextContext([7, *LONGER[1:]], 32, "mine"),
         TextContext(LONGER, 32, "mine", cache_salt="a"),
         TextContext(LONGER, 32, "mine", extra_keys=[(0, b"image")]),
-        TextContext(PROMPT[:PAGE_SIZE], 32, "mine"),  # its last token runs here: there is nothing to ask for
+        TextContext(PROMPT[:PAGE_SIZE], 32, "mine"),  # its last token runs here, so there is nothing to ask for
     ],
 )
 def test_another_prompt_salt_or_image_has_nothing_there(side: Any, context: TextContext) -> None:
@@ -443,7 +445,7 @@ def test_a_source_that_is_gone_or_does_not_look_is_given_up(side: Any) -> None:
     computed(source)
     wanted = reader.manager.contents.digests(context)
     reader.exchange.ask(0, "idle", source.exchange.address, source.exchange.engine_id(0), wanted, timeout_s=0.3)
-    reader.until(lambda: reader.of(Lent))  # its loop does not turn
+    reader.until(lambda: reader.of(Lent))  # its loop stands still
     (idle,) = reader.of(Lent)
     assert "waited in vain for its serving loop to look" in idle.event.error
     source.exchange.close()
@@ -473,7 +475,8 @@ def test_a_question_wakes_a_loop_that_sleeps_and_one_turn_after_it_sleeps_again(
     assert not select.select([bell], [], [], 0.0)[0]
     wanted = reader.manager.contents.digests(TextContext(LONGER, 32, "mine"))
     reader.exchange.ask(0, "k", exchange.address, exchange.engine_id(0), wanted)
-    reader.until(lambda: select.select([bell], [], [], 0.0)[0])  # the reader's turns alone: the source's loop sleeps
+    # only the reader polls, because the source's loop sleeps
+    reader.until(lambda: select.select([bell], [], [], 0.0)[0])
     source.until(lambda: lending.num_leases and not lending.is_asked)
     assert not select.select([bell], [], [], 0.0)[0]
 
@@ -501,7 +504,7 @@ def test_a_source_that_lends_no_more_answers_so(side: Any) -> None:
     source.exchange.lending.stop()
     assert asked(reader, source, context, "after") == Lent("after", None, None, "")
     assert source.exchange.lending.num_leases == 1
-    assert taken(reader, source, context, before) == ""  # what is lent stays so
+    assert taken(reader, source, context, before) == ""  # the lent pages stay valid
     all_given_back(source)
     assert source.exchange.lending.num_leases == 0
 
@@ -546,13 +549,13 @@ def test_questions_that_come_while_the_loop_is_busy_take_little_memory(
     answers = [lender.answer(question(0, ask_id, wanted)) for ask_id in range(5)]
     assert [answer.error for answer in answers] == ["", "", "", *["3 questions already wait for its serving loop"] * 2]
     assert len(lender._asked) == 3
-    assert lender.answer(question(0, 1, wanted)).waits_for  # one that is known is no question more
+    assert lender.answer(question(0, 1, wanted)).waits_for  # a known question does not count again
     with monkeypatch.context() as loading:
-        loading.setattr(type(source.manager.contents), "bring", lambda *_: True)  # a tier that is slow
+        loading.setattr(type(source.manager.contents), "bring", lambda *_: True)  # simulates a slow tier
         source.poll()
-        assert lender.answer(question(0, 4, wanted)).error  # they wait for their pages now
+        assert lender.answer(question(0, 4, wanted)).error  # the questions wait for their pages now
     source.poll()
-    assert not lender.answer(question(0, 4, wanted)).error  # the loop has looked: it may ask again
+    assert not lender.answer(question(0, 4, wanted)).error  # the loop has looked, so the reader may ask again
 
 
 def test_a_manager_leases_by_content_what_it_has_and_says_what_it_cannot_compare(side: Any) -> None:
@@ -567,7 +570,7 @@ def test_a_manager_leases_by_content_what_it_has_and_says_what_it_cannot_compare
     assert (table.num_tokens, len(table.groups[0]), table.digests) == (12, 3, wanted.digests[:96])
     assert source.manager.num_leased_blocks == 3
     source.manager.reset_prefix_cache()
-    assert contents.lease("more", 0, wanted, 8)[1].num_tokens == 12  # what is leased stays findable
+    assert contents.lease("more", 0, wanted, 8)[1].num_tokens == 12  # leased pages can still be found
     assert contents.lease("none", 0, wanted, 0) is None
     assert contents.lease("none", 0, wanted, -4) is None
     source.manager.check()
@@ -581,7 +584,10 @@ def test_a_manager_leases_by_content_what_it_has_and_says_what_it_cannot_compare
 
 
 class Flood:
-    """Questions for one page each, as a peer that knows one digest may send them; who asks is up to the peer."""
+    """Questions for one page each, as a peer may send them if it knows one digest.
+
+    The peer chooses the asker's name.
+    """
 
     def __init__(self, source: Side, wanted: PageDigests) -> None:
         self.source, self.lender = source, source.exchange.lending.of[0]
@@ -593,13 +599,14 @@ class Flood:
             kind=kv_kind(source.manager.layouts),
             page_size=wanted.page_size,
             hash_algorithm=wanted.hash_algorithm,
-            digests=wanted.digests[: len(wanted.digests) // (len(LONGER) // PAGE_SIZE)],  # of the first page
+            # the digest the digest of the first page
+            digests=wanted.digests[: len(wanted.digests) // (len(LONGER) // PAGE_SIZE)],
         )
         self.asked = 0
         self.said: list[str] = []
 
     def ask(self, count: int, asker: Callable[[int], str]) -> None:
-        """So many further questions, as the server of the handshake hands them over, and the loop's turns between."""
+        """Delivers `count` further questions, as the handshake server does, with turns of the loop in between."""
         for _ in range(count):
             self.asked += 1
             self.said.append(self.lender.answer(replace(self.query, ask_id=self.asked, asker=asker(self.asked))).error)
@@ -613,7 +620,7 @@ def pool_of(side: Any, pages: int) -> Side:
     source.manager.close()
     source.manager = build.manager_of(
         pages, page_size=PAGE_SIZE, max_seq_len=32, checks=False
-    )  # a recount a call is slow
+    )  # a recount for each call would be slow
     source.exchange = PageExchange(source.manager, "p", lend=1.0)
     return source
 
@@ -654,7 +661,7 @@ def test_a_flood_of_one_reader_leaves_room_for_the_questions_of_others(side: Any
     source = pool_of(side, 100)
     computed(source)
     flood = Flood(source, source.manager.contents.digests(TextContext(LONGER, 32)))
-    for number in range(100):  # the loop does not come to look
+    for number in range(100):  # the loop does not look at the questions
         flood.lender.answer(replace(flood.query, ask_id=1000 + number, asker="one reader"))
     assert flood.lender.answer(replace(flood.query, ask_id=2000, asker="another reader")).error == ""
 

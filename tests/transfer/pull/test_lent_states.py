@@ -1,4 +1,4 @@
-"""How much of a source's recurrent states is lent at a time: two managers, their exchanges, real NIXL."""
+"""How many of a source's recurrent states are lent at a time, with two managers, their exchanges and real NIXL."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NO_HOST = {"enable_kvcache_swapping_to_host": False, "host_kvcache_swap_space_gb
 
 
 def prompt(first: int, tokens: int) -> list[int]:
-    """A prompt that begins with this token, and has so many others."""
+    """A prompt that begins with this token and has `tokens` others."""
     return [first, *range(tokens)]
 
 
 class Pair:
-    """A source that lends a quarter of what it has, and a reader."""
+    """A source that lends a quarter of its pages, and a reader."""
 
     def __init__(self, *, slabs: bool) -> None:
         self.it = ServedStates(slabs=slabs, params=NO_HOST, every=4, checks=False)
@@ -31,7 +31,7 @@ class Pair:
         self.reader = PageExchange(self.other.manager, "d")
 
     def ask(self, first: int) -> Lent:
-        """What is lent of a prompt that begins with this token."""
+        """Asks for a prompt that begins with this token. Returns the answer."""
         context = TextContext(prompt(first, 40), 256, "theirs")
         wanted = self.other.manager.contents.digests(context)
         self.reader.ask(0, f"k{first}", self.source.address, self.source.engine_id(0), wanted)
@@ -45,13 +45,13 @@ class Pair:
         raise TimeoutError
 
     def lent(self, first: int) -> tuple[int, ...]:
-        """How many pages of each group are lent; none where nothing is."""
+        """How many pages of each group are lent for this prompt; empty if none."""
         found = self.ask(first)
         assert not found.error
         return () if found.table is None else tuple(map(len, found.table.groups))
 
     def give_back(self, found: Lent) -> None:
-        """The reader has no use for it."""
+        """Makes the reader give the lent pages back."""
         assert found.source is not None
         leases = self.source.lending.num_leases
         self.reader.refuse(0, found.source, "no use")
@@ -89,7 +89,7 @@ def test_no_more_than_the_share_of_the_state_pages_is_lent(pair: Pair) -> None:
     assert first.table is not None
     assert [*map(len, first.table.groups)] == [5, 1]
     assert pair.lent(200) == (5, 1)
-    assert pair.lent(300) == ()  # there is room for its five pages, and none for a third state
+    assert pair.lent(300) == ()  # there is room for its five pages, but not for a third state
     pair.give_back(first)
     assert pair.lent(300) == (5, 1)
 
@@ -101,11 +101,11 @@ def test_a_state_in_a_slab_counts_as_the_pages_of_the_slab(pair: Pair) -> None:
     slab = pair.it.manager.slab_pages
     assert (int(0.25 * pair.it.manager.total_num_pages), slab) == (20, 2)
     assert pair.lent(100) == (10, 1)
-    assert pair.lent(200) == (4, 1)  # of 20 pages eight are left, and with the next state it would be ten
+    assert pair.lent(200) == (4, 1)  # eight of 20 pages would be left, but with the next state it would be ten
 
 
 class Three:
-    """Two sources that have computed so many tokens of a prompt, and a reader of both."""
+    """Two sources that have computed these numbers of tokens of a prompt, and a reader of both."""
 
     def __init__(self, *tokens: int, slabs: bool) -> None:
         self.sides = [ServedStates(slabs=slabs, params=NO_HOST, every=4, checks=False) for _ in range(3)]
@@ -129,7 +129,7 @@ class Three:
         return found
 
     def pull(self, revoked: int = 2) -> PullEvent:
-        """Asks both, revokes the lease of one of them if any, and pulls from both."""
+        """Asks both sources, optionally revokes the lease of one, and pulls from both."""
         wanted = self.manager.contents.digests(self.context)
         for at, source in enumerate(self.sources):
             self.reader.ask(0, f"{at}", source.address, source.engine_id(0), wanted)
@@ -162,7 +162,7 @@ class Three:
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Three]]:
-    """Pulls of a few pages are read from both."""
+    """Makes even small pulls use both sources."""
     for name, value in (("ONE_SOURCE_BYTES", 0), ("_PROBE_BYTES", 1), ("_LEAST_BYTES", 1)):
         monkeypatch.setattr(f"transfer.pull.shared_pull.{name}", value)
     made = list[Three]()
@@ -181,12 +181,12 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Three]]:
 def test_pages_and_the_state_behind_them_come_from_two_sources(
     three: Callable[..., Three], slabs: bool, second: int
 ) -> None:
-    """The state is that of a source that has it after the last page."""
+    """The state comes from a source that has it after the last page."""
     it = three(40, second, slabs=slabs)
     assert not it.pull().error
     mine = it.sides[2]
     compared = mine.compared
-    assert mine.serve([*prompt(100, 40), 7]) == 40  # every KV and the state are compared when they are read
+    assert mine.serve([*prompt(100, 40), 7]) == 40  # this compares all KV and the state
     assert mine.compared > compared
 
 

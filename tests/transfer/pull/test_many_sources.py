@@ -1,4 +1,4 @@
-"""A reader that knows hundreds of sources serves the agents of those that it has to do with."""
+"""A reader that knows hundreds of sources polls only the agents of those in use."""
 
 # pyright: basic
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transfer.wire.handshake import HandshakeClient, HandshakeServer
 
 
 class Known:
-    """A source that a rank knows: its polls are counted."""
+    """A source that a rank knows. Its polls are counted."""
 
     def __init__(self, number: int) -> None:
         self.engine_id, self.failure, self.words, self.polls = f"s{number}", None, 4096, 0
@@ -43,7 +43,7 @@ class Clock:
 
 @pytest.fixture
 def rank_of() -> Any:
-    """A rank on a clock of the test's, that knows so many sources."""
+    """A rank with the test's clock that knows this many sources."""
     made: list[Engine] = []
 
     def make(count: int) -> tuple[RankTransfer, list[Any], Clock]:

@@ -1,4 +1,4 @@
-"""How parts are cut into transfers, and that a pull of many takes all of them."""
+"""How parts are divided into transfers, and that a pull of many parts makes all of them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_part_is_here_when_all_of_it_was_posted_and_has_ended() -> None:
 
 
 class Handles:
-    """An agent whose transfers are over, or not, or have failed; it counts what is given back."""
+    """An agent whose transfers have ended, are open, or have failed. It counts released handles."""
 
     def __init__(self, state: bool | AgentError, *, release: AgentError | None = None) -> None:
         self.state, self.fails, self.released = state, release, list[int]()

@@ -1,4 +1,4 @@
-"""`docs/concepts/protocol.md` names tests and figures: they are there, and they are these."""
+"""The tests that `docs/concepts/protocol.md` names exist, and its figures are right."""
 
 from __future__ import annotations
 

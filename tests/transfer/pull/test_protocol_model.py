@@ -1,4 +1,4 @@
-"""The ownership protocol, explored: with all rules nothing goes wrong, without any one of them something does."""
+"""Explores the ownership protocol: with all rules nothing goes wrong, and without any one of them something does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.transfer.protocol_rules import ASSUMPTIONS, CASTS, RULES, SHOWN_BY, C
 
 HOLE = "hole: D0 serves"
 STALE_PAGE, ROBBED, WAITS, WITHOUT_CAUSE = "stale page", "lease ended as read while", "may never", "has not ended"
-# The harm of leaving a rule out, and the fewest moves that lead to it.
+# The harm of leaving each rule out, and the fewest moves that lead to it.
 HARM = {
     "fence": (STALE_PAGE, 10),
     "fence-after-data": (STALE_PAGE, 12),
@@ -60,8 +60,8 @@ SIZES = {
     "1 import, 2 sources": 5_260,
     "again from another source": 1_080,
 }
-# Everything given back, and every way leads there: by content, whether no page was found, or one, or two; in
-# stretches, of either, and behind which page.
+# Number of final states, in which everything is given back. By content they differ in how many pages were found (none,
+# one or two). In stretches they differ in that for each stretch, and in the page where the second begins.
 FINALS = {"by content": 3, "by content, lower tiers": 3, "2 stretches, 2 sources": 7}
 
 
@@ -69,7 +69,7 @@ FINALS = {"by content": 3, "by content, lower tiers": 3, "2 stretches, 2 sources
 def test_no_interleaving_breaks_a_promise(cast: Cast):
     result = Explorer(cast).run()
     assert (result.wrong, result.story) == ("", ())
-    assert result.states == SIZES[cast.title]  # what the model explores is changed on purpose or not at all
+    assert result.states == SIZES[cast.title]  # guards against unintended changes of the explored model
     assert result.finals == FINALS.get(cast.title, 1)
 
 
@@ -118,7 +118,7 @@ def test_the_story_of_a_reused_page():
 
 
 def without(text: str) -> type[Protocol]:
-    """The protocol, with every move missing whose text has `text` in it."""
+    """The protocol without the moves whose text contains `text`."""
 
     class Lame(Protocol):
         def moves(self, name: str, size: int, room: Room, view: View) -> Iterator[Move]:
@@ -178,7 +178,7 @@ def test_every_part_of_every_cast_is_committed_somewhere(monkeypatch: pytest.Mon
     for cast in CASTS["small"]:
         reached.clear()
         Explorer(cast).run()
-        # Equal readers are mirror images: in the first of them nothing need be committed.
+        # Equal readers are mirror images, so the first of them need not commit anything.
         assert {name for name, _ in reached} == {part.name for part in cast.parts}
 
 
@@ -189,7 +189,7 @@ def test_the_command_tells_the_story(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_the_command_fails_where_no_harm_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setitem(SHOWN_BY, "all-readers", SHOWN_BY["fence"])  # with one reader the rule asks for nothing
+    monkeypatch.setitem(SHOWN_BY, "all-readers", SHOWN_BY["fence"])  # with one reader the rule has no effect
     monkeypatch.setattr(sys, "argv", ["protocol_model", "--without", "all-readers"])
     assert protocol_model.main() == 1
     assert "no stale page accepted" in capsys.readouterr().out

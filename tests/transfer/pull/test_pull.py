@@ -1,4 +1,4 @@
-"""The pulls of one rank where a real agent cannot be made to do what one day it may. Real ones are in test_replica."""
+"""Pulls of one rank in situations that cannot be forced with a real agent. test_replica uses real agents."""
 
 # pyright: basic
 from __future__ import annotations
@@ -23,7 +23,10 @@ WORDS_AT = 1 << 20
 
 
 class Agent:
-    """Counts what is done with handles. A test says when each READ ends, and how; a fence then delivers `word`."""
+    """A simulated agent that counts the uses of handles.
+
+    The test decides when and how each READ ends. A fence delivers `word`.
+    """
 
     def __init__(self, puller: Puller) -> None:
         self.puller = puller
@@ -32,7 +35,7 @@ class Agent:
         self.notes: list[tuple[str, Any]] = []
         self.auto = True
         self.raise_at: dict[int, AgentError] = {}
-        self.at_once: set[int] = set()  # of what is posted, what has ended by then
+        self.at_once: set[int] = set()  # numbers of the posted transfers that end at once
         self.release_fails: AgentError | None = None
 
     def read(self, peer: str, local: Any, remote: Any, kinds: Any = None, note: bytes = b"") -> int | None:
@@ -86,7 +89,7 @@ class Agent:
 
 
 class StandIn(SimpleNamespace):
-    """Stands for a `RemoteEngine`: each is itself alone."""
+    """A substitute for a `RemoteEngine`, equal only to itself."""
 
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
@@ -155,7 +158,7 @@ def test_no_fence_while_a_read_is_in_flight_and_no_done_while_more_is_to_come(ri
     assert len(rig.agent.posted) == 2
     rig.agent.end(1)
     assert rig.polled() == []
-    assert [one["note"] for one in rig.agent.posted[2:]] == [b"", b""]  # these mark what is here as good
+    assert [one["note"] for one in rig.agent.posted[2:]] == [b"", b""]  # these would mark the data as good
     rig.add(part(0))
     rig.agent.end(4)
     assert rig.polled() == []
@@ -212,7 +215,8 @@ def test_parts_without_runs_are_not_posted(rig: Rig) -> None:
 
 @pytest.mark.parametrize("word", [0, 1, LEASE.lease_id + 1, None])
 def test_a_fence_that_does_not_bring_the_lease_s_id_fails_the_pull(rig: Rig, word: int | None) -> None:
-    rig.puller.words[:] = LEASE.lease_id  # left over from other fences; None: a READ that is "done" and brought nothing
+    # words left over from other fences; with None a READ ends as "done" without data
+    rig.puller.words[:] = LEASE.lease_id
     rig.agent.word = word
     rig.open()
     rig.add(part(0), part(1))
@@ -260,7 +264,7 @@ def test_a_fence_of_two_ranks_waits_where_one_word_is_free() -> None:
 
 @pytest.mark.parametrize("at_once", [{0, 1}, {0}, set[int]()])
 def test_a_fence_that_brings_nothing_finds_no_word_of_an_earlier_pull_of_the_lease(at_once: set[int]) -> None:
-    """However much of it has ended as it was posted: what lies in its slot is the lease's id, of another fence."""
+    """This holds however many transfers end at once: the slot still has the lease's id from another fence."""
     rig = Rig(ranks=1)
     rig.puller.words[:] = LEASE.lease_id
     rig.agent.at_once, rig.agent.word = at_once, None
@@ -301,11 +305,11 @@ def test_a_post_that_is_refused_stops_the_others_and_waits_for_what_is_in_flight
     assert len(rig.agent.posted) == 2
     rig.agent.end(0)
     assert [event.safe for event in rig.polled()] == [False, True]
-    assert rig.engine.failure is None  # refused, not lost: the next pull may be taken
+    assert rig.engine.failure is None  # the pull was refused, but the engine is not lost: the next pull may succeed
 
 
 class Settled(Part):
-    """Takes note of each time it is told that nothing of it is in flight any more."""
+    """A part that counts the calls that say that nothing of it is in flight."""
 
     __slots__ = ("times",)
 
@@ -321,7 +325,9 @@ def settled(runs: int = 2, num_bytes: int = 100) -> Settled:
 
 
 def test_a_part_is_settled_once_whether_it_could_be_posted_or_not(rig: Rig) -> None:
-    """Its destination may be used again from then on: not while a READ is in flight, but at some time."""
+    """Its destination may be reused from then on, which must not happen while a READ is in flight, but must happen at
+    some time.
+    """
     rig.agent.auto = False
     rig.agent.raise_at = {1: AgentError("no")}
     rig.open()
@@ -649,7 +655,7 @@ def test_a_pull_that_is_over_as_it_is_posted_has_its_one_event_and_figures(timed
 
 @pytest.mark.parametrize("ended", [{0}, {1}, set()])
 def test_a_pull_that_is_not_over_as_it_is_posted_goes_on_as_any_other(ended: set[int]) -> None:
-    """Its READ is on its way, or the fence after it."""
+    """Its READ or the fence after it is still in flight."""
     rig = Rig(ranks=1)
     rig.agent.auto, rig.agent.at_once = False, ended
     assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()), RankPull)
@@ -697,7 +703,7 @@ def test_a_pull_at_once_waits_for_a_word_as_others_do() -> None:
     rig.open("first")
     rig.add(part(), key="first")
     rig.agent.end(0)
-    rig.polled()  # its fence has the only word
+    rig.polled()  # its fence uses the only word
     assert isinstance(rig.puller.pull_at_once("r", rig.engine, LEASE, 9.0, part()), RankPull)
     assert len(rig.puller) == 2
     rig.agent.auto = True
@@ -719,7 +725,7 @@ def test_a_fence_whose_word_comes_later_does_not_hold_up_the_one_behind_it(rig: 
     (event,) = rig.polled()
     assert event.safe
     assert "it broke" in event.error
-    assert rig.said("refused") == ["p/0"]  # the second one was told that all is done
+    assert rig.said("refused") == ["p/0"]  # the second source was told "done"
     assert len(rig.puller._free) == 8
 
 
@@ -744,10 +750,10 @@ def test_pulls_that_stay_stuck_name_their_engine_once_and_others_do_not(rig: Rig
         rig.open(key)
         rig.add(part(0), key=key)
     rig.now += 3.0
-    assert rig.puller.stuck(1.0) == []  # they may still come
+    assert rig.puller.stuck(1.0) == []  # their data may still arrive
     rig.puller.fail("a", why("late"))
     rig.puller.fail("b", why("late"))
-    assert rig.puller.stuck(0.0) == []  # not before it is longer ago
+    assert rig.puller.stuck(0.0) == []  # not before more time has passed
     rig.now += 2.0
     assert rig.puller.stuck(2.0) == []
     assert rig.puller.stuck(1.5) == [rig.engine]
@@ -776,7 +782,7 @@ def test_an_abandoned_engine_leaves_the_pulls_of_others_and_handles_that_cannot_
 
 
 def long_part(runs: int, arrived: Any = None, length: int = 1 << 20) -> Settled:
-    """One that takes several transfers: so many runs of a MiB, each at its own address."""
+    """A part that takes several transfers: `runs` runs of a MiB, each at its own address."""
     rows = np.zeros((runs, 3), np.uint64)
     rows[:, 0], rows[:, 1] = np.arange(runs) * length, length
     made = Settled(0, rows, rows.copy() + np.array([1 << 40, 0, 0], np.uint64), runs * length, arrived)
@@ -829,7 +835,7 @@ def test_a_pull_has_eight_transfers_in_flight_and_nixls_thread_one_of_them(rig: 
     assert [len(one["local"]) for one in rig.agent.posted] == [128, *[16] * 7]
     rig.open("s")
     rig.add(long_part(1000), key="s")
-    assert len(rig.agent.posted[8]["local"]) == 16  # that thread is busy with what it has
+    assert len(rig.agent.posted[8]["local"]) == 16  # NIXL's thread is still busy with earlier runs
     rig.agent.end(1)
     rig.polled(2)
     assert [len(one["local"]) for one in rig.agent.posted[16:]] == [16]
@@ -846,7 +852,7 @@ def test_what_ends_as_it_is_posted_is_not_released_again_and_posting_stops_after
     monkeypatch.setattr("transfer.pull.pull.time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
     rig.open()
     rig.add(long_part(160))
-    assert len(rig.agent.posted) == 2  # 0.2 ms each, and none is begun after 0.3 ms
+    assert len(rig.agent.posted) == 2  # each takes 0.2 ms, and none is begun after 0.3 ms
     assert not any(one["released"] for one in rig.agent.posted), "nothing is left to release"
     assert rig.puller.is_copying
     rig.polled(1)
@@ -862,7 +868,7 @@ def test_a_part_that_is_posted_by_half_when_its_pull_fails_is_settled_once_all_o
 ) -> None:
     rig.agent.auto = False
     rig.open()
-    moving = long_part(1000)  # more than may be in flight
+    moving = long_part(1000)  # more than may be in flight at a time at a time
     rig.add(moving)
     rig.puller.fail("r", why("late"))
     assert (moving.times, rig.puller.events[-1].safe) == (0, False)
@@ -871,7 +877,7 @@ def test_a_part_that_is_posted_by_half_when_its_pull_fails_is_settled_once_all_o
         rig.agent.end(number)
         rig.polled(1)
     assert (moving.times, rig.puller.events[-1].safe) == (1, True)
-    # And one of which all that was posted has ended at once, before the time for posts was over.
+    # and a part whose posted transfers all end at once, before the time for posts is over
     rig.agent.at_once = {8, 9}
     seconds = iter(np.arange(0.0, 1.0, 2e-4))
     monkeypatch.setattr("transfer.pull.pull.time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
@@ -885,7 +891,7 @@ def test_a_part_that_is_posted_by_half_when_its_pull_fails_is_settled_once_all_o
 
 
 class Waits(Part):
-    """A part that can be posted once a test says so."""
+    """A part that can be posted only after the test permits it."""
 
     __slots__ = ("asked", "ready")
 
@@ -965,7 +971,7 @@ def test_the_times_of_an_earlier_pull_of_a_name_are_not_the_next_one_s(rig: Rig)
     rig.polled()
     rig.now += 2.5
     rig.open()
-    rig.now += 1.0  # a third of the first one's time is over
+    rig.now += 1.0  # a third of the first source's time is over
     rig.polled()
     assert rig.said("renew") == []
     rig.now += 2.0
@@ -999,7 +1005,7 @@ def test_a_fence_marks_what_was_asked_for_before_it_and_is_not_posted_again_for_
     rig.agent.end(0)
     rig.polled()
     assert len(rig.agent.posted) == 2
-    rig.add(part(0), last=False)  # while the fence of the first is on its way
+    rig.add(part(0), last=False)  # while the fence of the first part is in flight
     rig.agent.end(1)
     rig.polled()
     assert rig.puller.passed("r") == 1
@@ -1036,7 +1042,7 @@ def test_a_mark_that_waits_for_a_word_is_posted_once_another_pull_gives_one_back
 
 
 def test_a_word_that_is_there_before_its_read_is_known_to_have_ended_does_not_end_the_pull() -> None:
-    """NIXL still has the handle: its slot is not another's before that is released."""
+    """NIXL still has the handle, and the slot may not be reused before that is released."""
     rig = Rig(ranks=1)
     rig.agent.auto, rig.agent.at_once = False, {0}
     read_word = rig.agent.read_word
@@ -1099,7 +1105,7 @@ def test_a_note_that_cannot_be_sent_costs_nobody_anything(rig: Rig) -> None:
 
     rig.agent.notify = lost  # type: ignore[method-assign]
     rig.open()
-    rig.add(part(0))  # the other rank is to be told on its own
+    rig.add(part(0))  # the other rank must be told separately
     assert rig.polled() == [OK]
     rig.open("s")
     rig.now += LEASE.duration_s / 3 + 0.01
@@ -1108,7 +1114,7 @@ def test_a_note_that_cannot_be_sent_costs_nobody_anything(rig: Rig) -> None:
     assert rig.puller.events[-1] == PullEvent("s", "enough", safe=True)
 
 
-@pytest.mark.parametrize("runs", [40, 48])  # in transfers of 16 runs: 16 and 32 together are 48
+@pytest.mark.parametrize("runs", [40, 48])  # transfers have 16 runs, so that 16 and 32 make 48
 def test_a_part_in_several_transfers_is_read_once_and_counted_once(rig: Rig, runs: int) -> None:
     rig.open()
     asked = long_part(runs, lambda: None)

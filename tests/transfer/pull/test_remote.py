@@ -1,4 +1,4 @@
-"""Settings that must agree with an engine must agree with each of its ranks."""
+"""Settings that must agree with an engine are compared with each of its ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases and pulls of whole engines over real NIXL, in one process: the ranks, their source, and what may go wrong."""
+"""Leases and pulls of whole engines over real NIXL, in one process, with possible faults."""
 
 # pyright: basic
 from __future__ import annotations
@@ -181,7 +181,7 @@ def test_metadata_that_came_by_another_way_than_the_handshake_serves_as_well(eng
     assert d.replica.directory.add(p.serve(), p.card.ranks) == "p"
     assert p.server.counts["answered"] == 0
     pull(d, p.source(p.offer()), groups=None)
-    run(p, d, until=lambda: p.server.counts["answered"] > 3)  # signs of life alone
+    run(p, d, until=lambda: p.server.counts["answered"] > 3)  # only pings follow
     d.replica.add_pages("r", WHOLE, last=True)
     run(p, d, until=settled(d))
     assert d.pulls[-1] == PullEvent("r", "", safe=True)
@@ -304,7 +304,7 @@ DIGEST = b"of the reader's own tokens"
 
 
 def answering(p: Engine, *answers: dict[str, Any]) -> list[int]:
-    """Has a source say so of what its leases hold, one after another, then the last again and again.
+    """Makes a source give these answers about its leases in turn, repeating the last one.
 
     Returns how many tokens it was asked for each time.
     """
@@ -388,7 +388,7 @@ def test_a_lease_that_ends_while_a_reader_waits_for_it_says_for_what_and_how_lon
 def test_a_lease_that_brings_nothing_is_given_back_with_the_reason(
     engine: Any, answers: list[dict[str, Any]], message: str
 ) -> None:
-    """The source is asked once more, for no token: whatever it holds, it may let go of."""
+    """The source is asked once more for zero tokens, so that it can free whatever it holds."""
     p, d = engine("p", 2), engine("d", 2)
     d.blank()
     lease = p.offer()
@@ -445,7 +445,7 @@ def test_a_lease_of_another_start_of_the_source_is_not_read_under(engine: Any) -
 
 
 def test_a_source_that_is_lost_before_it_has_said_what_it_holds_is_looked_for_anew(engine: Any) -> None:
-    """The reader knew an earlier start of the source. The start that is there now has made the params."""
+    """The reader knew an earlier incarnation of the source. The current one has made the params."""
     p, d = engine("p"), engine("d")
     pull(d, p.source(p.offer("before")), key="before")
     run(p, d, until=settled(d, "before"))
@@ -544,7 +544,7 @@ def test_a_dead_source_fails_its_own_pulls_in_its_own_time(engine: Any) -> None:
         pull(d, dead._replace(engine_id=f"dead{number}", address=f"tcp://127.0.0.1:{9 + number}"), key=f"dead{number}")
     pull(d, p.source(p.offer()))
     run(p, d, until=settled(d))
-    assert [event.key for event in d.pulls] == ["r"]  # not one of the five was waited for
+    assert [event.key for event in d.pulls] == ["r"]  # none of the five was waited for
     run(p, d, until=lambda: len(d.pulls) == 6)
     assert all("in 0.3 s" in event.error for event in d.pulls[1:])
     assert d.replica.stats.failed_handshakes == 5
@@ -708,7 +708,7 @@ def test_an_engine_restarted_at_its_address_is_found_out_and_read_from_anew(engi
 
 
 def test_the_first_request_of_a_restarted_engine_is_served(engine: Any) -> None:
-    """It names the start that has promised it, so that it is no fault of its own that another one is known here."""
+    """It names the incarnation that has promised it, so it must not fail because the reader knows another one."""
     p, d = engine("p"), engine("d")
     address = p.serve()
     pull(d, p.source(p.offer()))

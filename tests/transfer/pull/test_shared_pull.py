@@ -1,4 +1,4 @@
-"""Pages that several sources hold, read from all of them at once: real processes, NIXL, and faults in each phase."""
+"""Pages of several sources are read from all of them at once, with real processes, NIXL, and faults in each phase."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def lender() -> Iterator[Callable[..., Lender]]:
 
 
 class Reader:
-    """Asks each source, and pulls from all that lend."""
+    """A reader that asks each source, and pulls from all that lend."""
 
     def __init__(self, **options: Any) -> None:
         self.links = Links()
@@ -88,7 +88,7 @@ class Reader:
         return pending
 
     def end(self, pending: PendingImport) -> PullEvent:
-        """The last event of the pull. If it has passed, it is committed, and every byte is compared."""
+        """Waits for the last event of the pull. If the pull has passed, commits it and compares every byte."""
         self.until(lambda: any(one.event.safe for one in self.side.pulls))  # type: ignore[union-attr]
         happened = self.side.pulls[-1]
         event = happened.event
@@ -117,7 +117,7 @@ class Reader:
 
 @pytest.fixture
 def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Reader]]:
-    """A reader that shares pulls of a few pages: these are small here."""
+    """A reader that divides even small pulls between sources, because the pulls are small here."""
     monkeypatch.setattr(shared_pull, "ONE_SOURCE_BYTES", PAGE_BYTES)
     monkeypatch.setattr(shared_pull, "_PROBE_BYTES", 2 * PAGE_BYTES)
     monkeypatch.setattr(shared_pull, "_LEAST_BYTES", 2 * PAGE_BYTES)
@@ -133,7 +133,7 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Reader]]:
 
 
 def shares(event: PullEvent) -> dict[str, int]:
-    """Pages from each source."""
+    """The number of pages from each source."""
     return {share.place[1][0]: share.num_bytes // PAGE_BYTES for share in event.shares}
 
 

@@ -1,4 +1,4 @@
-"""How a pull is divided between sources: simulated links of any speed, sources that fail, and no process."""
+"""How a pull is divided between sources, in a simulation of links of any speed and failing sources."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def pull_of(pages: list[int]) -> SharedPull:
 
 
 def simulated(shared: SharedPull, rates: list[float], fails: dict[int, float]) -> tuple[PullEvent, float]:
-    """The last event and when it comes, if the parts read at these rates and some fail at a time."""
+    """Simulates parts that read at these rates, some of which fail at given times.
+
+    Returns the last event and its time.
+    """
     now, ends, read = 0.0, dict[int, float](), list[int]()
     while True:
         for number, part in enumerate(shared.parts):

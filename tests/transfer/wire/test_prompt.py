@@ -1,4 +1,4 @@
-"""The digest of a prompt: the same for the same tokens and what else counts, and for nothing else."""
+"""The digest of a prompt is equal only for equal tokens, salts and keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOKENS = [5, 0, 2**31 - 1, 7, 7, 7, 1, 2]
 
 
 def test_it_is_the_same_everywhere_and_for_ever() -> None:
-    """Both sides may run other versions of all else, on other machines."""
+    """Both sides may run different versions of everything else, on different machines."""
     assert Prompt(TOKENS, "salt", ((2, b"image"),)).digest(8).hex() == (
         "874c3ad08e654df7a303a28acd279d76667fa1ef5818ab4854814fdf69af1516"
     )
@@ -44,7 +44,7 @@ def test_one_token_makes_another_digest(at: int) -> None:
 
 
 def test_no_two_prompts_run_together() -> None:
-    """Where one part ends and the next begins is said, so what is moved from one to the other makes a difference."""
+    """The lengths of the parts are included, so moving a byte from one part to the next changes the digest."""
     prompts = [
         Prompt([1, 2]),
         Prompt([1, 2, 0]),
