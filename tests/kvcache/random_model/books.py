@@ -62,7 +62,7 @@ class Books:
             )
             for at in range(count)
         ]
-        self.used: dict[Digest, tuple[int, int]] = {}  # when each content was last used in host memory, and its column
+        self.used: dict[Digest, int] = {}  # when each content was last used in host memory
         self.host: dict[Digest, int] = {}
         # contents that were in use during a reset, which also forgot their copies in lower tiers
         self.not_below: set[Digest] = set()
@@ -324,7 +324,7 @@ class Books:
     def use(self, digests: Iterable[Digest]) -> None:
         """Records the use of these contents, in host memory too."""
         for digest in digests:
-            self.used[digest] = (self.clock, -len(self.names.content_of[digest]))
+            self.used[digest] = self.clock
 
     def _learn_host(self, *, reset: bool) -> None:
         if "host" not in self.features:
@@ -332,13 +332,23 @@ class Books:
         now = seam.in_host(self.manager)
         for digest in now.keys() - self.host.keys():
             self._same_slot(now[digest], self.names.content_of[digest])
-            self.used[digest] = (self.clock, -len(self.names.content_of[digest]))
+            self.used[digest] = self.clock
         gone, held = self.host.keys() - now.keys(), seam.host_held(self.manager)
         if gone and self.host_foretold and not reset and not self.lenient:
-            first = min((self.used[one] for one, slot in now.items() if slot not in held), default=None)
-            last = max(self.used[one] for one in gone)
-            assert first is None or last <= first, f"{self._said(gone)} left the host before what is older"
+            stays = [one for one, slot in now.items() if slot not in held]
+            early = {one for one in gone if any(self._leaves_before(other, one) for other in stays)}
+            assert not early, f"{self._said(early)} left the host before what is older"
         self.host = now
+
+    def _leaves_before(self, one: Digest, other: Digest) -> bool:
+        """Whether host memory evicts one content before another: it is older, or as old and comes after the other.
+
+        A batch may use pages of several requests at the same time, and nothing says which of these leave first.
+        """
+        if self.used[one] != self.used[other]:
+            return self.used[one] < self.used[other]
+        later, earlier = self.names.content_of[one], self.names.content_of[other]
+        return len(later) > len(earlier) and later[: len(earlier)] == earlier
 
     def _kept_below(self, replica: Replica, gone: set[Digest]) -> None:
         """Checks that evicted content is in host memory, if host memory was never full."""
