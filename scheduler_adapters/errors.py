@@ -35,6 +35,10 @@ class PlanError(AdapterError, ValueError):
     """A config is not understood (the message has the file, the field and its limits), or an option does not fit it."""
 
 
+class ModelInUseError(AdapterError, RuntimeError):
+    """Another thread has switched the attention of this model object, and will switch it back during the call."""
+
+
 class ServiceError(AdapterError, RuntimeError):
     """A prefill or decode server did not start, died, or stopped answering."""
 

@@ -12,7 +12,9 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from pathlib import Path
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ from kvcache.states.state_layout import page_bytes, state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.types import RaggedKVCacheInputs
 from scheduler_adapters.base import RunTokens
-from scheduler_adapters.errors import MissingExtraError, ModelLoadError, UnsupportedModelError
+from scheduler_adapters.errors import MissingExtraError, ModelInUseError, ModelLoadError, UnsupportedModelError
 from scheduler_adapters.hf.paged_attention import PagedBatch, PagedLatents, no_attention_mask, paged_attention_forward
 from scheduler_adapters.hf.recurrent import (
     NO_MASKS,
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 
 ATTENTION = "pagewire"
 _TIE = 1e-3
+_switched: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the thread whose call has switched a model's attention
+_switching = Lock()
 
 
 class Tokenizer(Protocol):
@@ -69,9 +73,13 @@ class HFRunner:
     `attend_over_pages` once, which saves the switch of each call (about 0.15 ms). A hybrid model needs the `states` of
     its manager, for all replicas.
 
+    Runners in several threads, such as those of two overlapped loops, may share a model only after `attend_over_pages`.
+    Otherwise one of them would switch the attention during a call of another: such a call raises `ModelInUseError`.
+
     Raises:
         UnsupportedModelError: neither keys and values nor state pages serve one of its layers, or the model ignores the
             attention interface.
+        ModelInUseError: a call of another thread has switched the model's attention.
     """
 
     def __init__(self, model: PreTrainedModel, states: Sequence[StatePages] = ()) -> None:
@@ -376,6 +384,7 @@ def own_attention(model: PreTrainedModel) -> AbstractContextManager[Any]:
 def paged_attention(model: PreTrainedModel) -> Generator[Any]:
     """A `with` block in which the model attends over pages in evaluation mode. It is restored afterwards."""
     if _attention_of(model) == ATTENTION:
+        _refuse_shared(model)
         yield model
         return
     _register()
@@ -398,12 +407,30 @@ def attend_over_pages(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _attention(model: Any, name: str) -> Generator[Any]:
-    before = _attention_of(model)
-    _set_attention(model, name)
+    with _switching:
+        is_outermost = _refuse_shared(model)
+        before = _attention_of(model)
+        _switched[model] = get_ident()
     try:
+        _set_attention(model, name)
         yield model
     finally:
-        _set_attention(model, before)
+        try:
+            _set_attention(model, before)
+        finally:
+            if is_outermost:
+                del _switched[model]
+
+
+def _refuse_shared(model: Any) -> bool:
+    """Raises `ModelInUseError` if another thread has switched the attention. Returns whether no thread has."""
+    owner = _switched.get(model)
+    if owner not in {None, get_ident()}:
+        raise ModelInUseError(
+            f"{type(model).__name__}: a call of another thread has switched its attention and will switch it back: "
+            "give each thread a model of its own, or call attend_over_pages(model) once"
+        )
+    return owner is None
 
 
 @torch.inference_mode()

@@ -1,5 +1,7 @@
+# pyright: basic
 import contextlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +9,9 @@ import pytest
 import torch
 
 from kvcache.replica.context import TextContext
-from scheduler_adapters.errors import ModelLoadError, UnsupportedModelError
+from scheduler_adapters.errors import ModelInUseError, ModelLoadError, UnsupportedModelError
 from scheduler_adapters.hf.runner import (
+    ATTENTION,
     HFRunner,
     attend_over_pages,
     is_rounding_tie,
@@ -17,9 +20,10 @@ from scheduler_adapters.hf.runner import (
     load_tokenizer,
     num_layers_of,
     own_attention,
+    paged_attention,
     reference_tokens,
 )
-from scheduler_adapters.hf.tiny import PAD, ByteTokenizer
+from scheduler_adapters.hf.tiny import PAD, ByteTokenizer, tiny_llama
 
 TEXTS = ("a page of text, " * 6, "x", "Where do the keys and values of a token lie? " * 2)
 PROMPTS = [ByteTokenizer().encode(text) for text in TEXTS]
@@ -118,6 +122,33 @@ def test_own_attention_is_given_back_after_an_error() -> None:
         assert model.config._attn_implementation == "sdpa"
         raise KeyError
     assert model.config._attn_implementation == "pagewire"
+
+
+def test_a_call_of_another_thread_is_refused_while_the_attention_is_switched() -> None:
+    model = tiny_llama()
+    before = model.config._attn_implementation
+
+    def elsewhere(switch: Callable[..., Any]) -> str:
+        def call() -> str:
+            with switch(model) as own:
+                return own.config._attn_implementation
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
+
+    for switched in (paged_attention, own_attention):
+        with switched(model):
+            for switch in (paged_attention, own_attention):
+                with pytest.raises(ModelInUseError, match="LlamaForCausalLM: a call of another thread has"):
+                    elsewhere(switch)
+                with switch(model):  # of this thread
+                    pass
+        assert model.config._attn_implementation == before
+        assert elsewhere(paged_attention) == ATTENTION
+    attend_over_pages(model)
+    with paged_attention(model):
+        assert elsewhere(paged_attention) == ATTENTION, "nobody switches it"
+    assert model.config._attn_implementation == ATTENTION
 
 
 def test_a_model_is_as_it_was_after_each_call_of_a_runner(hand_pool: Callable[..., Any]) -> None:
