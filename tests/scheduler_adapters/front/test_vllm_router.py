@@ -1,5 +1,6 @@
 """vLLM's router in front of whole fleets, and of the processes of one: prompts go to whoever has their pages."""
 
+# pyright: basic
 import random
 import signal
 import time
@@ -43,6 +44,7 @@ def router_of(fleets: list[Served], log: Path) -> Router:
     return Router(events, log, model="pagewire", page_size=PAGE)
 
 
+@pytest.mark.ci
 def test_prompts_go_to_the_fleet_that_has_them(fleets: list[Served], tmp_path: Path) -> None:
     with closing(router_of(fleets, tmp_path / "router.log")) as router:
         check_prompts_find_pages(router, fleets)
@@ -103,7 +105,7 @@ def test_the_router_chooses_the_prefill_process_and_the_decode_process(apart: Se
     at = {name: f"{apart.url}/processes/{name}" for name in members}
     events = {at[name]: (members[name]["kv_events"], None) for name in ("p1", "p2")}
     decodes = [at["d1"], at["d2"]]
-    with closing(Router(events, tmp_path / "router.log", decodes=decodes, model="pagewire", page_size=PAGE)) as router:
+    with closing(Router(events, tmp_path / "router.log", decodes=decodes, model="pagewire", page_size=PAGE)) as router:  # pyright: ignore[reportArgumentType]
         router.begin()
         check_follows_both(router, apart)
         check_loses_some(router, apart)

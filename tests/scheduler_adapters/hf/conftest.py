@@ -22,9 +22,11 @@ EACH_MODEL_AT_HOME = {"test_tokens_are_the_models_own"}
 ONE_FORM_AT_HOME = {
     "test_a_host_tier_finds_what_a_device_with_room_for_all_does",
     "test_another_machine_goes_on_from_a_store",
+    "test_conversations_that_the_device_has_no_room_for_come_back_from_the_host",
+    "test_tokens_equal_when_requests_of_both_give_way",
 }
-"""Each form comes back from the host and from files in the tests beside these. The first compares shares of three
-managers, and a store holds the bytes that files hold."""
+"""Each form comes back from files, through the host, in the test beside these. The first compares shares of three
+managers, a store holds the bytes that files hold, and each form gives way on one replica."""
 _RECURRENT = {
     *("test_hybrid", "test_kept_states", "test_states_below", "test_one_budget"),
     *("test_state_replicas", "test_speculation"),

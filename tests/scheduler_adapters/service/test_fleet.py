@@ -1,3 +1,4 @@
+# pyright: basic
 import contextlib
 import os
 import signal
@@ -145,6 +146,7 @@ def stop_and_end(fleet: Fleet) -> None:
         fill(fleet)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 @pytest.mark.parametrize("is_full", [False, True])
 def test_a_process_that_has_died_unnoticed_is_named_at_the_end(name: str, is_full: bool) -> None:

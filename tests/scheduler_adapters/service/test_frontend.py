@@ -1,5 +1,6 @@
 """A frontend that does not read costs its own requests, at a stated limit, and nobody waits for it."""
 
+# pyright: basic
 import itertools
 import os
 import signal
@@ -165,6 +166,7 @@ def fleet() -> Iterator[Fleet]:
         yield started
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_front_that_submits_4000_requests_before_it_reads_is_served(tiny_model: Any, fleet: Fleet) -> None:
     for number in range(4000):

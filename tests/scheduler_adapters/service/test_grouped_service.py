@@ -1,5 +1,6 @@
 """Models with windows and chunks over several block tables, and states, prefilled here and decoded there."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -103,6 +104,7 @@ def test_tokens_are_the_models_own_and_windows_and_a_state_are_pulled(
     service.assert_nothing_held()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chunkwise", [False, True])
 @pytest.mark.parametrize("model", ["mistral alone", "llama4 alone"], indirect=True)
 def test_of_windows_or_chunks_alone_decode_pulls_what_the_next_token_sees(
@@ -117,6 +119,7 @@ def test_of_windows_or_chunks_alone_decode_pulls_what_the_next_token_sees(
     service.assert_nothing_held()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", [*GROUPED, "lfm3"], indirect=True)
 def test_a_decode_process_whose_requests_give_way_computes_them_itself(
     start: Callable[..., Service], model: Any
@@ -140,7 +143,7 @@ def test_pages_that_are_not_whole_in_a_window_are_refused_by_name(start: Callabl
     service = start({}, {"page_size": 16, "pages": 50})
     prompt = PROMPTS[0][: 24 * 7 + 3]  # the next token sees what a page of 8 begins with, and one of 16 has inside
     service.serve([prompt])
-    if "error" in service.ended["r0"].finished:
+    if "error" in service.ended["r0"].finished:  # pyright: ignore[reportOperatorIssue]
         assert "are needed" in service.ended["r0"].error
     else:
         assert service.tokens["r0"] == own_tokens(model, prompt, NEW)

@@ -1,5 +1,6 @@
 """Prefill and decode that plan a step while the one before it runs: the same tokens, and nothing is held afterwards."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -63,6 +64,7 @@ def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
         service.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("launch", [LatestRunner, ThreadedRunner])
 @pytest.mark.parametrize(
     ("prefill", "decode", "chunkwise"),
@@ -109,6 +111,7 @@ def test_only_pages_of_steps_that_have_ended_are_offered(
     service.assert_nothing_held()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("launch", [LatestRunner, ThreadedRunner])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_small_pool_on_either_side_gives_equal_tokens(

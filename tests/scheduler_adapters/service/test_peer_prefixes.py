@@ -1,5 +1,6 @@
 """A prefix that one prefill process has computed is pulled by another: what is served, what is counted, what fails."""
 
+# pyright: basic
 from __future__ import annotations
 
 import time
@@ -151,12 +152,13 @@ def turns(service: Service, model: Any) -> tuple[list[int], list[int], int]:
     return prompt, own_tokens(model, prompt, NEW), (len(FIRST) + len(answer) - 1) // 16
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("decode", [{}, {"tp": 2}, {"dp": 2}])
 def test_a_next_turn_comes_from_the_decode_process_that_has_answered(
     start: Callable[..., Service], model: Any, decode: dict[str, int]
 ) -> None:
     """No other process has the answer's tokens: prefill computes the new turn alone."""
-    service = start(Side(**decode), count=1)
+    service = start(Side(**decode), count=1)  # pyright: ignore[reportArgumentType]
     prompt, expected, pages = turns(service, model)
     assert served(service, "turn 2", prompt, "p0") == expected
     assert outcome(service, "p0") == {"pulled": 1}
@@ -590,6 +592,7 @@ def test_one_that_is_silent_is_not_awaited_for_long_and_what_it_lends_late_is_gi
     service.assert_nothing_held()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("phase", ["asked", "one has lent", "pulling"])
 def test_a_request_that_two_are_asked_for_and_that_is_cancelled_leaves_nothing_held(
     start: Callable[..., Service], large: Callable[..., None], monkeypatch: pytest.MonkeyPatch, phase: str

@@ -1,5 +1,6 @@
 """Random requests and faults, seeded: every request ends once, with equal tokens or a reason; nothing is held."""
 
+# pyright: basic
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -163,6 +164,7 @@ def storm(model: Any, expected: list[list[int]], tmp_path: Path) -> Iterator[Any
         service.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_every_request_of_a_storm_ends_once_and_nothing_is_held(storm: Any, seed: int) -> None:
     run = storm(seed)
