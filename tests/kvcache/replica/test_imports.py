@@ -1,3 +1,4 @@
+# pyright: basic
 from __future__ import annotations
 
 from copy import copy as copied
@@ -46,6 +47,21 @@ def receiver(manager: PagedKVCacheManager, tokens: list[int] = PROMPT, name: str
     return context
 
 
+def handed_over(make: Any) -> tuple[BlockTable, Any, TextContext]:
+    """The table of a prefilled prompt, a manager without it, and its request there."""
+    _, table = prefilled(make)
+    target = make(16, page_size=4)
+    return table, target, receiver(target)
+
+
+def imported(make: Any) -> tuple[BlockTable, Any]:
+    """The same where one request has imported it already."""
+    table, target, first = handed_over(make)
+    pending = target.import_block_table(first, table)
+    target.commit_import(first, pending, proven(target, pending))
+    return table, target
+
+
 def copy(source: PagedKVCacheManager, target: PagedKVCacheManager, pending: Any) -> None:
     for theirs, ours in zip(source.device_tensors[0], target.device_tensors[0], strict=True):
         ours[pending.parts[0].dst_pages.tolist()] = theirs[pending.parts[0].src_pages.tolist()]
@@ -86,11 +102,7 @@ def test_pages_are_copied_committed_and_run(make: Any, caching: bool) -> None:
 
 
 def test_what_is_cached_here_is_not_copied(make: Any) -> None:
-    _, table = prefilled(make)
-    target = make(16, page_size=4)
-    first = receiver(target)
-    pending = target.import_block_table(first, table)
-    target.commit_import(first, pending, proven(target, pending))
+    table, target = imported(make)
     second = receiver(target, name="e")
     pending = target.import_block_table(second, table)
     assert pending.parts[0].src_pages.tolist() == [table.groups[0][4]]  # only the partial page
@@ -123,11 +135,7 @@ def test_what_was_imported_can_be_found_and_told_of_before_anything_runs(make: A
 
 @pytest.mark.parametrize("covers", [4, 8, 12, 14, 16])
 def test_a_table_shorter_than_what_is_cached_here_takes_nothing_back(make: Any, covers: int) -> None:
-    _, table = prefilled(make)
-    target = make(16, page_size=4)
-    first = receiver(target)
-    copied = target.import_block_table(first, table)
-    target.commit_import(first, copied, proven(target, copied))
+    table, target = imported(make)
     second = receiver(target, name="e")
     part = beginning(table, covers)
     if covers % 4:
@@ -148,11 +156,7 @@ def test_a_table_shorter_than_what_is_cached_here_takes_nothing_back(make: Any, 
 
 @pytest.mark.parametrize("last", [4, 8, 16])
 def test_an_import_that_ends_before_what_is_cached_here_is_whole(make: Any, last: int) -> None:
-    _, table = prefilled(make)
-    target = make(16, page_size=4)
-    first = receiver(target)
-    copied = target.import_block_table(first, table)
-    target.commit_import(first, copied, proven(target, copied))
+    table, target = imported(make)
     second = receiver(target, name="e")
     pending = target.import_block_table(second, beginning(table, 4), partial=True)
     assert second.start_idx == 16
@@ -163,9 +167,7 @@ def test_an_import_that_ends_before_what_is_cached_here_is_whole(make: Any, last
 
 
 def test_until_commit_the_pages_are_in_no_index(make: Any) -> None:
-    _, table = prefilled(make)
-    target = make(16, page_size=4)
-    context = receiver(target)
+    table, target, context = handed_over(make)
     pending = target.import_block_table(context, table)
     other = receiver(target, name="other")
     assert target.maybe_reserve(other)
@@ -212,9 +214,7 @@ def test_pages_of_a_released_request_stay_with_the_transfer_until_it_is_over(mak
 
 
 def test_a_cancelled_import_leaves_a_request_that_computes_for_itself(make: Any) -> None:
-    _, table = prefilled(make)
-    target = make(16, page_size=4)
-    context = receiver(target)
+    table, target, context = handed_over(make)
     pending = target.import_block_table(context, table)
     target.cancel_import(pending)
     with pytest.raises(InvalidRequestError, match="already finished or cancelled"):
@@ -232,9 +232,7 @@ def change(table: BlockTable, **fields: Any) -> BlockTable:
 
 
 def test_a_table_that_does_not_fit_is_refused_by_name(make: Any) -> None:
-    _, table = prefilled(make)
-    target = make(16, page_size=4)
-    context = receiver(target)
+    table, target, context = handed_over(make)
     pages = table.groups[0]
     bad: list[tuple[BlockTable, str]] = [
         (change(table, page_size=8), "names 5 pages; its 18 tokens take 3"),
@@ -371,9 +369,7 @@ def test_a_run_of_pages_follows_what_is_here_already(make: Any, theirs: int, our
 
 
 def test_a_run_behind_a_hole_is_refused_and_nothing_is_taken(make: Any) -> None:
-    _, table = prefilled(make)
-    target = make(16, page_size=4)
-    context = receiver(target)
+    table, target, context = handed_over(make)
     pending = target.import_block_table(context, beginning(table, 8))
     target.commit_import(context, pending, proven(target, pending))
     target.release("d")
@@ -442,9 +438,7 @@ def test_a_growing_import_refuses_what_does_not_continue_it(make: Any) -> None:
 
 
 def test_a_digest_that_differs_in_one_byte_is_another_one(make: Any) -> None:
-    _, table = prefilled(make)
-    target = make(16, page_size=4)
-    context = receiver(target)
+    table, target, context = handed_over(make)
     for at in (0, 31, len(table.digests) - 1):
         digests = bytearray(table.digests)
         digests[at] ^= 1
@@ -453,9 +447,7 @@ def test_a_digest_that_differs_in_one_byte_is_another_one(make: Any) -> None:
 
 
 def test_import_comes_before_any_other_page(make: Any) -> None:
-    _, table = prefilled(make)
-    target = make(16, page_size=4)
-    context = receiver(target)
+    table, target, context = handed_over(make)
     assert target.maybe_reserve(context)
     with pytest.raises(InvalidRequestError, match="'d': already holds 5 pages"):
         target.import_block_table(context, table)
@@ -566,9 +558,7 @@ def test_with_a_state_a_cancelled_import_is_followed_by_another(make: Any, share
 
 
 def test_what_has_run_after_a_cancelled_import_is_not_thrown_away(make: Any) -> None:
-    _, table = prefilled(make)
-    target = make(16, page_size=4)
-    context = receiver(target)
+    table, target, context = handed_over(make)
     target.cancel_import(target.import_block_table(context, table))
     assert target.maybe_reserve(context)
     target.fetch([context])
@@ -592,9 +582,7 @@ def test_an_import_again_that_gets_no_pages_leaves_a_request_without(make: Any) 
 
 
 def test_a_leased_request_keeps_the_pages_of_a_cancelled_import(make: Any) -> None:
-    _, table = prefilled(make)
-    target = make(16, page_size=4)
-    context = receiver(target)
+    table, target, context = handed_over(make)
     target.cancel_import(target.import_block_table(context, table))
     lease = target.lease("d")
     with pytest.raises(InvalidRequestError, match="already holds 5 pages"):
@@ -604,9 +592,7 @@ def test_a_leased_request_keeps_the_pages_of_a_cancelled_import(make: Any) -> No
 
 
 def test_a_copy_of_an_import_is_none(make: Any) -> None:
-    _, table = prefilled(make)
-    target = make(16, page_size=4)
-    context = receiver(target)
+    table, target, context = handed_over(make)
     pending = target.import_block_table(context, table)
     with pytest.raises(InvalidRequestError, match="'d': got a copy of the import"):
         target.cancel_import(copied(pending))

@@ -50,6 +50,13 @@ def files_of(it: Served) -> FileTier:
     return it.tiers.files
 
 
+def written(served: Make) -> None:
+    """The prompt is in files, and nobody runs."""
+    it = served()
+    it.serve(PROMPT)
+    it.manager.close()
+
+
 def page_files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.pages"))
 
@@ -265,9 +272,7 @@ def test_damaged_files_are_replaced_by_the_next_write_of_their_pages(
 
 
 def test_a_page_found_wrong_is_written_again(served: Make, tmp_path: Path) -> None:
-    it = served()
-    it.serve(PROMPT)
-    it.manager.close()
+    written(served)
     (path,) = page_files(tmp_path)
     again = served()
     damage(files_of(again), path, "noise", np.random.default_rng(0))
@@ -279,9 +284,7 @@ def test_a_page_found_wrong_is_written_again(served: Make, tmp_path: Path) -> No
 
 
 def test_the_good_pages_of_a_damaged_file_are_read(served: Make, tmp_path: Path) -> None:
-    it = served()
-    it.serve(PROMPT)
-    it.manager.close()
+    written(served)
     again = served()
     (path,) = page_files(tmp_path)
     with path.open("r+b") as file:
@@ -458,9 +461,7 @@ def test_files_and_folders_are_their_owners_alone(
 
 
 def test_what_is_there_with_wider_rights_is_tightened(served: Make, tmp_path: Path) -> None:
-    it = served()
-    it.serve(PROMPT)
-    it.manager.close()
+    written(served)
     for path in [tmp_path, *tmp_path.rglob("*")]:
         path.chmod(0o777 if path.is_dir() else 0o666)
     again = served()
@@ -486,9 +487,7 @@ def test_a_root_with_other_things_is_left_as_it_is(served: Make, tmp_path: Path)
 def test_no_link_is_followed(served: Make, tmp_path: Path) -> None:
     """Planted where a folder or a file of ours is to be: nothing beyond it is read, written or removed."""
     elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
-    it = served()
-    it.serve(PROMPT)
-    it.manager.close()
+    written(served)
     epoch = files_path = next(path for path in tmp_path.rglob("epoch-*") if path.is_dir())
     home, (file,) = epoch.parent, page_files(files_path)
     shutil.copytree(epoch, elsewhere)
@@ -558,12 +557,16 @@ class SlowReads(SystemIO):
         super().read(file, parts, offset)
 
 
-def test_prefetch_brings_pages_before_the_request_is_claimed(served: Make) -> None:
-    it = served()
-    it.serve(PROMPT)
-    it.manager.close()
+def slow(served: Make) -> Served:
+    """A manager that finds the prompt in files, and reads nothing yet."""
+    written(served)
     again = served(io=lambda memory: SlowReads())
     SlowReads.may.clear()
+    return again
+
+
+def test_prefetch_brings_pages_before_the_request_is_claimed(served: Make) -> None:
+    again = slow(served)
     context = again.claim(PROMPT)
     assert again.manager.prefetch(context)
     assert again.manager.prefetch(context)
@@ -578,26 +581,26 @@ def test_prefetch_brings_pages_before_the_request_is_claimed(served: Make) -> No
     again.run(context)
 
 
-def test_a_close_gives_the_slots_of_open_reads_back(served: Make) -> None:
-    it = served()
-    it.serve(PROMPT)
-    it.manager.close()
-    again = served(io=lambda memory: SlowReads())
-    SlowReads.may.clear()
+@pytest.mark.parametrize("call", ["close", "reset_prefix_cache"])
+def test_open_reads_are_waited_for_and_a_reset_leaves_nothing_of_them_to_find(served: Make, call: str) -> None:
+    again = slow(served)
     context = again.claim(PROMPT)
     assert again.manager.prefetch(context)
     later = threading.Timer(0.05, SlowReads.may.set)
     later.start()
-    again.manager.close()
+    getattr(again.manager, call)()
     later.join()
     assert again.manager.metrics.file_blocks_read == 4, "it was open"
     again.manager.check()
+    if call == "reset_prefix_cache":
+        assert not again.manager.prefetch(context)
+        assert again.manager.maybe_reserve(context)
+        assert context.start_idx == 0
+        again.run(context)
 
 
 def test_a_page_found_wrong_costs_none_that_has_taken_its_place_meanwhile(served: Make, tmp_path: Path) -> None:
-    it = served()
-    it.serve(PROMPT)
-    it.manager.close()
+    written(served)
     again = served(io=lambda memory: SlowReads())
     files, (path,) = files_of(again), page_files(tmp_path)
     damage(files, path, "page", np.random.default_rng(0))
@@ -616,34 +619,11 @@ def test_a_page_found_wrong_costs_none_that_has_taken_its_place_meanwhile(served
     assert files._index.bytes == size
 
 
-def test_a_reset_waits_for_open_reads_and_nothing_of_them_is_found(served: Make) -> None:
-    it = served()
-    it.serve(PROMPT)
-    it.manager.close()
-    again = served(io=lambda memory: SlowReads())
-    SlowReads.may.clear()
-    context = again.claim(PROMPT)
-    assert again.manager.prefetch(context)
-    later = threading.Timer(0.05, SlowReads.may.set)
-    later.start()
-    again.manager.reset_prefix_cache()
-    later.join()
-    assert again.manager.metrics.file_blocks_read == 4, "it was open"
-    assert not again.manager.prefetch(context)
-    assert again.manager.maybe_reserve(context)
-    assert context.start_idx == 0
-    again.run(context)
-
-
 def test_a_reservation_does_not_wait_long_and_a_later_chunk_takes_what_has_come(
     served: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_LONGEST_WAIT_S", 0.01)
-    it = served()
-    it.serve(PROMPT)
-    it.manager.close()
-    again = served(io=lambda memory: SlowReads())
-    SlowReads.may.clear()
+    again = slow(served)
     context = again.claim(PROMPT)
     context.set_token_indices(active_idx=4)
     assert again.manager.maybe_reserve(context)
