@@ -1,0 +1,156 @@
+"""What a replica asks of the tiers below the host, nearest first, and what it passes on to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from kvcache.pool.index import Digests
+from kvcache.pool.pages import PagePool
+from kvcache.replica.resume import Asked
+from kvcache.tiers.host_tier import HostTier, LowerTier, ReplicaTier
+
+HOST, FILE, OBJECT, UNKNOWN, NOWHERE = 1, 2, 3, 4, 5  # pages by where they lie
+EVERY = (HOST, FILE, OBJECT, UNKNOWN, NOWHERE)
+
+
+def names(*pages: int) -> Digests:
+    return np.array([[[page, ~page & 0xFF] for page in pages]], np.uint64)
+
+
+def mask(*pages: int) -> Asked:
+    return np.array([[page in pages for page in EVERY]])
+
+
+class Tier(LowerTier):
+    """Has these pages, may have others, and brings what it is asked to read."""
+
+    def __init__(self, host: HostTier, has: Iterable[int], perhaps: Iterable[int] = (), *, asks: bool = False) -> None:
+        super().__init__(host, "test")
+        self.pages, self.perhaps, self.asks = {*has}, {*perhaps}, asks
+        self.news = 0
+        self.looked: list[list[int]] = []
+        self.noted: list[tuple[object, ...]] = []
+
+    def words(self, digests: Digests, asked: Asked) -> list[int]:
+        return digests[asked][:, 0].tolist()
+
+    @property
+    def generation(self) -> int:
+        return self.news
+
+    def has_of(self, digests: Digests, asked: Asked, *, perhaps: bool) -> Asked:
+        self.looked.append(self.words(digests, asked))
+        found = self.pages | (self.perhaps if perhaps else set[int]())
+        return asked & np.isin(digests[..., 0], [*found])
+
+    def ask(self, digests: Digests, perhaps: Asked) -> bool:
+        self.noted.append(("ask", self.words(digests, perhaps)))
+        return bool(perhaps.any())
+
+    def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:
+        self.noted.append(("fetch", self.words(digests, wanted), wait, gain))
+
+    def brings(self, digests: Digests, wanted: Asked) -> bool:  # noqa: ARG002
+        return bool(wanted.any())
+
+    def used(self, digests: Digests) -> None:
+        self.noted.append(("used", digests[:, 0].tolist()))
+
+    def ended(self, digests: Digests) -> None:
+        self.noted.append(("ended", digests[..., 0].tolist()))
+
+    def tick(self) -> None: ...
+    def flush(self) -> None: ...
+    def reset(self) -> None: ...
+    def close(self) -> None: ...
+    def check(self) -> None: ...
+    def _fail(self, error: OSError) -> None:
+        raise error
+
+
+class Below:
+    """A replica's tier over a host that has one page, files, and objects of which not all is known."""
+
+    def __init__(self) -> None:
+        self.host = HostTier([8], 4, 2, pinned=False)
+        slot = self.host.pool.allocate(2)
+        self.host.pool.index.publish(slot, names(HOST, 9)[0])
+        self.host.pool.release(slot)
+        self.files = Tier(self.host, [FILE])
+        self.objects = Tier(self.host, [OBJECT, FILE], [UNKNOWN], asks=True)
+        self.tier = ReplicaTier(self.host, PagePool(8, 2), [])
+        self.tier.lower.extend([self.files, self.objects])
+
+
+def test_a_page_is_looked_for_in_each_tier_that_is_below_those_without_it() -> None:
+    below = Below()
+    assert np.array_equal(below.tier.has(names(*EVERY), mask(*EVERY)), mask(HOST, FILE, OBJECT))
+    assert below.files.looked == [[FILE, OBJECT, UNKNOWN, NOWHERE]]
+    assert below.objects.looked == [[OBJECT, UNKNOWN, NOWHERE]]
+    assert np.array_equal(below.tier.may_have(names(*EVERY), mask(*EVERY)), mask(HOST, FILE, OBJECT, UNKNOWN))
+    assert np.array_equal(below.tier.host_has(names(*EVERY), mask(*EVERY)), mask(HOST))
+    assert np.array_equal(below.tier.has(names(*EVERY), mask(FILE, NOWHERE)), mask(FILE)), "no other was asked for"
+    assert np.array_equal(below.tier.host_has(names(*EVERY), mask(FILE)), mask())
+
+
+def test_only_a_store_is_asked_and_only_for_what_no_nearer_tier_has() -> None:
+    below = Below()
+    assert below.tier.ask(names(*EVERY), mask(HOST, FILE, UNKNOWN, NOWHERE))
+    assert below.files.noted == []
+    assert below.objects.noted == [("ask", [UNKNOWN])]
+    assert not below.tier.ask(names(*EVERY), mask(HOST, FILE, NOWHERE))
+    below.objects.asks = False
+    assert not below.tier.ask(names(*EVERY), mask(UNKNOWN))
+    assert len(below.objects.noted) == 2
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_each_tier_brings_what_it_has_and_no_nearer_one(wait: bool) -> None:
+    below = Below()
+    assert below.tier.to_host(names(*EVERY), mask(HOST, FILE, OBJECT), 7, wait=wait)
+    assert below.files.noted == [("fetch", [FILE], wait, 7)]
+    assert below.objects.noted == [("fetch", [OBJECT], wait, 7)]
+    for of_tier in (below.files, below.objects):
+        of_tier.noted.clear()
+    assert not below.tier.to_host(names(*EVERY), mask(HOST), 7, wait=wait)
+    assert below.files.noted == below.objects.noted == []
+    assert not below.tier.to_host(names(*EVERY), mask(NOWHERE), 7, wait=wait)
+
+
+def test_what_comes_to_the_host_evicts_no_page_that_is_needed_with_it() -> None:
+    below = Below()
+    pool = below.host.pool
+    (needed,), (other,) = pool.index.find(names(HOST)[0]), pool.index.find(names(9)[0])
+    below.tier.touch(names(9)[0])
+    assert pool.idle.pages().tolist() == [needed, other]
+    below.tier.to_host(names(*EVERY), mask(HOST, FILE), 1, wait=False)
+    assert pool.idle.pages().tolist() == [other, needed]
+
+
+def test_news_of_any_tier_change_what_a_waiting_request_may_find() -> None:
+    below = Below()
+    assert below.tier.fetches
+    assert below.tier.asks
+    before = below.tier.generation
+    for news, tier in enumerate((below.files, below.objects), 1):
+        tier.news += 1
+        assert below.tier.answers == news
+        assert below.tier.generation == before + news
+    below.host.pool.index.clear()
+    assert below.tier.generation == before + 3
+    below.objects.asks = False
+    assert not below.tier.asks
+    below.tier.lower.clear()
+    assert not below.tier.fetches
+
+
+def test_uses_and_ends_are_told_to_every_tier_in_their_order() -> None:
+    below = Below()
+    below.tier.waiting.append((np.zeros(0, np.int32), names(FILE, OBJECT)))
+    below.tier.used(names(HOST, FILE)[0])
+    expected = [("ended", [[FILE, OBJECT]]), ("used", [HOST, FILE])]
+    assert below.files.noted == below.objects.noted == expected
+    assert not below.tier.waiting
