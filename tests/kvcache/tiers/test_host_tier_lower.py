@@ -82,7 +82,7 @@ class Below:
         self.files = Tier(self.host, [FILE])
         self.objects = Tier(self.host, [OBJECT, FILE], [UNKNOWN], asks=True)
         self.tier = ReplicaTier(self.host, PagePool(8, 2), [])
-        self.tier.lower.extend([self.files, self.objects])
+        self.tier.lower.extend([self.files, self.objects])  # the host's own list
 
 
 def test_a_page_is_looked_for_in_each_tier_that_is_below_those_without_it() -> None:
@@ -154,3 +154,18 @@ def test_uses_and_ends_are_told_to_every_tier_in_their_order() -> None:
     expected = [("ended", [[FILE, OBJECT]]), ("used", [HOST, FILE])]
     assert below.files.noted == below.objects.noted == expected
     assert not below.tier.waiting
+
+
+@pytest.mark.parametrize(
+    ("tail", "ends"), [(0, [[FILE, OBJECT, UNKNOWN]]), (2, [[FILE, OBJECT], [FILE, OBJECT, UNKNOWN]])]
+)
+def test_of_a_request_that_ends_every_tier_is_told_its_pages_and_with_tails_each_end(
+    tail: int, ends: list[list[int]]
+) -> None:
+    below = Below()
+    tier = ReplicaTier(below.host, PagePool(8, 2), [], every=lambda digests: digests[None], longest_tail=tail)
+    pages = tier.pool.allocate(3)
+    tier.pool.index.publish(pages, names(FILE, OBJECT, UNKNOWN)[0])
+    tier.lower[:] = [below.objects]
+    tier.leave(0, pages, names(FILE, OBJECT, UNKNOWN)[0], lambda found: found[:, 0] == OBJECT)
+    assert below.objects.noted == [("used", [FILE, OBJECT, UNKNOWN]), *(("ended", [each]) for each in ends)]

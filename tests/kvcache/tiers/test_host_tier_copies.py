@@ -1,0 +1,213 @@
+"""Copies between a device and the host that run beside the loop, as a GPU makes them: begun now, over later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache.pool.index import Digests
+from kvcache.pool.pages import PagePool
+from kvcache.replica.rows import Pages
+from kvcache.tiers.host_tier import HostTier, ReplicaTier
+
+
+def ids(*pages: int) -> Pages:
+    return np.array(pages, np.int32)
+
+
+def names(*pages: int) -> Digests:
+    return np.array([[page, ~page & 0xFF] for page in pages], np.uint64)
+
+
+class Mark:
+    """The end of a copy: over when the test says so, or when somebody waits."""
+
+    def __init__(self) -> None:
+        self.ended, self.ordered = False, False
+
+    def over(self) -> bool:
+        return self.ended
+
+    def wait(self) -> None:
+        self.ended = True
+
+    def order(self) -> None:
+        self.ordered = True
+
+
+class Mover:
+    """Begins copies, and notes them."""
+
+    at_once = False
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, list[int], list[int]]] = []
+        self.marks: list[Mark] = []
+
+    def store(self, pages: Pages, slots: Pages) -> list[Mark]:
+        return self._begin("store", pages, slots)
+
+    def load(self, slots: Pages, pages: Pages) -> list[Mark]:
+        return self._begin("load", pages, slots)
+
+    def _begin(self, what: str, pages: Pages, slots: Pages) -> list[Mark]:
+        self.begun.append((what, pages.tolist(), slots.tolist()))
+        self.marks.append(Mark())
+        return self.marks[-1:]
+
+
+class Beside:
+    """One replica of eight pages over a host of `slots`."""
+
+    def __init__(self, slots: int = 4) -> None:
+        self.mover = Mover()
+        self.host = HostTier([8], slots, 2, pinned=False)
+        self.pool = PagePool(8, 2)
+        movers: Any = [self.mover]
+        self.tier = ReplicaTier(self.host, self.pool, movers)
+
+    def publish(self, *pages: int) -> Pages:
+        """Pages that a request has computed, and still holds."""
+        taken = self.pool.allocate(len(pages))
+        self.pool.index.publish(taken, names(*pages))
+        self.tier.came(taken, names(*pages))
+        return taken
+
+    def found(self, *pages: int) -> list[bool]:
+        return (self.host.pool.index.find(names(*pages)) != 0).tolist()
+
+
+def test_a_page_is_found_in_the_host_once_its_copy_is_over() -> None:
+    it = Beside()
+    it.publish(11, 12)
+    assert it.tier.store(8) == 2
+    assert it.mover.begun == [("store", [1, 2], [1, 2])]
+    assert (it.found(11, 12), it.tier.storing.nonzero()[0].tolist()) == ([False, False], [1, 2])
+    it.mover.marks[0].ended = True
+    it.tier.poll()
+    assert (it.found(11, 12), it.tier.storing.any(), it.tier.stored) == ([True, True], False, 2)
+
+
+def test_pages_for_which_the_host_has_no_slot_are_not_copied_and_wait_for_nothing() -> None:
+    it = Beside(slots=2)
+    it.pool.index.tables, it.host.pool.index.tables = np.arange(9), np.zeros(3, np.intp)
+    pages = it.publish(11, 12, 13)
+    assert it.tier.store(8) == 3
+    assert it.mover.begun == [("store", [1, 2], [1, 2])]
+    assert it.host.pool.index.tables.tolist() == [0, 1, 2]
+    assert it.tier.storing.nonzero()[0].tolist() == [1, 2]
+    assert it.tier.stored == 2
+    it.tier.came(pages[2:], names(13))  # as where a fork publishes it again
+    it.mover.marks[0].ended = True
+    it.tier.poll()
+    assert it.tier.storing.nonzero()[0].tolist() == [3], "it waits"
+
+
+def test_a_page_that_is_about_to_be_written_over_waits_for_the_end_of_its_copy() -> None:
+    it = Beside()
+    pages = it.publish(11, 12)
+    it.tier.store(1)
+    it.tier.going(pages[:1])
+    assert it.mover.marks[0].ended, "it was waited for"
+    assert (it.found(11, 12), len(it.mover.begun)) == ([True, False], 1)
+    it.tier.going(pages[1:])
+    assert it.found(11, 12) == [True, True]
+
+
+def test_a_use_that_was_noted_after_a_page_counts_after_its_copy() -> None:
+    it = Beside()
+    it.publish(11, 12)
+    it.tier.store(8)
+    it.mover.marks[0].ended = True
+    it.tier.poll()
+    assert it.host.pool.idle.pages().tolist() == [2, 1]
+    it.publish(13)
+    it.tier.store(8)
+    it.tier.used(names(12))
+    assert it.host.pool.idle.pages().tolist() == [2, 1], "a copy runs"
+    it.tier.store_all()
+    assert it.host.pool.idle.pages().tolist() == [1, 3, 2]
+    assert not it.tier.waiting
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_pages_come_back_beside_the_model_and_are_kept_until_the_copy_is_over(left: bool) -> None:
+    it = Beside()
+    it.publish(11)
+    it.tier.store_all()
+    own, slots = it.pool.allocate(1), it.tier.slots(names(11))
+    it.tier.hold(slots)
+    it.tier.restore(3, own, slots)
+    assert it.mover.begun[-1] == ("load", [2], [1]), "it begins at once"
+    assert (it.pool.writers[2], [pages.tolist() for pages in it.tier.coming(3)]) == (1, [[2]])
+    assert not it.tier.is_loading
+    if left:
+        it.tier.leave(3, ids(), names(), lambda found: np.zeros(len(found), np.bool_))
+    else:
+        it.tier.arrive(slice(2, 4))
+        assert it.mover.marks[-1].ordered, "what reads it runs after the copy"
+    assert it.tier.is_loading
+    assert (it.tier.coming(3), [pages.tolist() for pages in it.tier.coming()]) == ([], [[2]])
+    it.pool.release(own)
+    assert (it.pool.writers[2], it.host.pool.holders[1], it.pool.free_count) == (1, 1, 6)
+    if left:
+        it.mover.marks[-1].ended = True
+        it.tier.poll()
+    else:
+        it.tier.load_all()
+    assert not it.tier.is_loading
+    assert (it.pool.writers[2], it.host.pool.holders[1], it.pool.free_count) == (0, 0, 7)
+    assert it.tier.loaded == 1
+
+
+def test_pages_that_are_brought_for_no_row_are_published_when_their_copy_is_over() -> None:
+    it = Beside()
+    it.publish(11, 12)
+    it.tier.store_all()
+    it.pool.release(ids(1, 2))
+    it.pool.forget_idle()
+    pages, slots = it.pool.allocate(2), it.tier.slots(names(11, 12))
+    it.tier.hold(slots)
+    it.tier.bring(pages, slots, names(11, 12))
+    it.pool.release(pages)
+    assert it.tier.is_bringing
+    assert it.tier.brought_at_once == 1 << 20, "8 MiB of these pages"
+    assert it.pool.index.find(names(11, 12)).tolist() == [0, 0]
+    assert it.pool.free_count == 6
+    it.mover.marks[-1].ended = True
+    assert not it.tier.is_bringing
+    assert it.pool.index.find(names(11, 12)).tolist() == pages.tolist()
+    assert (it.pool.free_count, it.pool.idle.count, it.host.pool.idle.count) == (8, 2, 2)
+
+
+def test_a_copy_for_a_row_is_no_copy_that_is_brought() -> None:
+    it = Beside()
+    it.publish(11, 12)
+    it.tier.store_all()
+    slots = it.tier.slots(names(11, 12))
+    it.tier.hold(slots)
+    for_row, for_none = it.pool.allocate(1), it.pool.allocate(1)
+    it.tier.restore(0, for_row, slots[:1])
+    it.tier.arrive(np.array([0]))
+    assert (it.tier.is_loading, it.tier.is_bringing) == (True, False)
+    it.tier.bring(for_none, slots[1:], names(12))
+    assert it.tier.is_bringing
+
+
+def test_after_an_interrupt_what_is_published_is_queued_once_unless_it_is_copied_or_gone() -> None:
+    it = Beside(slots=8)
+    it.publish(11, 12, 13, 14)
+    it.tier.store(1)
+    it.pool.index.withdraw(ids(2))
+    it.tier.storing[:] = [0, 0, 0, 1, 0, 1, 0, 0, 0]  # as an interrupt may leave it
+    later = it.pool.allocate(1)
+    it.pool.index.publish(later, names(15))  # just before the tier was told
+    it.tier.used(names(12))
+    it.tier.mend([])
+    assert it.tier.storing.nonzero()[0].tolist() == [1, 3, 4, 5]
+    assert [pages.tolist() for pages, _ in it.tier.waiting] == [[3, 4], [], [5]]
+    it.tier.store_all()
+    assert it.found(11, 12, 13, 14, 15) == [True, False, True, True, True]
+    assert not it.tier.storing.any()

@@ -1,0 +1,144 @@
+"""The work of a lower tier's threads: its results are taken in order, and its slots are free whatever came of it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache.replica.resume import Slots
+from kvcache.tiers.host_tier import HostTier, Job, LowerTier
+from tests.kvcache.tiers.test_host_tier_lower import OBJECT, UNKNOWN, Tier, mask, names
+
+
+class Failing(Tier):
+    """Notes the errors after which it would pause."""
+
+    def _fail(self, error: OSError) -> None:
+        self.noted.append(("failed", str(error)))
+
+
+class Work:
+    """A tier over a host of five slots, whose work ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.host = HostTier([8, 4], 5, 2, pinned=False)
+        self.tier = Failing(self.host, [])
+
+    def begin(self, name: str, slots: int = 1, *, writes: bool = False, error: BaseException | None = None) -> Any:
+        """A read or a write that holds as many slots. `error`: raised by whoever takes its result."""
+
+        def take() -> None:
+            self.tier.noted.append(("took", name))
+            if error is not None:
+                raise error
+
+        done: Future[Any] = Future()
+        jobs = self.tier._writes if writes else self.tier._jobs  # pyright: ignore[reportPrivateUsage]
+        jobs.append(Job(done, take, self.host.pool.allocate(slots)))
+        return done
+
+    def take_up(self) -> None:
+        self.tier._take_up()  # pyright: ignore[reportPrivateUsage]
+
+    @property
+    def free(self) -> int:
+        return self.host.pool.free_count
+
+
+def test_a_tier_begins_with_nothing_done_and_knows_of_no_store_to_ask() -> None:
+    tier = Work().tier
+    assert (tier.written, tier.read, tier.refusals.total(), tier.held_slots) == (0, 0, 0, [])
+    assert LowerTier.asks is False
+    assert LowerTier.ask(tier, names(OBJECT, UNKNOWN), mask()) is False
+
+
+def test_results_are_taken_in_the_order_in_which_the_work_began() -> None:
+    work = Work()
+    first, second, write = work.begin("first"), work.begin("second", 2), work.begin("write", writes=True)
+    assert [slots.tolist() for slots in work.tier.held_slots] == [[1], [2, 3], [4]]
+    second.set_result(None)
+    work.take_up()
+    assert (work.tier.noted, work.free) == ([], 1)
+    write.set_result(None)
+    work.take_up()
+    assert (work.tier.noted, work.free) == ([("took", "write")], 2)
+    first.set_result(None)
+    work.take_up()
+    assert work.tier.noted[1:] == [("took", "first"), ("took", "second")]
+    assert (work.free, work.tier.held_slots) == (5, [])
+
+
+def test_work_that_holds_no_slot_gives_none_back() -> None:
+    work = Work()
+    work.begin("looks up", 0).set_result(None)
+    work.take_up()
+    assert (work.tier.noted, work.free) == ([("took", "looks up")], 5)
+
+
+def test_an_error_of_the_system_pauses_the_tier_and_frees_the_slots() -> None:
+    work = Work()
+    work.begin("reads", 2).set_exception(OSError("no device"))
+    work.take_up()
+    assert (work.tier.noted, work.free) == ([("failed", "no device")], 5)
+
+
+def test_work_that_was_cancelled_is_passed_over() -> None:
+    work = Work()
+    assert work.begin("cancelled").cancel()
+    work.begin("next").set_result(None)
+    work.take_up()
+    assert (work.tier.noted, work.free) == ([("took", "next")], 5)
+
+
+@pytest.mark.parametrize("taking", [True, False])
+def test_any_other_error_reaches_the_caller_and_frees_the_slots(taking: bool) -> None:
+    """An error of the system, too, if it comes of taking the result."""
+    work = Work()
+    if taking:
+        work.begin("raises", 2, error=OSError("of a signal handler")).set_result(None)
+    else:
+        work.begin("raises", 2).set_exception(ValueError("of a thread"))
+    work.begin("next").set_result(None)
+    with pytest.raises(OSError if taking else ValueError, match="of a"):
+        work.take_up()
+    assert work.free == 4
+    work.take_up()
+    assert work.tier.noted[-1] == ("took", "next")
+    assert work.free == 5
+
+
+def test_after_an_interrupt_work_is_forgotten_and_settling_needs_no_thread() -> None:
+    work = Work()
+    work.begin("read")
+    work.begin("write", writes=True)
+    ran: list[int] = []
+    work.tier._reader.submit(ran.append, 1)  # pyright: ignore[reportPrivateUsage]
+    work.tier.settle()
+    assert ran == [1]
+    work.tier.mend()
+    assert work.tier.held_slots == []
+    for thread in (work.tier._reader, work.tier._writer):  # pyright: ignore[reportPrivateUsage]
+        thread.shutdown()
+    work.tier.settle()
+
+
+def test_a_slots_parts_are_the_memory_of_each_shard() -> None:
+    host = Work().host
+    slots: Slots = np.array([2, 5], np.int32)
+    for slot, (first, second) in zip((2, 5), host.parts(slots), strict=True):
+        assert (len(first), len(second)) == (8, 4)
+        first[:], second[:] = slot, slot + 10
+    first, second = (np.asarray(memory)[:, -1] for memory in host.memory)
+    assert [*map(int, first)] == [0, 0, 2, 0, 0, 5]
+    assert [*map(int, second)] == [0, 0, 12, 0, 0, 15]
+
+
+@pytest.mark.parametrize("tables", [True, False])
+def test_slots_have_block_tables_where_pages_have(tables: bool) -> None:
+    index = HostTier([8], 5, 2, pinned=False, tables=tables).pool.index
+    index.say_tables(np.array([5], np.int32), np.array([2]))
+    found = index.tables_of(np.array([5, 1], np.int32))
+    assert (None if found is None else found.tolist()) == ([2, 0] if tables else None)
