@@ -199,7 +199,6 @@ def test_tokens_equal_with_guesses(form: str, model: Any) -> None:
         assert_nothing_held(engine.manager)
 
 
-@pytest.mark.each_value
 @of_forms(had=[False, True], end=["commit", "cancel"])
 def test_tokens_equal_behind_an_import(form: str, name: str, model: Any, had: bool, end: str) -> None:
     """Behind one that was given up a request goes on from what it had found; with windows it is claimed anew."""
