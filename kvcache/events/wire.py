@@ -49,8 +49,8 @@ class CacheSpec(NamedTuple):
     """The kind of layers of a group of blocks, in vLLM's terms."""
 
     kind: str
-    window: int | None = None  # tokens, of a sliding window
-    chunk: int | None = None  # tokens, of chunked local attention
+    window: int | None = None  # length of a sliding window, in tokens
+    chunk: int | None = None  # length of a chunk of local attention, in tokens
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):

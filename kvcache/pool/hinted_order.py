@@ -6,9 +6,9 @@ A bounded share of the idle pages follows the hints. The rest follows the other 
 
 `older` evicts the page of the lowest rank. The rank of a page is its place in the LRU order plus a lead, which its hint
 gives in pool sizes. A page of a higher level lives longer by that lead, then goes as if it had no hint. So a hint
-decays and never pins a page. Whatever the hints are, the cache keeps what plain LRU keeps in a pool that is smaller by
-the share.
-Rejected: strict classes, which pin pages; and leads without a share, as wrong hints would cost without bound.
+decays and never pins a page. Whatever the hints are, the cache keeps at least the pages that plain LRU keeps in a pool
+that is smaller by the share. Rejected: strict classes, which pin pages; and leads without a share, as wrong hints would
+cost without bound.
 """
 
 import time

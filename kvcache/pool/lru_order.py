@@ -162,7 +162,8 @@ class LruOrder(EvictionOrder):
 
     def positions(self, pages: Indices) -> Indices:
         chunks = list(self.chunks)
-        places = np.full(len(self._live) + 1, -1, np.int64)  # the last entry is for the stamp -1 of absent pages
+        # the last entry serves the stamp -1, which absent pages have
+        places = np.full(len(self._live) + 1, -1, np.int64)
         places[chunks] = np.arange(len(chunks)) * CHUNK
         stamps = self._stamp[pages]
         return places[stamps // CHUNK] + stamps % CHUNK

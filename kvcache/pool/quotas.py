@@ -17,7 +17,7 @@ from kvcache.eviction_order import BY_QUOTA, BY_TURN, EvictionOrder, Indices, Pa
 from kvcache.pool.lru_order import LruOrder, OrderLog
 from kvcache.pool.over_order import OverOrder
 
-MOST_TENANTS = 1024  # tenants with idle pages at a time; those beyond share one quota
+MOST_TENANTS = 1024  # the most tenants with idle pages that have their own quota; further tenants share one
 _NOBODY, _OTHERS = 0, 1
 
 
@@ -207,7 +207,7 @@ class SlabQuotas:
 
 
 class QuotaOrder(OverOrder):
-    """Wraps `order`: pages above the `quotas` are evicted before any page of it."""
+    """Wraps `order`: pages above the `quotas` are evicted before any page of `order`."""
 
     def __init__(self, order: EvictionOrder, quotas: TenantQuotas | SlabQuotas) -> None:
         super().__init__(order)

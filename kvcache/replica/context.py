@@ -288,7 +288,7 @@ class TextContext:
         self._start, self._active = 0, self._end
 
     def __getstate__(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        tokens = self.tokens.copy()  # first, as it catches up with a batch, which the copy does not follow
+        tokens = self.tokens.copy()  # first, because this catches up with a batch that the copy does not follow
         if self._flight is not None:
             self._refuse_future("a copy")
         plain, slots = cast("tuple[dict[str, Any] | None, dict[str, Any]]", super().__getstate__())

@@ -106,9 +106,9 @@ class ImportBook:
         self._mark = mark
         self._shares_ahead = shares_ahead
         self.to_give_back: set[int] = set()  # rows that must not run in the pages of their cancelled import
-        self.each: list[PendingImport] = []  # includes cancelled ones while their copier may still write
-        self.of_row: dict[int, PendingImport] = {}  # by claimed row that waits for the import and cannot run
-        self.copiers: dict[PendingImport, ImportCopier] = {}  # those that were handed out
+        self.each: list[PendingImport] = []  # open imports, and cancelled ones while their copier may still write
+        self.of_row: dict[int, PendingImport] = {}  # by row: the import for which its request waits
+        self.copiers: dict[PendingImport, ImportCopier] = {}  # the copiers that were handed out
         self._given_up: dict[int, int] = {}  # by row whose import was cancelled: its counted tokens at that time
         self._pool = pool
         self._rows = rows

@@ -404,7 +404,7 @@ def finish_import(
 
 
 def _publish_plain(replica: Replica, row: int, context: Context, cached: int) -> None:
-    """As `publish`, if nothing but the row records the pages. It avoids arrays of one item, and takes half the time.
+    """As `publish`, if only the row records the pages. It avoids arrays of one item, and takes half the time.
 
     Leases know no page of the row yet, because no block table is exported while its import is pending.
     """

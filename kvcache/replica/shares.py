@@ -28,7 +28,7 @@ def shares_of_all(replicas: Ints, rows: Ints, count: int) -> list[Share]:
 
 
 def shares_at(replicas: Ints, rows: Rows, places: Ints) -> list[Share]:
-    """The shares of the requests at these places of the batch, without empty ones."""
+    """The share of each replica that has requests at these places of the batch."""
     if not places.size:
         return []
     mine, own = replicas[places], rows_at(rows, places)

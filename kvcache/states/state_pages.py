@@ -179,7 +179,7 @@ class StatePages:
     # ---- lookups, on the device and below
 
     def kept_after(self, digests: Digests, *, but: int = NO_PAGE) -> NDArray[np.bool_]:
-        """Whether there is a copy of the state after the page of each digest, on the device or in host memory: a mask.
+        """Return a mask: whether the device or host memory has a copy of the state after the page of each digest.
 
         `but`: a page whose copy does not count.
         """

@@ -20,7 +20,7 @@ _HOSTS = (2, 4)
 _TIERS = (1, 4)  # multiples of a host's pages
 MOST_POINTS = 1 + len(_MEMORY) + len(_HOSTS) + len(_TIERS)
 _ROUNDED = 1.05  # largest ratio of a state's size in whole pages to its exact size
-_MOST_BLOCKS = 1 << 26  # the replay's data of that many takes gigabytes
+_MOST_BLOCKS = 1 << 26  # the replay of more blocks would take gigabytes of memory
 
 
 class TracePoint(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from pagewire.arguments import (
 )
 from pagewire.viewer import top_option
 
-_MOST_BLOCKS = 1 << 26  # the manager's data of that many takes gigabytes
+_MOST_BLOCKS = 1 << 26  # the manager's data for more blocks would take gigabytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -189,7 +189,7 @@ def _serve(manager: PagedKVCacheManager, context: TextContext) -> tuple[int, int
     """Runs one request to its first token. Returns its replica and the number of pages hit."""
     length, hits = context.end_idx, -1
     with manager.claim(context) as replica:
-        while context.end_idx == length:  # the chunks end where a state is kept
+        while context.end_idx == length:  # chunks end where a copy of the state is kept
             if not manager.maybe_reserve(context):
                 raise ReplayError(f"request {context.request_id}: it gets no pages, although no other request runs")
             hits = context.start_idx // PAGE_SIZE if hits < 0 else hits

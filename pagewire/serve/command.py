@@ -155,7 +155,7 @@ async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitSta
             log.warning("%s serves at %s; processes join at %s", name, http, endpoint)
             await server.serve(sockets=[listening])
             if hearing.done():
-                hearing.result()  # raises the error that has ended it
+                hearing.result()  # raises the error that has ended the front's task
             # No client is connected any more, and no request is open.
             decodes = [config.name for config in configs if config.role == "decode"]
             await frontend.drain(decodes)

@@ -422,7 +422,8 @@ class Frontend:
     def _on_tokens(self, name: str, message: msg.Tokens) -> None:
         attempt = self._attempts.get(message.serial)
         if attempt is None or attempt.name != name:
-            if message.finished is None:  # the request is not awaited, for example because an earlier frontend sent it
+            # no client waits for the request, for example because an earlier frontend has sent it
+            if message.finished is None:
                 self._send(name, msg.Abort(request_id=message.request_id, serial=message.serial))
             return
         if message.finished is not None:

@@ -358,7 +358,7 @@ def manager_for(
 
 
 def state_bytes_of(model: PreTrainedModel, shards: int, pages: int) -> int:
-    """Returns the bytes that so many state pages take from a manager's budget, over all shards; 0 without states.
+    """Returns the bytes of a manager's budget that `pages` state pages take, over all shards; 0 without states.
 
     If `params.share_state_memory` is False, each replica has one page for each request that may run, plus
     `state_copies`.

@@ -124,13 +124,13 @@ class DecodeScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to be done until a message comes: there is no request, step, pull or content query."""
+        """Whether there is nothing to do until a message comes: no request, step, pull or content query."""
         asked = self._exchange.open_pulls or self._exchange.lending.is_asked
         return not (self._requests or self._loop.has_work or asked)
 
     @property
     def has_drained(self) -> bool:
-        """Whether it drains and nothing is open, nor runs: a step may outlast its last request."""
+        """Whether it drains, and no request is open and no step runs. A step may outlast its last request."""
         return self.draining and not (self.open_requests or self._loop.has_work)
 
     @property
@@ -351,7 +351,7 @@ class DecodeScheduler:
     def _extend(
         self, request: DecodeRequest, importing: Importing, tables: Sequence[BlockTable], start: int, *, last: bool
     ) -> None:
-        """Reads the tokens of the source from `start` on, as these tables and the earlier ones name their pages."""
+        """Reads the source's tokens from `start` on. These tables and the earlier ones name their pages."""
         request.offers.imported()
         pending = importing.pending
         try:

@@ -62,7 +62,7 @@ class KVSource(msgspec.Struct, frozen=True):
     address: Name  # endpoint of its `PageExchange`
     # Engine ids of its replicas, the likeliest first.
     engines: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=64)]
-    tokens: Annotated[int, Meta(ge=0, le=_MAX_PROMPT)] = 0  # it has at least so many prompt tokens; 0: unknown
+    tokens: Annotated[int, Meta(ge=0, le=_MAX_PROMPT)] = 0  # it has at least this many prompt tokens; 0 if unknown
 
 
 KVSources = Annotated[tuple[KVSource, ...], Meta(max_length=8)]
@@ -115,7 +115,7 @@ class Abort(Message, frozen=True, kw_only=True, tag=True):
     """Frontend to decode: the client no longer wants this request."""
 
     request_id: Name
-    serial: Serial = 0  # serial of the submission to abort, which may arrive later; 0: the open one
+    serial: Serial = 0  # serial of the submission to abort, even if that has not arrived yet; 0 for the open submission
 
 
 class Tokens(Message, frozen=True, kw_only=True, tag=True):
@@ -138,7 +138,7 @@ class Prefill(OfAttempt, frozen=True, kw_only=True, tag=True):
     chunkwise: bool = False  # offer pages while the rest of the prompt still runs
     new_pages: bool = False  # offers may leave out pages that an earlier offer has named
     cache_salt: Salt | None = None
-    kv_sources: KVSources = ()  # processes that may have its pages; those that are asked first come first
+    kv_sources: KVSources = ()  # processes that may have its pages, in the order in which they are asked
 
 
 class PagesOffer(OfAttempt, frozen=True, kw_only=True, tag=True):
@@ -203,7 +203,7 @@ class Stats(Message, frozen=True, kw_only=True, tag=True):
     name: Name
     role: Role
     pages_held: int  # pages with a holder, or that a pull writes; includes state pages, excludes idle cached pages
-    open_requests: int  # open or held for a reader, including pulls that have not ended
+    open_requests: int  # requests that are open or held for a reader, including open pulls
     phases: dict[str, int] = {}  # requests by phase (`requests.py`), except "over"
     running: int = 0  # requests that the loop runs
     waiting: int = 0  # requests that wait for the loop without pages
@@ -213,8 +213,8 @@ class Stats(Message, frozen=True, kw_only=True, tag=True):
     pages_pulled: int = 0  # local pages that pulls filled; a page of several shards counts once
     pages_reused: int = 0  # pages of imported requests that were cached here and not pulled
     prefixes: dict[str, int] = {}  # prompts with a named source, by outcome (`peer_prefixes.py`)
-    taken_s: dict[str, float] = {}  # seconds spent, by way: to "pull" prefixes and to "compute" prompts
-    misjudged_s: dict[str, float] = {}  # sum of the absolute errors of their estimates, by way
+    taken_s: dict[str, float] = {}  # seconds spent to "pull" prefixes and to "compute" prompts
+    misjudged_s: dict[str, float] = {}  # sums of the absolute errors of the estimates of both
     bytes_pulled: int = 0  # bytes that READs brought here, over all shards
     pull_seconds: float = 0.0  # seconds in which at least one READ or first contact with a source was under way
     retries: int = 0  # attempts that failed and were followed by another

@@ -6,8 +6,8 @@ pull. Pulled pages are cached like any others: the request finds them when it is
 
 The pages come in *stretches*. A long stretch is read from several sources at once (`transfer.pull.shared_pull`), so
 they are asked at once. Once one of them has lent pages, the others have about as long again to answer: waiting longer
-costs more than another source saves. What they lend later is given back. A short stretch is read from one source, so
-its sources are asked one after another: if all were asked, the others would hold pages that nobody reads.
+costs more than another source saves. Pages that they lend later are given back. A short stretch is read from one
+source, so its sources are asked one after another: if all were asked, the others would hold pages that nobody reads.
 
 Each stretch is published before the next one is asked for, behind it. So there is never a gap, and a stretch that fails
 leaves the earlier ones intact.
@@ -46,9 +46,10 @@ others describe the last source: "stale" (it has no more than we have), "unanswe
 """
 FETCH_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
 
-_ASK_S = 1.0  # the time for sources to answer between two stretches, as a source may be in the middle of a step
+_ASK_S = 1.0  # the time for sources to answer between two stretches, because a source may be in the middle of a step
 _AT_ONCE = 4  # sources asked at once
-_LEAST_WAIT_S, _MOST_WAIT_S = 5e-3, 0.05  # for the others to answer once a source has lent pages
+# bounds of the time that the other sources get to answer once one has lent pages
+_LEAST_WAIT_S, _MOST_WAIT_S = 5e-3, 0.05
 _PULL_S = 5.0  # in seconds, for one stretch
 _DROPPED, _USELESS = "its request was dropped", "its pages cannot be used here"
 _LATE = "its answer was no longer awaited"
@@ -83,9 +84,9 @@ class _Fetch:
         asked: keys of the questions whose answers are awaited. An answer to another question is late.
         asked_at: when these questions were asked.
         share_s: the time for the answer of each source if the sources are asked one after another.
-        wait_until: when they are no longer awaited.
+        wait_until: when the answers are no longer awaited.
         lent: the answers with pages.
-        outcome: of the latest answer without pages.
+        outcome: the outcome of the latest answer without pages.
         pending: the import of the stretch that is being pulled from the sources of `lent`.
         stretches: stretches pulled so far.
     """
@@ -252,7 +253,7 @@ class PeerPrefixes:
         return None if fetch.asked else self._pull(fetch)
 
     def _pull(self, fetch: _Fetch) -> Waiting | None:
-        """Pulls what the sources have lent by now. Those that have not answered are not awaited any more."""
+        """Pulls the pages that sources have lent by now. Sources that have not answered are no longer awaited."""
         is_silent = bool(fetch.asked)
         fetch.asked.clear()
         if not fetch.lent:
@@ -317,7 +318,7 @@ class PeerPrefixes:
         fetch.to_ask = deque(place for place in fetch.to_ask if place not in places)
 
     def _refuse(self, fetch: _Fetch, reason: str) -> None:
-        """Gives back what was lent and is not pulled."""
+        """Gives back lent pages that are not pulled."""
         for lent in fetch.lent:
             self._exchange.refuse(fetch.replica, lent.source, reason)
 

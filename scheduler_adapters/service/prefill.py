@@ -89,7 +89,8 @@ class PrefillScheduler:
         self._serial = itertools.count()
         self._readers: dict[bytes, _DecodeConnection] = {}
         self._requests: dict[str, PrefillRequest] = {}
-        self._untold: dict[str, PrefillRequest] = {}  # requests with pages whose reader has not been told everything
+        # requests with pages, some of which the reader has not been told of
+        self._untold: dict[str, PrefillRequest] = {}
         self._expire_at = 0.0
         loop.on_admit = self._on_admit
         replicas = range(loop.manager.num_replicas)
@@ -108,13 +109,13 @@ class PrefillScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to be done until a message comes: there is no request, step, pull or content query."""
+        """Whether there is nothing to do until a message comes: no request, step, pull or content query."""
         asked = self._exchange.open_pulls or self._exchange.lending.is_asked
         return not (self._requests or self._loop.has_work or asked)
 
     @property
     def has_drained(self) -> bool:
-        """Whether it drains and nothing is open, nor runs: a step may outlast its last request."""
+        """Whether it drains, and no request is open and no step runs. A step may outlast its last request."""
         return self.draining and not (self.open_requests or self._loop.has_work)
 
     @property

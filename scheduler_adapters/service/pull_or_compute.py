@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 _KEPT = 12  # measurements kept for each power of two of tokens
 _LATEST = 5  # the current speed is estimated from this many measurements
 _NOISE_OF = 24  # the latest measurements whose distance from their estimates counts as noise
-_ROUNDS = 3  # of a fit, each with the weights that follow from the one before
-# A slow link may recover. Prompts are therefore pulled now and then although computing is quicker: one of the first
-# number if the loss is at most that part of what computing them took, and one of the last number whatever the loss.
+_ROUNDS = 3  # rounds of a fit; each takes its weights from the previous one
+# A slow link may recover, so some prompts are pulled although computing is quicker. One of `_TRY_AGAIN` prompts is
+# pulled if the loss is at most the share `_MOST_LOSS` of the time that computing them took. One of `_TRY_ANYWAY`
+# prompts is always pulled.
 _TRY_AGAIN, _MOST_LOSS, _TRY_ANYWAY = 32, 1 / 8, 128
 
 
@@ -115,14 +116,15 @@ def _fitted(terms: Floats, seconds: Floats) -> list[float]:
         scaled = terms * (weight / expected**2)[:, None]
         found = _non_negative(scaled.T @ terms, scaled.T @ seconds)
         expected = np.maximum(terms @ found, 1e-6)
-        weight = 1.0 / np.maximum(np.abs(seconds / expected - 1.0), 1.0)  # a time of three times its estimate has half
+        # a time of three times its estimate has half the weight
+        weight = 1.0 / np.maximum(np.abs(seconds / expected - 1.0), 1.0)
     return found.tolist()
 
 
 def _non_negative(products: Floats, aims: Floats) -> Floats:
     """Solves the normal equations of least squares for coefficients that are not negative.
 
-    Tries every set of terms, as there are three at most, and first that of all.
+    Tries every set of terms, starting with all of them; there are at most three terms.
     """
     best, least = np.zeros_like(aims), math.inf
     for count in range(len(aims), 0, -1):

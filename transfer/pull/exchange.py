@@ -141,7 +141,7 @@ class PageExchange:
         self._names = [f"{name}/{replica}" for replica in range(manager.num_replicas)]
         self.threads: list[TransferThread] = []
         self._slots, self._lent_slots = list[LeaseSlots](), list[LeaseSlots]()
-        self._leases: list[dict[int, tuple[LeaseRef, Any]]] = []  # for each replica, by the lease id
+        self._leases: list[dict[int, tuple[LeaseRef, Any]]] = []  # for each replica: its leases, by lease id
         self._pulls: dict[tuple[int, str], Any] = {}  # the copiers of open pulls, by replica and key
         self._happened: list[ExchangeEvent] = []  # events taken from a thread when it was closed
         agreed, options = dict(compatibility or {}), dict[str, Any](replica_options or {})
@@ -417,7 +417,7 @@ class PageExchange:
         thread.pull_shared(key, holdings, sizes, timeout_s, can_shorten=pending.can_shorten)
 
     def reads_several(self, num_tokens: int) -> bool:
-        """Whether a pull of so many tokens from several sources reads more than one of them."""
+        """Whether a pull of `num_tokens` tokens from several sources reads from more than one."""
         return shares(sum(num_tokens // layout.page_size * layout.page_bytes for layout in self._manager.layouts))
 
     def open_pull(self, replica: int, key: str, source: Source, timeout_s: float) -> None:

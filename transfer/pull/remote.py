@@ -134,7 +134,7 @@ class RemoteEngine:
             PullFailedError: the seal of a table is missing or does not match.
         """
         for table in tables:
-            try:  # a plain comparison suffices: its time is drowned by that of a refused pull
+            try:  # a plain comparison suffices: the time of a refused pull hides that of the comparison
                 is_sealed = self.seals is not None and self.seals.seal(lease.lease_id, table) in table.seals
             except (TypeError, ValueError, OverflowError, RecursionError):
                 is_sealed = False

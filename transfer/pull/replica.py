@@ -272,7 +272,7 @@ class ReplicaTransfer:
             remote.check_tables(key, source.lease, tables)
             begun = rank.puller.pull_at_once(key, remote, source.lease, timeout_s, part)
         except TransferError:
-            return False  # the normal way reports it
+            return False  # the error is reported by the normal path
         if isinstance(begun, PullEvent):
             self.events.append(begun)
         else:
