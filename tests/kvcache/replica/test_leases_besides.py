@@ -1,0 +1,82 @@
+"""Leases of cached pages, and of what a request has beside the pages of its tokens: they count in their own pool."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvcache.layer_groups import layer_tables
+from kvcache.pool.pages import PagePool
+from kvcache.replica.leases import HeldPages, PageLease, PageLeases
+from kvcache.replica.rows import AllRows, BlockRows
+
+
+class Books:
+    """The leases of a pool of pages, and a pool of states beside it."""
+
+    def __init__(self) -> None:
+        self.pages, self.states = PagePool(8, 1), PagePool(4, 1)
+        rows = BlockRows(AllRows(1, 2, 4), slice(0, 2), 16, 4, layer_tables((), 1).groups, pinned=False)
+        self.leases = PageLeases(self.pages, rows)
+        row = rows.claim("r")
+        self.row = row
+
+    def cached(self, pool: PagePool, count: int) -> HeldPages:
+        """Published pages that nobody holds."""
+        pages = pool.allocate(count)
+        pool.index.publish(pages, np.arange(1, count + 1, dtype=np.uint64).reshape(-1, 1))
+        pool.release(pages)
+        return HeldPages(pool, pages)
+
+    def lease(self) -> PageLease:
+        return PageLease(self.leases, "r", 0)
+
+    def held(self) -> list[list[int]]:
+        return [pages.tolist() for _, of_lease in self.leases.held() for pages in of_lease]
+
+    def counts(self) -> tuple[int, int, int]:
+        """The pages that are leased by its own count, and the pages and the states that its recounts show."""
+        leases = self.leases
+        return leases.num_pages, int(leases.holders().sum()), int(leases.holders(self.states).sum())
+
+
+@pytest.mark.parametrize("of_row", [True, False])
+def test_what_is_leased_beside_the_pages_counts_in_its_own_pool_and_ends_with_the_lease(of_row: bool) -> None:
+    books = Books()
+    pages, state = books.cached(books.pages, 3), books.cached(books.states, 1)
+    lease = books.lease()
+    assert books.counts() == (0, 0, 0)
+    if of_row:
+        books.leases.grant(lease, books.row, [state])
+    else:
+        books.leases.grant_pages(lease, pages.pages, [state])
+    leased = 0 if of_row else 3
+    assert not lease.is_over
+    assert books.held() == ([] if of_row else [[1, 2, 3]])
+    assert books.counts() == (leased, leased, 1)
+    assert (books.pages.idle.count, books.states.idle.count) == (3 - leased, 0)
+    books.leases.end(lease)
+    assert lease.is_over
+    assert books.counts() == (0, 0, 0)
+    assert (books.pages.idle.count, books.states.idle.count) == (3, 1)
+    books.leases.check()
+
+
+def test_pages_that_several_lease_are_counted_once_and_held_by_each() -> None:
+    books = Books()
+    pages = books.cached(books.pages, 3).pages
+    first, second = books.lease(), books.lease()
+    books.leases.grant_pages(first, pages)
+    books.leases.grant_pages(second, pages[:1])
+    assert books.counts() == (3, 4, 0)
+    books.leases.end(first)
+    assert books.counts() == (1, 1, 0)
+    assert sorted(books.pages.idle.pages().tolist()) == [2, 3]
+
+
+@pytest.mark.parametrize("owner", [None, "another", {}])
+def test_a_lease_that_no_manager_has_made_is_over(owner: object) -> None:
+    lease = Books().lease()
+    assert lease.is_over, "it was not granted yet"
+    lease.owner = owner
+    assert lease.is_over

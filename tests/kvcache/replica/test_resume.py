@@ -1,0 +1,65 @@
+"""The last end from which every block table can resume, beside what each query sees, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvcache import LayerGroup
+from kvcache.layer_groups import TableGroup, layer_tables
+from kvcache.replica.resume import last_end, resume
+
+SIZE = 4
+WINDOW = LayerGroup("window", (1,), 6)
+GROUPS = {
+    "full": (),
+    "full and window": (LayerGroup("full", (0,)), WINDOW),
+    "chunks and window": (LayerGroup("chunked", (0,), 8), WINDOW),
+}
+
+
+def first_seen(group: LayerGroup, token: int) -> int:
+    """The first page that the query at a token sees, whose own page comes after all that there are."""
+    if group.kind == "full":
+        return 0
+    if group.kind == "chunked":
+        return token // group.window * group.window // SIZE
+    return max(0, token - group.window + 1) // SIZE
+
+
+def by_hand(there: np.ndarray, groups: Sequence[TableGroup], first: int, ends: np.ndarray | None) -> int:
+    """`there`, by table, from page `first` on; all have the pages before."""
+    best = 0
+    for end in range(1, there.shape[1] + 1):
+        whole = all(
+            there[table, page - first]
+            for group, tables in groups
+            for table in range(tables.start, tables.stop)
+            for page in range(max(first, first_seen(group, (first + end) * SIZE)), first + end)
+        )
+        if whole and (ends is None or ends[end - 1]):
+            best = end
+    return best
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_random_pages_give_the_end_that_a_look_at_each_query_gives(name: str) -> None:
+    rng, found = np.random.default_rng(0), set[int]()
+    groups = layer_tables(GROUPS[name], 2).groups
+    for _ in range(400):
+        there = rng.random((groups[-1].tables.stop, 8)) < 0.8
+        ends = None if rng.random() < 0.5 else rng.random(8) < 0.5
+        first = int(rng.integers(0, 4))
+        expected = by_hand(there, groups, first, ends)
+        assert resume(there, groups, SIZE, first, ends) == expected
+        assert resume(there, groups, SIZE) == by_hand(there, groups, 0, None)
+        found.add(expected)
+    assert len(found) > 5
+
+
+def test_the_last_end_of_none_is_none() -> None:
+    assert last_end(np.zeros(3, np.bool_)) == 0
+    assert last_end(np.zeros(0, np.bool_)) == 0
+    assert last_end(np.array([True, True, False])) == 2

@@ -1,0 +1,47 @@
+"""Who may read a draft, and that opening files leaves nothing open."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvcache.tiers.drafts import list_folder, open_draft, opened, opened_folder
+
+
+@pytest.fixture(params=[0o000, 0o077, 0o277])
+def mask(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+def test_a_draft_is_its_owners_alone_whatever_is_masked(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        with open_draft(tmp_path / "draft"):
+            pass
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "draft").stat().st_mode) == 0o600
+
+
+def test_a_draft_of_a_name_that_is_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "draft").touch()
+    with pytest.raises(FileExistsError), open_draft(tmp_path / "draft"):
+        pass
+
+
+def test_nothing_stays_open(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    before = {*os.listdir("/proc/self/fd")}  # noqa: PTH208
+    with pytest.raises(RuntimeError, match="inside"), opened_folder(tmp_path):
+        raise RuntimeError("inside")
+    with pytest.raises(RuntimeError, match="inside"), opened(tmp_path / "file"):
+        raise RuntimeError("inside")
+    with pytest.raises(FileNotFoundError), opened(tmp_path / "gone"):
+        pass
+    with open_draft(tmp_path / "draft"):
+        pass
+    assert sorted(list_folder(tmp_path)) == ["draft", "file"]
+    assert {*os.listdir("/proc/self/fd")} == before  # noqa: PTH208
