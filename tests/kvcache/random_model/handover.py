@@ -99,12 +99,15 @@ class ImportMoves(Moves):
         partial = bool(not manager.states and self.replica(one).is_plain and full and self.choose.integer(0, 2) == 0)
         first = self.cut_short(table, full // 2 - full // 2 % PAGE_SIZE or PAGE_SIZE) if partial else table
         shared, last, runs = self.device_run(one, 0) * PAGE_SIZE, len(one.tokens) - 1, context.active_idx
+        held = seam.host_held(manager)
         try:
             pending = self.call(
                 "import_block_table", lambda: manager.import_block_table(context, first, partial=partial)
             )
         except PromptTooLongError:
             return self.gives_up(one)
+        if seam.host_held(manager) - held:  # pages come back for the import, and are used when it ends
+            self.books.host_foretold = False
         self.books.learn(batch=[one])
         if pending is None:
             assert not one.has_pages

@@ -679,7 +679,8 @@ class Moves:
                 assert is_there == enough
             replica = self.replica(one)
             if not is_there and len(replica.tables) == 1:
-                left = replica.surplus(one, plan, plan.found, freed=not self.steps_are_in_flight)
+                freed = not self.is_leased(one) and not self.steps_are_in_flight
+                left = replica.surplus(one, plan, plan.found, freed=freed)
                 assert left < 0, f"{one.name}: refused, and there are pages"
         return all(there)
 
