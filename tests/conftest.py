@@ -18,30 +18,29 @@ from tests import orphans
 from tests.isolation import QUIET, seed_torch, sockets_are_checked, surroundings_stay
 from tests.orphans import adopt, children, end_children
 
-# Each needs an environment of its own, and collects nothing elsewhere.
+# Each of these folders needs its own environment. Elsewhere its tests are not collected.
 ENGINES = {"sglang": "tests/sglang_engine (make test-sglang)", "vllm": "tests/vllm_engine (make test-vllm)"}
 
 
 @cache
 def _among_engines() -> bool:
-    """Whether this is an environment of an engine, whose own modules set variables and handlers."""
+    """Whether this is the environment of an engine, whose modules set variables and signal handlers."""
     return any(map(importlib.util.find_spec, ENGINES))
 
 
-# At the import of this file: a folder's conftest.py may import torch, which looks once how many threads it
-# may have. On few cores a second one mostly waits for the first, and takes as much processor time.
+# Set when this file is imported, because the conftest.py of a folder may import torch, which reads its number of
+# threads once. On few cores a second thread mostly waits for the first, and uses as much processor time.
 if not _among_engines():
     os.environ.update(QUIET)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure() -> None:
-    """Make every test start from the same process, whoever runs it and however.
+    """Make every test start from the same process state, however it is run.
 
-    Undo what a shell does to a command in the background, so that each process that a test starts can be ended.
-
-    Such a command ignores SIGINT, under nohup SIGHUP, and hands that on. A handler is not handed on. What is blocked
-    is handed on too, and would hold up the alarm by which tests run out of time.
+    Undo what a shell does to a background command, so that each process that a test starts can be ended. Such a command
+    ignores SIGINT (under nohup also SIGHUP), and its children inherit that, as they inherit blocked signals. A blocked
+    alarm would delay the timeout of tests. Children do not inherit handlers.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
@@ -54,12 +53,12 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Deal out cases before tests are chosen by their marks, and put what is left in order.
+    """Deal out cases before tests are selected by mark, and sort the selected tests.
 
-    Workers begin with the files that have slow tests, so that none of these is left to one of them at the end.
+    Workers begin with the files that have slow tests, so that no worker runs a slow file alone at the end.
     """
     deal_out(items)
-    yield  # others choose, and give them the order of the seed
+    yield  # other plugins select tests, and order them by the seed
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)
@@ -95,18 +94,18 @@ def _of_each_value(cases: Sequence[pytest.Function]) -> set[str]:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and collected tests live as long as this process: no collection of garbage looks through them."""
+    """Exempts modules and collected tests from garbage collection, because they live as long as this process."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fixtures draw the same numbers whatever ran before."""
+    """Seeds torch, so that fixtures draw the same numbers whatever ran before."""
     seed_torch(item)
 
 
 def pytest_runtest_call(item: pytest.Item) -> None:
-    """As above, for the test itself."""
+    """Seeds torch again, for the test itself."""
     seed_torch(item)
 
 
@@ -117,7 +116,9 @@ def _file_or_session(fixture_name: str, config: pytest.Config) -> str:  # noqa: 
 
 @pytest.fixture(autouse=True, scope=_file_or_session)  # pyright: ignore[reportArgumentType]
 def _no_process_is_left() -> Iterator[None]:
-    """No test file leaves a process behind, whether its tests pass or fail, and whoever its parent was."""
+    """Fails a test file that leaves a process behind, whether its tests pass or fail, and whatever the parent of the
+    process.
+    """
     before = set(children())
     with nullcontext() if _among_engines() else surroundings_stay():
         yield
@@ -135,7 +136,7 @@ def _surroundings_stay() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def forked_fleets() -> Iterator[None]:
-    """The processes of fleets that are started here are forks of one that has imported everything."""
+    """Starts the processes of fleets as forks of one process that has imported everything."""
     from tests import forked
 
     with forked.fleets():
@@ -143,7 +144,7 @@ def forked_fleets() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says which tests were left out, as none of them counts as skipped."""
+    """Reports the tests that were left out, because pytest does not count them as skipped."""
     left_out = [where for package, where in ENGINES.items() if importlib.util.find_spec(package) is None]
     if left_out:
         terminalreporter.write_line(f"not run here, as they need environments of their own: {', '.join(left_out)}")

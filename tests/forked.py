@@ -1,8 +1,10 @@
-"""Processes that start at once: forks of one that has torch, nixl and transformers imported.
+"""Starts processes at once, as forks of one that has imported torch, nixl and transformers.
 
-They behave as a process that imports these itself, which takes seconds and most of the time of such a test.
+They behave like processes that import these packages themselves, which would take seconds: most of the time of such a
+test.
 """
 
+# pyright: basic
 import gc
 import multiprocessing
 import os
@@ -27,11 +29,11 @@ _PRELOAD = [
     "scheduler_adapters.service.server",
     "tests.transfer.pair_ranks",
     "tests.transfer.worker",
-    "transformers.models.llama.modeling_llama",  # of an optional extra
+    "transformers.models.llama.modeling_llama",  # belongs to an optional extra
 ]
 
 
-# The server is started by whichever test needs it first, and inherits nothing from that test.
+# The first test that needs the fork server starts it, but the server inherits nothing from that test.
 _ENVIRONMENT, _FOLDER = dict(os.environ) | QUIET, Path.cwd()
 
 
@@ -51,12 +53,14 @@ def _context() -> ForkServerContext:
 def start(
     serve: Callable[..., Any], *arguments: object, settings: Mapping[str, str] | None = None
 ) -> tuple[BaseProcess, Connection]:
-    """A process that serves its end of a pipe, and our end. It dies with this process, whatever happens to that.
+    """Returns a process that serves one end of a pipe, and the other end.
+
+    The process dies with this one, however this one ends.
 
     Args:
         serve: a function of a module; it takes the end of the pipe, and the arguments.
-        arguments: what it takes beside that.
-        settings: of UCX and NIXL, as environment variables, in place of this process's own.
+        arguments: its further arguments.
+        settings: environment variables of UCX and NIXL that replace those of this process.
     """
     context = _context()
     ours, theirs = context.Pipe()
@@ -69,9 +73,9 @@ def start(
 def _serve(
     serve: Callable[..., Any], conn: Connection, arguments: tuple[object, ...], settings: dict[str, str]
 ) -> None:
-    gc.freeze()  # what was imported before lives as long as the process: no collection looks through it
+    gc.freeze()  # imported modules live as long as the process, so garbage collection need not look at them
     sockets_are_checked()
-    die_with_parent()  # that is the forkserver, which ends with the process that started it
+    die_with_parent()  # the parent is the fork server, which ends with the process that started it
     for key in [key for key in os.environ if key.startswith(("UCX_", "NIXL_"))]:
         del os.environ[key]
     os.environ.update(QUIET | settings)  # UCX reads it when the first agent is made
@@ -79,15 +83,15 @@ def _serve(
 
 
 class ForkedProgram:
-    """What `subprocess.Popen` is to a Python program, as far as a fleet uses it.
+    """A substitute for `subprocess.Popen` with the methods that a fleet uses; it forks a Python program.
 
-    The servers of the fleets that it starts are forked, too.
+    The servers of fleets that this program starts are forked, too.
 
     Args:
         command: the interpreter, `-m` and a module or `-c` and a program, and their arguments.
-        log: takes standard output, and standard error where that has no file of its own.
-        environment: of the process.
-        errors: takes standard error.
+        log: file for standard output, and for standard error if `errors` is not given.
+        environment: environment of the process.
+        errors: file for standard error.
     """
 
     def __init__(
@@ -120,14 +124,14 @@ class ForkedProgram:
         self._process.kill()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """How it has ended; None if it runs after the time."""
+        """Returns the exit status, or None if the process still runs after this time."""
         self._process.join(timeout_s)
         return self._process.exitcode
 
 
 @contextmanager
 def fleets() -> Generator[None]:
-    """The processes of fleets that are started within the block are forked."""
+    """A `with` block in which the processes of fleets are forked."""
     from scheduler_adapters.service.fleet import Fleet
 
     def spawn(fleet: Fleet, log: IO[bytes]) -> ForkedProgram:
@@ -158,8 +162,10 @@ def _become(given: tuple[Connection, ...], server: str, arguments: list[str], en
 
 
 def _share(server: str) -> None:
-    """Processes that this process starts are forked from its own origin: they need not import everything once more."""
+    """Makes this process fork its children from the fork server that it came from, so that they need not import
+    everything.
+    """
     shared: Any = forkserver._forkserver
     shared._forkserver_address, shared.ensure_running = server, lambda: None
     process: Any = multiprocessing.current_process()
-    process._config["daemon"] = False  # a daemon may start nothing
+    process._config["daemon"] = False  # a daemonic process may not start others

@@ -1,5 +1,6 @@
-"""No test changes what another test sees: the process is as it was after each test and each file."""
+"""Checks after each test and each file that the process is as it was before, so that no test affects another."""
 
+# pyright: basic
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL", "DYN_LOG": "error"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # SIGALRM is pytest-timeout's
 
 
-# pytest sets the first for each test, libraries set the others when they are imported.
+# pytest sets the first variable for each test. Libraries set the others when they are imported.
 _OTHERS = {
     *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
     *("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"),
@@ -26,18 +27,18 @@ _OTHERS = {
 
 
 class Surroundings(NamedTuple):
-    """What a process has that every test in it sees."""
+    """The state of a process that all of its tests share."""
 
     environment: dict[str, str]
     folder: str
     handlers: tuple[Any, ...]
-    threads: int | None  # None: torch is not imported
+    threads: int | None  # None if torch is not imported
     dtype: Any
 
 
 def _surroundings() -> Surroundings:
     torch: Any = sys.modules.get("torch")
-    # A thread may be making an agent just now, with its settings there: `test_agent.py` looks at these.
+    # Settings of NIXL are left out, because a thread may be making an agent now. `test_agent.py` checks them.
     environment = {name: value for name, value in os.environ.items() if name not in _OTHERS and name[:4] != "UCX_"}
     return Surroundings(
         environment,
@@ -49,7 +50,7 @@ def _surroundings() -> Surroundings:
 
 
 def _changed(before: Surroundings, after: Surroundings) -> dict[str, object]:
-    """What differs; torch counts from its import on."""
+    """Returns the differences. Torch's settings count only if torch was imported before."""
     found: dict[str, object] = {}
     for name, was, now in zip(Surroundings._fields, before, after, strict=True):
         if name == "environment":
@@ -60,7 +61,7 @@ def _changed(before: Surroundings, after: Surroundings) -> dict[str, object]:
 
 
 def _restore(before: Surroundings) -> None:
-    """Put the process back, so that one test's mistake fails that test alone."""
+    """Restores the process, so that a mistake of one test fails only that test."""
     kept = {name: value for name, value in os.environ.items() if name in _OTHERS or name[:4] == "UCX_"}
     os.environ.clear()
     os.environ.update(before.environment | kept)
@@ -96,14 +97,16 @@ _PRODUCT = tuple(f"{_ROOT / package}/" for package in ("kvcache", "transfer", "s
 
 
 def sockets_are_checked() -> None:
-    """From now on in this process, each socket of the product has what keeps it from waiting for ever.
+    """Checks, from now on in this process, that each socket of the product has options that keep it from waiting for
+    ever.
 
-    A linger, before it is bound or connected: libzmq ends the session of a dead peer with the linger that the socket
-    has at that moment. One that is set when the socket closes comes too late then: `Context.term` waits for ever for
-    messages that the peer has not taken. It did so in one of 200 fleets whose full server was killed. A test's own
-    socket is given a linger here.
+    It must have a linger before it is bound or connected. libzmq ends the session of a dead peer with the linger that
+    the socket has at that moment. A linger that is set only when the socket closes is too late: `Context.term` may then
+    wait for ever for messages that the peer has not read. This happened in one of 200 fleets whose full server was
+    killed. A test's own socket gets a linger here.
 
-    Over TCP `kvcache.sockets.keep_alive`, too: else a follower does not notice that its host is gone.
+    Over TCP it must also have `kvcache.sockets.keep_alive`; without it a follower does not notice that its host is
+    gone.
     """
     for name in ("bind", "connect"):
         setattr(zmq.Socket, name, _checked(getattr(zmq.Socket, name)))

@@ -1,5 +1,6 @@
-"""Spans that OpenTelemetry's own SDK exports, in this process and in others."""
+"""Collects spans that OpenTelemetry's own SDK exports, in this process and in others."""
 
+# pyright: basic
 from __future__ import annotations
 
 import sys
@@ -20,7 +21,7 @@ _memory = InMemorySpanExporter()
 
 @contextmanager
 def exported() -> Iterator[Callable[[], Sequence[Any]]]:
-    """What is exported in a `with` block, by the provider of this process: it can be set once."""
+    """Collects the spans exported in a `with` block by the provider of this process, which can be set only once."""
     if not isinstance(trace.get_tracer_provider(), TracerProvider):
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(_memory))
@@ -30,13 +31,15 @@ def exported() -> Iterator[Callable[[], Sequence[Any]]]:
 
 
 def parts_of(span: ReadableSpan) -> dict[str, float]:
-    """Seconds of each part of a hand-over."""
+    """The seconds of each part of a hand-over."""
     assert span.attributes is not None
     return {part: span.attributes[f"pagewire.{part}_seconds"] for part in PARTS}  # type: ignore[misc]
 
 
 def main() -> int:
-    """Run a process of the service whose spans go to a file, a line of JSON each: `python -m tests.spans FILE`."""
+    """Runs a process of the service that writes its spans to a file, one line of JSON each: `python -m tests.spans
+    FILE`.
+    """
     from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
     from scheduler_adapters.service import program

@@ -1,4 +1,4 @@
-"""However the tests are started: what they start can be ended, and they themselves run out of time."""
+"""However the tests are started, their processes can be ended, and their timeouts work."""
 
 import os
 import re
@@ -42,7 +42,7 @@ def test_that_is_too_slow():
 
 
 def ignore_and_block() -> None:
-    """What a process may inherit."""
+    """Ignores and blocks signals, as a process may inherit them."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -56,7 +56,7 @@ def test_signals_that_are_blocked_are_not_in_a_test_and_only_chosen_cases_run(tm
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[1],
-        env=os.environ | {"PYTEST_ADDOPTS": ""},  # whoever tries a failure twice (.ci/run) does not mean this one
+        env=os.environ | {"PYTEST_ADDOPTS": ""},  # the reruns of .ci/run must not apply here
         stdin=subprocess.DEVNULL,
         preexec_fn=ignore_and_block,
         check=False,

@@ -1,8 +1,10 @@
-"""Bytes of each format, kept under the format's version: a change that cannot read them needs a new version.
+"""Stored bytes of each format, by format version.
 
-`python -m tests.test_kept` writes the bytes of versions that have none yet, and never writes over any.
+A change that cannot read them needs a new version. `python -m tests.test_kept` writes the bytes of versions that have
+none yet, and never overwrites any.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -59,7 +61,7 @@ LAYOUT = FileFormat(bytes(range(16)), 32, 16)
 OBJECTS = ObjectFormat(LAYOUT, 2)
 DIGESTS = np.arange(1, 5, dtype=np.uint64).reshape(2, 2)
 PAGES = np.arange(64, dtype=np.uint8).reshape(2, 32)
-NAMESPACE = "93828eb68f86161b40969bfdbe8ebc7a"  # of the page folder of these three fields
+NAMESPACE = "93828eb68f86161b40969bfdbe8ebc7a"  # the page folder's namespace for these three fields
 CELLS = np.array([0, 1, 2 | 7 << 8], np.uint32)
 
 

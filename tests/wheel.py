@@ -1,11 +1,13 @@
 """Tries the wheel as a user gets it: `python -m tests.wheel dist/*.whl`, or `make test-wheel`.
 
-First the wheel is compared with the tree: its files, the compiled module, its requirements and its commands. No program
-notices a missing requirement that another package brings along. Then the wheel is installed into an empty environment
-in a temporary folder. Every program runs there, outside the tree. Each extra is installed when the first program that
-needs it comes. Every step prints its seconds, and the first one that fails ends the run with its output.
+First the wheel is compared with the tree: its files, the compiled module, its requirements and its commands. This is
+needed because no program notices a missing requirement that another package also installs. Then the wheel is installed
+into an empty environment in a temporary folder. Every program runs there, outside the tree. Each extra is installed
+when the first program that needs it comes. Every step prints its seconds, and the first one that fails ends the run
+with its output.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import argparse
@@ -33,17 +35,17 @@ from tests.test_docs import PROGRAMS
 ROOT = Path(__file__).parents[1]
 
 _LIMIT_S = 300
-# A user's environment: nothing of ours is in it, and no program may import the tree by accident.
+# Variables that are removed, so that no program can import the source tree by accident.
 _REMOVED = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "PYTEST_ADDOPTS", "VIRTUAL_ENV")
 
 
 class Failed(Exception):  # noqa: N818 - the end of a run, as a word
-    """A step did not do what it must."""
+    """A step has failed."""
 
 
 @contextmanager
 def step(what: str) -> Iterator[None]:
-    """Print what is tried, and how long it took."""
+    """Prints the name of a step, and how long it took."""
     began = time.monotonic()
     print(f"{what} ...", flush=True)  # noqa: T201 - a script of the Makefile
     yield
@@ -62,7 +64,7 @@ class Environment:
         self._variables = {name: value for name, value in os.environ.items() if name not in _REMOVED}
 
     def pip(self, *arguments: str) -> None:
-        """Run the pip of this interpreter on the environment, which has none of its own."""
+        """Runs this interpreter's pip on the environment, which has none of its own."""
         self.run(sys.executable, "-m", "pip", "--python", str(self.python), "--quiet", *arguments)
 
     def install(self, *what: str, options: Sequence[str] = ()) -> None:
@@ -70,7 +72,7 @@ class Environment:
         self.pip("install", "--no-compile", *self._constraints, *options, *what)
 
     def run(self, *command: str, status: int = 0) -> str:
-        """What a command prints; `Failed` where it ends with another status."""
+        """Returns the output of a command. Raises `Failed` if it ends with another status."""
         done = subprocess.run(
             command,
             cwd=self.folder,
@@ -86,7 +88,7 @@ class Environment:
         return done.stdout
 
     def program(self, name: str) -> None:
-        """Run a program of a page; `Failed` where it does not print what the page says."""
+        """Runs a program of a page. Raises `Failed` if its output differs from the page."""
         code, printed = PROGRAMS[name]
         (self.folder / "program.py").write_text(code)
         found = self.run(str(self.python), "-W", "error", "program.py").split()
@@ -94,7 +96,7 @@ class Environment:
 
 
 def expect(holds: bool, otherwise: str) -> None:
-    """`Failed` where something does not hold."""
+    """Raises `Failed` if a condition does not hold."""
     if not holds:
         raise Failed(otherwise)
 
@@ -113,7 +115,7 @@ def packaged() -> set[str]:
 
 
 def required() -> set[str]:
-    """The requirements of the project and of each extra, as metadata has them: extras of our own are spelled out."""
+    """The requirements of the project and of each extra as in the metadata, with our own extras expanded."""
     project = declared()["project"]
 
     def of(extra: str) -> set[str]:
@@ -156,7 +158,7 @@ def contents(wheel: Path) -> None:
 
 
 def manager(here: Environment, wheel: Path) -> None:
-    """The manager alone: the version, where it was installed, doctor, and programs that need no NIXL."""
+    """Tests the manager alone: the version, the place of installation, doctor, and programs without NIXL."""
     version = wheel.name.split("-")[1]
     command = str(here.python.with_name("pagewire"))
     expect(here.run(command, "--version") == f"pagewire {version}\n", "pagewire --version")
@@ -177,7 +179,7 @@ def transfer(here: Environment, _: Path) -> None:
 
 
 def serve(here: Environment, _: Path) -> None:
-    """The demo. Its status is 0 only if every output is the model's own and no page is left held."""
+    """Runs the demo. Its status is 0 only if every output is the model's own and no page is held at the end."""
     here.run(str(here.python.with_name("pagewire")), "demo", "--requests", "4", "--max-new-tokens", "8")
 
 
@@ -189,7 +191,9 @@ STAGES: tuple[tuple[str, Callable[[Environment, Path], None]], ...] = (
 
 
 def shadowed(here: Environment, wheel: Path) -> None:
-    """A distribution that has a package of our name, as PyPI's `transfer` 0.40: the error, and what it says to do."""
+    """Installs a distribution with a package of our name, like PyPI's `transfer` 0.40, and checks the error and its
+    advice.
+    """
     here.install(str(stranger(here.folder)), options=["--no-deps"])
     imported = (str(here.python), "-c", "import pagewire")
     told = here.run(*imported, status=1).strip().splitlines()[-1]
@@ -201,7 +205,7 @@ def shadowed(here: Environment, wheel: Path) -> None:
 
 
 def stranger(folder: Path) -> Path:
-    """A wheel of a distribution `transfer` with nothing but a package of that name."""
+    """A wheel of a distribution `transfer` with only a package of that name."""
     info = "transfer-0.40.dist-info"
     files = {
         "transfer/__init__.py": "",

@@ -1,3 +1,4 @@
+# pyright: basic
 from __future__ import annotations
 
 import json
@@ -32,7 +33,7 @@ def test_prompts_share_pages_where_the_trace_shares_blocks(tmp_path: Path) -> No
     assert first.prompt[:32] == second.prompt[:32]
     assert first.prompt[32:] != second.prompt[32:35]
     assert max(first.prompt + second.prompt) < BOS
-    assert fleet_trace.ideal_hit_rate([first, second]) == 2 / 5  # pages that are full
+    assert fleet_trace.ideal_hit_rate([first, second]) == 2 / 5  # full pages
 
 
 def test_a_trace_that_cannot_be_used_says_which_line(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+# pyright: basic
 from __future__ import annotations
 
 import gc
@@ -24,7 +25,7 @@ KEYS = {"topology", "order", "page_bytes", "pages", "gbps", "limit_gbps", "ratio
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cases, "_POOL_BYTES", 4 << 20)
     yield
-    gc.unfreeze()  # what `frame.settle` froze: other tests share this process
+    gc.unfreeze()  # undoes `frame.settle`, because other tests share this process
 
 
 def test_every_topology_and_order_fits_its_pools() -> None:
@@ -80,7 +81,7 @@ def test_who_ran_alone_is_compared_with_the_limit_of_the_same_runs(tmp_path: Pat
     ours = [
         *beside(10.0),
         *beside(4.0, order="a tensor a layer", runs=8192),
-        *beside(99.0, topology="TP 1→2"),  # as many bytes, and other runs
+        *beside(99.0, topology="TP 1→2"),  # the same number of bytes in other runs
         *beside(98.0, memory="4 KiB pages", order="a tensor a layer", runs=8192),
     ]
     alone = [vllm, nixl, {**vllm, "pages": 17}, {**vllm, "memory": "4 KiB pages"}]
@@ -120,4 +121,4 @@ def test_the_sources_processor_time_counts_for_ours_alone(monkeypatch: pytest.Mo
 @pytest.mark.ci
 def test_a_sources_processor_time_is_read_from_its_pid() -> None:
     with SourceProcess(Case("equal", "head-major", 16 * KIB, 4).specs()[0]) as source:
-        assert 10**6 < source.cpu_ns() < 600 * 10**9  # importing torch alone is more than a millisecond
+        assert 10**6 < source.cpu_ns() < 600 * 10**9  # importing torch alone takes more than a millisecond

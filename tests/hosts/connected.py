@@ -3,6 +3,7 @@
 It runs in the environment of the tests of vLLM's schedulers and workers.
 """
 
+# pyright: basic
 import sys
 import time
 from collections.abc import Callable
@@ -29,13 +30,16 @@ class Connected:
         self.engine = Engine(folder, role, shape, f"{role}-{address}-{time.time_ns()}")
 
     def prefill(self, name: str, prompt: list[int]) -> Any:
-        """Compute a prompt for another engine: what that one is told."""
+        """Computes a prompt for another engine. Returns what that engine is told."""
         self.engine.add(name, prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False})
         self._until(lambda: self.engine.finish_reason(name))
         return self.engine.params(name)
 
     def decode(self, name: str, prompt: list[int], params: Any) -> list[Any]:
-        """Go on from what another engine computed: whether the tokens are right, and how many were computed here."""
+        """Continues a prompt that another engine computed.
+
+        Returns whether the tokens are right, and how many were computed here.
+        """
         begin = len(self.engine.scheduled)
         self.engine.add(name, prompt, COUNT, params)
         self._until(lambda: self.engine.finish_reason(name))

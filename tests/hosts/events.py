@@ -1,9 +1,10 @@
 """A manager that publishes KV events, or a router that follows them: `python -m tests.hosts.events NAME ADDRESS KEYS`.
 
-`publisher` is the manager's name, and `PORTS` are the ones that it takes again when its host comes back. Any other name
-follows. `KEYS` is the file of the process's keyring.
+The process named `publisher` has the manager. It uses `PORTS`, again after its host has come back. A process of any
+other name follows. `KEYS` is the file of the process's keyring.
 """
 
+# pyright: basic
 import itertools
 import random
 import sys
@@ -30,7 +31,7 @@ _SILENCE_S = 3.0
 
 
 class Publisher:
-    """A manager whose prompts are drawn from more than its pool can hold, so that each page goes again soon."""
+    """A manager whose prompts need more pages than its pool has, so that every page is evicted soon."""
 
     def __init__(self, address: str, keys: Path) -> None:
         ports = (f"tcp://{address}:{port}" for port in PORTS)
@@ -40,7 +41,10 @@ class Publisher:
         self._names = itertools.count()
 
     def compute(self, prompts: int) -> int:
-        """Run so many prompts of up to 40 pages; half of them share their first pages. How many pages were evicted."""
+        """Runs this many prompts of up to 40 pages; half of them share their first pages.
+
+        Returns how many pages were evicted.
+        """
         evicted = 0
         for _ in range(prompts):
             begin = self._chooser.randrange(40)
@@ -60,18 +64,18 @@ class Publisher:
         return sorted(hashes_of(index.digests_of(np.flatnonzero(index.published).astype(np.int32))).tolist())
 
     def idle(self) -> None:
-        """Its thread sends by itself."""
+        """Does nothing: the publisher's thread sends by itself."""
 
 
 class Follower:
-    """A router: it takes messages, asks for missing ones, and connects anew if it hears nothing."""
+    """A router: it receives messages, asks for missing ones, and reconnects if it hears nothing."""
 
     def __init__(self, address: str, keys: Path) -> None:
         self._endpoints = [f"tcp://{address}:{port}" for port in PORTS]
         self._keys = load_keyring(keys)
         self.known = Known()
         self._expected: int | None = None
-        self._asked = 0.0  # when a replay began that has not ended; 0: none
+        self._asked = 0.0  # when the open replay began; 0 if there is none
         self.seen = {"messages": 0, "replays": 0, "connections": 0}
         self._sockets = ExitStack()
         self._connect()
@@ -94,7 +98,7 @@ class Follower:
         return socket
 
     def idle(self) -> None:
-        """Take what has come."""
+        """Handles the messages that have arrived."""
         if time.monotonic() - self._heard > _SILENCE_S:
             self._connect()
         while self._dealer.poll(0):
@@ -108,7 +112,7 @@ class Follower:
             _, number, payload = self._stream.recv_multipart()
             self._heard = time.monotonic()
             sequence = int.from_bytes(number, "big")
-            if sequence > (self._expected or 0):  # a gap: this message is among those that are asked for
+            if sequence > (self._expected or 0):  # a gap: the replay will include this message
                 self._dealer.send_multipart([b"", (self._expected or 0).to_bytes(8, "big")])
                 self.seen["replays"] += 1
                 self._asked = time.monotonic()
@@ -123,7 +127,7 @@ class Follower:
         self.seen["messages"] += 1
 
     def there(self) -> list[int]:
-        """The hashes of the pages that the other host has, as far as is known here."""
+        """The hashes of the pages that the other host has, as far as this follower knows."""
         self.known.whole()
         return sorted(self.known.there.get("GPU", {}))
 

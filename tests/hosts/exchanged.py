@@ -1,5 +1,6 @@
 """A manager and its exchange as a program on a host: `python -m tests.hosts.exchanged NAME ADDRESS`."""
 
+# pyright: basic
 import os
 import sys
 import time
@@ -37,8 +38,8 @@ class Exchanged:
             self.manager, name, bind=f"tcp://{address}:0", secret=os.environ["PAGEWIRE_TEST_SECRET"],
             allowed_peers=["10.213.7.0/24"],
         )  # fmt: skip
-        self.lent: dict[str, Any] = {}  # what sources have lent and nobody has pulled, by request
-        self.ended: dict[str, str] = {}  # leases that are over, by request, and why
+        self.lent: dict[str, Any] = {}  # pages that sources have lent and that were not pulled yet, by request
+        self.ended: dict[str, str] = {}  # why each ended lease has ended, by request
 
     def pages(self, name: str) -> Any:
         """The bytes of the request's pages, `[pages, 65536]`."""
@@ -47,7 +48,7 @@ class Exchanged:
 
     @contextmanager
     def computed(self, name: str, pages: int) -> Iterator[None]:
-        """The pages of a prompt, for the length of a `with` block those of a request."""
+        """A `with` block in which a request holds the computed pages of a prompt."""
         tokens = [*range(pages * PAGE_SIZE)]
         with self.manager.claim(context := TextContext(tokens, MOST_PAGES * PAGE_SIZE, name)):
             assert self.manager.maybe_reserve(context)
@@ -59,12 +60,12 @@ class Exchanged:
             yield
 
     def compute(self, name: str, pages: int) -> list[str]:
-        """Compute a prompt and keep its pages in the cache: the address at which a reader may ask for them."""
+        """Computes a prompt whose pages stay cached. Returns the address at which a reader may ask for them."""
         with self.computed(name, pages):
             return [self.exchange.address]
 
     def offer(self, name: str, pages: int, duration_s: float) -> list[str]:
-        """Compute a prompt of so many pages, and lease them: what its reader is told."""
+        """Computes a prompt of this many pages, and leases them. Returns what the reader is told."""
         with self.computed(name, pages):
             offer = self.exchange.offer(name, duration_s)
             assert offer is not None
@@ -72,7 +73,10 @@ class Exchanged:
             return [msgspec.msgpack.encode((offer, self.manager.block_table(name))).hex()]
 
     def ask(self, name: str, pages: int, address: str, timeout_s: float, engine: str = "p/0") -> list[Any]:
-        """Ask a source for the pages of a prompt: seconds, the reason of a failure, and how many it lends."""
+        """Asks a source for the pages of a prompt.
+
+        Returns the seconds, the reason of a failure, and how many pages it lends.
+        """
         context = TextContext([*range(pages * PAGE_SIZE), 7], MOST_PAGES * PAGE_SIZE, name)
         begin = time.perf_counter()
         self.exchange.ask(0, name, address, engine, self.manager.contents.digests(context), timeout_s)
@@ -81,18 +85,21 @@ class Exchanged:
         return [time.perf_counter() - begin, lent.error, lent.table.num_tokens // PAGE_SIZE if lent.table else 0]
 
     def take(self, name: str, timeout_s: float) -> list[Any]:
-        """Pull what was lent."""
+        """Pulls the pages that a source has lent."""
         lent = self.lent.pop(name)
         return self.read(name, lent.source, lent.table, timeout_s)
 
     def take_from(self, names: list[str], timeout_s: float) -> list[Any]:
-        """Pull from all at once what several have lent: as `read`, and the bytes that came from each source."""
+        """Pulls the pages that several sources have lent, from all at once.
+
+        Returns the result of `read`, and the bytes from each source.
+        """
         lent = [self.lent.pop(name) for name in names]
         tables = [one.table for one in lent]
         return self.read(names[0], [one.source for one in lent], tables[0], timeout_s, tables[1:])
 
     def pull(self, name: str, offered: str, timeout_s: float) -> list[Any]:
-        """Pull what was offered."""
+        """Pulls the pages of an offer."""
         source, table = msgspec.msgpack.decode(bytes.fromhex(offered), type=tuple[Source, BlockTable])
         return self.read(name, source, table, timeout_s)
 
@@ -104,7 +111,7 @@ class Exchanged:
         timeout_s: float,
         others: Sequence[BlockTable] = (),
     ) -> list[Any]:
-        """Pull a table's pages: seconds, the reason of a failure, and whether each byte is right."""
+        """Pulls the pages of a table. Returns the seconds, the reason of a failure, and whether every byte is right."""
         context = TextContext([*range(table.num_tokens), 7], MOST_PAGES * PAGE_SIZE, name)
         self.manager.external_claim(name)
         pending = self.manager.import_block_table(context, table, others=others)
@@ -145,7 +152,7 @@ class Exchanged:
 
 
 def contents(column: int) -> Any:
-    """What a page of this place in its prompt holds."""
+    """The bytes of the page at this column of a prompt."""
     return np.random.default_rng(column).integers(0, 256, PAGE_BYTES, np.uint8)
 
 

@@ -1,5 +1,6 @@
 """`pagewire serve` on three hosts: a front, a prefill and a decode process, and prompts for them."""
 
+# pyright: basic
 import itertools
 import json
 import sys
@@ -27,7 +28,7 @@ KEYS = ("--secret", "env:PAGEWIRE_TEST_SECRET", "--allowed-peers", "10.213.7.0/2
 
 
 class OnHosts(Served):
-    """A fleet on hosts of its own, whose client is on the front's."""
+    """A fleet on hosts of its own. The client runs on the host of the front."""
 
     def __init__(self, folder: Path, front: Host) -> None:
         super().__init__(folder)
@@ -48,7 +49,7 @@ class OnHosts(Served):
             return super().get(path)
 
     def complete(self, prompt: str) -> tuple[int, Any]:
-        """The status and the answer to one prompt."""
+        """Returns the HTTP status and the answer to one prompt."""
         asked = {"model": "pagewire", "prompt": prompt, "max_tokens": NEW, "return_token_ids": True}
         request = urllib.request.Request(  # noqa: S310
             f"{self.url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
@@ -70,7 +71,7 @@ class OnHosts(Served):
 
 @dataclass
 class Answered:
-    """The answer to a prompt, and when it was there."""
+    """The answer to a prompt, and when it arrived."""
 
     prompt: str
     status: int
@@ -78,7 +79,7 @@ class Answered:
     at: float
 
     def assert_right(self, model: Any) -> None:
-        """Equal tokens, or a stated reason."""
+        """Asserts that the tokens are right, or that the answer states a reason."""
         if self.status != 200:
             assert self.status in (500, 502, 503, 504), self.answer
             assert self.answer["error"]["message"], self.answer
@@ -94,7 +95,7 @@ class Fleet(NamedTuple):
     decode: Host
 
     def asked(self, prompts: Sequence[str]) -> list["Future[Answered]"]:
-        """Each prompt in a thread of its own."""
+        """Sends each prompt from a thread of its own."""
         pool = ThreadPoolExecutor(len(prompts))
         futures = [pool.submit(self.answered, prompt) for prompt in prompts]
         pool.shutdown(wait=False)
@@ -105,7 +106,7 @@ class Fleet(NamedTuple):
         return Answered(prompt, status, answer, time.monotonic())
 
     def asked_until(self, phase: str, head: str) -> list["Future[Answered]"]:
-        """Prompts, asked for until one of them is in this phase."""
+        """Sends prompts until one of them is in this phase."""
         asked = list[Future[Answered]]()
         for _ in range(10):
             some = self.asked(prompts(4, head))
@@ -116,7 +117,7 @@ class Fleet(NamedTuple):
         pytest.fail(f"none of {len(asked)} prompts was seen in phase {phase}")
 
     def assert_serves(self, model: Any) -> None:
-        """It gives a right answer, and holds nothing then."""
+        """Asserts that the fleet gives a right answer, and holds no page afterwards."""
         self.served.until_nothing_is_held()
         (last,) = self.asked(prompts(1))
         assert last.result().status == 200, last.result().answer
@@ -129,13 +130,13 @@ class Fleet(NamedTuple):
 
 
 def prompts(count: int, head: str = HEAD) -> list[str]:
-    """Prompts that have nothing in common."""
+    """Prompts without a common prefix."""
     return [f"{next(_numbers)}: {head}" for _ in range(count)]
 
 
 @contextmanager
 def fleet_on_hosts(folder: Path, *, relayed: bool = False) -> Iterator[Fleet]:
-    """A fleet whose processes are all there."""
+    """A fleet whose processes have all joined."""
     with network("front", "prefill", "decode", relayed=relayed) as (front, prefill, decode):
         served = OnHosts(folder, front)
         try:

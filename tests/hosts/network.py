@@ -1,10 +1,12 @@
-"""Hosts on one machine: each has network, name and shared memory of its own, and a link that can be cut and slowed.
+"""Hosts on one machine.
 
-A host is a network namespace, and what runs on it has UTS and IPC namespaces of its own besides. The links end in a
-bridge, in one more namespace. A link is cut there, so that a host does not see it: its own end stays up, as behind a
-switch that fails. Relayed hosts have a bridge each; a program carries frames between these, delays and loses them.
+Each has its own network, name and shared memory, and a link that can be cut and slowed. A host is a network namespace.
+Its programs also have their own UTS and IPC namespaces. The links end in a bridge, in a further namespace. A link is
+cut at the bridge, so that the host does not notice: its own end stays up, as behind a failed switch. Relayed hosts have
+one bridge each, and a program carries frames between the bridges, delays them and drops some.
 """
 
+# pyright: basic
 import array
 import ctypes
 import fcntl
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 SUBNET = "10.213.7"
-# The address of no host: data sent there is lost without a word.
+# A MAC address that no host has: frames sent there are dropped silently.
 _NOBODY = "02:00:00:00:00:99"
 _CLONE_NEWNET = 0x40000000
 _SIOCETHTOOL, _ETHTOOL_STXCSUM = 0x8946, 0x17
@@ -39,7 +41,7 @@ def _run(*command: str) -> None:
 
 @cache
 def why_not() -> str:
-    """Why there can be no hosts here; empty where there can."""
+    """Returns why hosts cannot be made here; empty if they can."""
     for program in ("ip", "tc", "unshare", "setpriv"):
         if shutil.which(program) is None:
             return f"there is no program {program!r}"
@@ -54,7 +56,10 @@ def why_not() -> str:
 
 @contextmanager
 def network(*names: str, relayed: bool = False) -> "Iterator[tuple[Host, ...]]":
-    """Hosts of these names, joined by one bridge, or by a relay. All that runs on them is killed at the end."""
+    """Makes hosts of these names, joined by one bridge, or by a relay.
+
+    Everything that runs on them is killed at the end.
+    """
     wire = f"pw{os.getpid()}-{next(_numbers)}"
     with ExitStack() as made:
         _run("ip", "netns", "add", wire)
@@ -104,7 +109,10 @@ class Cable:
 
 
 class Host:
-    """One of them. Its interface is called `net0`; `address` may be moved. `relay` is None where a bridge joins all."""
+    """One host. Its interface is called `net0`; its `address` can change.
+
+    `relay` is None if one bridge joins all hosts.
+    """
 
     def __init__(self, wire: str, name: str, number: int, bridge: str) -> None:
         self.relay: Cable | None = None
@@ -137,7 +145,10 @@ class Host:
         _run("ip", "-n", self._namespace, *arguments)
 
     def plug_in(self, relay: Cable) -> None:
-        """Frames go through this relay: each leaves here whole and with its checksum, as no device makes these."""
+        """Sends frames through this relay.
+
+        Turns checksum offload off, so that each frame leaves this host whole and with its checksum.
+        """
         self.relay = relay
         off = array.array("B", struct.pack("II", _ETHTOOL_STXCSUM, 0))
         request = struct.pack("16sP", b"net0", off.buffer_info()[0])
@@ -164,7 +175,10 @@ class Host:
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes], *, answers: bool = False
     ) -> subprocess.Popen[bytes]:
-        """Start a program, which lives at most as long as this thread. `answers`: with pipes to it and from it."""
+        """Starts a program that lives at most as long as this thread.
+
+        With `answers` there are pipes to it and from it.
+        """
         env = {**os.environ, "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "net0", **environment}
         process = subprocess.Popen(
             self.command(*command), stdin=subprocess.PIPE if answers else subprocess.DEVNULL,
@@ -175,7 +189,7 @@ class Host:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Sockets that this thread opens in a `with` block are opened on this host."""
+        """A `with` block in which this thread opens its sockets on this host."""
         here_path, there_path = Path("/proc/thread-self/ns/net"), Path("/run/netns", self._namespace)
         with here_path.open() as here, there_path.open() as there:
             _enter(there.fileno())
@@ -185,7 +199,7 @@ class Host:
                 _enter(here.fileno())
 
     def received(self) -> int:
-        """Bytes that have come to this host by now, whatever they were."""
+        """All bytes that this host has received so far."""
         done = subprocess.run(
             ["ip", "-n", self._namespace, "-s", "-j", "link", "show", "dev", "net0"], capture_output=True, check=True
         )
@@ -194,11 +208,11 @@ class Host:
     # ---- what becomes of the link
 
     def cut(self) -> None:
-        """Nothing comes through the link any more, in either direction."""
+        """Cuts the link in both directions."""
         _run("ip", "-n", self._wire, "link", "set", self._port, "nomaster")
 
     def restore(self) -> None:
-        """The link is whole again."""
+        """Undoes `cut`, `deafen` and `kill`."""
         _run("ip", "-n", self._wire, "link", "set", self._port, "master", self._bridge)
 
     def deafen(self, other: "Host") -> None:
@@ -206,31 +220,33 @@ class Host:
         other._ip("neighbour", "replace", self.address, "lladdr", _NOBODY, "dev", "net0", "nud", "permanent")
 
     def hear(self, other: "Host") -> None:
-        """This host hears the other again."""
+        """Undoes `deafen`."""
         with suppress(OSError):
             other._ip("neighbour", "delete", self.address, "dev", "net0")
 
     def shape(self, rate: str) -> None:
-        """Let no more through than a rate as `tc` writes it, in each direction."""
+        """Limits each direction of the link to a rate in the notation of `tc`."""
         for namespace, device in ((self._namespace, "net0"), (self._wire, self._port)):
             bucket = ("burst", "256kb", "latency", "20ms")
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *bucket)
 
     def move(self, number: int) -> None:
-        """The host gives up its address and has another one."""
+        """Replaces the host's address by another one."""
         self._ip("address", "del", f"{self.address}/24", "dev", "net0")
         self.address = f"{SUBNET}.{number}"
         self._ip("address", "add", f"{self.address}/24", "dev", "net0")
 
     def kill(self) -> None:
-        """Lose power: all that runs here is gone, and says goodbye to nobody. The link stays cut until `restore`."""
+        """Simulates a power loss: every program here dies without a message to any peer. The link stays cut until
+        `restore`.
+        """
         self.cut()
         for process in self._running:
             if process.poll() is None:
                 process.kill()
             process.wait()
             for pipe in filter(None, (process.stdin, process.stdout)):
-                with suppress(BrokenPipeError):  # what it has not read
+                with suppress(BrokenPipeError):  # the program has not read all of its input
                     pipe.close()
         self._running.clear()
 

@@ -1,5 +1,6 @@
-"""Two hosts, each with a manager and its exchange, and what becomes of the link between them."""
+"""Two hosts, each with a manager and its exchange, and control over the link between them."""
 
+# pyright: basic
 import itertools
 import json
 import sys
@@ -16,7 +17,7 @@ SECRET = {"PAGEWIRE_TEST_SECRET": "a secret of the tests, of enough bytes"}
 
 
 class Side:
-    """The program of one side. Without `wait` it may be started beside another, and is waited for then."""
+    """The program of one side. Several can be started at once, and then waited for with `wait`."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Pair(NamedTuple):
             host.shape(rate)
 
     def until_received(self, count: int, say: Callable[[], None]) -> None:
-        """Begin something, and wait until so many bytes have come to the reader since."""
+        """Sends a command, and waits until the reader has received this many bytes since."""
         before = self.reader_host.received()
         say()
         while self.reader_host.received() - before < count:
@@ -83,7 +84,7 @@ class Pair(NamedTuple):
             time.sleep(0.05)
 
     def assert_goes_on(self) -> None:
-        """The two exchange further pages."""
+        """Asserts that the two can exchange further pages."""
         _, error, right = self.reader("pull", "after", self.offer(f"after {next(_numbers)}", 4), 20.0)
         assert (error, right) == ("", True)
 

@@ -1,9 +1,10 @@
 """A cable of our own between hosts, in a process: `python -m tests.hosts.relay DEVICE ...`.
 
-It takes Ethernet frames off each device and puts them onto the others: later, some of them never, and none while it
-pauses. Each line of standard input is a JSON array, a command and its arguments; each is answered.
+It copies Ethernet frames from each device to the others. It can delay them, drop some of them, and stop while it is
+paused. Each line of standard input is a JSON array of a command and its arguments, and gets an answer.
 """
 
+# pyright: basic
 import heapq
 import itertools
 import json
@@ -19,7 +20,7 @@ _LONGEST = 1 << 16
 
 
 class Relay:
-    """What a frame goes through. `counts`: frames by what became of them."""
+    """Delays, drops and forwards frames. `counts` has the number of frames by outcome."""
 
     def __init__(self, devices: list[str]) -> None:
         self._ports = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL)) for _ in devices]
@@ -34,15 +35,15 @@ class Relay:
         self.counts = Counter[str]()
 
     def delay(self, seconds: float) -> None:
-        """Each frame takes so long, in each direction."""
+        """Delays each frame by this time, in each direction."""
         self._delay_s = seconds
 
     def lose(self, share: float, seed: int) -> None:
-        """So many of the frames never arrive."""
+        """Drops this share of the frames."""
         self._loss, self._random = share, random.Random(seed)
 
     def pause(self, seconds: float) -> None:
-        """Data on its way stands still for so long. No byte is lost."""
+        """Holds all frames back for this time. None is lost."""
         self._still_until = time.monotonic() + seconds
 
     def counted(self) -> Counter[str]:
@@ -72,7 +73,7 @@ class Relay:
                 frame, where = port.recvfrom(_LONGEST)
             except BlockingIOError:
                 return
-            if where[2] == socket.PACKET_OUTGOING:  # what we have put there
+            if where[2] == socket.PACKET_OUTGOING:  # a frame that we have sent
                 continue
             self.counts["taken"] += 1
             if self._random.random() < self._loss:

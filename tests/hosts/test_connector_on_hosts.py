@@ -1,5 +1,6 @@
 """vLLM's schedulers and workers on two hosts, with our connector, while the link between them is cut."""
 
+# pyright: basic
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ _numbers = itertools.count()
 
 @contextmanager
 def engines(folder: Path, ranks: tuple[int, int] = (1, 1)) -> Iterator[tuple[Pair, Callable[[], Side]]]:
-    """Two engines, and what starts the one that computes prompts anew after its host lost power."""
+    """Two engines, and a function that restarts the prefill engine after its host has lost power."""
     with network("source", "reader") as (source, reader):
 
         def prefill() -> Side:
@@ -46,13 +47,13 @@ def connected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def prompt() -> tuple[str, list[int]]:
-    """One that no engine has seen, and its name."""
+    """A prompt that no engine has seen, and its name."""
     number = next(_numbers)
     return f"r{number}", [*range(1000 * number, 1000 * number + TOKENS)]
 
 
 def served(pair: Pair) -> None:
-    """A request goes from one host to the other."""
+    """Hands a request over from one host to the other."""
     name, tokens = prompt()
     params = pair.source("prefill", name, tokens)
     assert pair.reader("decode", name, tokens, params) == [True, COUNT]
@@ -80,16 +81,16 @@ def test_decode_reads_a_prompt_from_another_host_over_any_link(connected: Pair) 
 def test_a_link_that_is_cut_during_a_load_costs_no_wrong_token_and_no_block(
     connected: Pair, direction: str, seconds: int, record_property: Record
 ) -> None:
-    """After 12 seconds the lease, of 5, is over: decode computes the prompt itself."""
+    """The lease lasts 5 seconds. After an outage of 12 seconds decode computes the prompt itself."""
     connected.shape("1gbit")
-    served(connected)  # the two know each other
+    served(connected)  # makes the two engines known to each other
     name, tokens = prompt()
     params = connected.source("prefill", name, tokens)
     connected.shape("20mbit")
     cut, restore = DIRECTIONS[direction]
     connected.until_received(TRANSFER // 4, lambda: connected.reader.say("decode", name, tokens, params))
     cut(connected)
-    time.sleep(seconds)  # the length of the outage, which is what is tried
+    time.sleep(seconds)  # the length of the outage is the parameter of the test
     restore(connected)
     connected.shape("1gbit")
     back = time.monotonic()

@@ -1,5 +1,6 @@
 """KV events from one host to a router on another, over links that are cut, and from hosts that lose power."""
 
+# pyright: basic
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ WITHIN_S = 30.0
 
 @contextmanager
 def publisher_and_follower(folder: Path) -> Iterator[tuple[Pair, Callable[[], Side]]]:
-    """Two hosts, and what starts the publisher anew after its host lost power."""
+    """Two hosts, and a function that restarts the publisher after its host has lost power."""
     files = folder / "publisher.keys", folder / "follower.keys"
     for keyring, file in zip(make_keyrings(2), files, strict=True):
         save_keyring(keyring, file)
@@ -40,7 +41,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def until_equal(publisher: Side, follower: Side) -> float:
-    """The seconds until the follower knows of exactly the pages that the publisher has."""
+    """Returns the seconds until the follower knows exactly the pages that the publisher has."""
     begin = time.monotonic()
     want = publisher("there")
     while (have := follower("there")) != want:
@@ -67,7 +68,7 @@ def test_a_router_whose_link_was_cut_learns_what_came_and_went_meanwhile(
     before = followed.reader("counted")
     cut, restore = DIRECTIONS[direction]
     cut(followed)
-    end = time.monotonic() + seconds  # the length of the outage, which is what is tried
+    end = time.monotonic() + seconds  # the length of the outage is the parameter of the test
     gone = 0
     while time.monotonic() < end:
         gone += followed.source("compute", 2)
@@ -79,7 +80,7 @@ def test_a_router_whose_link_was_cut_learns_what_came_and_went_meanwhile(
 
 
 def test_a_host_that_lost_power_and_came_back_is_known_anew(tmp_path: Path, record_property: Record) -> None:
-    """A half-open connection tells a router nothing. It connects anew, as it has heard nothing for three seconds."""
+    """A half-open connection brings a router no message. The router reconnects after three seconds without one."""
     with publisher_and_follower(tmp_path) as (pair, restarted):
         pair.source("compute", 20)
         until_equal(pair.source, pair.reader)

@@ -1,5 +1,6 @@
-"""Everything that a manager knows, as one flat list: two lists are equal where nothing has changed in between."""
+"""Lists everything that a manager knows, as one flat list. Two lists are equal if nothing has changed in between."""
 
+# pyright: basic
 from __future__ import annotations
 
 import types
@@ -20,11 +21,13 @@ Books = list[object]
 _SKIPPED = {"_seen", "matches", "_credit", "_ages", "_ages_back", "_of_steps"}
 _PLAIN = {type(None), bool, int, float, str, bytes}
 _LEFT_OUT = (type, types.FunctionType, types.MethodType, TextContext, torch.Tensor)
-_SHORT = 256  # bytes of an array that are kept; of a longer one a hash
+_SHORT = 256  # arrays of up to this many bytes are kept; a longer one is hashed
 
 
 def books_of(manager: PagedKVCacheManager, contexts: Sequence[TextContext] = ()) -> Books:
-    """Every array, counter and metric that the manager reaches, each after its name, and the contexts' indices."""
+    """Returns every array, counter and metric that the manager refers to, with its name, and the indices of the
+    contexts.
+    """
     found: Books = []
     _walk(manager, found, set())
     found.append(manager.metrics)
@@ -79,7 +82,7 @@ def _walk_all(values: Iterable[Any], found: Books, seen: set[int]) -> None:
 
 @cache
 def _names_of(kind: type) -> tuple[str, ...] | None:
-    """The slots of a class of ours; None: its objects are left out."""
+    """The slots of one of our classes; None if its objects are left out."""
     if issubclass(kind, _LEFT_OUT) or not kind.__module__.startswith("kvcache"):
         return None
     slots = [name for base in kind.__mro__ for name in _listed(base.__dict__.get("__slots__", ()))]

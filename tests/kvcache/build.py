@@ -43,7 +43,7 @@ def manager_of(
         data_parallel_degree=dp,
         **{name: value for name, value in (params or {}).items() if not name.startswith(_LOWER)},
     )
-    if host_slots:  # only now is the size of a page known
+    if host_slots:  # the size of a page is known only now
         tables = layer_tables(made.groups, layers)
         space = page_bytes(made, tables.layers_per_page, page_size) * host_slots / 2**30
         files = {name: value for name, value in (params or {}).items() if name.startswith(_LOWER)}
@@ -76,7 +76,7 @@ def run_once(manager: PagedKVCacheManager, tokens: Sequence[int], replica: int |
 
 
 def proven(manager: PagedKVCacheManager, pending: PendingImport) -> ImportProof:
-    """A test's word that the pages of an import hold what they should."""
+    """Returns a proof without a check: the test vouches that the pages of an import hold the right content."""
     copier = manager.copier(pending)
     copier.take()
     return copier.prove()

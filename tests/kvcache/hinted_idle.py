@@ -1,9 +1,11 @@
-"""Which idle page goes first where requests give hints and tenants have quotas: one page at a time, over plain dicts.
+"""A model of the eviction order with hints and quotas, one page at a time, over plain dicts.
 
-Written from what `kvcache.retention` and `kvcache.pool.quotas` promise. What is learned (the share of the pages
-that follow hints) and what is left open (whose page goes first where several tenants have too many) the manager says.
+It is written from the documentation of `kvcache.retention` and `kvcache.pool.quotas`. Two things are taken from the
+manager: the share of the pages that follow hints, which is learned, and which of several tenants above their quotas
+loses a page first, which is not specified.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import math
@@ -18,35 +20,40 @@ from kvcache.replica.hints import ReplicaHints
 
 
 def hinted_order(pool: PagePool) -> HintedOrder | None:
-    """The part of a pool's order that follows hints, below quotas if there are some; None: no hint yet."""
+    """The part of a pool's order that follows hints, which is below quotas if there are any.
+
+    None if there was no hint yet.
+    """
     order = getattr(pool.idle, "_order", pool.idle)
     return order if isinstance(order, HintedOrder) else None
 
 
 def trust(hints: ReplicaHints, share: float) -> None:
-    """So much of the idle pages follows hints, as after a time in which they were right or wrong."""
+    """Sets the share of the idle pages that follows hints, as if the hints had been right or wrong for a while."""
     hints._share.value = share
     hints._pool.idle.trust(share)
 
 
 class Said(NamedTuple):
-    """The hint of a page: a level, 0 (goes first) to 4, a class of time to live, and when that is over."""
+    """The hint of a page: a level from 0 (evicted first) to 4, a class of time to live, and when that time is over."""
 
     level: int = 2
     lives: int = 0
     until: float = math.inf
 
     def rank(self, since: int, num_pages: int, now: float) -> int:
-        """A page's place, and what its hint is worth beside that: two pools' pages a level."""
+        """The page's place in the order plus its hint's worth: each level counts as twice the pages of the pool."""
         return since + (0 if self.until <= now else (self.level - 2) * 2 * num_pages)
 
 
 NOTHING = Said()
-SHARED = Said(lives=7)  # it was to go first, and was used all the same: never put first again
+SHARED = Said(lives=7)  # the page was hinted to go first but was used again, so it is never put first again
 
 
 def said_of(retention: Retention, page: int, page_size: int, now: float) -> Said:
-    """What a request says of one of its pages: the last range that holds it whole, else what it says of all."""
+    """The hint of a request for one of its pages: that of the last range that contains the whole page, else that of the
+    request.
+    """
     spoken: Retention | RangeRetention = retention
     for one in retention.ranges:
         if one.start <= page * page_size and (one.end is None or (page + 1) * page_size <= one.end):
@@ -59,23 +66,23 @@ def said_of(retention: Retention, page: int, page_size: int, now: float) -> Said
 
 
 class HintedIdle(list[Any]):
-    """The idle pages of a model, least recently used first; `pop` takes the one that goes first."""
+    """The idle pages of a model, least recently used first. `pop` removes the page that is evicted next."""
 
     def __init__(self, num_pages: int, tenant_of: Callable[[Any], str | None]) -> None:
         super().__init__()
         self.num_pages, self.tenant_of = num_pages, tenant_of
-        self.share: Callable[[], float] = lambda: 0.0  # of the pages here, how many follow hints
-        self.order_of_tenants: Callable[[], list[str]] = list  # those over their quotas are looked at in this order
+        self.share: Callable[[], float] = lambda: 0.0  # how many of the pages here follow hints
+        self.order_of_tenants: Callable[[], list[str]] = list  # tenants above their quotas are considered in this order
         self.now: Callable[[], float] = lambda: 0.0
         self.quotas: dict[str, float] = {}
         self.quota = 1.0
         self.said: dict[Any, Said] = {}
-        self.older: dict[Any, int] = {}  # the pages that follow hints, and their places among all that ever did
+        self.older: dict[Any, int] = {}  # the pages that follow hints, with their places among all pages that ever did
         self.places = self.renewed = 0
         self.seen: Counter[str] = Counter()
 
     def hint(self, page: Any, said: Said | None) -> None:
-        """A request that leaves a page says so, or nothing."""
+        """Records the hint, or none, of a request that leaves a page."""
         before = self.said.get(page, NOTHING)
         refuted = before.level < 2
         if said is None:
@@ -92,7 +99,7 @@ class HintedIdle(list[Any]):
             self.renewed = max(0, self.renewed - 1)
 
     def renew(self, pages: list[Any]) -> None:
-        """These are about to leave for others in their place."""
+        """Marks pages that are about to be replaced by others."""
         self.renewed += sum(page in self.older for page in pages)
 
     def remove(self, page: Any) -> None:
@@ -126,7 +133,7 @@ class HintedIdle(list[Any]):
                 return mine[0]
         if not self.older:
             return self[0]
-        heads: dict[tuple[int, int], Any] = {}  # of each kind of hint the oldest
+        heads: dict[tuple[int, int], Any] = {}  # the oldest page of each kind of hint
         for page in sorted(self.older, key=lambda one: self.older[one]):
             heads.setdefault(self.said.get(page, NOTHING)[:2], page)
         now = self.now()

@@ -1,8 +1,10 @@
-"""Kill a process in the middle of writing pages, start anew on its folder, and compare every page that is served.
+"""Kill a process while it writes pages, start another one on its folder, and compare every page that this one serves.
 
-`python -m tests.kvcache.killed_writers --rounds 50`; with `--write DIR` it is the process that is killed.
+Run `python -m tests.kvcache.killed_writers --rounds 50`. With `--write DIR` the program is the process that gets
+killed.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import argparse
@@ -28,14 +30,14 @@ PROMPTS, PAGES = 60, 50  # pages of 32 KiB
 class Tally:
     rounds: int = 0
     in_a_write: int = 0
-    drafts_kept: int = 0  # of a living writer, by a process that starts
+    drafts_kept: int = 0  # drafts of a living writer that a starting process has kept
     files: int = 0
     pages_served: int = 0
     pages_refused: int = 0
 
 
 def served(folder: Path) -> Served:
-    """A manager on the folder; every KV value it is asked for is compared."""
+    """A manager on the folder. Every KV value that it returns is compared."""
     files = {"file_tier_dir": str(folder), "file_tier_max_gb": 0.5, "file_tier_key": "k"}
     return Served(PAGES + 4, 400, head_dim=512, max_seq_len=512, checks=False, params=files)
 
@@ -46,7 +48,7 @@ def prompt_of(number: int) -> list[int]:
 
 
 def write(folder: Path) -> None:
-    """Serve prompt after prompt, and write as fast as it goes, until somebody kills us."""
+    """Serve prompts and write their pages as fast as possible, until this process is killed."""
     it = served(folder)
     files, index = it.tiers.files, it.tiers.host.pool.index
     assert files is not None
@@ -54,7 +56,8 @@ def write(folder: Path) -> None:
     for number in range(PROMPTS):
         it.serve(prompt_of(number))
         it.tiers.settle()
-        for _ in range(10):  # the same pages over again, in files of the same names: nothing else takes time
+        # the same pages again, in files of the same names, so that all of the time goes into writing
+        for _ in range(10):
             for name in files._index.names:
                 files._index.forget(name)
             files.offer(index.digests_of(np.flatnonzero(index.published).astype(np.int32)))
@@ -64,12 +67,15 @@ def write(folder: Path) -> None:
 
 
 def drafts_in(folder: Path) -> list[Path]:
-    """Files below a folder that somebody writes, or has begun to write."""
+    """The draft files below a folder: files that are being written, or whose writer has stopped."""
     return [*folder.rglob("*.tmp")]
 
 
 def is_written(draft: Path) -> bool:
-    """Whether its writer has the lock: one that is stopped before that loses the draft, and would begin anew."""
+    """Whether the draft's writer holds its lock.
+
+    A writer that is stopped earlier loses the draft, and would start again.
+    """
     with draft.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,7 +85,7 @@ def is_written(draft: Path) -> bool:
 
 
 def kill_one(folder: Path, after_s: float, tally: Tally) -> None:
-    """One round, on an empty folder: a process starts beside the writer, and another one after its end."""
+    """Runs one round on an empty folder: one process starts while the writer lives, and another one after its end."""
     command = [sys.executable, "-m", "tests.kvcache.killed_writers", "--write", str(folder)]
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as writer:
@@ -88,14 +94,14 @@ def kill_one(folder: Path, after_s: float, tally: Tally) -> None:
             assert writer.stdout.readline() == "writing\n"
             time.sleep(after_s)
             writer.send_signal(signal.SIGSTOP)
-            # All of its threads: until then one may still end a write.
+            # Waits until all threads have stopped, because until then one may still finish a write.
             os.waitid(os.P_PID, writer.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
             left = [draft for draft in drafts_in(folder) if is_written(draft)]
             served(folder).manager.close()
             assert drafts_in(folder) == left, "their writer lives"
             tally.drafts_kept += len(left)
         finally:
-            writer.kill()  # a stopped one ends by nothing else
+            writer.kill()  # a stopped process ends only by SIGKILL
     again = served(folder)
     tally.rounds += 1
     tally.in_a_write += bool(left)

@@ -1,5 +1,6 @@
-"""KV that says of which tokens it is: a model's stand-in that notices every wrong, stale or missing byte."""
+"""KV from which its tokens can be told: a substitute for a model that notices every wrong, stale or missing byte."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ _WEIGHTS = np.random.default_rng(0).integers(1, 1 << 64, 4096, np.uint64, endpoi
 
 
 class Run(NamedTuple):
-    """A request that runs: the tokens before `start` are cached, those up to `active` are run now."""
+    """A running request: tokens before `start` are cached, and those from there to `active` run now."""
 
     request_id: str
     replica: int
@@ -34,7 +35,7 @@ class Run(NamedTuple):
 
 
 class KVTokens:
-    """Writes and reads int64 KV: a token's value depends on the salt, and on all tokens and keys up to itself."""
+    """Writes and reads int64 KV. A token's value depends on the salt, and on all tokens and keys up to this token."""
 
     def __init__(self, manager: PagedKVCacheManager) -> None:
         self.manager = manager
@@ -45,7 +46,7 @@ class KVTokens:
         self.run([Run.of(self.manager, context) for context in batch], inputs)
 
     def run(self, batch: Sequence[Run], inputs: Sequence[RaggedKVCacheInputs]) -> None:
-        """Compare the KV of every cached token of the batch, then write that of the tokens to run."""
+        """Compares the KV of every cached token of the batch, then writes the KV of the tokens to run."""
         replicas = self.manager.num_replicas
         shards = len(inputs) // replicas
         for replica in range(replicas):
@@ -58,7 +59,10 @@ class KVTokens:
                         self._run(run, row, entry, (shard, number) if number else shard, seen)
 
     def _run(self, run: Run, row: list[int], entry: RaggedKVCacheInputs, part: object, seen: int) -> None:
-        """`part`: which of the model's KV it is; `seen`: the first token that the run's first query sees."""
+        """Runs one request.
+
+        `part` says which part of the model's KV this is; `seen` is the first token that its first query sees.
+        """
         size, start, active = self.manager.page_size, run.start, run.active
         values = kv_of(run.tokens, run.named, part)
         positions = np.arange(active)
@@ -67,7 +71,8 @@ class KVTokens:
             if pool is None:
                 continue
             held, kept = pool.cpu().numpy(), _as_elements(values, pool)[:, None, None, None, None]
-            # A scale of a whole page is that of its last token here, and says nothing of a page that is not full.
+            # Here the scale of a whole page is that of its last token, so a page that is not full has no meaningful
+            # scale.
             of_page = pool.shape[3] < size
             read = np.arange(seen, start)[(offsets[seen:start] == size - 1) if of_page else slice(None)]
             within = offsets * 0 if of_page else offsets
@@ -81,7 +86,7 @@ class KVTokens:
 
 
 def _as_elements(values: np.ndarray, pool: torch.Tensor) -> np.ndarray:
-    """Whole numbers of 64 bits as elements of a pool: as many of their bits as its type has."""
+    """Converts 64-bit integers to elements of a pool, keeping as many bits as the element type has."""
     if pool.dtype == torch.int64:
         return values
     return values.astype(np.int8) if pool.dtype == torch.int8 else (values & ((1 << 52) - 1)).astype(np.float64)

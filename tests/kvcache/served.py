@@ -1,5 +1,6 @@
-"""A manager with tiers, served as a loop serves it, whose KV is compared whenever it is read."""
+"""A manager with tiers, driven as by a serving loop. Its KV is compared whenever it is read."""
 
+# pyright: basic
 from __future__ import annotations
 
 import time
@@ -20,7 +21,7 @@ Keys = tuple[tuple[int, bytes], ...]
 
 
 class Served:
-    """A manager with a host tier, and KV that is compared whenever it is read."""
+    """A manager with a host tier, whose KV is compared whenever it is read."""
 
     def __init__(self, pages: int, host_slots: int, *, dtype: torch.dtype = torch.int64, **options: Any) -> None:
         self.manager = manager_of(pages, page_size=SIZE, dtype=dtype, host_slots=host_slots, **options)
@@ -47,7 +48,7 @@ class Served:
     def serve(
         self, tokens: Iterable[int], salt: str | None = None, replica: int = 0, keys: Keys = (), chunk: int = 256
     ) -> int:
-        """One request from claim to release, in chunks; the tokens that it had not to run."""
+        """Runs one request from claim to release, in chunks. Returns the tokens that it did not have to run."""
         context = self.claim(tokens, salt, replica, keys)
         assert self.manager.maybe_reserve(context)
         cached, length = context.start_idx, context.end_idx
@@ -63,7 +64,7 @@ class Served:
         return TextContext([*tokens], 256, f"r{self.names}", cache_salt=salt)
 
     def fetch(self, tokens: Iterable[int], salt: str | None = None, seconds: float = 10.0) -> None:
-        """Wait for a prompt's pages as a scheduler does, before it claims a replica."""
+        """Waits for a prompt's pages as a scheduler does before it claims a replica."""
         context, ends = self.waiting(tokens, salt), time.monotonic() + seconds
         while self.manager.prefetch(context):
             assert time.monotonic() < ends
@@ -81,6 +82,6 @@ class Served:
         return replica.hasher(None, context).digests(context.tokens, 0, context.end_idx // SIZE)
 
     def fill(self, pages: int) -> None:
-        """Serve a prompt of this many pages that nobody has seen: others are evicted."""
+        """Serves a new prompt of this many pages, which evicts others."""
         self.names += 1
         self.serve([1000 + self.names, *range(pages * SIZE - 2)])

@@ -1,4 +1,4 @@
-"""Where a request is best claimed, and whether it fits anywhere."""
+"""`admission`: the best replica for a request, and whether the request fits anywhere."""
 
 # pyright: basic
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_where_it_fits_now_comes_first_and_nowhere_is_said() -> None:
     found = manager.admission(waiting)
     assert not found.fits
     manager.external_claim(waiting.request_id, found.replica_idx)
-    assert not manager.maybe_reserve(waiting)  # as it was told
+    assert not manager.maybe_reserve(waiting)  # as `admission` has said
     manager.release(waiting.request_id)
     manager.release(busy.request_id)
     assert manager.admission(waiting).fits
@@ -67,7 +67,7 @@ def test_idle_pages_that_are_hit_are_no_room() -> None:
     run_once(manager, range(28), 0)
     assert manager.admission(TextContext(range(40), 64)) == Admission(0, 7, 3, True)
     blocker = running(manager, range(100, 104), 0)
-    # Nine are free, of which seven are its own: three more are needed.
+    # Nine pages are free, and seven of them are its own; it needs three more.
     assert manager.admission(TextContext(range(40), 64)) == Admission(0, 7, 3, False)
     manager.release(blocker.request_id)
 
@@ -106,7 +106,7 @@ def test_the_old_rules_say_whether_it_fits_there() -> None:
 
 
 class Plain:
-    """A context of a caller's own, which can carry no hasher."""
+    """A caller's own context class that cannot have a hasher."""
 
     request_id, start_idx = "plain", 0
     active_idx = end_idx = active_length = current_length = 30
@@ -157,7 +157,7 @@ def test_a_request_is_a_load_once_however_often_it_comes_for_pages(make: Any) ->
 
 
 def with_states(pages: int, rows: int, **states: Any) -> PagedKVCacheManager:
-    """A manager whose layers have states; a request computes 12 tokens of a prompt, and runs on."""
+    """A manager with recurrent states, in which a request has computed 12 tokens of a prompt and is still running."""
     shape = StateShape(2, 9, 1, 1, 1, 2, torch.int64, torch.int64)
     manager = manager_of(pages, rows=rows, dtype=torch.int64, params={"states": shape, **states})
     first = TextContext(range(13), 64, "first")
@@ -175,9 +175,10 @@ def with_states(pages: int, rows: int, **states: Any) -> PagedKVCacheManager:
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(("others", "fits"), [(0, True), (1, False)])
 def test_a_claim_that_evicts_the_state_to_go_on_from_is_foreseen(shared: bool, others: int, fits: bool) -> None:
-    """Then nothing is found, and there are too few pages for all of the prompt."""
-    # Shared, a state takes three pages: there are four slabs, and the last free one has its copy. Apart, three states
-    # take ten pages' memory, and there are six pages: the last free state is the copy.
+    """Then nothing is found, and there are too few pages for the whole prompt."""
+    # With shared memory a state takes three pages: there are four slabs, and the last free one has the copy. With
+    # separate memory three states take the memory of ten pages, and six pages remain: the last free state page has the
+    # copy.
     manager = with_states(15, 4) if shared else with_states(16, 3, state_copies=0)
     for at in range(others):
         if shared:
@@ -193,7 +194,10 @@ def test_a_claim_that_evicts_the_state_to_go_on_from_is_foreseen(shared: bool, o
 
 
 def test_pages_that_only_a_hit_in_host_memory_makes_necessary_are_foreseen() -> None:
-    """From its beginning a chunk of 4 tokens needs one page of the window; from 28, with what the host has, three."""
+    """At the beginning of the prompt a chunk of 4 tokens needs one page of the window.
+
+    From token 28, with the host's pages, it needs three.
+    """
     groups = (LayerGroup("full", (0,)), LayerGroup("window", (1,), 8))
     manager = manager_of(60, layers=2, host_slots=2000, params={"groups": groups})
     prompt, fitted = list(range(30)), {True: 0, False: 0}

@@ -1,5 +1,6 @@
-"""Break each invariant by hand: `check()` names it."""
+"""Breaks each invariant by hand. `check()` must name it."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from kvcache.replica.replica import Replica
 
 
 def busy(manager: PagedKVCacheManager) -> Replica:
-    """Two running requests that share two pages, idle pages, a pending import's pages, fresh pages."""
+    """Fills a manager: two running requests that share two pages, idle pages, the pages of a pending import, fresh
+    pages.
+    """
     prompts = {"gone": range(50, 59), "idle": range(70, 79), "one": range(10), "two": range(10), "solo": range(30, 40)}
     for name, tokens in prompts.items():
         context = TextContext(tokens, 64, name)
@@ -96,7 +99,7 @@ def test_each_broken_invariant_is_named(make: Any, name: str) -> None:
     action(manager, replica)
     with pytest.raises(InvariantError, match=message):
         manager.check()
-    manager.check = lambda: None  # the fixture's own check would find it too
+    manager.check = lambda: None  # otherwise the fixture's own check would fail, too
 
 
 def test_runtime_checks_run_around_each_call(make: Any) -> None:

@@ -1,5 +1,6 @@
-"""Copies between a GPU and the host, and what waits for what: each side is late on purpose."""
+"""Copies between a GPU and the host, and the order of their events: each side is delayed on purpose."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,12 +16,12 @@ from tests.kvcache.summing_model import wait_on_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 COUNT = 64
-TAKEN = np.array([3, 4, 5, 40, 9, 10, 63, 1], np.int32)  # runs, and neighbours in no order
+TAKEN = np.array([3, 4, 5, 40, 9, 10, 63, 1], np.int32)  # some consecutive pages, and some that are not
 GIVEN = np.array([7, 8, 2, 50, 51, 52, 0, 33], np.int32)
 
 
 class Pools:
-    """Pages on a GPU, slots in pinned memory, and the mover between them. `main` is the stream of the model."""
+    """Pages on a GPU, slots in pinned memory, and the copies between them. `main` is the stream of the model."""
 
     def __init__(self, words: int = 512, *, own_stream: bool = False, dtype: torch.dtype = torch.int64) -> None:
         self.main: Any = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
@@ -30,11 +31,11 @@ class Pools:
         torch.cuda.synchronize()
 
     def values(self, first: int) -> torch.Tensor:
-        """A page's number of each page, from `first` on."""
+        """Contents for the pages: each page holds its own number, counted from `first`."""
         return torch.arange(first, first + COUNT, device="cuda").to(self.pages.dtype)[:, None].expand_as(self.pages)
 
     def late(self, stream: Any, write: Callable[[], Any]) -> Any:
-        """Launch some work on a stream, behind a wait."""
+        """Launches work on a stream after a delay."""
         with torch.cuda.stream(stream):
             wait_on_device(self.pages.device, 400_000_000)
             return write()
@@ -85,8 +86,8 @@ def test_a_load_leaves_to_a_kernel_what_it_has_yet_to_read(pools: Pools) -> None
 
 
 def test_memory_that_a_copy_stages_is_its_own_until_it_is_over() -> None:
-    """Copies of more than is staged at a time, one after another, beside kernels that take and leave memory."""
-    pools = Pools(words=1 << 20)  # 8 MiB a page
+    """Several copies that are larger than the staging memory, while kernels allocate and free memory."""
+    pools = Pools(words=1 << 20)  # 8 MiB for each page
     pages, slots = np.arange(16, dtype=np.int32), np.arange(16, 32, dtype=np.int32)
     for round_ in range(3):
         pools.pages.copy_(pools.values(1000 * round_))
@@ -111,7 +112,7 @@ def test_every_byte_goes_there_and_back(dtype: torch.dtype, words: int) -> None:
 
 def test_rows_that_lie_apart_and_empty_lists_are_copied_too() -> None:
     pools = Pools(words=8)
-    slots = pools.slots.view(COUNT // 2, -1)[:, 64:]  # the second half of each of half as many slots
+    slots = pools.slots.view(COUNT // 2, -1)[:, 64:]  # the second halves of half as many slots
     mover = PageMover(pools.pages, slots, None)
     pools.pages.copy_(pools.values(100))
     taken, given = np.array([3, 4, 5], np.int32), np.array([7, 8, 9], np.int32)

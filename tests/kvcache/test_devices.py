@@ -1,8 +1,9 @@
-"""Loops over the pages of a device: every token is the one that is computed without a cache.
+"""Serving loops over the pages of a device. Every token must equal the one that is computed without a cache.
 
 On a GPU the host runs ahead of the device (`tests.kvcache.summing_model`).
 """
 
+# pyright: basic
 from __future__ import annotations
 
 from typing import Any
@@ -32,7 +33,7 @@ def pages_on(device: str, pages: int = 64, **options: Any) -> PagedKVCacheManage
 
 
 def step(manager: PagedKVCacheManager, batch: list[TextContext]) -> list[int]:
-    """One step of requests of one replica. Waits for the device only if a request reaches the end of its tokens."""
+    """Runs one step of one replica's requests. Waits for the device only if a request reaches the end of its tokens."""
     assert manager.reserve_batch(batch).all()
     replica = manager.get_replica(batch[0])
     inputs = manager.fetch(batch)
@@ -46,7 +47,7 @@ def step(manager: PagedKVCacheManager, batch: list[TextContext]) -> list[int]:
 
 
 def prefill(manager: PagedKVCacheManager, context: TextContext, chunk: int = 8) -> int:
-    """Run a prompt in chunks. Returns its first new token."""
+    """Runs a prompt in chunks. Returns its first new token."""
     while True:
         assert manager.maybe_reserve(context)
         end = min(context.end_idx, context.start_idx + chunk)
@@ -71,7 +72,7 @@ def test_prompts_that_were_evicted_come_back_from_the_host(device: str, own_stre
         pytest.skip("streams are a GPU's")
     stream = torch.cuda.Stream() if own_stream else None
     manager = pages_on(device, pages=16, host_slots=200, session=stream)
-    with torch.cuda.stream(stream):  # None: the current one
+    with torch.cuda.stream(stream):  # None stands for the current stream
         for _ in range(3):
             for prompt in PROMPTS:
                 assert serve(manager, prompt) == answer(prompt, NEW)
@@ -81,7 +82,7 @@ def test_prompts_that_were_evicted_come_back_from_the_host(device: str, own_stre
 
 
 def delay_copies(manager: PagedKVCacheManager) -> None:
-    """Let the copies to and from the host that are asked for from now on begin only after a while."""
+    """Delays the copies to and from the host that are requested from now on."""
     assert manager._replicas.tiers is not None
     (mover,) = manager._replicas.tiers.replicas[0]._movers
     with torch.cuda.stream(mover._side):
@@ -118,12 +119,13 @@ def test_pages_of_another_replica_are_copied_behind_the_model_that_writes_them(d
         context = TextContext(prompt, LONGEST)
         with manager.claim(context, 0):
             assert manager.maybe_reserve(context)
-            context.set_token_indices(active_idx=context.end_idx - 1)  # the model still runs when the copy is made
+            # the model is still running when the copy is made
+            context.set_token_indices(active_idx=context.end_idx - 1)
             step(manager, [context])
             other = TextContext(prompt, LONGEST)
             with manager.claim(other, 1):
                 assert manager.maybe_reserve(other)
-                # Published here, so that a reader of another process may read the copies.
+                # The pages are published, so a reader in another process may read the copies.
                 assert device == "cpu" or torch.cuda.current_stream().query()
                 assert [prefill(manager, other), *step(manager, [other])] == answer(prompt, 2)
     assert manager.metrics.d2d_blocks_copied > 20
@@ -139,7 +141,7 @@ def test_forks_and_parts_of_pages_have_what_the_model_is_about_to_write_there(de
         with manager.claim(parent):
             assert manager.maybe_reserve(parent)
             parent.set_token_indices(active_idx=parent.end_idx - (2 if parent.end_idx % SIZE == 1 else 1))
-            step(manager, [parent])  # its last page is not full, and on a GPU the model has not yet written it
+            step(manager, [parent])  # its last page is not full, and on a GPU the model has not written it yet
             child = parent.fork()
             assert manager.fork(parent, child)
             for context in (child, parent):
@@ -157,7 +159,9 @@ def test_forks_and_parts_of_pages_have_what_the_model_is_about_to_write_there(de
 
 
 class Launched:
-    """A decode step of a padded batch over tensors that stay where they are: a graph on a GPU, else a call."""
+    """A decode step of a padded batch over tensors with fixed addresses: a captured graph on a GPU, otherwise a plain
+    call.
+    """
 
     def __init__(self, blocks: torch.Tensor, table: torch.Tensor, starts: torch.Tensor) -> None:
         self.blocks, self.table, self.starts = blocks, table, starts
@@ -175,7 +179,7 @@ class Launched:
         self.found.copy_(decode(self.blocks, self.table, self.starts, self.tokens))
 
     def launch(self, tokens: list[int]) -> None:
-        """Begin the step of these tokens: one of each row, and the rows that pad the batch have none."""
+        """Launches a step with one token for each row. Rows that pad the batch have none."""
         self.tokens[: len(tokens)] = torch.tensor(tokens).to(self.tokens.device)
         if self.graph is None:
             self._run()
@@ -185,7 +189,7 @@ class Launched:
 
 @on_each_device
 def test_a_captured_step_runs_over_copies_of_fetched_tables(device: str) -> None:
-    """Requests come, grow onto new pages, leave, and come back from the host, all between replays of one graph."""
+    """Between replays of one graph, requests arrive, grow onto new pages, leave, and return from the host."""
     manager = pages_on(device, pages=30, host_slots=200)
     blocks = manager.device_tensors[0][0]
     table = torch.zeros(8, LONGEST // SIZE, dtype=torch.int32, device=device)
@@ -223,12 +227,12 @@ def test_a_captured_step_runs_over_copies_of_fetched_tables(device: str) -> None
 
 
 class Ahead:
-    """Requests whose steps are planned while the step before them runs, in a batch padded to eight."""
+    """Requests in a batch padded to eight. Each step is planned while the previous one runs."""
 
     def __init__(self, manager: PagedKVCacheManager) -> None:
         self.manager = manager
-        self.captured: dict[int, Launched] = {}  # by address of the tables
-        self.left: dict[TextContext, list[int]] = {}  # the tokens that are still to come
+        self.captured: dict[int, Launched] = {}  # graphs by the address of their tables
+        self.left: dict[TextContext, list[int]] = {}  # the expected tokens that have not come yet
         self.launched: tuple[StepInFlight, list[TextContext], Launched] | None = None
         self.answered = 0
 
@@ -240,8 +244,8 @@ class Ahead:
         self.left[context] = expected
 
     def step(self) -> None:
-        """Plan a step, take the tokens of the one that runs, launch the planned one, and finish the other."""
-        # Those whose last token the running step computes stay behind.
+        """Plans a step, takes the tokens of the running step, launches the planned one, and ends the earlier one."""
+        # Requests whose last token the running step computes are left out.
         batch = [context for context, left in self.left.items() if len(left) > (self.launched is not None)]
         planned = None
         if batch:
@@ -278,7 +282,7 @@ class Ahead:
 
 @on_each_device
 def test_a_step_captured_for_each_set_of_tables_runs_in_place_while_the_next_is_planned(device: str) -> None:
-    """No table is copied, and pages are let go between the steps."""
+    """No table is copied, and pages are released between the steps."""
     manager = pages_on(device, pages=40, host_slots=200)
     ahead, waiting = Ahead(manager), [*PROMPTS, *PROMPTS]
     while waiting or ahead.left:

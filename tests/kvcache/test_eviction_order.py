@@ -1,4 +1,6 @@
-"""The contract of an eviction order: random moves through each that we have, beside a model of one page at a time."""
+"""The contract of eviction orders: random moves through each of ours, compared with a model that handles one page at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ from tests.kvcache.hinted_idle import HintedIdle, said_of
 from tests.programs import ROOT
 
 PAGES = 24
-LEAD = 2  # pages that a level of a hint is worth, twice: few, so that pages of several kinds go at a time
+LEAD = 2  # worth of a hint level in pages, doubled: few, so that one eviction takes pages of several kinds
 QUOTA, QUOTAS = 0.2, {"big": 0.4}
 SALTS = (None, "a", "b", "big")
 
 
 class Model(list[int]):
-    """Least recently used first: the pages in the order, the next one first."""
+    """A model of the LRU order: the pages in the order of their eviction."""
 
     def first(self) -> int:
         return self[0]
@@ -37,7 +39,7 @@ class Model(list[int]):
         return page
 
     def forget(self, page: int) -> None:
-        """What is in a page is lost."""
+        """Forgets the content of a page."""
 
     def moved(self, source: int, target: int) -> None: ...
     def renew(self, pages: list[int]) -> None: ...
@@ -49,7 +51,7 @@ class Model(list[int]):
 
 
 class FoundAgain(Model):
-    """As the order of the example has it."""
+    """A model of the order in the example."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +69,7 @@ class FoundAgain(Model):
 
 
 class Biased(HintedIdle):
-    """By hints, by quotas, or by both."""
+    """A model of orders by hints, by quotas, or by both."""
 
     def __init__(self) -> None:
         super().__init__(LEAD, self.tenant)
@@ -112,7 +114,7 @@ class Biased(HintedIdle):
 
 
 class Case(NamedTuple):
-    """An order, its model, how much of it may follow hints, and what is to happen before it is mended."""
+    """An order, its model, the share that may follow hints, and what happens before it is repaired."""
 
     order: EvictionOrder
     model: Any
@@ -160,7 +162,7 @@ ORDERS = (plain, hinted, owned, hinted_and_owned, of_the_example)
 
 
 class Moves:
-    """Random moves of an order and of its model."""
+    """Random moves, made on an order and on its model."""
 
     def __init__(self, seed: int, make: Callable[[Now], Case]) -> None:
         self.rng, self.now = random.Random(seed), Now()
@@ -193,7 +195,7 @@ class Moves:
             self.model.remove(page)
 
     def leave(self) -> None:
-        """A request says whose its pages are, and what will become of them."""
+        """A request leaves: it gives its pages a tenant and a hint."""
         pages, salt = self.away(), self.rng.choice(SALTS)
         said = Retention(self.rng.choice([True, False, None]), self.rng.choice([0, 50, 75]), self.rng.choice([None, 9]))
         hint = self.rng.choice([None, said, said])
@@ -222,7 +224,7 @@ class Moves:
             assert self.order.pop(count).tolist() == expected
 
     def lose(self) -> None:
-        """Pages are evicted by somebody who asks no order."""
+        """Pages are evicted without asking the order."""
         pages = self.there()
         self.remove(pages)
         self.order.forget(ids(pages))
@@ -241,7 +243,7 @@ class Moves:
         away = self.away(8)
         half = len(away) // 2
         sources, targets = away[:half], away[half : 2 * half]
-        for target in targets:  # a page that holds nothing, as whoever moves allocates it
+        for target in targets:  # an empty page, because the mover allocates it
             self.model.forget(target)
         self.order.forget(ids(targets))
         self.order.moved(ids(sources), ids(targets))
@@ -255,7 +257,7 @@ class Moves:
         self.trust_order(self.rng.choice([0.0, 0.3, 0.95, 1.0]))
 
     def mend(self) -> None:
-        """After an interrupt, some of the pages are idle, and some others."""
+        """Repairs the order after an interrupt, with a changed set of idle pages."""
         pages = [*self.there(), *self.away()]
         self.clear()
         self.order.mend(np.array(pages, np.intp))

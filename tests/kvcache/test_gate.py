@@ -1,5 +1,6 @@
-"""A gate: what passes it, what does not, and what a stranger costs the process, its honest peers and its memory."""
+"""A gate: what it passes and refuses, and what a hostile peer costs the process, its honest peers and its memory."""
 
+# pyright: basic
 from __future__ import annotations
 
 import contextlib
@@ -40,7 +41,7 @@ def waited(done: Callable[[], object]) -> None:
 
 
 def passed(limits: Limits, data: bytes, chooser: random.Random) -> tuple[bytes, int]:
-    """All that is passed on of data that comes in random pieces."""
+    """Returns what the gate passes on of data that arrives in random pieces."""
     counter, out, rest, frames = FrameCounter(limits), b"", b"", 0
     while data or rest:
         piece = chooser.randrange(1, 40)
@@ -109,7 +110,7 @@ def test_what_is_no_zmtp_3_without_keys_does_not_pass() -> None:
 
 
 class Served:
-    """A socket of the project with the question that an honest peer asks it."""
+    """One of our sockets, with a question that an honest peer asks."""
 
     def __init__(self, address: str, kind: bytes, ask: Callable[[], None]) -> None:
         self.address, self.kind, self.ask = address, kind, ask
@@ -161,12 +162,12 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
 @pytest.mark.parametrize(
     ("data", "most"),
     [
-        (frame(1, b"") * 32768, 4 << 20),  # a message of 2 million frames that has no end
+        (frame(1, b"") * 32768, 4 << 20),  # an endless message of 2 million frames
         (frame(1, bytes(1000)) * 64, 512 << 20),
         (
             frame(4, b"\x09SUBSCRIBE" + bytes(900)) * 64,
             1 << 17,
-        ),  # few of them: those that subscribe nothing have to wait
+        ),  # few connections, because those that subscribe to nothing have to wait
     ],
     ids=["empty frames", "long frames", "commands"],
 )
@@ -344,7 +345,7 @@ def test_an_address_of_ipc_is_taken_from_nobody_who_lives(tmp_path: Path, taken:
 
 
 def test_a_socket_with_keys_takes_an_address_of_ipc_from_nobody_either(tmp_path: Path) -> None:
-    """It has no gate: libzmq itself listens there."""
+    """It has no gate, because libzmq itself listens there."""
     address = f"ipc://{tmp_path}/e"
     with closing(bound_socket("first", zmq.PULL, address, secure=lambda _: None)):
         with pytest.raises(InvalidParamsError, match=r"second: cannot bind .*Address already in use"):

@@ -1,5 +1,9 @@
-"""What a manager refuses of leases, copiers and proofs: each refusal names its reason, and changes nothing."""
+"""Wrong uses of leases, copiers and proofs that a manager refuses.
 
+Each refusal names its reason and changes nothing.
+"""
+
+# pyright: basic
 from __future__ import annotations
 
 import copy
@@ -114,7 +118,7 @@ def test_check_finds_an_import_that_is_closed_and_keeps_its_pages(make: Any) -> 
 
 
 def test_what_readers_were_told_once_they_were_told(make: Any) -> None:
-    """A shorter table after a longer one takes nothing back."""
+    """A shorter table after a longer one does not take pages back from readers."""
     manager = make(8, page_size=4)
     context = TextContext(range(10), 64, "r")
     manager.external_claim("r")

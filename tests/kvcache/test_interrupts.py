@@ -1,5 +1,9 @@
-"""What a call leaves that was interrupted anywhere in it, and who is told what; the random model draws where."""
+"""The state that an interrupted call leaves, and what its caller is told.
 
+The random model draws the places of interrupts.
+"""
+
+# pyright: basic
 from __future__ import annotations
 
 from collections import Counter
@@ -27,7 +31,7 @@ from tests.kvcache.random_model.moves import OwnContext
 
 
 def interrupt_within(manager: PagedKVCacheManager, call: Callable[[], object]) -> None:
-    """Interrupt the call where it has begun to change the books."""
+    """Interrupts the call after it has begun to change the manager's state."""
     at = 1
     while manager._mark.call is None:
         _, _, done = interrupted(call, at, KeyboardInterrupt)
@@ -152,11 +156,11 @@ def test_checks_around_calls_do_not_hide_what_interrupts_one() -> None:
 
 
 class CallersError(Exception):
-    """What a caller's own code raises."""
+    """An error that a caller's own code raises."""
 
 
 class Refusing(OwnContext):
-    """A caller's own context that raises where it is told to: at the n-th time that it is read or moved."""
+    """A caller's own context that raises the n-th time that it is read or moved."""
 
     def __init__(self, inner: TextContext) -> None:
         super().__init__(inner)
@@ -187,7 +191,7 @@ def test_a_context_that_raises_leaves_everything_as_it_was_and_nobody_has_to_rec
     raised = 0
     for at in range(60):
         manager = manager_of(checks=False)
-        with manager.claim(first := TextContext([1] * 13, 60, "first")):  # what is found then
+        with manager.claim(first := TextContext([1] * 13, 60, "first")):  # the pages that are found afterwards
             manager.maybe_reserve(first)
             manager.fetch([first])
             first.update(2)
@@ -215,7 +219,7 @@ def test_a_context_that_raises_leaves_everything_as_it_was_and_nobody_has_to_rec
         if manager.contains("child"):
             manager.release("child")
         assert manager.num_free_blocks == manager.total_num_pages
-    assert raised or call == "release"  # which goes on without what the context says
+    assert raised or call == "release"  # `release` continues without the context's answer
 
 
 def do(manager: PagedKVCacheManager, call: str, context: Any) -> None:
@@ -287,11 +291,11 @@ def test_an_update_of_a_batch_that_is_interrupted_gives_each_request_its_token_o
     while done:
         at += 1
         tokens = [at, at + 1, at + 2]
-        batch.update(tokens)  # one that the contexts have not seen
+        batch.update(tokens)  # a token that the contexts have not seen
 
         def update(mine: list[int] = tokens, nth: int = at % 3) -> None:
             batch.update(mine)
-            batch.contexts[nth].set_token_indices(active_idx=None)  # it leaves the batch, and catches up
+            batch.contexts[nth].set_token_indices(active_idx=None)  # the context leaves the batch, and catches up
 
         _, _, done = interrupted(update, at, KeyboardInterrupt)
         known = [[*one, token] for one, token in zip(known, tokens, strict=True)]
@@ -307,7 +311,7 @@ def test_an_update_of_a_batch_that_is_interrupted_gives_each_request_its_token_o
 
 
 def test_recover_counts_the_idle_states_of_a_tenant_anew() -> None:
-    """States in memory of their own have quotas of their own, whose books said twice what was idle."""
+    """States with memory of their own have their own quotas, whose counts were once twice the number of idle states."""
     shape = StateShape(2, 2, 1, 1, 1, 2, torch.int64, torch.int64)
     params = KVCacheParams(
         torch.int64, 1, 2, page_size=4, enable_prefix_caching=True, states=shape, state_copies=4, tenant_quota=0.5
@@ -338,7 +342,7 @@ def test_what_an_interrupted_call_has_published_is_in_host_memory_once_the_books
 
     def serve() -> None:
         manager.maybe_reserve(context)
-        manager.fetch([context])  # which begins to copy what an earlier step has published
+        manager.fetch([context])  # begins to copy the pages that an earlier step has published
         context.update(1)
         manager.step([context])
 

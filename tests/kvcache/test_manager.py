@@ -1,5 +1,6 @@
-"""Each public method against the documented semantics, and against what we do differently on purpose."""
+"""Each public method, compared with the documented semantics and with our intended differences from them."""
 
+# pyright: basic
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ def claimed(manager: PagedKVCacheManager, tokens: Any, replica: int | None = Non
 
 
 def run(manager: PagedKVCacheManager, contexts: list[TextContext], token: int = 7) -> None:
-    """One step of a serving loop without a model."""
+    """Runs one step of a serving loop without a model."""
     for context in contexts:
         assert manager.maybe_reserve(context)
     manager.fetch(contexts)
@@ -154,7 +155,7 @@ def test_claim_as_a_context_manager_releases_at_the_end(make: Any) -> None:
         raise ZeroDivisionError("the block's own")
     assert not manager.contains(context.request_id)
     with manager.claim(context):
-        manager.release(context.request_id)  # before its end: there is nothing left to give back
+        manager.release(context.request_id)  # released early, so nothing is left to give back
     assert manager.num_free_blocks == 8
 
 
@@ -187,7 +188,7 @@ def test_the_pages_of_a_hit_that_are_free_do_not_count_twice(make: Any) -> None:
     run(manager, [owner := claimed(manager, range(16))])
     manager.release(owner.request_id)
     assert manager.maybe_reserve(claimed(manager, [99]))
-    # 4 of the 6 free pages hold the prefix: 3 new ones are one too many.
+    # 4 of the 6 free pages hold the prefix, so 3 new pages are one too many.
     assert not manager.maybe_reserve(long := claimed(manager, range(28)))
     manager.release(long.request_id)
     assert manager.maybe_reserve(fits := claimed(manager, range(24)))
@@ -245,7 +246,7 @@ def test_reserve_batch_gives_each_its_answer(make: Any) -> None:
     manager.release(contexts[0].request_id)
     with pytest.raises(PromptTooLongError, match="21 tokens need 6 pages, but the pool has 5 pages of 4 tokens"):
         manager.reserve_batch([contexts[2], too_long])
-    assert manager.num_free_blocks == before + 2  # the one before it in the batch took nothing
+    assert manager.num_free_blocks == before + 2  # the request before it in the batch has taken no page
 
 
 # ---- prefix caching
@@ -257,7 +258,7 @@ def test_a_full_hit_is_impossible(make: Any) -> None:
     manager.release(owner.request_id)
     same = claimed(manager, range(28))
     assert manager.maybe_reserve(same)
-    assert same.start_idx == 24  # exactly 7 pages: 6 are hit, the last token has to run
+    assert same.start_idx == 24  # exactly 7 pages; 6 are found, because the last token has to run
 
 
 def test_two_that_compute_the_same_page_share_it_after_step(make: Any) -> None:
@@ -286,7 +287,7 @@ def test_generated_tokens_are_found_by_the_next_turn(make: Any) -> None:
     manager.release(turn.request_id)
     following = claimed(manager, [*range(6), *range(100, 107), 50, 51])
     assert manager.maybe_reserve(following)
-    assert following.start_idx == 12  # 12 of the 13 tokens have KV: three full pages
+    assert following.start_idx == 12  # 12 of the 13 tokens have KV, which fills three pages
 
 
 def test_salts_keep_requests_apart(make: Any) -> None:
@@ -311,7 +312,7 @@ def test_a_chunk_picks_up_what_another_request_committed_meanwhile(make: Any) ->
     assert manager.maybe_reserve(slow)
     assert slow.start_idx == 16
     assert manager.get_req_blocks(slow.request_id)[:4] == manager.get_req_blocks(quick.request_id)[:4]
-    assert manager.num_free_blocks == free + 3  # its own copies of pages 1 to 3 came back
+    assert manager.num_free_blocks == free + 3  # its own copies of pages 1 to 3 were given back
 
 
 def test_a_hit_that_saves_no_token_leaves_the_pages_to_step(make: Any) -> None:
@@ -320,7 +321,7 @@ def test_a_hit_that_saves_no_token_leaves_the_pages_to_step(make: Any) -> None:
     assert manager.maybe_reserve(slow)
     slow.set_token_indices(active_idx=8)
     manager.fetch([slow])
-    slow.update(0)  # eight tokens have run, and no step has booked them
+    slow.update(0)  # eight tokens have run, but no step has recorded them
     quick = claimed(manager, [*range(8), 99])
     run(manager, [quick])
     pages = manager.get_req_blocks(slow.request_id)
@@ -368,7 +369,7 @@ def test_a_reset_request_that_kept_its_pages_finds_them_again(make: Any) -> None
     context.reset()
     assert manager.maybe_reserve(context)
     assert context.start_idx == 8
-    assert manager.metrics.cache_tokens == 0  # no prompt token was saved: these ran here
+    assert manager.metrics.cache_tokens == 0  # no prompt token was saved, because these ran here
 
 
 def test_pages_that_were_never_committed_go_before_useful_ones(make: Any) -> None:
@@ -403,9 +404,9 @@ def test_evicted_pages_are_handed_out_ascending(make: Any) -> None:
     owners = [claimed(manager, range(start, start + 17)) for start in (0, 100)]
     run(manager, owners)
     assert manager.num_free_blocks == 2
-    for owner in owners[::-1]:  # of each the tail goes first, too
+    for owner in owners[::-1]:  # the tail of each is evicted first, too
         manager.release(owner.request_id)
-    assert manager.maybe_reserve(claimed(manager, range(300, 316)))  # takes the pages that hold nothing
+    assert manager.maybe_reserve(claimed(manager, range(300, 316)))  # takes the empty pages
     assert manager.metrics.evictions == 0
     following = claimed(manager, range(200, 220))
     assert manager.maybe_reserve(following)
@@ -421,7 +422,7 @@ def test_least_recently_used_goes_first_and_a_hit_renews(make: Any) -> None:
         manager.release(one.request_id)
     run(manager, [again := claimed(manager, range(8))])
     manager.release(again.request_id)
-    run(manager, [claimed(manager, range(300, 308))])  # takes the pages of 100
+    run(manager, [claimed(manager, range(300, 308))])  # takes the pages of prompt 100
     for start, hit in ((0, 4), (200, 4), (100, 0)):
         probe = TextContext(range(start, start + 8), 64)
         with manager.claim(probe):
@@ -539,7 +540,7 @@ def test_step_refuses_tokens_that_have_no_page_before_touching_any_request(make:
     with pytest.raises(NotReservedError, match="'wrong': 4 tokens computed.*hold 0"):
         manager.step([fine, wrong])
     with pytest.raises(InvalidRequestError, match="none of its tokens are computed yet"):
-        manager.block_table(fine.request_id)  # its step did not happen
+        manager.block_table(fine.request_id)  # its step has not happened
 
 
 def test_release_gives_everything_back_once(make: Any) -> None:
@@ -635,7 +636,7 @@ def test_a_prompt_is_counted_as_it_runs_and_no_later_than_by_its_step(make: Any)
     context.update(0)
     manager.step([context])
     assert manager.metrics.input_tokens == 6
-    context.update(7)  # what ran without a `fetch`
+    context.update(7)  # a token that ran without a `fetch`
     manager.step([context])
     assert manager.metrics.input_tokens == 10
     run(manager, [context])
@@ -742,7 +743,7 @@ def test_what_falls_short_is_said(make: Any, caplog: pytest.LogCaptureFixture) -
 
 def test_any_context_of_the_shape_serves(make: Any) -> None:
     class Own:
-        """A scheduler's own context: no hasher, no salt."""
+        """A scheduler's own context class, without hasher and salt."""
 
         def __init__(self, tokens: list[int]) -> None:
             self.request_id = f"own-{id(self)}"
@@ -781,14 +782,14 @@ def test_any_context_of_the_shape_serves(make: Any) -> None:
     assert manager.metrics.cache_tokens == 8
     shipped = claimed(manager, range(10))
     assert manager.maybe_reserve(shipped)
-    assert shipped.start_idx == 8  # the same digests, whoever carries them
+    assert shipped.start_idx == 8  # the same digests, whatever class the context has
     row = manager._replicas.each[0].rows.row_of[first.request_id]
     manager.release(first.request_id)
     other = Own([7] * 10)
     manager.external_claim(other.request_id)
     assert manager._replicas.each[0].rows.row_of[other.request_id] == row
     assert manager.maybe_reserve(other)  # type: ignore[arg-type]
-    assert other.start_idx == 0  # digests of who had the row before are not its own
+    assert other.start_idx == 0  # it does not inherit digests from the row's previous request
 
 
 def test_a_context_that_refuses_its_new_start_leaves_the_pages_alone(make: Any) -> None:
@@ -811,7 +812,7 @@ def test_a_context_that_refuses_its_new_start_leaves_the_pages_alone(make: Any) 
 
 
 def in_a_tuple(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
-    """As `run`, by calls that take any number of requests."""
+    """Like `run`, but through the calls for any number of requests."""
     assert manager.maybe_reserve(contexts[0])
     manager.fetch(tuple(contexts))
     contexts[0].update(7)
@@ -822,7 +823,7 @@ def in_a_tuple(manager: PagedKVCacheManager, contexts: list[TextContext]) -> Non
 def test_one_request_is_served_as_one_of_many_is(make: Any, caching: bool) -> None:
     one, many = make(16, page_size=4, caching=caching), make(16, page_size=4, caching=caching)
     contexts = [claimed(manager, range(6), request_id="r") for manager in (one, many)]
-    for _ in range(14):  # over three ends of pages
+    for _ in range(14):  # crosses three page ends
         run(one, contexts[:1])
         in_a_tuple(many, contexts[1:])
         for manager, context in zip((one, many), contexts, strict=True):

@@ -1,5 +1,6 @@
-"""One random model over every combination of features: each pair that may meet does, and every answer agrees."""
+"""The random model with every combination of features: every allowed pair is combined, and every result agrees."""
 
+# pyright: basic
 from __future__ import annotations
 
 import logging
@@ -22,7 +23,7 @@ from tests.kvcache.tiers.stored_objects import StoredObjects
 
 T = TypeVar("T")
 COMMON = ("forks", "preemption", "batches", "renames", "stale", "resets")
-# The moves that have to happen with managers of these features, and how often at least.
+# Rare moves that must happen with managers of these features, and their least numbers.
 SELDOM: dict[tuple[str, ...], dict[str, int]] = {
     (*COMMON, "leases", "lends"): {"hit": 20, "refused": 10, "evicted": 20, "moved back": 5, "kept": 5, "fits": 10},
     (*COMMON, "hints", "quotas", "window"): {"hint": 50, "evicted": 20, "slid": 20, "came back": 10, "chunk": 20},
@@ -35,16 +36,16 @@ SELDOM: dict[tuple[str, ...], dict[str, int]] = {
 }
 
 
-# Seeds with which the model was wrong, and the features of their managers.
+# Seeds for which the model used to be wrong, with the features of their managers.
 MENDED = {
-    # pages of two replicas of a batch have the same numbers
+    # two replicas of a batch use the same page numbers
     840246: "batches,chunk,drafts,forks,hostile,leases,partial,preemption,renames,replicas,shards",
-    # an import says where chunks of its prompt end
+    # an import determines where the chunks of its prompt end
     900497: (
         "chunk,drafts,forks,imports,leases,lends,own contexts,preemption,renames,replicas,resets,stale,states in slabs,"
         "window,windows alone"
     ),
-    # a copy of a state that a reader holds is not evicted
+    # a state copy that a reader holds is not evicted
     902136: "chunk,forks,lends,own contexts,preemption,resets,states apart,window,windows alone",
 }
 
@@ -58,7 +59,7 @@ def _quiet() -> Iterator[None]:
 
 @pytest.mark.ci
 def test_every_pair_that_may_meet_has_met() -> None:
-    """Something of both features of each pair is seen to happen on one manager. It takes about 45 managers."""
+    """Both features of each pair are seen at work on one manager. This takes about 45 managers."""
     run = Run()
     for seed in range(120):
         run.manager(seed)
@@ -95,7 +96,7 @@ def test_no_feature_is_left_out_but_by_the_list() -> None:
 
 
 class DrawnChooser:
-    """Choices of Hypothesis, which shrinks them to the shortest that still fail."""
+    """Choices by Hypothesis, which shrinks them to the shortest failing sequence."""
 
     def __init__(self, data: st.DataObject) -> None:
         self._data = data
@@ -110,8 +111,9 @@ class DrawnChooser:
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data(), st.integers(0, 1 << 20), st.integers(1, 40))
 def test_drawn_moves(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int, count: int) -> None:
-    """A failing run is shrunk: the number of its features, and each choice after that."""
-    features = drawn(SeededChooser(seed)) - {"interrupts"}  # how long a call is, Hypothesis does not draw
+    """Hypothesis shrinks a failing run: its number of moves, and each later choice."""
+    # interrupts depend on the length of calls, which Hypothesis does not control
+    features = drawn(SeededChooser(seed)) - {"interrupts"}
     model = Model(DrawnChooser(data), World(tmp_path_factory.mktemp("files"), StoredObjects()), features)
     for _ in range(count):
         model.move()

@@ -1,5 +1,6 @@
-"""What a caller gets wrong, one case at a time: the reproductions behind the wrong calls of the random model."""
+"""Mistakes of callers, one case at a time: the reproductions behind the wrong calls of the random model."""
 
+# pyright: basic
 from __future__ import annotations
 
 import logging
@@ -45,7 +46,7 @@ def test_a_wrong_number_of_steps_changes_nothing(make: Any, wrong: Any, computed
     manager = make(16)
     context = TextContext(range(9), 64, "r")
     manager.external_claim("r")
-    if computed:  # the next call would end in the fast path
+    if computed:  # without it, the next call would take the fast path
         assert manager.maybe_reserve(context)
         context.update(1)
     before = manager.num_free_blocks
@@ -80,7 +81,7 @@ def test_a_request_that_waits_may_be_rebuilt_and_a_released_one_is_bound_anew(ma
     rebuilt = TextContext(range(9), 64, "r")
     assert manager.maybe_reserve(rebuilt)
     with pytest.raises(InvalidRequestError, match="another context object"):
-        manager.reserve_batch(batch)  # made when no object had the pages yet
+        manager.reserve_batch(batch)  # made while no request had the pages
     manager.release("r")
     assert running(manager, range(9)).start_idx == 0
     manager.release("r")
@@ -88,7 +89,7 @@ def test_a_request_that_waits_may_be_rebuilt_and_a_released_one_is_bound_anew(ma
 
 @dataclass
 class Equal:
-    """A context of a caller's own that compares by value, and so cannot be hashed."""
+    """A caller's own context class that compares by value and is therefore unhashable."""
 
     request_id: str
     own: TextContext
@@ -137,7 +138,7 @@ def test_keys_that_change_under_pages_are_refused_until_they_are_changed_back(
     before = context.cache_salt, context.extra_keys
     manager.step([context])
     assert manager.maybe_reserve(context)
-    context.update(2)  # eight tokens are computed: the second page is full
+    context.update(2)  # eight tokens are computed, so the second page is full
     for name, value in change.items():
         setattr(context, name, value)
     books = manager._replicas.each[0].rows.cached.copy()
@@ -282,7 +283,7 @@ def test_what_is_no_block_table_is_refused_also_where_there_are_states(wrong: An
 
 
 def test_a_waiting_request_of_a_callers_own_context_may_have_another_salt(make: Any) -> None:
-    """Its pages were published for the tenant that it had before, whose requests found them."""
+    """Its pages were published under its earlier salt, whose requests could find them."""
     manager = make(8, rows=4)
     running(manager, range(20), "before")
     own = OwnContext(TextContext(range(100, 117), 64, "own", cache_salt="one"))

@@ -1,5 +1,6 @@
-"""Break the code, one rule at a time: the model or `check()` must notice. A rule that nothing notices is not tested."""
+"""Breaks the code, one rule at a time. The model or `check()` must notice; otherwise the rule is not tested."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from kvcache.replica.rows import BlockRows
 from kvcache.tiers.host_tier import HostTier, ReplicaTier
 from tests.kvcache.random_model.run import Model
 
-# They tell of the model, and nothing of the product.
+# These tests check the model, not the product.
 pytestmark = pytest.mark.ci
 
 LOOK_UP = Replica.look_up
@@ -219,8 +220,8 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 
-# The features whose moves break the rule: all managers have them. Half of them have host memory, or all where the rule
-# is one of the tiers.
+# All managers have the features whose moves exercise the rule. Half of them have host memory, or all if the rule
+# belongs to the tiers.
 COMMON = ("forks", "preemption", "batches", "renames", "stale", "resets", "leases")
 BELOW = (ReplicaTier, HostTier, PageMover)
 OF_TIERS = {name for name, (owner, *_) in MUTATIONS.items() if owner in BELOW} | {"the last token may be restored"}
@@ -241,5 +242,5 @@ def test_each_mutation_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(owner, method, mutant)
     with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever notices first: the model, the check, numpy
         many_moves(name)
-    # A mutant that cannot even run would be noticed by anything.
+    # A mutant that cannot run at all would prove nothing.
     assert not isinstance(caught.value, (TypeError, AttributeError, NameError)), repr(caught.value)

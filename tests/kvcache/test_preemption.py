@@ -1,6 +1,6 @@
-"""A request runs from what the manager knows of it, wherever its context says that it is.
+"""A request continues from the progress that the manager knows, whatever its context claims.
 
-Keys are compared whenever they are read, so that every answer here is one of the right tokens.
+Keys are compared whenever they are read, so every result here belongs to the right tokens.
 """
 
 # pyright: basic
@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Own(TextContext):
-    """A context of a caller's own: no call takes a short way for it."""
+    """A caller's own context class, for which no call takes a fast path."""
 
 
 @pytest.fixture(params=KINDS)
@@ -78,7 +78,7 @@ def started(manager: PagedKVCacheManager, name: str, made: type[TextContext] = T
 
 
 def use_all_pages(manager: PagedKVCacheManager) -> None:
-    """Other requests compute in every page that nobody holds, and are released."""
+    """Runs other requests that overwrite every free page, and releases them."""
     for at in range(3):
         for replica in range(manager.num_replicas):
             other = TextContext([1000 + at, *range(100)], 250, f"other{at}{replica}", cache_salt=f"tenant{at}")
@@ -96,7 +96,7 @@ def test_a_preempted_request_comes_back(
 ) -> None:
     context = started(manager, "r", made)
     before = context.tokens.tolist()
-    for _ in range(2):  # it may have to go again
+    for _ in range(2):  # it may be preempted again
         manager.release("r")
         if evicted:
             use_all_pages(manager)
@@ -124,7 +124,7 @@ def test_a_start_that_was_set_before_the_first_reservation_is_of_no_account(
     manager.release("r")
     again = TextContext(PROMPT, 250, "again", cache_salt="ours")
     manager.external_claim("again", 0)
-    run(manager, again, steps=3)  # what was published under its digests is what it would have computed
+    run(manager, again, steps=3)  # the pages under its digests hold what it would have computed
 
 
 def test_a_refused_reservation_leaves_the_context_where_it_was(manager: PagedKVCacheManager) -> None:
@@ -191,7 +191,7 @@ def test_a_prompt_runs_from_no_token_that_was_not_computed(
 def test_a_request_has_computed_no_more_than_its_pages_hold(
     manager: PagedKVCacheManager, call: str, made: type[TextContext], more: int
 ) -> None:
-    context = started(manager, "r", made, steps=3)  # 20 tokens in 5 pages, and one to run
+    context = started(manager, "r", made, steps=3)  # 20 tokens in 5 pages, and one token to run
     assert manager.maybe_reserve(context)
     room = len(manager.get_req_blocks("r")) * SIZE
     while context.start_idx < room + more - 1:
@@ -215,14 +215,14 @@ def test_several_steps_at_once_are_no_lie(manager: PagedKVCacheManager) -> None:
         for _ in range(5):
             kv.run_contexts([context], inputs)
             context.update(7)
-        assert manager.maybe_reserve(context)  # before the step that books them
+        assert manager.maybe_reserve(context)  # before the step that records them
         manager.step([context])
         assert context.start_idx == start + 5
     run(manager, context)
 
 
 def test_tokens_that_are_taken_back_are_no_lie(manager: PagedKVCacheManager) -> None:
-    """Drafted tokens: three at a time, of which one is right."""
+    """Three tokens are drafted at a time, and one of them is right."""
     context = started(manager, "r")
     for _ in range(9):
         start, end = context.start_idx, context.end_idx
@@ -303,7 +303,7 @@ def test_a_cancelled_import_has_brought_nothing(found: int) -> None:
     context = TextContext(PROMPT[:17], 250, "r")
     manager.external_claim("r")
     assert context.end_idx == 17
-    context.update(7)  # the source has sampled it
+    context.update(7)  # the source has sampled this token
     pending = manager.import_block_table(context, table)
     assert pending is not None
     manager.cancel_import(pending)
@@ -319,7 +319,7 @@ def test_a_cancelled_import_has_brought_nothing(found: int) -> None:
 
 
 class Stubborn(TextContext):
-    """It stays where it is: it raises, or only says that it has moved."""
+    """A context that refuses to move: it raises, or only pretends to have moved."""
 
     raises = True
 

@@ -1,5 +1,6 @@
-"""What a scrape says of a manager is what its own books say, also while the loop goes on."""
+"""A scrape of a manager agrees with its own figures, also while the loop runs."""
 
+# pyright: basic
 from __future__ import annotations
 
 import itertools
@@ -24,7 +25,7 @@ HEAD = range(40)
 
 
 def books(manager: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """The manager's own figures, as samples that a scrape should have."""
+    """The manager's own figures, in the form of the samples that a scrape should have."""
     metrics = manager._replicas.metrics
     totals = {
         "pagewire_replica_copied_pages_total": metrics.d2d_blocks_copied,
@@ -121,7 +122,7 @@ def test_pages_that_something_in_flight_may_write_are_counted_until_it_ends(make
 
 @pytest.fixture
 def _often() -> Iterator[None]:
-    """Threads take turns so often that what one reads in two steps has changed between them."""
+    """Makes threads switch so often that values change between two reads."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -130,7 +131,7 @@ def _often() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_often")
 def test_a_scrape_beside_the_loop_raises_nothing_and_no_counter_goes_back(make: Any) -> None:
-    """Two figures may be a step apart; each by itself is right, and all are once the loop stands still."""
+    """Two figures may be a step apart. Each is right by itself, and all agree once the loop stands still."""
     manager = make(24, page_size=4, checks=False, host_slots=8)
     collector, over = ManagerCollector(manager), threading.Event()
     found: list[Scrape] = []

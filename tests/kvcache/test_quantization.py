@@ -1,5 +1,6 @@
-"""Scales of quantised pages: where they lie, what they take, and that they go wherever their page goes."""
+"""Scales of quantised pages: their place, their size, and that they move together with their page."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections import Counter
@@ -33,7 +34,7 @@ def params(**changes: Any) -> KVCacheParams:
     [
         ("token and head", (2, 3, 16, 2, 3), 2 * 3 * 16 * 2 * (6 + 4 * 3)),
         ("page and head", (2, 3, 1, 2, 3), 2 * 3 * 2 * (16 * 6 + 4 * 3)),
-        ("page", (2, 3, 1, 1, 3), 2 * 3 * (16 * 2 * 6 + 4 * 3) + 8),  # in whole words of 16 bytes
+        ("page", (2, 3, 1, 1, 3), 2 * 3 * (16 * 2 * 6 + 4 * 3) + 8),  # rounded up to words of 16 bytes
     ],
 )
 def test_scales_are_the_end_of_each_page(scale_of: ScaleOf, shape: tuple[int, ...], num_bytes: int) -> None:
@@ -102,9 +103,10 @@ def test_layouts_tell_scales_apart_and_pages_without_are_named_as_ever() -> None
 
 @pytest.mark.parametrize("scale_of", KINDS)
 def test_scales_go_where_their_page_goes(scale_of: ScaleOf) -> None:
-    """Shared, copied, forked, evicted, loaded from the host: wherever a page is read, its scales are compared.
+    """Pages are shared, copied, forked, evicted and loaded from the host.
 
-    Bytes are for values, and 52 bits of each token's KV for its scale.
+    Whenever a page is read, its scales are compared. The values hold bytes, and each scale holds 52 bits of its token's
+    KV.
     """
     seen: Counter[str] = Counter()
     for number in range(18):

@@ -1,5 +1,6 @@
-"""Whom `recover` releases: requests of whose claim, or of whose change, nobody was told; and nobody else."""
+"""`recover` releases only requests whose claim or change was not reported to their caller."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from tests.kvcache.random_model.interrupts import interrupted
 
 
 class Ctrl(BaseException):
-    """What a signal handler raises."""
+    """An exception that a signal handler raises."""
 
 
 def computed(manager: PagedKVCacheManager, name: str, first: int = 0) -> TextContext:
@@ -30,7 +31,7 @@ def computed(manager: PagedKVCacheManager, name: str, first: int = 0) -> TextCon
 
 
 def after(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
-    """The call is interrupted once this has returned."""
+    """Interrupts a call right after this method has returned."""
     real = getattr(owner, method)
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
@@ -100,7 +101,7 @@ def test_who_nobody_was_told_of_is_released_and_all_others_go_on(call: str, monk
     manager.check()
     for name in released:
         assert not manager.contains(name)
-        manager.external_claim(name, 0)  # its id is free, and nothing of it is left
+        manager.external_claim(name, 0)  # its id is free, and nothing is left of the request
         manager.release(name)
     for context in it.contexts:
         if context.request_id in left:

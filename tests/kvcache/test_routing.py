@@ -1,3 +1,4 @@
+# pyright: basic
 from __future__ import annotations
 
 import math
@@ -21,7 +22,8 @@ def test_missing_pages_are_weighed_against_recent_load() -> None:
     assert router.recommend([10, 4], [0, 0], [True, True]) == 1
     for _ in range(4):
         router.admitted(1, 5)
-    assert router.recommend([10, 4], [0, 0], [True, True]) == 0  # 4 + half of nearly 20 pages computed there
+    # load of 4, plus half of the nearly 20 pages that were computed there
+    assert router.recommend([10, 4], [0, 0], [True, True]) == 0
     for _ in range(200):
         router.admitted(0, 0)
     assert router.recommend([10, 4], [0, 0], [True, True]) == 1  # old load is forgotten
@@ -49,7 +51,8 @@ def test_the_old_rules_look_at_claims_or_take_turns() -> None:
     router = Router(3, Routing(rule="round-robin"))
     turns = []
     for _ in range(4):
-        assert router.without_looking([0, 0, 0]) == router.without_looking([5, 0, 0])  # asking takes no turn
+        # a question does not advance the round robin
+        assert router.without_looking([0, 0, 0]) == router.without_looking([5, 0, 0])
         turns.append(router.without_looking([0, 0, 0]))
         router.admitted(turns[-1], 1)
     assert turns == [0, 1, 2, 0]

@@ -1,3 +1,4 @@
+# pyright: basic
 from __future__ import annotations
 
 from typing import Any
@@ -21,7 +22,7 @@ def params(**changes: Any) -> KVCacheParams:
     return KVCacheParams(**{"dtype": torch.float16, "n_kv_heads": 4, "head_dim": 8, "page_size": 16, **changes})
 
 
-PAGE = 2 * 3 * 4 * 8 * 2 * 16  # bytes of a page of 3 layers
+PAGE = 2 * 3 * 4 * 8 * 2 * 16  # bytes of a page with 3 layers
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
@@ -30,7 +31,7 @@ def test_pages_follow_from_the_budget_of_each_replica(dp: int, tp: int) -> None:
     manager = PagedKVCacheManager(made, 8, 64, 3, ["cpu"] * (dp * tp), available_cache_memory=PAGE * 7 * dp + PAGE - 1)
     assert manager.total_num_pages == 7 * dp
     shard = manager.device_tensors[0][0]
-    assert shard.shape[0] == 8  # and the null page
+    assert shard.shape[0] == 8  # includes the null page
     assert sum(tensor.nbytes for tensor in manager.device_tensors[0]) == 8 * PAGE
 
 
@@ -47,7 +48,8 @@ def test_estimate_is_the_budget_or_what_full_requests_take() -> None:
     two = params(n_devices=2, data_parallel_degree=2)
     assert estimate(params(), 4, 33, 3, 1 << 40, ["cpu"]) == 4 * 3 * PAGE
     assert estimate(params(), 4, 33, 3, 1000, ["cpu"]) == 1000
-    assert estimate(two, 4, 33, 3, 1 << 40, ["cpu"] * 2) == 4 * 3 * PAGE  # not twice: the batch is split
+    # not twice as much, because the batch is split
+    assert estimate(two, 4, 33, 3, 1 << 40, ["cpu"] * 2) == 4 * 3 * PAGE
     assert estimate(two, 5, 33, 3, 1 << 40, ["cpu"] * 2) == 6 * 3 * PAGE
     with pytest.raises(InvalidParamsError, match="1 devices given"):
         estimate(two, 4, 33, 3, 1 << 40, ["cpu"])
@@ -58,7 +60,7 @@ def test_batch_size_derives_from_the_budget() -> None:
     assert infer(params(), 33, 3, PAGE * 3 * 5 + PAGE, ["cpu"]) == 5
     assert infer(params(), 33, 3, PAGE, ["cpu"]) == 1
     assert infer(params(), 33, 3, 1 << 50, ["cpu"]) == 512
-    for degree in (1, 2, 4):  # one request a replica, however small the budget
+    for degree in (1, 2, 4):  # one request on each replica, however small the budget
         many = params(n_devices=degree, data_parallel_degree=degree)
         for budget in (0, PAGE, PAGE * 3 * degree - 1, PAGE * 3 * degree):
             assert infer(many, 33, 3, budget, ["cpu"] * degree) == degree
@@ -84,7 +86,7 @@ def test_states_are_counted_as_a_manager_has_them(way: dict[str, Any], dp: int) 
     memory = PagedKVCacheManager.estimated_memory_size(made, rows, length, 3, 1 << 40, devices)
 
     def holds(memory: int, rows: int, length: int) -> bool:
-        """Whether so many requests of this length can run at a time."""
+        """Whether this many requests of this length can run at a time."""
         try:
             manager = PagedKVCacheManager(made, rows, length + 16, 3, devices, available_cache_memory=memory)
             for at in range(rows):

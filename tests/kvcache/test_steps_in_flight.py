@@ -1,5 +1,6 @@
-"""Steps in flight: their tables stay, and what they read and write is nobody else's until they have ended."""
+"""Steps in flight: until they end, their tables stay valid, and no other request gets the pages that they use."""
 
+# pyright: basic
 from __future__ import annotations
 
 from functools import partial
@@ -243,7 +244,7 @@ def test_a_duplicate_that_a_step_gives_up_stays_until_the_step_that_reads_it_has
     two.update(7)
     assert manager.reserve_batch([one, two]).all()
     step = manager.fetch_ahead([one, two])
-    manager.step([one, two])  # of what was computed before: the first page of both is the same now
+    manager.step([one, two])  # a step over earlier results: both requests now have the same first page
     assert manager.get_req_blocks("one")[0] == manager.get_req_blocks("two")[0]
     assert manager.num_free_blocks == 16 - 4
     manager.end_step(step)
@@ -357,7 +358,7 @@ def test_a_reservation_counts_on_no_page_that_a_step_in_flight_reads(make: Make)
     step = manager.fetch_ahead([context])
     context.update(4)
     manager.step([context])
-    assert context.current_length == 17  # one more page of each table, and one leaves the window
+    assert context.current_length == 17  # one more page in each table, and one page leaves the window
     assert manager.num_free_blocks == 1
     assert not manager.maybe_reserve(context)
     manager.end_step(step)
@@ -392,7 +393,7 @@ def test_the_token_behind_an_end_is_dropped_with_its_request(make: Make) -> None
     first = manager.fetch_ahead([context])
     context.update_with_future_token()
     assert manager.maybe_reserve(context)
-    second = manager.fetch_ahead([context])  # planned before anybody knows that the request ends with this token
+    second = manager.fetch_ahead([context])  # planned before it is known that the request ends with this token
     context.realize_future_token(2)
     manager.step([context])
     manager.end_step(first)

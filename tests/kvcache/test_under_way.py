@@ -1,5 +1,6 @@
-"""The word of a manager: which calls it lets through, and what it says of the others."""
+"""A manager's mark of a call in progress: which calls it lets through, and how it refuses the others."""
 
+# pyright: basic
 from __future__ import annotations
 
 import contextlib
@@ -68,12 +69,12 @@ def test_a_close_hides_no_interruption_and_a_recovery_opens_nothing_that_was_clo
 @pytest.mark.parametrize(
     ("error", "refused", "open_again"),
     [
-        (InvalidRequestError("no"), False, True),  # one of our own: all is as it was
+        (InvalidRequestError("no"), False, True),  # one of our own errors: nothing has changed
         (InvariantError("no"), False, False),
         (InterruptedCallError("no"), False, False),
         (KeyboardInterrupt(), False, False),
         (ValueError("no"), False, False),
-        (ValueError("no"), True, True),  # the caller's own context has raised it
+        (ValueError("no"), True, True),  # raised by the caller's own context
         (KeyboardInterrupt(), True, False),
     ],
 )

@@ -1,9 +1,10 @@
 """The mutants of a source file: every change of its functions and constants that a test could notice.
 
-Code that no test should look at stays as it is: docstrings, annotations, texts of errors and of logs, `__repr__`,
-`assert`, declarations without a body, and code that only a type checker runs.
+Code that tests should not depend on is left out: docstrings, annotations, texts of errors and logs, `__repr__`,
+`assert`, declarations without a body, and code that only a type checker reads.
 """
 
+# pyright: basic
 import ast
 import itertools
 import textwrap
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 from tests.mutants.operators import changes
 
-_SHOWN = 160  # characters of an expression
+_SHOWN = 160  # longest shown expression, in characters
 _LEFT_OUT_NAMES = {"__repr__", "__str__", "__all__", "__slots__", "__match_args__", "__getattr__"}
 _LOGS = {"_log", "log", "logger", "logging", "warnings"}
 _CALLS_OF_TYPES = {"cast", "TypeVar", "NewType", "ParamSpec", "NamedTuple", "namedtuple", "getLogger"}
@@ -39,15 +40,15 @@ class Mutant(NamedTuple):
     """One change of one source file.
 
     Attributes:
-        path: of the file, from the root of the repository.
-        function: the qualified name of what changes: a function, or a constant of a module or a class.
-        operator: that makes the change.
-        line: of the file, where the change begins.
-        old: what stands there, on one line.
-        new: what takes its place, on one line.
-        begin: of the bytes that change in the file.
-        end: of these.
-        text: that takes their place.
+        path: the file, from the root of the repository.
+        function: qualified name of the changed function, or of a constant of a module or a class.
+        operator: the operator that makes the change.
+        line: the line where the change begins.
+        old: the old code, on one line.
+        new: the new code, on one line.
+        begin: start of the changed bytes in the file.
+        end: end of the changed bytes.
+        text: the text that replaces them.
     """
 
     path: Path
@@ -61,23 +62,23 @@ class Mutant(NamedTuple):
     text: str
 
     def applied(self, source: str) -> str:
-        """The source with the change."""
+        """Returns the source with the change."""
         data = source.encode()
         return (data[: self.begin] + self.text.encode() + data[self.end :]).decode()
 
     @property
     def key(self) -> str:
-        """A name that does not depend on line numbers: the file, the function, the operator, the expressions."""
+        """A name without line numbers: the file, the function, the operator and the expressions."""
         return f"{self.path}:{self.function} | {self.operator} | {self.old} -> {self.new}"
 
 
 class Site(NamedTuple):
-    """A node whose changes belong to a function.
+    """A node that may be changed, and the function that it belongs to.
 
     Attributes:
-        function: its qualified name.
-        node: that may change.
-        above: the nodes that it is part of, the outermost first.
+        function: qualified name of the function.
+        node: the node.
+        above: the nodes that contain it, outermost first.
     """
 
     function: str
@@ -86,13 +87,13 @@ class Site(NamedTuple):
 
     @property
     def is_alone(self) -> bool:
-        """Whether it is all that depends on a condition."""
+        """Whether the node is the only statement under a condition."""
         parent = self.above[-1] if self.above else None
         return isinstance(parent, ast.If) and parent.body == [self.node] and not parent.orelse
 
     @property
     def shown(self) -> ast.AST:
-        """The part of the source that names a constant to a reader: its expression or statement; else the node."""
+        """The node to show to a reader: for a constant, the expression or statement around it."""
         if isinstance(self.node, ast.Constant):
             for one in reversed(self.above):
                 if isinstance(one, _SHOW_A_CONSTANT):
@@ -103,14 +104,14 @@ class Site(NamedTuple):
 
 
 def mutants(path: Path, source: str) -> list[Mutant]:
-    """Every mutant of a file, each just once, in the order of the file."""
+    """Every mutant of a file, each once, in the order of the file."""
     starts = [0, *itertools.accumulate(len(line) for line in source.encode().splitlines(keepends=True))]
     found: dict[tuple[int, int, str], Mutant] = {}
     written = cache(ast.unparse)  # the same node is changed in many ways
     for site in sites(ast.parse(source)):
         for operator, old, new in changes(site.node):
             if site.is_alone and operator == "dropped":
-                continue  # the same as a condition that is never met
+                continue  # the same change as a condition that is always false
             assert isinstance(old, ast.expr | ast.stmt)
             assert old.end_lineno is not None
             assert old.end_col_offset is not None
@@ -124,14 +125,15 @@ def mutants(path: Path, source: str) -> list[Mutant]:
 
 
 def _placed(old: ast.expr | ast.stmt, text: str) -> str:
-    """A text in place of a node: an expression in brackets, a statement at its indentation."""
+    """Formats a text to replace a node: an expression in brackets, a statement with its indentation."""
     if isinstance(old, ast.stmt):
         return textwrap.indent(text, " " * old.col_offset).lstrip(" ")
-    return text if text.isidentifier() else f"({text})"  # `0.sum()` is no expression
+    # brackets are needed because brackets are needed because `0.sum()` is no expression
+    return text if text.isidentifier() else f"({text})"
 
 
 def _shown(site: Site, before: str, new: ast.AST, after: str) -> tuple[str, str]:
-    """What a reader is shown of a change: what was there, and what is, on one line each."""
+    """The old and the new code that a reader is shown, on one line each."""
     if isinstance(site.node, ast.Constant) and isinstance(new, ast.Constant):
         around, value = site.shown, site.node.value
         before = ast.unparse(around)
@@ -147,7 +149,7 @@ def _line(text: str) -> str:
 
 
 def functions(program: ast.Module) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Every function and method of a file by its qualified name, without those in functions."""
+    """Every function and method of a file by its qualified name, except nested functions."""
     found: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}
 
     def of(body: Sequence[ast.stmt], prefix: str) -> None:
@@ -174,7 +176,7 @@ def _of_body(body: Sequence[ast.stmt], prefix: str) -> Iterator[Site]:
 
 
 def _of_declared(node: ast.stmt, prefix: str) -> Iterator[Site]:
-    """The nodes of a class, function or constant; of what stands in an `if` or `try`, too."""
+    """The nodes of a class, function or constant, including those in an `if` or `try`."""
     if isinstance(node, ast.ClassDef) and not _is_protocol(node):
         yield from _of_body(node.body, f"{prefix}{node.name}.")
     elif isinstance(node, _DEFINITIONS) and node.name not in _LEFT_OUT_NAMES and not _is_declaration(node):
@@ -196,7 +198,7 @@ def _is_protocol(node: ast.ClassDef) -> bool:
 
 
 def _is_declaration(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function has no body of its own, or is one of several declarations."""
+    """Whether a function has no body, or is an overload."""
     if any(ast.unparse(one).rpartition(".")[2] in {"overload", "abstractmethod"} for one in node.decorator_list):
         return True
     return all(isinstance(one, ast.Pass) or _is_bare(one) for one in node.body)
@@ -220,8 +222,8 @@ def _of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Ite
 
 
 def _below(node: ast.AST, name: str, above: tuple[ast.AST, ...] = ()) -> Iterator[Site]:
-    """The nodes from one on downwards, but for those that no test should look at."""
-    if isinstance(node, _DEFINITIONS):  # in a function: it is part of that one
+    """The nodes below a node, without those that tests should not depend on."""
+    if isinstance(node, _DEFINITIONS):  # a nested function is part of the outer one
         yield from _of_function(node, name)
         return
     if isinstance(node, ast.ClassDef):
@@ -242,14 +244,15 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
         yield node.args[0]
         return
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "reshape":
-        yield from (one for one in (node.func, *node.args) if ast.unparse(one) != "-1")  # any number below 0 is that
+        # any negative number means the same
+        yield from (one for one in (node.func, *node.args) if ast.unparse(one) != "-1")
         return
     if isinstance(node, ast.For) and _is_first_found(node):
         assert isinstance(node.iter, ast.Subscript)
         yield from (node.target, node.iter.value, *node.body)
         return
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift) and isinstance(node.left, ast.Constant):
-        return  # as `16 << 20`: a limit, of which half or twice as much is no fault
+        return  # a limit like `16 << 20`, for which half or double is no fault
     for field, value in ast.iter_fields(node):
         if field not in _TYPE_FIELDS:
             for one in value if isinstance(value, list) else [value]:
@@ -258,7 +261,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_first_found(node: ast.For) -> bool:
-    """Whether a loop is `for x in found[:1]: raise ...`, which the first ends, however many there are."""
+    """Whether a loop is `for x in found[:1]: raise ...`, which ends with the first element in any case."""
     return isinstance(node.body[0], ast.Raise) and ast.unparse(node.iter).endswith("[:1]")
 
 
@@ -272,7 +275,7 @@ def _is_left_out(node: ast.AST) -> bool:
         name = getattr(node.func, "attr", "") or getattr(node.func, "id", "")
         return name in _CALLS_OF_TYPES or (isinstance(first, ast.Name) and first.id in _LOGS)
     if isinstance(node, ast.keyword):
-        return node.arg == "strict"  # of `zip`: a guard against mistakes that nobody makes on purpose
+        return node.arg == "strict"  # `strict` of `zip` only guards against bugs
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant) or _is_left_out(node.value)
     return isinstance(node, ast.If) and _is_for_types(node.test)

@@ -1,3 +1,4 @@
+# pyright: basic
 import ast
 
 import pytest
@@ -97,7 +98,7 @@ def test_an_operator_turns_a_program_into_just_these(operator: str, source: str)
 
 
 def changed(source: str, operator: str) -> list[str]:
-    """What an operator makes of a program: of its only statement, or of the expression that this is."""
+    """The results of an operator for a program's only statement, or for the expression that this statement is."""
     (statement,) = _in_loop(source)
     nodes: list[ast.AST] = [statement]
     if isinstance(statement, ast.Expr) and operator != "dropped":
@@ -109,7 +110,7 @@ def changed(source: str, operator: str) -> list[str]:
 
 
 def _in_loop(source: str) -> list[ast.stmt]:
-    """The statements, as `continue` and `return` stand only in loops and functions."""
+    """Wraps statements in a loop and a function, because `continue` and `return` need these."""
     body = "".join(f"  {line}\n" for line in source.splitlines())
     function = ast.parse(f"def f():\n for one in two:\n{body}").body[0]
     assert isinstance(function, ast.FunctionDef)

@@ -1,10 +1,11 @@
-"""A pytest session that has imported and collected its tests already, and forks for each run.
+"""A pytest session that has already imported and collected its tests, and forks for each run.
 
-A run lays the code of one changed function over the function that is loaded. That takes milliseconds, where a process
-of its own takes seconds. What a function's code does not hold (constants, defaults, what ran during the imports) cannot
-be changed so: `Swap` says so, and the run is done in a process of its own.
+A run replaces the code of one loaded function by the changed code. That takes milliseconds, whereas a new process takes
+seconds. Changes outside of a function's code (constants, defaults, code that ran during imports) cannot be made this
+way. They are reported, and the run is done in a new process.
 """
 
+# pyright: basic
 import contextlib
 import gc
 import json
@@ -26,20 +27,21 @@ import pytest
 
 from tests.orphans import adopt, end_children
 
-_MEMORY_BYTES = 6 << 30  # beyond what the session has mapped: a changed limit must not take the machine's memory
+# in addition to the session's memory, so that a changed limit cannot use up the machine's memory
+_MEMORY_BYTES = 6 << 30
 _SPAWNS = {"Popen.__init__", "BaseProcess.start"}
 Request = dict[str, Any]
 
 
 class NoSwapError(Exception):
-    """A change that is not one of a function's code alone."""
+    """The change affects more than a function's code."""
 
 
 class Reach:
-    """Which functions of the packages each test calls, and how long it takes.
+    """Records which functions of the packages each test calls, and how long it takes.
 
     Args:
-        packages: folders; only functions of files below them count.
+        packages: folders; only functions in files below them count.
     """
 
     def __init__(self, packages: Sequence[Path]) -> None:
@@ -48,18 +50,18 @@ class Reach:
         self._spawned = False
         self.of_tests: dict[str, list[str]] = {}
         self.seconds: dict[str, float] = {}
-        self.processor: dict[str, float] = {}  # seconds of this process alone
+        self.processor: dict[str, float] = {}  # seconds of processor time of this process alone
         self.failed: list[str] = []
         self.spawning: set[str] = set()
 
     def begin(self) -> None:
-        """Take note of every call from now on, in every thread."""
+        """Records every call from now on, in every thread."""
         self._codes = {}
         threading.settrace(self._trace)
         sys.settrace(self._trace)
 
     def end(self) -> list[str]:
-        """Take note of none any more; the functions called since `begin`."""
+        """Stops recording. Returns the functions called since `begin`."""
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
         called = [code for code in list(self._codes.values()) if code.co_filename.startswith(self._packages)]
@@ -92,7 +94,7 @@ class Reach:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Generator[None, object, object]:
-        """What a process does that serves a whole file, is not seen: all tests of the file may depend on it."""
+        """Calls in a process that serves a whole file are not recorded, so all tests of the file may depend on them."""
         before = self._has_spawned()
         try:
             return (yield)
@@ -102,7 +104,7 @@ class Reach:
                 self.spawning |= {name for name in names if name.startswith(str(fixturedef.baseid))}
 
     def found(self) -> dict[str, object]:
-        """The result, for the other process."""
+        """The result, in the form that is sent to the other process."""
         return {
             "seconds": self.seconds,
             "processor": self.processor,
@@ -113,12 +115,12 @@ class Reach:
 
 
 def name_of(code: CodeType) -> str:
-    """The file of a code, and the function or method that it belongs to."""
+    """The file of a code object, and the function or method that it belongs to."""
     return f"{code.co_filename}:{code.co_qualname.partition('.<locals>')[0]}"
 
 
 class First:
-    """Takes note of the first test that fails."""
+    """Records the first test that fails."""
 
     def __init__(self) -> None:
         self.by = ""
@@ -132,17 +134,17 @@ class First:
             self.by = report.nodeid
 
     def found(self) -> dict[str, object]:
-        """The result, for the other process."""
+        """The result, in the form that is sent to the other process."""
         return {"by": self.by}
 
 
 class Warm:
-    """The plugin of a session that runs its tests in forks, as another process asks.
+    """The plugin of a session that runs its tests in forks, at the request of another process.
 
     Args:
-        packages: folders of what is changed.
-        asked: gives the next request, None where there are no more.
-        answer: takes the answer to each.
+        packages: folders of the packages that are changed.
+        asked: returns the next request, None at the end.
+        answer: called with the answer to each request.
 
     """
 
@@ -158,7 +160,7 @@ class Warm:
         self._imports = Reach(packages)
         self._imports.begin()
         self._result: Any = None
-        # A failing example is enough: the smallest one is not needed.
+        # Any failing example is enough; it need not be the smallest.
         settings = hypothesis.settings(phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
         hypothesis.settings.register_profile("mutants", settings, print_blob=False)
         hypothesis.settings.load_profile("mutants")
@@ -166,13 +168,13 @@ class Warm:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Serve requests, each in a fork, which goes on from here as a session of its own."""
+        """Serves requests, each in a fork that continues from here as its own session."""
         imported = self._imports.end()
         if session.testsfailed or not session.items:
-            return None  # the session ends here, and what it has printed is the answer
+            return None  # the session ends here, and its output is the answer
         adopt()
         self._answer({"tests": [item.nodeid for item in session.items], "imported": imported, "threads": _threads()})
-        gc.unfreeze()  # what tests/conftest.py has frozen is not among the objects
+        gc.unfreeze()  # objects that tests/conftest.py has frozen would not be found
         functions = [one for one in gc.get_objects() if type(one) is FunctionType]
         for function in functions:
             name = function.__code__.co_qualname
@@ -227,10 +229,10 @@ class Warm:
         return {"status": status, **(json.loads(told) if told else {})}
 
     def _swap(self, path: str, before: str, after: str, function: str) -> None:
-        """Lay the code of a changed function over the function that is loaded.
+        """Replaces the code of a loaded function by the changed code.
 
         Raises:
-            NoSwapError: something else changes, or the function isn't loaded.
+            NoSwapError: something else has changed, or the function is not loaded.
         """
         old, new = codes_of(before, path), codes_of(after, path)
         mine = {name for name in old if name == function or name.startswith(f"{function}.<locals>")}
@@ -242,7 +244,7 @@ class Warm:
         for name in mine:
             lines = [code.co_firstlineno for code in old[name]]
             for one in loaded.get(name, []):
-                # Several functions of one name are told apart by their lines.
+                # Functions of the same name are distinguished by their lines.
                 if len(old[name]) != len(new.get(name, [])) or lines.count(one.__code__.co_firstlineno) != 1:
                     raise NoSwapError("not the code that is loaded")
                 try:
@@ -255,13 +257,13 @@ class Warm:
 
 
 def _content(code: CodeType) -> tuple[object, ...]:
-    """What a code does, wherever it stands in its file; without the codes within it."""
+    """The content of a code object without its line numbers and nested code objects."""
     constants = [(type(one), repr(one)) for one in code.co_consts if not isinstance(one, CodeType)]
     return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
 
 
 def codes_of(source: str, path: str) -> dict[str, list[CodeType]]:
-    """The code of each function of a source by its qualified name, in the order of the file; "" is the file's own."""
+    """The code objects of a source by qualified function name, in the order of the file; "" stands for the module."""
     found: dict[str, list[CodeType]] = defaultdict(list)
 
     def of(code: CodeType) -> None:

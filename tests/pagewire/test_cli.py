@@ -1,4 +1,4 @@
-"""Every argument of every command with values that nobody should give: one line and a status, never a traceback."""
+"""Every argument of every command with invalid values: one line and a status, never a traceback."""
 
 # pyright: basic
 import argparse
@@ -57,7 +57,7 @@ def valued() -> list[Any]:
 
 
 def needed(command: str, trace: Path) -> list[str]:
-    """What a command does not go without."""
+    """The arguments that a command requires."""
     plan = ["--model", str(Path(__file__).parent / "plan/configs/gpt-oss-120b"), "--memory", "1GiB"]
     return {"replay": [str(trace)], "plan": plan}.get(command, [])
 
@@ -72,7 +72,10 @@ def command_line(command: str, action: argparse.Action, value: str, trace: Path)
 def status_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Callable[[list[str]], int | None]:
-    """Returns what runs a command line up to where it would start processes, or make pages: its status, None there."""
+    """Returns a function that runs a command line until it would start processes or make pages.
+
+    It returns the status, or None at that point.
+    """
 
     def reached(*_: object, **__: object) -> None:
         raise Reached
@@ -102,7 +105,7 @@ def status_of(
 
 @pytest.fixture
 def _little_memory() -> Iterator[None]:
-    """A file that never ends costs this process a gigabyte at most, and not the machine its memory."""
+    """Limits this process to a gigabyte, so that reading an endless file cannot use up the machine's memory."""
     before, limits = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (4 << 30), limits[1]))
@@ -228,7 +231,7 @@ def test_a_damaged_file_is_one_line(
     path.write_bytes(BROKEN[name])
     try:
         assert cli.main(["demo", "--prompts", str(path)]) == 2
-    except Reached:  # lines of text that are no JSON objects are prompts
+    except Reached:  # lines that are no JSON objects count as prompts
         return
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1, printed
@@ -325,7 +328,7 @@ def test_the_version_is_the_distributions(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_nothing_heavy_is_imported_before_signals_are_handled() -> None:
-    """An interrupt while torch is imported would end in a traceback, and `--help` would take seconds."""
+    """Otherwise an interrupt during the import of torch would print a traceback, and `--help` would take seconds."""
     program = "import sys, pagewire.cli; print({'msgspec', 'numpy', 'torch', 'zmq'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)
     assert done.stdout == "set()\n"

@@ -1,5 +1,6 @@
-"""A package that shadows one of ours is named by file, before its code runs."""
+"""A package that shadows one of ours is reported with its file, before its code runs."""
 
+# pyright: basic
 import subprocess
 import sys
 from pathlib import Path
@@ -12,17 +13,18 @@ ROOT = Path(__file__).parents[2]
 
 
 def imported(folder: Path, *first: Path) -> tuple[int, str]:
-    """Import `pagewire` of a folder in a process of its own, with other folders before it."""
+    """Imports `pagewire` from a folder in a new process, with other folders before it on the path."""
     path = [str(one) for one in (*first, folder)]
     program = f"import sys; sys.path[:0] = {path!r}; import pagewire; print(pagewire.__file__)"
-    command = [sys.executable, "-I", "-S", "-c", program]  # no site-packages: no editable install of ours
+    # without site-packages, so that no editable install of ours is found
+    command = [sys.executable, "-I", "-S", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.returncode, (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1]
 
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """A site-packages folder as pip leaves it, but for the distribution's other files."""
+    """A site-packages folder as pip makes it, without the distribution's other files."""
     folder = tmp_path / "site-packages"
     info = folder / "pagewire-0.1.0.dist-info"
     info.mkdir(parents=True)
@@ -38,7 +40,7 @@ def installed(tmp_path: Path) -> Path:
 
 
 def stranger(folder: Path, name: str) -> Path:
-    """Another distribution's package of the same name, as pip installs it."""
+    """Installs another distribution's package of the same name, as pip would."""
     package, info = folder / name, folder / "transfer-0.40.dist-info"
     package.mkdir(parents=True, exist_ok=True)
     info.mkdir(parents=True, exist_ok=True)
@@ -83,7 +85,7 @@ def test_a_package_that_was_written_over_is_named(name: str, installed: Path) ->
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_package_that_is_gone_is_named(name: str, installed: Path) -> None:
     gone = installed / name / "__init__.py"
-    gone.unlink()  # as pip leaves it when the other distribution is uninstalled
+    gone.unlink()  # the state in which pip leaves it after the other distribution is uninstalled
     status, told = imported(installed)
     assert status == 1
     assert f"pagewire needs its package {name!r}, and {gone} is gone: pip install --force-reinstall" in told

@@ -1,5 +1,6 @@
-"""The look of every plot: nothing is cut or covered, ticks are round, the same figures give the same bytes."""
+"""The appearance of every plot: no text is cut or covered, ticks are round, and equal figures give equal bytes."""
 
+# pyright: basic
 import itertools
 import math
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ pytest.importorskip("matplotlib")
 
 
 def texts(made: Any) -> Iterator[Any]:
-    """Every text that is seen: not the labels of ticks beyond the ends of their axis."""
+    """Every visible text, without the labels of ticks beyond the ends of their axis."""
     from matplotlib.text import Text
 
     hidden = {
@@ -32,7 +33,7 @@ def texts(made: Any) -> Iterator[Any]:
 
 
 def faults(made: Any) -> list[str]:
-    """Texts that the figure's edge cuts, and tick labels or titles that lie on each other."""
+    """Texts that the edge of the figure cuts, and tick labels or titles that overlap."""
     made.canvas.draw()
     width, height = made.canvas.get_width_height()
     seen = [(one, one.get_window_extent()) for one in texts(made)]
@@ -49,7 +50,7 @@ def faults(made: Any) -> list[str]:
 
 @pytest.fixture
 def saved(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """The faults of every figure that is saved, by the name of its file."""
+    """The faults of every saved figure, by the name of its file."""
     found: dict[str, list[str]] = {}
     real = plots.save
 

@@ -1,5 +1,6 @@
-"""Small random models, and a hand-made pool of pages for runners that need no manager."""
+"""Small random models, and a hand-made pool of pages for tests of runners without a manager."""
 
+# pyright: basic
 import hashlib
 from collections.abc import Iterator
 from typing import Any
@@ -39,7 +40,8 @@ DELTA = {
     "linear_value_head_dim": 16,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-# Latents of 16 elements and 8 that are shared; keys of 16 elements and these, values of 12. The first MLP is dense.
+# Latents have 16 elements and 8 shared ones; keys have 16 elements and the shared ones; values have 12. The first MLP
+# is dense.
 LATENTS = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
@@ -104,7 +106,7 @@ HYBRIDS = {
             "linear_num_heads": 4,
         },
     ),
-    # With tied embeddings a random one repeats its last token.
+    # With tied embeddings a random model repeats its last token.
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": False}),
     "minimax": (
         "MiniMaxConfig",
@@ -117,7 +119,7 @@ HYBRIDS = {
             "eos_token_id": None,
         },
     ),
-    # One attention layer for two places, with adapters of each. Steps of one token know no least dt, those of more do.
+    # One attention layer serves two places, with adapters for each. Only steps of several tokens limit dt from below.
     "zamba2": (
         "Zamba2Config",
         {
@@ -152,7 +154,7 @@ HYBRIDS = {
         },
     ),
 }
-# Their forms are those of other models, too.
+# Other models have the same forms.
 MORE_HYBRIDS = {
     "lfm2_moe": (
         "Lfm2MoeConfig",
@@ -174,7 +176,7 @@ MORE_HYBRIDS = {
 
 
 def _make_model(kind: str, **changes: Any) -> Any:
-    """A random model of another architecture, built as `from_pretrained` would leave it."""
+    """A random model of this architecture, in the state in which `from_pretrained` returns one."""
     import transformers
 
     name, sizes = {
@@ -183,9 +185,10 @@ def _make_model(kind: str, **changes: Any) -> Any:
         "mistral": ("MistralConfig", {"sliding_window": 24}),
         "phi3": ("Phi3Config", {"sliding_window": 24, "pad_token_id": 258, "bos_token_id": 256, "eos_token_id": None}),
         "gemma2": ("Gemma2Config", {}),
-        # With tied embeddings a random one repeats its last token.
+        # With tied embeddings a random model repeats its last token.
         "gemma3": ("Gemma3TextConfig", {"tie_word_embeddings": False}),
-        # Latents of 16 elements and 8 that turn; keys of 16 elements and these, values of 12. The first layer is dense.
+        # Latents have 16 elements and 8 rotated ones; keys have 16 elements and the rotated ones; values have 12. The
+        # first layer is dense.
         "deepseek_v3": (
             "DeepseekV3Config",
             {
@@ -222,12 +225,12 @@ def _make_model(kind: str, **changes: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def make_model() -> Any:
-    """Makes a model that is the caller's own."""
+    """Makes models that only the calling test uses."""
     return _make_model
 
 
 class SharedModels:
-    """Models that tests of several files run and none may change; each is made once."""
+    """Models that several test files run and none may change. Each is made once."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[Any, Any]] = {}
@@ -246,19 +249,19 @@ class SharedModels:
             if _fingerprint(model) != before
         }
         for key in changed:
-            del self._made[key]  # one test's mistake is one failure
+            del self._made[key]  # a mistake of one test must fail only that test
         assert not changed, f"a test changed models that others run: {changed}"
 
 
 def _fingerprint(model: Any) -> Any:
-    """State that one test could change for another: weights, attention, modes, generation settings."""
+    """The state that one test could change for another: weights, attention, modes, generation settings."""
     digest = hashlib.blake2b()
     for name, value in model.state_dict().items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
     modes = [module.training for module in model.modules()]
     attention = model.config._attn_implementation
-    # `save_pretrained` notes the architecture, which changes no token.
+    # `save_pretrained` records the architecture, which changes no token.
     config = str({key: value for key, value in model.config.to_dict().items() if key != "architectures"})
     return digest.hexdigest(), config, attention, modes, model.generation_config.to_json_string()
 
@@ -270,13 +273,13 @@ def shared_model() -> SharedModels:
 
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, shared_model: SharedModels) -> Any:
-    """The `MODEL` of a file, or a Llama."""
+    """The model named by the test file's `MODEL`, or a Llama."""
     return shared_model(getattr(request.module, "MODEL", "llama"))
 
 
 @pytest.fixture(scope="module")
 def expected(request: pytest.FixtureRequest, model: Any) -> list[list[int]]:
-    """The model's own answers to the `PROMPTS` of a file, `NEW` tokens each."""
+    """The model's own answers to the test file's `PROMPTS`, `NEW` tokens each."""
     return [own_tokens(model, prompt, request.module.NEW) for prompt in request.module.PROMPTS]
 
 
@@ -313,7 +316,7 @@ class _HandPool:
         for row, pages in enumerate(order.split(counts)):
             self.table[row, : len(pages)] = pages
         held = max(1, heads // tp)
-        # The bytes of a page lie head-major, as in the real pool, and start as garbage, except in the null page.
+        # The bytes of a page are head-major, as in the real pool. They start as garbage, except in the null page.
         shape = (len(order) + 1, held, layers, 2, page_size, dim)
         self.blocks = [torch.full(shape, 1e4).permute(0, 3, 2, 4, 1, 5) for _ in range(tp)]
         for pool in self.blocks:

@@ -1,14 +1,16 @@
-"""The last hop of every message: it delivers twice, late, and out of order, by a seed, and counts what it did when.
+"""The last hop of every message.
 
-The messages travel over the schedulers' own sockets. Where a scheduler would take them off a socket, it takes what is
-due here. How a message is delivered:
+It delivers messages twice, late and out of order, chosen by a seed, and counts what it did in which phase. The messages
+travel over the schedulers' own sockets. Instead of reading from a socket, a scheduler gets the messages that are due
+here. How a message is delivered:
 
-    in time     as it came
-    again       once more, after it was delivered before
-    overtaken   after a younger message of the same request
-    late        some rounds later than it came, and none had overtaken it
+    in time     when it arrived
+    again       a second time
+    overtaken   after a later message of the same request
+    late        some rounds after it arrived, but not overtaken
 """
 
+# pyright: basic
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,14 +29,14 @@ from tests.scheduler_adapters.service.processes import Service
 
 
 class Reached(NamedTuple):
-    """A message of a type that was delivered in some way while its request stood in some phase."""
+    """A delivery: the type of the message, how it was delivered, and the phase of its request at that time."""
 
     message: str
     phase: str
     how: str
 
     def covers(self, other: "Reached") -> bool:
-        """Whether the other is of this kind: its phase may say more."""
+        """Whether the other is of this kind; its phase may be more specific."""
         return (self.message, self.how) == (other.message, other.how) and other.phase.startswith(self.phase)
 
 
@@ -50,22 +52,22 @@ class _Held:
 
 @dataclass
 class _Hop:
-    """Messages that wait for one receiver, and the youngest that was delivered for each request."""
+    """The messages that wait for one receiver, and the latest message delivered for each request."""
 
     held: list[_Held] = field(default_factory=list)
     youngest: dict[str, int] = field(default_factory=dict)
 
 
 class Deliverer:
-    """Stands before every scheduler of a service.
+    """Delivers the messages of all schedulers of a service.
 
     Args:
-        service: whose messages.
+        service: the service.
         seed: decides what happens to each message.
-        patch: takes the place of the schedulers' own `received`.
-        twice: share of the messages that come again.
-        late: share that comes late.
-        rounds: most rounds that anything is put off.
+        patch: replaces the schedulers' own `received`.
+        twice: share of the messages that are delivered twice.
+        late: share of the messages that are delivered late.
+        rounds: most rounds by which a message is delayed.
     """
 
     def __init__(
@@ -89,15 +91,15 @@ class Deliverer:
 
     @property
     def num_held(self) -> int:
-        """Messages that are still to be delivered, those for sockets that are closed not counted."""
+        """The number of messages still to be delivered, without those for closed sockets."""
         return sum(len(hop.held) for key, hop in self._hops.items() if not getattr(key, "closed", False))
 
     def to_decode(self, name: str, message: msg.Submit | msg.Abort) -> None:
-        """A frontend says something to a decode process."""
+        """Sends a message from a frontend to a decode process."""
         self._take(self._hops.setdefault(name, _Hop()), message, message)
 
     def deliver_to_decodes(self) -> None:
-        """Messages of frontends that are due."""
+        """Delivers the frontends' messages that are due."""
         for name, decode in self.service.decodes.items():
             for held in self._due(self._hops.setdefault(name, _Hop()), lambda m, d=decode: _frontend_phase(d, m)):
                 message = held.message
@@ -127,7 +129,7 @@ class Deliverer:
         return self.random.choice((3, 12, self.rounds)) + 1
 
     def _due(self, hop: _Hop, phase: Callable[[Any], str]) -> Iterator[_Held]:
-        """One after the other: the phase of the next is what the one before has made of it."""
+        """Yields due messages one by one, because each may change the phase in which the next one arrives."""
         for held in sorted((one for one in hop.held if one.due <= self.round), key=lambda one: (one.due, one.number)):
             hop.held.remove(held)
             request_id = getattr(held.message, "request_id", "")

@@ -1,10 +1,11 @@
 """Random and mutated messages through the schedulers' own sockets: `python -m tests.scheduler_adapters.fuzz_sockets`.
 
-One prefill and one decode process's schedulers serve in this process. A stranger with many names floods prefill's
-socket; another has taken the address of a second prefill process, is welcome there, and answers what decode asks of it
-with rubbish. In between, a good request must end with the model's own tokens; at the end nothing is held.
+The schedulers of one prefill and one decode process serve in this process. A hostile client with many names floods
+prefill's socket. An impostor at the address of a second prefill process answers decode's messages with random bytes. In
+between, a good request must end with the model's own tokens. At the end nothing is held.
 """
 
+# pyright: basic
 import argparse
 import random
 import sys
@@ -34,7 +35,7 @@ STRANGER = msg.encode(next(message for message in MESSAGES if isinstance(message
 
 
 def rubbish(rng: random.Random, seeds: list[bytes]) -> list[bytes]:
-    """Noise, a changed message, a message with odd values, or a message of several frames."""
+    """Returns noise, a changed message, a message with odd values, or a message of several frames."""
     data = rng.choice(seeds)
     match rng.randrange(10):
         case 0:
@@ -46,7 +47,7 @@ def rubbish(rng: random.Random, seeds: list[bytes]) -> list[bytes]:
             except OverflowError:
                 data = b"\xdf\xff"
         case 4:
-            pass  # a right one, at a wrong time
+            pass  # a valid message at a wrong time
         case _:
             data = mutated(data, rng)
     return [data] * rng.choice((1, 1, 1, 1, 1, 1, 1, 1, 2, 5))
@@ -83,7 +84,7 @@ class Stranger:
 
 
 class Impostor:
-    """Answers for a prefill process, and says rubbish of what it is asked."""
+    """Poses as a prefill process, and answers with random bytes."""
 
     def __init__(self, service: Service) -> None:
         service.stop_prefill("p1")
@@ -104,7 +105,7 @@ class Impostor:
             elif isinstance(message, msg.Prefill):
                 self._asked = [*self._asked[-4:], message]
         if self._readers:
-            if rng.random() > LEAVES:  # a stranger's answer makes decode hang up, and come back a little later
+            if rng.random() > LEAVES:  # a wrong answer makes decode disconnect, and reconnect a little later
                 seeds = [data for data in seeds if data != STRANGER]
             self._socket.send_multipart([self._readers[-1], *rubbish(rng, self._about_what_was_asked(rng, seeds))])
 
@@ -124,7 +125,7 @@ class Impostor:
 
 
 def run(messages: int, seed: int, say: Callable[[str], None]) -> list[str]:
-    """Feeds `messages`, and returns what went wrong. An exception is raised."""
+    """Sends this many messages. Returns the failures; exceptions pass through."""
     rng = random.Random(seed)
     model = load_model(None)
     wanted, wrong = reference_tokens(model, PROMPT, NEW), list[str]()
@@ -166,7 +167,7 @@ def run(messages: int, seed: int, say: Callable[[str], None]) -> list[str]:
 
 
 def serve(service: Service, request_id: str, meanwhile: Callable[[], None]) -> list[int]:
-    """The tokens of a good request."""
+    """Serves a good request. Returns its tokens."""
     service.submit_one(request_id, PROMPT, NEW)
     end = time.monotonic() + ENDS_S
     while request_id not in service.ended:

@@ -1,5 +1,6 @@
-"""What a command leaves behind: processes, files, shared memory. And a command that is started to be ended."""
+"""Finds what a command leaves behind (processes, files, shared memory), and runs commands that are to be ended."""
 
+# pyright: basic
 import os
 import secrets
 import subprocess
@@ -17,11 +18,11 @@ STAGES = {"start": "starting ", "serving": "serving ", "checking": "checking "}
 
 
 class Run:
-    """A command in a folder for temporary files of its own. All that descends from it carries a mark.
+    """A command with its own folder for temporary files. All of its descendants carry a mark.
 
     Args:
-        folder: of its temporary files; made where it is not there.
-        arguments: of `pagewire`.
+        folder: folder of its temporary files; made if it does not exist.
+        arguments: arguments of `pagewire`.
     """
 
     def __init__(self, folder: Path, *arguments: str) -> None:
@@ -39,7 +40,7 @@ class Run:
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(folder),
-            "TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "torch"),  # torch's own, made at its import
+            "TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "torch"),  # torch's own folder, made at its import
             "UCX_POSIX_DIR": str(self._memory),
             MARK: self._mark,
         }
@@ -61,7 +62,7 @@ class Run:
             self.lines.append(line)
 
     def wait_for(self, beginning: str, timeout_s: float = 100) -> None:
-        """Wait until the command has printed a line that begins so."""
+        """Waits until the command has printed a line with this beginning."""
         deadline = time.monotonic() + timeout_s
         while not any(line.startswith(beginning) for line in self.lines):
             assert self.process.poll() is None, (self.lines, self.stderr())
@@ -73,7 +74,7 @@ class Run:
         return self.process.stderr.read()
 
     def end(self, *numbers: int, every_s: float = 0.05) -> tuple[int, str]:
-        """Send these signals, one after another; the status, and what it said on standard error."""
+        """Sends these signals, one after another. Returns the exit status and standard error."""
         self.descendants()
         for number in numbers:
             self.process.send_signal(number)
@@ -82,22 +83,22 @@ class Run:
             try:
                 return self.process.wait(60), self.stderr()
             finally:
-                self.process.kill()  # one that does not end fails its test, and holds up no other
+                self.process.kill()  # a process that does not end fails its test, but must not delay others
 
     def descendants(self) -> dict[int, str]:
-        """Processes that carry the mark, by id, with their command lines."""
+        """The processes that carry the mark, by id, with their command lines."""
         found = {}
         for entry in Path("/proc").iterdir():
             try:
                 if entry.name.isdigit() and f"{MARK}={self._mark}".encode() in (entry / "environ").read_bytes():
                     found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-            except OSError:  # it has ended, or is nobody's any more
+            except OSError:  # the process has ended, or was just reaped
                 continue
         self._shared |= set(map(str, found))
         return found
 
     def leftovers(self, *, files: bool = True) -> list[str]:
-        """What is left: processes, files, shared memory that no process has mapped."""
+        """The remains: processes, files, and shared memory that no process has mapped."""
         left = [f"process {pid}: {line}" for pid, line in self.descendants().items()]
         left += [f"file {path}" for path in self.folder.rglob("*") if files]
         for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]:
@@ -115,7 +116,7 @@ class Run:
 
 
 def wait_for_work(pid: int, seconds: float) -> None:
-    """Until a process has used so much more processor time: unlike waiting, that is the same on a busy machine."""
+    """Waits until a process has used this much more processor time, which is independent of other load."""
 
     def used() -> float:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,5 +1,6 @@
-"""Helpers for tests of served models: a manager of so many pages, a loop over it, and running the loop to its end."""
+"""Helpers for tests of served models: make a manager and a loop over it, and run the loop to its end."""
 
+# pyright: basic
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -26,9 +27,9 @@ _answers: WeakKeyDictionary[Any, dict[tuple[Any, ...], list[int]]] = WeakKeyDict
 
 
 def own_tokens(model: Any, prompt: Sequence[int], new: int) -> list[int]:
-    """As `reference_tokens`; earlier answers are remembered as long as the model lives.
+    """Like `reference_tokens`, but remembers answers as long as the model lives.
 
-    The model's weights must not change in between. It may be told to end with another token.
+    The model's weights must not change in between. Its end-of-sequence token may change.
     """
     key = str(model.generation_config.eos_token_id), tuple(prompt)
     known = _answers.setdefault(model, {})
@@ -39,7 +40,10 @@ def own_tokens(model: Any, prompt: Sequence[int], new: int) -> list[int]:
 
 
 class Unwalked(OrderedDict[str, Any]):
-    """Requests by id, for who may look at the first, and at those that have news: a look at each of them fails."""
+    """Requests by id, for code that may look at the first one and at those with news.
+
+    Iterating over all of them fails.
+    """
 
     def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
         yield next(iter(super().items()))
@@ -61,9 +65,9 @@ def new_manager(
     states: dict[str, Any] | None = None,
     **params: Any,
 ) -> Any:
-    """The manager that the model needs, with so many pages of tokens in each replica, and state pages beside them.
+    """A manager for the model, with this many token pages in each replica, and state pages in their own memory.
 
-    `states`: what the params of a model with recurrent layers say of copies. They have memory of their own.
+    `states` has the params for state copies of a model with recurrent layers.
     """
     cache = kv_params_of(model.config, page_size=page_size, **params)
     memory = pages * page_bytes(cache, num_layers_of(model.config), page_size) * cache.data_parallel_degree

@@ -1,5 +1,6 @@
-"""The contract of the adapters that run here: the loop, the generator, and both schedulers with pulls between them."""
+"""The adapter contract for the loop, the generator, and the prefill and decode schedulers with pulls between them."""
 
+# pyright: basic
 import functools
 import math
 from collections import Counter
@@ -38,7 +39,7 @@ def reference(model: Any) -> Reference:
 
 
 def watch(loop: ServingLoop[Any], most: Counter[str]) -> None:
-    """Count what the runs of a loop's model take."""
+    """Records the tokens and pages of the runs of a loop's model."""
     manager, run = loop.manager, loop.runner.run
 
     def watched(batch: Sequence[Any], inputs: Any) -> list[int]:
@@ -117,7 +118,7 @@ class LoopDriver:
 
 
 class GeneratorDriver(LoopDriver):
-    """`PagedGenerator`: a step is a call with all that was submitted; a cancellation interrupts the call."""
+    """`PagedGenerator`: a step is one call with everything submitted; a cancellation interrupts the call."""
 
     phases = ("prefill", "decoding")
 
@@ -202,9 +203,9 @@ class PairDriver:
         self._meddle_with_reads()
 
     def _meddle_with_reads(self) -> None:
-        """NIXL reads whatever is asked for; these have some READs fail, in flight or posted, or not done until told so.
+        """Patches NIXL so that chosen READs fail, in flight or when posted, or do not end until told so.
 
-        The READ in flight has to fail too: it may be the last one that the victim needs, so that none is refused.
+        The READ in flight must also fail, because it may be the last one that the victim needs.
         """
         read, done = Agent.read, Agent.done
 
@@ -241,8 +242,8 @@ class PairDriver:
         self.service.poll()
 
     def bring(self, request_id: str, phase: str) -> tuple[list[int], int]:
-        # In "offered" it stays where decode has no room for it beside any other request, in "pulling" with a READ that
-        # is in flight.
+        # The request stays in "offered" because decode has no room for it next to another request, and in "pulling"
+        # because a READ is in flight.
         self.stalled = phase == "pulling"
         prompt, new = (prompt_of(202, 300), 10) if phase == "offered" else (LONG, 3 * NEW)
         request = self.service.submit_one(request_id, prompt, new)
@@ -282,7 +283,7 @@ class PairDriver:
         if peer == "prefill":
             self.service.stop_prefill("p0")
             return ()
-        self.stalled = False  # or the end of its engine, here in this process, would wait for the READ
+        self.stalled = False  # otherwise the end of its engine, in this process, would wait for the READ
         self.service.stop_decode("d0")
         lost = {request_id for request_id in self.service.tokens if request_id not in self.service.ended}
         self.lost |= lost

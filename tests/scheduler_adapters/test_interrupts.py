@@ -1,5 +1,6 @@
-"""A command that is ended by a signal, in every stage: nothing outlives it, and the status says which signal it was."""
+"""Signals that end a command in every stage: nothing outlives it, and its status names the signal."""
 
+# pyright: basic
 import itertools
 import os
 import random
@@ -33,7 +34,7 @@ SERVED = {"start": "2000", "serving": "2000", "checking": "40"}
 
 
 def run_demo(folder: Path, stage: str, *arguments: str) -> Run:
-    """A demo that has come to a stage."""
+    """Starts a demo and waits until it is in a stage."""
     run = Run(folder, "demo", "--requests", SERVED[stage], "--max-new-tokens", "8", *arguments)
     run.wait_for(STAGES[stage])
     return run
@@ -44,7 +45,7 @@ def assert_ended(run: Run, number: int) -> None:
     if number == signal.SIGKILL:
         assert status == -signal.SIGKILL
         run.assert_nothing_left(files=False)
-        # What is left is what the next start removes: no more than the folder of the run.
+        # The only remains are the folder of the run, which the next start removes.
         assert all(path.name.startswith(PREFIX) for path in run.folder.iterdir())
         following = Run(run.folder, "demo", "--requests", "2000")
         following.wait_for(STAGES["serving"])
@@ -64,7 +65,7 @@ def assert_ended(run: Run, number: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_outlives_the_demo(tmp_path: Path, kind: str, number: signal.Signals, stage: str) -> None:
     run = run_demo(tmp_path / "t", stage, *KINDS[kind])
-    # Anywhere in the stage: while processes are made, import, connect, serve.
+    # At a random time of the stage: while processes are made, import, connect or serve.
     time.sleep(random.Random(f"{kind} {number} {stage}").uniform(0, 3 if stage == "start" else 0.5))
     assert_ended(run, number)
 
@@ -81,7 +82,7 @@ def test_a_child_that_is_ended_alone_takes_everything_along(tmp_path: Path, role
     run = Run(tmp_path / "t", "demo", "--requests", "2000", "--curve")
     run.wait_for(STAGES["serving"])
     (pid,) = re.findall(rf"{role}: pid (\d+)", "".join(run.lines))
-    if number == signal.SIGINT:  # the parent hears it too, and ends its children: alone it does nothing
+    if number == signal.SIGINT:  # a child ignores this signal, because its parent gets it too and ends its children
         os.kill(int(pid), number)
         assert run.process.poll() is None
         number = signal.SIGKILL
@@ -150,10 +151,10 @@ def test_a_process_ends_with_its_parent_from_its_first_moment_on(wait: float, st
 
 
 def end_of(pid: int) -> tuple[int, float]:
-    """The status of a process whose parent has ended, and the processor time that it has used, in seconds."""
+    """Waits for the end of a process whose parent has ended. Returns its status, and its processor time in seconds."""
     deadline = time.monotonic() + 60
     while True:
-        ended, status, usage = os.wait4(pid, os.WNOHANG)  # it is our child now: `tests.conftest` adopts
+        ended, status, usage = os.wait4(pid, os.WNOHANG)  # it is our child now, because `tests.conftest` adopts orphans
         if ended:
             return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
         assert time.monotonic() < deadline, f"process {pid} outlives its parent"
@@ -168,7 +169,7 @@ def test_a_signal_is_an_exception_once(number: signal.Signals) -> None:
             signal.raise_signal(number)
         finally:
             for other in HANDLED:
-                signal.raise_signal(other)  # the first is still being obeyed
+                signal.raise_signal(other)  # the first signal is still being handled
     assert (raised.value.signal, raised.value.status) == (number, 128 + number)
     assert signal.getsignal(number) is before
 
@@ -182,7 +183,7 @@ def test_a_signal_that_is_lost_can_be_sent_again(monkeypatch: pytest.MonkeyPatch
 
 
 class Named:
-    """Something of a class in whose making a signal falls, as in the import of any enumeration."""
+    """A descriptor whose class creation is interrupted by a signal, as can happen when an enumeration is imported."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -200,7 +201,7 @@ def test_an_error_that_no_signal_has_caused_stays_what_it_is() -> None:
 
 
 class Finalized:
-    """Something whose end a signal falls into: Python throws away what is raised there."""
+    """An object whose finalizer is interrupted by a signal. Python discards exceptions there."""
 
     def __del__(self) -> None:
         signal.raise_signal(signal.SIGTERM)

@@ -1,3 +1,4 @@
+# pyright: basic
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -169,7 +170,7 @@ def test_the_last_token_of_the_vocabulary_is_taken_and_the_one_after_it_is_not(m
 def test_an_id_is_used_once_at_a_time(model: Any) -> None:
     loop = new_loop(model)
     loop.add(Request("r", [1, 2], 2, hold_pages=True))
-    for _ in range(4):  # while it waits, runs, and holds its pages
+    for _ in range(4):  # while it waits, while it runs, and while it holds its pages
         with pytest.raises(AlreadyClaimedError, match="'r'"):
             loop.add(Request("r", [1, 2], 2))
         loop.step()
@@ -224,7 +225,7 @@ def test_an_adopted_request_goes_on_where_another_manager_stopped(model: Any, ex
     request = Request("r", PROMPTS[0], NEW)
     serve(source, [Request("r", PROMPTS[0], 1, hold_pages=True)])
     context = target.context_for(request)
-    context.update(0)  # stands for nothing yet: replaced below by the token that prefill made
+    context.update(0)  # a placeholder, replaced below by prefill's token
     context = target.context_for(Request("r", [*PROMPTS[0], expected[0][0]], NEW - 1))
     target.manager.external_claim("r")
     pending = target.manager.import_block_table(context, source.manager.block_table("r"))
@@ -276,13 +277,13 @@ def test_the_pages_are_gone_from_a_batch_that_a_poisoned_page_would_spoil(
     loop = new_loop(model, enable_prefix_caching=False)
     serve(loop, requests_of(PROMPTS[:2]))
     for blocks in loop.manager.device_tensors[0]:
-        blocks[1:] = float("nan")  # what a reused page may hold: anything
+        blocks[1:] = float("nan")  # a reused page may hold anything
     assert tokens_of(serve(loop, requests_of(PROMPTS))) == expected
     assert not any(torch.any(blocks[0]) for blocks in loop.manager.device_tensors[0])
 
 
 def test_a_request_may_fill_the_cache_to_its_last_token_and_not_beyond(model: Any) -> None:
-    loop = new_loop(model, pages=4)  # 64 tokens; the last token of a request is never fed back, and needs no room
+    loop = new_loop(model, pages=4)  # 64 tokens; the last token of a request is never fed back, so it needs no room
     prompt = PROMPTS[3][:50]
     outputs = serve(loop, [Request("fits", prompt, 15)])
     assert tokens_of(outputs) == [own_tokens(model, prompt, 15)]
@@ -292,7 +293,7 @@ def test_a_request_may_fill_the_cache_to_its_last_token_and_not_beyond(model: An
 
 
 def test_a_replica_short_of_pages_takes_none_from_another(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest request of all runs on the other replica, and is never preempted."""
+    """The newest request runs on the other replica, and is never preempted."""
     loop = new_loop(model, pages=12, page_size=4, n_devices=2, data_parallel_degree=2, enable_prefix_caching=False)
     at = {"r0": 0, "r1": 0, "r2": 1}
     monkeypatch.setattr(loop.manager, "get_or_recommend_replica", lambda context: at[context.request_id])
@@ -312,7 +313,7 @@ def test_pages_that_never_arrive_hold_a_request_up_for_five_seconds_and_no_other
     now = [100.0]
     monkeypatch.setattr("scheduler_adapters.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
     loop = new_loop(model)
-    # As a store that has the pages, and does not answer.
+    # Simulates a store that has the pages but does not answer.
     monkeypatch.setattr(loop.manager, "prefetch", lambda context: context.request_id == "r1")
     for request in requests_of(PROMPTS[:3]):
         loop.add(request)
@@ -329,7 +330,7 @@ def test_pages_that_never_arrive_hold_a_request_up_for_five_seconds_and_no_other
 
 
 def test_with_windows_a_budget_of_one_token_still_finds_cached_prefixes(make_model: Callable[..., Any]) -> None:
-    """Several block tables have pages for one chunk, and a chunk of one token would be a decode step."""
+    """With several block tables only one chunk has pages, and a chunk of one token would count as a decode step."""
     layers = ["sliding_attention", "full_attention", "sliding_attention"]
     windowed = make_model("gemma3", layer_types=layers, sliding_window=24)
     prompt = PROMPTS[0][:60]

@@ -1,5 +1,6 @@
-"""A loop that plans a step while the model runs gives the tokens of one that does not."""
+"""An overlapped loop gives the same tokens as a plain one."""
 
+# pyright: basic
 from __future__ import annotations
 
 import threading
@@ -30,7 +31,9 @@ NEW = 16
 
 
 class SlowModel:
-    """A model that is done only once the loop has planned all that it can: it reads pages after everything else."""
+    """A model that runs only after the loop has planned everything that it can, so that it reads pages as late as
+    possible.
+    """
 
     def __init__(self, runner: Any) -> None:
         self.runner, self.eos_token_ids = runner, runner.eos_token_ids
@@ -46,7 +49,9 @@ class SlowModel:
 
 
 class Loop(OverlappedLoop):
-    """Tells its model when the next step is planned. Counts the steps that were planned while the model ran."""
+    """An overlapped loop that tells its model when the next step is planned, and counts steps planned while the model
+    ran.
+    """
 
     ahead = 0
 

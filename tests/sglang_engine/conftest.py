@@ -1,5 +1,6 @@
-"""These tests run in an environment of their own (`make test-sglang`); elsewhere there is nothing to collect."""
+"""These tests run in their own environment (`make test-sglang`). Elsewhere they are not collected."""
 
+# pyright: basic
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from tests.sglang_engine import stand_ins
 collect_ignore_glob = [] if stand_ins.install() else ["test_*.py"]
 
 PAGE_SIZE = int(os.environ.get("PAGEWIRE_SGLANG_PAGE_SIZE", "16"))
-if PAGE_SIZE != 16:  # these have sizes of their own, or need one alone
+if PAGE_SIZE != 16:  # these tests have their own page sizes, or need only one
     collect_ignore = ["test_pools.py", "test_transfer_layouts.py", "test_transfer_deaths.py", "test_kernels.py"]
 
 
@@ -23,7 +24,7 @@ def page_size() -> int:
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small random Llama, saved; it never gives its end token, so that lengths are known."""
+    """The directory of the small random Llama. It never generates its end token, so lengths are known."""
     from scheduler_adapters.hf.tiny import EOS, tiny_llama
 
     directory = tmp_path_factory.mktemp("model")
@@ -35,7 +36,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(model_dir: Path) -> Any:
-    """The tokens that the model's own `generate` appends to a prompt, up to a token of the caller's choice."""
+    """Returns the tokens that the model's own `generate` appends to a prompt, up to a token that the caller chooses."""
     from scheduler_adapters.hf.runner import load_model, reference_tokens
 
     model = load_model(model_dir)
@@ -56,7 +57,7 @@ def the_engine(model_dir: Path, page_size: int) -> Any:
 
 @pytest.fixture
 def engine(the_engine: Any) -> Any:
-    """The engine with an empty cache; afterwards nothing may be held."""
+    """The engine with an empty cache. After the test nothing may be held."""
     assert the_engine.scheduler.flush_cache()
     the_engine.retracted = 0
     yield the_engine
@@ -68,7 +69,7 @@ def engine(the_engine: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def plain(model_dir: Path, page_size: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """SGLang's engine as it is, in a process."""
+    """SGLang's unchanged engine, in a process."""
     from tests.sglang_engine.pd_pair import Options, Server
 
     log = tmp_path_factory.mktemp("plain") / "plain.log"

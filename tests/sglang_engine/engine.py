@@ -1,8 +1,9 @@
 """SGLang's real scheduler, model runner and attention on the CPU, in this process, driven step by step.
 
-Only the event loop's outermost `while` is ours, so that a test can look between two steps.
+Only the outermost `while` of the event loop is ours, so that a test can look between two steps.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import argparse
@@ -18,7 +19,7 @@ from tests.sglang_engine import stand_ins
 from tests.sglang_engine.subscriber import CONFIG, Subscriber
 from tests.sglang_engine.tokenized import tokenized
 
-# SGLang itself recounts its pools and rows after every step, and dies of the first difference.
+# Makes SGLang itself recount its pools and rows after every step, and fail at the first difference.
 os.environ |= {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -31,7 +32,7 @@ ROWS = 8
 
 
 class Engine:
-    """One scheduler with one model. SGLang allows one in a process.
+    """One scheduler with one model. SGLang allows only one in a process.
 
     Args:
         model: directory of the model.
@@ -47,7 +48,7 @@ class Engine:
 
         logging.disable(logging.WARNING)
         torch.set_num_threads(1)
-        load_plugins()  # as every process of a server does: this is what makes our backend known
+        load_plugins()  # as every process of a server does; this registers our backend
         arguments = ServerArgs(
             model_path=model,
             device="cpu",
@@ -62,7 +63,7 @@ class Engine:
             max_total_tokens=POOL_TOKENS,
             max_running_requests=ROWS,
             chunked_prefill_size=CHUNK,
-            schedule_conservativeness=0.05,  # admits more than fits, so that requests are retracted
+            schedule_conservativeness=0.05,  # admits more requests than fit, so that some are retracted
             enable_priority_scheduling=True,
             radix_cache_backend=backend,
             kv_events_config=CONFIG,
@@ -77,18 +78,18 @@ class Engine:
         self.requests: dict[str, Any] = {}
 
     def submit(self, name: str, prompt: list[int], new: int, stop: int | None = None, **fields: Any) -> None:
-        """Hand a request to the scheduler, as its tokenizer process would."""
+        """Passes a request to the scheduler, as its tokenizer process would."""
         self.scheduler.process_input_requests([tokenized(name, prompt, new, stop, **fields)])
         self.requests[name] = next(req for req in self.scheduler.waiting_queue if req.rid == name)
 
     def abort(self, name: str) -> None:
-        """What a client's disconnect does."""
+        """Does what a client's disconnect causes."""
         from sglang.srt.managers.io_struct import AbortReq
 
         self.scheduler.process_input_requests([AbortReq(rid=name)])
 
     def step(self) -> bool:
-        """One turn of the event loop; whether there was a batch to run."""
+        """Runs one turn of the event loop. Returns whether there was a batch to run."""
         scheduler = self.scheduler
         before = {name for name, req in self.requests.items() if req.is_retracted}
         with torch.inference_mode():
@@ -109,7 +110,7 @@ class Engine:
         return batch is not None
 
     def run(self, limit: int = 2000) -> dict[str, list[int]]:
-        """Run until nothing is left; the tokens of every request since the last `run`."""
+        """Runs until nothing is left. Returns the tokens of every request since the last `run`."""
         for _ in range(limit):
             if not self.step() and self.scheduler.is_fully_idle():
                 found = {name: list(req.output_ids) for name, req in self.requests.items()}
@@ -124,7 +125,7 @@ class Engine:
         return (row[:: self.page_size] // self.page_size).tolist()
 
     def cached_tokens(self, requests: dict[str, list[int]], new: int) -> list[int]:
-        """Run one request after another; how many tokens of each prompt were found cached."""
+        """Runs one request after another. Returns how many tokens of each prompt were found cached."""
         found = []
         for name, prompt in requests.items():
             self.submit(name, prompt, new)
@@ -135,9 +136,8 @@ class Engine:
 
 
 def main() -> None:
-    """What SGLang's own tree does with the requests on standard input, as JSON.
-
-    How many tokens each of them finds cached; with `--events` what a subscriber knows of the tree in the end.
+    """Runs the requests on standard input with SGLang's own tree, and prints JSON: how many tokens each finds cached,
+    and with `--events` what a subscriber knows of the tree at the end.
     """
     stand_ins.install()
     parser = argparse.ArgumentParser()

@@ -1,5 +1,6 @@
-"""Processes of `pd_server`, as a test sees them: what a router would do to send one request to both."""
+"""The test's side of `pd_server` processes. It sends one request to both, as a router would."""
 
+# pyright: basic
 from __future__ import annotations
 
 import contextlib
@@ -14,14 +15,14 @@ from typing import Any
 
 START_S, ANSWER_S = 120.0, 60.0
 NEW = 12
-# SGLang takes many seconds to import: once, in the process from which all others are forked.
+# Importing SGLang takes many seconds, so one process does it and all others are forked from it.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.sglang_engine.pd_server"])
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a server is started with; `more` are SGLang's own, `ports` those of rank 0."""
+    """The options of a server. `more` are SGLang's own options, and `ports` are those of rank 0."""
 
     role: str
     model: str
@@ -36,7 +37,7 @@ class Options:
 
 
 def run(options: Options, connection: Any) -> None:
-    """In the process of a server."""
+    """Runs in the process of a server."""
     from tests.sglang_engine import pd_server
 
     pd_server.main(options, connection)
@@ -49,7 +50,7 @@ def free_port() -> int:
 
 
 class Server:
-    """A process for each rank, and what they have said of each request."""
+    """A process for each rank, and their messages about each request."""
 
     def __init__(self, options: Options) -> None:
         self.options, self.role, self.log = options, options.role, Path(options.log)
@@ -119,7 +120,7 @@ class Server:
         return self._until("usage", ANSWER_S)
 
     def wait_usage(self, timeout_s: float = 20.0, **wanted: int) -> None:
-        """Wait until so much is held; everything given back where nothing is named."""
+        """Waits until this much is held; by default, until everything is given back."""
         end = time.monotonic() + timeout_s
         while True:
             usage = self.usage()
@@ -130,7 +131,7 @@ class Server:
             time.sleep(0.05)
 
     def wait_reads(self, timeout_s: float = ANSWER_S) -> None:
-        """Wait until a READ that is held was posted."""
+        """Waits until a held READ was posted."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             self.ask("reads")
@@ -167,7 +168,7 @@ class Server:
 
 
 class Pair:
-    """A prefill and a decode process, and what stands between them and clients: room numbers."""
+    """A prefill and a decode process, and the router's part: room numbers."""
 
     def __init__(
         self, model: Path, logs: Path, pages: tuple[int, int], ranks: tuple[int, int] = (1, 1), **more: Any
@@ -195,7 +196,7 @@ class Pair:
         return Server(self.options[role])
 
     def send(self, name: str, prompt: list[int], new: int, to: str = "both") -> int:
-        """Send a request to both, as a router does, or to one of them, whose other half never comes."""
+        """Sends a request to both processes, as a router does, or to only one of them."""
         room = next(self.rooms)
         for role, server in (("prefill", self.prefill), ("decode", self.decode)):
             if to in ("both", role):
@@ -203,7 +204,7 @@ class Pair:
         return room
 
     def send_held(self, name: str, prompt: list[int]) -> None:
-        """Send a request to both, and wait until decode reads; the READ lasts until `decode.hold(on=False)`."""
+        """Sends a request to both, and waits until decode reads. The READ lasts until `decode.hold(on=False)`."""
         self.decode.hold(on=True)
         self.send(name, prompt, NEW)
         self.decode.wait_reads()
@@ -223,7 +224,7 @@ def reason(answer: dict[str, Any]) -> str:
 
 
 def check_works(pair: Pair, expected: Any) -> None:
-    """The next request is right, and nothing is held after it."""
+    """Checks that the next request is right, and that nothing is held after it."""
     prompt = list(range(40, 100))
     pair.send("next", prompt, NEW)
     assert pair.decode.answer("next")["tokens"] == expected(prompt)

@@ -1,9 +1,10 @@
-"""One process of a disaggregated pair: SGLang's scheduler with its own event loop, and a tokenizer that is a stand-in.
+"""One process of a disaggregated pair: SGLang's scheduler with its own event loop, and a substitute for the tokenizer.
 
-The scheduler, its queues, its sockets, the rendezvous on HTTP, the model and its attention are SGLang's. A stand-in
-replaces the tokenizer: a thread that speaks to the scheduler's real socket, and JSON lines to the test.
+The scheduler, its queues, its sockets, the rendezvous on HTTP, the model and its attention are SGLang's. A thread
+replaces the tokenizer. It uses the scheduler's real socket, and exchanges JSON lines with the test.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import contextlib
@@ -23,7 +24,7 @@ os.environ |= {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-    "TORCH_COMPILE_DISABLE": "1",  # what one rank among several compiles takes a minute
+    "TORCH_COMPILE_DISABLE": "1",  # with several ranks, compiling takes a minute
 }
 
 import torch  # noqa: E402
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
     from tests.sglang_engine.pd_pair import Options
 
-torch.set_num_threads(1)  # before anything is forked from here
+torch.set_num_threads(1)  # before any process is forked from this one
 load_plugins()  # as every process of a server does
 BACKEND = "pagewire"
 
@@ -87,7 +88,7 @@ def server_arguments(options: Options) -> ServerArgs:
 
 
 class Tokenizer:
-    """What SGLang's tokenizer manager says to a scheduler and hears from it, for prompts that are tokens already."""
+    """The messages between SGLang's tokenizer manager and a scheduler, for prompts that are already tokens."""
 
     def __init__(self, ports: Any, connection: Connection) -> None:
         self._connection = connection
@@ -137,12 +138,12 @@ class Tokenizer:
         self._send(AbortReq(rid=name))
 
     def hold(self, on: bool) -> None:
-        """A READ whose bytes have arrived is told as going on, until this ends."""
+        """Makes a finished READ look unfinished, until this is turned off."""
         HELD["on"], HELD["reads"] = on, 0
         self.say(held=on)
 
     def reads(self) -> None:
-        """How often a READ was asked about while it was held."""
+        """How often a held READ was checked."""
         self.say(reads=HELD["reads"])
 
     def usage(self) -> None:
@@ -163,7 +164,7 @@ class Tokenizer:
         )
 
     def phase(self, room: int) -> None:
-        """SGLang's own name of a room's state; empty where it has none."""
+        """SGLang's own name of a room's state; empty if it has none."""
         names = {value: name for name, value in vars(KVPoll).items() if isinstance(value, int)}
         self.say(phase=names.get(manager_of(self.scheduler).request_status.get(room, -1), ""))
 
@@ -185,7 +186,7 @@ def open_rooms(manager: Any) -> int:
 
 
 def hold_reads() -> None:
-    """The one thing about the transfer that a test changes: how long a READ takes."""
+    """Changes how long a READ takes, the only part of the transfer that tests change."""
     done, read = Agent.done, Agent.read
 
     def is_held() -> bool:
@@ -201,18 +202,19 @@ def hold_reads() -> None:
 
 
 def main(options: Options, connection: Connection) -> None:
-    """Run one rank of a server until it is told to stop."""
+    """Runs one rank of a server until it is told to stop."""
     with open(options.log, "a") as log:  # noqa: PTH123
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.environ |= options.environment
-    if options.tp > 1:  # SGLang wants to know which core is whose
+    if options.tp > 1:  # SGLang needs to know the core of each rank
         cores = sorted(os.sched_getaffinity(0))
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
             str(cores[rank % len(cores)]) for rank in range(options.tp)
         )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(name)s %(message)s")
-    faulthandler.register(signal.SIGUSR1)  # where it is, into the log: for who asks why it hangs
+    # prints a traceback to the log on this signal, to find out why a process hangs
+    faulthandler.register(signal.SIGUSR1)
     arguments = server_arguments(options)
     ports = PortArgs(**options.ports) if options.ports else PortArgs.init_new(arguments)
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=options.rank, dp_rank=None, gpu_id=options.rank))

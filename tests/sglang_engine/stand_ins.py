@@ -1,8 +1,8 @@
-"""Stand-ins for packages that SGLang imports and that nothing here runs: kernels for GPUs, codecs, other file formats.
-
-Everything of SGLang itself is its own: scheduler, cache interface, allocators, model runner and model code.
+"""Substitutes for packages that SGLang imports but does not use here: kernels for GPUs, codecs, other file formats.
+SGLang's own code is unchanged: scheduler, cache interface, allocators, model runner and model code.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import importlib.abc
@@ -44,7 +44,7 @@ PACKAGES = (
 
 
 class _Nothing(type):
-    """The class of classes that accept whatever is done with them at import time, and are false."""
+    """The metaclass of classes that accept any use at import time, and are false."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -103,7 +103,7 @@ class _Module(types.ModuleType):
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `PACKAGES` where nobody else does."""
+    """An import finder for `PACKAGES` that are not installed."""
 
     def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
         if name.partition(".")[0] not in PACKAGES:
@@ -118,7 +118,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> bool:
-    """Put the finder last. Whether SGLang is there at all."""
+    """Installs the finder as the last one. Returns whether SGLang is installed."""
     if importlib.util.find_spec("sglang") is None:
         return False
     import nixl  # noqa: F401  (it looks for CUDA's package, and would take a stand-in for it)

@@ -1,5 +1,6 @@
-"""What a router would know of a cache by SGLang's KV events alone."""
+"""A router's knowledge of a cache, from SGLang's KV events alone."""
 
+# pyright: basic
 from __future__ import annotations
 
 import time
@@ -15,10 +16,10 @@ Prefix = tuple[str | None, tuple[int, ...]]
 
 
 class Subscriber:
-    """A subscriber of one engine's events. Every event must fit those before it.
+    """A subscriber of one engine's events. Every event must be consistent with the earlier ones.
 
     Attributes:
-        held: by its hash, what ends with each page that is there now.
+        held: by hash, the tokens up to the end of each page that is cached now.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -34,14 +35,14 @@ class Subscriber:
         self.catch_up()
 
     def catch_up(self) -> set[Prefix]:
-        """What is told of by now, all that SGLang has published heard."""
+        """Reads everything that SGLang has published. Returns the known pages."""
         publisher = self._engine.scheduler.kv_events_publisher.kv_event_publisher
         publisher._event_queue.join()
         self._wait(lambda: self._number == publisher._buffer[-1][0])
         return set(self.held.values())
 
     def _wait(self, for_what: Callable[[], bool], seconds: float = 60) -> None:
-        """Hear until something is so."""
+        """Reads events until a condition holds."""
         deadline = time.monotonic() + seconds
         while not for_what():
             assert time.monotonic() < deadline, f"{len(self.held)} pages are told of, and no more comes"
@@ -51,12 +52,14 @@ class Subscriber:
         self._socket.close(linger=0)
 
     def _is_cleared(self) -> bool:
-        """What is published before the connection stands does not come: so everything is cleared again and again."""
+        """Clears the cache repeatedly until an event arrives, because events published before the connection exists are
+        lost.
+        """
         self.flush()
         return self._clears > 0
 
     def flush(self) -> None:
-        """Have the engine forget everything."""
+        """Makes the engine forget everything."""
         assert self._engine.scheduler.flush_cache()
         self._engine.step()  # publishes
 
@@ -74,7 +77,7 @@ class Subscriber:
         self._clears += 1
 
     def _BlockStored(self, event: dict[str, Any]) -> None:  # noqa: N802
-        if not self._clears:  # that goes on with what was told before we heard
+        if not self._clears:  # it continues pages that were reported before we subscribed
             return
         size, hashes, parent = event["block_size"], event["block_hashes"], event["parent_block_hash"]
         assert (size, event["medium"], event["lora_id"]) == (self._engine.page_size, "GPU", None)

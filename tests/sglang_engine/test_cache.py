@@ -1,5 +1,6 @@
-"""The cache by itself, with SGLang's real requests, rows and allocators: what only rare moves would show."""
+"""The cache by itself, with SGLang's real requests, rows and allocators, for faults that only rare moves would show."""
 
+# pyright: basic
 from __future__ import annotations
 
 import dataclasses
@@ -18,7 +19,10 @@ PAGES, ROWS = 24, 6
 
 
 class Pools:
-    """A cache with pools of its own, and what each token slot would hold: the digest of the tokens up to its own."""
+    """A cache with its own pools.
+
+    For each token slot it records the content: the digest of all tokens up to this one.
+    """
 
     def __init__(self, page_size: int) -> None:
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
@@ -50,7 +54,10 @@ class Pools:
         return torch.tensor([hash((seed, tuple(tokens[: place + 1]))) for place in range(count)])
 
     def admit(self, request: Any) -> bool:
-        """Match, lock, allocate and compute a prompt as the scheduler does; False where there is no room for it."""
+        """Matches, locks, allocates and computes a prompt as the scheduler does.
+
+        Returns False if there is no room for it.
+        """
         from sglang.srt.mem_cache.common import evict_from_tree_cache
 
         request.init_next_round_input(self.cache)
@@ -85,7 +92,7 @@ class Pools:
 
 @pytest.fixture
 def pools(the_engine: Any, page_size: int) -> Pools:  # noqa: ARG001
-    """The engine is there for the settings that SGLang's functions look up."""
+    """Pools of a test. The engine is needed only for settings that SGLang's functions look up."""
     return Pools(page_size)
 
 
@@ -119,7 +126,8 @@ def test_random_moves_never_show_a_page_of_another_prompt(pools: Pools, seed: in
     for _ in range(400):
         move = chance.choice(("admit", "admit", "admit", "checkpoint", "finish", "retract", "evict", "flush"))
         if move == "admit":
-            pages = [chance.randrange(2) for _ in range(chance.randrange(1, 7))]  # few contents: many are shared
+            # few different contents, so that many are shared
+            pages = [chance.randrange(2) for _ in range(chance.randrange(1, 7))]
             tokens = [token for token in pages for _ in range(pools.page_size)]
             tokens = tokens[: len(tokens) - chance.randrange(pools.page_size)]
             fields = {"extra_key": chance.choice((None, "class"))} | {"cache_salt": chance.choice((None, "salt"))}
@@ -207,7 +215,7 @@ def test_a_request_that_is_given_other_tokens_is_not_found_by_the_old_ones(pools
     request = pools.request([*tokens, 5])
     request.init_next_round_input(pools.cache)
     assert request.prefix_len == 2 * page_size
-    request.origin_input_ids = array("q", [7] * (2 * page_size + 1))  # what an abort in the queue does
+    request.origin_input_ids = array("q", [7] * (2 * page_size + 1))  # the effect of an abort in the queue
     request.full_untruncated_fill_ids = array("q")
     request.init_next_round_input(pools.cache)
     assert request.prefix_len == 0

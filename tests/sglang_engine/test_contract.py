@@ -1,5 +1,6 @@
 """The contract of the adapters, with SGLang's real scheduler over our cache."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections import Counter
@@ -13,7 +14,7 @@ from tests.sglang_engine.engine import CHUNK, POOL_TOKENS, ROWS
 
 
 class SGLangDriver:
-    """SGLang owns rows, free pages and the schedule; ours is what is cached. One engine serves all tests."""
+    """SGLang owns rows, free pages and the schedule. We own the cached pages. One engine serves all tests."""
 
     phases = ("waiting", "prefill", "decoding")
     peers = ()

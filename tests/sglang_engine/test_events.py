@@ -1,5 +1,6 @@
-"""What SGLang publishes of our cache, heard by a subscriber of its socket."""
+"""The events that SGLang publishes about our cache, read by a subscriber of its socket."""
 
+# pyright: basic
 from __future__ import annotations
 
 import json
@@ -25,7 +26,7 @@ def subscriber(engine: Any) -> Iterator[Subscriber]:
 
 
 def compare(subscriber: Subscriber, engine: Any) -> set[Prefix]:
-    """The cache finds the pages that were told, page by page."""
+    """Checks that the cache finds exactly the reported pages, page by page."""
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 

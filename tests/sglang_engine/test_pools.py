@@ -1,9 +1,9 @@
-"""SGLang's real KV pools through our leases and reads, within this process: what its own writes put there must arrive.
-
-Tokens are written by the pools' own operation and read back by it, on every rank. There is no scheduler here: rooms are
-opened, offered and placed by the test, as SGLang's queues do it.
+"""SGLang's real KV pools with our leases and READs, within this process: everything that SGLang has written must
+arrive. The pools' own operation writes the tokens and reads them back, on every rank. There is no scheduler here. The
+test opens, offers and places rooms, as SGLang's queues do.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import time
@@ -24,7 +24,7 @@ ROOM = 77
 
 
 def pool_of(kind: str, page_size: int, tp: int) -> Any:
-    """One rank's pool, as SGLang makes it."""
+    """Returns one rank's pool, made as in SGLang."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
@@ -46,7 +46,7 @@ def parts_of(pool: Any) -> list[tuple[Any, list[int]]]:
 
 
 def content(part: Any, layer: int, heads: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of all tokens that tell which layer, token and head they are of; of a latent both at once."""
+    """Keys and values (or latents) whose values identify their layer, token and head."""
     width = part.kv_cache_dim if hasattr(part, "kv_cache_dim") else DIM
     token = torch.arange(1.0, TOKENS + 1)[:, None, None] * 1000
     head = torch.tensor([0] if hasattr(part, "kv_cache_dim") else list(heads))[None, :, None] * 100
@@ -55,7 +55,7 @@ def content(part: Any, layer: int, heads: range) -> tuple[torch.Tensor, torch.Te
 
 
 def slots(pages: list[int], page_size: int, first: int) -> torch.Tensor:
-    """Slots of the tokens from the first of page `first` of the request on."""
+    """The slots of the tokens in these pages, starting with page `first` of the request."""
     found = [page * page_size + offset for page in pages for offset in range(page_size)]
     return torch.tensor(found[: TOKENS - first * page_size])
 
@@ -73,7 +73,7 @@ class Told:
 
 
 class Side:
-    """An engine: the pools and workers of all its ranks, and where one request lies in them."""
+    """An engine: the pools and workers of all its ranks, and the place of one request in them."""
 
     def __init__(self, kind: str, page_size: int, tp: int, role: str) -> None:
         from scheduler_adapters.sglang.pools import caches_of
@@ -95,7 +95,9 @@ class Side:
             self.workers[-1].register_kv_caches(found.tensors)
 
     def each(self) -> Iterator[tuple[Any, int, torch.Tensor, int, tuple[torch.Tensor, torch.Tensor]]]:
-        """For each rank, group and layer: the pool, the layer, the slots, their first token, the expected content."""
+        """Yields for each rank, group and layer: the pool, the layer, the slots, their first token, and the expected
+        content.
+        """
         for rank, pool in enumerate(self.pools):
             for (part, layers), group, first in zip(parts_of(pool), self.blocks, self.firsts, strict=True):
                 where, at = slots(group, self.page_size, first), first * self.page_size
@@ -104,15 +106,15 @@ class Side:
                     yield part, layer, where, at, (keys[at:], values[at:])
 
     def write(self) -> None:
-        """As SGLang's attention does."""
+        """Writes as SGLang's attention does."""
         for part, layer, where, _, (keys, values) in self.each():
-            if self.kind == "mla":  # its own operation asks the running engine about parallelism
+            if self.kind == "mla":  # the pool's own operation asks the running engine about parallelism
                 part.get_key_buffer(layer)[where] = keys
             else:
                 part.set_kv_buffer(SimpleNamespace(layer_id=layer), where, keys, values)
 
     def check(self) -> None:
-        """The tokens that the window reaches are there; without a window, all are."""
+        """Checks that the tokens within the window have arrived, or all tokens if there is no window."""
         for part, layer, where, at, (keys, values) in self.each():
             kept = max(0, TOKENS - WINDOW - at) if at else 0
             assert torch.equal(part.get_key_buffer(layer)[where][kept:], keys[kept:])
@@ -121,7 +123,7 @@ class Side:
 
 
 def pages_of(group: int, page_size: int, start: int) -> tuple[list[int], int]:
-    """Some pages of a request from the one that holds token `start` on, in no order, and which the first of them is."""
+    """Returns shuffled pages for a request from token `start` on, and the index of the first of them."""
     first, end = start // page_size, -(-TOKENS // page_size)
     order = torch.randperm(end, generator=torch.Generator().manual_seed(group + page_size)) + 1
     return order[first:].tolist(), first
@@ -135,7 +137,7 @@ def place(parts: list[tuple[Any, list[int]]], page_size: int) -> tuple[list[list
 
 
 def leases_of(source: Side, told: Told) -> tuple[list[Any], str]:
-    """Prefill's side of all its ranks, and where it is asked."""
+    """Prefill's side on all its ranks, and its address for decode."""
     from scheduler_adapters.sglang.leases import FollowerLeases, RoomLeases
     from scheduler_adapters.sglang.ranks import RankFollower, RankLeader
     from scheduler_adapters.sglang.rooms import RoomServer, endpoint
@@ -157,7 +159,7 @@ def leases_of(source: Side, told: Told) -> tuple[list[Any], str]:
 
 
 def pulls_of(target: Side, told: Told) -> list[Any]:
-    """Decode's side of all its ranks."""
+    """Decode's side on all its ranks."""
     from scheduler_adapters.sglang.pulls import RoomPulls
     from scheduler_adapters.sglang.rooms import RoomClient
     from transfer.connector.scheduler import NixlConnectorScheduler

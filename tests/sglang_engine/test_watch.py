@@ -1,5 +1,6 @@
-"""What `pagewire top` is told of our cache under SGLang's real scheduler equals SGLang's own books and ours."""
+"""With SGLang's real scheduler, `pagewire top` is told the same of our cache as SGLang's own state and ours say."""
 
+# pyright: basic
 from __future__ import annotations
 
 import random
@@ -18,7 +19,7 @@ from tests.sglang_engine.test_engine import NEW, PROMPTS, submit_all
 
 
 class Watcher:
-    """Somebody who looks at the scheduler of this process."""
+    """A client that watches the scheduler of this process."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -32,7 +33,7 @@ class Watcher:
         return self.followed.apply(frames)
 
     def compare(self) -> Counter[PageState]:
-        """Page by page, with what the scheduler has at rest. Returns how many pages are in which state."""
+        """Compares page by page with the scheduler at rest. Returns the number of pages in each state."""
         look, cache = self.look(), self.engine.cache
         cells = self.followed.cells["0"]
         free = set(self.engine.allocator.get_all_free_pages().tolist())

@@ -1,5 +1,6 @@
-"""What SGLang's tokenizer process, which no test starts, would send to its scheduler."""
+"""Requests in the form that SGLang's tokenizer process would send. No test starts that process."""
 
+# pyright: basic
 from __future__ import annotations
 
 from array import array
@@ -7,7 +8,7 @@ from typing import Any
 
 
 def tokenized(name: str, prompt: list[int], new: int, stop: int | None = None, **fields: Any) -> Any:
-    """A request for `new` tokens, the likeliest each time."""
+    """A request for `new` greedy tokens."""
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 

@@ -1,5 +1,6 @@
 """Engines in this process, and workers: real processes that are always reaped."""
 
+# pyright: basic
 from __future__ import annotations
 
 import os
@@ -33,7 +34,7 @@ class RaisedError(Exception):
 
 
 class Worker:
-    """A child process that serves as `worker.py` says. Each call has a deadline."""
+    """A child process that runs `worker.py`. Each call has a deadline."""
 
     Raised = RaisedError
 
@@ -82,7 +83,7 @@ class Worker:
 
 @contextmanager
 def hired() -> Generator[Callable[..., Worker]]:
-    """Starts workers, and ends them at the end of the block. Each polls its engine: the fewer live the better."""
+    """Starts workers, and ends them at the end of the block. Each worker polls its engine, so few should be alive."""
     workers: list[Worker] = []
 
     def hire(env: dict[str, str] | None = None) -> Worker:
@@ -105,7 +106,7 @@ def hire() -> Iterator[Callable[..., Worker]]:
 
 @pytest.fixture(scope="module")
 def couples() -> Iterator[Callable[[dict[str, str]], tuple[Worker, Worker]]]:
-    """Returns `couples(env)`: two workers for each transport serve the whole module."""
+    """Returns `couples(env)`, which returns two workers for each transport. They serve the whole module."""
     found: dict[tuple[tuple[str, str], ...], tuple[Worker, Worker]] = {}
     with hired() as start_one:
 

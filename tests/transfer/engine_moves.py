@@ -1,12 +1,11 @@
-"""The real engines over real NIXL in random moves, with faults: what was accepted is what the source held.
-
-`python -m tests.transfer.engine_moves --runs 10000` prints the seeds. Both sides live in this process and are moved by
-hand on a clock of their own, so a run is decided by its seed up to the times at which NIXL's copies end.
-
-Sources hold pages of known content under leases, and overwrite a page as soon as it is theirs again. Readers keep their
-pages as a manager does: a page that a pull has is written by nobody else, a page that no pull has is never written.
+"""Random moves and faults with real engines over real NIXL: accepted data must equal the source's data. `python -m
+tests.transfer.engine_moves --runs 10000` prints the seeds. Both sides live in this process and are driven step by step
+with their own clock. The seed therefore decides everything except the times at which NIXL's copies end. Sources hold
+pages of known content under leases, and overwrite a page as soon as it is theirs again. Readers treat their pages as a
+manager does: only its pull writes to a page, and a page without a pull is never written.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import argparse
@@ -38,11 +37,11 @@ FREE = 0xEE
 
 
 class ViolationError(AssertionError):
-    """Something that must never happen has happened."""
+    """An event that must never happen."""
 
 
 class Clock:
-    """Seconds that pass only when told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -53,7 +52,7 @@ class Clock:
 
 @dataclass(eq=False)
 class Side:
-    """One engine, its pools `[rank][page, head, byte]`, and which pages are free."""
+    """One engine, its pools `[rank][page, head, byte]`, and its free pages."""
 
     engine_id: str
     replica: ReplicaTransfer
@@ -104,7 +103,7 @@ def make_side(engine_id: str, tp: int, seed: int, rates: Rates, clock: Clock, ve
 
 @dataclass
 class Held:
-    """Pages under a lease, and what they hold."""
+    """Pages under a lease, and their contents."""
 
     lease: LeaseRef
     pages: list[int]
@@ -115,7 +114,7 @@ class Held:
 
 @dataclass
 class Reading:
-    """A pull: of which lease, into which pages, and whether it is known to have failed."""
+    """A pull: its lease, its target pages, and whether it is known to have failed."""
 
     held: Held
     pages: list[int]
@@ -126,7 +125,7 @@ class World:
     """One source and two readers, driven by a seed.
 
     Attributes:
-        counts: what happened, over all runs.
+        counts: counts of events, over all runs.
     """
 
     def __init__(self, tps: tuple[int, int, int], rates: Rates, *, verify: float = 0.0, seed: int = 0) -> None:
@@ -137,7 +136,7 @@ class World:
         self.source = self._make("source", tps[0])
         self.readers = [self._make(f"reader{at}", tp) for at, tp in enumerate(tps[1:])]
         self.server = HandshakeServer([self.source.card])
-        self.server._throttle.admits = lambda _: True  # the hand-moved clock asks more often than anybody would
+        self.server._throttle.admits = lambda _: True  # with this clock questions come more often than in reality
         self.held: dict[int, Held] = {}
         self.reading: list[dict[str, Reading]] = [{}, {}]
         self.retired: list[Side] = []
@@ -148,7 +147,7 @@ class World:
         return make_side(engine_id, tp, next(self._made), self._rates, self.clock, self._verify)
 
     def run(self, seed: int, moves: int = 40) -> None:
-        """One run: random moves, then everything comes to its end."""
+        """Makes one run: random moves, and then the end of everything."""
         self._random = random.Random(seed)
         kinds = {
             self.lease: 5, self.pull: 8, self.poll_source: 10, self.poll_reader: 30, self.pass_time: 3,
@@ -177,7 +176,7 @@ class World:
     def pull(self) -> None:
         at = self._random.randrange(2)
         reader, offered = self.readers[at], [held for held in self.held.values() if held.offered]
-        # Now and then a lease that is over: its id and its pages are known to a reader that is late.
+        # Sometimes uses an ended lease, as a late reader would.
         if not offered or (self._random.random() < 0.1 and self._stale is not None):
             offered = [self._stale] if self._stale is not None else []
         if not offered:
@@ -202,7 +201,7 @@ class World:
         self.take_reader_events(at)
 
     def _connect(self, reader: Side) -> None:
-        """The server answers in its own time, which is not that of the clock."""
+        """Connects a reader. The server runs in real time, not by the test's clock."""
         deadline = time.monotonic() + 5
         while self.source.replica.ranks and time.monotonic() < deadline:
             if all(rank.remote("source") is not None for rank in reader.replica.ranks):
@@ -236,13 +235,13 @@ class World:
             self.take_reader_events(at)
 
     def restart_source(self) -> None:
-        """The process ends and comes back under its name: its pages hold other things from now on."""
+        """Restarts the source under its name. Its pages then have new contents."""
         self.counts["source restarts"] += 1
         old, self.source = self.source, self._make("source", self._tps[0])
         self.server.serve(self.source.card)
         old.replica.close()
         old.fill(list(range(PAGES)), FREE)
-        self.retired.append(old)  # its memory stays mapped, as that of a dead process would not
+        self.retired.append(old)  # its memory stays mapped, unlike that of a dead process
         self._stale = next(iter(self.held.values()), None)
         self.held.clear()
 
@@ -272,7 +271,7 @@ class World:
                     raise ViolationError("the source has no pulls")
 
     def _give_back(self, held: Held) -> None:
-        """The pages are the source's own again, and used at once: whoever still reads them gets something else."""
+        """Returns pages to the source, which overwrites them at once. A late reader gets other data."""
         self.source.fill(held.pages, self._random.randrange(256))
         self.source.free += held.pages
 
@@ -302,7 +301,7 @@ class World:
         reader.free += pull.pages
 
     def finish(self) -> None:
-        """Everything comes to an end by itself: deadlines pass, copies end, all pages are back."""
+        """Lets everything end by itself: deadlines pass, copies end, and all pages come back."""
         deadline = time.monotonic() + 10
         ranks = [rank for side in self.readers for rank in side.replica.ranks]
         while time.monotonic() < deadline:
@@ -316,7 +315,7 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """No page is held, booked or written that should not be."""
+        """Checks that no page is held, counted or written by mistake."""
         if self.held or any(self.reading):
             raise ViolationError(f"stuck: leases {list(self.held)}, pulls {[list(pulls) for pulls in self.reading]}")
         for side in (self.source, *self.readers):

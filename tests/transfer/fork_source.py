@@ -1,6 +1,5 @@
-"""A source that forks: its child lives on with a copy of its memory, and with its pid if that is wanted.
-
-The processes tell the test of themselves over one pipe.
+"""A source that forks: its child lives on with a copy of its memory, and on request with its pid. The processes report
+to the test over one pipe.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ def can_choose_pids() -> bool:
 
 
 def serve(pipe: Connection, life: Connection, reborn: bool) -> None:
-    """Leases pages, tells of itself, forks when it is told to, and is killed by the test.
+    """Leases pages, reports its address, and forks on command. The test kills it.
 
     Args:
-        pipe: to the test.
-        life: forks end when the test closes its end of it.
-        reborn: the fork takes the pid of its parent once the parent is gone.
+        pipe: pipe to the test.
+        life: a pipe; forks end when the test closes its end.
+        reborn: whether the fork takes the pid of its dead parent.
     """
     source = Engine("p", seed=3)
     lease = source.offer("r", slot=SLOT, duration_s=1000.0)
@@ -68,7 +67,7 @@ def serve(pipe: Connection, life: Connection, reborn: bool) -> None:
 
 
 def _take_pid(parent: int, pipe: Connection, life: Connection) -> None:
-    """Forks until a child has the pid of the dead parent; that one tells of itself and stays."""
+    """Forks until a child has the pid of the dead parent. That child reports to the test and stays."""
     while os.getppid() == parent or Path(f"/proc/{parent}").exists():
         time.sleep(1e-3)
     for _ in range(_TRIES):
@@ -136,7 +135,7 @@ def _close(p: Engine, d: Engine, e: KVTransferEngine, thread: TransferThread) ->
 
 
 def _wait(life: Connection) -> None:
-    """Ends this process when the test has closed its end."""
+    """Waits until the test closes its end, and ends this process."""
     with suppress(EOFError, OSError):
         life.recv()
     os._exit(0)

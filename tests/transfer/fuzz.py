@@ -1,10 +1,11 @@
-"""Random and mutated bytes for everything that takes bytes from a peer: `python -m tests.transfer.fuzz`.
+"""Random and mutated bytes for all code that reads bytes from a peer: `python -m tests.transfer.fuzz`.
 
 Three kinds of input: noise; valid messages with bytes flipped, cut, doubled or inserted; and metadata whose fields were
-changed before it was sealed with the right key, which only an engine of the fleet could send. Each input is taken or
-refused with an error of ours, in bounded time and memory, and the next good message is answered.
+changed before it was sealed with the right key, which only an engine of the fleet could send. Each input must be
+accepted, or refused with one of our errors, in bounded time and memory. The next good message must be answered.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import argparse
@@ -58,7 +59,7 @@ from transfer.wire.prompt import Prompt
 
 KEY = b"fleet"
 SLOW_S = 2.0
-ENOUGH = 1000  # messages, of which each target must refuse some
+ENOUGH = 1000  # number of messages after which each target must have refused some
 ODD = (
     0,
     1,
@@ -81,7 +82,7 @@ ODD = (
 
 
 def rank_metadata(rank: int = 0, engine_id: str = "p") -> RankMetadata:
-    """What a rank of a small engine says of itself; its addresses are nobody's."""
+    """The metadata of a rank of a small engine, with made-up addresses."""
     page = PageLayout("bfloat16", 2, 2, 2, rank * 2, 2, 16, 8, "head,layer,side,token,dim")
     return RankMetadata(
         engine_id=engine_id,
@@ -102,7 +103,7 @@ def rank_metadata(rank: int = 0, engine_id: str = "p") -> RankMetadata:
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """`data` with a few bytes changed, cut, doubled or put in."""
+    """Returns `data` with a few bytes changed, cut, doubled or inserted."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(changed) + 1) if changed else 0
@@ -136,7 +137,7 @@ def with_odd_values(value: Any, rng: random.Random, share: float) -> Any:
 
 
 class Target:
-    """Something that takes bytes. `feed` says what became of them; anything but an error of ours is a failure."""
+    """Code that reads bytes. `feed` returns the result; any exception other than our errors is a failure."""
 
     def __init__(self, name: str, seeds: list[bytes], take: Callable[[bytes], object]) -> None:
         self.name = name
@@ -150,7 +151,7 @@ class Target:
         self.give(data)
 
     def give(self, data: bytes) -> None:
-        begin = time.thread_time()  # processor time: this thread may have to wait for others
+        begin = time.thread_time()  # processor time, because this thread may have to wait for others
         try:
             self._take(data)
             self.verdicts["taken"] += 1
@@ -160,7 +161,7 @@ class Target:
 
 
 class SealedTarget(Target):
-    """Metadata of an engine that has the key, and lies."""
+    """Wrong metadata of an engine that has the key."""
 
     def __init__(self) -> None:
         self._mine = open_rank(sealed_rank(rank_metadata(0, "d"), KEY), KEY)
@@ -227,7 +228,7 @@ def make_targets(server: HandshakeServer) -> list[Target]:
 
 
 class Flood:
-    """The same noise through the server's own socket, from many identities; a good client asks in between."""
+    """The same noise through the server's own socket, from many identities. A good client asks in between."""
 
     def __init__(self, server: HandshakeServer, seeds: list[bytes]) -> None:
         self.sent = 0
@@ -245,7 +246,7 @@ class Flood:
     def send(self, rng: random.Random) -> None:
         frames = [mutated(rng.choice(self._seeds), rng) for _ in range(rng.choice((1, 1, 1, 2, 5)))]
         if rng.random() < 0.001:
-            frames = [b"\0" * 100_000]  # over the limit: ends the connection
+            frames = [b"\0" * 100_000]  # exceeds the limit, which ends the connection
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -273,7 +274,7 @@ def resident_kib() -> int:
 
 
 def run(messages: int, seed: int, say: Callable[[str], None]) -> list[str]:
-    """Feeds everything, and returns what went wrong. An exception that is none of ours is raised."""
+    """Feeds all targets, and returns the failures. Exceptions other than our errors pass through."""
     rng = random.Random(seed)
     ranks = tuple(sealed_rank(rank_metadata(rank), KEY) for rank in range(2))
     offer = Offer(LeaseRef(5, 1, 9.0), 1, Held(Prompt(range(20)), 20, ((3, 4),)), offered={0})
@@ -281,7 +282,7 @@ def run(messages: int, seed: int, say: Callable[[str], None]) -> list[str]:
     card = EngineCard("p", "p1", ranks, {"model": "m"}, lambda query: offer.answer(query, config, KEY))
     wrong: list[str] = []
     with HandshakeServer([card]) as server:
-        server._throttle.admits = lambda _: True  # what it would drop is to be looked at
+        server._throttle.admits = lambda _: True  # so that messages are not dropped before they are read
         targets, flood = make_targets(server), Flood(server, [encode_message(Ping(query_id=1))])
         half_kib = 0
         for number in range(messages):

@@ -1,9 +1,9 @@
-"""Models and the two sides of a transfer, as the caches of each rank: filled and compared through torch's own indexing.
-
-Nothing here knows boxes, plans or runs. An element's value says which element of the model it is, so a cache is filled
-by definition, and compared by definition, whole: what nobody may write holds `UNTOUCHED`.
+"""Models and the two sides of a transfer: the caches of each rank, filled and compared through torch's own indexing.
+Nothing here uses boxes, plans or runs. The value of an element identifies it in the model. Whole caches can therefore
+be filled and compared by definition. Elements that no transfer may write hold `UNTOUCHED`.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ _CANONICAL = ("page", "token", "layer", "side", "head", "dim")
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A group of a model: what it keeps, whoever holds it."""
+    """A layer group of a model, independent of its division over ranks."""
 
     kind: str = "full"
     layers: tuple[int, ...] = (0, 1)
@@ -48,13 +48,13 @@ class GroupSpec:
         )
 
     def element(self, group: int, token: int = 0) -> int:
-        """The first value of a token's elements; a token has less than 4096 of them."""
+        """The value of a token's first element. A token has fewer than 4096 elements."""
         return (group * 1024 + token) * 4096
 
 
 @dataclass(frozen=True)
 class Side:
-    """How one engine is cut, and how its caches lie."""
+    """The ranks of one engine, and the layout of its caches."""
 
     tp: int = 1
     pp: int = 1
@@ -74,7 +74,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Pair:
-    """A model, its two engines, and a request: which blocks it has on each side, and what the reader has already."""
+    """A model, its two engines, and a request: its blocks on each side, and the tokens that the reader already has."""
 
     groups: tuple[GroupSpec, ...]
     source: Side
@@ -182,7 +182,8 @@ class RankCaches:
     def _state(self, spec: GroupSpec) -> tuple[torch.Tensor, torch.Tensor]:
         channels = [len(share(part.units, self.side.tp, self.tp_rank)) * part.width for part in spec.parts]
         pages, length = self.side.num_blocks, 3
-        # Both in one storage, as hybrids have it: a page holds the convolution's state, then the SSM's, then padding.
+        # Both share one storage, as in hybrid models: a page holds the convolution's state, then the SSM's, then
+        # padding.
         conv, ssm = sum(channels[:3]) * length, channels[3] * 2 * spec.dim
         memory = torch.full((pages, conv + ssm + 5), UNTOUCHED, dtype=torch.int32)
         shape = (pages, sum(channels[:3]), length) if self.side.channels_first else (pages, length, sum(channels[:3]))
@@ -198,7 +199,9 @@ class RankCaches:
     def write(
         self, group: int, blocks: tuple[int, ...], first: int, tokens: tuple[int, int], value: int | None = None
     ) -> None:
-        """Writes a request's tokens, by definition or one value, into its blocks, which begin with block `first`."""
+        """Writes a request's tokens into its blocks, which begin with block `first`: their defined values, or `value`
+        everywhere.
+        """
         spec = self.groups[group]
         config = group_config(spec, self.side)
         if spec.kind == "mamba":
@@ -217,7 +220,7 @@ class RankCaches:
             view[pages, within % config.page_size] = values[:, rows][:, :, sides]
 
     def _values(self, group: int, tokens: torch.Tensor, layers: list[int], heads: range) -> torch.Tensor:
-        """int32 `[tokens, layers, sides, heads, dim]`: which element of the model each is."""
+        """int32 `[tokens, layers, sides, heads, dim]`: the defined value of each element."""
         spec = self.groups[group]
         token = tokens.view(-1, 1, 1, 1, 1) * 4096 + spec.element(group)
         layer = torch.tensor(layers).view(1, -1, 1, 1, 1) * 512
@@ -226,7 +229,7 @@ class RankCaches:
         return (token + layer + side + head + torch.arange(spec.dim)).to(torch.int32)
 
     def _views(self, group: int) -> list[tuple[torch.Tensor, list[int], slice]]:
-        """Views `[pages, token, layers, sides, heads, dim]` of a group's tensors; which layers and sides each holds."""
+        """Views `[pages, token, layers, sides, heads, dim]` of a group's tensors, with the layers and sides of each."""
         spec = self.groups[group]
         config = group_config(spec, self.side)
         found: list[tuple[torch.Tensor, list[int], slice]] = []
@@ -270,7 +273,7 @@ class RankCaches:
             ssm[block] = (spec.element(group, 9) + layer * 512 + head + inner).to(torch.int32)
 
     def differences(self, expected: RankCaches, allowed: RankCaches) -> list[str]:
-        """The differences from `expected`, tensor by tensor. Elements may also be those of `allowed`."""
+        """The differences from `expected`, tensor by tensor. Elements may also equal those of `allowed`."""
         found: list[str] = []
         for name, cache in self.tensors.items():
             for at, tensor in enumerate((cache,) if isinstance(cache, torch.Tensor) else cache):
@@ -289,7 +292,7 @@ class RankCaches:
 
 
 def _strided(shape: list[int], order: tuple[int, ...]) -> torch.Tensor:
-    """A tensor whose dimensions lie in memory as `order` says, by rank of their stride; dense as it is where empty."""
+    """A tensor whose dimensions have the memory order `order` (ranks of their strides); dense if it is empty."""
     if len(order) != len(shape):
         return torch.full(shape, UNTOUCHED, dtype=torch.int32)
     memory = torch.full([shape[axis] for axis in order], UNTOUCHED, dtype=torch.int32)
@@ -297,7 +300,7 @@ def _strided(shape: list[int], order: tuple[int, ...]) -> torch.Tensor:
 
 
 def reach(pair: Pair, group: int) -> tuple[int, int, int]:
-    """First token that a reader may be sent, first that it must be sent, and the end of what it is sent."""
+    """The first token that a reader may get, the first that it must get, and the end of the tokens that it gets."""
     spec = pair.groups[group]
     ours, theirs = group_config(spec, pair.reader), group_config(spec, pair.source)
     needed = max(pair.computed, ours.needed(pair.num_tokens))

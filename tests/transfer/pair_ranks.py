@@ -1,5 +1,6 @@
-"""Ranks for tests, one worker each: in this process, or in child processes that serve one pair after another."""
+"""Ranks for tests, each with one worker, in this process or in child processes that serve one pair after another."""
 
+# pyright: basic
 from __future__ import annotations
 
 import os
@@ -19,7 +20,7 @@ from transfer.wire.prompt import Prompt
 
 
 class RankHost:
-    """One rank: its caches and its worker. What a child process runs."""
+    """One rank with its caches and its worker. Child processes run it."""
 
     def __init__(self) -> None:
         self.worker: NixlConnectorWorker | None = None
@@ -40,7 +41,7 @@ class RankHost:
         return self.worker.get_handshake_metadata()
 
     def fill_source(self, pair: Pair) -> None:
-        """Junk everywhere, but for the request in its blocks, up to the end of the last one."""
+        """Fills the source with junk, and the request's blocks with its tokens, up to the end of the last block."""
         self.caches.fill_all(JUNK)
         for number, spec in enumerate(pair.groups):
             config = group_config(spec, self.caches.side)
@@ -50,7 +51,7 @@ class RankHost:
             self.caches.write(number, pair.source_blocks[number][first:], first, (first * size, end))
 
     def compare(self, pair: Pair) -> list[str]:
-        """The faults in the whole cache."""
+        """Returns the faults in the whole cache."""
         expected, allowed = RankCaches(*self.place), RankCaches(*self.place)
         for number, spec in enumerate(pair.groups):
             begin, needed, end = reach(pair, number)
@@ -60,7 +61,8 @@ class RankHost:
             blocks, first = pair.reader_blocks[number], begin // config.block_size
             expected.write(number, blocks, first, (needed, end))
             allowed.write(number, blocks, first, (begin, end))
-            if self.caches.side.host_buffer and spec.kind != "mamba":  # comes back page by page: the rest is zeros
+            # host buffers are copied back page by page, so the rest is zeros
+            if self.caches.side.host_buffer and spec.kind != "mamba":
                 whole = -(-pair.num_tokens // config.page_size) * config.page_size
                 allowed.write(number, blocks, first, (end, whole), 0)
         return self.caches.differences(expected, allowed)
@@ -96,7 +98,7 @@ class LocalRank:
 
 
 class ChildRank:
-    """A rank in a process of its own, which takes one command after another."""
+    """A rank in a process of its own, which carries out one command after another."""
 
     def __init__(self) -> None:
         self.process, self.conn = start(_serve)
@@ -150,7 +152,7 @@ Rank = LocalRank | ChildRank
 
 
 class EngineUnderTest:
-    """The ranks of one engine, stepped together, and its scheduler in this process."""
+    """The ranks of one engine, which step together, and its scheduler in this process."""
 
     def __init__(
         self, ranks: Sequence[Rank], groups: tuple[GroupSpec, ...], side: Side, engine_id: str, **options: Any
@@ -190,7 +192,7 @@ class EngineUnderTest:
 
 
 def run_until(done: Callable[[], object], *engines: EngineUnderTest, seconds: float = 30.0) -> None:
-    """Steps engines in turn until something is so."""
+    """Steps engines in turn until a condition holds."""
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline, f"nothing within {seconds} s: {[vars(one) for one in engines]}"
@@ -200,12 +202,12 @@ def run_until(done: Callable[[], object], *engines: EngineUnderTest, seconds: fl
 
 
 def prompt_of(pair: Pair) -> Prompt:
-    """The tokens of a pair's request, of which the source has computed all."""
+    """The tokens of a pair's request, all computed by the source."""
     return Prompt(range(pair.num_tokens))
 
 
 def transfer(pair: Pair, source: EngineUnderTest, reader: EngineUnderTest, request_id: str = "r") -> None:
-    """Sends a pair's request from one engine to the other. The source may free it then, and the reader has it."""
+    """Transfers a pair's request from one engine to the other, until the source may free it and the reader has it."""
     source.call("fill_source", pair)
     groups = [group_config(spec, pair.reader) for spec in pair.groups]
     if pair.source.host_buffer:

@@ -1,10 +1,11 @@
-"""Pairs of engines drawn at random, each transferred over real NIXL between real processes, every byte compared.
+"""Random pairs of engines. Each transfers a request over real NIXL between real processes, and every byte is compared.
 
     python -m tests.transfer.pairs [--count 300] [--seed 0] [--only NUMBER] [--json FILE]
 
-Beside each pair stands what vLLM 0.33's connector does with it: by the rules that its worker was seen to apply.
+The report also says what vLLM 0.33's connector does with each pair, by the observed rules of its worker.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import argparse
@@ -65,7 +66,7 @@ FAMILIES = (
 
 
 def draw(number: int, seed: int = 0) -> tuple[str, Pair]:
-    """The pair of a number: its family, and everything else at random."""
+    """Draws the pair of a number: its family follows from the number, and everything else is random."""
     rng = random.Random(f"{seed}/{number}")
     family = FAMILIES[number % len(FAMILIES)]
     source, reader = _side(rng), _side(rng)
@@ -180,7 +181,7 @@ CHANGES = {
 
 
 def _cut(family: str, draft: Draft) -> Draft:
-    """Ranks as the family's ratio says."""
+    """Sets the ranks by the family's ratio."""
     groups, source, reader = draft
     ratio = next((word for word in family.split() if "->" in word), "")
     if not ratio:
@@ -193,7 +194,9 @@ def _cut(family: str, draft: Draft) -> Draft:
 
 
 def _with_blocks(rng: random.Random, pair: Pair, family: str) -> Pair:
-    """Blocks on both sides, in any order; more than are needed now and then; and what is there already."""
+    """Draws the blocks on both sides, in any order and sometimes more than needed, and the tokens that the reader
+    already has.
+    """
     size = pair.reader.block_size
     if family == "all there":
         pair = replace(pair, num_tokens=size * rng.randrange(1, 4))
@@ -214,7 +217,7 @@ def _with_blocks(rng: random.Random, pair: Pair, family: str) -> Pair:
 
 
 def vllm_refusal(pair: Pair) -> str:
-    """Why vLLM 0.33 refuses a pair; empty where it takes it. Its rules, not a run of it."""
+    """Why vLLM 0.33 refuses a pair; empty if it accepts it. This applies vLLM's rules without running it."""
     source, reader = pair.source, pair.reader
     attention = [spec for spec in pair.groups if spec.kind != "mamba"]
     heads = [1 if spec.kind == "mla" else spec.heads for spec in attention]
@@ -242,7 +245,7 @@ def vllm_refusal(pair: Pair) -> str:
 
 
 def run(count: int, seed: int, ranks: Sequence[Rank], only: int | None = None) -> list[dict[str, object]]:
-    """Transfers pairs one after another. Each row says what came of one."""
+    """Transfers pairs one after another. Each row has the result of one."""
     rows: list[dict[str, object]] = []
     for number in range(count) if only is None else [only]:
         family, pair = draw(number, seed)

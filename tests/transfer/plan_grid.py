@@ -1,4 +1,4 @@
-"""The plan against copies by definition, for every pair of layouts of a grid.
+"""Compares the plan with copies by definition, for every pair of layouts of a grid.
 
     python -m tests.transfer.plan_grid [--processes N] [--sample K] [--seed S] [--staged]
 
@@ -16,6 +16,7 @@ sizes of 4, 8, 12 and 16 on both sides × six orders on both sides, and every ra
 With `--sample K`, K random triples with layouts are checked in place of all.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import argparse
@@ -82,13 +83,13 @@ class Triple:
 @cache
 def layout(held: Held, order: str, page_size: int) -> ShardLayout:
     sizes = {"layers": held.layers[1] - held.layers[0], "sides": held.sides, "page_size": page_size}
-    pages = TOKENS // page_size + 2  # two that the request does not have
+    pages = TOKENS // page_size + 2  # two more pages than the request has
     return check(dense(page_layout(range(*held.heads), order=order, **sizes), pages, held.layers[0]))
 
 
 @cache
 def page_list(page_size: int, side: int) -> list[int]:
-    """All of a request's pages on one side: neighbours at first, then in no order."""
+    """All of a request's pages on one side: first consecutive ones, then shuffled ones."""
     needed = TOKENS // page_size
     found = random.Random(10 * page_size + side).sample(range(needed + 2), needed)
     found[: needed // 2 + 1] = sorted(found[: needed // 2 + 1])
@@ -96,7 +97,7 @@ def page_list(page_size: int, side: int) -> list[int]:
 
 
 def held_by(heads: int, sides: int, ranks: int, stages: int) -> list[Held]:
-    """The shards of an engine, all tensor-parallel ranks of a stage one after another."""
+    """The shards of an engine, stage by stage and rank by rank."""
     found: list[Held] = []
     for stage, rank in product(range(stages), range(ranks)):
         layers, of_heads = share(LAYERS, stages, stage), share(heads, ranks, rank)
@@ -105,7 +106,7 @@ def held_by(heads: int, sides: int, ranks: int, stages: int) -> list[Held]:
 
 
 def topologies() -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Heads, sides, and the ranks and stages of the reader and of its peer."""
+    """All combinations of heads, sides, and the ranks and stages of both engines."""
     for (heads, sides), *both in product([*((heads, 2) for heads in HEADS), (1, 1)], RANKS, STAGES, RANKS, STAGES):
         yield (heads, sides, *both)
 
@@ -138,14 +139,14 @@ def filled(held: Held, order: str, page_size: int, side: int) -> Pool:
 
 @cache
 def places(held: Held, order: str, page_size: int) -> tuple[Pool, Pool, Pool]:
-    """The layer, the head and the token of each element of the reader's pool; -1 where there is none."""
+    """The layer, head and token of each element of the reader's pool; -1 if it has none."""
     pool = filled(held, order, page_size, 0)
     layer, _, head, token, _ = logical_of(pool)
     return tuple(np.where(pool >= 0, axis, -1) for axis in (layer, head, token))
 
 
 def expected(triple: Triple, local: tuple[str, int], tokens: tuple[int, int]) -> Pool:
-    """The reader's pool as it must be: the elements of the part and the tokens, and nothing else, touched."""
+    """The expected pool of the reader, in which only the elements of the part and the tokens are written."""
     wanted = np.array(True)
     limits = (triple.part.layers, triple.part.heads, tokens)
     for axis, (first, end) in zip(places(triple.local, *local), limits, strict=True):
@@ -154,7 +155,7 @@ def expected(triple: Triple, local: tuple[str, int], tokens: tuple[int, int]) ->
 
 
 def part_of(layout: ShardLayout, held: Held) -> ShardLayout:
-    """A layout with of each box what lies within ranges of layers and heads, which are one box or several."""
+    """A layout cut to ranges of layers and heads, which are one box or several."""
 
     def kept(box: Box) -> Iterator[Box]:
         (first_layer, side, first_head, dim), (end_layer, end_side, end_head, end_dim) = box.first, box.end
@@ -173,7 +174,7 @@ def part_of(layout: ShardLayout, held: Held) -> ShardLayout:
 def mismatches(
     triple: Triple, local: tuple[str, int], *, staged: bool, remotes: Iterable[tuple[str, int]]
 ) -> list[str]:
-    """Pulls a triple into one local layout from remote ones. Returns what came out wrong: nothing, one hopes."""
+    """Pulls a triple into one local layout from remote ones. Returns the faults."""
     whole = layout(triple.local, *local)
     part = part_of(whole, triple.part)
     size, wrong = local[1], list[str]()
@@ -231,7 +232,7 @@ _KNOWN: dict[tuple[object, ...], Runs] = {}
 
 
 def alike(triple: Triple) -> tuple[object, ...]:
-    """Triples with equal plans have equal numbers."""
+    """A key that is equal for triples with equal plans."""
     found: list[int] = [triple.local.sides]
     for axis in ("layers", "heads"):
         local, part, remote = (getattr(held, axis) for held in (triple.local, triple.part, triple.remote))
@@ -251,7 +252,7 @@ def _of_triple(triple: Triple, *, staged: bool) -> tuple[int, list[str]]:
 
 
 def sample(found: Iterable[Triple], number: int, seed: int, *, staged: bool) -> list[str]:
-    """What is wrong with `number` random triples in random layouts."""
+    """Checks `number` random triples in random layouts. Returns the faults."""
     rng = random.Random(seed)
     listed, wrong = sorted(found), list[str]()
     for _ in range(number):

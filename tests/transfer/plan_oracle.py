@@ -1,9 +1,9 @@
-"""What a pull must do, by definition: each element of a pool filled, and checked, in loops that know no runs.
-
-Elements are four bytes. A pool is one array over all regions of a shard, and an element's value says which element of
-the logical tensor it is. `UNTOUCHED` marks what nobody may write.
+"""The definition of a pull: it fills and checks each element of a pool, in loops that do not use runs. Elements have
+four bytes. A pool is one array over all regions of a shard, and the value of an element identifies it in the logical
+tensor. `UNTOUCHED` marks elements that no pull may write.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ Pool = NDArray[np.int32]
 ITEMSIZE = 4
 UNTOUCHED = -1
 ORDERS = (
-    "head,layer,side,token,dim",  # ours: any range of heads is one run
+    "head,layer,side,token,dim",  # our own order, in which any range of heads is one run
     "layer,side,head,token,dim",  # HND, all layers in one tensor
     "layer,side,token,head,dim",  # NHD
     "layer,head,token,side,dim",  # packed K and V, heads first
@@ -54,7 +54,7 @@ def page_layout(
 
 
 def share(total: int, ranks: int, rank: int) -> range:
-    """The heads or layers, of `total`, that rank `rank` of `ranks` holds: an even cut, or one of them, replicated."""
+    """The range of `total` heads or layers on rank `rank` of `ranks`: an even share, or one replicated head."""
     if ranks >= total:
         at = rank * total // ranks
         return range(at, at + 1)
@@ -62,7 +62,7 @@ def share(total: int, ranks: int, rank: int) -> range:
 
 
 def region_starts(layout: ShardLayout, gap: int = 64) -> list[int]:
-    """Where each region lies in the pool's array, in bytes; with gaps, so that running over an end shows."""
+    """The offset of each region in the pool's array, in bytes. Gaps make an overrun visible."""
     starts, at = list[int](), gap
     for num_bytes in layout.region_bytes:
         starts.append(at)
@@ -75,7 +75,10 @@ def empty_pool(layout: ShardLayout, gap: int = 64) -> Pool:
 
 
 def elements(box: Box, start: int, page: int, tokens: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, ...], int]]:
-    """The logical place and the place in the pool of each element of one page; `tokens` of (place in page, token)."""
+    """The logical index and the index in the pool of each element of one page.
+
+    `tokens` has pairs (place in the page, token).
+    """
     found: list[tuple[tuple[int, ...], int]] = []
     layers, sides, heads, _, dims = (range(extent) for extent in box.extent)
     for layer, side, head, dim in product(layers, sides, heads, dims):
@@ -98,11 +101,11 @@ def elements(box: Box, start: int, page: int, tokens: Sequence[tuple[int, int]])
 KINDS = ("kv", "conv.x", "conv.B", "conv.C", "ssm")
 
 
-_SIZES = (8, 2, 32, 160, 16)  # more layers, sides, heads, tokens and dims than any test has
+_SIZES = (8, 2, 32, 160, 16)  # upper limits of layers, sides, heads, tokens and dims in tests
 
 
 def value(group: int, kind: str, logical: tuple[int, ...]) -> int:
-    """A value of its own for each element, far below what int32 holds."""
+    """A distinct value for each element, far below the int32 limit."""
     found = group * len(KINDS) + KINDS.index(kind)
     for index, size in zip(logical, _SIZES, strict=True):
         assert 0 <= index < size
@@ -111,7 +114,7 @@ def value(group: int, kind: str, logical: tuple[int, ...]) -> int:
 
 
 def logical_of(values: Pool) -> list[Pool]:
-    """The layer, side, head, token and dim of each value; without meaning where it is `UNTOUCHED`."""
+    """The layer, side, head, token and dim of each value; meaningless for `UNTOUCHED`."""
     found: list[Pool] = []
     for size in reversed(_SIZES):
         values, index = np.divmod(values, size)
@@ -120,7 +123,7 @@ def logical_of(values: Pool) -> list[Pool]:
 
 
 def fill(layout: ShardLayout, pages: Sequence[Sequence[int]], tokens: tuple[int, int], first_page: int = 0) -> Pool:
-    """A pool that holds one request's `tokens` and nothing else. `pages` of each group begin at page `first_page`."""
+    """A pool that holds only one request's `tokens`. The `pages` of each group begin at page `first_page`."""
     pool, starts = empty_pool(layout), region_starts(layout)
     for number, group in enumerate(layout.groups):
         for index, page in enumerate(pages[number]):
@@ -133,7 +136,7 @@ def fill(layout: ShardLayout, pages: Sequence[Sequence[int]], tokens: tuple[int,
 
 
 def copied(runs: Runs, source: Pool, destination: Pool) -> None:
-    """Carries out the runs; each must lie within both pools, and write nothing twice."""
+    """Carries out the runs. Each must lie within both pools, and none may write a byte twice."""
     local, remote, length = (np.asarray(part) for part in (runs.local, runs.remote, runs.length))
     assert not (np.concatenate((local, remote, length)) % ITEMSIZE).any()
     counts = length // ITEMSIZE
@@ -146,7 +149,7 @@ def copied(runs: Runs, source: Pool, destination: Pool) -> None:
 
 
 def fewest(runs: Runs) -> int:
-    """How many runs there would be if all were joined that can be."""
+    """The number of runs after joining all that can be joined."""
     order = np.argsort(runs.local)
     local, remote, length = runs.local[order], runs.remote[order], runs.length[order]
     meets = (local[:-1] + length[:-1] == local[1:]) & (remote[:-1] + length[:-1] == remote[1:])
@@ -163,7 +166,7 @@ def shard(
 
 
 def pages_for(layout: ShardLayout, tokens: tuple[int, int], seed: int = 0) -> list[int]:
-    """Pages in no order, with neighbours among them."""
+    """Shuffled pages, some of them consecutive."""
     size, pool = layout.groups[0].page_size, layout.groups[0].num_pages
     needed = -(-tokens[1] // size) - tokens[0] // size
     rng = np.random.default_rng(seed)
@@ -191,10 +194,9 @@ def mamba_boxes(
     dtype: tuple[str, int] = ("float32", ITEMSIZE),
     region: int = 0,
 ) -> tuple[Box, ...]:
-    """One Mamba layer's state: a page holds the convolution's `[channels of x, B and C, conv_length]`, then the SSM's.
-
-    A rank holds a range of each, so a TP split that differs is an intersection like any other, and B and C may be
-    replicated while x is split.
+    """The boxes of one Mamba layer's state: a page holds the convolution's `[channels of x, B and C, conv_length]`,
+    then the SSM's. A rank holds a range of each, so different TP splits simply intersect, and B and C may be replicated
+    while x is split.
     """
     boxes: list[Box] = []
     offset, (name, itemsize) = 0, dtype

@@ -1,5 +1,6 @@
-"""Engines of one process for tests: ranks over pools of known bytes, stepped by the test or run by a thread."""
+"""Engines in one process for tests: ranks over pools of known bytes, driven by the test or by a thread."""
 
+# pyright: basic
 from __future__ import annotations
 
 import time
@@ -25,7 +26,7 @@ from transfer.wire.messages import Wanted
 
 
 class Clock:
-    """Seconds that pass only when told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -35,11 +36,11 @@ class Clock:
 
 
 class Hindrance:
-    """Holds up, or refuses, the READs of one rank from outside, as a stuck or dying peer does.
+    """Delays or refuses the READs of one rank, as a stuck or dying peer would.
 
     Attributes:
         held: while set, no READ is seen to end.
-        hold_from: while set, the READ of this number, counted from 0, and those after it are not seen to end.
+        hold_from: while set, READs from this number on (counted from 0) are not seen to end.
         refuse: which of the next READs raise, counted from 0.
         reads: READs so far, as (runs, note).
     """
@@ -52,7 +53,7 @@ class Hindrance:
 
 
 class Hindered(Agent):
-    """A real agent under a hindrance."""
+    """A real agent with a `Hindrance`."""
 
     def __init__(self, hindrance: Hindrance, *args: Any) -> None:
         super().__init__(*args)
@@ -92,7 +93,7 @@ PAGES = 16
 class Engine:
     """The ranks of one engine over pools of bytes; heads split over `tp`. Closed by the fixture that makes it.
 
-    All share a key unless another one, or none, is given: without, they vouch for themselves on this host.
+    All engines share a key unless another one, or none, is given. Without a key they vouch for themselves on this host.
 
     Attributes:
         pools: per rank uint8 `[pages, heads of the rank, bytes of a head]`.
@@ -168,7 +169,7 @@ class Engine:
         return self.of(LeaseOver)
 
     def offer(self, request_id: str = "r", slot: int = 0, duration_s: float = 30.0, **options: Any) -> LeaseRef:
-        """A lease that stands."""
+        """Returns an open lease."""
         lease = LeaseRef(new_lease_id(), slot, duration_s)
         self.replica.offer(request_id, lease, **options)
         self.take()
@@ -179,7 +180,7 @@ class Engine:
         return Source(self.serve(), self.engine_id, lease)
 
     def heads(self, pages: Sequence[int]) -> NDArray[np.uint8]:
-        """The bytes of pages, `[pages, all heads, bytes]`, whatever the split."""
+        """The bytes of pages, `[pages, all heads, bytes]`, independent of the split."""
         return np.concatenate([pool[list(pages)] for pool in self.pools], axis=1)
 
     def blank(self) -> None:
@@ -208,7 +209,7 @@ def settled(reader: Engine, *keys: str) -> Callable[[], bool]:
 
 
 def run(*engines: Engine, until: Callable[[], object], seconds: float = 20.0) -> None:
-    """Polls engines in turn until something is so."""
+    """Polls engines in turn until a condition holds."""
     deadline = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < deadline, f"nothing within {seconds} s: {[engine.events for engine in engines]}"

@@ -1,3 +1,4 @@
+# pyright: basic
 from __future__ import annotations
 
 import random
@@ -43,4 +44,4 @@ def test_boxes_that_cut_each_other_into_too_many_cells_are_refused_at_once(count
     begin = time.process_time()
     with pytest.raises(MetadataError, match="cells"):
         RemoteEngine(ranks, mine, {})
-    assert time.process_time() - begin < 5  # a bound on work done, not on speed: without the limit it takes terabytes
+    assert time.process_time() - begin < 5  # bounds the work, not the speed: without the limit it would take terabytes

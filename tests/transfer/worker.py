@@ -1,5 +1,9 @@
-"""A process with one engine after another, driven by a test over a pipe. Polls between commands, and dies with it."""
+"""A process with one engine after another, which a test drives over a pipe.
 
+It polls between commands, and dies with the test.
+"""
+
+# pyright: basic
 from __future__ import annotations
 
 import os
@@ -14,13 +18,16 @@ import transfer
 
 
 def filled(pages: int, bytes_per_page: int, seed: int) -> np.ndarray:
-    """Returns uint8 `[pages, bytes_per_page]` of bytes that depend on `seed` alone; 256 pages differ."""
+    """Returns uint8 `[pages, bytes_per_page]` of bytes that depend only on `seed`.
+
+    Up to 256 pages differ from each other.
+    """
     row = np.random.default_rng(seed).integers(0, 256, bytes_per_page, np.uint8)
     return row + np.arange(pages, dtype=np.uint8)[:, None]
 
 
 def digest(pages: np.ndarray) -> bytes:
-    """Stands for every byte of some pages, where they are too many for a pipe."""
+    """A digest of pages that are too large for a pipe."""
     return xxhash.xxh3_128_digest(pages)
 
 
@@ -85,7 +92,7 @@ class Worker:
 
 
 def serve(conn: Connection) -> None:
-    """Serve a test until it says so, or is gone."""
+    """Serves a test until the test says so or ends."""
     worker = Worker()
     conn.send(("done", os.getpid()))
     try:

@@ -1,5 +1,6 @@
-"""These tests run in an environment of their own (`make test-vllm`); elsewhere there is nothing to collect."""
+"""These tests run in their own environment (`make test-vllm`). Elsewhere they are not collected."""
 
+# pyright: basic
 import importlib.util
 import itertools
 import os
@@ -17,7 +18,8 @@ if HAS_VLLM:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # The wheel is built for CUDA and finds no platform here: it is told before anything else of vLLM is imported.
+    # The wheel is built for CUDA and finds no platform here, so the platform is set before the rest of vLLM is
+    # imported.
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
 
@@ -26,7 +28,7 @@ if HAS_VLLM:
 
 @pytest.fixture
 def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """Returns `make(role, shape)`, an engine that is closed in the end."""
+    """Returns `make(role, shape)`, which makes an engine that is closed at the end."""
     from tests.vllm_engine.engine import Engine, Shape
 
     folder: Path = tmp_path_factory.getbasetemp()

@@ -1,11 +1,11 @@
 """vLLM engines of one process, on the CPU: its real scheduler, block manager and connector classes, and a small model.
 
-What vLLM cannot run without a GPU is its model runner. In its place is a model that writes keys and values into the
-blocks that vLLM's scheduler hands out, and makes each token out of all of them that its layers look at: one wrong byte
-in one block, and the tokens are others. Each rank holds its heads, and vLLM's own aggregator puts their outputs
-together.
+vLLM's model runner needs a GPU. A small model replaces it: it writes keys and values into the blocks that vLLM's
+scheduler assigns, and computes each token from all keys and values that its layers see. One wrong byte in one block
+therefore changes the tokens. Each rank holds its heads, and vLLM's own aggregator combines their outputs.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import hashlib
@@ -57,10 +57,10 @@ _FIRST, _TOKENS = 1000, 1000
 
 @dataclass(frozen=True)
 class Shape:
-    """An engine. `windows` has an entry for each group: 0 for full attention.
+    """The shape of an engine.
 
-    All groups share their tensors, as vLLM lays them out: layer i of each lies in tensor i. With `states` there is one
-    more group, of recurrent layers, and no prefix cache.
+    `windows` has an entry for each group: 0 for full attention. As in vLLM, all groups share their tensors: layer i of
+    each group lies in tensor i. With `states` there is a further group of recurrent layers, and no prefix cache.
     """
 
     blocks: int = 60
@@ -72,14 +72,14 @@ class Shape:
     policy: str = "fail"
     max_batched: int = 64
     rows: int = 16
-    events: str = ""  # name of the sockets of its KV events, in this process
+    events: str = ""  # name of the in-process sockets for its KV events; empty for none
     connector: tuple[str, str | None] = OURS
-    backend: Any = TritonAttentionBackend  # what its layers say: the small model writes as this one does
+    backend: Any = TritonAttentionBackend  # the backend of its layers, whose format the small model writes
     extra: dict[str, Any] = field(default_factory=lambda: {"host": "127.0.0.1", "port": 0})
 
 
 def secret_of(text: str) -> str:
-    """Names a secret as a deployment has to: by a variable of the environment. Nothing names none."""
+    """Names a secret by an environment variable, as a deployment must; empty text for no secret."""
     if not text:
         return ""
     name = f"PAGEWIRE_SECRET_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -88,7 +88,7 @@ def secret_of(text: str) -> str:
 
 
 def model_dir(folder: Path, heads: int) -> str:
-    """A folder with the config of a small Llama: vLLM wants to read one."""
+    """A folder with the config of a small Llama, which vLLM wants to read."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -138,7 +138,7 @@ def make_config(model: str, role: str, engine_id: str, shape: Shape, rank: int, 
             replay_endpoint=f"inproc://{shape.events}.replay",
         ),
     )  # fmt: skip
-    # Set afterwards: vLLM would look for as many devices, and this process plays all ranks.
+    # Set afterwards, because vLLM would otherwise look for this many devices. This process plays all ranks.
     config.parallel_config.tensor_parallel_size = shape.tp_size
     config.parallel_config.rank = rank
     config.instance_id = start
@@ -167,7 +167,7 @@ def make_cache_config(shape: Shape) -> KVCacheConfig:
 
 
 class Kernel:
-    """Writes and reads a layer's cache as its backend does, where vLLM's own needs a device or a wheel of its own."""
+    """Writes and reads a layer's cache like its backend. vLLM's own code would need a device or another wheel."""
 
     def __init__(self, *, in_columns: bool) -> None:
         self.in_columns = in_columns
@@ -196,7 +196,7 @@ class Kernel:
 
 
 class Layer(AttentionLayerBase):
-    """What vLLM's workers know of a layer of the small model."""
+    """A layer of the small model, as vLLM's workers see it."""
 
     head_size = HEAD_DIM
     _k_scale = _v_scale = None
@@ -216,7 +216,7 @@ class Layer(AttentionLayerBase):
 def add_layers(
     config: VllmConfig, caches: KVCacheConfig, backend: Any = TritonAttentionBackend, states: States | None = None
 ) -> VllmConfig:
-    """Makes a config that of a worker, whose model is loaded."""
+    """Adds loaded layers to a config, as in a worker."""
     for group in caches.kv_cache_groups:
         is_state = states is not None and isinstance(group.kv_cache_spec, MambaSpec)
         layers = {name: Layer(states.backend if is_state else backend) for name in group.layer_names}
@@ -232,13 +232,13 @@ def _mixer(layer: int) -> str:
 
 
 def contents(tokens: torch.Tensor, positions: torch.Tensor, layer: int, heads: Sequence[int]) -> torch.Tensor:
-    """Keys and values of some tokens: `[tokens, heads, 2 * HEAD_DIM]`, small whole numbers."""
+    """Keys and values of some tokens: `[tokens, heads, 2 * HEAD_DIM]`, small integers."""
     first = (tokens * 31 + positions * 7 + layer * 3)[:, None] + torch.tensor(list(heads)) * 5
     return ((first % 251)[:, :, None] + torch.arange(2 * HEAD_DIM) % 3).to(torch.float16)
 
 
 def look(cache: torch.Tensor, positions: torch.Tensor) -> int:
-    """What a layer makes of the keys and values that it looks at: `[tokens, heads, 2 * HEAD_DIM]`."""
+    """The output of a layer for the keys and values that it sees: `[tokens, heads, 2 * HEAD_DIM]`."""
     weights = torch.arange(1, cache.shape[-1] + 1) * 3
     return int((cache.long() * weights).sum((1, 2)) @ (positions % 13 + 1))
 
@@ -283,7 +283,7 @@ class Engine:
         )
         self.workers: list[Any] = []
         self.caches: list[dict[str, Any]] = []
-        self.mixers: list[dict[int, Any]] = []  # with states of their own, as vLLM cuts them out of the bytes
+        self.mixers: list[dict[int, Any]] = []  # with their own states, cut out of the bytes as in vLLM
         for rank in range(shape.tp_size):
             ranked = make_config(model, role, engine_id, shape, rank, start)
             self.add_rank(
@@ -297,9 +297,10 @@ class Engine:
         self._aggregator = KVOutputAggregator.from_connector(self.workers[0], shape.tp_size)
         self.outputs: list[Any] = []
         self.scheduled: list[dict[str, int]] = []
-        self.preempted = self.peak_blocks = 0  # requests that gave way in the last step; most blocks in use
+        self.preempted = self.peak_blocks = 0  # requests preempted in the last step; most blocks in use
         self.stats: list[Any] = []  # of the workers
-        self.reported: list[dict[str, Any]] = []  # with the scheduler's, as they leave the engine
+        # includes the scheduler's stats, in the form in which they leave the engine
+        self.reported: list[dict[str, Any]] = []
         self.free_at_start = self.free_blocks
 
     @property
@@ -319,7 +320,8 @@ class Engine:
         }
         mixers: dict[int, Any] = {}
         of_states: Any = caches.kv_cache_groups[-1].kv_cache_spec
-        for layer in range(LAYERS if shape.states else 0):  # bytes, padded to the size of an attention layer's page
+        # a page of a page of bytes, padded to the size of an attention layer's page
+        for layer in range(LAYERS if shape.states else 0):
             views[_mixer(layer)] = torch.zeros(shape.blocks, 1, 1, tensors[0][0].nbytes, dtype=torch.int8)
             mixer = SimpleNamespace(get_state_shape=lambda: of_states.shapes, get_state_dtype=lambda: of_states.dtypes)
             MambaBase.bind_kv_cache(cast("Any", mixer), views[_mixer(layer)])
@@ -364,7 +366,7 @@ class Engine:
                 self.reported.append(found.scheduler_stats.kv_connector_stats)
 
     def _run(self, request_id: str, count: int) -> list[int]:
-        """Writes the keys and values of some tokens; where they are the last known ones, the next token."""
+        """Writes the keys and values of some tokens. If they are the last known ones, returns the next token."""
         request = self.scheduler.requests[request_id]
         end, size = request.num_computed_tokens, self.shape.block_size
         tokens = torch.tensor(list(request.all_token_ids))
@@ -398,7 +400,7 @@ class Engine:
         places, owned = states.places(ranks, rank), states.owned(ranks, rank)
         for layer in range(LAYERS):
             state = [part[block] for part in mixers[layer].kv_cache]
-            if is_first:  # blocks come as others left them
+            if is_first:  # blocks have the contents of their previous owner
                 for part in state:
                     part.zero_()
             for token in tokens:
@@ -418,7 +420,7 @@ class Engine:
         return None if request is None else request.status
 
     def params(self, request_id: str) -> dict[str, Any]:
-        """The params of a request's pages, as they come out of an HTTP body."""
+        """The `kv_transfer_params` of a request, as parsed from an HTTP body."""
         (found,) = [
             output.kv_transfer_params
             for output in self.outputs
@@ -438,7 +440,7 @@ class Engine:
 
 
 def run_worker(worker: Any, plan: Any) -> KVConnectorOutput:
-    """What vLLM's model runner does with a worker's connector in a step, in its order."""
+    """Calls a worker's connector as vLLM's model runner does in a step, in the same order."""
     worker.handle_preemptions(plan.kv_connector_metadata)
     worker.bind_connector_metadata(plan.kv_connector_metadata)
     worker.start_load_kv(None)
@@ -470,7 +472,7 @@ def make_request(request_id: str, prompt: Sequence[int], count: int, block_size:
 
 
 def run_until(engines: Sequence[Engine], done: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """Steps engines in turn until something is so."""
+    """Steps engines in turn until a condition holds."""
     end = time.monotonic() + timeout_s
     while not done():
         assert time.monotonic() < end, [

@@ -1,11 +1,12 @@
-"""vLLM's own pool for a model of which there is only a config.json: its layers are made without memory, and asked.
+"""vLLM's own pool for a model with only a config.json: its layers are made without memory, and asked for their specs.
 
     python -m tests.vllm_engine.pool < questions.json > answers.json
 
-Runs under vLLM 0.32 and 0.33, where either is installed. `Question` is its input, and `Answer` its output.
-One process plays one rank of several: vLLM's model takes its share of heads by the size of its group, which is set.
+Runs under vLLM 0.32 and 0.33. Its input are `Question`s, and its output `Answer`s. One process plays one rank of
+several: vLLM's model derives its share of heads from the size of its process group, which is set.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import json
@@ -32,18 +33,18 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What vLLM says to it."""
+    """vLLM's answer to it."""
 
     version: str
-    layer_page_bytes: list[int]  # of each layer as the model has it, before groups are made
-    group_layers: list[int]  # layers of each group
-    block_bytes: int  # of the largest group
+    layer_page_bytes: list[int]  # bytes of a page in each layer, before groups are made
+    group_layers: list[int]  # number of layers in each group
+    block_bytes: int  # bytes of a block in the largest group
     num_blocks: int
-    request_blocks: dict[int, int]  # that requests of each length take at most
+    request_blocks: dict[int, int]  # most blocks of a request, by length
 
 
 def answer(question: Question, scratch: Path) -> Answer:
-    """Ask vLLM. Its platform is a CPU, and its process group stands."""
+    """Asks vLLM. The platform is a CPU, and the process group exists already."""
     import torch
     import vllm
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -53,7 +54,8 @@ def answer(question: Question, scratch: Path) -> Answer:
     from vllm.model_executor.models import gpt_oss
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 
-    gpt_oss.FusedMoEFactory = lambda **_: torch.nn.Identity()  # experts keep nothing; not all have kernels on a CPU
+    # experts keep nothing in the cache, and not all have CPU kernels
+    gpt_oss.FusedMoEFactory = lambda **_: torch.nn.Identity()
     config: VllmConfig = _config(question, scratch)
     with set_current_vllm_config(config):
         _start_group(scratch)
@@ -67,7 +69,7 @@ def answer(question: Question, scratch: Path) -> Answer:
             for name, layer in made.items()
             if isinstance(layer, AttentionLayerBase)
         }
-        resolve_kv_cache_layout(config, [["LBNHC"]], specs.values())  # layers apart, as FlashAttention asks for
+        resolve_kv_cache_layout(config, [["LBNHC"]], specs.values())  # separate layers, as FlashAttention needs
         groups, found = _grouped(config, dict(specs), question.memory)
         wanted: dict[int, int] = {}
         for length in question.lengths:
@@ -95,7 +97,10 @@ def _grouped(config: Any, specs: dict[str, Any], memory: int) -> tuple[list[Any]
 
 
 def _config(question: Question, scratch: Path) -> Any:
-    """The text part alone. The quantisation of weights is left out: it needs kernels, and does not change the cache."""
+    """Returns the config of the text part.
+
+    Weight quantisation is left out, because it needs kernels and does not change the cache.
+    """
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 
     told: dict[str, Any] = json.loads((Path(question.folder) / "config.json").read_text())
@@ -121,7 +126,7 @@ def _config(question: Question, scratch: Path) -> Any:
 
 
 def _start_group(scratch: Path) -> None:
-    """Groups of ranks for one model: a mixture of experts has some that others have not."""
+    """Makes the process groups for one model. A mixture of experts has additional ones."""
     import torch
     from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
 
@@ -133,17 +138,17 @@ def _start_group(scratch: Path) -> None:
 
 
 def main() -> None:
-    """Answer the questions of standard input, one after another."""
+    """Answers the questions on standard input, one after another."""
     questions = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Question])
     with tempfile.TemporaryDirectory() as scratch, redirect_stdout(sys.stderr):
         import vllm.platforms
         from vllm.platforms.cpu import CpuPlatform
 
-        vllm.platforms._current_platform = CpuPlatform()  # a wheel for CUDA finds none here
+        vllm.platforms._current_platform = CpuPlatform()  # the CUDA wheel finds no platform here
         answers = [answer(question, Path(scratch)) for question in questions]
     sys.stdout.buffer.write(msgspec.json.encode(answers))
     sys.stdout.flush()
-    os._exit(0)  # the process group's threads are of no interest
+    os._exit(0)  # does not wait for the process group's threads
 
 
 if __name__ == "__main__":

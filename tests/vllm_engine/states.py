@@ -1,8 +1,10 @@
-"""The recurrent layers of the small model: shapes and cuts over ranks are vLLM's own, what they compute is counting.
+"""The recurrent layers of the small model.
 
-Every element of a state knows its place in the whole model, so that one that came to the wrong place shows in the sum.
+Shapes and divisions over ranks are vLLM's own, and the computation only counts. Every element of a state depends on its
+place in the whole model, so an element at the wrong place changes the sum.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import math
@@ -28,7 +30,7 @@ _DTYPES = (torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class States:
-    """What a recurrent layer of some kind keeps: "mamba2" with groups of B and C, "mamba1", "gdn", "conv"."""
+    """The states of a recurrent layer of some kind: "mamba2" with groups of B and C, "mamba1", "gdn" or "conv"."""
 
     kind: str = "mamba2"
     groups: int = 1
@@ -46,7 +48,7 @@ class States:
         return SimpleNamespace(n_groups=self.groups)
 
     def shapes(self, ranks: int) -> tuple[tuple[int, ...], ...]:
-        """The shape of one of some ranks."""
+        """The shapes on one of `ranks` ranks."""
         of = MambaStateShapeCalculator
         if self.kind == "mamba2":
             return of.mamba2_state_shape(ranks, _INNER, self.groups, _HEADS, _HEAD_DIM, _STATE, _KERNEL)
@@ -68,7 +70,7 @@ class States:
         return [torch.zeros(shape) for shape in self.shapes(ranks)]
 
     def places(self, ranks: int, rank: int) -> list[torch.Tensor]:
-        """The number of every element of a rank's states in the whole model: as vLLM loads the weights of a rank."""
+        """The index in the whole model of every element of a rank's states, divided as vLLM divides weights."""
         channels = _channels(self._projections(ranks), ranks, rank)
         columns = _KERNEL - 1
         conv = channels[:, None] * columns + torch.arange(columns)
@@ -77,7 +79,7 @@ class States:
         return found + [torch.arange(math.prod(shape)).view(shape) + rank * math.prod(shape) for shape in heads]
 
     def owned(self, ranks: int, rank: int) -> list[torch.Tensor]:
-        """Which of its elements no rank before it has."""
+        """The elements that no earlier rank has."""
         before = [self.places(ranks, other) for other in range(rank)]
         return [
             ~torch.isin(places, torch.cat([other[at].flatten() for other in before]) if before else torch.tensor([]))
@@ -85,7 +87,7 @@ class States:
         ]
 
     def _projections(self, ranks: int) -> list[tuple[int, int, bool]]:
-        """VLLM's shard settings, as its Mamba 2 and gated delta layers make them."""
+        """vLLM's shard settings, as in its Mamba 2 and gated delta layers."""
         if self.kind == "mamba2":
             extra = MambaStateShapeCalculator.extra_groups_for_head_shards(self.groups, ranks)
             group = ((self.groups + extra) * _STATE, extra * _STATE, self.groups == 1)
@@ -104,12 +106,12 @@ def _channels(settings: list[tuple[int, int, bool]], ranks: int, rank: int) -> t
 
 
 def recur(state: Sequence[torch.Tensor], token: int, layer: int, places: Sequence[torch.Tensor]) -> None:
-    """Moves a recurrent layer on by a token, in place, with whole numbers that float16 has all of."""
+    """Updates the state of a recurrent layer by a token, in place, with integers that float16 represents exactly."""
     for number, (part, place) in enumerate(zip(state, places, strict=True)):
         part.copy_((part * 3 + token % 97 + layer + place * 7 % 401 + number) % 499)
 
 
 def read(state: Sequence[torch.Tensor], places: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]) -> int:
-    """The value that it computes from its state: every element counts by its place."""
+    """The output computed from the state, in which every element is weighted by its place."""
     found = zip(state, places, owned, strict=True)
     return sum(int((part.long() * (place % 31 + 1))[mine].sum()) for part, place, mine in found)

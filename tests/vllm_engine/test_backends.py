@@ -1,5 +1,6 @@
-"""What vLLM's own backend classes keep in a page."""
+"""The page contents of vLLM's own backend classes."""
 
+# pyright: basic
 from __future__ import annotations
 
 import itertools
@@ -50,7 +51,7 @@ STATE = MambaSpec(block_size=64, shapes=((3, 160), (8, 16, 16)), dtypes=(torch.f
 
 
 class Theirs(TritonAttentionBackend):
-    """A changed backend of a third party: it is not known any more."""
+    """A third party's subclass of a backend, which is therefore unknown."""
 
 
 def config_of(folder: Path, spec: KVCacheSpec, *backends: Any, page_size: int = 32) -> Any:
@@ -120,7 +121,7 @@ def test_a_worker_is_refused_when_it_is_made(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU whose keys and values lie in tiles that only its kernels know."""
+    """Simulates a CPU whose kernels store keys and values in their own tiles."""
     monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: "amx")
 
 
@@ -168,7 +169,7 @@ def test_a_cpus_columns_of_keys_are_moved_to_pages_of_any_kind(
 def test_a_layer_whose_kernel_writes_elsewhere_is_refused(
     make: Make, monkeypatch: pytest.MonkeyPatch, backend: Any, liar: int, where: str
 ) -> None:
-    made = itertools.count()  # the engine has one of its own, and each layer of each rank
+    made = itertools.count()  # the engine and each layer of each rank have their own
 
     def kernel(*, in_columns: bool) -> engine.Kernel:
         return Kernel(in_columns=in_columns != (next(made) == liar))

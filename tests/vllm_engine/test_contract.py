@@ -1,5 +1,6 @@
-"""The contract of the adapters, with vLLM's real schedulers on both sides of our connector."""
+"""The adapter contract, with vLLM's real schedulers on both sides of our connector."""
 
+# pyright: basic
 from __future__ import annotations
 
 import time
@@ -21,18 +22,18 @@ SHAPE = Shape(
     max_batched=64,
     rows=6,
     policy="recompute",
-    # With a secret, so that a restarted prefill is known again before its short leases are over.
+    # with a secret, so that a restarted prefill is accepted before its short leases expire
     extra={"host": "127.0.0.1", "port": 0, "kv_lease_duration": 1.0, "secret": secret_of("of this fleet alone")},
 )
 FINISHED = {"length": "length", "stop": "eos", "error": "error", "abort": "cancelled"}
 
 
 class VLLMDriver:
-    """A proxy, a prefill and a decode engine. vLLM owns the blocks and the schedules; ours is what moves."""
+    """A proxy, a prefill and a decode engine. vLLM owns the blocks and the schedules; our connector moves the pages."""
 
     phases = ("waiting", "prefill", "held", "queued", "pulling", "decoding")
     peers = ("prefill", "decode")
-    survives = ("prefill", "pull")  # decode computes by itself what it cannot read
+    survives = ("prefill", "pull")  # decode computes pages itself that it cannot read
 
     def __init__(self, folder: Path) -> None:
         self.limits = Limits(SHAPE.block_size, SHAPE.blocks - 1, SHAPE.rows, SHAPE.max_batched)
@@ -54,7 +55,7 @@ class VLLMDriver:
             self.revive_peer(name)
 
     def _hold_reads(self) -> None:
-        """NIXL reads whatever is asked for; these READs are not done until we say so."""
+        """Patches NIXL so that READs do not end until the driver says so."""
         read, done = Agent.read, Agent.done
 
         def held_read(agent: Agent, *args: Any) -> Any:
@@ -109,7 +110,7 @@ class VLLMDriver:
             self._end(output.request_id, reason, "vLLM's load failure policy" if reason == "error" else "")
 
     def _hand_over(self, but: Collection[str] = ()) -> None:
-        """What a proxy does: prefill's answer becomes a part of decode's request."""
+        """Acts as the proxy: prefill's answer becomes a part of decode's request."""
         for request_id in [name for name, engine in self.at.items() if engine == "prefill" and name not in but]:
             prefill = self.engines["prefill"]
             if prefill.finish_reason(request_id):
@@ -138,7 +139,7 @@ class VLLMDriver:
                 break
             if phase == "pulling" and prefill.finish_reason(request_id):
                 self._hand_over()
-                self.stalled = True  # a READ is in flight from now on, until the next step
+                self.stalled = True  # a READ is in flight until the next step
                 self._step("decode")
                 time.sleep(0.02)
                 assert reached[phase]()
@@ -155,7 +156,7 @@ class VLLMDriver:
             if request_id in engine.scheduler.requests and not engine.finish_reason(request_id):
                 engine.abort(request_id)
         if self.at[request_id] == "prefill" and self.engines["prefill"].finish_reason(request_id):
-            # The proxy has the params, and its client is gone: decode is asked only to let prefill's blocks go.
+            # The proxy has the params, but its client is gone. It asks decode only to free prefill's blocks.
             self._hand_over()
             self.engines["decode"].abort(request_id)
         self._end(request_id, "cancelled")
@@ -177,7 +178,7 @@ class VLLMDriver:
             assert [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null] == []
 
     def kill_peer(self, peer: str) -> Collection[str]:
-        self.stalled = False  # or the end of an engine, here in this process, would wait for the READ
+        self.stalled = False  # otherwise the end of an engine, in this process, would wait for the READ
         engine = self.engines.pop(peer)
         engine.close()
         lost = {request_id for request_id, at in self.at.items() if at == peer}

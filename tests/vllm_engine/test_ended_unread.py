@@ -1,5 +1,8 @@
-"""If decode's request ends before it has read, prefill's blocks come back at once, and not with their lease."""
+"""If decode's request ends before it has read, prefill's blocks are freed at once, and not only when their lease
+expires.
+"""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -28,7 +31,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Ended(NamedTuple):
-    """A request of decode's that names a lease of prefill's."""
+    """A request at decode that names a lease of prefill."""
 
     prefill: Engine
     decode: Engine
@@ -36,14 +39,14 @@ class Ended(NamedTuple):
 
     @property
     def is_free(self) -> bool:
-        """Whether prefill holds nothing any more."""
+        """Whether prefill holds no blocks any more."""
         return self.prefill.free_blocks == self.prefill.free_at_start
 
     def add(self, prompt: list[int], request_id: str = "d", **changes: Any) -> None:
         self.decode.add(request_id, prompt, 3, self.params | changes)
 
     def reject(self, request_id: str = "d", prompt: list[int] | None = None, **changes: Any) -> None:
-        """What `EngineCore.add_request` does with a request that is to be aborted at once."""
+        """Does what `EngineCore.add_request` does with a request that must be aborted at once."""
         request = make_request(request_id, prompt or REJECTED, 1, 16, self.params | changes)
         request.abort_immediately = True
         self.decode.scheduler.add_request(request)
@@ -71,7 +74,7 @@ def rejected(found: Ended) -> None:
 
 
 def rejected_while_paused(found: Ended) -> None:
-    """vLLM 0.33 tells of a request that came during a pause with its own prompt."""
+    """vLLM 0.33 reports a request that arrives during a pause with its own prompt."""
     found.reject(prompt=PROMPT)
 
 
@@ -81,7 +84,7 @@ def aborted_at_once(found: Ended) -> None:
 
 
 def aborted_after_a_step(found: Ended) -> None:
-    """Its blocks wait for the load, and the source is being asked."""
+    """Its blocks wait for the load while the source is being asked."""
     found.add(PROMPT)
     found.decode.step()
     found.decode.abort("d")
@@ -109,7 +112,7 @@ def in_both_directions(found: Ended) -> None:
 
 
 def twice_under_one_name(found: Ended) -> None:
-    """The names of rejected requests are the client's, and may be equal."""
+    """Rejected requests have the client's names, which may be equal."""
     other = prefilled(found.prefill, "q", PROMPT[::-1])
     found.reject()
     found.reject(**other)
@@ -149,7 +152,7 @@ def test_prefills_blocks_come_back_at_once(
 
 @pytest.mark.parametrize("sides", ["one group", "two groups", "states"])
 def test_a_prompt_shorter_than_prefills_gives_the_blocks_back(named: Callable[..., Ended], sides: str) -> None:
-    """A state after more tokens than the request has is of no use; the pages of a prefix are read."""
+    """A state after more tokens than the request has is useless, but the pages of a prefix are read."""
     found = named(sides, "recompute")
     found.add(PROMPT[:50])
     found.until(lambda: found.decode.finish_reason("d"))
@@ -172,7 +175,7 @@ def test_one_that_waits_for_room_and_is_aborted_gives_the_blocks_back(named: Cal
 
 
 def test_rejected_requests_leave_the_pool_to_an_honest_one(make: Make) -> None:
-    """Two prompts of 29 blocks each fill the pool of 59; the third begins when one of them is given back."""
+    """Two prompts of 29 blocks each fill the pool of 59. The third begins when one of them is freed."""
     prefill = make("kv_producer", Shape(extra=EXTRA))
     decode = make("kv_consumer", Shape(extra=EXTRA))
     found = Ended(prefill, decode, {})

@@ -1,3 +1,4 @@
+# pyright: basic
 import random
 import time
 from collections.abc import Callable
@@ -65,7 +66,7 @@ def test_decode_parks_pulls_and_goes_on_and_both_sides_release(
     assert prefill.free_blocks < prefill.free_at_start, "prefill keeps what decode is to read"
     decode.add("d", prompt, 5, params)
     decode.step()
-    # With windows or states the last token of a prompt is decode's: of a prompt of one nothing is loaded.
+    # With windows or states, decode computes a prompt's last token, so nothing is loaded for a prompt of one token.
     if length > 1 or not (decode.shape.states or any(decode.shape.windows)):
         assert decode.status("d") is RequestStatus.WAITING_FOR_REMOTE_KVS
     run_until([prefill, decode], lambda: decode.finish_reason("d"))
@@ -96,7 +97,7 @@ def test_a_full_local_hit_lets_prefill_go_at_once(make: Make) -> None:
 
 @pytest.mark.parametrize("extra", [-7, 9])
 def test_a_prompt_that_differs_in_length_from_what_was_prefilled_is_served(make: Make, extra: int) -> None:
-    """vLLM's own connector ends the engine where decode's prompt is longer by a block (reference 2.8, row 8)."""
+    """vLLM's own connector ends the engine if decode's prompt is longer by a block (reference 2.8, row 8)."""
     prefill, decode = make("kv_producer"), make("kv_consumer")
     prompt = list(range(1000, 1100 + extra))
     params = prefilled(prefill, "p", PROMPT)
@@ -107,7 +108,7 @@ def test_a_prompt_that_differs_in_length_from_what_was_prefilled_is_served(make:
 @pytest.mark.parametrize("windows", [(0,), (0, 40)], ids=["one group", "two groups"])
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_failed_load_does_what_the_policy_says(make: Make, policy: str, windows: tuple[int, ...]) -> None:
-    """Also with two groups, where an early vLLM went on with garbage (vllm#52234)."""
+    """This includes two groups, for which an early vLLM continued with garbage (vllm#52234)."""
     shape = Shape(windows=windows, policy=policy)
     prefill, decode = make("kv_producer", shape), make("kv_consumer", shape)
     params = prefilled(prefill, "p", PROMPT)
@@ -169,7 +170,7 @@ def test_pages_that_nobody_reads_return_when_their_lease_is_over(make: Make) -> 
 
 
 def test_a_lease_lasts_while_decode_has_no_room(make: Make) -> None:
-    """As long as the request waits in vLLM's queue: its source is told from the moment that it comes."""
+    """It lasts as long as the request waits in vLLM's queue, because its source is told when the request arrives."""
     extra = {"host": "127.0.0.1", "port": 0, "secret": secret_of("of this fleet alone")}
     prefill = make("kv_producer", Shape(extra=extra | {"kv_lease_duration": 1}))
     decode = make("kv_consumer", Shape(blocks=14, extra=extra))
@@ -270,7 +271,7 @@ STATES = {
 def test_states_go_to_another_tensor_parallelism(
     make: Make, states: States, sides: tuple[int, int], layouts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank has other channels and heads, and copies of B and C where the model has one group."""
+    """Each rank has other channels and heads, and a copy of B and C if the model has one group."""
     if any(ranks > states.groups > 1 for ranks in sides):
         pytest.skip("vLLM divides groups evenly, or has one")
     of_prefill, of_decode = layouts.split(" to ")
@@ -298,7 +299,7 @@ def test_states_of_another_kind_or_number_of_groups_are_refused(make: Make) -> N
 def test_the_last_token_sees_its_whole_window_wherever_that_begins(
     make: Make, windows: tuple[int, ...], spoilt: dict[str, Any]
 ) -> None:
-    """Decode computes it again, so what its window begins with must be there, whatever was prefilled."""
+    """Decode computes the last token again, so the beginning of its window must be present, whatever was prefilled."""
     shape = Shape(windows=windows, policy="recompute")
     prefill, decode = make("kv_producer", shape), make("kv_consumer", shape)
     for length in range(79, 101):

@@ -1,5 +1,6 @@
-"""VLLM's own KV events beside our connector: what decode has read from prefill appears in its stream."""
+"""vLLM's own KV events with our connector: blocks that decode has read from prefill appear in its stream."""
 
+# pyright: basic
 import time
 import uuid
 from typing import Any
@@ -14,12 +15,12 @@ BLOCK = 16
 
 
 def stored(name: str, batches: int) -> dict[int, tuple[int | None, tuple[int, ...]]]:
-    """By its hash each block's parent and tokens, as vLLM's replay tells of all batches so far."""
+    """Each block's parent and tokens by hash, from vLLM's replay of all batches so far."""
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(f"inproc://{name}.replay")
     found: dict[int, tuple[int | None, tuple[int, ...]]] = {}
     end, heard = time.monotonic() + 20, 0
-    while heard < batches:  # its thread may have some of them yet to send
+    while heard < batches:  # vLLM's thread may not have sent all of them yet
         assert time.monotonic() < end, f"{heard} of {batches} batches"
         socket.send_multipart([b"", (0).to_bytes(8, "big")])
         found, heard = {}, 0
@@ -57,7 +58,7 @@ def test_blocks_of_a_load_that_fails_are_not_told_of(make: Make) -> None:
     names = [uuid.uuid4().hex for _ in range(2)]
     prefill, decode = make("kv_producer", Shape(events=names[0])), make("kv_consumer", Shape(events=names[1]))
     params = prefilled(prefill, "p", PROMPT)
-    other = [token + 1 for token in PROMPT]  # prefill's digest is of another prompt
+    other = [token + 1 for token in PROMPT]  # prefill's digest belongs to another prompt
     decode.add("d", other, 2, params)
     run_until([prefill, decode], lambda: decode.finish_reason("d"))
     assert decode.finish_reason("d") == "error"

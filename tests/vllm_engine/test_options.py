@@ -1,5 +1,6 @@
-"""`kv_connector_extra_config`: what is wrong is refused at the start, all at once, and before weights are loaded."""
+"""`kv_connector_extra_config`: all faults are reported together at the start, before weights are loaded."""
 
+# pyright: basic
 from __future__ import annotations
 
 import logging
@@ -164,7 +165,7 @@ def start(folder: Path, extra: dict[str, Any]) -> VllmConfig:
 def test_with_full_cuda_graphs_options_are_checked_before_any_process_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As vLLM runs on a GPU by default: its API server makes this config first of all."""
+    """This is vLLM's default on a GPU, for which its API server makes this config first."""
     monkeypatch.setattr(type(current_platform), "support_static_graph_mode", classmethod(lambda _: True))
     start(tmp_path, BASE)
     with pytest.raises(ValueError, match="kv_connector_extra_config: kv_lease_duration is 'soon'"):
@@ -172,7 +173,7 @@ def test_with_full_cuda_graphs_options_are_checked_before_any_process_starts(
 
 
 def test_options_are_checked_before_memory_is_measured(tmp_path: Path) -> None:
-    """`EngineCore` asks for the layout of its caches then, whatever runs its model."""
+    """`EngineCore` asks for the layout of its caches at that time, with any executor."""
     config, _ = configs(tmp_path, BASE)
     assert get_kv_connector_cache_layout(config) == "LBHNC"
     config, _ = configs(tmp_path, BASE | {"secret": "env:NONE"})

@@ -1,8 +1,9 @@
 """A request brings the address of its source, so a connector contacts only listed hosts that have the key.
 
-A request that names another one fails alone, as the policy says, and every block returns.
+A request that names another host fails alone, according to the policy, and all of its blocks are freed.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import functools
@@ -30,7 +31,7 @@ def shape(policy: str = "fail", **extra: Any) -> Shape:
 
 
 def assert_failed(decode: Engine, request_id: str, prompt: list[int], count: int) -> None:
-    """A load that failed: no token, or those of a prompt that was computed here."""
+    """Checks that a load failed: there is no token, or the tokens were computed here."""
     if decode.shape.policy == "fail":
         assert (decode.finish_reason(request_id), decode.tokens(request_id)) == ("error", [])
     else:
@@ -39,13 +40,13 @@ def assert_failed(decode: Engine, request_id: str, prompt: list[int], count: int
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that does not answer is given up after 1.5 s instead of 5."""
+    """Reduces the time for a silent peer from 5 s to 1.5 s."""
     monkeypatch.setattr(vllm_config, "Timing", functools.partial(Timing, handshake=1.5))
 
 
 @pytest.fixture
 def connected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The addresses that sockets were connected to."""
+    """Records the addresses to which sockets were connected."""
     addresses: list[str] = []
     connect = zmq.Socket.connect
 
@@ -67,7 +68,7 @@ def test_who_has_the_same_secret_is_read_from(
     path.chmod(0o600)
     monkeypatch.setenv("FLEET_SECRET", secret)
     named = f"file:{path}" if where == "file" else "env:FLEET_SECRET"
-    # The other side has it from the other place: it is the secret that counts.
+    # The other side reads the secret from the other place; only its value counts.
     prefill, decode = make("kv_producer", shape(secret=named)), make("kv_consumer", shape(secret=f"file:{path}"))
     tokens = served([prefill, decode], "d", PROMPT, 3, prefilled(prefill, "p", PROMPT))
     assert tokens == expected_tokens(PROMPT, 3, decode.shape)
@@ -117,7 +118,7 @@ def test_an_address_outside_of_allowed_peers_fails_one_request_and_opens_no_sock
     assert not connected
     address = f"tcp://{host}:{params['remote_port']}"
     assert any(f"{address} is not in allowed_peers: " in record.getMessage() for record in caplog.records)
-    # The same pages from where they are: nothing of the failure is left.
+    # The same pages can be read from the right address: the failure leaves nothing behind.
     assert served([prefill, decode], "good", PROMPT, 3, params) == expected_tokens(PROMPT, 3, decode.shape)
     assert {f"tcp://127.0.0.1:{params['remote_port']}"} == set(connected)
     assert_empty(prefill, decode)
@@ -125,7 +126,7 @@ def test_an_address_outside_of_allowed_peers_fails_one_request_and_opens_no_sock
 
 @pytest.mark.usefixtures("impatient")
 def test_allowed_peers_may_be_contacted(make: Make, connected: list[str]) -> None:
-    """What is refused above is refused because of the list, and nothing else."""
+    """This shows that the refusals above are caused by the list."""
     decode = make("kv_consumer", shape(allowed_peers="192.0.2.0/24, 10.0.0.1"))
     params = prefilled(make("kv_producer", shape()), "p", PROMPT)
     decode.add("far", PROMPT, 3, params | {"remote_host": "192.0.2.7"})
@@ -135,7 +136,7 @@ def test_allowed_peers_may_be_contacted(make: Make, connected: list[str]) -> Non
 
 
 def elsewhere(make: Make, kind: str) -> int:
-    """A port at which the engine that a request names is not: another start of it is there, another engine, nobody."""
+    """A port without the engine that a request names: it has another incarnation, another engine, or no process."""
     if kind == "nobody":
         return closed_port()
     other = make("kv_producer", shape(), engine_id="source" if kind == "another start" else "other")
@@ -148,13 +149,16 @@ def elsewhere(make: Make, kind: str) -> int:
 def test_another_address_under_a_known_engine_id_ends_no_load_of_others(
     make: Make, caplog: pytest.LogCaptureFixture, kind: str, policy: str
 ) -> None:
-    """Some of the others read when it comes, one waits for room, and some come while it is asked."""
+    """When it arrives, some of the other requests are reading and one waits for room.
+
+    Others arrive while it is asked.
+    """
     prefill = make("kv_producer", Shape(blocks=80), engine_id="source")
     decode = make("kv_consumer", Shape(blocks=40, policy=policy))
     known = prefilled(prefill, "known", PROMPT[:20])
     served([prefill, decode], "known", PROMPT[:20], 1, known)
     port = elsewhere(make, kind)
-    prompts = {f"d{number}": [number, *PROMPT] for number in range(7)}  # 7 blocks each: five have room
+    prompts = {f"d{number}": [number, *PROMPT] for number in range(7)}  # 7 blocks each, so five requests have room
     params = {name: prefilled(prefill, name, prompt) for name, prompt in prompts.items()}
     for name in list(prompts)[:3]:
         decode.add(name, prompts[name], 3, params[name])
@@ -167,13 +171,14 @@ def test_another_address_under_a_known_engine_id_ends_no_load_of_others(
             decode.add(name, prompts[name], 3, params[name])
         run_until([prefill, decode], lambda: all(decode.finish_reason(name) for name in [*prompts, "bad"]))
     assert_failed(decode, "bad", bad, 3)
-    # Decode's log only: prefill also logs that the pages of a lease that decode gives back were freed unread.
+    # Only decode's log, because prefill also logs that a returned lease was not read.
     told = [record.getMessage() for record in caplog.records if record.name == "pagewire.vllm"]
     failed = [text for text in told if "its pages were freed before they were read" not in text]
     assert len(failed) == 1, "no load of another request has failed"
     assert "'bad'" in failed[0]
     assert f"127.0.0.1:{port}" in failed[0]
-    if kind == "another start":  # it is asked for its lease and for who it is at once: either answer refuses the load
+    # it is asked for its lease and its identity at the same time, and either answer refuses the load
+    if kind == "another start":
         answers = ("has ended, or engine 'source' never had it", "an engine with this id still answers at ")
         assert any(answer in failed[0] for answer in answers), failed[0]
     for name, prompt in prompts.items():

@@ -1,5 +1,6 @@
-"""What vLLM's own NIXL connector moves, and what ours moves, between the same blocks."""
+"""vLLM's own NIXL connector and ours move the same bytes between the same blocks."""
 
+# pyright: basic
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from tests.vllm_engine.test_engine import PREFILL, PROMPT
 
 Make = Callable[..., Engine]
 THEIRS = ("NixlConnector", None)
-WHOLE = PROMPT[:96]  # of the last block ours reads the tokens that there are, theirs all
+WHOLE = PROMPT[:96]  # for the last block, ours reads only its tokens, and theirs reads the whole block
 
 
 class _Backend:
@@ -26,7 +27,7 @@ class _Backend:
 
 @pytest.fixture(autouse=True)
 def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets vLLM's connector run without a GPU: it asks for the ranks, attention and layout of a model that runs."""
+    """Lets vLLM's connector run without a GPU, by replacing the ranks, attention and layout of a running model."""
     import vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker as worker
     from vllm.config import CacheConfig
     from vllm.platforms import current_platform
@@ -53,13 +54,13 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def held(prefill: Engine, params: dict[str, Any]) -> list[list[int]]:
-    """The blocks that our source says it holds."""
+    """The blocks that our source reports."""
     offer = prefill.connector._scheduling._connector._by_lease[int(params["lease_id"], 16)]
     return [list(blocks) for blocks in offer.held.block_ids]
 
 
 def moved(make: Make, monkeypatch: pytest.MonkeyPatch, connector: Any, left: Any, right: Any) -> tuple[Any, ...]:
-    """Blocks on both sides, and all bytes of decode's caches after a pull from caches of random bytes."""
+    """Pulls from caches of random bytes. Returns the blocks on both sides, and all bytes of decode's caches."""
     engines: list[Engine] = []
     for role, sides, port in (("kv_producer", left, 17_610), ("kv_consumer", right, 17_620)):
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
@@ -78,7 +79,7 @@ def moved(make: Make, monkeypatch: pytest.MonkeyPatch, connector: Any, left: Any
     decode.add("d", WHOLE, 3, params)
     decode.step()
     blocks = decode.scheduler.kv_cache_manager.get_block_ids("d")
-    received = decode.scheduler.finished_recving_kv_req_ids  # its model writes to the last block in the step after
+    received = decode.scheduler.finished_recving_kv_req_ids  # its model writes to the last block in the next step
     run_until([prefill, decode], lambda: "d" in received)
     found = [cache.clone() for caches in decode.caches for cache in caches.values()]
     run_until([prefill, decode], lambda: decode.finish_reason("d"))

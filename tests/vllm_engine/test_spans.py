@@ -1,5 +1,6 @@
-"""Under vLLM a request that came with a trace has a span of its load: vLLM's scheduler hands its headers to ours."""
+"""Under vLLM a request with a trace has a span for its load, because vLLM's scheduler passes its headers to ours."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ TRACE = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Engine]) -> Callable[..., Engine]:
-    """Makes engines that were started with `--otlp-traces-endpoint`."""
+    """Makes engines that are started with `--otlp-traces-endpoint`."""
     plain = engines.make_config
 
     def make_config(*args: Any, **options: Any) -> Any:

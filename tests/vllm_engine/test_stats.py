@@ -1,3 +1,4 @@
+# pyright: basic
 import io
 import logging
 import os
@@ -54,7 +55,7 @@ AS_THEIRS = {
     "nixl_bytes_transferred": "pull_bytes",
     "nixl_num_descriptors": "pull_runs",
 }
-# In a process of its own: to import vLLM's connector changes the environment that UCX reads.
+# Runs in a process of its own, because importing vLLM's connector changes the environment that UCX reads.
 COMPARE = """
 from types import SimpleNamespace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -99,7 +100,7 @@ def test_what_boards_show_of_vllms_own_connector_has_its_names_buckets_and_meani
 
 
 def test_stats_of_one_connector_among_several_come_out_of_plain_data() -> None:
-    """As they go from vLLM's engine to the process that serves metrics."""
+    """The stats travel in this form from vLLM's engine to the process that serves metrics."""
     found = MultiConnector.build_kv_connector_stats({PagewireConnector.__name__: {"failed_pulls": 2}})
     assert found is not None
     stats = found.data[PagewireConnector.__name__]

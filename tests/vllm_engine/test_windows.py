@@ -1,5 +1,8 @@
-"""Windows and blocks of other sizes: a block of decode that prefill could not fill is nobody else's prefix."""
+"""Windows with different block sizes: no other request may use a block of decode that prefill could not fill
+completely.
+"""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections import Counter
@@ -13,7 +16,7 @@ from tests.vllm_engine.engine import Engine, Shape, expected_tokens, run_until
 from tests.vllm_engine.test_engine import assert_empty, prefilled, served
 
 Make = Callable[..., Engine]
-SIZES = ((8, 16), (16, 8), (16, 24), (24, 16), (8, 32), (32, 8), (16, 16))  # tokens of a block: prefill's, decode's
+SIZES = ((8, 16), (16, 8), (16, 24), (24, 16), (8, 32), (32, 8), (16, 16))  # tokens of a block at prefill and at decode
 WINDOWS = ((0, 40), (33,), (0, 21, 40))
 OFTEN = {((8, 16), (0, 40)), ((8, 32), (33,)), ((16, 24), (0, 21, 40)), ((24, 16), (33,))}
 
@@ -32,13 +35,13 @@ def hidden(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def assert_forgotten(decode: Engine) -> None:
-    """The books have no entry of requests that have ended."""
+    """Checks that no entry of an ended request is left."""
     managers = decode.scheduler.kv_cache_manager.coordinator.single_type_managers
     assert [manager.num_cached_block for manager in managers] == [{}] * len(managers)
 
 
 def check(make: Make, sizes: tuple[int, int], windows: tuple[int, ...], lengths: range) -> Counter[str]:
-    """Each prompt is loaded, and then decode alone is asked what begins with it, up to each of its last blocks."""
+    """Loads each prompt. Then decode alone gets prompts that share its beginning, up to each of its last blocks."""
     there, here = sizes
     prefill = make("kv_producer", Shape(block_size=there, windows=windows, max_batched=24))
     decode = make("kv_consumer", Shape(block_size=here, windows=windows))
@@ -71,7 +74,7 @@ def _cells() -> list[Any]:
 def test_a_prompt_that_begins_with_what_was_loaded_gets_its_own_tokens(
     make: Make, hidden: Counter[str], request: pytest.FixtureRequest, sizes: tuple[int, int], windows: tuple[int, ...]
 ) -> None:
-    """Every place of a window in its first block; the lengths of a day are those of a block alone."""
+    """Windows begin at every place of their first block. The daily run tests only the lengths within one block."""
     is_long = request.node.get_closest_marker("long") is not None
     seen = check(make, sizes, windows, range(90, 138 if is_long else 90 + max(sizes), 1 if is_long else 3))
     there, here = sizes

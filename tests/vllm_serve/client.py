@@ -1,5 +1,6 @@
-"""Requests to a server or a proxy, each over a connection of its own, and the prompts that all tests ask."""
+"""Sends requests to a server or a proxy, each over its own connection. Also has the prompts of all tests."""
 
+# pyright: basic
 from __future__ import annotations
 
 import http.client
@@ -18,7 +19,7 @@ TOKENS = 12
 
 
 def _prompts() -> list[list[int]]:
-    """Lengths around the ends of blocks and chunks, and prompts that begin alike."""
+    """Prompts with lengths around block and chunk ends, some with a common beginning."""
     numbers = random.Random(7)
     shared = [numbers.randrange(256) for _ in range(300)]
     alone = [
@@ -38,12 +39,12 @@ class Answer(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens; none where it failed."""
+        """The tokens; empty if the request failed."""
         return self.body["choices"][0]["token_ids"] if self.status == 200 else []
 
     @property
     def params(self) -> Any:
-        """What a reader is told."""
+        """The params for a reader."""
         return self.body.get("kv_transfer_params")
 
 
@@ -61,7 +62,7 @@ def _open(url: str, body: dict[str, Any], timeout: float) -> Any:
 
 
 def ask(url: str, prompt: Sequence[int], *, timeout: float = 120, **more: Any) -> Answer:
-    """Asks for the tokens after a prompt."""
+    """Requests the tokens after a prompt."""
     try:
         with closing(_open(url, request_body(prompt, **more), timeout)) as answer:
             return Answer(answer.status, json.load(answer))
@@ -74,7 +75,7 @@ def ask(url: str, prompt: Sequence[int], *, timeout: float = 120, **more: Any) -
 
 
 def ask_all(url: str, prompts: Sequence[Sequence[int]], at_once: int = 16, **more: Any) -> list[Answer]:
-    """Asks several, `at_once` at a time."""
+    """Sends several requests, `at_once` at a time."""
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(lambda prompt: ask(url, prompt, **more), prompts))
 
@@ -91,7 +92,7 @@ def stream(url: str, prompt: Sequence[int], *, timeout: float = 120, **more: Any
 
 
 def hang_up(url: str, prompt: Sequence[int], after: float, **more: Any) -> None:
-    """Asks, and closes the connection some seconds later, whether anything has come or not."""
+    """Sends a request, and closes the connection some seconds later in any case."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(request_body(prompt, **more)), headers)

@@ -1,5 +1,6 @@
-"""These tests run in an environment of their own (`make test-engines`); elsewhere there is nothing to collect."""
+"""These tests run in their own environment (`make test-engines`). Elsewhere they are not collected."""
 
+# pyright: basic
 from __future__ import annotations
 
 import importlib.metadata
@@ -25,14 +26,14 @@ def _has_wheel() -> bool:
 
 collect_ignore_glob = [] if _has_wheel() else ["test_*.py"]
 if ON_GPU:
-    collect_ignore_glob.append("test_proof.py")  # of the CPU's kernels
+    collect_ignore_glob.append("test_proof.py")  # needs the CPU's kernels
 
 if _has_wheel():
     from tests.vllm_serve.client import PROMPTS
     from tests.vllm_serve.models import make_model
 
     class Servers:
-        """Servers that run, by their settings: a start takes a minute, so tests share them."""
+        """Running servers by their settings. A start takes a minute, so tests share servers."""
 
         def __init__(self, folder: Path, most: int) -> None:
             self.folder = folder
@@ -41,7 +42,7 @@ if _has_wheel():
             self._count = 0
 
         def get(self, *wanted: Settings) -> list[Server]:
-            """Those of these settings, started side by side where they do not run."""
+            """Returns the servers with these settings. Missing ones are started in parallel."""
             ranks = max(one.tp for one in wanted)
             if ON_GPU and ranks > torch.cuda.device_count():
                 pytest.skip(f"{ranks} tensor-parallel ranks, {torch.cuda.device_count()} CUDA devices")
@@ -83,12 +84,12 @@ if _has_wheel():
 
     @pytest.fixture(scope="session")
     def model(folder: Path) -> Callable[..., Path]:
-        """Returns `model(name, seed=0)`, the folder of one."""
+        """Returns `model(name, seed=0)`, which returns the folder of a model."""
         return lambda name, seed=0: make_model(folder, name, seed)
 
     @pytest.fixture(scope="session")
     def expected(folder: Path) -> Callable[[Path], list[list[int]]]:
-        """Returns `expected(model)`: the tokens after each of the prompts, by plain vLLM with no connector."""
+        """Returns `expected(model)`: the tokens after each prompt from plain vLLM without a connector."""
         known: dict[Path, list[list[int]]] = {}
 
         def ask(target: Path) -> list[list[int]]:

@@ -1,5 +1,6 @@
-"""Small models with random weights, one folder each: nothing is fetched."""
+"""Small models with random weights, one folder each. Nothing is downloaded."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ _COMMON: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "max_position_embeddings": 8192,
-    "initializer_range": 0.15,  # so large that each token weighs on the next ones
+    "initializer_range": 0.15,  # large enough that each token affects the next ones
     "tie_word_embeddings": False,
     **{f"{name}_id": number for name, number in SPECIAL.items() if name != "unk_token"},
 }
@@ -51,7 +52,7 @@ def _gemma3() -> Any:
 
 
 def _deepseek() -> Any:
-    """Latent attention, and no experts."""
+    """A model with latent attention and without experts."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     return DeepseekV2ForCausalLM(
@@ -64,7 +65,7 @@ def _deepseek() -> Any:
 
 
 def _granite() -> Any:
-    """Layers with recurrent states (Mamba 2) and with attention in turn. vLLM has no Bamba any more since 0.23."""
+    """A model whose layers alternate between Mamba 2 and attention. vLLM has had no Bamba since 0.23."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
     return GraniteMoeHybridForCausalLM(
@@ -87,7 +88,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def make_model(folder: Path, name: str, seed: int = 0) -> Path:
-    """Returns the folder of a model, made unless it is there."""
+    """Returns the folder of a model, which is made if it does not exist."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

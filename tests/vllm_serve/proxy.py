@@ -1,9 +1,9 @@
-"""The smallest proxy for prefill and decode apart: `python -m tests.vllm_serve.proxy PORT PREFILL DECODE`.
-
-A request goes to prefill with one token to make; what it says of its pages goes with the request to decode. A client
-that goes away takes both with it.
+"""A minimal proxy for disaggregated prefill and decode: `python -m tests.vllm_serve.proxy PORT PREFILL DECODE`. A
+request goes to prefill with `max_tokens` 1. Prefill's params then go to decode with the request. If the client
+disconnects, both requests are cancelled.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import sys

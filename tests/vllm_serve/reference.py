@@ -1,8 +1,8 @@
-"""The answers of plain vLLM, with no connector: `python -m tests.vllm_serve.reference FILE MODEL...` writes it as JSON.
-
-It is asked for one prompt at a time: its latent attention on CPUs says other things in a batch than alone.
+"""Writes the answers of plain vLLM without a connector as JSON: `python -m tests.vllm_serve.reference FILE MODEL...`.
+Prompts run one at a time, because vLLM's latent attention on CPUs gives other results in a batch.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import json

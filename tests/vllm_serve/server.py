@@ -1,5 +1,6 @@
-"""`vllm serve` processes: started, watched and ended."""
+"""Starts, observes and ends `vllm serve` processes."""
 
+# pyright: basic
 from __future__ import annotations
 
 import contextlib
@@ -43,21 +44,21 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Settings:
-    """A server.
+    """The settings of a server.
 
     Attributes:
-        model: folder.
-        number: tells apart what is alike otherwise.
-        block_size: tokens.
+        model: folder of the model.
+        number: distinguishes servers with equal settings.
+        block_size: tokens of a block.
         tp: tensor-parallel ranks.
-        chunk: tokens of a step at most; vLLM's default where 0.
+        chunk: most tokens of a step; 0 for vLLM's default.
         policy: `kv_load_failure_policy`.
         role: `kv_role`.
-        connector: of `kv_transfer_config`; none where empty.
-        extra: of `kv_connector_extra_config`.
-        max_tokens: of a request.
-        blocks: of the pool; as many as hold 16,384 tokens where 0.
-        prefix_cache: vLLM's own.
+        connector: connector in `kv_transfer_config`; empty for none.
+        extra: contents of `kv_connector_extra_config`.
+        max_tokens: most tokens of a request.
+        blocks: blocks of the pool; 0 for as many as hold 16,384 tokens.
+        prefix_cache: whether vLLM's own prefix cache is on.
     """
 
     model: Path
@@ -75,7 +76,7 @@ class Settings:
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of the command line."""
+        """The arguments for the command line."""
         found = {
             "--served-model-name": "m", "--host": "127.0.0.1", "--dtype": "float32", "--seed": 0,
             "--max-model-len": self.max_tokens, "--max-num-seqs": 32, "--block-size": self.block_size,
@@ -105,14 +106,14 @@ def free_port() -> int:
 
 
 def environment() -> dict[str, str]:
-    """The environment of every process here: one core, no downloads, and this tree first."""
+    """The environment of every process here: one core, no downloads, and this source tree first on the path."""
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
     return {**os.environ, **_ENVIRONMENT, "PATH": path, "PYTHONPATH": str(_REPOSITORY)}
 
 
 @dataclass
 class Process:
-    """A process and all that it starts, with a log."""
+    """A process and its descendants, with a log."""
 
     command: list[str]
     log: Path
@@ -143,14 +144,14 @@ class Process:
         return self.process.poll() is None
 
     def stop(self, sign: int = signal.SIGTERM, timeout: float = 30) -> None:
-        """Ends it, and whatever of it has stayed: its session is its own."""
+        """Ends the process and all remaining processes of its session."""
         with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
             os.kill(self.process.pid, sign)
             self.process.wait(timeout)
         self.kill()
 
     def kill(self) -> None:
-        """Ends all of it at once."""
+        """Kills all of its processes at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -186,7 +187,7 @@ class Server(Process):
         )
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's counters and gauges, by name, labels summed up but for `source`."""
+        """vLLM's counters and gauges by name, summed over all labels except `source`."""
         found: dict[str, float] = {}
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:  # noqa: S310
             for line in answer.read().decode().splitlines():
@@ -198,17 +199,17 @@ class Server(Process):
 
     @property
     def usage(self) -> float:
-        """Share of its blocks that somebody holds, as of its last step."""
+        """The share of its blocks that are held, as of its last step."""
         return self.metrics()["vllm:kv_cache_usage_perc"]
 
     def forget(self) -> None:
-        """Drops its prefix cache, which must be in nobody's use."""
+        """Drops its prefix cache, which no request may be using."""
         request = urllib.request.Request(f"{self.url}/reset_prefix_cache", method="POST")  # noqa: S310
         with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
             assert answer.status == 200
 
     def wait_empty(self, timeout: float = 3 * LEASE + 10) -> None:
-        """Until no block of it is held."""
+        """Waits until no block is held."""
         end = time.monotonic() + timeout
         while usage := self.usage:
             assert time.monotonic() < end, f"{self.log.name}: {usage:.4f} of its blocks are still held"
@@ -216,7 +217,7 @@ class Server(Process):
 
 
 class Proxy(Process):
-    """Our small proxy before two servers."""
+    """Our small proxy in front of two servers."""
 
     def __init__(self, prefill: Server, decode: Server, folder: Path) -> None:
         self.port = free_port()
@@ -247,7 +248,7 @@ class Pair:
         return self.prefill, self.decode
 
     def prefilled(self, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
-        """Has prefill run a prompt. Returns what a reader is told."""
+        """Makes prefill run a prompt. Returns the params for a reader."""
         answer = ask(
             self.prefill.url, prompt, **{"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}, **more}
         )
@@ -256,7 +257,7 @@ class Pair:
         return answer.params
 
     def ask(self, prompt: Sequence[int], **more: Any) -> Answer:
-        """Runs a prompt on both."""
+        """Runs a prompt on both servers."""
         return ask(self.decode.url, prompt, kv_transfer_params=self.prefilled(prompt), **more)
 
     def forget(self) -> None:

@@ -1,5 +1,6 @@
-"""The attention of vLLM's wheel for CPUs over our pages, beside our own attention."""
+"""The attention kernels of vLLM's CPU wheel over our pages, compared with our own attention."""
 
+# pyright: basic
 from __future__ import annotations
 
 import sys
@@ -15,7 +16,7 @@ def test_its_attention_computes_what_ours_does_where_heads_come_before_tokens() 
 
 
 def test_the_order_in_which_tokens_come_first_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels do not look, and compute something else."""
+    """The kernels do not check the order, and would compute something else."""
     monkeypatch.syspath_prepend(str(ROOT / "examples/kernels"))
     import paged_batch
     import vllm_cpu

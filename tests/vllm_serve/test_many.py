@@ -1,5 +1,6 @@
-"""Thousands of honest requests, sixteen at a time: none of them fails for the time at which something came."""
+"""Thousands of valid requests, sixteen at a time: none fails because of timing."""
 
+# pyright: basic
 from __future__ import annotations
 
 import os
@@ -22,7 +23,7 @@ AT_ONCE = 16
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Processes that do nothing but take the processor."""
+    """Runs processes that only use processor time."""
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
@@ -45,11 +46,11 @@ def test_no_request_fails_for_its_timing(
     requests: int,
     spinning: int,
 ) -> None:
-    """Each with a salt of its own, so that each is computed by prefill and pulled by decode."""
+    """Each request has its own salt, so that prefill computes it and decode pulls it."""
     target = model("llama")
     tokens = expected(target)
-    settings = Settings(target, extra="")  # leases as long as they are by default
-    pair: Pair = servers.pair(settings, replace(settings, number=1))  # decode fails what it cannot load
+    settings = Settings(target, extra="")  # leases with the default duration
+    pair: Pair = servers.pair(settings, replace(settings, number=1))  # decode fails requests that it cannot load
     assert [pair.ask(prompt).tokens for prompt in PROMPTS] == tokens
     before = pair.decode.metrics()
     proxy = Proxy(*pair.both, folder)

@@ -1,5 +1,6 @@
-"""Boxes against what vLLM's own kernels write, in this process: the CPU backend's, and its latents'."""
+"""Compares boxes with the writes of vLLM's own kernels in this process: those of the CPU backend and its latents."""
 
+# pyright: basic
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ ROWS = Contents("keys and values")
 
 
 def impl_of(cls: type[Any], **known: Any) -> Any:
-    """The class that writes, without what its attention would need."""
+    """The class that writes pages, without the parts that attention would need."""
     found = cls.__new__(cls)
     vars(found).update(known)
     return found
@@ -105,7 +106,7 @@ def test_what_only_a_kernel_knows_is_a_page_of_its_own() -> None:
     cache = random_cache(32, torch.float32)
     config = attention(32, torch.float32, whole_pages=True)
     assert prove(config, {"0.attn": cpu_layer(cache, "vec")}, {"0.attn": cache}, torch.float32) == 1
-    half = attention(16, torch.float32, whole_pages=True)  # pages that are half of those that the kernel writes
+    half = attention(16, torch.float32, whole_pages=True)  # pages of half the size that the kernel writes
     cut = {"0.attn": cache.view(2 * PAGES, HEADS, 16, 2 * DIM)}
     with pytest.raises(InvalidEngineError, match="do not change when all of its tokens are written"):
         prove(half, {"0.attn": cpu_layer(cache, "vec")}, cut, torch.float32)

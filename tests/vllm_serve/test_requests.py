@@ -1,6 +1,8 @@
-"""One pair of servers, 32 to 64 tokens a block: streams, prefixes that are there already, clients that hang up, and
-params that say something else than prefill has said. After each the pair is empty, and its next answer right."""
+"""One pair of servers with blocks of 32 and 64 tokens: streams, cached prefixes, disconnecting clients, and params that
+differ from prefill's. After each test no block is held, and the next answer is right.
+"""
 
+# pyright: basic
 from __future__ import annotations
 
 import threading
@@ -24,10 +26,10 @@ LATER = next(at for at, prompt in enumerate(PROMPTS) if len(prompt) == 512)
 
 
 class Engines(NamedTuple):
-    """Servers that run, and what they should say."""
+    """Running servers, and the expected answers."""
 
-    pair: Pair  # its decode fails what cannot be loaded
-    other: Pair  # the same prefill, and a decode that recomputes it
+    pair: Pair  # its decode fails requests that cannot be loaded
+    other: Pair  # the same prefill, and a decode that recomputes such requests
     proxy: Proxy
     expected: list[list[int]]
 
@@ -59,7 +61,7 @@ def _well_afterwards(engines: Engines) -> Iterator[None]:
 
 
 def loaded(server: Any, run: Callable[[], object]) -> tuple[float, float]:
-    """Prompt tokens that a server computes and loads while something runs, by its own counters."""
+    """The prompt tokens that a server computes and loads during a call, by its own counters."""
     names = [f"vllm:prompt_tokens_by_source_total {name}" for name in ("local_compute", "external_kv_transfer")]
     before = server.metrics()
     run()
@@ -69,7 +71,7 @@ def loaded(server: Any, run: Callable[[], object]) -> tuple[float, float]:
 
 
 def wait_counted(server: Any, name: str, wanted: float) -> dict[str, float]:
-    """What a server counts, as soon as that is so much: workers tell with a later step."""
+    """Waits until a server's counter has this value, because workers report in a later step."""
     for _ in range(50):
         found: dict[str, float] = server.metrics()
         if found.get(name, 0) >= wanted:
@@ -80,19 +82,19 @@ def wait_counted(server: Any, name: str, wanted: float) -> dict[str, float]:
 
 
 def test_a_stream_has_the_same_tokens_part_by_part(engines: Engines) -> None:
-    """How many parts there are is vLLM's: on a busy machine it sends tokens together that it has by then."""
+    """vLLM decides how many parts a stream has: on a busy machine it sends several tokens together."""
     for at in (MEDIUM, LONG):
         parts = list(stream(engines.proxy.url, PROMPTS[at]))
         assert [token for part in parts for token in part] == engines.expected[at]
 
 
 def test_a_prefix_that_is_here_is_not_loaded(engines: Engines) -> None:
-    pair, (short, long) = engines.pair, (len(PROMPTS) - 2, len(PROMPTS) - 1)  # 256 and 300 tokens that they share
+    pair, (short, long) = engines.pair, (len(PROMPTS) - 2, len(PROMPTS) - 1)  # the prompts share 256 and 300 tokens
 
     def run(at: int) -> None:
         assert pair.ask(PROMPTS[at]).tokens == engines.expected[at]
 
-    # vLLM books a token that it computes again, the last one of a prompt, as loaded
+    # vLLM counts the last token of a prompt as loaded, although it computes it again
     assert loaded(pair.decode, lambda: run(short)) == (0, len(PROMPTS[short]))
     computed, moved = loaded(pair.prefill, lambda: run(long))
     assert (computed, moved) == (len(PROMPTS[long]) - 256, 0), "prefill has 256 tokens cached"
@@ -171,7 +173,7 @@ def test_hanging_up_in_a_stream(engines: Engines, parts: int) -> None:
 
 
 def test_hanging_up_among_others(engines: Engines) -> None:
-    """Sixteen at once, of which every other one goes away at some time."""
+    """Sixteen clients at once; every second one disconnects at some time."""
     wanted = [at for at in range(len(PROMPTS)) if at % 2]
 
     def leave(at: int) -> None:
@@ -215,7 +217,7 @@ _OF_KINDS: dict[str, tuple[Any, ...]] = {
 
 
 def hostile(params: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Params with one key changed or missing, or a key too many, and things that are no params at all."""
+    """Params with one key changed, missing or added, and values that are no params at all."""
     for key in params:
         yield f"no {key}", {name: value for name, value in params.items() if name != key}
         for value in (*STRANGE, *_OF_KINDS.get(key, ())):
@@ -226,13 +228,13 @@ def hostile(params: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_params_that_say_something_else(engines: Engines, policy: str) -> None:
-    """Right tokens or an error: with any one key of the params changed, each with a lease of its own."""
+    """With any one key of the params changed, each with its own lease, the result is right tokens or an error."""
     pair = engines.pair if policy == "fail" else engines.other
     prompt, tokens = PROMPTS[SMALL], engines.expected[SMALL]
     names = [name for name, _ in hostile(pair.prefilled(prompt))]
 
     def try_one(number: int) -> str:
-        salt, name = f"{policy} {number}", names[number]  # with a salt of its own it finds nothing in a cache
+        salt, name = f"{policy} {number}", names[number]  # its own salt keeps it from finding cached blocks
         params = dict(hostile(pair.prefilled(prompt, cache_salt=salt)))[name]
         answer = ask(pair.decode.url, prompt, kv_transfer_params=params, cache_salt=salt)
         return "" if _is_fine(answer, tokens) else f"{name}: {answer}"
@@ -247,7 +249,7 @@ def _is_fine(answer: Answer, tokens: list[int]) -> bool:
 
 
 def test_params_of_another_prompt(engines: Engines) -> None:
-    """Its tokens are not the prompt's: an error, or computed here, and nothing of it stays in a cache."""
+    """The params belong to other tokens: the request fails or is computed here, and no wrong block stays cached."""
     theirs, prompt = PROMPTS[LATER], PROMPTS[MEDIUM]
     answer = ask(engines.pair.decode.url, prompt, kv_transfer_params=engines.pair.prefilled(theirs))
     assert _is_fine(answer, engines.expected[MEDIUM]), answer

@@ -1,12 +1,14 @@
-"""Dynamo's `SelectionService` follows real managers: every overlap that it tells is compared with their own indexes.
+"""Dynamo's `SelectionService` follows real managers. Every overlap that it reports is compared with their own indexes.
 
 `python -m tests.kvcache.events.followed [--managers 8] [--overlaps 10000] [--seed 0]`
 
-Requests share prefixes and evict each other, through the pool, the host tier and the file tier; managers die and start
-anew on their addresses; messages are lost on the way; services come late. Where nothing happens any more, nothing may
-differ: of a prompt the pages on the device, those that go on in host memory, and those that go on in files.
+Requests share prefixes and evict each other's pages, in the pool, the host tier and the file tier. Managers die and
+restart on their addresses, messages are lost, and services join late. Once nothing happens any more, three figures of
+each prompt must be equal: its pages on the device, those that follow them in host memory, and those that follow these
+in files.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import argparse
@@ -30,18 +32,18 @@ from tests.kvcache.events.mirror import settled, worker_of
 
 PAGE, PAGES, SLOTS = 4, 48, 40
 PATIENCE_S = 20.0
-ANSWER_S = 60.0  # of a service to one question
+ANSWER_S = 60.0  # limit for the answer limit for the answer of a service to one question
 
 
 class LossyWay:
-    """Brings a stream to its subscribers, and loses some of it."""
+    """Forwards a stream to its subscribers, and drops some of its messages."""
 
     def __init__(self, seed: int) -> None:
         self._context = zmq.Context()
         self._sub, self._pub = self._context.socket(zmq.SUB), self._context.socket(zmq.PUB)
         self._sub.subscribe(b"")
         self.address = f"tcp://127.0.0.1:{self._pub.bind_to_random_port('tcp://127.0.0.1')}"
-        self.rate = 0.0  # of the messages, how many are lost
+        self.rate = 0.0  # share of the messages that are dropped
         self.lost = 0
         self._random = random.Random(seed)
         self._open = True
@@ -69,7 +71,7 @@ class LossyWay:
 
 
 class Worker:
-    """A manager that is started, used, killed and started anew on the same addresses."""
+    """A manager that is started, used, killed and restarted on the same addresses."""
 
     def __init__(self, number: int, folder: Path) -> None:
         self.number = number
@@ -94,7 +96,7 @@ class Worker:
                 self.manager.step([context])
 
     def restart(self) -> None:
-        """As after SIGKILL: nobody is told that anything is gone."""
+        """Restarts the manager as after SIGKILL: no subscriber is told that pages are gone."""
         (endpoint, replay), worker = self.manager.kv_event_endpoints[0], worker_of(self.manager)
         for stream in worker.streams:
             stream.send = lambda _: None
@@ -103,7 +105,7 @@ class Worker:
         while True:
             try:
                 self.manager = self._made(endpoint, replay)
-            except InvalidParamsError:  # the old sockets are being closed
+            except InvalidParamsError:  # the old sockets are still being closed
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)
@@ -111,9 +113,9 @@ class Worker:
                 return
 
     def overlap(self, tokens: list[int]) -> tuple[int, int, int]:
-        """Pages of the prompt on the device; with those that go on in the host tier; with those in files, too.
+        """Returns three counts of pages of the prompt: on the device, also with the host tier, and also with files.
 
-        Only files whose tokens this start of the process has seen count: a file tells digests alone.
+        A file counts only if this process has seen its tokens since it started, because a file has only digests.
         """
         count = len(tokens) // PAGE
         digests = PrefixHasher("sha256", PAGE, None, ()).digests(np.array(tokens, np.int32), 0, count)
@@ -143,7 +145,7 @@ async def answered(asking: Awaitable[Any], what: str) -> Any:
 
 
 class Followed:
-    """Some managers, and the services that follow them."""
+    """Several managers, and the services that follow them."""
 
     def __init__(self, managers: int, seed: int, folder: Path, make: Callable[[int, Path], Worker] = Worker) -> None:
         self.random = random.Random(seed)
@@ -155,7 +157,7 @@ class Followed:
         self.differences: list[str] = []
 
     async def join(self) -> None:
-        """One more service begins to follow."""
+        """Starts a further service."""
         from dynamo.llm import SelectionService
 
         service = SelectionService(indexer_threads=1)
@@ -173,7 +175,7 @@ class Followed:
         self.services.append(service)
 
     def prompt(self) -> list[int]:
-        """A new prompt, or one that goes on where another was some pages long."""
+        """A new prompt, or one that continues the first pages of another."""
         start = self.random.choice(self.prompts)
         kept = start[: self.random.randint(0, len(start))]
         length = min(150, len(kept) + self.random.randint(5, 50))
@@ -192,7 +194,7 @@ class Followed:
                 self.seen["resets"] += 1
 
     async def round(self, requests: int, compared: int) -> None:
-        """Work, with losses and a restart; then quiet, and comparisons."""
+        """Runs requests with losses and a restart, waits until nothing happens, and compares."""
         for worker in self.workers:
             worker.way.rate = self.random.choice(self.rates)
         await asyncio.to_thread(self.work, requests)
@@ -206,9 +208,12 @@ class Followed:
         await self.compare(compared)
 
     async def compare(self, count: int) -> None:
-        """So many overlaps of each service with each manager. Overlaps that differ have some time yet to arrive.
+        """Compares `count` overlaps of each service with each manager.
 
-        That time is the round's: if a service no longer follows a manager, each of its overlaps would wait for it.
+        An overlap that differs gets some time to become right.
+
+        All overlaps of a round share that time. Otherwise every overlap would wait if a service no longer followed a
+        manager.
         """
         deadline = time.monotonic() + PATIENCE_S
         for tokens in self.random.choices(self.prompts[1:], k=-(-count // len(self.workers))):
@@ -240,7 +245,7 @@ class Followed:
 
 
 async def follow(managers: int, overlaps: int, rounds: int, seed: int, requests: int = 120) -> Followed:
-    """The first service is there from the beginning, another comes half way."""
+    """Runs the rounds. One service is there from the beginning; another joins half way."""
     with tempfile.TemporaryDirectory() as folder:
         followed = Followed(managers, seed, Path(folder))
         try:
@@ -256,7 +261,7 @@ async def follow(managers: int, overlaps: int, rounds: int, seed: int, requests:
 
 
 def main() -> None:
-    """Run, and say what was compared."""
+    """Run the comparison, and print what was compared."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--managers", type=int, default=8)
     parser.add_argument("--overlaps", type=int, default=10_000)

@@ -1,5 +1,8 @@
-"""A subscriber as routers are: follows the stream of a rank, asks for a replay where a number is missing."""
+"""A subscriber that behaves like a router: it follows the stream of a rank, and asks for a replay if a number is
+missing.
+"""
 
+# pyright: basic
 from __future__ import annotations
 
 import threading
@@ -25,16 +28,16 @@ MEDIA = {HOST: "CPU", FILES: "STORAGE"}
 class Known:
     """The state that follows from the events of one rank.
 
-    `there`: medium → hash → tokens and parent. `tree`: the GPU's pages as Dynamo's index keeps them: a page whose
-    parent is not there is not taken up, and a page that goes takes all with it that continue it.
+    `there` maps medium and hash to tokens and parent. `tree` has the GPU's pages as Dynamo's index keeps them: a page
+    whose parent is missing is ignored, and the removal of a page removes all pages that continue it.
     """
 
     def __init__(self) -> None:
         self.there: dict[str, dict[int, tuple[tuple[int, ...], int | None]]] = {}
         self.tree: dict[int, int | None] = {}
         self.events: list[dict[str, Any]] = []
-        self.groups: dict[int, Known] = {}  # of the block tables behind the first
-        self.spec: tuple[str, int | None] | None = None  # what their layers keep, as was told
+        self.groups: dict[int, Known] = {}  # the state of each further block table
+        self.spec: tuple[str, int | None] | None = None  # what the layers keep, as the events say
 
     def take_up(self, events: list[dict[str, Any]]) -> None:
         for event in events:
@@ -73,7 +76,7 @@ class Known:
                 gone += [child for child, parent in self.tree.items() if parent == one]
 
     def whole(self) -> None:
-        """A page that is there with all pages before it can be found."""
+        """Asserts that the tree has exactly those known pages of which all earlier pages are known, too."""
         gpu = self.there.get("GPU", {})
         for block in gpu:
             way, before = [block], gpu[block][1]
@@ -84,9 +87,9 @@ class Known:
 
 
 class Reader(Known):
-    """The state that follows from the events of one rank, taken from the log as it is written, without sockets.
+    """The state that follows from the events of one rank, read directly from the log, without sockets.
 
-    `longest` is the prefix that a follower can find who knows the model by its events alone.
+    `longest` is the prefix that a follower can find if it knows the model only from its events.
     """
 
     def __init__(self, manager: PagedKVCacheManager, rank: int) -> None:
@@ -101,7 +104,7 @@ class Reader(Known):
         self.take_up(_decoded([event for source, event in told if self._book.is_of(source, self._rank)]))
 
     def longest(self, hashes: list[int], media: tuple[str, ...]) -> int:
-        """The number of these pages that all tables can go on from, with the pages of these media together."""
+        """Returns after how many of these pages all tables can continue, given the pages in all of these media."""
         return next((end for end in range(len(hashes), 0, -1) if self._goes_on(hashes[:end], media)), 0)
 
     def _goes_on(self, hashes: list[int], media: tuple[str, ...]) -> bool:
@@ -122,7 +125,7 @@ def _decoded(events: Sequence[KVEvent]) -> list[dict[str, Any]]:
 
 
 class Mirror(Known):
-    """What a subscriber of one rank knows. `lose` says which messages never come."""
+    """The knowledge of a subscriber of one rank. `lose` chooses the messages that never arrive."""
 
     def __init__(self, endpoints: tuple[str, str | None], lose: Callable[[int], bool] = lambda _: False) -> None:
         super().__init__()
@@ -142,19 +145,19 @@ class Mirror(Known):
         self.made_at = time.monotonic()
 
     def begin(self) -> Mirror:
-        """Wait until the stream reaches us."""
+        """Wait until messages of the stream arrive."""
         self.until(lambda: self.begun)
         return self
 
     def forget_the_begin(self, manager: PagedKVCacheManager, rank: int) -> None:
-        """A new subscriber has all subscribers told everything: wait until that is over."""
+        """Waits until the resend is over that each new subscriber causes: all subscribers get the whole state again."""
         worker = worker_of(manager)
         self.until(lambda: worker._told_anew_at >= self.made_at + _JOIN_S and not worker._owed)
         self.settle(manager, rank)
         del self.events[:]
 
     def take(self, timeout_ms: int = 0) -> bool:
-        """Take up one message, if there is one."""
+        """Handles one message, if there is one."""
         if not self.sub.poll(timeout_ms):
             return False
         _, number, payload = self.sub.recv_multipart()
@@ -191,7 +194,7 @@ class Mirror(Known):
             self.take(20)
 
     def settle(self, manager: PagedKVCacheManager, rank: int) -> None:
-        """Take up all that the manager has written down by now."""
+        """Handles everything that the manager has recorded so far."""
         last = settled(manager)[rank]
         self.until(lambda: self.expected is not None and self.expected > last)
 
@@ -207,7 +210,7 @@ class Mirror(Known):
         self.close()
 
     def check_same(self, manager: PagedKVCacheManager, rank: int) -> None:
-        """The mirror equals the manager's indexes; call `settle` before."""
+        """Asserts that the mirror equals the manager's indexes. Call `settle` first."""
         sizes: dict[str, int] = {}
         for number, index in indexes_of(manager, rank).items():
             medium = MEDIA.get(number, "GPU")
@@ -225,7 +228,7 @@ class Mirror(Known):
 
 
 def parked(worker: Any) -> None:
-    """The thread takes nothing off the log any more, until `turn` is deleted."""
+    """Keeps the thread from reading the log until `turn` is deleted."""
     is_parked = threading.Event()
 
     def turn() -> bool:
@@ -242,7 +245,7 @@ def worker_of(manager: PagedKVCacheManager) -> Any:
 
 
 def settled(manager: PagedKVCacheManager) -> list[int]:
-    """The last number that each rank sent, once all that was written down is sent."""
+    """Waits until everything recorded is sent. Returns the last number that each rank has sent."""
     worker = worker_of(manager)
     deadline = time.monotonic() + PATIENCE_S
     while True:
@@ -254,7 +257,7 @@ def settled(manager: PagedKVCacheManager) -> list[int]:
 
 
 def indexes_of(manager: PagedKVCacheManager, rank: int) -> dict[int, PrefixIndex]:
-    """The indexes that a rank's stream tells of."""
+    """The indexes that a rank's stream reports."""
     found = {rank: manager._replicas.each[rank].pool.index}
     tiers = manager._replicas.tiers
     if tiers is not None:

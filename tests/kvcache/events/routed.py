@@ -1,13 +1,14 @@
-"""vLLM's router follows real managers: where it sends a prompt is compared with what their own indexes hold.
+"""vLLM's router follows real managers. Its choice for each prompt is compared with their own indexes.
 
 `python -m tests.kvcache.events.routed [--managers 8] [--prompts 1000] [--pd] [--losses] [--seed 0]`
 
-As `followed` does with Dynamo's service, without tiers: requests share prefixes and evict each other, managers die and
-start anew, a router comes late. The servers in front of the managers only note that they were asked. A prompt is sent
-right where nobody has more of its pages than whom it was sent to. `--losses` loses messages, too; `--pd` has the router
-send prompts to prefill servers, with one for decode.
+This is `followed` for vLLM's router, without tiers: requests share prefixes and evict each other's pages, managers die
+and restart, and a router joins late. The servers in front of the managers only record that they were asked. A choice is
+right if no other manager has more pages of the prompt. `--losses` also drops messages. With `--pd` the router sends
+prompts to prefill servers, with one server for decode.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import argparse
@@ -36,12 +37,12 @@ from tests.kvcache.events.mirror import indexes_of, settled
 
 ROUTER = shutil.which("vllm-router", path=str(Path(sys.executable).parent))
 PATIENCE_S = 60.0
-PD_PAGE = 16  # with prefill and decode apart vllm-router 0.1.17 takes no other size, whatever it is told
-ROUND_S = 15.0  # that a router may take until it knows all
+PD_PAGE = 16  # with separate prefill and decode, vllm-router 0.1.17 uses this size, whatever its options say
+ROUND_S = 15.0  # time that a router may take to learn everything
 
 
 class Server(ThreadingHTTPServer):
-    """As much of vLLM's HTTP as a router asks of a server: it says who it is, and counts what it was asked."""
+    """The part of vLLM's HTTP interface that a router uses. The server gives its name, and counts its requests."""
 
     daemon_threads = True
 
@@ -87,7 +88,7 @@ class Answer(BaseHTTPRequestHandler):
 
 
 class Router:
-    """The router in front of some servers. `events`: of each server its stream, and where it answers for replays."""
+    """The router in front of some servers. `events` has the stream and the replay endpoint of each server."""
 
     def __init__(
         self,
@@ -118,14 +119,14 @@ class Router:
             self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
     def complete(self, prompt: list[int] | str, new: int = 1) -> dict[str, Any]:
-        """The answer to a prompt. `OSError` if there is none."""
+        """Returns the answer to a prompt. Raises `OSError` if there is none."""
         body = json.dumps({"model": self.model, "prompt": prompt, "max_tokens": new}).encode()
         request = urllib.request.Request(self.url, body, {"content-type": "application/json"})  # noqa: S310 - http
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:  # noqa: S310 - as above
             return json.load(answer)
 
     def ask(self, tokens: list[int]) -> str:
-        """The server that answers a prompt, or the reason why none does."""
+        """Returns the server that has answered a prompt, or the reason why none has."""
         try:
             return self.complete(tokens)["choices"][0]["text"]
         except OSError as error:
@@ -168,7 +169,7 @@ class DeviceWorker(Worker):
         )
 
     def pages(self, tokens: list[int]) -> int:
-        """Pages of the prompt that are here."""
+        """The number of pages of the prompt that are cached here."""
         size = self._page_size
         digests = PrefixHasher("sha256", size, None, ()).digests(np.array(tokens, np.int32), 0, len(tokens) // size)
         return len(indexes_of(self.manager, 0)[0].match(digests))
@@ -179,7 +180,7 @@ class DeviceWorker(Worker):
 
 
 class Routed(Followed):
-    """Some managers, and the routers that follow them."""
+    """Several managers, and the routers that follow them."""
 
     workers: list[DeviceWorker]  # type: ignore[assignment]
 
@@ -192,7 +193,7 @@ class Routed(Followed):
         self.routers: list[Router] = []
 
     async def join(self) -> None:
-        """One more router begins to follow."""
+        """Starts a further router."""
         events = {
             worker.server.url: (worker.way.address, worker.manager.kv_event_endpoints[0][1]) for worker in self.workers
         }
@@ -205,8 +206,11 @@ class Routed(Followed):
             await asyncio.to_thread(settled, worker.manager)
 
     async def compare(self, count: int) -> None:
-        """So many prompts to each router. Where one is sent wrong there is some time yet to learn better."""
-        await asyncio.sleep(2.5)  # after two batches of quiet everybody knows what is missing
+        """Sends `count` prompts through each router.
+
+        A router that chooses wrongly gets some time to learn, and is asked again.
+        """
+        await asyncio.sleep(2.5)  # after two quiet batches every router knows which messages it has missed
         deadline = time.monotonic() + ROUND_S
         for tokens in self.random.choices(self.prompts[1:], k=count):
             prompt = [*tokens[: len(tokens) // self.page_size * self.page_size], 1]
@@ -225,7 +229,7 @@ class Routed(Followed):
                     self.differences.append(f"router {self.routers.index(router)}: to {have}, there {want}")
 
     def sent(self, router: Router, prompt: list[int]) -> int:
-        """Whom a prompt is sent to."""
+        """Returns the manager that a prompt is sent to."""
         before = [worker.server.asked for worker in self.workers]
         router.ask(prompt)
         asked = [worker.number for worker, was in zip(self.workers, before, strict=True) if worker.server.asked > was]
@@ -241,7 +245,7 @@ class Routed(Followed):
 
 
 async def route(managers: int, prompts: int, rounds: int, seed: int, requests: int = 120, **options: bool) -> Routed:
-    """The first router is there from the beginning, another comes half way."""
+    """Runs the rounds. One router is there from the beginning; another joins half way."""
     with tempfile.TemporaryDirectory() as folder:
         routed = Routed(managers, seed, Path(folder), **options)
         try:
@@ -256,7 +260,7 @@ async def route(managers: int, prompts: int, rounds: int, seed: int, requests: i
 
 
 def main() -> None:
-    """Run, and say what was compared."""
+    """Run the comparison, and print what was compared."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--managers", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=1000)

@@ -1,5 +1,6 @@
-"""The books behind the events: what is known of a page, for how long, and what is told of it."""
+"""The records behind the events: what is known of a page, for how long, and what subscribers are told."""
 
+# pyright: basic
 from __future__ import annotations
 
 import random
@@ -17,7 +18,7 @@ SIZE, CAPACITY = 4, 40
 
 
 class Prompt:
-    """A prompt of so many pages; `first` and `last` are pages of it."""
+    """A prompt of this many pages. `first` and `last` select a range of them."""
 
     def __init__(self, tokens: list[int], salt: str | None = None) -> None:
         self.tokens = np.array(tokens, np.int32)
@@ -83,7 +84,7 @@ def test_a_page_keeps_its_tokens_while_any_source_has_it() -> None:
     assert event.token_ids == [*range(24)]
     assert event.extra_keys == [("salt",), None, None, None, None, None]
     book.apply([prompt.go(HOST, 0, 6), prompt.go(FILES, 0, 6)])
-    again = book.apply([prompt.come(HOST, 0, 6)])[0].event  # in the same call: nothing was forgotten yet
+    again = book.apply([prompt.come(HOST, 0, 6)])[0].event  # in the same call, so nothing has been forgotten yet
     assert isinstance(again, BlockStored)
     assert again.token_ids == [*range(24)]
     book.apply([prompt.go(HOST, 0, 6), None])
@@ -133,7 +134,7 @@ def test_what_comes_back_on_both_sides_of_what_stayed_is_told_in_order() -> None
 
 
 def counted_anew(book: EventBook) -> None:
-    """The running counts of the book are those of a recount."""
+    """Asserts that the running counts of the book equal a recount."""
     known = np.flatnonzero(book._described)
     refs = np.bincount(book._parent[known], minlength=len(book._refs))
     assert (refs[1:] == book._refs[1:]).all()

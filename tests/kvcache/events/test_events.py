@@ -1,4 +1,4 @@
-"""What a subscriber knows is what the manager's indexes hold, whatever happens in either."""
+"""A subscriber knows exactly what the manager's indexes hold, whatever happens to either."""
 
 # pyright: basic
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAGE = 4
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A follower that has lost the last message hears of it at once."""
+    """Shortens the time after which a follower learns that it has lost the last message."""
     monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
 
 
@@ -50,7 +50,7 @@ def refuse_what_is_not_hashed_yet(manager: PagedKVCacheManager) -> None:
     ],
 )
 def test_a_mirror_is_the_index_at_every_quiet_point_of_random_moves(seed: int, features: tuple[str, ...]) -> None:
-    """Messages are lost, subscribers come late and the ring is short: still nothing differs."""
+    """Messages are lost, subscribers join late, and the ring of sent messages is short: still nothing differs."""
     losses = random.Random(seed)
     told = {"kv_events": events(buffer_steps=losses.choice([2, 10_000]))}
     moves = Model.of(seed, ("forks", "preemption", "batches", "resets", *features), told)
@@ -159,7 +159,7 @@ def test_tiers_tell_what_comes_and_goes(tmp_path: Path) -> None:
         count = len(one.there["STORAGE"])
         assert count > 16
     manager.close()
-    # The next start knows the files by their digests, and their tokens once a prompt has them.
+    # A restarted process knows only the digests of the files. It learns their tokens from a prompt that has them.
     manager = manager_of(8, params={"kv_events": events(), **files}, host_slots=16)
     with Mirror(manager.kv_event_endpoints[0]) as mirror:
         mirror.settle(manager, 0)
@@ -264,7 +264,7 @@ def test_the_loop_takes_some_entries_in_a_call_and_what_follows_from_them_is_tol
         mirror.settle(manager, 0)
         mirror.check_same(manager, 0)
         assert {"type": "AllBlocksCleared"} not in mirror.events
-        # Where nobody sends any of it everything is told anew instead.
+        # If the changes cannot be sent in time, the whole state is sent instead.
         monkeypatch.setattr("kvcache.events.publisher._MOST_UNTOLD", 0)
         parked(worker)
         run_once(manager, [*range(901, 930)])
@@ -286,7 +286,7 @@ def test_a_loop_waits_for_nobody_and_a_log_that_nobody_takes_is_dropped(monkeypa
         run_once(manager, [*range(1, 30)])
         mirror.settle(manager, 0)
         assert mirror.there["GPU"]
-        with worker._applying:  # the thread tells for long
+        with worker._applying:  # the thread takes long to send
             longest = 0
             while not worker._lost:
                 run_once(manager, [*range(longest * 100 + 1, longest * 100 + 30)])
@@ -316,7 +316,8 @@ def test_every_change_of_an_index_is_written_by_one_function() -> None:
         for target in node.targets
         if ast.unparse(target).startswith("self.published[")
     }
-    # What `rename` moves has neither come nor gone; what the last two change, `EventPublisher.agree` tells.
+    # Pages that `rename` moves are neither added nor removed. `EventPublisher.agree` reports the changes of the last
+    # two.
     assert writers == {"_changed", "rename", "mend", "clear"}
 
 

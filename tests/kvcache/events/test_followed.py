@@ -1,5 +1,6 @@
-"""Routers of the field follow our streams."""
+"""Routers of other projects follow our streams."""
 
+# pyright: basic
 from __future__ import annotations
 
 import asyncio
@@ -36,7 +37,7 @@ GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6), LayerGroup("ch
 
 
 def test_of_several_groups_dynamo_knows_the_first_and_promises_more_than_the_windows_keep() -> None:
-    """It also takes up events that tell a length of chunks, of which it knows nothing."""
+    """It also accepts events with a chunk length, a field that it does not know."""
     options = {"kv_events": KVEvents("tcp://127.0.0.1:0", "tcp://127.0.0.1:0"), "groups": GROUPS}
     made = manager_of(90, layers=3, params=options)
     chooser, seen = random.Random(1), Counter[str]()
@@ -73,7 +74,7 @@ def test_of_several_groups_dynamo_knows_the_first_and_promises_more_than_the_win
 
 
 class Stuck:
-    """A service that answers nothing, or always that nothing is there."""
+    """A service that never answers, or always answers that no page is cached."""
 
     def __init__(self, answers: bool) -> None:
         self._answers = answers

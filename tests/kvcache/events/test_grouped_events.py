@@ -1,4 +1,4 @@
-"""With several block tables a reader of events alone knows how far a prompt is found, in each medium and in all."""
+"""The events of several block tables tell a reader how much of a prompt is found, in each medium and in all."""
 
 # pyright: basic
 from __future__ import annotations
@@ -25,7 +25,7 @@ GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6), LayerGroup("ch
 
 
 class Readers:
-    """One of each rank, who are told of each move when it is over."""
+    """One reader for each rank. Each move is reported to them when it is over."""
 
     def __init__(self, manager: PagedKVCacheManager) -> None:
         self.manager, self.worker = manager, worker_of(manager)
@@ -40,7 +40,7 @@ class Readers:
             reader.follow(told)
 
     def agree(self, hasher: PrefixHasher, tokens: Any) -> None:
-        """All readers find of a prompt what the manager does, with the media below it and without."""
+        """Asserts that all readers find as much of a prompt as the manager does, with and without the lower media."""
         digests = hasher.digests(np.array(tokens, np.int32), 0, (len(tokens) - 1) // hasher.page_size)
         for reader, replica in zip(self.each, self.manager._replicas.each, strict=True):
             of_media = [reader.longest(hashes_of(digests).tolist(), media) for media in MEDIA]
@@ -50,14 +50,16 @@ class Readers:
 
 
 def longest(replica: Replica, digests: np.ndarray) -> list[int]:
-    """How many pages of a prompt the manager can go on from, with what the device has, the host, and all."""
+    """After how many pages of a prompt the manager can continue, given the pages of the device, of the host, and of all
+    media.
+    """
     tables, tier = replica.tables, replica.tier
     below = (lambda _, asked: np.zeros_like(asked)), tier.host_has, tier.has
     return [tables.from_below(digests, one).pages for one in below]
 
 
 def there(reader: Known) -> dict[tuple[int, str], set[int]]:
-    """The hashes of each table and medium."""
+    """The hashes that a reader knows, by table and medium."""
     tables = {0: reader, **reader.groups}
     found = {(at, medium): set(pages) for at, one in tables.items() for medium, pages in one.there.items()}
     return {key: pages for key, pages in found.items() if pages}
@@ -120,7 +122,7 @@ def test_of_pages_in_files_the_table_is_told_also_by_the_next_process(tmp_path: 
     readers.follow()
     for prompt in prompts:
         readers.agree(PrefixHasher("sha256", PAGE, None, ()), prompt)
-    for known in tables:  # with the tokens of those that were used, which only now are known
+    for known in tables:  # includes the tokens of the files that were used, which are known only now
         told = {tokens for tokens, _ in known.there["STORAGE"].values()}
         assert known.there["CPU"]
         assert {(21, 22, 23, 24), ()} <= told

@@ -1,4 +1,4 @@
-"""What a stream does at its ends: a replay that is too old, a subscriber that does not read, one that asks too much."""
+"""A stream in bad conditions: a replay that is too old, a subscriber that does not read, one that asks too often."""
 
 # pyright: basic
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.kvcache.build import manager_of, run_once
 from tests.kvcache.events.mirror import PATIENCE_S, Known, Mirror, settled, worker_of
 
 ANY = "tcp://127.0.0.1:0"
-_names = itertools.count()  # a name is free again some time after its socket was closed
+_names = itertools.count()  # a name becomes free only some time after its socket is closed
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def compute(manager: PagedKVCacheManager, start: int) -> None:
 
 
 def asked(manager: PagedKVCacheManager, first: int) -> list[tuple[int, list[Any]]]:
-    """What a replay from a number on answers: numbers and events."""
+    """Returns the numbers and events in the answer to a replay request that starts at a number."""
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(manager.kv_event_endpoints[0][1])
     socket.send_multipart([b"", first.to_bytes(8, "big")])
@@ -107,14 +107,14 @@ def test_the_state_comes_in_parts_and_none_is_above_the_last_number(
     assert numbers == [5, 6, 7]
     assert len(told[0][1]) == 2
     worker = worker_of(manager)
-    with worker._applying:  # where few numbers are left the last part has the rest
+    with worker._applying:  # if few numbers are left, the last part has all of them
         few = list(worker.streams[0]._state(worker._book, worker.streams[0].sequence - 2))
     assert [number - worker.streams[0].sequence for number, _ in few] == [-2, -1]
     assert [len(msgspec.msgpack.decode(payload)[1]) for _, payload in few] == [2, 2]
 
 
 def test_a_manager_that_closes_answers_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.events.publisher._REPLAY_SHARE", 1e-6)  # after one answer the next has to wait
+    monkeypatch.setattr("kvcache.events.publisher._REPLAY_SHARE", 1e-6)  # after one answer, the next has to wait
     made = manager_of(16, params={"kv_events": KVEvents(ANY, ANY, topic="kv@a@m")})
     run(made, 1)
     assert asked(made, 0)
@@ -170,7 +170,7 @@ def test_a_flood_of_questions_takes_a_share_of_the_threads_time_and_no_memory(ma
     socket.connect(manager.kv_event_endpoints[0][1])
     for _ in range(5000):
         socket.send_multipart([b"", bytes(8)])
-    run(manager, 101)  # it is told of all the same: `run` waits for it
+    run(manager, 101)  # it is still reported: `run` waits for that
     assert worker._replay_at > 0
     started = time.thread_time()
     run(manager, 201)
@@ -180,13 +180,13 @@ def test_a_flood_of_questions_takes_a_share_of_the_threads_time_and_no_memory(ma
 
 @pytest.fixture
 def stream() -> Iterator[_Stream]:
-    made = _Stream(KVEvents(ANY, f"inproc://replays-{next(_names)}"), 0)  # nothing between the two but what ZMQ keeps
+    made = _Stream(KVEvents(ANY, f"inproc://replays-{next(_names)}"), 0)  # only ZMQ's own queues are between the two
     yield made
     made.close()
 
 
 def test_only_what_the_ring_has_without_a_gap_is_sent_again() -> None:
-    """The batch before its oldest is gone: who lacks it is told all that there is."""
+    """The batch before the oldest one in the ring is gone. A follower that lacks it gets the whole state."""
     few = KVEvents(ANY, f"inproc://replays-{next(_names)}", buffer_steps=4)
     with contextlib.closing(_Stream(few, 0)) as stream:
         begin, book = stream.sequence, EventBook(1, 8, 4, CacheSpec("full_attention"))
@@ -209,7 +209,7 @@ def test_only_what_the_ring_has_without_a_gap_is_sent_again() -> None:
 
 
 def peer_of(stream: _Stream, first: int) -> zmq.Socket[bytes]:
-    """A peer that asks for what was sent from a number on, and reads nothing yet."""
+    """A peer that asks for all messages from a number on, and has read nothing yet."""
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.RCVHWM, 1)
     socket.connect(stream.addresses[1])
@@ -218,14 +218,14 @@ def peer_of(stream: _Stream, first: int) -> zmq.Socket[bytes]:
 
 
 def asking(stream: _Stream, first: int) -> zmq.Socket[bytes]:
-    """Such a peer, whose answer is under way."""
+    """Such a peer while it is being answered."""
     socket = peer_of(stream, first)
     assert stream.answer(EventBook(1, 8, 4, CacheSpec("full_attention")))
     return socket
 
 
 def is_gone(stream: _Stream) -> bool:
-    """Whether the stream's socket has noticed that the peer of its answer is no more there."""
+    """Whether the stream's socket has noticed that the peer that it answers is gone."""
     assert stream.replay is not None
     try:
         stream.replay.send_multipart([stream._unsent[0][0], b""], zmq.NOBLOCK)
@@ -235,7 +235,7 @@ def is_gone(stream: _Stream) -> bool:
 
 
 def read(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """The numbers of what is there for a peer."""
+    """The numbers of the messages that have arrived for a peer."""
     found: list[bytes] = []
     while socket.poll(0):
         found.append(socket.recv_multipart()[2])
@@ -276,7 +276,7 @@ def test_of_answers_that_nobody_reads_few_messages_are_kept(stream: _Stream, mon
         stream.reply()
         got += read(reader)
     assert len(got) == 301
-    for _ in range(20):  # it goes on asking: no part of these answers is kept, and nobody is kept waiting by them
+    for _ in range(20):  # it keeps asking: no part of these answers is stored, and they delay no other peer
         deaf.send_multipart([b"", first.to_bytes(8, "big")])
         assert stream.answer(EventBook(1, 8, 4, CacheSpec("full_attention")))
         assert not stream.reply()
@@ -350,7 +350,7 @@ def test_what_cannot_be_followed_is_told_no_more_and_harms_no_loop(
             run(manager, 301, 401)
             mirror.settle(manager, 0)
             assert len(mirror.there["GPU"]) == 14
-            run(manager, *range(1001, 2000, 100))  # all that was there before is gone by then
+            run(manager, *range(1001, 2000, 100))  # by then every earlier page is evicted
             mirror.settle(manager, 0)
             mirror.check_same(manager, 0)
 
@@ -440,13 +440,13 @@ def test_who_has_missed_too_much_has_everybody_told_anew_and_not_too_often(manag
         mirror.until(lambda: {"type": "AllBlocksCleared"} in mirror.events)
         mirror.settle(manager, 0)
         mirror.check_same(manager, 0)
-        worker._paid_at = time.monotonic() + 60  # as after a few times of a large cache
+        worker._paid_at = time.monotonic() + 60  # as if a large cache had been resent a few times
         del mirror.events[:]
         asked(manager, 0)
         run(manager, 101)
         mirror.settle(manager, 0)
         assert {"type": "AllBlocksCleared"} not in mirror.events
-        worker._paid_at = 0.0  # by now it may be told again, and is, though nobody asks once more
+        worker._paid_at = 0.0  # now the state may be sent again, and it is sent although no follower asks again
         mirror.until(lambda: {"type": "AllBlocksCleared"} in mirror.events)
         assert not worker._owed
 
@@ -477,7 +477,7 @@ def test_a_subscription_that_is_on_its_way_is_waited_for(monkeypatch: pytest.Mon
 
 
 class Churning:
-    """A subscriber that connects anew all the time, in a thread of its own."""
+    """A subscriber that reconnects all the time, in its own thread."""
 
     def __init__(self, address: str, every_s: float) -> None:
         self.count = 0
@@ -538,7 +538,7 @@ def test_a_replay_too_old_is_healed_for_all_while_somebody_connects_all_the_time
 def test_followers_that_are_back_one_after_the_other_are_told_each_without_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As after SIGKILL, of a cache that takes so long to tell that it may be told every 10 seconds only."""
+    """As after SIGKILL, with a cache that is so large that its state may be sent only every 10 seconds."""
     monkeypatch.setattr("kvcache.events.publisher._LEAST_ANEW_S", 10.0)
     options = {"kv_events": KVEvents(ANY)}
     made = manager_of(32, max_seq_len=120, params=options)
@@ -553,7 +553,7 @@ def test_followers_that_are_back_one_after_the_other_are_told_each_without_waiti
             socket.subscribe(b"")
             socket.connect(address)
         for stream in worker_of(made).streams:
-            stream.send = lambda _: None  # a process that is killed says nothing any more
+            stream.send = lambda _: None  # a killed process sends nothing any more
         made.close()
         for socket in followers:
             while socket.poll(200):
@@ -572,6 +572,6 @@ def test_followers_that_are_back_one_after_the_other_are_told_each_without_waiti
 
 
 def test_peers_that_fill_a_queue_and_die_do_no_harm(manager: PagedKVCacheManager) -> None:
-    """Where ZMQ's own heartbeats were on this ended the process, once in some tries: so they are off."""
+    """With ZMQ's own heartbeats this sometimes ended the process, so they are off."""
     stream = worker_of(manager).streams[0]
     assert stream.pub.getsockopt(zmq.HEARTBEAT_IVL) == stream.replay.getsockopt(zmq.HEARTBEAT_IVL) == 0

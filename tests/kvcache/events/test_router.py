@@ -1,4 +1,4 @@
-"""vLLM's router sends a prompt to whoever holds its pages, as our streams tell it."""
+"""vLLM's router learns from our streams which manager has the pages of a prompt, and sends the prompt there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Holders:
         self.router = Router({server.url: told for server, told in zip(self.servers, streams, strict=True)}, log)
 
     def until(self, tokens: list[int], who: str) -> None:
-        """Wait until prompts that begin so go there."""
+        """Waits until prompts with this beginning are sent to this manager."""
         deadline = time.monotonic() + PATIENCE_S
         while any(self.router.ask([*tokens, 7, nth]) != who for nth in range(3)):
             assert self.router.process.poll() is None, self.router.log.read_text()[-2000:]
@@ -59,7 +59,7 @@ def holders(tmp_path: Path) -> Iterator[Holders]:
 
 
 def held(manager: PagedKVCacheManager, tier: int) -> set[bytes]:
-    """The digests that can be found in a tier: 0 is the pool of the first replica."""
+    """The digests that can be found in a tier; tier 0 is the pool of the first replica."""
     index = indexes_of(manager, 0)[tier]
     return {one.tobytes() for one in index.digests_of(np.flatnonzero(index.published).astype(np.int32))}
 

@@ -1,4 +1,4 @@
-"""The hits that other caches would have had, and the gain of hints over them."""
+"""Baselines: how many hits the cache would have had without hints, and what hints gain over that."""
 
 # pyright: basic
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_a_small_pool_is_followed_whole_and_exactly() -> None:
         while run < len(prompt) and prompt[run] in lru:
             run += 1
         assert baseline.visit(words(*prompt), room) == run
-        for page in reversed(prompt):  # tail first, as a pool frees them
+        for page in reversed(prompt):  # the tail first, in the order in which a pool frees pages
             lru.pop(page, None)
             lru[page] = None
         while len(lru) > room:
@@ -112,14 +112,16 @@ def test_a_promise_is_no_better_than_the_real_share_where_that_one_hits_as_much(
 
 
 def test_a_promise_that_never_comes_true_costs_no_more_than_its_credit() -> None:
-    """However long it lasts: a quarter of the pool, an eighth of it to lose the share, and a page in 100 lookups."""
+    """Its cost is bounded however long it lasts: a quarter of the pool, an eighth of it to lose the share, and one page
+    in 100 lookups.
+    """
     share, lost, looked = HintShare(1000, 0.95), 0, 0
     for _ in range(20_000):
         gained = -round(10 * share.value)
         share.learn(gained, 10, 10)
         lost, looked = lost - gained, looked + 10
         assert lost <= 250 + 1000 / 8 + 0.01 * looked
-    assert lost > 1000  # it was believed again and again
+    assert lost > 1000  # wrong hints were trusted again and again
 
 
 # ---- with full trust in hints: right hints are found right in any pool
@@ -198,10 +200,13 @@ def test_any_sequence_leaves_its_books_right() -> None:
 
 
 class Load:
-    """A few sessions that come again every round, and between them prompts that never do."""
+    """A few sessions that return in every round, and between them prompts that never return."""
 
     def __init__(self, pages: int, sessions: float, others: float, pool: int | None = None) -> None:
-        """`sessions` and `others`: pages of a round, in pool sizes. `pool`: pages of the manager, if not `pages`."""
+        """`sessions` and `others` are the pages of one round, as multiples of the pool.
+
+        `pool` has the manager's pages if not `pages`.
+        """
         self.length = max(1, round(sessions * pages / SESSIONS))
         self.once = max(1, pages // 12)
         self.between = max(1, round(others * pages / self.once / SESSIONS))
@@ -211,7 +216,7 @@ class Load:
         self.names = SESSIONS
 
     def rounds(self, count: int, sessions: Retention | None, others: Retention | None) -> list[int]:
-        """The pages that sessions found, round by round."""
+        """The number of cached pages that sessions found, by round."""
         hits = []
         for _ in range(count):
             hits.append(0)
@@ -236,7 +241,10 @@ class Load:
 @pytest.mark.parametrize(("sessions", "others"), [(0.2, 0.6), (0.32, 2.5), (0.7, 0.6)])
 @pytest.mark.parametrize("pages", [8, 30, 100, 1000, 10_000])
 def test_hints_in_pools_of_any_size(pages: int, sessions: float, others: float) -> None:
-    """Right hints have all hits that fit and cost none; wrong ones cost what a pool smaller by a little costs."""
+    """With right hints every hit happens that the pool has room for.
+
+    Wrong hints cost as much as a slightly smaller pool.
+    """
     plain = Load(pages, sessions, others).rounds(ROUNDS, None, None)
     load = Load(pages, sessions, others)
     right = load.rounds(ROUNDS, KEEP, DROP)
@@ -244,7 +252,7 @@ def test_hints_in_pools_of_any_size(pages: int, sessions: float, others: float) 
     assert sum(right) >= sum(plain)
     load.rounds(4, DROP, KEEP)
     assert load.rounds(ROUNDS, KEEP, DROP)[-1] == SESSIONS * load.length  # the share recovers
-    # A share of 0.02 stays, and is a page at least; each page lost takes eight pages of the share that there was.
+    # The share never falls below 0.02, or one page. Each lost page has reduced it by eight pages.
     least = Load(pages, sessions, others, pages - 1 - pages // 50).rounds(ROUNDS, None, None)
     wrong = Load(pages, sessions, others).rounds(ROUNDS, DROP, KEEP)
     assert sum(wrong) >= sum(least) - 2 * SESSIONS * load.length

@@ -1,3 +1,4 @@
+# pyright: basic
 from __future__ import annotations
 
 from itertools import count
@@ -14,7 +15,7 @@ from tests.kvcache.random_model.interrupts import interrupted
 
 
 def digests(*names: int, words: int = 4, bucket: int | None = None) -> np.ndarray:
-    """A digest for each name; with `bucket` all fall into that bucket."""
+    """A digest for each name. With `bucket`, all of them fall into that bucket."""
     found = np.random.default_rng(5).integers(1, 1 << 63, (1000, words), np.uint64)[list(names)]
     if bucket is not None:
         found[:, 0] = bucket
@@ -219,7 +220,7 @@ def test_after_an_interrupt_all_that_is_published_is_linked_anew() -> None:
 def test_after_an_interrupt_of_two_pages_with_one_digest_the_first_stays() -> None:
     index = PrefixIndex(8, 4)
     index.publish(pages(2, 3, 5), digests(0, 1, 2))
-    index._digests[5] = index._digests[2]  # as where a page was to take the place of another
+    index._digests[5] = index._digests[2]  # as if a page was about to replace another
     index.mend()
     index.check()
     assert index.find(digests(0, 1, 2)).tolist() == [2, 3, 0]

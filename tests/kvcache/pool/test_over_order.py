@@ -1,5 +1,6 @@
-"""An order of a caller's own, at its worst, gives no page away that is not idle."""
+"""Even a faulty eviction order of a caller's own gives no page away that is not idle."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ PAGES = 12
 
 
 class Wrong(LruOrder):
-    """Gives, once it is told to, what `spoil` makes of the pages that go next."""
+    """An order that can be told to return wrong pages: `spoil` changes the pages that it returns."""
 
     spoil: Callable[[np.ndarray], Any] | None = None
 

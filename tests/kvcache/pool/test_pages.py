@@ -1,3 +1,4 @@
+# pyright: basic
 from __future__ import annotations
 
 import random
@@ -27,7 +28,7 @@ def digests(numbers: list[int]) -> np.ndarray:
 
 
 class Reader(PageReader):
-    """Notes what has gone, and why."""
+    """Records which pages were removed, and why."""
 
     def __init__(self, news: list[tuple[int, list[int]]]) -> None:
         self.news = news
@@ -38,7 +39,7 @@ class Reader(PageReader):
 
 
 class Saver(PageReader):
-    """Notes what is about to be written over."""
+    """Records which pages are about to be overwritten."""
 
     def __init__(self, saved: list[int]) -> None:
         self.saved = saved
@@ -48,7 +49,7 @@ class Saver(PageReader):
 
 
 class Books:
-    """What a pool should say, in lists: of a stack of fresh pages, idle ones by age, and holders and writers."""
+    """A model of a pool in lists: a stack of fresh pages, idle pages by age, and holders and writers."""
 
     def __init__(self) -> None:
         self.pool = PagePool(SIZE, 2)
@@ -58,7 +59,7 @@ class Books:
         self.published: dict[int, int] = {}
         self.next_digest = 1
         self.evictions = 0
-        self.news: list[tuple[int, list[int]]] = []  # as the pool tells them
+        self.news: list[tuple[int, list[int]]] = []  # as the pool reports them
         self.guarded: list[int] = []
         self.expected: list[tuple[int, list[int]]] = []
         self.evicted: list[int] = []
@@ -122,7 +123,7 @@ class Books:
         self.pool.release_each(pages(*some))
 
     def free(self, some: list[int]) -> None:
-        """The last goes first."""
+        """Frees pages; the last one is evicted first."""
         over = [page for page in reversed(some) if not self.holders[page] and not self.writers[page]]
         self.idle += [page for page in over if page in self.published]
         self.fresh += [page for page in over if page not in self.published]
@@ -206,7 +207,7 @@ def test_what_is_handed_out_is_a_copy_and_the_first_pages_are_the_lowest() -> No
     pool.release(first)
     again = pool.allocate(2)
     assert again.tolist() == [1, 2]
-    first[:] = again[:] = 0  # as a caller may
+    first[:] = again[:] = 0  # as a caller is allowed to
     assert pool.allocate(6).tolist() == [3, 4, 5, 6, 7, 8]
     assert pool.free_count == 0
 
@@ -216,14 +217,14 @@ def test_a_pool_of_many_pages_evicts_them_all_whether_anybody_watches_or_not() -
     held = pool.allocate(pool.num_pages)
     pool.index.publish(held, digests([*range(1, len(held) + 1)]))
     pool.release(held)
-    assert pool.allocate_one() == held[-1]  # the tail goes first
+    assert pool.allocate_one() == held[-1]  # the tail is evicted first
     assert np.array_equal(pool.allocate(len(held) - 1), held[:-1])
     assert pool.evictions == pool.num_pages
     assert not pool.index.published.any()
 
 
 def held_pool() -> tuple[PagePool, np.ndarray, np.ndarray]:
-    """A pool with pages 1 to 3 held, 2 and 3 published, 3 written to as well, and 4 idle; with its true counts."""
+    """A pool whose pages 1 to 3 are held, 2 and 3 published, 3 also being written, and 4 idle; and its true counts."""
     pool = PagePool(6, 2)
     held = pool.allocate(4)
     pool.index.publish(held[1:], digests([1, 2, 3]))
@@ -241,7 +242,7 @@ def change(pool: Any, count: str, by: int) -> None:
 
 
 def say_fresh(pool: PagePool, page: int, *, on_top: bool) -> None:
-    """The page that is handed out next, or one more above it, is this one."""
+    """Makes the pool record this page as the next fresh one, or as a further one on top of the stack."""
     pool._fresh_count += on_top
     pool._fresh[pool._fresh_count - 1] = page
 
@@ -295,7 +296,7 @@ def test_the_first_page_that_does_not_add_up_is_named(how: str) -> None:
 
 
 def test_what_a_release_would_free_is_what_it_frees() -> None:
-    """Pages of one holder and of two, with a writer and without, published and not."""
+    """Pages with one holder and with two, with and without a writer, published and not published."""
     pool = PagePool(20, 2)
     held = pool.allocate(8)
     pool.index.publish(held[::2], np.arange(1, 9, dtype=np.uint64).reshape(4, 2))
@@ -308,7 +309,7 @@ def test_what_a_release_would_free_is_what_it_frees() -> None:
     pool.release(held)
     assert pool.free_count == before + 2
     assert pool.would_be_taken(held) == 2
-    assert pool.would_be_freed(held[4:]) == 2  # of the four with one holder two are being written
+    assert pool.would_be_freed(held[4:]) == 2  # two of the four pages with one holder are being written
     pool.drop_writer(held[2:6])
     assert pool.would_be_freed(held) == 4
     assert pool.would_be_taken(held) == 4
@@ -385,7 +386,7 @@ def test_the_page_that_goes_next_is_named_while_no_page_is_fresh() -> None:
 
 @pytest.mark.parametrize("wrong", ["as they were", "holders", "writers", "idle", "fresh", "index"])
 def test_after_an_interrupt_pages_are_what_a_recount_says(wrong: str) -> None:
-    """Idle ones age as before, fresh ones go first, and what was published is found."""
+    """Idle pages keep their age, fresh pages are used first, and published pages are found."""
     pool = PagePool(SIZE, 2)
     held = pool.allocate(9)
     pool.index.publish(held[:6], digests([*range(1, 7)]))
@@ -411,11 +412,12 @@ def test_after_an_interrupt_pages_are_what_a_recount_says(wrong: str) -> None:
     pool.check(holders, writers)
     assert pool.free_count == free
     assert pool.index.find(digests([*range(1, 7)])).tolist() == held[:6].tolist()
-    pool.drop_writer(held[7:8])  # of nobody, and in no index: it is fresh
+    pool.drop_writer(held[7:8])  # it has no holder and is in no index, so it is fresh
     fresh = {*range(1, SIZE + 1)} - {*held[:7].tolist()}
     assert {*pool.allocate(len(fresh)).tolist()} == fresh
     assert pool.evictions == 0
-    expected = [2, 3, 1, 0] if wrong != "idle" else [3, 1, 0, 2]  # what is idle again after all is the youngest
+    # a page that the recount finds idle counts as the youngest
+    expected = [2, 3, 1, 0] if wrong != "idle" else [3, 1, 0, 2]
     assert [pool.allocate_one() for _ in range(4)] == held[expected].tolist()
     assert pool.evictions == 4
     assert (pool.index.find(digests([*range(1, 7)])) == 0).tolist() == [True] * 4 + [False] * 2

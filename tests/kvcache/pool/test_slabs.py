@@ -1,3 +1,4 @@
+# pyright: basic
 from __future__ import annotations
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvcache.retention import NEUTRAL, PageHints
 
 
 class Told(PageReader):
-    """Notes what a pool says."""
+    """Records what a pool reports."""
 
     def __init__(self) -> None:
         self.saved: list[list[int]] = []
@@ -27,7 +28,7 @@ class Told(PageReader):
 
 
 class Kept:
-    """Slabs that nobody holds: what is cached in them is their number."""
+    """Idle slabs. The content that is cached in a slab is its number."""
 
     def __init__(self, pool: SlabPool) -> None:
         self.pool, self.slabs = pool, list[tuple[int, int]]()
@@ -51,7 +52,7 @@ class Kept:
 
 
 class Elsewhere:
-    """Moves pages by a list of them; `stays`: those that cannot be."""
+    """Moves pages according to a list; `stays` has the pages that cannot be moved."""
 
     def __init__(self, pool: SlabPool) -> None:
         self.pool, self.stays, self.moved = pool, set[int](), list[tuple[list[int], list[int]]]()
@@ -108,7 +109,7 @@ def test_a_slab_that_comes_back_is_the_last_to_be_handed_out_page_by_page() -> N
 def test_a_slab_is_taken_from_among_fresh_pages_wherever_they_lie() -> None:
     pool, _, _ = made(31)
     pages = pool.allocate(31)
-    pool.release(pages[np.r_[8:20, 3:8, 27:31]])  # slabs 1 and 7, then 2 and others upon them
+    pool.release(pages[np.r_[8:20, 3:8, 27:31]])  # slabs 1 and 7 first, then 2 and others on top of the stack
     for _ in range(3):
         taken = [pool.take_slab() for _ in range(3)]
         assert sorted(taken) == [3, 4, 7]
@@ -174,7 +175,7 @@ def test_nothing_is_given_up_for_a_slab_while_fresh_pages_make_one_not_even_what
     quotas = TenantQuotas(15, 0.1, {})
     pool.follow(QuotaOrder(pool.idle, quotas))
     assert kept.keep() == 3
-    kept.slabs = [(3, -5)]  # as a tenant's that has too much
+    kept.slabs = [(3, -5)]  # as one of a tenant above its quota
     pages = pool.allocate(4)
     publish(pool, pages)
     quotas.own(pages, "tenant")
@@ -201,7 +202,7 @@ def test_what_is_evicted_for_a_slab_is_told_and_kept_below_and_found_no_more() -
 
 
 def test_a_slab_is_made_room_for_by_what_a_tenant_has_above_its_quota() -> None:
-    """Pages 8 to 15 of two slabs are somebody's; a tenant has too many in the slab below, which are younger."""
+    """Pages 8 to 15, in two slabs, are within a quota. A tenant above its quota has younger pages in the slab below."""
     pool, _, _ = made()
     quotas = TenantQuotas(15, 0.1, {})
     pool.follow(QuotaOrder(pool.idle, quotas))
@@ -228,7 +229,7 @@ def test_what_is_kept_is_given_up_for_pages_where_it_is_older_or_they_are_too_fe
     publish(pool, pages)
     pool.release(pages)
     assert pool.free_count == 15
-    one = pool.allocate_one()  # the first eviction: nothing tells yet how old what goes is
+    one = pool.allocate_one()  # the first eviction, before any age of evicted content is known
     assert kept.num_idle == 1
     two = pool.allocate_one()
     assert kept.num_idle == 0
@@ -256,7 +257,7 @@ def test_held_pages_are_moved_out_of_the_slab_with_the_fewest() -> None:
     assert pool.take_slab() == 3
     ((sources, targets),) = moves.moved
     assert sources == [13, 14]
-    assert told.saved[:2] == [[12, 15], sources]  # then what is evicted for them to have a place
+    assert told.saved[:2] == [[12, 15], sources]  # then the pages that are evicted to make room for them
     assert not set(targets) & {12, 13, 14, 15}
     pool.index.withdraw(np.array(sources, np.int32))
     recount(pool, np.array([1, 5, 5, 9, 10, *targets, targets[0]]))
@@ -288,7 +289,7 @@ def test_what_was_said_of_a_page_and_its_tenant_go_along_and_end_with_it() -> No
 
 
 def hinted(code: int, share: float = 0.5) -> tuple[SlabPool, Kept, HintedOrder]:
-    """Something kept in slab 3, and then idle pages in slabs 1 and 2 of which that was said; time goes by `now`."""
+    """A kept copy in slab 3, and later idle pages with this hint in slabs 1 and 2. Time follows `now`."""
     pool, kept, _ = made()
     order = HintedOrder(15, pool.idle, lambda: 100.0, share)
     pool.follow(order)
@@ -399,10 +400,10 @@ def test_a_slab_is_given_back_as_soon_as_nobody_holds_or_finds_its_state() -> No
     states.index.publish(pages[0], digest)
     for page in pages:
         states.release(page)
-    assert np.flatnonzero(pool.taken).tolist() == pages[0].tolist()  # the other is the token pages' again
+    assert np.flatnonzero(pool.taken).tolist() == pages[0].tolist()  # the other slab serves token pages again
     assert (states.num_idle, pool.free_count) == (1, 31)
     states.check(np.zeros(8, np.int64), np.zeros(8, np.int64))
-    pool.release(pool.allocate(31))  # the copy goes for it
+    pool.release(pool.allocate(31))  # the copy is evicted for it
     assert not pool.taken.any()
     assert states.index.find(digest).tolist() == [0]
     states.check(np.zeros(8, np.int64), np.zeros(8, np.int64))

@@ -1,5 +1,6 @@
 """Random imports into the manager of the model: begun, extended, copied, committed, cancelled, begun again."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -23,22 +24,22 @@ _OTHERS = {*BUILT} - {"host", "files", "objects", "quotas", "replicas", "peer co
 
 @dataclass(eq=False)
 class Import:
-    """An import of a request, the table that it is of, and who copies, if anybody does."""
+    """An import of a request, its block table, and its copier, if there is one."""
 
     one: Request
     pending: PendingImport
     table: BlockTable
-    ends: set[int] | None  # chunks of the prompt end there once it is imported
+    ends: set[int] | None  # ends of the prompt's chunks after the import
     copier: ImportCopier | None = None
-    is_taken: bool = False  # all of it was
+    is_taken: bool = False  # all of it was copied copied
 
 
 class ImportMoves(Moves):
-    """With a second manager, which has computed what the first one imports."""
+    """Imports from a second manager, which has computed the pages."""
 
     def __init__(self, choose: Any, world: World, features: frozenset[str] | None = None, *more: Any) -> None:
         self.imports: dict[str, Import] = {}
-        self.stray: list[Import] = []  # cancelled or left, and their copiers may still write
+        self.stray: list[Import] = []  # imports that were cancelled or left, whose copiers may still write
         super().__init__(choose, world, features, *more)
         self.source = None
 
@@ -57,7 +58,7 @@ class ImportMoves(Moves):
         return any(stray.one is one for stray in self.stray)
 
     def table_of(self, context: TextContext) -> BlockTable | None:
-        """The source's table of a prompt without its last token, which it has computed."""
+        """The source's table of a prompt that it has computed, without the last token."""
         if self.source is None:
             groups = self.manager.params.groups, self.manager.num_layers
             more: dict[str, Any] = {"groups": groups[0], "states": self.manager.params.states}
@@ -83,7 +84,7 @@ class ImportMoves(Moves):
             source.release("told")
 
     def begin_import(self) -> bool:
-        """A new request, or one whose import was given up, takes over what the source has computed."""
+        """Begins the import of a new request, or of one whose import was given up."""
         at = self.choose.integer(0, len(self.books.replicas) - 1)
         if len(self.imports) == 2 or len(self.books.replicas[at].requests) == ROWS:
             return False
@@ -93,7 +94,7 @@ class ImportMoves(Moves):
         return table is not None and one is not None and self.begin(one, table)
 
     def begin(self, one: Request, table: BlockTable) -> bool:
-        """Whether the request has pages to import into."""
+        """Begins the import. Returns whether the request has got pages for it."""
         context, manager = one.context, self.manager
         full = table.num_tokens - table.num_tokens % PAGE_SIZE
         partial = bool(not manager.states and self.replica(one).is_plain and full and self.choose.integer(0, 2) == 0)
@@ -121,7 +122,7 @@ class ImportMoves(Moves):
         return True
 
     def cut_short(self, table: BlockTable, tokens: int) -> BlockTable:
-        """The table of the first tokens."""
+        """Returns the table cut to the first `tokens` tokens."""
         width = len(table.digests) // max(1, table.num_tokens // PAGE_SIZE)
         pages = tokens // PAGE_SIZE
         return msgspec.structs.replace(
@@ -133,7 +134,7 @@ class ImportMoves(Moves):
         return False
 
     def go_on_importing(self) -> bool:
-        """Some import is copied, committed, cancelled, or left behind by its request."""
+        """Makes a move on some import: copies, commits or cancels it, or releases its request."""
         if self.stray and self.choose.integer(0, 1):
             stray = self.stray.pop(self.choose.integer(0, len(self.stray) - 1))
             assert stray.copier is not None
@@ -156,7 +157,7 @@ class ImportMoves(Moves):
         return True
 
     def finish_import(self, mine: Import) -> None:
-        """All is copied, proven and committed."""
+        """Copies the rest, proves it, and commits the import."""
         one, pending, context, copier = mine.one, mine.pending, mine.one.context, mine.copier
         assert copier is not None
         if pending.num_tokens < mine.table.num_tokens:
@@ -175,7 +176,7 @@ class ImportMoves(Moves):
         self.seen["imported"] += 1
 
     def cancel(self, mine: Import) -> None:
-        """The import is given up, by itself or because its request goes; its copier may go on for a while."""
+        """Gives an import up, alone or by releasing its request. Its copier may continue for a while."""
         leaves = self.choose.integer(0, 2) == 0
         del self.imports[mine.one.name]
         if mine.copier is not None:
@@ -189,7 +190,7 @@ class ImportMoves(Moves):
             self.after_cancel(mine)
 
     def after_cancel(self, mine: Import) -> None:
-        """It imports again, or computes its tokens itself, or goes."""
+        """Lets the request import again, compute its tokens itself, or be released."""
         one, kind = mine.one, self.choose.integer(0, 2)
         if kind == 0 and not self.is_leased(one):
             self.begin_again(mine)
@@ -210,7 +211,7 @@ class ImportMoves(Moves):
         self.begin(mine.one, mine.table)
 
     def write(self, mine: Import, copies: Sequence[PageCopy]) -> None:
-        """The bytes that the copies bring: those of the request's tokens, on each shard, and its state."""
+        """Writes the bytes that copies bring: those of the request's tokens on each shard, and its state."""
         one, at, count = mine.one, mine.one.replica, len(mine.one.rows)
         for number, copy in enumerate(copies):
             pages = np.asarray(copy.dst_pages)
@@ -229,7 +230,7 @@ class ImportMoves(Moves):
                     blocks[page, :, :, token % PAGE_SIZE] = values[token]
 
     def release(self) -> bool:
-        """Also of a request that waits for its import, which is closed then."""
+        """Also releases requests that wait for an import, which closes the import."""
         one = self.any_of([one for _, one in sorted(self.live.items())])
         if one is None:
             return False

@@ -1,5 +1,6 @@
-"""The features of a manager and of its callers, which pairs of them may meet, and a manager of any set of them."""
+"""The features of a manager and its callers, the pairs that may be combined, and managers with any set of features."""
 
+# pyright: basic
 from __future__ import annotations
 
 import itertools
@@ -40,7 +41,7 @@ REFUSED: dict[frozenset[str], str] = {
 }
 """Sets that the product refuses today, with its words. One that is accepted fails the test: take it out of the list."""
 
-# By how many pages they take, of one layer with keys and values of one head of two elements.
+# By the number of pages that they take. A page has one layer, with keys and values of one head of two elements.
 SHAPES = {
     pages: StateShape(2, heads, 1, 1, 1, 2, torch.int64, torch.int64)
     for pages, heads in ((1, 2), (2, 5), (4, 9), (7, 20))
@@ -48,14 +49,14 @@ SHAPES = {
 
 
 class Chooser(Protocol):
-    """Where the choices come from."""
+    """The source of random choices."""
 
     def integer(self, low: int, high: int) -> int: ...
     def pick(self, choices: Sequence[T]) -> T: ...
 
 
 class World(NamedTuple):
-    """The tiers that managers after one another share: a folder of files, and a store of objects."""
+    """The tiers that successive managers share: a folder of files, and an object store."""
 
     folder: Path
     store: StoredObjects
@@ -66,17 +67,18 @@ def is_refused(features: Collection[str]) -> bool:
 
 
 def pairs() -> list[tuple[str, str]]:
-    """All pairs that may meet."""
+    """All pairs of features that may be combined."""
     every = itertools.combinations(FEATURES, 2)
     return [pair for pair in every if not is_refused(pair) and not any({*pair} <= one for one in ONE_OF)]
 
 
 def drawn(choose: Chooser, wanted: Iterable[str] = ()) -> frozenset[str]:
-    """Features of one manager: those `wanted`, which may meet, and about half of the others that may stand beside."""
+    """Draws the features of one manager: those `wanted`, and about half of the others that go with them."""
     has = with_needed(wanted)
     for one in sorted(FEATURES, key=lambda _: choose.integer(0, 1 << 20)):
         more = has | with_needed([one])
-        odds = 4 if one in {"interrupts", "hostile", "partial"} else 2  # slow ones, and one that few others may meet
+        # slow features, and one that can be combined with few others
+        odds = 4 if one in {"interrupts", "hostile", "partial"} else 2
         if choose.integer(1, odds) == 1 and not is_refused(more) and not any(len(more & two) > 1 for two in ONE_OF):
             has = more
     return has
@@ -88,7 +90,9 @@ def with_needed(features: Iterable[str]) -> frozenset[str]:
 
 
 def table(met: Counter[tuple[str, str]], events: Counter[str]) -> str:
-    """How often each feature met each other one: a line a feature, and a column each before it."""
+    """A table of how often each pair of features was combined: one line for each feature, one column for each earlier
+    feature.
+    """
     allowed = {*pairs()}
     lines = [" " * 20 + "".join(f"{number:>7}" for number in range(1, len(FEATURES)))]
     for at, one in enumerate(FEATURES):
@@ -98,12 +102,12 @@ def table(met: Counter[tuple[str, str]], events: Counter[str]) -> str:
 
 
 class Built(NamedTuple):
-    """A manager, and what its model has to know of it."""
+    """A manager, and the figures that its model needs."""
 
     manager: PagedKVCacheManager
     features: frozenset[str]
     caching: bool
-    copies: int  # of states, where they lie apart
+    copies: int  # room for copies of states, if states have memory of their own
     every: int  # pages between two copies of a state
     quotas: dict[str, float]
     quota: float
@@ -116,11 +120,14 @@ def build(
     params: dict[str, Any] | None = None,
     layers: int = 0,
 ) -> Built:
-    """A manager of these features, all else drawn; it is without prefix caching where nothing needs that, sometimes."""
+    """Makes a manager with these features and otherwise random parameters.
+
+    It sometimes lacks prefix caching, if no feature needs that.
+    """
     needs_caching = {"host", "quotas", "partial", "peer copies", "hints", "lends"} & features
     caching = bool(needs_caching or choose.integer(0, 3))
     dp, tp = (2 if "replicas" in features else 1), (2 if "shards" in features else 1)
-    if layers:  # as another manager has them
+    if layers:  # the same layers as another manager
         groups = (params or {}).get("groups", ())
     else:
         layers, groups = choose.pick(layouts(features))
@@ -147,9 +154,9 @@ def build(
     memory = pages * page
     if apart:
         memory += (ROWS + copies + 1) * state_layout.page_bytes(state_layout.state_layouts(shape, tp))
-    elif states:  # each request takes a slab beside its pages
+    elif states:  # each request takes a slab in addition to its pages
         slab_pages = -(-state_layout.page_bytes(state_layout.state_layouts(shape, tp)) // page)
-        # As many pages as a slab has stay pages.
+        # At least a slab's number of pages remains for tokens.
         memory = (max(pages, slab_pages) + choose.pick((1, 2, 3)) * slab_pages) * page
     made = KVCacheParams(dtype, tp, 2, **told)
     manager = PagedKVCacheManager(
@@ -161,7 +168,7 @@ def build(
 def below(
     choose: Chooser, features: frozenset[str], world: World, page: int, state: int, *, many: bool
 ) -> dict[str, Any]:
-    """Params of the tiers below: so many pages, and states, of these bytes."""
+    """Returns the params of the lower tiers for this many pages and states of these sizes."""
     slots = choose.pick((12, 40, 120) if many else (6, 20, 60)) * (3 if {"files", "objects"} & features else 1)
     states = choose.pick((2, 3, 5, 20)) if state else 0
     space = slots * page + states * state
@@ -178,7 +185,9 @@ def below(
 
 
 def layouts(features: Collection[str]) -> list[tuple[int, tuple[LayerGroup, ...]]]:
-    """Layers, and how they are grouped: windows below a page, of pages, beyond all; chunks; both; full ones cut."""
+    """Returns choices of layers and their groups: windows of less than a page, of pages, or of everything; chunks;
+    both; split full layers.
+    """
     full, of = LayerGroup("full", (0,)), {*features} & {"window", "chunk", "windows alone"}
     window = [LayerGroup("window", (1,), tokens) for tokens in (1, 2, 4, 7, 100)]
     chunk = [LayerGroup("chunked", (1,), tokens) for tokens in (4, 9)]

@@ -1,9 +1,11 @@
-"""What a manager has to do, over plain dictionaries: slow, obvious, and written from the contract, not from the code.
+"""A model of the manager in plain dictionaries: slow and obvious, and written from the documentation, not from the
+code.
 
-A page's content is the number of its table, the salt, the keys and every token up to its end. No table is special: each
-has, of a request, the columns from the first that its next query sees.
+The content of a page is the number of its table, the salt, the keys, and every token up to its end. No table is
+special: each has a request's columns from the first one that the next query sees.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 from collections import Counter
@@ -20,7 +22,7 @@ Digest = bytes
 
 
 class Table(NamedTuple):
-    """A block table: what its layers keep, and whether it has pages for all known tokens, or for those that run."""
+    """A block table: what its layers keep, and whether it has pages for all known tokens or only for those that run."""
 
     group: LayerGroup
     holds_all: bool
@@ -37,7 +39,7 @@ def pages_of(tokens: int) -> int:
 
 
 def content(table: int, tokens: list[int], named: Named, column: int) -> Content:
-    """The content that the page at a column has to hold."""
+    """The content that the page at a column must hold."""
     end = (column + 1) * PAGE_SIZE
     return (table, named[0], tuple(sorted(key for key in named[1] if key[0] < end)), *tokens[:end])
 
@@ -65,24 +67,24 @@ class Names:
 
 @dataclass(eq=False)
 class Request:
-    """A claimed request: its pages, by table and column, and how far it has come."""
+    """A claimed request: its pages by table and column, and its progress."""
 
     context: TextContext
     replica: int
     claim: int
-    tokens: list[int]  # our own record: a context that is read catches up with its batch
+    tokens: list[int]  # our own record, because reading a context makes it catch up with its batch
     rows: list[dict[int, int]]
-    first: list[int]  # of each table the first column that may have a page
-    cached: int = 0  # tokens that it has computed, as of its last step
+    first: list[int]  # the first column of each table that may have a page
+    cached: int = 0  # tokens that it had computed by its last step
     ready: bool = False  # it may run
-    shared: int = 0  # tokens whose pages were found last
-    ends: set[int] | None = None  # chunks of its prompt end there, for the sake of its state
-    state_told: int = -1  # readers were told of its state after so many tokens
-    loads: list[Digest] = field(default_factory=list)  # contents that come back for it from host memory
-    unsure: bool = False  # a call was interrupted since it came: what is published of it is not known
-    passing: Digest | None = None  # the copy of its state that goes with the next one
-    surely: bool = True  # or that may go
-    gives_back: bool = False  # its import was cancelled, and its next reservation gives its pages back first
+    shared: int = 0  # tokens whose pages the last lookup has found
+    ends: set[int] | None = None  # where chunks of its prompt end so that its state can be kept
+    state_told: int = -1  # number of tokens after which readers were told of its state
+    loads: list[Digest] = field(default_factory=list)  # contents that are being loaded for it from host memory
+    unsure: bool = False  # a call was interrupted since it was claimed, so its published pages are not known
+    passing: Digest | None = None  # the copy of its state that the next copy replaces
+    surely: bool = True  # False if it may or may not be replaced
+    gives_back: bool = False  # its import was cancelled, and its next reservation first gives its pages back
 
     @property
     def name(self) -> str:
@@ -103,20 +105,20 @@ class Request:
 
     @property
     def start(self) -> int:
-        """How far it has come: one without pages has computed nothing, whatever its context says."""
+        """The tokens that it has computed: none if it has no pages, whatever its context says."""
         return self.context.start_idx if self.has_pages else 0
 
 
 class Plan(NamedTuple):
-    """The columns of each table that a request has after a reservation."""
+    """The columns of each table for which a request has pages after a reservation."""
 
     columns: list[range]
-    found: int  # the column after the last that is published
+    found: int  # the column after the last published one
 
 
 @dataclass
 class Replica:
-    """The state of one replica: contents by digest, holders of pages, which idle content goes first."""
+    """The state of one replica: contents by digest, holders of pages, and the eviction order."""
 
     tables: list[Table]
     num_pages: int
@@ -125,29 +127,32 @@ class Replica:
     there: dict[Digest, int] = field(default_factory=dict)
     kept: dict[Digest, int] = field(default_factory=dict)  # copies of states, least recently used first
     requests: dict[str, Request] = field(default_factory=dict)
-    beside: set[int] = field(default_factory=set)  # pages of leases, imports, and what comes back
-    slab_pages: int = 0  # that each request takes for its state
-    slabs: int = 0  # such states that are held
+    beside: set[int] = field(default_factory=set)  # pages of leases, of imports, and of loads from lower tiers
+    slab_pages: int = 0  # pages pages that each request takes for its state
+    slabs: int = 0  # the number of held slabs
     evicted: int = 0
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is one table, which keeps all."""
+        """Whether there is only one table, which keeps every token."""
         return len(self.tables) == 1 and self.tables[0].holds_all
 
     def holders(self) -> Counter[int]:
-        """Rows that have each page."""
+        """The number of rows that hold each page."""
         return Counter(page for one in self.requests.values() for row in one.rows for page in row.values())
 
     def free(self) -> int:
         return self.num_pages - len(self.holders().keys() | self.beside) - self.slab_pages * self.slabs
 
     def has_slab(self) -> bool:
-        """Whether a request's state has room. The pages before the first slab and behind the last hold none."""
+        """Whether there is room for a request's state.
+
+        Pages before the first slab and after the last cannot hold one.
+        """
         return self.free() >= self.slab_pages and self.slabs < (self.num_pages + 1) // self.slab_pages - 1
 
     def committed(self, one: Request) -> int:
-        """Columns, from the first on, at which all that the request has is published."""
+        """The number of leading columns whose pages are all published."""
         pages = {*self.there.values()}
         end = max((max(row, default=-1) + 1 for row in one.rows), default=0)
         absent = (min((column for column, page in row.items() if page not in pages), default=end) for row in one.rows)
@@ -160,9 +165,10 @@ class Replica:
         has: Callable[[int, Content], bool],
         may_end: Callable[[Content], bool] = lambda _: True,
     ) -> int:
-        """The last column, after the `first` ones, from which all tables can go on; `first`: there is none.
+        """Returns the last column beyond `first` from which all tables can continue, or `first` if there is none.
 
-        `has`: whether the content of a column can be had; `may_end`: whether there is a state after one of table 0.
+        `has` says whether the content of a column is available; `may_end` says whether a state after a column of table
+        0 is.
         """
         if not self.caching:
             return first
@@ -181,7 +187,7 @@ class Replica:
         return first
 
     def plan(self, one: Request, length: int, start: int, active: int, steps: int, found: int) -> Plan:
-        """The columns that the request has once it goes on from `start`, with so many published ones."""
+        """The columns for which the request has pages when it continues from `start`, with `found` published ones."""
         columns: list[range] = []
         for number, table in enumerate(self.tables):
             end = length + steps - 1 if table.holds_all or active >= length else active
@@ -191,15 +197,15 @@ class Replica:
         return Plan(columns, found)
 
     def least(self, length: int, start: int, active: int, steps: int) -> int:
-        """Pages that a request takes that finds nothing."""
+        """The pages that a request takes if it finds nothing."""
         columns = [length + steps - 1 if one.holds_all or active >= length else active for one in self.tables]
         seen = sum(pages_of(end) - one.seen(start) for one, end in zip(self.tables, columns, strict=True))
         return seen + self.slab_pages
 
     def surplus(self, one: Request, plan: Plan, committed: int, *, freed: bool = True) -> int:
-        """Free pages that are left by a reservation with what the device has; below 0: it does not fit.
+        """The free pages that a reservation leaves, given the pages on the device; negative if it does not fit.
 
-        `freed`: what leaves the row is free, unless others have it.
+        With `freed`, pages that leave the row become free, unless others hold them.
         """
         tokens, named, holders = one.tokens, one.named, self.holders()
         new, taken, leaving = 0, set[int](), list[int]()
@@ -226,6 +232,6 @@ class Replica:
 
 
 def first_in_order(order: list[Digest]) -> Digest:
-    """Which idle content goes first: an order of hints says so, else the least recently used one."""
+    """The idle content that is evicted next: by the order of hints if there is one, else the least recently used."""
     first: Callable[[], Digest] | None = getattr(order, "first", None)
     return order[0] if first is None else first()

@@ -1,5 +1,6 @@
-"""The model's view of a manager's inside: a rebuild of that changes this file, and no other of the model."""
+"""The model's view of a manager's internals. If they change, only this file of the model needs to change."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ Digest = bytes
 
 
 def _found(index: Any) -> dict[Digest, int]:
-    """What an index finds: of each digest the page."""
+    """The page of each digest in an index."""
     pages = np.flatnonzero(index.published).astype(np.int32)
     digests = index.digests_of(pages)
     assert len(pages) == 0 or (index.find(digests) == pages).all(), "a page is published, and not found"
@@ -32,13 +33,13 @@ def rows(manager: PagedKVCacheManager, request_id: str) -> list[dict[int, int]]:
 
 
 def cached(manager: PagedKVCacheManager, request_id: str) -> int:
-    """Tokens that the request has computed, as of its last step."""
+    """Tokens that the request had computed by its last step."""
     replica, _, row = manager._claims.locate(request_id, "cached")
     return int(replica.rows.cached[row])
 
 
 def digests(manager: PagedKVCacheManager, context: TextContext) -> list[list[Digest]]:
-    """The names of a prompt's full pages in each table, those after its last token left out."""
+    """The digests of a prompt's full pages in each table, without a page that ends with the last token."""
     replica, named = manager._replicas.each[0], manager.contents.digests(context)
     width = DIGEST_BYTES[replica.hash_algorithm]
     first = np.frombuffer(named.digests, np.uint64).reshape(-1, width // 8)
@@ -47,7 +48,7 @@ def digests(manager: PagedKVCacheManager, context: TextContext) -> list[list[Dig
 
 
 def most_computed(manager: PagedKVCacheManager, request_id: str) -> tuple[int, bool]:
-    """How many tokens a request can have computed at most, and whether its prompt is through."""
+    """The most tokens that a request can have computed, and whether its prompt has been computed."""
     replica, _, row = manager._claims.locate(request_id, "computed")
     rows = replica.rows
     is_through = bool(rows.counted[row] >= rows.prompt[row])
@@ -55,7 +56,7 @@ def most_computed(manager: PagedKVCacheManager, request_id: str) -> tuple[int, b
 
 
 def marked(manager: PagedKVCacheManager) -> bool:
-    """Whether a call was interrupted while it changed the books."""
+    """Whether a call was interrupted while it changed the manager's state."""
     return manager._mark.call is not None
 
 
@@ -65,12 +66,12 @@ def found(manager: PagedKVCacheManager, replica: int) -> dict[Digest, int]:
 
 
 def idle(manager: PagedKVCacheManager, replica: int) -> list[int]:
-    """Those of these pages without a holder: which goes first, second, and so on (with hints roughly)."""
+    """The idle pages among these, in the order of their eviction (approximate with hints)."""
     return manager._replicas.each[replica].pool.idle.pages().tolist()
 
 
 def leased(manager: PagedKVCacheManager, replica: int) -> list[tuple[PageLease, list[list[int]]]]:
-    """The open leases, and what each holds beside its request's row."""
+    """The open leases, and the pages that each holds in addition to its request's row."""
     return [(one, [part.tolist() for part in parts]) for one, parts in manager._replicas.each[replica].leases.held()]
 
 
@@ -83,16 +84,16 @@ def written(manager: PagedKVCacheManager, replica: int) -> set[int]:
 
 
 def parked(manager: PagedKVCacheManager, replica: int) -> list[int]:
-    """Pages that are parked for the oldest step in flight, in the order in which they become free.
+    """The pages that are parked for the oldest step in flight, in the order in which they become free.
 
-    A page that was found and let go again meanwhile is parked twice. It becomes free at its last place.
+    A page that was found and released again meanwhile is parked twice, and becomes free at its last place.
     """
     pages = [int(page) for pages in manager._replicas.each[replica].pool.parked[0] for page in pages]
     return [*dict.fromkeys(reversed(pages))][::-1]
 
 
 def kept(manager: PagedKVCacheManager, replica: int) -> dict[Digest, int]:
-    """The copies of states that a prompt finds on a replica's devices, by the digest of the last page before each."""
+    """The state copies that a prompt finds on a replica, by the digest of the last page before each."""
     return _found(manager.states[replica].index)
 
 
@@ -119,13 +120,13 @@ def _tiers(manager: PagedKVCacheManager) -> list[Tiers]:
 
 
 def hold_copies(manager: PagedKVCacheManager) -> None:
-    """Copy nothing by the clock, which no model foretells: only when told to, and what is evicted."""
+    """Makes copies only on request and at evictions, because no model can predict copies by the clock."""
     for tiers in _tiers(manager):
         tiers.share = 0.0
 
 
 def copy_below(manager: PagedKVCacheManager) -> None:
-    """Copy to the host what was published."""
+    """Copies published pages to the host."""
     for tiers in _tiers(manager):
         tiers.settle()
 
@@ -140,7 +141,7 @@ def host_states(manager: PagedKVCacheManager) -> dict[Digest, int]:
 
 
 def host_held(manager: PagedKVCacheManager) -> set[int]:
-    """Slots that a copy holds."""
+    """Slots that a running copy holds."""
     tiers = manager._replicas.tiers
     return set() if tiers is None else {int(slot) for slot in tiers.host.pool.holders.nonzero()[0]}
 
@@ -154,7 +155,7 @@ def host_memory(manager: PagedKVCacheManager) -> list[torch.Tensor]:
 
 
 def say_time(manager: PagedKVCacheManager, clock: Callable[[], float], share: float | None) -> None:
-    """Hints live by this clock; with a `share` so many of the idle pages follow them from the first on."""
+    """Makes hints use this clock. With a `share`, that many of the idle pages follow hints from the beginning."""
     for replica in manager._replicas.each:
         replica.hints._follow_hints()
         assert (order := hinted_order(replica.pool)) is not None
@@ -168,12 +169,12 @@ def say_time(manager: PagedKVCacheManager, clock: Callable[[], float], share: fl
 
 
 def hint_share(manager: PagedKVCacheManager, replica: int) -> float:
-    """The number of a replica's idle pages that follow hints now: it is learned."""
+    """The learned number of a replica's idle pages that follow hints now."""
     return manager._replicas.each[replica].hints.share
 
 
 def tenants(manager: PagedKVCacheManager, replica: int) -> dict[str, int]:
-    """The salts that have had idle pages, in the order in which they are looked at, and how many they have."""
+    """The salts that have had idle pages, in the order in which they are checked, with their numbers of idle pages."""
     quotas = manager._replicas.each[replica].hints._quotas
     if quotas is None:
         return {}

@@ -1,5 +1,6 @@
-"""Wrong calls in the middle of right ones: each must be refused by an error of ours, and leave every book as it was."""
+"""Wrong calls among right ones. Each must raise one of our errors and leave the manager's state unchanged."""
 
+# pyright: basic
 from __future__ import annotations
 
 import copy
@@ -34,14 +35,14 @@ Wrong = Callable[[], object]
 
 
 class Wild:
-    """An object that belongs nowhere."""
+    """An object that no parameter accepts."""
 
     def __repr__(self) -> str:
         return "wild\nobject"
 
 
 def nothing_right() -> list[Any]:
-    """Values that no parameter takes."""
+    """Values that no parameter accepts."""
     return [Wild(), Wild, 1.5, float("nan"), float("inf"), [], {}, b"x", (None for _ in ()), np.zeros(2), np.float64(1)]
 
 
@@ -70,12 +71,12 @@ class WrongCalls:
     """Makes wrong calls on a manager.
 
     Args:
-        live: the requests that are claimed there, by name.
-        imports: an import that is open, its context, its copier (None: nobody has it); none, where there is none.
-        old: an import that is closed, and the proof that it was committed with, of each what there is.
+        live: the claimed requests, by name.
+        imports: an open import with its context and its copier (None if no caller has one); empty if none is open.
+        old: a closed import and the proof that it was committed with, as far as they exist.
 
     Attributes:
-        seen: how often each wrong call was made.
+        seen: number of times that each wrong call was made.
     """
 
     def __init__(
@@ -96,12 +97,12 @@ class WrongCalls:
         self.other.fetch([self.stranger])
         self.stranger.update(5)
         self.other.step([self.stranger])
-        # Threads beside the loop change books at any time.
+        # Threads of lower tiers may change the state at any time.
         self.is_quiet = not (manager.params.file_tier_dir or manager.params.object_tier_io)
         self.calls = [name for name in dir(self) if name.startswith("wrong_")]
 
     def make(self) -> bool:
-        """One wrong call, if there is what it is made with; the books before and after are the same."""
+        """Makes one wrong call if its arguments exist, and checks that the state stays the same."""
         name = self.choose.pick(self.calls)
         call: Callable[[], Wrong | None] = getattr(self, name)
         wrong = call()
@@ -134,7 +135,7 @@ class WrongCalls:
         return self.live[self.choose.pick(held)].context if held else None
 
     def no_context(self) -> Any:
-        """Anything but a context of this manager; another object for a request that holds pages, too."""
+        """Anything but a context of this manager, or a different context object for a request that holds pages."""
         held = self.with_pages()
         twins = [] if held is None else [TextContext(np.maximum(held.tokens, 0), 99, held.request_id)]
         shape = types.SimpleNamespace(request_id="stranger", start_idx=0)
@@ -208,13 +209,13 @@ class WrongCalls:
         return lambda: self.pick([*calls, manager.get_data_parallel_splits])(wrong)
 
     def wrong_order(self) -> Wrong | None:
-        """Run without pages, or computed past them."""
+        """Runs without pages, or computes past them."""
         waiting = [one.context for _, one in sorted(self.live.items()) if not one.has_pages]
         call = self.pick([self.manager.fetch, self.manager.fetch_ahead])
         return (lambda: call([self.pick(waiting)])) if waiting else None
 
     def wrong_start(self) -> Wrong | None:
-        """A request with pages says that it has computed what it has not."""
+        """A request with pages claims to have computed tokens that it has not."""
         context = self.with_pages()
         if context is None:
             return None
@@ -222,7 +223,7 @@ class WrongCalls:
         if most >= context.active_idx - 1:
             return None
         start, manager = self.choose.integer(most + 1, context.active_idx - 1), self.manager
-        # One token to run is a decode step: who only asks for the pages that it has is refused when it is to run.
+        # One token to run makes a decode step. If it only asks for pages that it has, it is refused when it is to run.
         asks = [] if start == context.active_idx - 1 and not is_through else [manager.maybe_reserve]
         calls: list[Callable[[Any], object]] = [*asks, lambda one: manager.fetch([one])]
         calls.append(lambda one: manager.fetch(manager.batch([one])))
@@ -249,7 +250,7 @@ class WrongCalls:
         return context and (lambda: self.manager.import_block_table(context, self.pick([*nothing_right(), table])))
 
     def wrong_commit(self) -> Wrong | None:
-        """`commit_import` with a wrong context, import or proof; of an import that is closed."""
+        """`commit_import` with a wrong context, import or proof, or of a closed import."""
         if (mine := self.imports()) is None:
             return None
         (pending, context, copier), (old, used) = mine, self.old()
@@ -278,11 +279,11 @@ class WrongCalls:
         return self.pick(calls)
 
     def wrong_cancel(self) -> Wrong:
-        """`cancel_import` of what is none; that of a closed one is no error and does nothing."""
+        """`cancel_import` of something that is no import. For a closed import it is a no-op."""
         return lambda: self.manager.cancel_import(self.pick([*nothing_right(), None, self.old()[1]]))
 
     def wrong_copier(self) -> Wrong:
-        """A copier that was handed out, or of a closed import; and a copier's calls in the wrong order."""
+        """Takes a copier a second time or from a closed import, or calls a copier in the wrong order."""
         mine, (old, _), wrong = self.imports(), self.old(), self.pick([*nothing_right(), None])
         calls: list[Wrong] = [lambda: self.manager.copier(wrong)]
         calls += [] if old is None else [lambda: self.manager.copier(old)]
@@ -291,22 +292,22 @@ class WrongCalls:
         return self.pick(calls)
 
     def wrong_lease(self) -> Wrong:
-        """A lease of nobody, or of a request that waits for its import."""
+        """A lease of an unknown request, or of one that waits for its import."""
         wrong, mine = [*nothing_right(), None, "nobody"], self.imports()
         return lambda: self.manager.lease(self.pick([*wrong, *([] if mine is None else [mine[1].request_id])]))
 
     def wrong_end_of_a_lease(self) -> Wrong:
-        """`end_lease` of what is no lease, or of one that is nobody's."""
+        """`end_lease` of something that is no lease, or of an unknown one."""
         stray: Any = object()
         return lambda: self.manager.end_lease(self.pick([*nothing_right(), None, PageLease(stray, "r1", 0)]))
 
     def wrong_end_of_a_step(self) -> Wrong:
-        """`end_step` of what is no step, or of one that is nobody's."""
+        """`end_step` of something that is no step, or of an unknown one."""
         stray: Any = object()
         return lambda: self.manager.end_step(self.pick([*nothing_right(), None, StepInFlight(stray, 0, 1)]))
 
     def wrong_foreign_handover(self) -> Wrong | None:
-        """What is right here, at another manager."""
+        """Valid arguments, passed to another manager."""
         if (mine := self.imports()) is None:
             return None
         (pending, context, copier), victim = mine, self.other

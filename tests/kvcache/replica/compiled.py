@@ -1,5 +1,6 @@
-"""`chained.c` as it is in this tree, compiled for the tests; the tree's own, if there is one, may be older."""
+"""Compiles this tree's `chained.c` for the tests, because the tree's compiled module, if any, may be older."""
 
+# pyright: basic
 from __future__ import annotations
 
 import importlib.util
@@ -28,7 +29,7 @@ def _chain() -> tuple[type[Any] | None, str]:
 
 
 def compiled_chain() -> type[Any]:
-    """The class, or the test is skipped: for want of a compiler, say."""
+    """Returns the compiled class. Skips the test if it cannot be compiled, for example without a compiler."""
     made, hindered = _chain()
     if made is None:
         pytest.skip(hindered)

@@ -1,5 +1,6 @@
-"""Several block tables over tiers below: what their tests share."""
+"""Helpers for tests of several block tables over lower tiers."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -7,14 +8,14 @@ from collections.abc import Callable
 from kvcache import LayerGroup
 from tests.kvcache.served import Served
 
-WINDOW = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)  # of 6 tokens: 2 pages of 4 tokens
+WINDOW = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)  # a window of 6 tokens takes 2 pages of 4 tokens
 TWO = LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 6), LayerGroup("chunked", (3,), 8)
 PROMPT = range(41)  # ten full pages and a token
 Make = Callable[..., Served]
 
 
 def fill(it: Served, pages: int) -> None:
-    """Evict what is idle, without a page that comes back."""
+    """Evicts all idle pages, so that no page comes back."""
     it.tiers.settle()
     pool = it.manager._replicas.each[0].pool
     taken = pool.allocate(pages)
@@ -22,7 +23,7 @@ def fill(it: Served, pages: int) -> None:
 
 
 def lost(it: Served, column: int) -> None:
-    """As if the window's page at a column were evicted."""
+    """Removes the window's page at a column, as an eviction would."""
     replica = it.manager._replicas.each[0]
     page = replica.pool.index.find(replica.tables.every(it.digests(PROMPT))[1, column : column + 1])
     replica.pool.hold(page)

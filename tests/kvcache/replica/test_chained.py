@@ -1,4 +1,4 @@
-"""`chained.c` by itself, how it comes to be there, and what happens where it is not."""
+"""The module of `chained.c` by itself, how it is built, and what happens without it."""
 
 # pyright: basic
 from __future__ import annotations
@@ -120,7 +120,7 @@ def test_a_step_of_chains_that_are_elsewhere_changes_nothing(chain: Any) -> None
     found = chain.extend_each([chain, other], [0, 1], PAGES[:128])
     assert found == chain.known + other.known[32:]
     assert other.known == wanted(PAGES[:128], 64)
-    chain.known.append(0)  # who spoils it gets no digests of it
+    chain.known.append(0)  # a caller that corrupts it gets no digests from it
     assert chain.extend_each([chain], [1], PAGES[:64]) is None
 
 
@@ -201,7 +201,7 @@ def test_what_was_compiled_is_used_unless_it_is_forbidden_missing_or_wrong(monke
 
 @pytest.mark.parametrize("forbidden", [True, pytest.param(False, marks=pytest.mark.ci)])
 def test_without_it_hashlib_computes_the_same_in_another_process(forbidden: bool) -> None:
-    """Where it is forbidden, or cannot be imported; and the tokens are of another integer dtype."""
+    """The module is forbidden, or cannot be imported. The tokens have another integer dtype."""
     code = (
         "import sys; sys.modules['kvcache.replica.chained'] = None\n"
         * (not forbidden)
@@ -220,7 +220,7 @@ def test_without_it_hashlib_computes_the_same_in_another_process(forbidden: bool
 def test_who_has_no_compiler_is_told_so_and_an_older_one_made_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled_chain()  # it is kept for other tests, so it is made before the settings are changed
+    compiled_chain()  # it is cached for other tests, so it is made before the settings change
     built, settings = tmp_path / "chained.so", dict(sysconfig.get_config_vars())
     monkeypatch.setattr(sysconfig, "get_config_vars", lambda: settings)
     headers, real = sysconfig.get_path("include"), settings["LDSHARED"]

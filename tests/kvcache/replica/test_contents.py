@@ -1,5 +1,6 @@
-"""Pages by what they hold: which a replica leases, and what it brings from lower tiers for whoever asks."""
+"""Pages by content: which pages a replica leases, and which it loads from lower tiers for a reader that asks."""
 
+# pyright: basic
 from __future__ import annotations
 
 import time
@@ -34,7 +35,7 @@ def served(tmp_path: Path) -> Iterable[Callable[..., Served]]:
 
 
 def evicted(it: Served, prompt: Iterable[int] = PROMPT) -> None:
-    """The prompt was served, and other prompts have had all pages since."""
+    """Serves the prompt, and then other prompts that take all pages."""
     it.serve(prompt)
     it.fill(16)
     it.fill(16)
@@ -50,7 +51,7 @@ def wanted(it: Served, first: int = 0, prompt: Iterable[int] = PROMPT) -> Any:
 
 
 def brought(it: Served, most: int = 100, first: int = 0) -> int:
-    """Pages that are leased once nothing is on its way any more; how often that was asked."""
+    """Asks until no page is being loaded. Returns the number of leased pages and of questions."""
     asked, deadline = 0, time.monotonic() + 10
     while it.manager.contents.bring("theirs", 0, wanted(it, first), most):
         it.manager.check()
@@ -110,7 +111,7 @@ def test_a_run_begins_at_a_later_page_and_follows_what_the_device_has(served: An
     evicted(it)
     assert brought(it, first=3) == PAGES - 3
     assert it.manager.metrics.h2d_blocks_copied == PAGES - 3
-    assert brought(it) == PAGES  # three more before those that are there
+    assert brought(it) == PAGES  # three more pages before the cached ones
     assert it.manager.metrics.h2d_blocks_copied <= PAGES + PAGES - 3
 
 
@@ -139,7 +140,7 @@ def test_what_makes_room_is_not_what_comes_before(served: Any) -> None:
     it = served()
     evicted(it)
     assert brought(it, 4) == 4
-    it.fill(12)  # the head is the oldest of what nobody uses
+    it.fill(12)  # the first pages are the oldest idle ones
     assert cached(it) == 4
     assert brought(it) == PAGES
 
@@ -170,7 +171,7 @@ class Mark:
 
 
 def copied_beside_us(it: Any, monkeypatch: pytest.MonkeyPatch) -> Mark:
-    """From now on a copy that no request waits for ends when its mark, which is returned, says so, as on a GPU."""
+    """Makes a copy that no request waits for end only when its mark says so, as on a GPU. Returns the mark."""
     (tier,) = it.tiers.replicas
     mark, begin = Mark(), tier._begin
     monkeypatch.setattr(tier, "_at_once", False)
@@ -206,7 +207,7 @@ def test_pages_that_are_on_their_way_are_found_by_nobody(served: Any, monkeypatc
 def test_a_loop_that_only_waits_sees_that_copies_for_nobody_are_over(
     served: Any, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
-    """No step runs, which would take up their end: the pages would be held for good."""
+    """No step runs that would notice their end. Without this rule the pages would stay held for ever."""
     it = served()
     evicted(it)
     mark = copied_beside_us(it, monkeypatch)
@@ -242,7 +243,7 @@ def test_what_a_request_has_computed_meanwhile_is_there_once(served: Any, monkey
     it.fill(24)
     mark = copied_beside_us(it, monkeypatch)
     assert it.manager.contents.bring("theirs", 0, wanted(it), 100)
-    assert it.serve(PROMPT) == PAGES * SIZE  # it has the pages from the host, too
+    assert it.serve(PROMPT) == PAGES * SIZE  # it gets the pages from the host, too
     mark.is_over = True
     assert not it.manager.contents.bring("theirs", 0, wanted(it), 100)
     it.manager.check()

@@ -1,3 +1,4 @@
+# pyright: basic
 from __future__ import annotations
 
 import copy
@@ -77,7 +78,7 @@ def test_indices_out_of_order_move_nothing(bad: dict[str, int]) -> None:
 
 
 def test_dropped_tokens_are_not_remembered_by_their_hashes() -> None:
-    """The digests of pages stay where all of their tokens do."""
+    """Digests are kept only for pages whose tokens all stay."""
     context = TextContext(range(20), 64)
     context.prefix_hasher = hasher = PrefixHasher("sha256", 8, None)
     first = hasher.digests(context.tokens, 0, 2).copy()
@@ -129,7 +130,7 @@ def test_a_hasher_kept_for_other_keys_is_not_used() -> None:
 
 
 class Named(TextContext):
-    """A subclass with something of its own."""
+    """A subclass with an attribute of its own."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -158,7 +159,7 @@ COPIES: dict[str, Callable[[TextContext], TextContext]] = {
 @pytest.mark.parametrize("kind", [TextContext, Named, Slotted])
 @pytest.mark.parametrize("together", [False, True])
 def test_a_copy_shares_nothing_that_moves(make: Any, how: str, kind: type[TextContext], together: bool) -> None:
-    """Not the buffer of the tokens, nor the hashes of its pages, nor the batch that moves it."""
+    """It shares neither the token buffer, nor the page hashes, nor the batch that moves the original."""
     manager, hint = make(40, page_size=4), Retention(True)
     extra = {"cache_salt": "salt", "retention": hint, "extra_keys": [(3, b"image")]}
     context = kind(range(10), 100, "r", **extra)  # type: ignore[arg-type]
@@ -198,7 +199,7 @@ def test_a_copy_is_another_object_of_its_request(make: Any) -> None:
         manager.maybe_reserve(twin)
     manager.release("r")
     manager.external_claim("r")
-    assert manager.maybe_reserve(twin)  # as another process may that was sent it
+    assert manager.maybe_reserve(twin)  # as another process may do that has received it
 
 
 def test_dataclasses_have_no_way_to_replace_a_part() -> None:
@@ -216,7 +217,7 @@ def test_a_batch_is_not_copied(make: Any, how: Callable[[object], object]) -> No
 
 
 class Leading:
-    """Moves contexts as a batch does, and is asked for what each lacks."""
+    """Moves contexts like a batch, which is asked for the tokens that each context lacks."""
 
     def __init__(self, tokens: dict[int, list[int]]) -> None:
         self.tokens, self.lost = tokens, list[tuple[int, int]]()
@@ -241,7 +242,7 @@ def test_who_follows_a_leader_knows_what_that_did_and_leaves_with_it(come: int) 
     context = TextContext(tokens[:2], 64, "r")
     context.follow(leading, 3)
     leading.contexts[3] = context
-    context.catch_up(other, 0)  # it is not that one's
+    context.catch_up(other, 0)  # it does not belong to that batch
     assert context._end == 2
     context.catch_up(leading, 3)
     assert context._end == 2 + come

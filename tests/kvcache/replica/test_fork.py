@@ -50,7 +50,7 @@ def test_full_pages_are_shared_and_the_last_one_is_copied(make: Any, caching: bo
 def test_a_page_is_copied_where_it_is_partly_filled_and_only_there(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     manager, copied = make(32, page_size=4), list[tuple[int, int]]()
     monkeypatch.setattr(manager._replicas.placed[0].memory, "copy_page", lambda *pages: copied.append(pages))
-    for tokens, copies in ((3, 1), (8, 1), (10, 2)):  # computed, before the one that follows
+    for tokens, copies in ((3, 1), (8, 1), (10, 2)):  # the number of computed tokens, without the next one
         parent = parent_of(manager, range(tokens))
         assert manager.fork(parent, parent.fork("child"))
         assert len(copied) == copies
@@ -73,7 +73,7 @@ def test_forks_go_their_own_ways_and_meet_again(make: Any) -> None:
         manager.step(family)
         assert manager.metrics.input_tokens == 10, step
     blocks = [manager.get_req_blocks(context.request_id) for context in family]
-    assert blocks[0][:4] == blocks[1][:4]  # the same tokens: what they computed apart is shared
+    assert blocks[0][:4] == blocks[1][:4]  # the same tokens, so pages that they have computed separately become shared
     assert blocks[0][:2] == blocks[2][:2]
     assert blocks[0][2] != blocks[2][2]
     for context in family:

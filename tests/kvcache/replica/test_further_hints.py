@@ -1,5 +1,6 @@
-"""Hints and quotas where a request has several block tables: they hold for every page that a prefix needs."""
+"""Hints and quotas with several block tables: they apply to every page that a prefix needs."""
 
+# pyright: basic
 from __future__ import annotations
 
 import random
@@ -12,7 +13,7 @@ from kvcache import LayerGroup, PagedKVCacheManager, RangeRetention, Retention, 
 from tests.kvcache.build import manager_of
 from tests.kvcache.replica.test_hints import FIRST, LAST, trusting
 
-WINDOW = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)  # of 6 tokens: 2 pages of 4 tokens
+WINDOW = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)  # a window of 6 tokens takes 2 pages of 4 tokens
 FULL = LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 6)  # two tables of full attention
 
 
@@ -26,7 +27,7 @@ def prompt(name: int, pages: int) -> list[int]:
 
 
 def serve(manager: PagedKVCacheManager, tokens: list[int], retention: Retention | None = None, **options: Any) -> int:
-    """Run a request in chunks of 8 tokens, so that its windows move; the tokens that it found cached."""
+    """Runs a request in chunks of 8 tokens, so that its windows move. Returns the tokens that it found cached."""
     context = TextContext(tokens, len(tokens) + 1, retention=retention, **options)
     with manager.claim(context):
         assert manager.maybe_reserve(context)
@@ -43,7 +44,7 @@ def serve(manager: PagedKVCacheManager, tokens: list[int], retention: Retention 
 
 
 def found(manager: PagedKVCacheManager, tokens: list[int]) -> int:
-    """Pages of the prompt that are cached for all tables. Asking changes nothing."""
+    """The number of the prompt's pages that are cached in all tables. The call changes nothing."""
     return manager._replicas.each[0].find(TextContext(tokens, 999)).end
 
 
@@ -72,7 +73,7 @@ ROUNDS = 60
 
 
 def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retention | None, often: int) -> int:
-    """A few prompts that come again and again, between those that never do; the tokens found."""
+    """Runs a few recurring prompts between others that occur once. Returns the tokens found."""
     hits = 0
     for number in range(ROUNDS):
         hits += serve(manager, prompt(number % often, 3), last)
@@ -86,7 +87,7 @@ def test_right_hints_earn_a_share_and_wrong_ones_lose_it(groups: tuple[LayerGrou
     tables = 2 if groups is WINDOW else 3
     plain = rounds(make(60 * tables, groups), None, None, 8)
     manager = make(60 * tables, groups)
-    # Each of 8 prompts of 3 pages a table comes again after 72 pages a table: plain LRU finds none.
+    # Each of 8 prompts with 3 pages in each table recurs after 72 pages in each table, so plain LRU finds none.
     assert plain == 0
     assert rounds(manager, FIRST, LAST, 8) > 0.75 * ROUNDS * 12
     assert manager.hint_share > 0.5
@@ -95,7 +96,7 @@ def test_right_hints_earn_a_share_and_wrong_ones_lose_it(groups: tuple[LayerGrou
     misled = make(60 * tables, groups)
     assert wanted == (ROUNDS - 4) * 12
     assert rounds(misled, LAST, FIRST, 4) > 0.95 * wanted
-    assert misled.hint_share <= 0.2  # what it begins with
+    assert misled.hint_share <= 0.2  # the initial share
 
 
 def test_the_baselines_stand_for_the_first_tables_pages_alone() -> None:
@@ -114,14 +115,15 @@ def test_the_baselines_stand_for_the_first_tables_pages_alone() -> None:
 
 def test_all_tables_pages_of_a_tenant_count() -> None:
     manager = make(66, tenant_quota=0.25)
-    for name in range(4):  # 8 pages each, of which its window keeps 4 to the end
+    for name in range(4):  # 8 pages each; the window keeps 4 of its pages to the end
         serve(manager, prompt(name, 4), cache_salt="a")
     serve(manager, prompt(50, 4), cache_salt="b")
     replica = manager._replicas.each[0]
     quotas = replica.hints._quotas
     assert quotas is not None
     assert {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items()} == {"a": 32, "b": 8}
-    for name in range(60, 65):  # 42 pages more, of nobody: 26 are free, the rest is what a has above its 16
+    # 42 more pages without a tenant: 26 are free, and the rest are those that "a" has above its quota of 16
+    for name in range(60, 65):
         serve(manager, prompt(name, 4))
     assert {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items()} == {"a": 16, "b": 8}
     assert replica.pool.evictions == 16

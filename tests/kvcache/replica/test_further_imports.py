@@ -1,5 +1,6 @@
-"""Pages of several block tables are handed over: what decode lacks in each, and no more."""
+"""Hand-overs with several block tables: decode pulls the pages that it lacks in each table, and no others."""
 
+# pyright: basic
 from __future__ import annotations
 
 import random
@@ -38,7 +39,7 @@ def make(groups: Any = FULL_TWICE, layers: int = 3, pages: int = 100, **options:
 
 
 def computed(manager: PagedKVCacheManager, tokens: list[int], name: str = "p", chunk: int = 0) -> TextContext:
-    """A claimed request whose tokens ran, in chunks where they are given, and that knows its first new one."""
+    """A claimed request with computed tokens (in chunks of `chunk`, if given), and with its first new token."""
     context = TextContext(tokens, 256, name)
     manager.external_claim(name, 0)
     while context.start_idx < len(tokens):
@@ -62,7 +63,7 @@ def receiver(manager: PagedKVCacheManager, tokens: list[int], name: str = "d") -
 
 
 def copied(source: PagedKVCacheManager, target: PagedKVCacheManager, copier: Any) -> list[int]:
-    """Copy what the copier names by now, all of it `last`; the pages of each table."""
+    """Copies the pages that the copier names now, as its last ones. Returns the number of pages of each table."""
     counts: list[int] = []
     for dst, src, (first, stop) in copier.take(last=True):
         assert first <= stop
@@ -78,7 +79,10 @@ def copied(source: PagedKVCacheManager, target: PagedKVCacheManager, copier: Any
 def pulled(
     source: PagedKVCacheManager, target: PagedKVCacheManager, tokens: list[int], table: BlockTable, name: str = "d"
 ) -> tuple[TextContext, list[int]]:
-    """The request runs on the target, whose every seen token is compared; pages that were copied of each table."""
+    """Runs the request on the target, and compares every token that it sees.
+
+    Returns the number of copied pages of each table.
+    """
     context = receiver(target, tokens, name)
     pending = target.import_block_table(context, table)
     assert pending is not None
@@ -144,7 +148,7 @@ def test_each_group_is_copied_from_its_own_first_missing_page_on() -> None:
     table = table_of(source, PROMPT)
     pulled(source, target, PROMPT, table)
     target.release("d")
-    gone(target, PROMPT, 0, 6)  # of the second full layer
+    gone(target, PROMPT, 0, 6)  # a page a page of the second full layer
     assert pulled(source, target, PROMPT, table, "e")[1] == [4, 4, 0]
 
 
@@ -169,7 +173,7 @@ def test_larger_pages_that_end_before_what_is_here_need_not_be_named() -> None:
         kinds=("window 6",),
     )
     context = TextContext(PROMPT, 256, "d")
-    imports._check_reach(context, table, ("full", "window 6"), [0, 24])  # all that it has is here
+    imports._check_reach(context, table, ("full", "window 6"), [0, 24])  # everything that the table names is here
     with pytest.raises(BlockTableMismatchError, match="from token 16 on are needed"):
         imports._check_reach(context, table, ("full", "window 6"), [0, 16])
 
@@ -189,7 +193,7 @@ def test_a_table_shorter_than_the_prompt_leaves_the_rest_to_be_computed() -> Non
 
 def test_chunks_are_copied_as_they_come_and_windows_at_the_end() -> None:
     source, target = make(), make()
-    held = source.lease  # named before the prompt runs
+    held = source.lease  # leased before the prompt runs
     prefill = TextContext(PROMPT, 256, "p")
     source.external_claim("p", 0)
     lease, pending, context, kv = held("p"), None, receiver(target, PROMPT), KVTokens(source)
@@ -289,7 +293,7 @@ def goes_on_without_comparing(manager: PagedKVCacheManager, context: TextContext
 
 @pytest.mark.parametrize("groups", [(), (LayerGroup("full", (0, 1)), LayerGroup("window", (2,), 30))])
 def test_what_leases_keep_is_no_room_for_a_request(groups: Any) -> None:
-    """A page half of which is computed is found whole: it leaves its row for the lease, and is not free."""
+    """A half-computed page is found in full elsewhere. The row's own page then belongs to the lease and is not free."""
     manager = make(groups, pages=60)
     tables = len(manager.layer_tables.tables)
     windows = manager.layer_tables.kinds.count("window 30")
@@ -302,7 +306,7 @@ def test_what_leases_keep_is_no_room_for_a_request(groups: Any) -> None:
     manager.step([context])
     lease = manager.lease("r")
     computed(manager, [*range(12)], "other")
-    columns_to_come = (manager.num_free_blocks - windows) // tables  # a window has none for tokens 8 to 12
+    columns_to_come = (manager.num_free_blocks - windows) // tables  # a window has no page for tokens 8 to 12
     assert not manager.maybe_reserve(context, 1 + 4 * (columns_to_come + 1))
     assert manager.maybe_reserve(context, 1 + 4 * columns_to_come)
     manager.check()
@@ -390,7 +394,7 @@ def test_a_cancelled_import_is_released_and_nobody_gets_its_pages_before() -> No
 
 
 def test_random_hand_overs() -> None:
-    """Tables of all kinds, pools so small that windows are evicted: the bytes are right, and few are copied."""
+    """All kinds of tables, with pools so small that windows are evicted: bytes are right, and few pages are copied."""
     seen: Counter[str] = Counter()
     for number in range(6):
         choose = random.Random(number)

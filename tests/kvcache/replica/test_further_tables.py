@@ -1,5 +1,6 @@
-"""Block tables of windows and chunks: what they hold, what they give back, and how far a prompt is found."""
+"""Block tables of windows and chunks: which pages they hold and give back, and how much of a prompt is found."""
 
+# pyright: basic
 from __future__ import annotations
 
 from typing import Any
@@ -20,7 +21,8 @@ from kvcache import (
 from tests.kvcache.build import manager_of
 
 SIZE = 4
-WINDOW = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)  # a window of 6 tokens: 2 pages and what is written
+# a window of 6 tokens takes 2 pages, and those that are written
+WINDOW = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)
 CHUNKED = LayerGroup("full", (0,)), LayerGroup("chunked", (1,), 8)
 
 
@@ -64,7 +66,7 @@ def served(manager: PagedKVCacheManager, tokens: Any, name: str) -> None:
 
 
 def gone(manager: PagedKVCacheManager, tokens: Any, table: int, column: int) -> None:
-    """As if the page at a column of a further table were evicted."""
+    """Removes the page at a column of a further table, as an eviction would."""
     replica = manager._replicas.each[0]
     context = TextContext([*tokens], 999)
     digests = replica.hasher(None, context).digests(context.tokens, column, column + 1)
@@ -92,7 +94,7 @@ def test_a_chunked_layer_gives_back_the_chunk_before() -> None:
     context = start(manager, range(15), "r")
     run(manager, context)
     decode(manager, context, 1)  # token 15 is in the chunk from token 8 on
-    assert columns(manager, context) == [0, 1, 2, 3]  # and came on the page that there was
+    assert columns(manager, context) == [0, 1, 2, 3]  # and used the page that it had
     decode(manager, context, 1)
     assert columns(manager, context) == [4]
 
@@ -113,7 +115,7 @@ def test_a_prompt_in_chunks_takes_a_window_and_a_chunk() -> None:
         seen = max(seen, len(columns(manager, context)))
     assert seen == 4
     decode(manager, context, 5)
-    assert columns(manager, context) == [14, 15, 16]  # it came for its last page at token 64
+    assert columns(manager, context) == [14, 15, 16]  # it reserved its last page at token 64
 
 
 def test_a_prompt_that_cannot_run_whole_is_refused_and_may_run_in_chunks() -> None:
@@ -149,7 +151,7 @@ def test_a_hit_needs_the_last_window_and_nothing_before() -> None:
 
 
 def test_a_hit_ends_where_a_window_is_left() -> None:
-    """Evicted pages of the window end the hit at the last boundary that still has all of one."""
+    """If pages of the window were evicted, the hit ends at the last page end whose window is complete."""
     manager = make(pages=24, max_seq_len=64)
     served(manager, range(40), "first")
     gone(manager, range(40), 0, 9)
@@ -271,7 +273,7 @@ def test_a_batch_gives_back_pages_that_its_requests_share() -> None:
 
 @pytest.mark.parametrize(("free", "fits"), [(0, False), (1, False), (2, True), (3, True)])
 def test_a_decode_step_has_pages_in_all_tables_or_in_none(free: int, fits: bool) -> None:
-    """At the end of a page it needs one in each of two tables: one for both is too few, and nothing is taken then."""
+    """At the end of a page it needs one page in each of two tables. If only one is free, none is taken."""
     manager = make(pages=4 + free)
     context = start(manager, range(4), "r")
     run(manager, context)
@@ -297,7 +299,7 @@ def test_each_table_of_each_group_must_have_its_window() -> None:
         assert [one.layers for one in manager.layer_tables.tables] == [(1,), (3,), (0,), (2,)]
         served(manager, range(40), "first")
         gone(manager, range(40), table, column)
-        if column == 7:  # the last boundary has all that is seen there of the tables of 5 tokens
+        if column == 7:  # the last page end still has everything that is seen there in the tables of 5 tokens
             gone(manager, range(40), 1, 9)
             gone(manager, range(40), 1, 8)
         assert manager.admission(TextContext([*range(40), 1], 99)).cached_pages == left
@@ -314,7 +316,7 @@ def test_pages_that_were_not_published_yet_stay_for_the_step() -> None:
 
 
 def test_a_request_without_pages_has_those_of_all_that_it_has_to_compute() -> None:
-    """It is refused whatever start its context has: pages from its window on would be too few."""
+    """It is refused whatever start its context claims, because pages from its window on would not be enough."""
     manager = make(caching=False)
     context = TextContext([*range(40)], 99, "r")
     context.set_token_indices(start_idx=30)
@@ -337,7 +339,9 @@ def test_a_batch_of_chunks_has_pages_for_them_alone() -> None:
 
 
 def ages(*, together: bool) -> list[list[int]]:
-    """The digests of idle pages, oldest first, after requests of a batch, two of them forked, came for pages."""
+    """The digests of the idle pages, oldest first, after the requests of a batch (two of them forked) have reserved
+    pages.
+    """
     manager = make(pages=200)
     one, other = (start(manager, range(first, first + 42), f"{first}") for first in (0, 100))
     for context in (one, other):
@@ -364,7 +368,7 @@ def test_pages_of_a_batch_age_as_those_of_its_requests_one_by_one() -> None:
 def test_sizing_counts_windows() -> None:
     manager = make()
     params = manager.params
-    page = 2 * 2 * SIZE * 4  # sides, head_dim, tokens, float32: of one layer
+    page = 2 * 2 * SIZE * 4  # sides × head_dim × tokens × bytes of float32, for one layer
     sizes: dict[str, Any] = {"params": params, "num_layers": 2}
     full = PagedKVCacheManager.max_supported_sequence_length(memory_available=100 * page, **sizes)
     assert full == 97 * SIZE  # 97 pages and 3 of the window

@@ -1,3 +1,4 @@
+# pyright: basic
 from __future__ import annotations
 
 import hashlib
@@ -23,7 +24,7 @@ ALGORITHMS: tuple[HashAlgorithm, ...] = get_args(HashAlgorithm)
 
 @pytest.fixture(autouse=True, params=["hashlib", "chained.c"])
 def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Every test with each of the two that compute sha256."""
+    """Runs every test with each of the two sha256 implementations."""
     monkeypatch.setattr(hashing, "_Chain", hashing._NotCompiled if request.param == "hashlib" else compiled_chain())
     hashing._seeded.cache_clear()
     yield request.param
@@ -74,7 +75,7 @@ def test_no_two_choices_of_salt_and_page_size_agree() -> None:
 
 
 def test_one_page_of_many_requests_is_hashed_as_each_alone() -> None:
-    """Also where a key is still to come, and where pages before are not hashed yet: those take the slow way."""
+    """Requests with a later key, or with unhashed earlier pages, take the slow path."""
     second = np.repeat(tokens(8)[None, 4:], 4, axis=0)
     keys: list[Any] = [None, ((6, b"image"),), ((9, b"late"),), None]
     hashers = [PrefixHasher("sha256", 4, None, key) for key in keys]
@@ -137,7 +138,7 @@ def test_one_page_more_of_every_request_is_one_call_where_no_key_is_to_come() ->
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, 1 << 31, (5, 20), dtype=np.int32)
     hashers = [PrefixHasher("sha256", 4, None, ((1, b"image"),)) for _ in prompts]
-    befores = [1, 4, 2, 1, 3]  # pages, of at most 4
+    befores = [1, 4, 2, 1, 3]  # numbers of pages, at most 4
     for hasher, prompt, before in zip(hashers, prompts, befores, strict=True):
         hasher.digests(prompt, 0, before)
     twins = [hasher.copy() for hasher in hashers]
@@ -157,9 +158,9 @@ def test_long_prompts_are_hashed_in_parts_that_are_whole_pages(monkeypatch: pyte
 
 
 def check_walk(steps: list[tuple[str, int]], page_size: int, salt: str | None, keys: ExtraKeys, seed: int) -> None:
-    """Hashers that grow, are copied and take pages together, each beside hashlib over all that it has taken."""
+    """Hashers that grow, are copied and hash pages together. Each is compared with hashlib over all of its input."""
     rng = np.random.default_rng(seed)
-    marks = [b""] * 64  # what comes before each page
+    marks = [b""] * 64  # the digest before each page
     for position, key in sorted(keys):
         marks[position // page_size] += struct.pack("<iII", -1, position, len(key)) + key
     fields = (b"sha256", str(page_size).encode(), b"" if salt is None else b"=" + salt.encode())

@@ -1,4 +1,4 @@
-"""Hints and quotas as a manager's requests bring them."""
+"""Hints and quotas of a manager's requests."""
 
 # pyright: basic
 from __future__ import annotations
@@ -24,12 +24,12 @@ def serve(manager: PagedKVCacheManager, tokens: list[int], retention: Retention 
 
 
 def prompt(name: int, pages: int = 2) -> list[int]:
-    """Full pages of 4 tokens, and one token more."""
+    """A prompt of full pages of 4 tokens, and one more token."""
     return [*[name] * (4 * pages), 0]
 
 
 def trusting(manager: PagedKVCacheManager) -> PagedKVCacheManager:
-    """All idle pages follow hints, as after a time of right ones."""
+    """Makes all idle pages follow hints, as after a period of right hints."""
     serve(manager, prompt(1000), LAST)
     for replica in manager._replicas.each:
         trust(replica.hints, 0.95)
@@ -38,7 +38,7 @@ def trusting(manager: PagedKVCacheManager) -> PagedKVCacheManager:
 
 
 def found(manager: PagedKVCacheManager, *names: int) -> list[bool]:
-    """Which of these prompts are cached. Asking changes nothing."""
+    """Which of these prompts are cached. The call changes nothing."""
     pages = [manager._replicas.each[0].find(TextContext(prompt(name), 64)).end for name in names]
     return [count > 0 for count in pages]
 
@@ -83,7 +83,7 @@ def test_a_share_of_zero_ignores_hints() -> None:
 
 
 def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retention | None, often: int = 8) -> list[int]:
-    """A few prompts that come again and again, between those that never do; the tokens found in each half."""
+    """Runs a few recurring prompts between others that occur once. Returns the tokens found in each half."""
     halves = []
     for half in range(2):
         hits = 0
@@ -96,7 +96,7 @@ def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retentio
 
 
 def test_the_share_grows_while_hints_are_right_and_shrinks_while_they_are_wrong() -> None:
-    # Each of 8 prompts comes again after 48 pages: plain LRU finds none. Each of 4 comes after 24: it finds all.
+    # Each of 8 prompts recurs after 48 pages, so plain LRU finds none. Each of 4 recurs after 24, so it finds all.
     manager = manager_of(40, checks=False)
     assert manager.hint_share == 0.0
     assert rounds(manager, FIRST, LAST)[1] > 0.95 * 200 * 8
@@ -134,7 +134,7 @@ def test_the_first_hint_takes_over_what_is_cached() -> None:
 
 
 def evidence(manager: PagedKVCacheManager) -> list[int]:
-    """The lessons of the share from now on, request by request: pages gained, and in turn pages promised."""
+    """Records what the share learns from now on, request by request: pages gained, or pages promised."""
     learned: list[int] = []
     hints = manager._replicas.each[0].hints
     hints._share.learn = lambda gained, promised, looked: learned.extend((gained, promised))
@@ -142,7 +142,7 @@ def evidence(manager: PagedKVCacheManager) -> list[int]:
 
 
 def test_plain_lru_is_counted_as_it_would_have_hit() -> None:
-    """With hints that say nothing, baseline and cache hit the same, whatever runs at a time, and is given up."""
+    """With neutral hints the baseline and the cache have the same hits, also with concurrent and aborted requests."""
     manager = manager_of(40, checks=False, rows=4)
     neutral, rng = Retention(), random.Random(0)
     serve(manager, prompt(0), neutral)
@@ -171,12 +171,12 @@ def test_plain_lru_is_counted_as_it_would_have_hit() -> None:
 
 @pytest.mark.parametrize("computed", range(5))
 def test_of_a_prompt_that_is_given_up_half_way_the_baseline_has_what_ran(computed: int) -> None:
-    """Else the hints would answer for hits that no order could have had."""
+    """Otherwise hints would be blamed for missing hits that no order could have had."""
     manager, neutral = manager_of(40, checks=False), Retention()
     serve(manager, prompt(0), neutral)
     learned = evidence(manager)
     tokens = prompt(1, pages=4)
-    for found in (0, computed):  # the second time, as far as it ran the first time
+    for found in (0, computed):  # the second time it finds what ran the first time
         context = TextContext(tokens, 64, retention=neutral)
         with manager.claim(context):
             for page in range(found, computed):
@@ -229,7 +229,7 @@ def test_a_tenant_above_its_quota_evicts_its_own_pages() -> None:
 
 
 def test_a_sample_speaks_for_all_pages() -> None:
-    """In a pool that is looked at in part, what the share learns is counted in pages all the same."""
+    """Even if only a sample of a pool is watched, the share learns in units of pages."""
     manager = manager_of(4096, checks=False, rows=1, max_seq_len=4 * 4096)
     serve(manager, prompt(0), LAST)
     hints = manager._replicas.each[0].hints
@@ -248,7 +248,7 @@ def test_a_sample_speaks_for_all_pages() -> None:
 
 
 def owned(manager: PagedKVCacheManager, replica: int = 0) -> dict[str, int]:
-    """Each tenant's idle pages."""
+    """The number of each tenant's idle pages."""
     quotas = manager._replicas.each[replica].hints._quotas
     assert quotas is not None
     return {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items() if quotas._orders[owner].count}
@@ -282,7 +282,7 @@ def test_what_comes_into_an_evicted_page_is_not_its_tenants() -> None:
 
 
 def test_pages_copied_from_a_replica_are_their_tenants_before_the_request_holds_them() -> None:
-    """So they stay the tenant's if the request then resumes elsewhere."""
+    """They therefore stay the tenant's pages if the request then resumes elsewhere."""
     manager = manager_of(12, dp=2, params={"tenant_quota": 0.5, "routing": Routing(copy_pages=True)})
     serve(manager, prompt(1), replica=0, cache_salt="a")
     context = TextContext(prompt(1), 64, cache_salt="a")
@@ -308,7 +308,7 @@ def test_what_a_quota_evicts_is_held_against_no_hint() -> None:
 
 
 def test_the_baselines_keep_what_is_evicted_in_its_turn() -> None:
-    """They evict by themselves, in an order of their own."""
+    """Baselines evict by themselves, in their own order."""
     manager = manager_of(40, checks=False, params={"tenant_quota": 0.2})
     serve(manager, prompt(0), Retention())
     replica = manager._replicas.each[0]
@@ -366,12 +366,13 @@ def test_what_is_found_chunk_by_chunk_is_counted_once_for_each_page() -> None:
     with manager.claim(running):
         assert manager.maybe_reserve(running)
         assert running.start_idx == 8
-        assert serve(manager, prompt(1, pages=4), Retention()) == 8  # plain LRU had expected all of it from `running`
+        # plain LRU would have found all of it from `running`
+        assert serve(manager, prompt(1, pages=4), Retention()) == 8
         assert manager.maybe_reserve(running)
         assert running.start_idx == 16
         running.update(0)
         manager.step([running])
-    assert learned == [-2, 0, 2, 0]  # hints at their largest share promise no more than plain LRU
+    assert learned == [-2, 0, 2, 0]  # with the largest share, hints promise no more than plain LRU
 
 
 def test_a_reset_leaves_what_runs() -> None:
@@ -414,7 +415,7 @@ def some_hint(rng: random.Random) -> Retention | None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_said_every_page_is_accounted_for(seed: int) -> None:
-    """Hints, quotas, copies between replicas, forks, refusals, resets: `check` after each."""
+    """Random hints, quotas, copies between replicas, forks, refusals and resets, with `check` after each."""
     rng = random.Random(seed)
     options = {"tenant_quota": 0.3, "routing": Routing(copy_pages=True), "max_hint_share": rng.choice([0.5, 1.0])}
     manager = manager_of(16, dp=2, rows=4, checks=False, params=options)
@@ -455,7 +456,7 @@ def test_a_context_that_its_owner_drops_is_kept_until_its_release() -> None:
     assert manager.maybe_reserve(dropped)
     name, seen = dropped.request_id, ref(dropped)
     del dropped
-    assert seen() is not None  # its pages are bound to it
+    assert seen() is not None  # its pages are tied to its lifetime
     manager.release(name)
     assert seen() is None
     trusting(manager)
@@ -473,7 +474,7 @@ def test_a_context_that_its_owner_drops_is_kept_until_its_release() -> None:
 
 
 class Plain:
-    """A context of a caller's own, which nothing can refer to weakly."""
+    """A caller's own context class that allows no weak references."""
 
     __slots__ = ("_inner", "prefix_hasher", "retention")
 
@@ -498,7 +499,7 @@ def test_a_context_of_another_class_may_bring_its_hint_at_the_end_too() -> None:
 
 
 class Heard(LruOrder):
-    """An order of the caller's own, which notes what it is told."""
+    """A caller's own eviction order that records its calls."""
 
     by_age = False
 

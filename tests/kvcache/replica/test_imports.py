@@ -93,7 +93,7 @@ def test_pages_are_copied_committed_and_run(make: Any, caching: bool) -> None:
     assert entry.cache_lengths.tolist() == [18]
     for mine, theirs in zip(target.get_req_blocks("d"), table.groups[0], strict=False):
         assert torch.equal(entry.blocks[mine], source.device_tensors[0][0][theirs])
-    assert target.metrics.input_tokens == 0  # the prompt ran elsewhere
+    assert target.metrics.input_tokens == 0  # the prompt was computed elsewhere
     source.release("p")
     assert source.num_free_blocks == 16
     again = receiver(target, name="again")
@@ -123,7 +123,7 @@ def test_what_was_imported_can_be_found_and_told_of_before_anything_runs(make: A
     first = receiver(target, PROMPT[:12])
     pending = target.import_block_table(first, beginning(table, 8))
     target.commit_import(first, pending, proven(target, pending))
-    second = receiver(target, PROMPT[:12], name="e")  # two pages are cached here, one is copied
+    second = receiver(target, PROMPT[:12], name="e")  # two pages are cached here, and one is copied
     pending = target.import_block_table(second, table)
     assert pending.tokens == (8, 12)
     target.commit_import(second, pending, proven(target, pending))
@@ -142,7 +142,7 @@ def test_a_table_shorter_than_what_is_cached_here_takes_nothing_back(make: Any, 
         part = change(part, groups=(table.groups[0][: -(-covers // 4)],))
     pending = target.import_block_table(second, part)
     assert pending.parts[0].src_pages.size == pending.parts[0].dst_pages.size == 0
-    here = -(-covers // 4) * 4  # what is here ends with a page
+    here = -(-covers // 4) * 4  # the cached part ends with a full page
     assert pending.tokens == pending.take(last=True)[0].tokens == (here, here)
     target.commit_import(second, pending)
     assert (second.start_idx, second.active_idx) == (16, 19)
@@ -204,7 +204,7 @@ def test_pages_of_a_released_request_stay_with_the_transfer_until_it_is_over(mak
     assert not target.maybe_reserve(other)
     with pytest.raises(UnknownRequestError, match="'d': commit_import"):
         target.commit_import(context, pending)
-    target.external_claim("d")  # the same name, another request
+    target.external_claim("d")  # a new request of the same name
     with pytest.raises(InvalidRequestError, match="belongs to another request"):
         target.commit_import(context, pending)
     target.cancel_import(pending)
@@ -289,7 +289,7 @@ def test_a_table_of_another_page_size_names_what_is_lacking_in_both_sizes(
     second = receiver(target, [*tokens[:50], 9, *tokens[51:]], "e")
     _, other = prefilled(make, [*tokens[:50], 9, *tokens[51:]], size=theirs, params={"hash_algorithm": hashes[0]})
     pending = target.import_block_table(second, other)
-    start = 50 // ours * ours  # what is cached here ends with one of our pages, which may be in the midst of theirs
+    start = 50 // ours * ours  # the cached part ends with a page of ours, which may end within one of theirs
     assert pending.tokens == (start, 70)
     assert pending.parts[0].src_pages.tolist() == list(other.groups[0][start // theirs :])
     assert pending.parts[0].dst_pages.tolist() == target.get_req_blocks("e")[start // ours : -(-70 // ours)]
@@ -345,7 +345,7 @@ def test_an_import_that_grows_names_each_page_when_it_is_there(make: Any, theirs
 
 
 def from_page(table: BlockTable, first: int) -> BlockTable:
-    """The table of a source that was asked for what comes behind so many pages."""
+    """The table of a source that was asked for the pages after the first `first`."""
     return change(table, first_page=first, groups=(table.groups[0][first:],), digests=table.digests[first * 32 :])
 
 
@@ -359,7 +359,7 @@ def test_a_run_of_pages_follows_what_is_here_already(make: Any, theirs: int, our
     target.commit_import(context, pending, proven(target, pending))
     target.release("d")
     context = receiver(target, tokens)
-    first = 48 // theirs // 2  # half of what is here the source does not tell of
+    first = 48 // theirs // 2  # the source leaves out half of the pages that are cached here
     pending = target.import_block_table(context, from_page(table, first))
     assert pending.tokens == (48, 70)
     assert pending.parts[0].src_pages.tolist() == list(table.groups[0][48 // theirs :])
@@ -378,7 +378,7 @@ def test_a_run_behind_a_hole_is_refused_and_nothing_is_taken(make: Any) -> None:
     with pytest.raises(BlockTableMismatchError, match=f"'d': the block table {hole}"):
         target.import_block_table(context, from_page(table, 3))
     assert target.num_held_blocks == 0
-    context.set_token_indices(start_idx=12, active_idx=19)  # what it says of its start fills no hole
+    context.set_token_indices(start_idx=12, active_idx=19)  # the start that the context claims fills no gap
     with pytest.raises(BlockTableMismatchError, match=f"'d': the block table {hole}"):
         target.import_block_table(context, from_page(table, 3))
     bad = [
@@ -403,7 +403,8 @@ def test_a_run_behind_a_hole_is_refused_and_nothing_is_taken(make: Any) -> None:
     target.release("d")
     target.cancel_import(pending)
     context = receiver(target)
-    pending = target.import_block_table(context, beginning(table, 8), partial=True)  # all of that is here
+    # all of these pages are cached here
+    pending = target.import_block_table(context, beginning(table, 8), partial=True)
     with pytest.raises(BlockTableMismatchError, match="names other pages than the earlier table"):
         target.extend_import(context, pending, from_page(table, 3), last=True)
 
@@ -574,7 +575,8 @@ def test_an_import_again_that_gets_no_pages_leaves_a_request_without(make: Any) 
     other = TextContext(range(200, 212), 64, "other")
     target.external_claim("other")
     assert target.maybe_reserve(other)
-    target.cancel_import(target.import_block_table(context, table, 2))  # 5 of the 5 that are left with its own
+    # 5 pages, of the 5 that are left including its own
+    target.cancel_import(target.import_block_table(context, table, 2))
     assert target.import_block_table(context, table, 5) is None
     assert target.get_req_blocks("d") == []
     target.release("other")

@@ -1,5 +1,6 @@
-"""Imports that grow by tables of new pages alone: each page is told of once, and what was told of before stays."""
+"""Imports that grow by tables of only new pages: each page is named once, and earlier pages stay."""
 
+# pyright: basic
 from typing import Any
 
 import msgspec
@@ -72,7 +73,8 @@ def test_a_table_that_leaves_out_what_no_other_named_or_names_it_otherwise_is_re
         with pytest.raises(BlockTableMismatchError, match="names other pages than the earlier table"):
             target.extend_import(context, pending, wrong, last=True)
     with pytest.raises(BlockTableMismatchError, match="names other pages than the earlier table"):
-        target.extend_import(context, pending, from_page(beginning(table, 48), 11), last=False)  # one page behind one
+        # one page, with a gap of one page before it
+        target.extend_import(context, pending, from_page(beginning(table, 48), 11), last=False)
     other = change(from_page(table, 10), digests=table.digests[: 7 * 32])
     with pytest.raises(BlockTableMismatchError, match="other tokens .*from page 10 on"):
         target.extend_import(context, pending, other, last=True)

@@ -1,4 +1,6 @@
-"""Pages of another size come in: what is published afterwards is whole in every table, wherever a window begins."""
+"""Imports from a source with another page size: every published page is complete, in every table and wherever windows
+begin.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,21 @@ from tests.kvcache.kv import KVTokens
 WINDOW = 7
 GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), WINDOW), LayerGroup("chunked", (2,), 10)
 NEXT = 7
-STEPS = 3  # of a request that was pulled: some of these fill its last page
+STEPS = 3  # steps of an imported request, some of which fill its last page
 
 
 def make(page_size: int) -> PagedKVCacheManager:
-    pages = 600 // page_size  # so few that some are evicted
+    pages = 600 // page_size  # so few pages that some are evicted
     manager = manager_of(
         pages, page_size=page_size, layers=3, dtype=torch.int64, max_seq_len=96, params={"groups": GROUPS}
     )
     for tensor in manager.device_tensors[0]:
-        tensor.fill_(-1)  # what was never written is found out
+        tensor.fill_(-1)  # so that reading memory that was never written is noticed
     return manager
 
 
 def chunks(manager: PagedKVCacheManager, context: TextContext, chunk: int) -> Iterator[bool]:
-    """Runs a claimed request up to its first new token, and says after each chunk whether it was the last."""
+    """Runs a claimed request up to its first new token. Yields after each chunk whether it was the last."""
     length = context.end_idx
     while context.start_idx < length:
         context.set_token_indices(active_idx=min(length, context.start_idx + chunk))
@@ -45,7 +47,7 @@ def chunks(manager: PagedKVCacheManager, context: TextContext, chunk: int) -> It
 
 
 def goes_on(manager: PagedKVCacheManager, context: TextContext, steps: int) -> None:
-    """Runs a request, and compares all that it sees of its cached KV."""
+    """Runs a request, and compares all cached KV that it sees."""
     for _ in range(steps):
         assert manager.maybe_reserve(context)
         KVTokens(manager).run_contexts([context], manager.fetch([context]))
@@ -54,7 +56,7 @@ def goes_on(manager: PagedKVCacheManager, context: TextContext, steps: int) -> N
 
 
 def copy(source: PagedKVCacheManager, target: PagedKVCacheManager, copier: ImportCopier, *, last: bool) -> None:
-    """Copies tokens and nothing beside them, whatever else their pages have room for."""
+    """Copies exactly the tokens, and no other part of their pages."""
     here, there = target.page_size, source.page_size
     for ours, theirs, (first, stop) in copier.take(last=last):
         tokens = np.arange(first, stop)
@@ -72,7 +74,10 @@ class HandOver:
         self.seen: Counter[str] = Counter()
 
     def pull(self, tokens: list[int], name: str) -> TextContext | None:
-        """The request at the target, after a few steps; None where the source's pages were refused."""
+        """Pulls a request and runs a few steps at the target.
+
+        Returns it, or None if the source's pages were refused.
+        """
         target, context = self.target, TextContext(tokens, 256, name)
         target.external_claim(name, 0)
         pending: PendingImport | None = None
@@ -107,7 +112,9 @@ class HandOver:
         return context
 
     def _tables(self, tokens: list[int], name: str) -> Generator[tuple[BlockTable, bool]]:
-        """The source's table after each chunk with a full page and after the last chunk, and whether it is that one."""
+        """Yields the source's table after each chunk with a full page and after the last chunk, and whether it is the
+        last.
+        """
         source, context = self.source, TextContext(tokens, 256, name)
         source.external_claim(name, 0)
         try:
@@ -118,7 +125,7 @@ class HandOver:
             source.release(name)
 
     def prefixes(self, context: TextContext, ends: range) -> None:
-        """Requests of the target alone that begin like this one, up to these tokens."""
+        """Runs requests of the target itself that share the first tokens of this one."""
         for end in ends:
             name = f"{context.request_id} to {end}"
             other = TextContext([*context.tokens[:end].tolist(), 1, 2], 256, name)
@@ -131,13 +138,13 @@ class HandOver:
 
 
 def is_whole(tokens: int, there: int, here: int) -> bool:
-    """Whether the source names, of every table, all that the target's first page of it holds."""
+    """Whether the source names, for every table, all tokens in the target's first page of that table."""
     firsts = [int(group.first_seen(np.array(tokens))) for group in GROUPS]
     return all(first // there * there <= first // here * here for first in firsts)
 
 
 def check(there: int, here: int, lengths: range, *, chunkwise: bool) -> Counter[str]:
-    """Each length alone, then all of them with one beginning."""
+    """Checks each length alone, then all of them with a common prefix."""
     pair = HandOver(there, here, chunkwise=chunkwise)
     for length in lengths:
         context = pair.pull([1000 + length, *range(100, 99 + length)], f"alone {length}")
@@ -169,7 +176,7 @@ def _cells() -> list[Any]:
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("there", "here", "chunkwise"), _cells())
 def test_what_was_pulled_is_whole_wherever_its_windows_begin(there: int, here: int, *, chunkwise: bool) -> None:
-    """A chunk of 30 tokens ends with a prompt, and no page of the next one is there."""
+    """A chunk of 30 tokens ends where a prompt ends, so no page of the next chunk exists."""
     often = (there, here, chunkwise) in OFTEN
     seen = check(there, here, range(24, 36 if often else 64), chunkwise=chunkwise)
     assert (seen["refused"] > 0) is (there % here > 0), seen

@@ -1,3 +1,4 @@
+# pyright: basic
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from kvcache.replica.inputs import data_parallel_splits
 
 
 class ReadsTheCache(torch.nn.Module):
-    """Sums over every cached page of each request, as an attention would read them."""
+    """A module that sums over every cached page of each request, as attention would read them."""
 
     def forward(self, inputs: RaggedKVCacheInputs) -> torch.Tensor:
         pages = inputs.blocks[inputs.lookup_table.long()].flatten(2).sum(-1).sum(-1)

@@ -1,6 +1,6 @@
-"""Salts and extra keys on every way that a page can come: this pool, the host, files, another manager.
+"""Salts and extra keys for every origin of a page: this pool, the host, files, another manager.
 
-The KV that is compared whenever it is read depends on the keys, so a page of other keys is noticed by its content too.
+The compared KV depends on the keys, so a page with other keys is also noticed by its content.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tests.kvcache.kv import KVTokens
 from tests.kvcache.served import SIZE, Keys, Served
 
 PROMPT = [*range(100, 122)]  # five full pages of four, and two tokens
-PLACES = [0, 3, 4, 17, 19, 20]  # the first page, its end, the second, the last full one and its end, the partial one
+# in the first page, at its end, in the second, in the last full one, at its end, and in the partial page
+PLACES = [0, 3, 4, 17, 19, 20]
 
 
 def files(tmp_path: Path) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def files(tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("chunk", [SIZE, 256])
 def test_pages_of_other_keys_are_not_found(tmp_path: Path, tier: str, place: int, chunk: int) -> None:
-    """Up to the page of the key the prompts share, whoever computed it first; from there on nothing."""
+    """The prompts share the pages before the key's page, whichever prompt was computed first, but none after that."""
     it = Served(8 if tier == "host" else 40, 40, params=files(tmp_path) if tier == "files" else {})
     image: Keys = ((place, b"image"),)
     it.serve(PROMPT, keys=image, chunk=chunk)
@@ -81,7 +82,7 @@ def test_a_table_of_other_keys_is_refused(make: Any, place: int, sizes: tuple[in
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_keys_through_two_tiers(tmp_path: Path, seed: int) -> None:
-    """A few prompts, salts and keys through a pool that is too small: each byte that is read is of its keys."""
+    """A few prompts, salts and keys in a pool that is too small. Every byte that is read belongs to the right keys."""
     rng = random.Random(seed)
     it = Served(8, 16, params=files(tmp_path))
     cached = 0

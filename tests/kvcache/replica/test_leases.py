@@ -1,3 +1,4 @@
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from tests.kvcache.build import proven
 
 
 def run(manager: PagedKVCacheManager, context: TextContext, chunk: int = 64, token: int = 7) -> None:
-    """One step of a claimed request, over as many as `chunk` tokens."""
+    """Runs one step of a claimed request, of at most `chunk` tokens."""
     context.set_token_indices(active_idx=min(context.end_idx, context.start_idx + chunk))
     assert manager.maybe_reserve(context)
     manager.fetch([context])
@@ -47,7 +48,7 @@ def test_release_passes_what_is_computed_to_the_lease_and_the_rest_is_free(make:
     manager = make(8, page_size=4, caching=caching)
     context = computed(manager, range(9))
     lease = manager.lease("r")
-    assert manager.maybe_reserve(context, 8)  # pages that nothing is computed in
+    assert manager.maybe_reserve(context, 8)  # pages in which nothing is computed
     pages = manager.get_req_blocks("r")
     assert len(pages) == 5
     assert manager.num_leased_blocks == 0  # the row holds them
@@ -133,7 +134,7 @@ def test_leases_of_replicas_and_forks_are_apart(make: Any) -> None:
 
 
 def test_a_page_that_was_told_is_kept_when_the_step_finds_its_content_elsewhere(make: Any) -> None:
-    """A request that goes on under its lease: its last page was told of while it was not full."""
+    """The request continues under its lease. Its last page was told to readers before it was full."""
     manager = make(8, page_size=4)
     manager.external_claim("r")
     context, twin = TextContext([*range(6)], 64, "r"), TextContext([*range(6), 7, 7], 64, "twin")
@@ -198,7 +199,8 @@ def test_a_page_that_was_told_makes_no_room_when_a_later_chunk_hits_the_cache(ma
     manager.block_table("r")
     run(manager, twin)
     assert manager.num_free_blocks == 1  # 4 pages each, the first one of both
-    assert not manager.maybe_reserve(context, 12)  # 3 more: of the 2 that the twin's replace one is told of
+    # 3 more; the twin's pages replace 2, one of which was told to readers
+    assert not manager.maybe_reserve(context, 12)
     assert manager.maybe_reserve(context, 8)
     assert manager.num_free_blocks == 0
 
@@ -244,7 +246,7 @@ def test_pages_on_their_way_from_the_host_are_nobody_s_until_they_have_come(make
     assert manager.maybe_reserve(context)
     assert context.start_idx
     lease = manager.lease("r")
-    manager.release("r")  # the copies from the host are not waited for
+    manager.release("r")  # nothing waits for the copies from the host
     manager.check()
     manager.end_lease(lease)
     assert manager.num_free_blocks == 8
@@ -268,7 +270,7 @@ def test_check_counts_what_leases_hold(make: Any, what: str) -> None:
 
 
 def test_check_finds_an_import_that_nobody_can_close(make: Any) -> None:
-    """Another manager's `cancel_import` once left such an import: closed, and with its pages for ever."""
+    """`cancel_import` of another manager once left such an import: it was closed, but kept its pages for ever."""
     source, target = make(8, page_size=4), make(8, page_size=4, checks=False)
     computed(source, range(8))
     target.external_claim("r")
@@ -340,14 +342,14 @@ def test_of_a_cancelled_import_the_copier_s_end_frees_the_pages(make: Any) -> No
         target.maybe_reserve(context)
     target.release("r")
     assert target.num_free_blocks == 6
-    assert copier.prove() is not None  # of no use any more
+    assert copier.prove() is not None  # a proof is returned, but has no use any more
     copier.give_up()
     assert target.num_free_blocks == 8
 
 
 @pytest.mark.parametrize("released", [True, False])
 def test_a_cancelled_import_that_is_written_keeps_its_pages_beyond_a_recovery(make: Any, released: bool) -> None:
-    """The copier does not know of the interruption, and writes on."""
+    """The copier does not know of the interruption, and continues to write."""
     source, target = make(8, page_size=4), make(8, page_size=4)
     computed(source, range(8))
     context = TextContext([*range(8), 7], 64, "r")
@@ -393,7 +395,7 @@ def test_what_is_read_under_a_lease_stays_as_it_was(make: Any, caching: bool) ->
 
 
 def other_tokens(context: TextContext, keep: int) -> None:
-    """Drop what is known beyond `keep` tokens, and go on otherwise."""
+    """Drops the tokens beyond `keep`, and continues with others."""
     context.set_token_indices(start_idx=keep - 1, active_idx=keep, end_idx=keep)
     for _ in range(4):
         context.set_token_indices(active_idx=context.end_idx)
@@ -404,7 +406,7 @@ def other_tokens(context: TextContext, keep: int) -> None:
 @pytest.mark.parametrize("call", ["maybe_reserve", "reserve_batch", "fetch"])
 @pytest.mark.parametrize("told", ["by a table before the lease", "by a table under the lease"])
 def test_what_was_told_under_a_lease_is_not_computed_anew(make: Any, call: str, told: str) -> None:
-    """A request that drops tokens would write others into the pages that its readers were told of."""
+    """A request that drops tokens would write other tokens into the pages that its readers know."""
     manager = make(8, page_size=4, rows=2)
     context, bystander = computed(manager, range(10)), computed(manager, range(50, 56), "bystander")
     if told == "by a table before the lease":
@@ -416,7 +418,7 @@ def test_what_was_told_under_a_lease_is_not_computed_anew(make: Any, call: str, 
         pages = manager.block_table("r").groups[0]
     assert manager.maybe_reserve(context, 4)
     other_tokens(context, 6)
-    manager.step([context])  # the row has fewer tokens by now; its readers were told of more
+    manager.step([context])  # the row now has fewer tokens than its readers were told
     before = manager.metrics
     calls = {
         "maybe_reserve": lambda: manager.maybe_reserve(context),
@@ -429,7 +431,7 @@ def test_what_was_told_under_a_lease_is_not_computed_anew(make: Any, call: str, 
         calls[call]()
     assert manager.metrics == before
     manager.fetch([bystander])
-    manager.release("r")  # the lease has all that was told, not only what the row knew at last
+    manager.release("r")  # the lease holds all pages that readers were told, not only those of the row's last state
     assert manager.num_leased_blocks == len(pages)
     manager.end_lease(lease)
     again = TextContext(context.tokens, 64, "r")
@@ -450,7 +452,7 @@ def test_without_a_lease_tokens_may_be_computed_anew(make: Any) -> None:
 
 
 class Books:
-    """The leases of four rows of pages of four tokens, without a manager."""
+    """The leases of four rows with pages of four tokens, without a manager."""
 
     def __init__(self) -> None:
         self.pool = PagePool(20, 1)
@@ -492,7 +494,7 @@ def test_what_passes_to_a_lease_is_what_was_computed_or_told_or_published_whiche
     assert books.leases.last_read(1) == 0
     books.leases.check()
     held = pages[:passed].copy()
-    pages[:] = 0  # the row's memory is another request's by now
+    pages[:] = 0  # the row's memory now belongs to another request
     assert books.held_by(lease) == held.tolist()
 
 
@@ -502,21 +504,21 @@ def test_what_passes_to_a_lease_is_what_was_computed_or_told_or_published_whiche
 def test_of_pages_that_leave_a_row_its_leases_keep_those_in_which_something_is_computed(
     cached: int, told: int, kept: int
 ) -> None:
-    """From the third page of the row on."""
+    """The pages leave the row from its third page on."""
     books = Books()
     books.claim(1)
     lease, pages = books.lease(1), books.pool.allocate(3)
     books.leases.tell(1, told)
     books.leases.replace(1, 2, pages, cached)
     assert books.held_by(lease) == pages[:kept].tolist()
-    books.leases.replace(0, 0, pages, 64)  # a row that nobody leases
+    books.leases.replace(0, 0, pages, 64)  # a row without a lease
     assert books.held_by(lease) == pages[:kept].tolist()
 
 
 def test_what_readers_were_told_only_grows_and_what_they_see_of_windows_only_shrinks() -> None:
     books = Books()
     books.claim(1, 6)
-    books.leases.tell(1, 6)  # before it is leased nobody is told
+    books.leases.tell(1, 6)  # before it is leased, no reader is told
     assert (books.leases.told.tolist(), books.leases.kept[1]) == ([0] * 4, NEVER)
     books.lease(1)
     assert (books.leases.told[1], books.leases.kept[1]) == (6, 6)
@@ -531,7 +533,7 @@ def test_what_readers_were_told_only_grows_and_what_they_see_of_windows_only_shr
 
 
 def test_after_an_interrupt_leases_are_of_the_rows_that_their_requests_have() -> None:
-    """Their pages stay until each is ended, whichever request has the row now."""
+    """Their pages stay until each lease ends, whichever request has the row now."""
     books = Books()
     for row in range(3):
         books.claim(row, 4)
@@ -542,7 +544,7 @@ def test_after_an_interrupt_leases_are_of_the_rows_that_their_requests_have() ->
     books.pool.release(pages)
     books.leases.tell(0, 8)
     books.rows.request_ids[1] = "another"  # its request is released, and the row claimed anew
-    books.leases.of_row.clear()  # as an interrupt may leave it
+    books.leases.of_row.clear()  # the state that an interrupt may leave
     books.leases.mend(over)
     books.leases.check()
     assert books.leases.of_row == {0: [kept]}
@@ -578,7 +580,7 @@ def test_a_table_is_sealed_by_each_lease_that_says_something_of_it() -> None:
     table = BlockTable("r1", 0, 8, 4, ((1, 2),), "f")
     assert books.leases.sealed(1, table) is table
     books.lease(1)
-    assert books.leases.sealed(1, table) is table  # the one lease says nothing
+    assert books.leases.sealed(1, table) is table  # a row with one lease adds nothing
     for word in (b"first ", b"second "):
         books.lease(1, lambda sealed, word=word: word + sealed.request_id.encode())
     assert books.leases.sealed(1, table).seals == (b"first r1", b"second r1")

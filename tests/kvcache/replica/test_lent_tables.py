@@ -1,4 +1,4 @@
-"""Pages of several block tables that others ask for, or that come from other replicas of this process."""
+"""Pages of several block tables that other processes ask for, or that come from other replicas of this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def wanted(it: Served, first_page: int = 0) -> PageDigests:
 
 
 def leased(it: Served, most: int = 100) -> list[int]:
-    """How many pages of each table are leased to who asks for the prompt's."""
+    """How many pages of each table are leased to a reader that asks for the prompt's pages."""
     found = it.manager.contents.lease("theirs", 0, wanted(it), most)
     if found is None:
         return []
@@ -37,12 +37,12 @@ def test_pages_are_leased_by_what_they_hold_in_all_tables(served: Make) -> None:
     it.serve(PROMPT, chunk=8)
     assert it.manager.contents.cached(0, wanted(it)) == 40
     assert leased(it) == [10, 2]
-    assert leased(it, 7) == [5, 2]  # of the window's pages those that the token behind the fifth sees
+    assert leased(it, 7) == [5, 2]  # the window's pages that the token after the fifth page sees
     assert leased(it, 1) == []
     lost(it, 8)
     assert it.manager.contents.cached(0, wanted(it)) == 32
     assert leased(it) == [8, 2]
-    assert wanted(it, 3) == wanted(it)  # there is no later beginning
+    assert wanted(it, 3) == wanted(it)  # asking from a later page changes nothing
     with pytest.raises(BlockTableMismatchError, match="from page 3 on; .* the model has full, window 6"):
         it.manager.contents.lease("theirs", 0, wanted(it)._replace(first_page=3), 9)
 
@@ -84,7 +84,7 @@ def test_other_replicas_pages_are_copied_for_every_table(served: Make, groups: t
     full = 2 if groups is TWO else 1
     assert it.manager.metrics.d2d_blocks_copied == 10 * full + 2
     lost(it, 9)
-    assert it.serve(PROMPT, replica=2) == 40  # of two replicas: the window's last page is the second one's
+    assert it.serve(PROMPT, replica=2) == 40  # from two replicas: the window's last page comes from the second one
     assert it.manager.metrics.d2d_blocks_copied == 2 * (10 * full + 2)
     assert it.kv.compared > 2 * 40 * full
 
@@ -122,7 +122,7 @@ def test_a_copy_that_does_not_fit_changes_nothing(served: Make) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_comes_from_anywhere_is_what_was_computed(served: Make, seed: int) -> None:
-    """Small pools over a host tier, files and replicas that copy from each other, with quotas: the KV is compared."""
+    """Small pools with a host tier, files, quotas, and replicas that copy from each other. All KV is compared."""
     rng = random.Random(seed)
     it = served(60, 90, TWO, files=True, dp=2, params={**COPYING, "tenant_quota": 0.4})
     for _ in range(120):

@@ -1,5 +1,6 @@
-"""Which held pages give way to a slab: those that nobody but their own request knows."""
+"""Which held pages can be moved to make room for a slab: those that only their own request knows."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from tests.kvcache.build import manager_of
 
 
 class Rig:
-    """A request of three pages, of a manager whose pages this test moves itself."""
+    """A request of three pages, in a manager whose pages the test moves itself."""
 
     def __init__(self) -> None:
         self.manager: PagedKVCacheManager = manager_of(16, page_size=4, rows=1)
@@ -96,7 +97,7 @@ def test_a_moved_page_is_found_and_held_where_it_is_now() -> None:
     now = [before[0], *targets.tolist()]
     assert list(rig.manager.get_req_blocks("a")) == now
     assert rig.replica.rows.changed[row]
-    pool.release(sources)  # the pool's side of it, which `SlabPool` does
+    pool.release(sources)  # the pool's part of the move, which `SlabPool` normally does
     rig.manager.check()
     rig.manager.release("a")
     again, _ = rig.start("b")

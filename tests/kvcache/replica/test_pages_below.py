@@ -1,5 +1,6 @@
-"""Several block tables over the host tier and files: what comes back, for which table, and what does not."""
+"""Several block tables over the host tier and files: which pages come back for which table, and which do not."""
 
+# pyright: basic
 from __future__ import annotations
 
 import time
@@ -22,7 +23,8 @@ def test_every_tables_pages_come_back_from_the_host(served: Make, groups: tuple[
     fill(it, 80)
     assert it.serve(PROMPT) == 40
     full = 2 if groups is TWO else 1
-    # Token 40 sees 35 to 40 of the window: two pages, though ten lie below; none of the chunk that begins with it.
+    # Token 40 sees tokens 35 to 40 of the window: two pages, though ten are in the lower tiers. Its chunk begins with
+    # it, so no page of that table is needed.
     assert it.manager.metrics.h2d_blocks_copied == 10 * full + 2
     assert it.kv.compared > 40 * full
 
@@ -33,14 +35,15 @@ def test_only_what_is_missing_comes_back(served: Make) -> None:
     it.tiers.settle()
     replica = it.manager._replicas.each[0]
     digests = it.digests(PROMPT)
-    for table, columns in ((0, [3]), (1, [9, 4])):  # as if evicted: one page of the first table, and two of a window's
+    # removes one page of the first table and two of a window, as evictions would
+    for table, columns in ((0, [3]), (1, [9, 4])):
         names = replica.tables.every(digests)[table]
         for page in replica.pool.index.find(names[columns])[:, None]:
             replica.pool.hold(page)
             replica.pool.index.withdraw(page)
             replica.pool.release(page)
     assert it.serve(PROMPT) == 40
-    assert it.manager.metrics.h2d_blocks_copied == 2  # nobody sees the window's fifth page any more
+    assert it.manager.metrics.h2d_blocks_copied == 2  # no query sees the window's fifth page any more
 
 
 def test_a_hit_ends_where_some_table_has_nothing_to_go_on_with(served: Make) -> None:
@@ -53,7 +56,7 @@ def test_a_hit_ends_where_some_table_has_nothing_to_go_on_with(served: Make) -> 
     it.tiers.host.pool.hold(gone)
     slots.withdraw(gone)
     it.tiers.host.pool.release(gone)
-    assert it.serve(PROMPT) == 32  # the window's pages 6 and 7 are there, and with 8 what comes after is not
+    assert it.serve(PROMPT) == 32  # the window's pages 6 and 7 are cached; page 8 and the later ones are not
     assert it.manager.metrics.h2d_blocks_copied == 8 + 2
 
 
@@ -91,7 +94,7 @@ def test_a_waiting_request_is_looked_up_once(served: Make, monkeypatch: pytest.M
 
 
 def beside(it: Served, pages: int) -> TextContext:
-    """A request that holds so many pages: two of its window, for the chunk that runs."""
+    """A request that holds this many pages; two of them belong to its window, for the chunk that runs."""
     context = it.claim([99, *range(4 * (pages - 2) - 1)])
     context.set_token_indices(active_idx=8)
     before = it.manager.num_free_blocks
@@ -105,7 +108,7 @@ def test_what_just_fits_comes_back(served: Make) -> None:
     it.serve(PROMPT, chunk=8)
     fill(it, 22)
     beside(it, 8)
-    context = it.claim(PROMPT)  # 11 pages, and 3 of the window: all that are free
+    context = it.claim(PROMPT)  # 11 pages and 3 of the window: all free pages
     assert it.manager.maybe_reserve(context)
     assert (context.start_idx, it.manager.num_free_blocks) == (40, 0)
     it.run(context)
@@ -120,13 +123,13 @@ def test_pages_that_nobody_holds_take_room_too_where_they_are_used(served: Make)
     pool, context = it.manager._replicas.each[0].pool, it.claim(PROMPT)
     assert (pool.free_count, np.count_nonzero(pool.index.find(it.digests(PROMPT)))) == (13, 10)
     before = pool.index.generation
-    assert not it.manager.maybe_reserve(context)  # it takes 14 of the 13, whatever is found
+    assert not it.manager.maybe_reserve(context)  # it needs 14 pages, whatever is found, and only 13 are free
     assert it.manager.metrics.h2d_blocks_copied == 0
     assert pool.index.generation == before
 
 
 def test_what_a_request_says_to_have_behind_it_comes_back(served: Make) -> None:
-    """It has no pages: what its context says of its start is of another time."""
+    """It has no pages, so the start in its context is out of date."""
     it = served()
     it.serve(PROMPT, chunk=8)
     fill(it, 40)
@@ -142,7 +145,7 @@ def test_what_does_not_fit_into_the_host_is_not_waited_for(served: Make) -> None
     it = served(files=True)
     it.serve(PROMPT, chunk=8)
     it.manager.close()
-    again = served(40, 8, files=True)  # half of the slots at a time
+    again = served(40, 8, files=True)  # half of the slots at once
     assert again.serve(PROMPT) == 0
     assert again.manager.metrics.file_blocks_read < 12
     assert again.manager.metrics.h2d_blocks_copied == 0
@@ -197,7 +200,7 @@ def test_files_outlive_the_manager_for_all_tables(served: Make) -> None:
     assert again.manager.metrics.file_blocks_read == again.manager.metrics.h2d_blocks_copied == 12
     assert again.kv.compared == 40 + 5
     other = served(files=True, groups=(LayerGroup("full", (0,)), LayerGroup("window", (1,), 7)))
-    assert other.serve(PROMPT) == 0  # what its window keeps is another thing
+    assert other.serve(PROMPT) == 0  # its window keeps different pages
 
 
 def test_what_the_host_has_in_part_the_files_complete(served: Make) -> None:
@@ -243,7 +246,7 @@ def test_what_a_request_used_of_all_tables_stays_longest_in_the_host(served: Mak
     it.serve([7, *range(31)], chunk=8)  # 14 pages: 6 slots are left
     it.tiers.settle()
     it.serve(PROMPT)
-    it.serve([8, *range(31)], chunk=8)  # 14 pages, in the place of what was not used since
+    it.serve([8, *range(31)], chunk=8)  # 14 pages, which replace those that were not used since
     it.tiers.settle()
     fill(it, 60)
     assert it.serve(PROMPT) == 40
@@ -279,7 +282,7 @@ def test_nothing_is_asked_for_before_the_first_full_page(served: Make) -> None:
 
 
 def one_of_window_lost(it: Served) -> None:
-    """The device has the prompt but for a page of the window that is seen next, and the host has all."""
+    """The device lacks one page of the window that the next query sees. The host has all pages."""
     it.serve(PROMPT, chunk=8)
     it.tiers.settle()
     replica = it.manager._replicas.each[0]
@@ -295,19 +298,23 @@ def test_pages_found_behind_one_that_comes_back_are_shared(served: Make) -> None
     context, other = it.claim(PROMPT), it.claim(PROMPT)
     free = it.manager.num_free_blocks
     assert it.manager.maybe_reserve(context)
-    assert it.manager.maybe_reserve(other)  # before the first has run: it brings the page for itself
+    assert it.manager.maybe_reserve(other)  # before the first request has run; the second loads the page for itself
     assert context.start_idx == other.start_idx == 40
-    # Ten pages of the first table and one of the window are those of both; one of each table is new, and one came.
+    # Both requests share ten pages of the first table and one of the window. One page in each table is new, and one was
+    # loaded.
     assert free - it.manager.num_free_blocks == 11 + 2 * 3
     it.run(context)
     it.run(other)
     assert it.manager.metrics.h2d_blocks_copied == 2
-    assert free - it.manager.num_free_blocks == 11 + 2 * 2 + 1  # the second shares the page by now
+    assert free - it.manager.num_free_blocks == 11 + 2 * 2 + 1  # the second request now shares the page
     it.manager.check()
 
 
 def test_a_second_look_before_the_step_leaves_the_rows_own_pages(served: Make) -> None:
-    """Others have published what comes back by then: the row takes theirs, and of its own gives back that one alone."""
+    """Meanwhile another request has published the page that comes back.
+
+    The row takes that page, and gives back only its own copy of it.
+    """
     it = served(60)
     one_of_window_lost(it)
     context, other = it.claim([*PROMPT, *range(300, 309)]), it.claim([*PROMPT, *range(300, 309)])

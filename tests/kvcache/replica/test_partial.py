@@ -1,3 +1,4 @@
+# pyright: basic
 from __future__ import annotations
 
 import os
@@ -21,7 +22,7 @@ def made(make: Any, pages: int = 64, least: int = 1, **options: Any) -> PagedKVC
 
 
 def content(manager: PagedKVCacheManager, context: TextContext, count: int) -> list[int]:
-    """The content of the first `count` tokens' pages, as `run` wrote it: the same on every shard."""
+    """Returns the content of the first `count` tokens, as `run` wrote it. It must be the same on every shard."""
     pages = manager.get_req_blocks(context.request_id)
     shards = [
         [int(blocks[pages[at // PAGE], 0, 0, at % PAGE, 0, 0]) for at in range(count)]
@@ -32,7 +33,7 @@ def content(manager: PagedKVCacheManager, context: TextContext, count: int) -> l
 
 
 def run(manager: PagedKVCacheManager, context: TextContext, token: int = 7) -> None:
-    """A model whose KV is the token itself; whatever is said to be cached must be there already."""
+    """A model whose KV is the token itself. It checks that all cached tokens are present."""
     assert content(manager, context, context.start_idx) == context.tokens[: context.start_idx].tolist()
     manager.fetch([context])
     pages = manager.get_req_blocks(context.request_id)
@@ -44,7 +45,7 @@ def run(manager: PagedKVCacheManager, context: TextContext, token: int = 7) -> N
 
 
 def served(manager: PagedKVCacheManager, tokens: Any, **options: Any) -> int:
-    """Run one request; the tokens that it found."""
+    """Runs one request. Returns the number of tokens that it found."""
     context = TextContext(tokens, 256, **options)
     with manager.claim(context):
         assert manager.maybe_reserve(context)
@@ -57,7 +58,7 @@ def test_a_prompt_that_leaves_a_cached_one_within_a_page_goes_on_from_there(make
     manager = made(make, tp=2, heads=2)
     assert served(manager, range(12)) == 0
     assert served(manager, [*range(6), 90, 91, 92]) == 6
-    assert served(manager, range(3)) == 2  # it ends within the first page; its last token has to run
+    assert served(manager, range(3)) == 2  # it ends within the first page, and its last token has to run
     assert served(manager, [*range(10)]) == 9
     assert served(manager, [50, *range(9)]) == 0
     assert manager.metrics.cache_tokens == 17
@@ -67,7 +68,7 @@ FULL, WINDOW, CHUNKED = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6),
 
 
 def served_in_tables(manager: PagedKVCacheManager, tokens: list[int], chunk: int = 64) -> int:
-    """As `served`, of a model whose KV is the token and the number of the block table, its prompt in chunks."""
+    """Like `served`, for a model whose KV is the token and the number of the block table. The prompt runs in chunks."""
     context, replica = TextContext(tokens, 256), manager._replicas.each[0]
     found, blocks = -1, manager.device_tensors[0][0]
     with manager.claim(context):
@@ -214,7 +215,7 @@ def test_whatever_is_said_to_be_cached_is_there(make: Any, seed: int) -> None:
             try:
                 forked = manager.fork(live[0], child)
             except ValueError:
-                continue  # its last step is not done, or its replica has no row left
+                continue  # its last step has not ended, or its replica has no free row
             if forked:
                 live.append(child)
         elif live:

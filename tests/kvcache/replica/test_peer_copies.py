@@ -1,4 +1,4 @@
-"""Pages that another replica has are copied. The bytes are looked at: what is found is what was computed."""
+"""Pages are copied from another replica. The bytes are compared: found pages hold what was computed."""
 
 # pyright: basic
 from __future__ import annotations
@@ -22,7 +22,7 @@ def of(pages: int, dp: int = 2, **options: Any) -> PagedKVCacheManager:
 
 
 def compute(manager: PagedKVCacheManager, context: TextContext) -> None:
-    """The model: the KV of a token is a function of it, its place, and where in the page it lies."""
+    """Acts as the model: the KV of a token depends on the token, its position, and its place in the page."""
     replica = manager.get_replica(context)
     pages = manager.get_req_blocks(context.request_id)
     for shard, blocks in enumerate(manager.device_tensors[replica]):
@@ -36,7 +36,7 @@ def kv(context: TextContext, place: int, shard: int) -> float:
 
 
 def read(manager: PagedKVCacheManager, context: TextContext) -> None:
-    """Everything computed or found is what the model wrote for these tokens."""
+    """Checks that everything computed or found is what the model wrote for these tokens."""
     replica, pages = manager.get_replica(context), manager.get_req_blocks(context.request_id)
     for shard, blocks in enumerate(manager.device_tensors[replica]):
         for place in range(context.active_idx):
@@ -89,12 +89,12 @@ def test_the_head_comes_from_one_replica_and_the_tail_from_another() -> None:
     assert manager.metrics.d2d_blocks_copied == 3 + 3 + 7
     forget(manager, 0, prompt, slice(5, 6))
     manager._replicas.each[2].forget_idle()
-    assert serve(manager, prompt, 1) == 20  # nobody has the sixth page: what follows it is not brought
+    assert serve(manager, prompt, 1) == 20  # no replica has the sixth page, so the pages after it are not copied
     assert manager.metrics.d2d_blocks_copied == 3 + 3 + 7 + 2
 
 
 def forget(manager: PagedKVCacheManager, replica: int, prompt: list[int], which: slice) -> None:
-    """A replica loses some idle pages of a prompt, as an order by hints may evict them from the middle."""
+    """Removes some idle pages of a prompt from a replica, as an order by hints may evict pages from the middle."""
     pool = manager._replicas.each[replica].pool
     pages = manager._replicas.each[replica].find(TextContext(prompt, 64)).pages[0][which]
     pool.idle.remove(pages)
@@ -139,7 +139,7 @@ def test_where_the_request_does_not_fit_nothing_is_changed() -> None:
 
 
 def test_a_prompt_that_no_pool_holds_is_refused_before_anything_is_copied() -> None:
-    """From what a peer has of it the prompt would fit, as its window has left the pages before."""
+    """After the pages that a peer has, the rest of the prompt would fit, as its window has left the earlier pages."""
     groups = (LayerGroup("full", (0,)), LayerGroup("window", (1,), 8))
     manager = of(20, params={"groups": groups})
     run_once(manager, range(36), 1)
@@ -203,7 +203,9 @@ def test_idle_pages_behind_a_gap_are_no_room_for_what_is_missing() -> None:
 @pytest.mark.parametrize("host_pages", [0, 30])
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_is_found_is_what_was_computed(seed: int, host_pages: int) -> None:
-    """Small pools, so that copies evict, on replicas that several requests use at a time, also above a host tier."""
+    """Small pools, so that copies evict pages, on replicas with several requests at a time, with and without a host
+    tier.
+    """
     rng = random.Random(seed)
     below: dict[str, Any] = {
         "enable_kvcache_swapping_to_host": True,

@@ -1,4 +1,4 @@
-"""The rules of one replica that no answer of the manager shows, or only in a full pool."""
+"""Rules of one replica that no result of the manager shows, or only in a full pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from tests.kvcache.build import run_once
 
 
 def test_a_longest_request_takes_no_short_cut(make: Any) -> None:
-    """Past `max_seq_len` `reserve` says what is wrong: the quick way takes no page and does not say yes."""
+    """Beyond `max_seq_len` the fast path takes no page and does not succeed, so that `reserve` can raise the right
+    error.
+    """
     manager = make(16, page_size=4, max_seq_len=6)
     context = TextContext(range(4), 6)
     with manager.claim(context):
@@ -24,7 +26,7 @@ def test_a_longest_request_takes_no_short_cut(make: Any) -> None:
 
 
 def test_a_request_that_was_never_reserved_takes_no_short_cut(make: Any) -> None:
-    """Its prompt may be cached, and is counted when it is reserved: nothing of that is done by the quick way."""
+    """Its prompt may be cached, and is counted when it is reserved. The fast path does neither."""
     manager = make(16, page_size=4)
     for tokens in (1, 3, 4):
         context = TextContext(range(tokens), 64)
@@ -46,13 +48,14 @@ def test_pages_that_hits_replace_count_as_free(make: Any) -> None:
     manager.fetch([second])
     second.update(1)
     manager.step([second])
-    assert manager.maybe_reserve(first, 5)  # takes a page, and gives back the three that it shares from now on
+    # takes a page, and gives back three pages for which it now shares published ones
+    assert manager.maybe_reserve(first, 5)
     assert first.start_idx == 12
     assert manager.num_free_blocks == 2
 
 
 def test_after_an_interrupt_a_page_that_its_row_does_not_count_as_published_is_found_by_nobody(make: Any) -> None:
-    """`step` publishes pages, then counts them: what it has not counted may have been half done."""
+    """`step` publishes pages and then counts them. The publication of uncounted pages may be incomplete."""
     manager = make(16, page_size=4)
     contexts = [TextContext(range(first, first + 9), 64, name) for first, name in ((0, "stays"), (100, "half"))]
     for context in contexts:
@@ -73,19 +76,19 @@ def test_after_an_interrupt_a_page_that_its_row_does_not_count_as_published_is_f
 
 
 def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -> None:
-    """A request that waits remembers what it matched; one page that a growing request takes is taken from that."""
+    """A waiting request remembers its match, and a growing request then evicts one of the matched pages."""
     manager = make(6, page_size=4, rows=3)
     run_once(manager, range(9))
     grows, waits = TextContext(range(50, 65), 64), TextContext([*range(9), 7], 64)
     manager.external_claim(grows.request_id)
     manager.external_claim(waits.request_id)
     assert manager.maybe_reserve(grows)  # the four fresh pages
-    assert not manager.maybe_reserve(waits)  # its third page is lacking
+    assert not manager.maybe_reserve(waits)  # there is no free page for its third page
     grows.update(1)
     manager.step([grows])
-    assert not manager.maybe_reserve(waits)  # what it remembers is of now: nothing but the eviction comes after
+    assert not manager.maybe_reserve(waits)  # its match is current; only the eviction happens after it
     grows.update(1)
-    assert manager.maybe_reserve(grows)  # one page more, the tail of what `waits` has matched
+    assert manager.maybe_reserve(grows)  # one more page: the last one that `waits` has matched
     manager.check()
     manager.fetch([grows])
     assert not manager.maybe_reserve(waits)
@@ -96,7 +99,7 @@ def test_a_match_is_made_again_after_a_decode_step_evicted_its_page(make: Any) -
 
 
 def test_a_request_with_one_token_to_run_stays_where_it_was_set_back_to(make: Any) -> None:
-    """No prefix is looked up for it: the pages published behind its start are its own, and do not move it."""
+    """It looks up no prefix. The published pages after its start are its own, and do not move it forward."""
     manager = make(20, page_size=4)
     context = TextContext(range(14), 64)
     with manager.claim(context):

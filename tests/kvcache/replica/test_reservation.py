@@ -1,4 +1,7 @@
-"""A reservation is decided before anything moves; of what it does then, only the move of the context may be refused."""
+"""A reservation is decided before anything changes.
+
+After that, only the context can refuse, by refusing to be moved.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,9 @@ def _quiet() -> Iterator[None]:
 def test_a_plan_changes_nothing_and_the_move_of_the_context_comes_first(
     features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Books before a plan, after it, and when the context is moved are the same, in random runs of many features."""
+    """The manager's state is the same before a plan, after it, and when the context is moved, in random runs of many
+    features.
+    """
     seen: Counter[str] = Counter()
     before: list[Books] = []
 
@@ -91,7 +96,9 @@ def test_a_plan_changes_nothing_and_the_move_of_the_context_comes_first(
 def test_a_context_that_refuses_to_be_moved_leaves_everything_as_it_was(
     states: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each reservation that moves a context is refused once, by the context; then it goes through as if never tried."""
+    """Each reservation that moves a context is first refused by the context, and then succeeds as if it was never
+    tried.
+    """
     seen: Counter[str] = Counter()
     reserved, moved, refuses = Replica.act, Replica.move, [False]
 

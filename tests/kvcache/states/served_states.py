@@ -1,5 +1,9 @@
-"""A manager with recurrent states and tiers, served as a loop serves it, whose KV and states are compared when read."""
+"""A manager with recurrent states and tiers, driven as by a serving loop.
 
+KV and states are compared whenever they are read.
+"""
+
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -21,7 +25,10 @@ STATE_BYTES = sum(kind_offsets(kinds)[-1] for kinds in state_layouts(SHAPE, 1))
 
 
 class ServedStates(Served):
-    """A manager of four rows a replica, with so many pages and states on each tier; `slabs`: in one memory."""
+    """A manager with four rows on each replica, and this many pages and states on each tier.
+
+    With `slabs`, both share one memory.
+    """
 
     def __init__(
         self,
@@ -80,7 +87,7 @@ class ServedStates(Served):
         self.manager.step(contexts)
 
     def _run_state(self, run: Run) -> None:
-        """Compare the state that the run begins with, and write the one after it."""
+        """Compares the state before the run, and writes the state after it."""
         pages, values = self.manager.states[run.replica], kv_of(run.tokens, run.named, "state")
         page = pages.pages_at([run.request_id], [run.start])
         for tensor in pages.blocks[0]:
@@ -99,7 +106,10 @@ class ServedStates(Served):
         chunk: int = 256,
         new: int = 1,
     ) -> int:
-        """One request of `new` tokens, all of them 1, in chunks; the tokens that it had not to run at first."""
+        """Runs one request in chunks; its `new` tokens are all 1.
+
+        Returns the tokens that it did not have to run at first.
+        """
         context = self.claim(tokens, salt, replica, keys)
         cached, length = -1, context.end_idx
         while context.end_idx < length + new:

@@ -1,5 +1,6 @@
-"""Cancelled imports: the request computes its tokens itself, and writes over no page that others have."""
+"""After a cancelled import the request computes its tokens itself, and overwrites no page that others have."""
 
+# pyright: basic
 from __future__ import annotations
 
 from typing import Any
@@ -13,7 +14,7 @@ from tests.kvcache.replica.test_further_tables import gone
 from tests.kvcache.states.test_grouped_states import NEXT, PROMPT, SHAPE, SIZE, run, served, start, without_state_at
 
 FULL = LayerGroup("full", (0,))
-WIDE = FULL, LayerGroup("window", (1,), 100)  # it sees all of the prompt: no page falls out of it
+WIDE = FULL, LayerGroup("window", (1,), 100)  # the window covers the whole prompt, so no page leaves it
 NARROW = FULL, LayerGroup("window", (1,), 6)
 
 
@@ -30,7 +31,7 @@ def forget_states(manager: PagedKVCacheManager) -> None:
 
 
 def compute(manager: PagedKVCacheManager, context: TextContext) -> None:
-    """A chunk, in pages of its own alone."""
+    """Computes a chunk, and checks that all of its pages belong to the request alone."""
     replica = manager._replicas.each[0]
     row = replica.rows.row_of[context.request_id]
     pages = replica.rows.table[:, row, context.start_idx // SIZE : -(-context.active_idx // SIZE)]

@@ -1,4 +1,7 @@
-"""Pages and states that another replica has come together: KV and states are compared whenever a request reads them."""
+"""Pages and states are copied together from another replica.
+
+KV and states are compared whenever a request reads them.
+"""
 
 # pyright: basic
 from __future__ import annotations
@@ -12,13 +15,16 @@ from kvcache import LayerGroup, Routing
 from tests.kvcache.served import SIZE
 from tests.kvcache.states.served_states import ServedStates
 
-PROMPT = [*range(1, 42)]  # of ten pages, and a token
+PROMPT = [*range(1, 42)]  # ten pages and a token
 WAYS = [True, False]
 WINDOWS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)
 
 
 def of(slabs: bool, *, host: bool = False, dp: int = 2, **options: Any) -> ServedStates:
-    """Two replicas that copy from each other, of states among the pages or apart, without tiers unless `host`."""
+    """Two replicas that copy from each other, with states among the pages or apart.
+
+    With `host` there is a host tier.
+    """
     told = {"routing": Routing(copy_pages=True), **options.pop("params", {})}
     if not host:
         told |= {"enable_kvcache_swapping_to_host": False, "host_kvcache_swap_space_gb": None, "tier_state_share": 0.5}
@@ -26,7 +32,7 @@ def of(slabs: bool, *, host: bool = False, dp: int = 2, **options: Any) -> Serve
 
 
 def copied(it: ServedStates) -> tuple[int, int, int]:
-    """Pages and states that were copied so far, and requests that went on from a state."""
+    """The numbers of pages and states copied so far, and of requests that continued from a state."""
     metrics = it.manager.metrics
     it.manager.check()
     return metrics.d2d_blocks_copied, metrics.d2d_states_copied, metrics.state_hits
@@ -38,9 +44,9 @@ def test_a_request_goes_on_from_the_pages_and_the_state_of_another_replica(slabs
     it.serve(PROMPT, replica=1)
     assert it.serve(PROMPT, replica=0) == 40
     assert copied(it) == (10, 1, 1)
-    assert it.serve(PROMPT, replica=0) == 40  # both are its own now
+    assert it.serve(PROMPT, replica=0) == 40  # the replica now has both itself
     assert copied(it) == (10, 1, 2)
-    assert it.compared == 3  # and where the first chunk of the prompt had ended
+    assert it.compared == 3  # and at the end of the prompt's first chunk
     assert it.serve([*PROMPT[:40], 9, 9, 9], replica=1) == 40
 
 
@@ -48,7 +54,7 @@ def test_a_request_goes_on_from_the_pages_and_the_state_of_another_replica(slabs
 def test_no_page_is_brought_behind_the_last_state_of_any_replica(slabs: bool) -> None:
     it = of(slabs, every=4)
     it.serve(PROMPT, replica=1)
-    other = [*PROMPT[:30], *range(200, 216)]  # shares seven pages, and a state after four
+    other = [*PROMPT[:30], *range(200, 216)]  # shares seven pages, and the state after four
     assert it.serve(other, replica=0) == 16
     assert copied(it) == (4, 1, 1)
 
@@ -67,7 +73,7 @@ def test_where_the_state_is_here_the_pages_come_alone_and_the_other_way_round(sl
 
 
 def forget_pages(it: ServedStates, replica: int, which: slice) -> None:
-    """A replica loses some idle pages of the prompt."""
+    """Removes some idle pages of the prompt from a replica."""
     pool = it.manager._replicas.each[replica].pool
     pages = pool.index.match(it.hasher(context := it.waiting(PROMPT)).digests(context.tokens, 0, 10))[which]
     pool.idle.remove(pages)
@@ -104,17 +110,17 @@ def test_where_no_slab_is_left_for_the_copy_pages_come_as_far_as_a_state_is_here
     running = it.claim(range(500, 500 + SIZE * (pool.free_count - 2 * pool.beside - 11)))
     assert it.manager.maybe_reserve(running)
     late = it.claim(PROMPT)
-    assert pool.free_count == 11  # all that it takes, and none for a slab besides
+    assert pool.free_count == 11  # as many as it takes, and none for a further slab
     assert it.manager.maybe_reserve(late)
     assert late.start_idx == 16
-    assert copied(it) == (4 + 2, 1, 2)  # the other replica had begun with what this one had
+    assert copied(it) == (4 + 2, 1, 2)  # the other replica had started with the pages of this one
 
 
 def test_where_every_state_page_is_held_pages_come_as_far_as_a_state_is_here() -> None:
     it = of(slabs=False)
     it.serve(PROMPT, replica=1)
     leases = list[Any]()
-    for at in range(4):  # of released requests, whose states their leases hold
+    for at in range(4):  # released requests, whose states are held by leases
         context = it.claim([300 + at, 1, 2])
         assert it.manager.maybe_reserve(context)
         it.run(context)
@@ -158,14 +164,15 @@ def test_what_the_host_has_of_a_prefix_comes_from_there_and_the_rest_from_the_re
     it.serve(PROMPT, replica=1)
     it.manager.flush_tiers()
     assert it.serve(PROMPT, replica=0) == 40
-    assert copied(it) == (10, 0, 1)  # the state is in the host that they share, and comes right to where it is needed
+    # the state is in the shared host memory, and is loaded directly to the replica that needs it
+    assert copied(it) == (10, 0, 1)
     assert it.manager.metrics.h2d_states_copied == 1
     it.manager.states[0].forget_copies()
     it.state_tiers.reset()
     assert it.serve(PROMPT, replica=0) == 40
     assert copied(it) == (10, 1, 2)
     it.manager.flush_tiers()
-    assert it.state_tiers.host.pool.index.published.any()  # what was copied goes down again
+    assert it.state_tiers.host.pool.index.published.any()  # copied states are saved to the host again
 
 
 @pytest.mark.few(1)

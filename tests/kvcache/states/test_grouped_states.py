@@ -1,5 +1,6 @@
-"""Windows and recurrent states in one manager: from where a prompt is found, what moves, and what is handed over."""
+"""Windows and recurrent states in one manager: where a prompt can resume, which pages move, and what is handed over."""
 
+# pyright: basic
 from __future__ import annotations
 
 from typing import Any
@@ -24,7 +25,8 @@ from tests.kvcache.kv import KVTokens, kv_of
 from tests.kvcache.replica.test_further_tables import gone
 
 SIZE, NEXT = 4, 7
-GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)  # the query after a page sees it and the one before
+# the first query after a page sees that page and the one before it
+GROUPS = LayerGroup("full", (0,)), LayerGroup("window", (1,), 6)
 SHAPE = StateShape(2, 2, 1, 1, 1, 2, torch.int64, torch.int64)
 LARGE = StateShape(2, 20, 1, 1, 1, 2, torch.int64, torch.int64)  # of 6 pages
 PROMPT = [*range(100, 140)]
@@ -38,14 +40,18 @@ def make(
     files: dict[str, Any] | None = None,
     **options: Any,
 ) -> PagedKVCacheManager:
-    """`copies` None: the states lie among the pages. `files`: params of a file tier below `host_slots`."""
+    """Makes a manager.
+
+    With `copies` None, states lie among the pages. `files` has the params of a file tier below `host_slots`.
+    """
     told = (files or {}) | {"groups": GROUPS, "states": shape, "state_copies": copies, "state_every_pages": every}
-    own = 0 if copies is None else (options.get("rows", 8) + copies + 1) * 8  # more pages than these states take
+    # the pages in addition to those that the states take
+    own = 0 if copies is None else (options.get("rows", 8) + copies + 1) * 8
     return manager_of(pages + own, page_size=SIZE, layers=2, dtype=torch.int64, params=told, **options)
 
 
 def run(manager: PagedKVCacheManager, context: TextContext) -> None:
-    """A chunk of a model whose state is a number that depends on all tokens so far."""
+    """Runs a chunk of a model whose state is a number that depends on all tokens so far."""
     name = context.request_id
     KVTokens(manager).run_contexts([context], manager.fetch([context]))
     states = manager.states[manager.get_replica(context)]
@@ -69,7 +75,7 @@ def start(manager: PagedKVCacheManager, tokens: list[int], name: str = "r") -> T
 
 
 def served(manager: PagedKVCacheManager, tokens: list[int], name: str = "r", *, release: bool = True) -> list[int]:
-    """The ends of the chunks in which the request ran, behind where it was found from."""
+    """Runs a request. Returns the token from which it resumed, and the ends of its chunks."""
     context = start(manager, tokens, name)
     ends = [context.start_idx]
     while context.start_idx < len(tokens):
@@ -92,10 +98,10 @@ def without_state_at(manager: PagedKVCacheManager, pages: int) -> None:
     ("windows", "states", "found"),
     [
         ((), (), 9),
-        ((8,), (), 8),  # of the window after page 9 page 8 is gone
+        ((8,), (), 8),  # page 8 is gone from the window after page 9
         ((), (9,), 8),
         ((7,), (), 7),
-        ((7,), (7,), 6),  # each alone would end later
+        ((7,), (7,), 6),  # either alone would end later
         ((8,), (8, 7), 6),
         ((8, 5), (8, 7, 5), 4),
         ((4, 7), (7, 4), 3),
@@ -196,7 +202,7 @@ def test_tables_of_another_number_are_refused_by_name() -> None:
 
 
 def in_each_slab(manager: PagedKVCacheManager) -> TextContext:
-    """A request that ran in turns with another, which has left: it has pages in each slab."""
+    """A request with pages in each slab: it ran alternately with another one, which was released."""
     context, other = TextContext(PROMPT[:20], 256, "r"), TextContext([1] * 20, 256, "other")
     for one in (context, other):
         manager.external_claim(one.request_id, 0)
@@ -250,7 +256,7 @@ def test_pages_of_a_window_are_moved_for_a_state_but_not_those_that_others_know(
 
 
 def test_a_claim_or_a_fork_without_room_for_its_state_changes_nothing() -> None:
-    """All slabs are held: what is cached among the pages stays, and no row is taken."""
+    """All slabs are held. Cached pages stay, and no row is taken."""
     manager = make(26, None, 0, LARGE)
     served(manager, PROMPT[:9], "before")
     context = start(manager, PROMPT[:5])

@@ -1,5 +1,6 @@
-"""Windows and recurrent states in one manager, with host memory, and files or objects, below it."""
+"""Windows and recurrent states in one manager, over host memory and files or objects."""
 
+# pyright: basic
 from __future__ import annotations
 
 import time
@@ -14,7 +15,7 @@ from tests.kvcache.replica.test_further_tables import gone
 from tests.kvcache.states.test_grouped_states import PROMPT, SIZE, make, run, served, start, without_state_at
 from tests.kvcache.tiers.stored_objects import StoredObjects
 
-FOUND = 9 * SIZE  # of the prompt, whose last token has to run
+FOUND = 9 * SIZE  # the cached tokens the cached tokens of the prompt, whose last token has to run
 FORMS = pytest.mark.parametrize("copies", [20, None], ids=["apart", "among-pages"])
 
 
@@ -24,7 +25,7 @@ def below(copies: int | None, folder: Path | None = None, **options: Any) -> Pag
 
 
 def evict_all(manager: PagedKVCacheManager) -> None:
-    """The device has nothing any more, and the host what it had."""
+    """Evicts everything from the device to the host."""
     manager.flush_tiers()
     pools = [manager._replicas.each[0].pool]
     pools += [manager.states[0].pool] if not manager.slab_pages else []
@@ -42,7 +43,7 @@ def test_what_was_evicted_comes_back_with_its_state(copies: int | None) -> None:
     evict_all(manager)
     assert served(manager, PROMPT, "again")[0] == FOUND
     metrics = manager.metrics
-    assert (metrics.h2d_states_copied, metrics.h2d_blocks_copied) == (1, 9 + 2)  # of the window its last two pages
+    assert (metrics.h2d_states_copied, metrics.h2d_blocks_copied) == (1, 9 + 2)  # only the window's last two pages
 
 
 @FORMS
@@ -62,7 +63,7 @@ def test_of_files_is_read_what_the_last_end_with_a_state_needs(tmp_path: Path) -
     served(first, PROMPT)
     first.close()
     again = below(20, tmp_path, every=2)
-    assert served(again, PROMPT[:30])[0] == 6 * SIZE  # seven pages are there, and no state after the last of them
+    assert served(again, PROMPT[:30])[0] == 6 * SIZE  # seven pages are cached, but no state after the last of them
     metrics = again.metrics
     assert (metrics.file_states_read, metrics.file_blocks_read) == (1, 6 + 2)
     again.close()
@@ -86,7 +87,7 @@ def test_pages_of_the_device_go_with_a_state_from_below(where: str, tmp_path: Pa
 
 
 def gone_from_host(manager: PagedKVCacheManager, pages: int) -> tuple[Any, Any, Any]:
-    """The host has no state after so many pages any more: its index, and where and under which digest it was."""
+    """Removes the state after this many pages from the host. Returns the index, the slot and the digest."""
     tiers = manager._replicas.state_tiers
     assert tiers is not None
     pool, context = tiers.host.pool, TextContext(PROMPT, 256)
@@ -104,7 +105,7 @@ def test_an_end_without_a_state_anywhere_brings_nothing_up_behind_it() -> None:
     evict_all(manager)
     gone_from_host(manager, 9)
     again = start(manager, PROMPT, "again")
-    assert again.start_idx == 8 * SIZE  # a state is kept after each second page
+    assert again.start_idx == 8 * SIZE  # a state is kept after every second page
     run(manager, again)
     assert manager.metrics.h2d_blocks_copied == 8 + 2
 
@@ -131,7 +132,7 @@ def test_a_state_that_comes_on_the_device_while_a_request_waits_is_seen() -> Non
     served(manager, PROMPT)
     manager.flush_tiers()
     pool, states = manager._replicas.each[0].pool, manager.states[0].index
-    pool.release(pool.allocate(pool.free_count))  # the pages are in the host alone
+    pool.release(pool.allocate(pool.free_count))  # the pages are only in the host
     _, _, digest = gone_from_host(manager, 9)
     page = states.find(digest)
     states.withdraw(page)
@@ -153,13 +154,13 @@ def test_a_state_behind_what_all_tables_can_go_on_from_is_not_read(tmp_path: Pat
     manager.flush_tiers()
     tiers = manager._replicas.tiers
     assert tiers is not None
-    tiers.close()  # files have the states alone, after each second page and after nine
+    tiers.close()  # files have only the states, after every second page and after nine
     for of_host in (tiers, manager._replicas.state_tiers):
         assert of_host is not None
         of_host.host.pool.forget_idle()
     for pages in (2, 4, 6, 8, 9):
         without_state_at(manager, pages)
-    gone(manager, PROMPT, 0, 8)  # the window's, which a request after page 9 sees
+    gone(manager, PROMPT, 0, 8)  # the window's page that a query after page 9 sees
     assert start(manager, PROMPT, "again").start_idx == 8 * SIZE
     assert manager.metrics.file_states_read == 1
     manager.close()
@@ -172,8 +173,8 @@ def test_behind_a_state_that_cannot_be_read_a_window_comes_up_to_the_state_befor
     served(manager, PROMPT)
     manager.flush_tiers()
     gone_from_host(manager, 9)
-    without_state_at(manager, 9)  # files alone have it
-    gone(manager, PROMPT, 0, 6)  # the window's, which a request after page 8 sees, and one after page 9 does not
+    without_state_at(manager, 9)  # only files have it
+    gone(manager, PROMPT, 0, 6)  # the window's page that a query after page 8 sees, and one after page 9 does not
     monkeypatch.setattr(StateTier, "to_host", lambda *_, **__: False)
     again = start(manager, PROMPT, "again")
     assert again.start_idx == 8 * SIZE
@@ -191,7 +192,7 @@ def stored(store: StoredObjects, copies: int | None = 20, count: int = 4, **opti
 
 
 def fetched(manager: PagedKVCacheManager, tokens: list[int]) -> None:
-    """Wait as a scheduler does."""
+    """Waits for pages as a scheduler does."""
     context, deadline = TextContext(tokens, 256, "waits"), time.monotonic() + 20
     while manager.prefetch(context):
         assert time.monotonic() < deadline
@@ -208,14 +209,14 @@ def written(store: StoredObjects, copies: int | None = 20, **options: Any) -> No
 @FORMS
 @pytest.mark.parametrize("count", [1, 4, 8])
 def test_another_machine_finds_it_in_a_store(copies: int | None, count: int) -> None:
-    """With objects of 4 and 8 pages the state is after a page within one: an object of fewer pages ends there."""
+    """With objects of 4 and 8 pages the state lies within an object, so a shorter object ends there."""
     store = StoredObjects()
     written(store, copies, count=count)
     again = stored(store, copies, count)
     fetched(again, PROMPT)
     assert served(again, PROMPT)[0] == FOUND
     metrics = again.metrics
-    assert (metrics.object_states_read, metrics.object_blocks_read) == (1, 9 + 2)  # of the window its last two pages
+    assert (metrics.object_states_read, metrics.object_blocks_read) == (1, 9 + 2)  # only the window's last two pages
     assert metrics.object_blocks_refused == metrics.object_states_refused == 0
     again.close()
     assert store.open == 0
@@ -233,7 +234,7 @@ def test_a_longer_prompt_goes_on_from_the_state_within_an_object() -> None:
 
 @pytest.mark.parametrize(("table", "end"), [(0, 9), (1, 9), (0, 8), (1, 8)])
 def test_an_end_that_a_table_cannot_go_on_from_is_none(table: int, end: int) -> None:
-    """The object of some table that ends at this page is gone: the state before it is found, where one is."""
+    """The object of some table that ends at this page is gone. The last state before it is found, if there is one."""
     store = StoredObjects()
     written(store, every=2)
     again = stored(store, every=2)
@@ -244,7 +245,7 @@ def test_an_end_that_a_table_cannot_go_on_from_is_none(table: int, end: int) -> 
     (gone_now,) = [key for key in store.pages if key.endswith(name) and key[:32] == of_pages[:32]]
     del store.objects[gone_now]
     fetched(again, PROMPT)
-    # The window's pages 7 and 8 are seen behind page 9: the first is in the object that ends at page 8.
+    # The query after page 9 sees the window's pages 7 and 8. Page 7 is in the object that ends at page 8.
     found = {(0, 9): 8, (1, 9): 8, (0, 8): 6, (1, 8): 6}[table, end]
     assert served(again, PROMPT)[0] == found * SIZE
     again.close()
@@ -277,7 +278,7 @@ def test_what_a_store_has_damaged_is_no_hit() -> None:
     assert served(again, PROMPT)[0] == 0
     assert again.metrics.object_states_refused
     again.close()
-    right = stored(store)  # they were written over
+    right = stored(store)  # the damaged objects were overwritten
     fetched(right, PROMPT)
     assert served(right, PROMPT)[0] == FOUND
     right.close()

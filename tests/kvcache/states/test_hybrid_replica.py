@@ -1,5 +1,6 @@
 """A replica with recurrent states."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from tests.kvcache.states.served_states import SHAPE
 
 
 def drafted() -> tuple[PagedKVCacheManager, StatePages, TextContext]:
-    """A request of which two guessed tokens have run, of which the second was wrong."""
+    """A request after a run of two guessed tokens; the second guess was wrong."""
     manager = manager_of(100, page_size=4, dtype=torch.int64, params={"states": SHAPE, "state_copies": 4})
     states, context = manager.states[0], TextContext(range(6), 64, "r")
     manager.external_claim("r", 0)

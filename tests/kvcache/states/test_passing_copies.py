@@ -1,5 +1,6 @@
-"""The copies that go along with their requests: many of a step take the place of those before at once."""
+"""State copies that go along with their requests: the copies of one step replace the earlier ones all at once."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ def digests(*words: int) -> np.ndarray:
 
 
 def made(copies: int = 4, tokens: int = 8) -> StatePages:
-    """Three requests that have come to `tokens` tokens, and a copy of each that goes along with it, 1 to 3."""
+    """Three requests that have run `tokens` tokens, each with a copy (1 to 3) that goes along with it."""
     states = StatePages(SHAPE, len(NAMES) + copies)
     for at, name in enumerate(NAMES):
         states.allocate(name)
@@ -44,7 +45,7 @@ def on(states: StatePages, tokens: int = 16) -> None:
 
 
 def kept(states: StatePages, *words: int) -> list[int]:
-    """What is in the copies of these digests; 0 for none."""
+    """The contents of the copies of these digests; 0 if there is no copy."""
     pages = states.pool.index.find(digests(*words)).tolist()
     return [int(states.blocks[0][0][page].flatten()[0]) if page else 0 for page in pages]
 
@@ -68,7 +69,7 @@ def test_each_copy_is_the_next_one_where_it_lies() -> None:
 def test_they_are_used_last() -> None:
     states = made()
     run(states, "a", 9, 50)
-    states.keep("a", digests(9), 9, passing=False)  # the copy 1 goes, and this one stays
+    states.keep("a", digests(9), 9, passing=False)  # this copy stays, and replaces copy 1
     assert states.num_kept == 3
     for name in ("b", "c"):
         run(states, name, 16, 60)
@@ -103,7 +104,7 @@ def elsewhere(states: StatePages) -> None:
 
 @pytest.mark.parametrize("happens", [held, gone, evicted, kept_by_now, elsewhere])
 def test_one_by_one_where_they_cannot(happens: Callable[[StatePages], None]) -> None:
-    states = made(copies=5)  # room for what happens
+    states = made(copies=5)  # enough room for the following copies
     on(states)
     happens(states)
     before = states._passing.copy(), kept(states, 1, 2, 3, 12), states.num_kept, states._tokens.copy()

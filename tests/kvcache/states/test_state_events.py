@@ -1,4 +1,4 @@
-"""KV events of managers with recurrent states: a reader can tell how long a prefix would be found."""
+"""KV events of managers with recurrent states tell a reader how long a prefix would be found."""
 
 # pyright: basic
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOLD = {"kv_events": KVEvents(ANY, ANY)}
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A follower that has lost the last message hears of it at once."""
+    """Shortens the time after which a follower learns that it has lost the last message."""
     monkeypatch.setattr("kvcache.events.publisher._QUIET_S", 0.02)
 
 
@@ -34,19 +34,19 @@ def there(index: object) -> set[int]:
 
 
 def promised(known: Known, hashes: list[int]) -> int:
-    """The number of pages with these hashes that a reader of the events expects to be found."""
+    """The number of pages of this prompt that a reader of the events expects to be found."""
     pages, states = told_of(known, 0), told_of(known, 1) | told_of(known, 1, "CPU")
     run = next((at for at, one in enumerate(hashes) if one not in pages), len(hashes))
     return max((at for at in range(1, run + 1) if hashes[at - 1] in states), default=0)
 
 
 def found(manager: PagedKVCacheManager, replica_idx: int, context: TextContext) -> tuple[int, list[int]]:
-    """Pages that a new request of these tokens would find, and the hashes of those that it could."""
+    """The number of pages that a new request with these tokens would find, and the hashes of its full pages."""
     replica = manager._replicas.each[replica_idx]
     hasher = replica.hasher(None, context)
     digests = hasher.digests(context.tokens, 0, (context.current_length - 1) // replica.page_size)
     (pages,) = replica.published_run(context).pages
-    # Its own claim may evict a state, which `match` foresees and no reader can: that is left out here.
+    # Leaves out that the request's own claim may evict a state: `match` foresees that, but no reader can.
     return last_end(replica.ends(digests[: len(pages)])), hashes_of(digests).tolist()
 
 

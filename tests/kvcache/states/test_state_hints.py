@@ -1,4 +1,4 @@
-"""Hints and quotas hold for the copies of states that a prefix needs: with both forms of memory."""
+"""Hints and quotas also apply to the state copies that a prefix needs, with both forms of memory."""
 
 # pyright: basic
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIZE = 4
 
 
 def made(pages: int, copies: int, shape: StateShape = SHAPES[1], rows: int = 2, **params: Any) -> PagedKVCacheManager:
-    """A manager with room for so many pages and, beside those of its requests, `copies` states."""
+    """A manager with this many pages, and room for `copies` states in addition to those of its requests."""
     made = KVCacheParams(
         torch.int64, 1, 2, enable_prefix_caching=True, page_size=SIZE, states=shape, state_copies=copies, **params
     )
@@ -32,7 +32,7 @@ def made(pages: int, copies: int, shape: StateShape = SHAPES[1], rows: int = 2, 
 
 
 def shared(pages: int, slab_pages: int = 4, rows: int = 2, **params: Any) -> PagedKVCacheManager:
-    """A manager of so many pages, `slab_pages` of which hold a state where one is needed."""
+    """A manager with this many pages, in which a state takes `slab_pages` pages."""
     made = KVCacheParams(
         torch.int64, 1, 2, enable_prefix_caching=True, page_size=SIZE, states=SHAPES[slab_pages], **params
     )
@@ -41,7 +41,7 @@ def shared(pages: int, slab_pages: int = 4, rows: int = 2, **params: Any) -> Pag
 
 
 def run(manager: PagedKVCacheManager, contexts: Sequence[TextContext], token: int = 0) -> None:
-    """A step of these, whose states are told to be those of all tokens that ran."""
+    """Runs a step of these requests, and reports the state pages as holding all tokens that ran."""
     (states,) = manager.states
     manager.fetch(contexts)
     names = [context.request_id for context in contexts]
@@ -55,7 +55,7 @@ def run(manager: PagedKVCacheManager, contexts: Sequence[TextContext], token: in
 def serve(
     manager: PagedKVCacheManager, tokens: list[int], said: Retention | None = None, more: int = 0, **options: Any
 ) -> int:
-    """Run one request to its first token and `more`; the tokens that it found cached."""
+    """Runs one request to its first token and `more` further ones. Returns the tokens that it found cached."""
     context = TextContext(tokens, len(tokens) + more + 1, retention=said, **options)
     with manager.claim(context):
         assert manager.maybe_reserve(context)
@@ -72,7 +72,7 @@ def prompt(name: int, pages: int = 2) -> list[int]:
 
 
 def trusting(manager: PagedKVCacheManager) -> PagedKVCacheManager:
-    """All that is idle follows hints, as after a time of right ones."""
+    """Makes all idle content follow hints, as after a period of right hints."""
     serve(manager, prompt(10_000), LAST)
     for replica in manager._replicas.each:
         trust(replica.hints, 0.95)
@@ -81,12 +81,12 @@ def trusting(manager: PagedKVCacheManager) -> PagedKVCacheManager:
 
 
 def found(manager: PagedKVCacheManager, tokens: list[int], **options: Any) -> int:
-    """Pages of the prompt that a request would find. Asking changes nothing."""
+    """The number of pages of the prompt that a request would find. The call changes nothing."""
     return manager._replicas.each[0].find(TextContext(tokens, 4096, **options)).end
 
 
 def copies_of(manager: PagedKVCacheManager, tokens: list[int], **options: Any) -> list[int]:
-    """After how many of the prompt's pages there is a copy. Asking changes nothing."""
+    """The numbers of the prompt's pages after which there is a state copy. The call changes nothing."""
     replica = manager._replicas.each[0]
     last = len(tokens) // SIZE
     digests = replica.hasher(None, TextContext(tokens, 4096, **options)).digests(tokens, 0, last)  # pyright: ignore[reportArgumentType]
@@ -97,7 +97,7 @@ def copies_of(manager: PagedKVCacheManager, tokens: list[int], **options: Any) -
 def test_a_hinted_prefix_is_found_after_a_flood_with_its_state(said: Retention | None) -> None:
     manager = trusting(made(400, 10))
     serve(manager, prompt(1), said)
-    for name in range(100, 140):  # pages for all of them, copies for ten
+    for name in range(100, 140):  # enough pages for all of them, but state copies for only ten
         serve(manager, prompt(name))
     assert found(manager, prompt(1)) == (0 if said is None else 2)
     assert serve(manager, prompt(1)) == (0 if said is None else 8)
@@ -113,7 +113,9 @@ def test_what_is_said_to_go_first_goes_first() -> None:
 
 
 def test_that_it_stays_is_said_of_the_newest_copies_alone() -> None:
-    """With a copy after every page: those at the end of the answer, of the prompt and of the range."""
+    """With a copy after every page, the hint applies to the copies at the end of the answer, of the prompt and of the
+    range.
+    """
     manager = trusting(made(400, 14, state_every_pages=1))
     tokens = prompt(1, 8)
     said = Retention(session_continues=True, ranges=(RangeRetention(0, 3 * SIZE + 2, priority=100),))
@@ -132,7 +134,7 @@ def test_that_it_goes_first_is_said_of_all_copies() -> None:
     for name in range(100, 104):
         serve(manager, prompt(name))
         if name == 102:
-            assert copies_of(manager, prompt(1, 6)) == [5, 6]  # the newest is worth most here, too
+            assert copies_of(manager, prompt(1, 6)) == [5, 6]  # the newest copy is worth most here, too
     assert copies_of(manager, prompt(1, 6)) == []
     assert copies_of(manager, prompt(2, 2)) == [1, 2]
 
@@ -153,13 +155,16 @@ def test_a_copy_that_was_to_go_first_and_is_used_is_not_put_first_again(again: R
 
 
 def one_by_one(manager: PagedKVCacheManager) -> None:
-    """Copies of a step's requests are made one after another, as where one of them stays."""
+    """Makes the copies of a step's requests one after another, as happens if one of them stays."""
     manager.states[0].keep_passing = lambda *_: False  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_what_comes_into_a_copys_place_has_no_hint_of_it(*, together: bool) -> None:
-    """A child's hint is for a copy that still goes along with its parent, which puts the next one in its place."""
+    """The child's hint is for a copy that still goes along with the parent.
+
+    The parent then replaces this copy with its next one.
+    """
     manager = trusting(made(400, 8, rows=3))
     if not together:
         one_by_one(manager)
@@ -186,7 +191,7 @@ def test_what_comes_into_a_copys_place_has_no_hint_of_it(*, together: bool) -> N
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_hint_does_not_wear_off_by_requests_that_come_further(*, together: bool) -> None:
-    """Each takes the place of its own last copy: nothing has gone for that, however often it happens."""
+    """Each copy replaces the request's own last one, so no other content is evicted, however often this happens."""
     manager = trusting(made(400, 8))
     if not together:
         one_by_one(manager)
@@ -205,14 +210,14 @@ def test_without_hints_and_quotas_copies_are_in_the_plain_order() -> None:
 
 
 def test_a_tenant_above_its_quota_gives_up_its_own_copies() -> None:
-    manager = made(400, 18, tenant_quota=0.2)  # of 20 state pages four
+    manager = made(400, 18, tenant_quota=0.2)  # four of 20 state pages
     for name in range(4):
         serve(manager, prompt(name))
     for name in range(100, 130):
         serve(manager, prompt(name), cache_salt="small")
     assert [found(manager, prompt(name)) for name in range(4)] == [2] * 4
     theirs = [found(manager, prompt(name), cache_salt="small") for name in range(100, 130)]
-    assert theirs == [0] * 15 + [2] * 15  # what is above a quota is found until its place is needed
+    assert theirs == [0] * 15 + [2] * 15  # copies above a quota are found until their room is needed
     for name in range(200, 211):
         serve(manager, prompt(name))
     theirs = [found(manager, prompt(name), cache_salt="small") for name in range(100, 130)]
@@ -221,7 +226,7 @@ def test_a_tenant_above_its_quota_gives_up_its_own_copies() -> None:
 
 
 def test_copies_of_a_tenant_are_as_old_as_their_last_use() -> None:
-    """A request of the tenant makes its new copies the tenant's, and none of the others younger."""
+    """A request of the tenant makes its new copies belong to the tenant, and makes no other copy younger."""
     manager = made(400, 10, tenant_quota=0.9, state_every_pages=1)
     serve(manager, prompt(1, 6), cache_salt="a")
     serve(manager, prompt(2))
@@ -239,7 +244,7 @@ def test_copies_of_a_tenant_are_as_old_as_their_last_use() -> None:
 def test_in_one_memory_a_hinted_prefix_is_found_after_a_flood(said: Retention | None) -> None:
     manager = trusting(shared(60))
     serve(manager, prompt(1), said)
-    for name in range(100, 120):  # each of six pages, four of which are the copy
+    for name in range(100, 120):  # each takes six pages, four of which hold the copy
         serve(manager, prompt(name))
     assert found(manager, prompt(1)) == (0 if said is None else 2)
 
@@ -256,7 +261,7 @@ def test_in_one_memory_what_goes_first_goes_first_with_its_copy() -> None:
 
 @pytest.mark.parametrize("long", [False, True])
 def test_in_one_memory_a_hint_that_keeps_pages_keeps_them_from_slabs_too(*, long: bool) -> None:
-    """Long prompts take pages, short ones slabs."""
+    """Long prompts take pages, and short prompts take slabs."""
     manager = trusting(shared(100))
     serve(manager, prompt(1, 20), LAST)
     for name in range(100, 130):
@@ -298,11 +303,11 @@ def test_in_one_memory_a_tenants_copies_count_as_many_pages_as_they_take(slab_pa
     assert [found(manager, prompt(name)) for name in (*range(3), *range(201, more + 1))] == [2] * (3 + more - 200)
 
 
-HALF = 72  # prompts in each half of the rounds
+HALF = 72  # number of number of prompts in each half of the rounds
 
 
 def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retention | None) -> list[int]:
-    """A few prompts that come again and again, between those that never do; the tokens found in each half."""
+    """Runs a few recurring prompts between others that occur once. Returns the tokens found in each half."""
     halves = []
     for half in range(2):
         hits = 0
@@ -317,7 +322,7 @@ def rounds(manager: PagedKVCacheManager, first: Retention | None, last: Retentio
 @pytest.mark.few(1)
 @pytest.mark.parametrize("slabs", [True, False])
 def test_the_share_grows_while_hints_are_right(*, slabs: bool) -> None:
-    """Six prompts of six pages with their copies, or of two beside ten copies: plain LRU finds none."""
+    """Six recurring prompts of six pages with their copies, or of two pages with ten copies: plain LRU finds none."""
     manager = shared(60) if slabs else made(24, 10)
     assert rounds(manager, None, None) == [0, 0]
     manager = shared(60) if slabs else made(24, 10)
@@ -335,12 +340,12 @@ def test_in_one_memory_what_runs_leaves_plain_lru_no_room_for_its_slabs() -> Non
         manager.external_claim(context.request_id, 0)
         assert manager.maybe_reserve(context)
         rooms.append(plain._room)
-    # Each has a slab, and beside the pages of its prompt that are full one that is not.
+    # Each request has a slab, the full pages of its prompt, and one partial page.
     assert rooms == [60 - running * (manager.slab_pages + 1) for running in (1, 2, 3)]
 
 
 def test_in_one_memory_plain_lru_is_counted_as_it_would_have_hit() -> None:
-    """With hints that say nothing the cache hits about as much as the baseline, which knows no copies."""
+    """With neutral hints the cache has about as many hits as the baseline, which ignores state copies."""
     manager, rng = shared(80), random.Random(0)
     serve(manager, prompt(0), Retention())
     learned, hits = evidence(manager), 0

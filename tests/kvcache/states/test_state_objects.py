@@ -1,4 +1,4 @@
-"""Recurrent states over an object store: each an object, and pages up to where one is."""
+"""Recurrent states over an object store: each state is an object, and pages are found up to a state."""
 
 # pyright: basic
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.kvcache.served import SIZE
 from tests.kvcache.states.served_states import STATE_BYTES, ServedStates
 from tests.kvcache.tiers.stored_objects import COUNT, StoredObjects, key_of, settled, tiers_of
 
-PROMPT = range(43)  # ten full pages and some tokens: two objects, and one of two pages
+PROMPT = range(43)  # ten full pages and some tokens: two full objects, and one of two pages
 Make = Callable[..., ServedStates]
 
 
@@ -43,10 +43,10 @@ def written(served: Make, *prompts: Iterable[int], new: int = 1, **options: Any)
 @pytest.mark.parametrize("slabs", [True, False])
 @pytest.mark.parametrize("length", [3, 4, 5, 16, 17, 20, 21, 33, 43])
 def test_a_new_machine_goes_on_from_the_store_alone(served: Make, slabs: bool, length: int) -> None:
-    """The one form of memory finds what the other has written."""
+    """Each form of memory finds what the other has written."""
     pages, full = (length - 1) // SIZE, length // SIZE
     wrote = written(served, range(length), slabs=slabs).manager.metrics
-    places = {pages, full} - {0}  # after the prompt's last page that others go on after, and the last that is full
+    places = {pages, full} - {0}  # after the last page from which other prompts continue, and after the last full page
     assert wrote.object_states_written == len(places)
     assert wrote.object_blocks_written == full // COUNT * COUNT + sum(place % COUNT for place in places)
     again = served(slabs=not slabs)
@@ -62,23 +62,23 @@ def test_a_new_machine_goes_on_from_the_store_alone(served: Make, slabs: bool, l
 def test_conversations_and_what_prompts_have_in_common_are_found(served: Make) -> None:
     system, new = [*range(50, 80)], 12
     asked = [[*system, *range(at * 10, at * 10 + 7)] for at in range(3)]
-    written(served, *asked[:2], new=new)  # the second one leaves what it has in common with the first: a state is kept
+    written(served, *asked[:2], new=new)  # the second prompt diverges from the first, so a state is kept there
     again = served()
     turn = [*asked[0], *[1] * new, 5, 6, 7]
     assert again.again(turn) == (len(asked[0]) + new - 1) // SIZE * SIZE  # the answer's last token was never run
     assert again.again(asked[1]) == (len(asked[1]) - 1) // SIZE * SIZE
     assert again.again([*asked[1], 3, 3, 3]) == len(asked[1]) // SIZE * SIZE
     assert again.again(asked[2]) == len(system) // SIZE * SIZE
-    assert again.manager.metrics.object_states_read == 3  # of the second prompt the one that its answer ends with, too
+    assert again.manager.metrics.object_states_read == 3  # includes the state at the end of the second prompt's answer
 
 
 def test_states_between_are_found_where_the_rest_is_another(served: Make) -> None:
     written(served, PROMPT, every=3)
     again = served()
-    other = [*range(39), 99, 98, 97, 96]  # nine pages, and there are states after three, six and nine of them
+    other = [*range(39), 99, 98, 97, 96]  # nine pages, with states after three, six and nine of them
     assert again.again(other) == 36
-    assert again.again([*range(35), 99, 98, 97]) == 24  # eight pages, an object's end, and no state after them
-    assert again.again([*range(23), 99, 98, 97]) == 12  # five pages, in no object that ends there
+    assert again.again([*range(35), 99, 98, 97]) == 24  # eight pages, where an object ends, but without a state
+    assert again.again([*range(23), 99, 98, 97]) == 12  # five pages, where no object ends
 
 
 def test_pages_without_a_state_and_states_without_pages_are_nothing_to_go_on_from(
@@ -97,14 +97,14 @@ def test_pages_without_a_state_and_states_without_pages_are_nothing_to_go_on_fro
 
 
 def test_states_are_not_taken_for_pages(served: Make, store: StoredObjects) -> None:
-    """With one page an object, an object of each kind has the same digest for a name."""
+    """If an object has one page, an object of pages and an object of states have the same digest."""
     written(served, params={"object_tier_pages": 1})
     namespaces = Counter(key.split("/")[0] for key in store.pages)
     assert sorted(namespaces.values()) == [1, 10]
     again = served(params={"object_tier_pages": 1})
     assert again.again(PROMPT) == 40
     other = served()
-    other.fetch(PROMPT)  # the state is found, and no page
+    other.fetch(PROMPT)  # the state is found, but no page
     assert other.serve(PROMPT) == 0
     assert other.manager.metrics.object_states_read == 0
 
@@ -126,7 +126,7 @@ def test_what_there_is_is_asked_in_few_rounds(served: Make, store: StoredObjects
     settled(again)
     store.calls.clear()
     again.fetch(PROMPT)
-    assert sorted(store.calls) == ["exist", "exist", "read", "read"]  # of pages and of states
+    assert sorted(store.calls) == ["exist", "exist", "read", "read"]  # one of pages and one of states
     again.fetch(PROMPT)
     assert len(store.calls) == 4
 
@@ -138,7 +138,7 @@ def test_pages_that_end_in_an_object_of_fewer_come_together_with_the_state_after
     again = served()
     again.fetch(PROMPT)
     for tiers in (again.tiers, again.state_tiers):
-        tiers.host.pool.forget_idle()  # what there is in the store, is known
+        tiers.host.pool.forget_idle()  # the contents of the store are known
     store.may.clear()
     assert again.manager.prefetch(again.waiting(PROMPT))
     assert [[len(slots) for slots in tier.held_slots] for tier in tiers_of(again)] == [[10], [1]]
@@ -148,14 +148,14 @@ def test_pages_that_end_in_an_object_of_fewer_come_together_with_the_state_after
 
 
 def test_of_a_prompt_larger_than_the_host_the_state_that_its_first_pages_lead_to_is_read(served: Make) -> None:
-    """Six pages may be read, which is one object; seven were written, with states after four and seven of them."""
+    """Six pages may be read, that is one object. Seven were written, with states after four and seven of them."""
     it, prompt = served(80, 12, slabs=False, every=4), PROMPT[:29]
     assert it.serve(prompt) == 0
     it.manager.flush_tiers()
     for pool in (it.manager._replicas.each[0].pool, it.manager.states[0].pool):
         pool.release(pool.allocate(pool.free_count))
     for tiers in (it.tiers, it.state_tiers):
-        tiers.host.pool.forget_idle()  # who has written the objects knows them all
+        tiers.host.pool.forget_idle()  # the process that has written the objects knows them all
     assert it.again(prompt) == 16
     assert (it.manager.metrics.object_blocks_read, it.manager.metrics.object_states_read) == (4, 1)
 
@@ -172,11 +172,12 @@ def test_older_states_are_asked_for_some_at_a_time(
     store.calls.clear()
     assert again.again(PROMPT) == 8
     asked = [call for call in store.calls if call != "read"]
-    assert len(asked) >= 4  # of pages; of the states after pages 7 to 10, 3 to 6, and the first ones
+    # one question for pages, and one each for the states after pages 7 to 10, 3 to 6, and the first ones
+    assert len(asked) >= 4
 
 
 def test_a_state_far_behind_what_the_host_has_room_for_is_found(served: Make) -> None:
-    """States are read one at a time, so that it does not matter how many of a prompt's pages come before."""
+    """States are read one at a time, so it does not matter how many pages come before one."""
     prompt = range(203)
     written(served, prompt)
     again = served(80, 120, 2)
@@ -210,7 +211,7 @@ def test_a_damaged_newest_state_leaves_the_one_before_it_and_is_written_again(
     right, key = dict(store.pages), key_of(it, PROMPT, 10, state=True)
     again = served()
     again.fetch(PROMPT)
-    again.state_tiers.host.pool.forget_idle()  # it is known to be there
+    again.state_tiers.host.pool.forget_idle()  # the state is known to be in the store
     if how == "gone":
         del store.objects[key]
     else:
@@ -242,7 +243,7 @@ def test_damaged_pages_at_a_runs_end_leave_the_state_before_it(served: Make, sto
 def test_a_store_that_dies_between_is_left_alone(served: Make, store: StoredObjects, which: str) -> None:
     written(served)
     again = served()
-    again.fetch(PROMPT)  # what there is, is known
+    again.fetch(PROMPT)  # the contents of the store are known
     for tiers, name in ((again.tiers, "pages"), (again.state_tiers, "states")):
         if which in (name, "both"):
             tiers.host.pool.forget_idle()
@@ -250,8 +251,8 @@ def test_a_store_that_dies_between_is_left_alone(served: Make, store: StoredObje
     calls = len(store.calls)
     again.fetch(PROMPT, seconds=2.0)
     again.fetch(PROMPT, seconds=2.0)
-    settled(again)  # where the state has failed nobody waits for the pages
-    tried = store.calls[calls:]  # where both fail a state may be begun to be read before the pages have failed
+    settled(again)  # if the state fails, no request waits for the pages
+    tried = store.calls[calls:]  # if both fail, reading a state may begin before the pages have failed
     assert set(tried) == {"read"}
     assert len(tried) == 1 or (which == "both" and len(tried) == 2)
     assert again.serve(PROMPT) == 0
@@ -271,11 +272,11 @@ def test_files_serve_while_the_store_is_dead(served: Make, store: StoredObjects,
 def test_a_state_that_is_being_read_leaves_the_one_that_a_request_resumes_from_meanwhile(
     served: Make, store: StoredObjects
 ) -> None:
-    """The host has room for two states. The earlier one of the prompt is the older."""
+    """The host has room for two states. The earlier state of the prompt is the older one."""
     early, other = PROMPT[:21], [99, *PROMPT]
     written(served, early, PROMPT, other)
     again = served(80, 120, 2, params={"object_tier_timeout_s": 60.0})
-    again.fetch(PROMPT)  # what the store has is known
+    again.fetch(PROMPT)  # the contents of the store are known
     for tiers in (again.tiers, again.state_tiers):
         tiers.host.pool.forget_idle()
     again.fetch(early)
@@ -288,7 +289,7 @@ def test_a_state_that_is_being_read_leaves_the_one_that_a_request_resumes_from_m
 
 def test_a_full_host_reads_no_state_and_refuses_nothing(served: Make) -> None:
     written(served)
-    again = served(80, 120, 2, checks=False)  # nobody knows who holds the slots
+    again = served(80, 120, 2, checks=False)  # the checks do not know the holders of the slots
     pool = again.state_tiers.host.pool
     slots = pool.allocate(2)
     assert again.again(PROMPT) == 0
@@ -319,7 +320,7 @@ def test_replicas_share_what_comes_from_the_store(served: Make) -> None:
 
 @pytest.mark.parametrize("pays", [True, False])
 def test_a_state_is_read_where_the_pages_before_it_take_longer_to_compute(served: Make, pays: bool) -> None:
-    """A read takes half a second: ten pages are computed in one second, or in a tenth of one."""
+    """A read takes half a second. Computing ten pages takes one second, or a tenth of one."""
     it = written(served)
     again = served(params={"object_tier_tokens_per_s": 40.0 if pays else 400.0})
     pages, states = tiers_of(again)
@@ -339,7 +340,9 @@ def test_an_object_is_as_large_as_a_state_and_its_row(served: Make, store: Store
 
 
 def longest(it: ServedStates, prompt: list[int], store: StoredObjects) -> int:
-    """By the contract, the tokens of a prompt that are found: its pages, and a state after them, lie anywhere."""
+    """The tokens of a prompt that must be found according to the documentation, if its pages and a state after them lie
+    in any tier.
+    """
     last = (len(prompt) - 1) // SIZE
     digests, (pages, states) = it.digests(prompt)[:last], tiers_of(it)
     assert it.tiers.host.pool.num_pages // 2 >= last
@@ -366,7 +369,7 @@ def longest(it: ServedStates, prompt: list[int], store: StoredObjects) -> int:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("slabs", [True, False])
 def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_path: Path, slabs: bool) -> None:
-    """Two managers on one store, small on every tier: what is found is what the model finds, and it is compared."""
+    """Two managers on one store, with small tiers. They find what the model finds, and all contents are compared."""
     rng, seen, now = np.random.default_rng(9), Counter[str](), time.monotonic()
     files = {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 30_000 / 2**30}
     both = [
@@ -376,7 +379,7 @@ def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_
         for tier in tiers_of(it):
             tier._clock = lambda: now
     for move in range(120):
-        now += 11.0  # what was absent is asked for again
+        now += 11.0  # absent objects are asked for again
         for it in both:
             it.manager.flush_tiers()
             settled(it)
@@ -388,7 +391,7 @@ def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_
         before, gone = it.manager.metrics, sum(tier.refusals.total() for tier in tiers_of(it))
         found = it.again(prompt, chunk=int(rng.integers(1, 80)), new=int(rng.integers(1, 9)))
         refused = sum(tier.refusals.total() for tier in tiers_of(it)) > gone
-        # Pages read for a prefix that has just been shortened may have pushed out pages that the shorter one needs.
+        # Pages read for a prefix that was just shortened may have evicted pages that the shorter prefix needs.
         assert found == expected or (refused and found < expected), (move, prompt)
         after = it.manager.metrics
         seen["as expected"] += found == expected > 0
@@ -412,7 +415,7 @@ def test_random_prompts_over_four_tiers(served: Make, store: StoredObjects, tmp_
 
 
 class Late:
-    """A question to a tier takes up the results of its threads first."""
+    """A tier whose questions first collect the results of its threads."""
 
     def __init__(self, tier: ObjectTier, store: StoredObjects, monkeypatch: pytest.MonkeyPatch) -> None:
         self._tier, self._store, self._has_of = tier, store, tier.has_of  # type: ignore[attr-defined]
@@ -449,7 +452,7 @@ def test_a_state_that_comes_between_two_looks_is_not_read_again(
     written(served)
     again = served()
     again.fetch(PROMPT)
-    again.state_tiers.host.pool.forget_idle()  # it is known to be there
+    again.state_tiers.host.pool.forget_idle()  # the state is known to be in the store
     states, digests = again.manager.states[0], again.digests(PROMPT)
     store.may.clear()
     assert states.bring_newest(digests, wait=False)
@@ -471,7 +474,7 @@ def test_only_states_later_than_what_is_known_are_asked_for(served: Make, store:
     settled(again)
     keys, exist = list[str](), tier._read_io.exist
     tier._read_io.exist = lambda asked: keys.extend(asked) or exist(asked)  # type: ignore[method-assign]
-    assert not states.ask(digests)  # the last one is there
+    assert not states.ask(digests)  # the last state is there
     settled(again)
     assert keys == []
     del store.objects[key_of(again, PROMPT, 10, state=True)]
@@ -479,5 +482,5 @@ def test_only_states_later_than_what_is_known_are_asked_for(served: Make, store:
     tier._known.clear()
     assert states.ask(digests)
     settled(again)
-    assert not states.ask(digests)  # it is left alone
+    assert not states.ask(digests)  # the store is not asked again
     assert again.manager.metrics.object_store_failures == 1

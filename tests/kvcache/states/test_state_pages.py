@@ -1,3 +1,4 @@
+# pyright: basic
 import numpy as np
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_states_come_back_as_written_from_any_number_of_shards(shards: int) -> N
             assert torch.equal(states.read(layer, pages, CONV_KINDS), conv)
             assert torch.equal(states.read(layer, pages, (SSM_KIND,)), ssm)
             assert torch.equal(states.read(layer, pages.flip(0), ("conv.C",)), conv.flip(0)[:, 22:])
-    for kind, parts in split._views.each.items():  # each shard holds its own part of what the one shard holds
+    for kind, parts in split._views.each.items():  # each shard holds its own part of the single shard's state
         ((_, all_of_it),) = whole._views.each[kind]
         for layout, held in parts:
             assert torch.equal(held, all_of_it[:, :, layout.first_head : layout.first_head + layout.num_heads])
@@ -109,7 +110,7 @@ def test_a_cancelled_import_leaves_the_page_as_allocated() -> None:
     states = StatePages(SHAPE, 1)
     states.allocate("a")
     page = states.begin_import("a")
-    states.tensors[0][3][page] = 9  # half of it had come
+    states.tensors[0][3][page] = 9  # half of the state had arrived
     states.cancel_import(page)
     assert states.tokens_of("a") == 0
     assert not any(tensor.any() for tensor in states.tensors[0])
@@ -160,7 +161,7 @@ def test_a_leased_page_outlives_its_request_and_is_not_run_on_once_it_was_told()
     page = states.allocate("a")
     first = held(states, "a")
     states.advance(states.pages_at(["a"], [0]), [5])
-    states.advance(states.pages_at(["a"], [5]), [9])  # nobody was told of the state after 5 tokens
+    states.advance(states.pages_at(["a"], [5]), [9])  # no reader was told of the state after 5 tokens
     states.tell("a")
     with pytest.raises(StatePageError, match="'a': its state after 9 tokens is leased"):
         states.pages_at(["a"], [9])
@@ -174,7 +175,7 @@ def test_a_leased_page_outlives_its_request_and_is_not_run_on_once_it_was_told()
     second.release()
     states.check(["b"])
     assert states.allocate("a") == page
-    assert states.pages_at(["a"], [0]).tolist() == [page]  # what was told of it before is forgotten
+    assert states.pages_at(["a"], [0]).tolist() == [page]  # what readers were told of the page before is forgotten
 
 
 def test_a_lease_that_ends_first_lets_the_request_go_on() -> None:
@@ -199,7 +200,7 @@ def test_a_copy_is_found_by_its_digest_and_copied_into_the_page_of_who_goes_on()
     states.write(1, torch.tensor([first]), (SSM_KIND,), torch.randn(1, 4, 3, 5))
     states.advance(torch.tensor([first]), [8])
     states.keep("a", digest(1), 7, passing=False)
-    assert states.num_kept == 0  # the state is of 8 tokens
+    assert states.num_kept == 0  # the state covers 8 tokens
     states.keep("a", digest(1), 8, passing=False)
     assert (states.num_kept, states.num_held, states.num_free) == (1, 2, 2)
     assert [states.longest(np.concatenate(each)) for each in ([digest(3), digest(1), digest(2)], [digest(2)])] == [2, 0]
@@ -216,7 +217,7 @@ def test_a_passing_copy_goes_with_the_next_one_and_never_with_anothers() -> None
     pages = [states.allocate(name) for name in "ab"]
     states.advance(torch.tensor(pages), [8, 8])
     states.keep("a", digest(1), 8, passing=True)
-    states.keep("b", digest(1), 8, passing=True)  # it is there, and goes with a's next one alone
+    states.keep("b", digest(1), 8, passing=True)  # it exists, and only a's next copy replaces it
     states.keep("b", digest(2), 8, passing=True)
     assert states.num_kept == 2
     states.keep("a", digest(3), 8, passing=False)
@@ -224,13 +225,13 @@ def test_a_passing_copy_goes_with_the_next_one_and_never_with_anothers() -> None
     states.forget_copies()
     assert states.num_kept == 0
     states.keep("a", digest(2), 8, passing=False)
-    states.keep("b", digest(4), 8, passing=False)  # what it passed was forgotten: this one is a's
+    states.keep("b", digest(4), 8, passing=False)  # the copy that b passed was forgotten; this one is a's
     assert [states.longest(digest(number)) for number in (2, 4)] == [1, 1]
     states.check(["a", "b"])
 
 
 class Came(PageReader):
-    """Notes which copies the tiers below are told to keep."""
+    """Records which copies the lower tiers are told to keep."""
 
     def __init__(self) -> None:
         self.words: list[int] = []
@@ -262,7 +263,7 @@ def test_of_passing_copies_the_last_one_goes_to_the_tiers_below_when_its_request
 @pytest.mark.parametrize("leased", [True, False])
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_request_runs_on_from_the_state_that_it_settles_on(kept: bool, leased: bool) -> None:
-    """Where others know the page by its number, the drafted state comes to it; where not, the pages change places."""
+    """If others know the page's number, the drafted state is copied to it. Otherwise the two pages are exchanged."""
     states = StatePages(SHAPE, 3)
     page = states.allocate("a")
     states.advance(torch.tensor([page]), [8])
@@ -286,7 +287,7 @@ def test_a_request_runs_on_from_the_state_that_it_settles_on(kept: bool, leased:
 def test_copies_give_way_to_requests_and_to_newer_ones() -> None:
     states = StatePages(SHAPE, 3)
     states.advance(torch.tensor([states.allocate("a")]), [8])
-    for number in (1, 2, 1, 3):  # 1 is used again before 3 comes
+    for number in (1, 2, 1, 3):  # copy 1 is used again before copy 3 is made
         states.keep("a", digest(number), 8, passing=False)
     assert [states.longest(digest(number)) for number in (1, 2, 3)] == [1, 0, 1]
     states.allocate("b")
@@ -299,12 +300,12 @@ def test_copies_give_way_to_requests_and_to_newer_ones() -> None:
 
 @pytest.mark.parametrize("end", ["committed", "cancelled"])
 def test_what_a_page_held_before_an_import_comes_back_at_its_own_cancellation_alone(end: str) -> None:
-    """A page is another request's after its release, and begins at zero."""
+    """After its release the page belongs to another request, and its state starts at zero."""
     states = StatePages(SHAPE, 2)
     page = states.allocate("a")
     for tensor in states.blocks[0]:
         tensor[page] = 5
-    assert states.begin_import("a", digest(1)) == page  # no copy of that is there: the content is saved
+    assert states.begin_import("a", digest(1)) == page  # that state has no copy, so the content is saved
     for tensor in states.blocks[0]:
         tensor[page] = 7
     if end == "committed":

@@ -1,5 +1,6 @@
-"""An object store in memory, which fails and takes its time as a test wants it."""
+"""An object store in memory, with failures and delays that a test chooses."""
 
+# pyright: basic
 from __future__ import annotations
 
 import threading
@@ -14,33 +15,33 @@ from kvcache.types import ObjectIO, ObjectRange, Part
 from tests.kvcache.served import Served
 
 COUNT = 4  # pages of an object
-# An object that is longer at its end has every page right: they are read, and it stays.
+# An object with extra bytes at its end has only right pages: they are read, and the object stays.
 DAMAGE = ("gone", "swapped", "empty", "cut", "noise", "shifted", "pushed", "flipped", "longer")
 S = TypeVar("S", bound=Served)
 
 
 class StoredObjects:
-    """A store that all its `ObjectIO` share. A manager's `object_tier_io`."""
+    """A store that several `ObjectIO` share. It is the `object_tier_io` of managers."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.calls: list[str] = []
         self.read_bytes = 0
         self.fails = False
-        self.may = threading.Event()  # calls wait for it, as long as their time lasts
+        self.may = threading.Event()  # calls wait for this event until their time is over
         self.may.set()
         self.open = 0
         self._machines: list[Served] = []
 
     def machine(self, kind: type[S], *sizes: int, params: dict[str, Any] | None = None, **options: Any) -> S:
-        """A manager over this store, which is closed with it."""
+        """Makes a manager over this store, which is closed together with the store."""
         given = {"file_tier_key": "model", "object_tier_io": self, "object_tier_pages": COUNT, **(params or {})}
         made = kind(*sizes, params=given, **options)
         self._machines.append(made)
         return made
 
     def close(self) -> None:
-        """Check all managers over it, and close them: nothing stays open."""
+        """Checks and closes all managers over the store. Nothing must stay open."""
         for one in self._machines:
             one.manager.check()
             one.manager.close()
@@ -52,11 +53,11 @@ class StoredObjects:
 
     @property
     def pages(self) -> dict[str, bytes]:
-        """The objects that hold pages."""
+        """The objects with pages."""
         return {key: content for key, content in self.objects.copy().items() if not key.endswith("/current")}
 
     def is_not_waited_for(self, reserve: Callable[[], bool]) -> None:
-        """`reserve`, of a manager that gives a call a minute, says True although no call comes to its end."""
+        """Asserts that `reserve` returns True while a call hangs, in a manager that gives each call a minute."""
         self.may.clear()
         began = time.monotonic()
         assert reserve()
@@ -64,7 +65,7 @@ class StoredObjects:
         self.may.set()
 
     def damage(self, key: str, how: str, rng: np.random.Generator) -> bool:
-        """Damage an object in one way of `DAMAGE`; whether another one is there now, or none."""
+        """Damages an object in one of the ways of `DAMAGE`. Returns whether it is now a different object, or gone."""
         content, right = damaged(self, key, how, rng), self.objects.pop(key)
         if content is not None:
             self.objects[key] = content
@@ -72,7 +73,7 @@ class StoredObjects:
 
 
 def damaged(store: StoredObjects, key: str, how: str, rng: np.random.Generator) -> bytes | None:
-    """Return the content of a damaged object; None if it is gone."""
+    """Returns the content of a damaged object; None if it is gone."""
     content = bytearray(store.objects[key])
     others = [one for one in store.pages if one != key]
     made: dict[str, Callable[[], bytes | None]] = {
@@ -92,7 +93,7 @@ def damaged(store: StoredObjects, key: str, how: str, rng: np.random.Generator) 
 
 
 def tiers_of(it: Served) -> list[ObjectTier]:
-    """The object tiers of a manager: that of its pages, and that of its states if it has any."""
+    """The object tiers of a manager: one for its pages, and one for its states if it has any."""
     return [tiers._counted_objects[0] for tiers in it.manager._replicas._all_tiers]
 
 
@@ -102,7 +103,7 @@ def objects_of(it: Served) -> ObjectTier:
 
 
 def settled(it: Served) -> None:
-    """Wait until the threads have nothing to do."""
+    """Waits until the threads have nothing to do."""
     for _ in range(10_000):
         for tier in tiers_of(it):
             tier.tick()
@@ -113,13 +114,13 @@ def settled(it: Served) -> None:
 
 
 def forget_host(it: Served) -> None:
-    """As if the host had evicted everything: what there is in the store stays known."""
+    """Evicts everything from the host. What is known of the store stays known."""
     for tiers in it.manager._replicas._all_tiers:
         tiers.host.pool.forget_idle()
 
 
 def key_of(it: Served, prompt: Iterable[int], pages: int, table: int = 0, *, state: bool = False) -> str:
-    """The key of a table's object that ends after so many pages of a prompt, or of the state there."""
+    """The key of a table's object that ends after this many pages of a prompt, or of the state at that place."""
     tier, tables, digests = tiers_of(it)[state], it.manager._replicas.each[0].tables, it.digests(prompt)
     if tier._epoch is None:
         settled(it)
@@ -149,7 +150,7 @@ class _IO:
             self._store.objects[key] = self._memory[start : start + size].tobytes()
 
     def read(self, ranges: Sequence[ObjectRange]) -> list[bool]:
-        """As S3: less where the object ends, an error where it has ended before."""
+        """Reads like S3: returns less if the object ends within a range, and fails if it ends before the range."""
         self._call("read")
         done: list[bool] = []
         for key, offset, start, size in ranges:

@@ -1,5 +1,6 @@
-"""A draft lives as long as its writer: the next start removes what killed processes left, and nothing else."""
+"""A draft lives as long as its writer. The next start removes the drafts of killed processes, and no others."""
 
+# pyright: basic
 from __future__ import annotations
 
 import errno
@@ -34,7 +35,7 @@ with ExitStack() as drafts:
 
 
 def start(root: Path) -> PageFolder:
-    """As a process that starts does it."""
+    """Does what a process does when it starts."""
     folder = PageFolder(root, LAYOUT.namespace)
     folder.scan(LAYOUT, frozenset(), first=True)
     return folder
@@ -91,7 +92,7 @@ def test_without_locks_age_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_draft_that_is_taken_for_abandoned_before_it_is_locked_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each other time a process starts between the making of a draft and its lock."""
+    """Every second time, a process starts after a draft is made and before it is locked."""
     lock, taken = drafts._lock, []
 
     def lock_late(file: int) -> bool | None:

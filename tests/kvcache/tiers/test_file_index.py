@@ -1,4 +1,4 @@
-"""Which file goes for which, and which pages are found in those that stay."""
+"""Which file is removed for which other, and which pages are found in the remaining ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def digests(*numbers: int) -> Digests:
 
 
 def index(*files: tuple[str, int, tuple[int, ...]], max_bytes: int = 100) -> FileIndex:
-    """Files of pages of 10 bytes; each name with its bytes and pages."""
+    """An index of files with pages of 10 bytes; each name with its bytes and pages."""
     made = FileIndex(max_bytes, 10, 2)
     for name, size, pages in files:
         assert made.room_for(size) == []

@@ -1,4 +1,4 @@
-"""The file tier: pages outlive the manager, and what is wrong in the folder is a miss."""
+"""The file tier: pages outlive the manager, and anything wrong in the folder is only a miss."""
 
 # pyright: basic
 from __future__ import annotations
@@ -62,7 +62,7 @@ def page_files(folder: Path) -> list[Path]:
 
 
 def down(it: Served) -> None:
-    """Bring everything that is published to files."""
+    """Writes all published pages to files."""
     it.tiers.settle()
     files_of(it).flush()
 
@@ -92,7 +92,7 @@ def test_reads_leave_half_of_the_free_slots_to_writes(served: Make) -> None:
     assert again.tiers.host.pool.index.published.sum() == again.manager.metrics.file_blocks_read == 5
     held = again.tiers.host.pool.allocate(7)
     files_of(again).fetch(digests[None, 5:], every[:, 5:], wait=True, gain=10)
-    assert again.manager.metrics.file_blocks_read == 6  # one of the three slots that are left
+    assert again.manager.metrics.file_blocks_read == 6  # takes one of the three remaining slots
     again.tiers.host.pool.release(held)
 
 
@@ -113,7 +113,7 @@ def test_a_file_that_is_not_full_is_written_late(served: Make) -> None:
     it.serve([7, *range(48)])
     it.tiers.settle()
     files_of(it).tick()
-    assert files_of(it)._writes  # a full one is written at once
+    assert files_of(it)._writes  # a full file is written at once
     assert len(files_of(it)._writes[0].slots) == 10
 
 
@@ -177,7 +177,8 @@ def damage(it: FileTier, path: Path, how: str, rng: np.random.Generator) -> None
         path.write_bytes(content)
 
 
-# For each damage, the reason why pages are refused if it is done while the tier runs, and files if it is done before.
+# For each damage: the reason for refusing pages if it happens while the tier runs, and for refusing files if it happens
+# before.
 DAMAGE: dict[str, tuple[set[str], set[str]]] = {
     "gone": ({"gone"}, set()),
     "folder": ({"unreadable"}, {"unreadable"}),
@@ -186,7 +187,7 @@ DAMAGE: dict[str, tuple[set[str], set[str]]] = {
     "cut": ({"cut"}, {"cut"}),
     "longer": ({"cut"}, {"cut"}),
     "noise": ({"foreign"}, {"foreign"}),
-    "page": ({"corrupted"}, set()),  # what a start reads of a file is its end
+    "page": ({"corrupted"}, set()),  # a starting process reads only the end of a file
     "row": ({"foreign", "corrupted"}, {"corrupted"}),
     "footer": (set(), {"foreign", "corrupted"}),
 }
@@ -209,7 +210,7 @@ def test_damaged_files_are_misses(served: Make, tmp_path: Path, how: str, when: 
             damage(it.tiers._counted[0], path, how, rng)
         again = again or served(8, 200, key=f"{round_number}")
         for prompt in prompts * 2:
-            again.serve(prompt)  # its KV is compared
+            again.serve(prompt)  # this compares its KV
         again.manager.check()
         counted = again.manager.metrics
         assert counted.file_blocks_refused == files_of(again).refusals.total()
@@ -254,11 +255,11 @@ def test_damaged_files_are_replaced_by_the_next_write_of_their_pages(
         for path in paths:
             damage(it.tiers._counted[0], path, how, rng)
     again = again or served(8, 200)
-    # A running process has no use for the footer, and one that starts none for the names: their pages are read right.
+    # A running process does not use the footer, and a starting one does not use the names: pages are read right.
     unharmed = (how, when) in (("footer", "while it runs"), ("swapped", "before the start"))
-    for _ in range(2):  # the first one notices, or one that starts after it has
+    for _ in range(2):  # the first process notices, or one that starts after that
         for prompt in prompts:
-            found = again.serve(prompt)  # its KV is compared
+            found = again.serve(prompt)  # this compares its KV
             assert unharmed == (found == 24), prompt
             down(again)
         again.manager.close()
@@ -309,11 +310,11 @@ def test_the_files_stay_within_their_limit(served: Make, tmp_path: Path) -> None
 
 
 def test_the_least_recently_used_file_goes_first(served: Make) -> None:
-    it = served(8, 40, gb=2800 / 2**30)  # two files of seven pages, and not three
+    it = served(8, 40, gb=2800 / 2**30)  # room for two files of seven pages, but not for three
     for first in (100, 200):
         it.serve([first, *range(28)])
         down(it)
-    it.serve([100, *range(28)])  # from the host: its file counts as used all the same
+    it.serve([100, *range(28)])  # served from the host, but its file counts as used too
     down(it)
     it.serve([300, *range(28)])
     down(it)
@@ -351,7 +352,7 @@ def test_a_reset_leaves_nothing_to_find_not_after_a_restart_either(served: Make)
     it.manager.reset_prefix_cache()
     assert it.serve(PROMPT) == 0
     it.manager.reset_prefix_cache()
-    neighbour.serve(PROMPT)  # not reset: writes of the old weights go where nobody looks
+    neighbour.serve(PROMPT)  # not reset: pages of the old weights are written where no process looks
     down(neighbour)
     it.manager.close()
     again = served()
@@ -371,7 +372,10 @@ def test_a_neighbour_that_is_reset_too_shares_again(served: Make) -> None:
 def test_a_folder_that_disappears_is_made_again(
     served: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
-    """While it runs: what was there is a miss, what comes is written, and found by the next start."""
+    """The folder disappears while the tier runs.
+
+    Old pages are misses. New ones are written, and found after the next start.
+    """
     it = served(8, 8)
     it.serve(PROMPT)
     down(it)
@@ -426,7 +430,7 @@ def test_a_folder_deleted_before_a_reset_or_between_two_runs(served: Make, tmp_p
 
 
 def modes(folder: Path) -> set[tuple[bool, int]]:
-    """The folder and all that is in it: whether each is a folder, and its mode."""
+    """The folder and everything in it: whether each is a folder, and its mode."""
     found = [folder, *folder.rglob("*")]
     return {(path.is_dir(), path.lstat().st_mode & 0o7777) for path in found if not path.is_symlink()}
 
@@ -485,7 +489,7 @@ def test_a_root_with_other_things_is_left_as_it_is(served: Make, tmp_path: Path)
 
 
 def test_no_link_is_followed(served: Make, tmp_path: Path) -> None:
-    """Planted where a folder or a file of ours is to be: nothing beyond it is read, written or removed."""
+    """A link is planted in place of one of our folders or files. Nothing behind it is read, written or removed."""
     elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
     written(served)
     epoch = files_path = next(path for path in tmp_path.rglob("epoch-*") if path.is_dir())
@@ -539,7 +543,7 @@ def test_a_full_disk_is_no_error(served: Make, caplog: pytest.LogCaptureFixture)
     assert it.serve(PROMPT) == 0
     down(it)
     assert "No space left" in caplog.text
-    for passed in (0.1, 9.8, 0.2):  # for ten seconds nothing is tried
+    for passed in (0.1, 9.8, 0.2):  # nothing is tried for ten seconds
         now += passed
         assert it.serve(PROMPT) == 16
         down(it)
@@ -548,7 +552,7 @@ def test_a_full_disk_is_no_error(served: Make, caplog: pytest.LogCaptureFixture)
 
 
 class SlowReads(SystemIO):
-    """Reads that wait until they may."""
+    """Reads that wait for the test's permission."""
 
     may = threading.Event()
 
@@ -609,7 +613,7 @@ def test_a_page_found_wrong_costs_none_that_has_taken_its_place_meanwhile(served
     (job,) = files._jobs
     others = np.arange(16, dtype=np.uint64).reshape(4, 4) + 1
     size = files._layout.size_of(4)
-    files._index.forget(path.name)  # it makes room for a file whose pages get its entries
+    files._index.forget(path.name)  # it is removed for a file whose pages get its entries
     files._index.add("f" * 32 + ".pages", size, others)
     SlowReads.may.set()
     job.done.result()
@@ -703,7 +707,10 @@ def test_check_recounts_the_files(served: Make) -> None:
 
 
 def test_random_prompts_over_three_tiers(served: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two managers on one folder, small on every tier; every cached token is compared, all books after each move."""
+    """Two managers on one folder, with small tiers.
+
+    Every cached token is compared, and `check` runs after each move.
+    """
     monkeypatch.setattr(module, "_LONGEST_QUEUED_S", 0.0)
     monkeypatch.setattr(module, "_RESCAN_S", 0.02)
     rng = np.random.default_rng(8)
@@ -741,7 +748,10 @@ def test_the_layout_of_a_file_knows_its_sizes() -> None:
 def test_a_signal_handlers_timeout_is_no_failure_of_the_disk(
     served: Make, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """`TimeoutError` is an `OSError`: the half-made change was kept, and no call said so."""
+    """`TimeoutError` is an `OSError`.
+
+    It once was taken for a disk error, so that a half-made change stayed unnoticed.
+    """
     it = served()
     it.serve(PROMPT)
     if when == "read":

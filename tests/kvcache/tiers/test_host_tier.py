@@ -1,5 +1,6 @@
-"""The host tier: what an evicted page costs is a copy, and nobody reads it before it is there."""
+"""The host tier: an evicted page costs only a copy, and no request reads a page before its copy has arrived."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -72,7 +73,7 @@ def test_what_the_host_has_is_not_copied_again(served: Any) -> None:
 def test_a_hit_goes_on_from_device_pages_to_host_pages(served: Any) -> None:
     it = served(8, 40)
     it.serve(PROMPT)
-    it.fill(6)  # evicts the tail of the prompt only
+    it.fill(6)  # evicts only the tail of the prompt
     context = it.claim(PROMPT)
     assert it.manager.maybe_reserve(context)
     assert context.start_idx == 16
@@ -92,10 +93,10 @@ def test_pages_on_their_way_are_found_by_nobody(served: Any) -> None:
     assert replica.find(second).end == 0
     pages = replica.rows.pages(0)[:4]
     assert (replica.pool.writers[pages] == 1).all()
-    assert it.manager.maybe_reserve(second)  # brings them back for itself
+    assert it.manager.maybe_reserve(second)  # loads them for itself
     it.run(first, second)
     assert it.kv.compared == 32
-    # Two copies came back: `step` shared the first and freed the second.
+    # Two copies were loaded. `step` shared the first and freed the second.
     assert it.manager.get_req_blocks(first.request_id)[:4] == it.manager.get_req_blocks(second.request_id)[:4]
 
 
@@ -105,7 +106,7 @@ def test_step_without_fetch_publishes_nothing_that_has_not_arrived(served: Any) 
     it.fill(16)
     careless, context = it.claim(PROMPT), it.claim(PROMPT)
     assert it.manager.maybe_reserve(careless)
-    it.manager.step([careless])  # its four pages are published: they have to be right
+    it.manager.step([careless])  # its four pages are published, so they must be right
     assert it.manager.maybe_reserve(context)
     assert it.manager.get_req_blocks(context.request_id)[:4] == it.manager.get_req_blocks(careless.request_id)[:4]
     it.run(context)
@@ -164,7 +165,7 @@ def test_salts_never_share_a_page(served: Any) -> None:
     assert it.serve(PROMPT, salt="b") == 0
     assert it.serve(PROMPT) == 0
     it.fill(8)
-    assert it.serve(PROMPT, salt="a") == 16  # the KV of each is compared: it differs by salt
+    assert it.serve(PROMPT, salt="a") == 16  # the KV of each is compared, and depends on the salt
 
 
 def test_replicas_share_the_tier(served: Any) -> None:
@@ -186,7 +187,7 @@ def test_the_same_content_stored_by_two_replicas_at_once_takes_one_slot(served: 
 
 def test_a_page_is_copied_before_it_is_given_away(served: Any) -> None:
     it = served(8, 40)
-    it.tiers.share = 0.0  # nothing is copied unless it has to be
+    it.tiers.share = 0.0  # nothing is copied before an eviction needs it
     it.serve(PROMPT)
     assert it.manager.metrics.d2h_blocks_copied == 0
     it.fill(8)
@@ -195,7 +196,7 @@ def test_a_page_is_copied_before_it_is_given_away(served: Any) -> None:
 
 
 class SlowCopies:
-    """A clock that stands still but for the copies of a tier, each of which takes its time."""
+    """A clock that advances only by the copies of a tier."""
 
     def __init__(self, it: Served, copy_s: float) -> None:
         self.now = 0.0
@@ -217,7 +218,7 @@ def waits(it: Served) -> int:
 
 
 class Below:
-    """A tier below the host, and what it is told, in order."""
+    """A tier below the host that records its calls, in order."""
 
     generation, held_slots = 0, ()
 
@@ -229,7 +230,10 @@ class Below:
 
 
 def test_a_use_counts_once_the_pages_before_it_are_there(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that runs beside us is not there yet: a use of its page would be lost, and its head go before its tail."""
+    """A page that is still being copied is not in the tier yet.
+
+    Without this rule its use would be lost, and the head of a prompt would be evicted before its tail.
+    """
     it = served(16, 40)
     tier, over = it.tiers.replicas[0], [False]
     below: Any = Below()
@@ -266,13 +270,13 @@ def test_a_step_copies_for_a_share_of_the_time_only(served: Any) -> None:
     it.tiers.share = 1 / 16
     copied = []
     for _ in range(40):
-        clock.now += 2**-7  # a step, in which half a copy's time is earned
+        clock.now += 2**-7  # a step, which earns half of the time of a copy
         it.tiers.tick()
         copied.append(before - waits(it))
     assert copied[:6] == [1, 1, 2, 2, 3, 3]
     assert copied[-1] == 20
     it.tiers.tick()
-    assert before - waits(it) == 20  # no time has passed
+    assert before - waits(it) == 20  # no time has passed yet yet
 
 
 def test_a_long_pause_is_not_spent_at_once(served: Any) -> None:
@@ -290,13 +294,13 @@ def test_a_long_pause_is_not_spent_at_once(served: Any) -> None:
 
 def test_the_least_recently_used_slot_goes_first_and_a_tail_before_its_head(served: Any) -> None:
     it = served(8, 12)
-    for first in (100, 200, 300):  # four full pages each
+    for first in (100, 200, 300):  # four full pages for each prompt
         it.serve([first, *range(16)])
         it.tiers.settle()
     it.serve([100, *range(16)])  # used again
-    it.serve([400, *range(16)])  # takes the four slots of the 200s
+    it.serve([400, *range(16)])  # takes the four slots of prompt 200
     it.tiers.settle()
-    it.fill(8)  # seven full pages: those of the 300s, and the tail of the 100s
+    it.fill(8)  # seven full pages, which evict those of prompt 300 and the tail of prompt 100
     it.tiers.settle()
     it.manager._replicas.each[0].pool.forget_idle()  # nothing is on the device
     context = {first: it.claim([first, *range(16)]) for first in (100, 200, 300, 400)}
@@ -313,12 +317,12 @@ def test_a_long_prompt_copied_late_does_not_outlive_its_head(served: Any) -> Non
     it.tiers.share = 0.0
     it.serve([*range(33)])
     it.tiers.settle()
-    grown = it.claim([*range(41)])  # eight pages that are there, two that are new
+    grown = it.claim([*range(41)])  # eight cached pages and two new ones
     assert it.manager.maybe_reserve(grown)
     it.run(grown)
     it.manager.release(grown.request_id)
     it.tiers.settle()
-    it.fill(9)  # eight slots, of which four are taken from the prompt: its last ones
+    it.fill(9)  # takes eight slots, four of them from the last pages of the prompt
     it.tiers.settle()
     it.manager._replicas.each[0].pool.forget_idle()
     assert it.serve([*range(41)]) == 6 * SIZE
@@ -366,7 +370,8 @@ def test_an_import_leaves_restored_pages_to_the_tier(served: Any) -> None:
     for src, dst in zip(pending.parts[0].src_pages.tolist(), pending.parts[0].dst_pages.tolist(), strict=True):
         ours[dst] = theirs[src]
     it.manager.commit_import(taker, pending, proven(it.manager, pending))
-    another = it.claim([*tokens, 2])  # finds what the import has published, restored pages too, before the taker runs
+    # finds the pages that the import has published, also loaded ones, before the importing request runs
+    another = it.claim([*tokens, 2])
     assert it.manager.maybe_reserve(another)
     assert another.start_idx == 24
     for context in (another, taker):
@@ -410,7 +415,7 @@ def test_a_full_tier_of_held_slots_keeps_nothing_and_refuses_nothing(served: Any
 
 
 def test_random_prompts_with_copies_by_the_clock(served: Any) -> None:
-    """As a server runs: nobody waits for the copies, and every cached token is compared."""
+    """As in a server, nothing waits for the copies. Every cached token is compared."""
     rng = np.random.default_rng(3)
     for seed in range(6):
         it = served(20, 60, dp=1 + seed % 2, checks=False)
@@ -497,7 +502,7 @@ def test_pages_go_to_pinned_memory_and_back_beside_the_model() -> None:
 
 
 class OnePageBelow:
-    """A lower tier that has one page, and takes a host slot for it at once."""
+    """A lower tier that has one page and takes a host slot for it at once."""
 
     asks = False
 
@@ -521,7 +526,7 @@ def test_a_page_that_comes_from_below_evicts_none_that_is_needed_with_it() -> No
     tier = ReplicaTier(host, PagePool(8, 1), [])
     slots, words = host.pool.allocate(3), np.array([[1], [2], [3]], np.uint64)
     host.pool.index.publish(slots, words)
-    for at in range(3):  # the first is the oldest
+    for at in range(3):  # the first one is the oldest
         host.pool.release(slots[at : at + 1])
     host.lower.append(OnePageBelow(host, 9))  # type: ignore[arg-type]
     prefix = np.array([[[1], [9]]], np.uint64)

@@ -1,4 +1,6 @@
-"""Several block tables over an object store: each table's objects, and a prefix that all of them can go on from."""
+"""Several block tables over an object store: the objects of each table, and prefixes from which all tables can
+continue.
+"""
 
 # pyright: basic
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tests.kvcache.tiers.stored_objects import COUNT, StoredObjects, forget_host
 from tests.kvcache.tiers.test_object_tier_contract import LONG
 
 ONE = (LayerGroup("full", (0,)),)
-PROMPT = range(51)  # twelve full pages and some tokens: three objects of each table
+PROMPT = range(51)  # twelve full pages and some tokens: three objects in each table
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def served(store: StoredObjects) -> Make:
 
 
 def key_of(it: Served, table: int, number: int, prompt: Iterable[int] = PROMPT) -> str:
-    """The key of a table's object of a prompt, by its number from the first on."""
+    """The key of object `number` of a prompt in a table."""
     return stored_objects.key_of(it, prompt, (number + 1) * COUNT, table)
 
 
@@ -57,7 +59,8 @@ def test_a_new_machine_finds_what_was_written_of_every_table(
     again = served(groups=groups)
     again.fetch(PROMPT)
     full = 2 if groups is TWO else 1
-    # Token 48 sees 43 to 47 of the window: two pages of its last object; none of the chunk that begins with it.
+    # Token 48 sees tokens 43 to 47 of the window: two pages of the last object. Its chunk begins with it, so no page of
+    # that table is needed.
     assert again.manager.metrics.object_blocks_read == 12 * full + 2
     assert store.read_bytes == (12 * full + 2) * objects_of(again)._layout.record_bytes
     assert again.serve(PROMPT) == 48
@@ -68,7 +71,7 @@ def test_a_new_machine_finds_what_was_written_of_every_table(
 def test_of_a_window_the_objects_over_what_is_seen_next_are_read(served: Make, store: StoredObjects) -> None:
     written(served, LONG)
     again = served(groups=LONG)
-    del store.objects[key_of(again, 1, 0)]  # nobody sees it behind page 12
+    del store.objects[key_of(again, 1, 0)]  # no query after page 12 sees it
     again.fetch(PROMPT)
     assert again.manager.metrics.object_blocks_read == 12 + 6
     assert again.serve(PROMPT) == 48
@@ -80,7 +83,8 @@ def test_what_there_is_is_asked_in_few_rounds(served: Make, store: StoredObjects
     settled(again)
     store.calls.clear()
     again.fetch(longer)
-    assert store.calls == ["exist", "exist", "read"]  # where full layers' objects end, then what windows have there
+    # first asks where the objects of full layers end, then for the windows' objects there
+    assert store.calls == ["exist", "exist", "read"]
     assert again.serve(longer) == 48
     gone = [key_of(again, 1, number) for number in (1, 2)]
     for key in gone:
@@ -89,7 +93,7 @@ def test_what_there_is_is_asked_in_few_rounds(served: Make, store: StoredObjects
     settled(third)
     store.calls.clear()
     third.fetch(longer)
-    assert store.calls == ["exist", "exist", "exist", "read"]  # and then all that windows have
+    assert store.calls == ["exist", "exist", "exist", "read"]  # and then for all objects of windows
     assert third.serve(longer) == 16
     settled(third)
     store.calls.clear()
@@ -102,7 +106,7 @@ def test_what_there_is_is_asked_in_few_rounds(served: Make, store: StoredObjects
 def test_nothing_of_windows_is_asked_for_a_prompt_that_nobody_has(
     served: Make, store: StoredObjects, length: int
 ) -> None:
-    """Nor of pages that are too few for an object: nobody could have written them."""
+    """The same holds for too few pages for an object, which no process could have written."""
     it, keys = served(), list[str]()
     settled(it)
     io, tier = objects_of(it)._read_io, objects_of(it)
@@ -130,9 +134,9 @@ def test_pages_that_are_being_read_leave_the_window_that_a_request_resumes_with_
 ) -> None:
     written(served)
     again = served(60, 52, params={"object_tier_timeout_s": 60.0})
-    again.fetch(PROMPT)  # what the store has is known
+    again.fetch(PROMPT)  # the contents of the store are known
     forget_host(again)
-    again.fetch(PROMPT[:19])  # four pages, of which a window has the last two
+    again.fetch(PROMPT[:19])  # four pages; a window has the last two of them
     pool = again.tiers.host.pool
     others = pool.allocate(52 - 6)  # newer than these
     pool.index.publish(others, np.arange(len(others) * 4, dtype=np.uint64).reshape(len(others), 4) + np.uint64(7))
@@ -186,7 +190,7 @@ def test_the_objects_of_a_prompts_first_pages_are_written_first(
     assert queued == [key_of(it, table, number) for number in (0, 1) for table in (0, 1)]
     store.may.set()
     settled(it)
-    it.serve(PROMPT)  # what is there by now takes no place
+    it.serve(PROMPT)  # objects that are there already take no room
     it.manager.flush_tiers()
     assert set(store.pages) == {key_of(it, table, number) for number in range(3) for table in (0, 1)}
 
@@ -197,7 +201,7 @@ def test_an_answer_that_comes_between_two_looks_is_another_question(
     written(served)
     again = served()
     again.fetch(PROMPT)
-    again.tiers.host.pool.forget_idle()  # what there is in the store, is known: of windows the last object alone
+    again.tiers.host.pool.forget_idle()  # the contents of the store are known, for windows only the last object
     del store.objects[key_of(again, 1, 2)]
     store.may.clear()
     context, tier = again.claim(PROMPT), objects_of(again)
@@ -227,7 +231,7 @@ def test_reading_is_weighed_against_the_tokens_that_need_not_be_computed(
 ) -> None:
     written(served)
     again, weighed = served(), list[tuple[int, int | None]]()
-    again.serve(PROMPT[:27], chunk=8)  # six pages of each table
+    again.serve(PROMPT[:27], chunk=8)  # six pages in each table
     again.tiers.settle()
 
     def pays(pages: int, _before: int, _now: float, gain: int | None = None) -> bool:
@@ -237,7 +241,7 @@ def test_reading_is_weighed_against_the_tokens_that_need_not_be_computed(
     with monkeypatch.context() as patched:
         patched.setattr(objects_of(again).rates, "pays", pays)
         assert again.again(PROMPT) == 24
-    assert set(weighed) == {(6 + 2, 6)}  # six pages of the full layers' and two of the window spare six pages of tokens
+    assert set(weighed) == {(6 + 2, 6)}  # six pages of the full layers and two of the window save six pages of tokens
 
 
 def test_what_lies_in_a_store_is_brought_for_whoever_asks(served: Make) -> None:
@@ -256,14 +260,17 @@ def test_what_lies_in_a_store_is_brought_for_whoever_asks(served: Make) -> None:
 
 
 def longest(it: Served, prompt: list[int], store: StoredObjects) -> int:
-    """By the contract, the tokens of a prompt that are found: column by column, with what lies anywhere."""
+    """The tokens of a prompt that must be found according to the documentation, column by column, with pages in any
+    tier.
+    """
     replica, tier = it.manager._replicas.each[0], objects_of(it)
     assert tier._epoch is not None
     last = (len(prompt) - 1) // SIZE
     every = replica.tables.every(it.digests(prompt)[:last])
     indexes = [replica.pool.index, it.tiers.host.pool.index]
     indexes += [it.tiers.files.index] if it.tiers.files is not None else []
-    most = it.tiers.host.pool.num_pages // 2 // len(every) // COUNT * COUNT  # what is read at a time fits into the host
+    # the pages that are read at a time fit into the host
+    most = it.tiers.host.pool.num_pages // 2 // len(every) // COUNT * COUNT
 
     def there(table: int, column: int) -> bool:
         digests = every[table]
@@ -290,7 +297,7 @@ def longest(it: Served, prompt: list[int], store: StoredObjects) -> int:
 def test_random_prompts_over_four_tiers(
     served: Make, store: StoredObjects, tmp_path: Path, groups: tuple[LayerGroup, ...]
 ) -> None:
-    """Two managers on one store, small on every tier: what is found is what the model finds, and its KV is compared."""
+    """Two managers on one store, with small tiers. They find what the model finds, and all KV is compared."""
     rng, seen, now = np.random.default_rng(8), Counter[str](), time.monotonic()
     files = [{}, {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 9000 / 2**30}]
     sizes = (80, 44 if groups is ONE else 88)
@@ -298,7 +305,7 @@ def test_random_prompts_over_four_tiers(
     for it in both:
         objects_of(it)._clock = lambda: now
     for move in range(200):
-        now += 11.0  # what was absent is asked for again
+        now += 11.0  # absent objects are asked for again
         for it in both:
             it.tiers.settle()
             settled(it)
@@ -308,7 +315,7 @@ def test_random_prompts_over_four_tiers(
         read, gone = it.manager.metrics.object_blocks_read, objects_of(it).refusals.total()
         it.fetch(prompt)
         found = it.serve(prompt, chunk=int(rng.integers(1, 5)) * 8)
-        # Pages read for a prefix that has just been shortened may have pushed out pages that the shorter one needs.
+        # Pages read for a prefix that was just shortened may have evicted pages that the shorter prefix needs.
         assert found == expected or (objects_of(it).refusals.total() > gone and found < expected), (move, prompt)
         seen["as expected"] += found == expected > 0
         it.manager.check()

@@ -1,4 +1,4 @@
-"""The object tier: pages outlive processes and folders. Whatever is wrong in the store is a miss, in bounded time."""
+"""The object tier: pages outlive processes and folders. Anything wrong in the store is only a miss, in bounded time."""
 
 # pyright: basic
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvcache.tiers.object_tier import ReadRates
 from tests.kvcache.served import Served
 from tests.kvcache.tiers.stored_objects import COUNT, DAMAGE, StoredObjects, objects_of, settled
 
-PROMPT = range(33)  # eight full pages and a token: two objects
+PROMPT = range(33)  # eight full pages and a token, which make two objects
 Make = Callable[..., Served]
 
 
@@ -34,7 +34,7 @@ def test_a_new_machine_finds_what_was_written(served: Make, store: StoredObjects
     assert it.serve(PROMPT) == 0
     assert it.serve([7, *range(40)]) == 0
     it.manager.close()
-    assert it.manager.metrics.object_blocks_written == 16  # two objects each: the last two pages make none
+    assert it.manager.metrics.object_blocks_written == 16  # two objects each; the last two pages make none
     again = served()
     again.fetch(PROMPT)
     again.fetch([7, *range(40)])
@@ -59,13 +59,14 @@ def test_objects_are_asked_for_once_and_written_once(served: Make, store: Stored
     store.calls.clear()
     third = served()
     third.fetch([*range(150)])
-    assert store.calls == ["exist", "exist", "read"]  # the epoch, the objects, and what is there of them
+    # the questions: the epoch, which objects exist, and their contents
+    assert store.calls == ["exist", "exist", "read"]
 
 
 def test_what_another_has_written_meanwhile_is_not_written_again(served: Make, store: StoredObjects) -> None:
     both = [served(), served()]
     for it in both:
-        it.fetch(PROMPT)  # both know that there is nothing
+        it.fetch(PROMPT)  # both processes know that the store is empty
     for it in both:
         it.serve(PROMPT)
         it.manager.flush_tiers()
@@ -164,7 +165,7 @@ def test_who_wrote_an_object_replaces_it_when_it_finds_it_damaged(served: Make, 
 def test_an_object_found_damaged_while_it_is_not_written_over_stays_to_be_written(
     served: Make,
 ) -> None:
-    """Another process has it written and damaged, between our look at what is there and the end of our write."""
+    """Between our existence check and the end of our write, another process writes the object, and it gets damaged."""
     it = served()
     it.fetch(PROMPT)
     it.serve(PROMPT)
@@ -172,7 +173,7 @@ def test_an_object_found_damaged_while_it_is_not_written_over_stays_to_be_writte
     it.manager.flush_tiers()
     name = it.digests(PROMPT)[COUNT - 1].tobytes()
     tier._broken.add(name)
-    tier._know(name, tier._clock() + 10)  # as the read says that has found it so
+    tier._know(name, tier._clock() + 10)  # as reported by the read that has found the damage
     tier._take_written({name: it.digests(PROMPT)[:COUNT]}, [])
     assert name in tier._broken
     assert tier._known[name] is not None, "the write that found it there does not make it whole"
@@ -190,12 +191,12 @@ def test_a_reset_drops_what_is_being_read(served: Make, store: StoredObjects) ->
     tier = objects_of(again)
     context = again.claim(PROMPT)
     store.may.clear()
-    assert again.manager.prefetch(context)  # an answer that came at once would have been taken up by this call
+    assert again.manager.prefetch(context)  # this call would have handled an immediate answer
     asked = tier._jobs[0]
     store.may.set()
     asked.done.result()
     store.may.clear()
-    assert again.manager.prefetch(context)  # takes the answer up, and reads
+    assert again.manager.prefetch(context)  # handles the answer, and reads
     assert tier.held_slots[0].size == 8
     again.manager.reset_prefix_cache()
     again.manager.check()
@@ -218,13 +219,13 @@ def test_an_answer_from_before_a_reset_leaves_what_was_asked_after_it(served: Ma
     assert again.manager.prefetch(context)
     first = tier._jobs[0]
     again.manager.reset_prefix_cache()
-    assert again.manager.prefetch(context)  # asks anew, and of the same objects
+    assert again.manager.prefetch(context)  # asks again, for the same objects
     busy = dict(tier._busy)
     assert busy
     assert first.names == [*busy]
     assert [job.names for job in tier._jobs] == [first.names, first.names]
     again.manager.check()
-    held = tier._jobs.popleft()  # only the answer of before comes
+    held = tier._jobs.popleft()  # only the earlier answer arrives
     store.may.set()
     held.done.result()
     tier._end(held)
@@ -282,7 +283,7 @@ def test_reading_is_done_where_it_pays() -> None:
     assert rates.page_s == pytest.approx(0.005)
     assert rates.pays(5, 0, 1.0)
     assert not rates.pays(5, 5, 1000.0) or not rates.pays(5, 5, 1000.0)
-    assert rates.pays(3, 0, 2000.0)  # once in a while all the same
+    assert rates.pays(3, 0, 2000.0)  # sometimes it pays nevertheless
     assert not rates.pays(3, 0, 2029.0)
     assert rates.pays(3, 0, 2031.0)
     for _ in range(40):
@@ -298,7 +299,7 @@ def test_a_store_slower_than_the_model_is_not_read(served: Make) -> None:
     it.manager.close()
     again = served(params={"object_tier_tokens_per_s": 1e9})
     again.fetch(PROMPT)
-    assert again.manager.metrics.object_blocks_read == 8  # the first is measured
+    assert again.manager.metrics.object_blocks_read == 8  # the first read is measured
     objects_of(again).rates._tried = time.monotonic()
     assert again.again([7, *PROMPT]) == 0
     assert again.manager.metrics.object_blocks_read == 8

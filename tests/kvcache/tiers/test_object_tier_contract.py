@@ -1,4 +1,4 @@
-"""The promises of an object store, for pages of one table or of several, and for states with the pages before them."""
+"""The promises of the object tier, for one block table, for several, and for states with the pages before them."""
 
 # pyright: basic
 from __future__ import annotations
@@ -27,22 +27,23 @@ from tests.kvcache.tiers.stored_objects import (
     tiers_of,
 )
 
-LONG = LayerGroup("full", (0,)), LayerGroup("window", (1,), 22)  # of 22 tokens: six pages, two objects
+# a window a window of 22 tokens: six pages, two objects
+LONG = LayerGroup("full", (0,)), LayerGroup("window", (1,), 22)
 Make = Callable[..., Served]
 
 
 class Kind(NamedTuple):
-    """The content of the store, and a prompt.
+    """A kind of content for the store, with a prompt.
 
     Attributes:
-        served: the managers.
-        sizes: of their tiers; those of `many` are large enough for a few such prompts.
-        prompt: some pages, and tokens behind the last one.
-        found: tokens that another machine goes on from.
-        read: pages and states that it reads for them.
-        objects: each object of the prompt (the pages at its end, its table, whether it is a state), with the tokens
-            that are found without it.
-        groups: the layers, if there is more than one table.
+        served: the class of the managers.
+        sizes: sizes of their tiers; `many` has sizes that are large enough for a few such prompts.
+        prompt: some full pages, and further tokens.
+        found: cached tokens that another machine finds.
+        read: numbers of pages and states that it reads for them.
+        objects: each object of the prompt (the page where it ends, its table, whether it is a state), with the number
+            of tokens that are found without it.
+        groups: the layer groups, if there is more than one table.
     """
 
     served: type[Served]
@@ -59,7 +60,7 @@ _TABLE = {(4, 0, False): 0, (8, 0, False): 16, (12, 0, False): 32}
 _STATES = dict.fromkeys([(4, 0, False), (8, 0, False), (10, 0, False), (10, 0, True)], 0)  # there is one state
 KINDS = {
     "one table": Kind(Served, (12, 40), (40, 80), range(33), 32, (8, 0), {(4, 0, False): 0, (8, 0, False): 16}),
-    # Token 48 sees 43 to 47 of the window: two pages of its last object.
+    # Token 48 sees tokens 43 to 47 of the window: two pages of the last object.
     "window": Kind(Served, (60, 120), (80, 160), range(51), 48, (14, 0), {**_TABLE, (12, 1, False): 32}, groups=WINDOW),
     "two tables beside": Kind(Served, (60, 120), (80, 160), range(51), 48, (26, 0), {}, groups=TWO),
     "long window": Kind(Served, (60, 120), (80, 160), range(51), 48, (18, 0), {}, groups=LONG),
@@ -85,7 +86,7 @@ def served(store: StoredObjects, kind: Kind) -> Make:
 
 
 def serve(it: Served, prompt: range | list[int]) -> int:
-    """In chunks where windows are: the pages that one leaves are written before it does."""
+    """Serves a prompt, in chunks if there are windows, so that pages are written before a window leaves them."""
     return it.serve(prompt, chunk=8 if it.manager.layer_tables.tables[1:] else 256)
 
 
@@ -122,13 +123,13 @@ def test_a_store_that_is_slow_is_waited_for_no_longer_than_its_time(
     context = again.claim(kind.prompt)
     assert again.manager.maybe_reserve(context)
     again.manager.release(context.request_id)
-    again.fetch(kind.prompt, seconds=1.5)  # the default is 2
+    again.fetch(kind.prompt, seconds=1.5)  # less than the default of 2 seconds
     assert serve(again, kind.prompt) == 0
     settled(again)
     store.may.set()
     assert again.manager.metrics.object_store_failures == len(tiers_of(again))
     calls = len(store.calls)
-    again.fetch([5, *kind.prompt], seconds=0.1)  # it is left alone
+    again.fetch([5, *kind.prompt], seconds=0.1)  # the store is not asked again
     serve(again, [5, *kind.prompt])
     again.tiers.settle()
     assert not any(tier._queue for tier in tiers_of(again))
@@ -150,7 +151,7 @@ def test_a_manager_closes_while_an_answer_is_on_its_way(served: Make, kind: Kind
     while not job.done.running():
         time.sleep(0.001)
     threading.Timer(0.05, store.may.set).start()
-    again.manager.close()  # waits for the answer, which would have had pages read
+    again.manager.close()  # waits for the answer, after which pages would have been read
     assert job.done.done()
     assert again.manager.metrics.object_blocks_read == 0
 
@@ -244,7 +245,7 @@ def test_files_come_before_objects(served: Make, kind: Kind, tmp_path: Path) -> 
     again = served(params=files)
     assert again.again(kind.prompt) == kind.found
     metrics = again.manager.metrics
-    # Files have the window's two pages of the prefix that is known to be there while the store is asked.
+    # Files have the two window pages of the prefix that is known while the store is asked.
     windows = 2 * len(kind.groups[1:])
     assert metrics.file_blocks_read == 4 + windows
     assert metrics.object_blocks_read == kind.read[0] - 4
@@ -308,7 +309,7 @@ def test_what_is_being_read_is_not_read_twice_and_leaves_half_of_the_free_slots_
     slots = kind.sizes[1]
     held = again.tiers.host.pool.allocate(slots)
     context, tier = again.claim(kind.prompt), objects_of(again)
-    while again.manager.prefetch(context):  # it knows what there is, and has no room for it
+    while again.manager.prefetch(context):  # it knows the objects, but has no room for them
         time.sleep(0.001)
     again.tiers.host.pool.release(held[:11])
     store.may.clear()
@@ -341,7 +342,7 @@ def test_a_damaged_object_is_a_shorter_prefix_and_replaced_by_the_next_write(
         found = serve(again, kind.prompt)
         assert found == kind.found if how == "longer" else without <= found < kind.found, (pages, table, state)
         again.manager.close()
-        kept = {key: store.objects[key] for key in right}  # a run that begins elsewhere also leaves states elsewhere
+        kept = {key: store.objects[key] for key in right}  # a run with another start also leaves states at other places
         assert kept == (broken if how == "longer" else right), (pages, table, state)
         store.objects |= right
         for key in store.pages.keys() - right.keys():
@@ -355,7 +356,9 @@ def test_a_damaged_object_is_a_shorter_prefix_and_replaced_by_the_next_write(
     indirect=["kind"],
 )
 def test_damaged_objects_are_misses(served: Make, kind: Kind, store: StoredObjects, rounds: int) -> None:
-    """Objects are damaged after they were written, most states and few pages before one; what is read is compared."""
+    """Objects are damaged after they were written: most of the states, and few of the pages before one. Everything read
+    is compared.
+    """
     rng, seen, refused, compared, damages = np.random.default_rng(5), set[str](), 0, 0, 0
     for number in range(rounds):
         params = {"file_tier_key": f"{number}"}
@@ -370,7 +373,7 @@ def test_damaged_objects_are_misses(served: Make, kind: Kind, store: StoredObjec
         again = served(*kind.many, params=params)
         for prompt in prompts * 2:
             again.fetch(prompt)
-            serve(again, prompt)  # its KV is compared
+            serve(again, prompt)  # this compares its KV
         again.manager.check()
         metrics = again.manager.metrics
         seen |= {refusal.value for refusal in tiers_of(again)[-1].refusals}

@@ -1,5 +1,6 @@
-"""A file of pages, broken in 10,000 ways: it gives back a page right, or not at all."""
+"""A file of pages, damaged in 10,000 ways: it returns a page unchanged, or not at all."""
 
+# pyright: basic
 from __future__ import annotations
 
 import os
@@ -16,7 +17,7 @@ LAYOUT = FileFormat(bytes(range(16)), PAGE_BYTES, 8 * WORDS)
 
 
 class Written:
-    """A file of five pages in two parts each, as two shards have them."""
+    """A file of five pages, each in two parts, as with two shards."""
 
     def __init__(self, folder: Path, layout: FileFormat = LAYOUT) -> None:
         rng = np.random.default_rng(5)
@@ -29,13 +30,13 @@ class Written:
         self.bytes = self.path.read_bytes()
 
     def put(self, content: bytes | bytearray) -> None:
-        """Let the file have this content; written over, as a new file each time costs milliseconds."""
+        """Replaces the file's content. The file is overwritten, because making a new one takes milliseconds."""
         with self.path.open("r+b") as file:
             file.write(content)
             file.truncate()
 
     def read(self, first: int = 0, count: int = COUNT, refusals: FileRefusals | None = None) -> np.ndarray:
-        """Which pages are called right; each of those is compared."""
+        """Returns which pages were accepted, after comparing each of them."""
         filled = np.full((count, PAGE_BYTES), 0xAA, np.uint8)
         pages = [[page[:40], page[40:]] for page in filled]
         wanted = self.digests[first : first + count]
@@ -90,7 +91,7 @@ def test_every_length(tmp_path: Path) -> None:
 
 
 def test_random_damage(tmp_path: Path) -> None:
-    """Runs of bytes overwritten, moved, doubled, cut out; whole pages and rows exchanged."""
+    """Random damage: runs of bytes are overwritten, moved, doubled or cut out, and whole pages and rows exchanged."""
     it = Written(tmp_path)
     rng = np.random.default_rng(3)
     refused = 0
@@ -106,7 +107,7 @@ def test_random_damage(tmp_path: Path) -> None:
             broken[first:first] = broken[first : first + length]
         elif kind == 3:
             broken[first : first + length] = bytes(len(broken[first : first + length]))
-        else:  # two pages, or two rows, in each other's place
+        else:  # exchanges two pages or two rows
             size, start = (PAGE_BYTES, 0) if kind == 4 else (LAYOUT.row_bytes, COUNT * PAGE_BYTES)
             one, two = (start + int(at) * size for at in rng.choice(COUNT, 2, replace=False))
             broken[one : one + size], broken[two : two + size] = (
@@ -158,12 +159,12 @@ def test_a_page_is_refused_under_another_digest(tmp_path: Path) -> None:
     it = Written(tmp_path)
     it.digests = it.digests[::-1].copy()
     it.content = it.content[::-1].copy()
-    assert it.read().tolist() == [False, False, True, False, False]  # the middle one is in its place
+    assert it.read().tolist() == [False, False, True, False, False]  # the middle page is in its place
 
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_two_rows_with_each_others_digests(tmp_path: Path, sealed: bool) -> None:
-    """The checksums stay with their pages; `sealed`: with a footer that fits."""
+    """The checksums stay with their pages. With `sealed`, the footer matches the changed file."""
     it = Written(tmp_path)
     start, width = COUNT * PAGE_BYTES, LAYOUT.row_bytes
     broken, size = bytearray(it.bytes), LAYOUT.digest_bytes

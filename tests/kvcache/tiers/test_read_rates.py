@@ -1,5 +1,9 @@
-"""Pages are read where that took less time of late than to compute them would, and tried anew now and then."""
+"""Pages are read if reading has recently been faster than computing them would be.
 
+Now and then reading is tried again.
+"""
+
+# pyright: basic
 from __future__ import annotations
 
 import pytest
@@ -24,11 +28,11 @@ def test_what_has_no_figures_yet_pays() -> None:
 @pytest.mark.parametrize(
     ("pages", "before", "gain", "pays"),
     [
-        (4, 0, None, False),  # 0.5 + 0.5 s, and 1 s to compute: no sooner
+        (4, 0, None, False),  # 0.5 + 0.5 s to read and 1 s to compute: no gain
         (5, 0, None, True),
-        (5, 1, None, False),  # the one before is read first
+        (5, 1, None, False),  # the previous page is read first
         (6, 1, None, True),
-        (5, 0, 4, False),  # one of them saves nothing
+        (5, 0, 4, False),  # one of the pages saves nothing
         (4, 0, 5, True),
         (1, 0, 0, False),
     ],
@@ -57,5 +61,5 @@ def test_figures_follow_what_it_costs_now_a_quarter_at_a_time() -> None:
         made.asked(seconds)
         assert made.answer_s == pytest.approx(mean)
     for pages, seconds, mean in ((2, 2.4, 1.0), (1, 0.4, 0.75), (3, 0.1, 0.5625)):
-        made.fetched(pages, seconds)  # of which the answer takes 0.4 s, and never less than nothing is left
+        made.fetched(pages, seconds)  # the answer takes 0.4 s of it, and the rest is never negative
         assert made.page_s == pytest.approx(mean)

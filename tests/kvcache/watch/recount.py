@@ -1,5 +1,8 @@
-"""The pages of a manager by state, counted anew from rows, leases, imports and the free order: not from its cells."""
+"""Counts the pages of a manager by state from rows, leases, imports and the free order, instead of from the watch's
+cells.
+"""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections import Counter
@@ -13,7 +16,7 @@ from kvcache.watched import PageState, owners_of, states_of
 
 
 def recounted(replica: Replica) -> list[PageState]:
-    """The state of each page, the null page first; `check` has passed, so each is in one state."""
+    """The state of each page, starting with the null page. `check` has passed, so each page has exactly one state."""
     states = [PageState.FREE] * (replica.pool.num_pages + 1)
     for page in replica.pool.idle.pages().tolist():
         states[page] = PageState.IDLE
@@ -32,7 +35,7 @@ def recounted(replica: Replica) -> list[PageState]:
 
 
 def owners(replica: Replica) -> dict[int, set[str]]:
-    """The names of the owners of each page that has some."""
+    """The names of the owners of each page that has any."""
     found: dict[int, set[str]] = {}
     for request_id, row in replica.rows.row_of.items():
         for page in replica.rows.pages(row).tolist():
@@ -47,7 +50,7 @@ def owners(replica: Replica) -> dict[int, set[str]]:
 
 
 def assert_same(followed: Followed, manager: PagedKVCacheManager) -> Counter[PageState]:
-    """What a watch says equals the books, page by page. Returns how many pages were in which state."""
+    """Asserts that a watch agrees with the manager, page by page. Returns the number of pages in each state."""
     manager.check()
     look, seen = followed.look, Counter[PageState]()
     assert look is not None

@@ -1,5 +1,6 @@
-"""What a watch says equals the books: in a thousand states of a real manager, over the socket, look by look."""
+"""A watch agrees with the manager in a thousand states of a real one, over the socket, look by look."""
 
+# pyright: basic
 from __future__ import annotations
 
 import gc
@@ -28,7 +29,7 @@ from tests.kvcache.watch.recount import assert_same
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each question is a look: the tests ask faster than anybody who looks."""
+    """Makes every question a new look, because the tests ask faster than any watcher."""
     monkeypatch.setattr(endpoint, "_LEAST_S", 0.0)
     monkeypatch.setattr(endpoint, "_SHARE", 1e6)
     monkeypatch.setattr(book, "_TREE_SHARE", 1e6)
@@ -36,7 +37,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Watcher:
-    """A manager's watch and one who follows it."""
+    """A manager's watch and a client that follows it."""
 
     def __init__(self, manager: PagedKVCacheManager, **options: object) -> None:
         self.watch = ManagerWatch(manager, **{"clear_names": True, **options})  # pyright: ignore[reportArgumentType]
@@ -51,7 +52,7 @@ class Watcher:
         return self.followed.apply(frames)
 
     def look_in_time(self) -> Look:
-        """A look as soon as there is a place."""
+        """Returns a look as soon as the watch accepts the client."""
         deadline = time.monotonic() + 30
         while True:
             try:
@@ -66,7 +67,7 @@ class Watcher:
 
 
 def served(manager: PagedKVCacheManager, name: str, tokens: list[int], **options: object) -> TextContext:
-    """A request that has run to the end of its prompt, and is claimed."""
+    """Returns a claimed request that has computed its whole prompt."""
     context = TextContext(tokens, 256, name, **options)  # pyright: ignore[reportArgumentType]
     manager.external_claim(name)
     assert manager.maybe_reserve(context)
@@ -152,18 +153,18 @@ def test_evictions_have_reasons_and_are_seen_to_be_asked_for_again() -> None:
     watcher.look()
     served(manager, "a", list(range(33)))
     manager.release("a")  # 8 idle pages
-    served(manager, "b", list(range(100, 157)))  # 15 pages: 7 of them evicted
+    served(manager, "b", list(range(100, 157)))  # takes 15 pages, 7 of them by eviction
     manager.release("b")
     look = watcher.look()
     assert look.evicted == {"LRU": (7, 0)}
-    served(manager, "c", list(range(33)))  # those of a are computed again, but for the first of them
+    served(manager, "c", list(range(33)))  # computes the pages of "a" again, except the first
     manager.release("c")
     look = watcher.look()
     assert sum(again for _, again in look.evicted.values()) == 7
     assert sum(row.again for row in look.evictions) == 7
     assert {row.reason for row in look.evictions} == {"LRU"}
     served(manager, "d", list(range(200, 230)), cache_salt="t")
-    manager.release("d")  # 7 idle pages, the quota is 4
+    manager.release("d")  # leaves 7 idle pages, with a quota of 4
     served(manager, "e", list(range(300, 357)))
     manager.release("e")
     look = watcher.look()
@@ -328,7 +329,7 @@ def test_a_pool_that_is_another_one_by_now_is_watched_anew(monkeypatch: pytest.M
         first, book = watcher.look(), watcher.watch._worker._book
         assert book is not None
         deadline = time.monotonic() + 20
-        while not book.cost_s and time.monotonic() < deadline:  # it is set after the answer
+        while not book.cost_s and time.monotonic() < deadline:  # the watch sets it after the answer
             time.sleep(0.001)
         assert 0.0 < book.beside_s < book.cost_s
         monkeypatch.setattr(book._pools[0].watched, "pool", other._replicas.each[0].pool)
@@ -355,7 +356,8 @@ def test_a_look_waits_as_long_as_a_loop_that_never_rests_needs(monkeypatch: pyte
             manager.release("a")
         watcher.look()
         worker, deadline = watcher.watch._worker, time.monotonic() + 20
-        while worker._due <= worker._asked_at + 0.5 and time.monotonic() < deadline:  # it is set after the answer
+        # the watch sets it after the answer
+        while worker._due <= worker._asked_at + 0.5 and time.monotonic() < deadline:
             time.sleep(0.001)
         assert worker._due > worker._asked_at + 0.5, "this thread has run all the time"
         watcher.client.ask(watcher.followed.ask)
@@ -368,7 +370,7 @@ def test_a_look_waits_as_long_as_a_loop_that_never_rests_needs(monkeypatch: pyte
 def test_a_look_that_fails_costs_its_answer_and_neither_the_watch_nor_the_loop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Reports are read beside the threads that make them: a table may change while it is counted."""
+    """Reports are read while other threads write them, so a table may change while it is counted."""
     monkeypatch.setattr(endpoint, "_FAILED_S", 0.0)
     fails = [True]
 
@@ -404,7 +406,7 @@ def test_a_socket_that_is_asked_by_two_tells_both() -> None:
 
 
 def told_of(manager: PagedKVCacheManager, **options: object) -> tuple[Look, bytes]:
-    """A look at a manager, and the bytes that it came in."""
+    """A look at a manager, and its size on the wire in bytes."""
     with closing(Watcher(manager, **options)) as watcher:
         watcher.client.ask(AskLook())
         frames = watcher.client.answer(20.0)
@@ -522,7 +524,7 @@ def test_one_look_is_for_all_who_wait_and_who_has_had_none_is_first(monkeypatch:
         monkeypatch.setattr(worker, "_answer", held_back)
 
         def asked_by(*who: tuple[WatchClient, Followed]) -> None:
-            """All of them are heard before anybody is answered."""
+            """All questions are read before any is answered."""
             held[0] = True
             for client, one in who:
                 client.ask(one.ask)
@@ -542,7 +544,7 @@ def test_one_look_is_for_all_who_wait_and_who_has_had_none_is_first(monkeypatch:
         asked_by(*everybody)
         assert sorted(numbers.values()) == [20], "one look for all"
         known = set(order)
-        monkeypatch.setattr(endpoint, "_TURN_S", 0.0)  # one answer a look
+        monkeypatch.setattr(endpoint, "_TURN_S", 0.0)  # one answer in each turn
         asked_by(*everybody)
         assert len(numbers) == 20
         first = list(order)

@@ -1,5 +1,6 @@
-"""Many entries of a pool's log, applied at once, come to what they come to one after the other."""
+"""Entries of a pool's log give the same result whether they are applied at once or one by one."""
 
+# pyright: basic
 from __future__ import annotations
 
 import random
@@ -16,7 +17,7 @@ PAGES, WORDS = 24, 40
 
 
 def entry(rng: random.Random, at: float) -> PoolEntry:
-    """Something that happens to some pages of a small pool, whose words come again and again."""
+    """A random entry about some pages of a small pool. The same words occur repeatedly."""
     what = rng.choice(("gone", "gone", "gone", "published", "published", "found"))
     pages = np.array(rng.sample(range(1, PAGES + 1), rng.randrange(5)), np.int32)
     more = np.array(rng.choice((0, 3)))
@@ -28,7 +29,7 @@ def entry(rng: random.Random, at: float) -> PoolEntry:
 
 
 def batches(rng: random.Random, count: int) -> list[tuple[str, list[PoolEntry]]]:
-    """Entries of two pools, as looks take them."""
+    """Batches of entries of two pools, as looks read them."""
     clock, found = 100.0, list[tuple[str, list[PoolEntry]]]()
     for _ in range(count):
         clock += rng.choice((0.0, 0.1, 1.0))
@@ -37,12 +38,12 @@ def batches(rng: random.Random, count: int) -> list[tuple[str, list[PoolEntry]]]
 
 
 class OneByOne:
-    """The sum of the entries, page by page."""
+    """The result of the entries, applied page by page."""
 
     def __init__(self) -> None:
         self.pages: Counter[str] = Counter()
         self.again: Counter[str] = Counter()
-        self.groups = list[tuple[float, str, str, list[int]]]()  # when, the pool, the reason, pages and those again
+        self.groups = list[tuple[float, str, str, list[int]]]()  # time, pool, reason, pages, and pages that occur again
         self.of_word: OrderedDict[int, int] = OrderedDict()
 
     def apply(self, pool: str, one: PoolEntry) -> None:

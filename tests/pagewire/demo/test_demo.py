@@ -1,6 +1,5 @@
-"""The demo as a user runs it: real processes, real NIXL, the real command line.
-
-Where a test asks for `here`, the command runs in this process, and what it starts is forked: that saves seconds.
+"""The demo as a user runs it: real processes, real NIXL, the real command line. In tests with the fixture `here`, the
+command runs in this process and its servers are forked, which saves seconds.
 """
 
 # pyright: basic
@@ -89,7 +88,7 @@ def test_under_chaos_what_is_answered_is_right_and_what_is_not_has_a_reason(
 ) -> None:
     out = tmp_path / "o.json"
     happened: Counter[str] = Counter()
-    for seed in (3, 4, 5):  # one run mostly makes all of them
+    for seed in (3, 4, 5):  # one run usually injects all kinds of faults
         done = here("--requests", 40, "--max-new-tokens", 8, "--chaos", seed, "--json", out, *sides)
         assert done.returncode == 0, done.stdout + done.stderr
         figures = json.loads(out.read_text())
@@ -97,7 +96,7 @@ def test_under_chaos_what_is_answered_is_right_and_what_is_not_has_a_reason(
         happened.update(figures["faults"])
         if min(happened.values()) > 0:
             break
-    # Bytes go wrong silently only where they are compared: between pages that are alike.
+    # Silent corruption is injected only if pages are compared, which needs the same page layout on both sides.
     silent = set() if sides else {"short", "corrupt"}
     assert set(happened) == {"delay", "refuse", "break", "drop", "duplicate", "late"} | silent
     assert min(happened.values()) > 0, happened
@@ -193,10 +192,10 @@ class Demo:
     """A running demo that has started to serve.
 
     Args:
-        folder: of what it prints.
-        arguments: of the command.
-        imports: it and its servers are processes that import everything themselves, and no forks.
-        ignores: a signal that it ignores from its start on, as under nohup.
+        folder: folder for its output.
+        arguments: arguments of the command.
+        imports: True if the demo and its servers import everything themselves, instead of being forks.
+        ignores: a signal that it ignores from its start, as under nohup.
     """
 
     def __init__(self, folder: Path, *arguments: str, imports: bool = False, ignores: int = 0) -> None:
@@ -224,7 +223,7 @@ class Demo:
         os.kill(self._process.pid, number)
 
     def end(self) -> tuple[int, str]:
-        """Its exit status, and what it has said on standard error."""
+        """Waits for its end. Returns its exit status and its standard error."""
         deadline = time.monotonic() + 60
         while self._process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -1,5 +1,6 @@
-"""`pagewire plan` from its command line: tables, JSON, and what does not work in one line."""
+"""`pagewire plan` from its command line: tables, JSON, and errors in one line."""
 
+# pyright: basic
 import json
 import re
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""What a model keeps, out of its config.json: public models, every kind of layer, and configs that are wrong."""
+"""What a model keeps, read from its config.json: public models, every kind of layer, and wrong configs."""
 
+# pyright: basic
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +62,7 @@ def written(folder: Path, config: object) -> Path:
 def test_public_models(name: str, kinds: set[tuple[object, ...]], token_bytes: int) -> None:
     model = read_model(CONFIGS / name)
     assert {(one.kind, one.layers, one.heads, one.width, one.window) for one in model.each} == kinds
-    assert model.dtype == torch.bfloat16  # DeepSeek's weights are fp8, gpt-oss's mxfp4: what is cached is not
+    assert model.dtype == torch.bfloat16  # DeepSeek's weights are fp8 and gpt-oss's mxfp4, but their caches are not
     assert sum(one.layers * one.heads * one.width for one in model.paged) * model.dtype.itemsize == token_bytes
     assert model.state_bytes(1) == 0
 

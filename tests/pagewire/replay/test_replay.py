@@ -1,3 +1,4 @@
+# pyright: basic
 from __future__ import annotations
 
 import itertools
@@ -13,7 +14,7 @@ from pagewire.replay.replay import ReplayError, load_trace, optimum_hits, refere
 
 
 def trace_of(seed: int, requests: int = 120) -> list[list[int]]:
-    """Conversations that grow, and one-off prompts; ids as a trace has them: equal id, equal prefix."""
+    """A trace of growing conversations and one-off prompts. As in every trace, equal ids mean equal prefixes."""
     rng, ids = random.Random(seed), itertools.count(1)
     open_ones: list[list[int]] = [[next(ids)]]
     found = []
@@ -48,7 +49,7 @@ def test_with_room_for_all_everybody_hits_what_was_seen() -> None:
 
 
 def best(trace: list[list[int]], capacity: int, resident: frozenset[int] = frozenset()) -> int:
-    """Hits of the best of all choices of what to keep after each request."""
+    """The hits with the best possible choice of blocks to keep after each request."""
     if not trace:
         return 0
     blocks, rest = trace[0], trace[1:]
@@ -83,7 +84,7 @@ def test_a_host_tier_hits_as_often_as_a_pool_of_its_size(seed: int, host: int) -
 
 
 def long_trace(requests: int = 1500) -> list[list[int]]:
-    """Sessions of three turns, interleaved, between prompts that never come again."""
+    """Interleaved sessions of three turns, between prompts that never recur."""
     found = []
     for number in range(requests // 2):
         session, turn = number % 40 + 40 * (number // 120), number // 40 % 3
@@ -128,8 +129,8 @@ def test_one_replica_has_no_peers() -> None:
 
 
 def test_a_window_s_load_is_that_of_its_busiest_replica() -> None:
-    # One replica takes the long prompts and the other the short ones, turn by turn, in both full windows. Those of the
-    # third, which does not count, are alike.
+    # In both complete windows one replica takes the long prompts and the other the short ones, in turns. The third
+    # window is incomplete and does not count; its prompts are equal.
     trace = [[10 * number + at for at in range(3 if number % 2 and number < 1000 else 1)] for number in range(1100)]
     result = replay(trace, 10_000, 2, routing="round-robin")
     assert result.hits == 0

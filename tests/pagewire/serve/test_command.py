@@ -1,4 +1,4 @@
-"""The whole of `pagewire serve`, its processes apart, over TCP with keys, with the client that OpenAI publishes."""
+"""The whole of `pagewire serve` in separate processes, over TCP with keys, with OpenAI's own client."""
 
 # pyright: basic
 import json
@@ -29,7 +29,7 @@ HEAD = "What a page holds, who may write to it, and when it may be used again. "
 
 @contextmanager
 def fleet(folder: Path, *more: str) -> Iterator[Served]:
-    """Two processes of each kind, on a shared secret; further arguments are for the front."""
+    """Two processes of each kind with a shared secret. Further arguments go to the front."""
     served = Served(folder)
     secret = served.folder / "secret"
     secret.write_text("a secret of the tests, of enough bytes")
@@ -115,7 +115,7 @@ def test_errors_have_openais_form(served: Served) -> None:
 
 
 def test_a_request_names_who_has_its_pages(served: Served, tiny_model: Any) -> None:
-    """The next turn of a conversation, at processes that have nothing of it: as a router would send it."""
+    """A router sends the next turn of a conversation to processes that have none of its pages."""
     members = served.get("/fleet")
 
     def turn(prompt: list[int], decode: str, **params: Any) -> Any:
@@ -182,7 +182,10 @@ def test_a_client_that_hangs_up_gives_its_pages_back(served: Served) -> None:
 
 
 def test_processes_that_die_or_drain_cost_no_request(tmp_path: Path, tiny_model: Any) -> None:
-    """One of each kind is killed, the others drain; those that have joined meanwhile serve on."""
+    """One process of each kind is killed and the others drain.
+
+    Processes that have joined meanwhile continue to serve.
+    """
     figures = tmp_path / "figures.json"
     with fleet(tmp_path, "--json", str(figures)) as served:
         check_dying_and_draining(served, tiny_model)
@@ -212,7 +215,7 @@ def check_dying_and_draining(served: Served, tiny_model: Any) -> None:
         done: list[bool] = []
 
         def at_part(part: int) -> None:
-            # By then one of the prompts has run, or all have, and every one decodes.
+            # By then one prompt has run, or all have run and are decoding.
             if part == (0 if name.startswith("p") else 5) and not done:
                 done.append(True)
                 served.signal(name, number)
@@ -280,7 +283,10 @@ def test_one_command_starts_all_and_ends_all_when_nothing_is_on_its_way(tmp_path
 
 @pytest.mark.ci
 def test_steps_planned_ahead_give_the_same_tokens(tmp_path: Path, tiny_model: Any) -> None:
-    """With and without `--overlap`, in a pool that preempts; one client hangs up, and SIGTERM finds steps in flight."""
+    """With and without `--overlap`, in a pool that preempts.
+
+    One client hangs up, and SIGTERM arrives while steps are in flight.
+    """
     prompts = [f"{number} to the stopped. {HEAD}" for number in range(8)]  # some have long answers
     answers: list[list[list[int]]] = []
     for more in ([], ["--overlap"]):
@@ -328,7 +334,7 @@ def test_recurrent_models_are_refused_with_overlap(tmp_path: Path, make_model: A
         served.close()
 
 
-# Sends the process a signal at the moment at which its address file appears, or its log line.
+# Sends the process a signal when its address file or its log line appears.
 SIGNALLED = """
 import logging, os, signal, sys
 from pathlib import Path
@@ -380,7 +386,9 @@ def test_beyond_this_host_keys_are_needed(tmp_path: Path) -> None:
 def test_layers_with_windows_and_chunks_are_served_over_tables_of_their_own(
     tmp_path: Path, make_model: Any, kind: str
 ) -> None:
-    """Decode pulls all pages of full layers of a long prompt, and of the other layers those that are seen next."""
+    """For a long prompt decode pulls all pages of the full layers, and those pages of the other layers that the next
+    query sees.
+    """
     name, changes = GROUPED[kind]
     model = make_model(name, num_hidden_layers=4, **changes)
     model.save_pretrained(tmp_path / "model")
@@ -403,7 +411,7 @@ def test_layers_with_windows_and_chunks_are_served_over_tables_of_their_own(
         stats = served.until_nothing_is_held()
         pulled = sum(one["pages_pulled"] for one in stats.values())
         whole = sum(-(-len(encoded(prompt)) // 16) for prompt in prompts)
-        # One table of four is pulled whole; the others have no page to pull if the prompt ends with a chunk.
+        # One of four tables is pulled completely. The others have no page to pull if the prompt ends with a chunk.
         assert whole <= pulled < 2 * whole
         served.signal("all", signal.SIGTERM)
         assert served.ended("all") == 0

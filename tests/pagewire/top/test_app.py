@@ -1,5 +1,6 @@
-"""`pagewire top` without a terminal: every view, over real watches of real managers, driven by Textual's pilot."""
+"""Every view of `pagewire top`, without a terminal, over real watches of real managers. Textual's pilot drives it."""
 
+# pyright: basic
 from __future__ import annotations
 
 import asyncio
@@ -46,7 +47,7 @@ def serve(manager: PagedKVCacheManager, name: str, tokens: list[int], salt: str 
 
 
 def busy_manager(pages: int = 64) -> PagedKVCacheManager:
-    """Two requests of two tenants, a lease of one that has left, idle pages, and an eviction order."""
+    """A manager with two requests of two tenants, a lease of a released one, idle pages, and an eviction order."""
     manager = manager_of(pages, rows=8, dp=1)
     serve(manager, "chat-1", list(range(20)), "acme")
     serve(manager, "chat-2", list(range(100, 140)))
@@ -88,7 +89,7 @@ def screen_of(app: TopApp) -> list[str]:
 
 
 def drive(app: TopApp, play: Callable[[Pilot[None]], object], size: tuple[int, int] = (120, 44)) -> None:
-    """Run the app without a terminal, and `play` on it once something is drawn."""
+    """Runs the app without a terminal, and calls `play` once something is drawn."""
 
     async def run() -> None:
         async with app.run_test(size=size) as pilot:
@@ -107,7 +108,7 @@ def test_the_map_shows_each_page_of_a_small_pool_with_a_sign_of_its_state(
         screen = screen_of(app)
         assert "decode/0  64 pages, shown 1–64, a page each" in screen[0]
         text = "".join(screen[1:])
-        # 5 and 10 pages of the two requests, 5 of the lease, 8 idle ones
+        # 5 and 10 pages of the two requests, 5 of the lease, and 8 idle pages
         assert [text.count(sign) // 2 for sign in "█◆░·"] == [15, 5, 8, 36]
         legend = app.query_one("#legend", Static).render()
         assert all(state.name.lower() in str(legend) for state in PageState)
@@ -361,10 +362,11 @@ def test_a_recording_plays_back_to_and_fro(watched: tuple[PagedKVCacheManager, M
     app, titles = live(watch, record=path), list[str]()
 
     async def record(pilot: Pilot[None]) -> None:
-        titles.append(app.map._areas[0].title)  # an app that has ended may have drawn once more, on no screen
+        titles.append(app.map._areas[0].title)  # an app that has ended may have drawn once more, without a screen
         manager.release("chat-2")
         await until(pilot, lambda: len(rows_of(app, "requests")) == 2, "the release")
-        recorded = path.stat().st_size  # with the look that tells of the release: it is not the one that is cut off
+        # including the look that reports the release, which must not be the one that is cut off
+        recorded = path.stat().st_size
         await until(pilot, lambda: path.stat().st_size > recorded, "one more look")
 
     drive(app, record)

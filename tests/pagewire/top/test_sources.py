@@ -1,5 +1,6 @@
-"""A recording is played at its speed, and stands still while it is paused."""
+"""A recording plays at its own speed, and stops while it is paused."""
 
+# pyright: basic
 from __future__ import annotations
 
 from pathlib import Path

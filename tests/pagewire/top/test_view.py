@@ -1,5 +1,6 @@
-"""What is shown, apart from drawing."""
+"""The content of the views, without the drawing."""
 
+# pyright: basic
 from __future__ import annotations
 
 from types import SimpleNamespace

@@ -1,5 +1,6 @@
-"""`pagewire serve` as processes of its own: the front and its processes, each with a log, and a client."""
+"""`pagewire serve` in real processes: the front and its processes, each with a log, and a client."""
 
+# pyright: basic
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ COMMON = ("--page-size", "16", "--cache-mb", "8", "--max-tokens", "2048", "--tok
 
 
 class Served:
-    """A fleet whose processes were started apart, or all by one command."""
+    """A fleet whose processes were started separately, or all by one command."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,7 +70,7 @@ class Served:
         self.until(lambda: self.get("/health") == wanted, f"{wanted}")
 
     def ended(self, name: str) -> int | None:
-        """The exit status of a process, which ends by itself."""
+        """Waits for a process to end by itself. Returns its exit status."""
         process = self.processes[name]
         self.until(lambda: process.poll() is not None, f"the end of {name}")
         return process.poll()
@@ -96,7 +97,7 @@ class Served:
 
 
 def tokens_of(answer: Any) -> list[int]:
-    """The tokens of a completion that was asked for with `return_token_ids`."""
+    """The tokens of a completion that was requested with `return_token_ids`."""
     return answer.choices[0].token_ids
 
 

@@ -1,5 +1,6 @@
-"""HTTP with clients that go away, by the real server over TCP."""
+"""HTTP clients that disconnect, with the real server over TCP."""
 
+# pyright: basic
 import asyncio
 import json
 import logging
@@ -29,7 +30,7 @@ PARTS = {"declared": b'{"model": "tiny", ', "chunked": b'8\r\n{"model"\r\n'}
 
 
 async def exchange(port: int, *sent: bytes) -> bytes:
-    """Send these parts and close the connection; what was answered before that."""
+    """Sends these parts and closes the connection. Returns the answer up to then."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for part in sent:
         writer.write(part)
@@ -87,7 +88,7 @@ def test_clients_that_go_away_while_they_send_are_counted_in_one_line(
 def test_a_body_is_bounded_whatever_parts_it_comes_in(
     parts: tuple[int, ...], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is read no further than to its limit."""
+    """The body is read only up to its limit."""
     monkeypatch.setattr(app_module, "_MAX_BODY", 100)
     came = 0
 

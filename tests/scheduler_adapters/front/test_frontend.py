@@ -1,8 +1,9 @@
-"""Which process a request goes to, and what becomes of it when that one leaves, refuses it, stops or is started anew.
+"""Which process gets a request, and what happens to the request if that process leaves, refuses it, stops or restarts.
 
-The processes are sockets of this test, which say what it wants; the whole is run by `test_serve.py`.
+The processes are sockets of the test, which send what it wants. `tests/pagewire/serve` runs real ones.
 """
 
+# pyright: basic
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -22,7 +23,7 @@ PROMPT = (5, 6, 7)
 
 
 class Peer:
-    """A process of the fleet, by hand."""
+    """A simulated process of the fleet."""
 
     def __init__(self, context: Any, folder: Path, name: str, role: msg.Role) -> None:
         self._watched = bind_router(context, f"ipc://{folder}/{name}.pulse")
@@ -55,12 +56,12 @@ class Peer:
                 await asyncio.sleep(0.002)
 
     def heard_now(self, kind: type[Any]) -> list[Any]:
-        """Those of this kind that are here."""
+        """The messages of this kind that have arrived."""
         messages = [msg.decode(self._socket.recv()) for _ in iter(lambda: self._socket.poll(20), 0)]
         return [one for one in messages if isinstance(one, kind)]
 
     def stop(self) -> None:
-        """The process says nothing any more, but takes messages that are sent to it."""
+        """Makes the process silent, although it still receives messages."""
         self._watched.close(0)
 
     def die(self) -> None:
@@ -69,7 +70,7 @@ class Peer:
 
 
 class Booked:
-    """A placement that writes down what it is told, and chooses the last process."""
+    """A placement that records its calls and always chooses the last process."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -135,7 +136,7 @@ async def fronted(folder: Path, placement: Any = None) -> AsyncIterator[Fronted]
         for peer in made.peers:
             peer.die()
         made.socket.close(0)
-        made.context.term()  # hangs where the front has left a socket
+        made.context.term()  # would hang if the front had left a socket open
 
 
 Story = Callable[[Fronted], Coroutine[Any, Any, None]]
@@ -200,7 +201,7 @@ def test_who_has_refused_a_request_is_not_asked_again_and_when_all_have_it_fails
         peers = all_of.join("d1", "d2")
         await all_of.there("d1", "d2")
         asked = all_of.ask()
-        for peer in peers:  # the one with the fewest, of equals the one that was there first
+        for peer in peers:  # the one with the fewest requests, or the earliest of several
             submit = await peer.heard(msg.Submit)
             peer.tell(submit, finished="error", error="one too many", elsewhere=True)
         with pytest.raises(RefusedError, match="d1, d2 have refused it"):
@@ -242,7 +243,7 @@ def test_a_request_that_nobody_waits_for_is_aborted_where_it_is(played: Callable
         asked.cancel()
         abort = await peer.heard(msg.Abort)
         assert (abort.request_id, abort.serial) == (submit.request_id, submit.serial)
-        peer.tell(submit, 3)  # it was on its way, or is of an earlier front
+        peer.tell(submit, 3)  # the message was still on its way, or belongs to an earlier front
         assert (await peer.heard(msg.Abort)).serial == submit.serial
         peer.tell(submit, finished="cancelled")
         assert peer.heard_now(msg.Abort) == []

@@ -1,5 +1,6 @@
-"""Holders of a prompt's pages, by the KV events of real managers, and processes that are asked for them."""
+"""Which processes have a prompt's pages, learnt from the KV events of real managers, and which ones are asked."""
 
+# pyright: basic
 import itertools
 import random
 import time
@@ -167,7 +168,7 @@ def test_after_a_gap_nothing_is_known_until_all_is_told_anew(holders: PageHolder
         until(known, 4)
         tell(11, [5])
         until(known, 0)
-        while stream.recv() != b"\x01":  # it subscribes anew, before or after it unsubscribes
+        while stream.recv() != b"\x01":  # it subscribes again, before or after it unsubscribes
             pass
         tell(12, [6])
         until(known, 1)
@@ -198,8 +199,9 @@ def test_windows_that_go_take_no_page_of_full_layers_along() -> None:
 def test_a_next_turn_at_other_processes_finds_the_answer_where_it_was_generated(
     tmp_path: Path, tiny_model: Any
 ) -> None:
-    """The request names no source: the front knows of the pages that d1 has filled."""
-    pytest.importorskip("dynamo.llm")  # the extra 'fleet': where a front places by events, all publish them
+    """The request names no source, but the front knows the pages that d1 has filled."""
+    # needs the extra 'fleet': if a front places by events, all processes publish them
+    pytest.importorskip("dynamo.llm")
     served, placed = Served(tmp_path), ("--placement", "dynamo")
     try:
         served.start("front", "front", "--address-file", str(served.addresses), "--http-port", "0", *placed)
@@ -216,7 +218,7 @@ def test_a_next_turn_at_other_processes_finds_the_answer_where_it_was_generated(
         for number in itertools.count():
             first = encoded(f"{number}. " + 40 * "A conversation.")
             second = [*first, *tokens_of(turn(first, "p1", "d1")), *encoded("And then?")[1:]]
-            time.sleep(0.1)  # an event takes a moment
+            time.sleep(0.1)  # an event takes some time
             found = turn(second, "p2", "d2")
             if found.usage.prompt_tokens_details.cached_tokens == (len(first) + 63) // PAGE * PAGE:
                 break

@@ -1,5 +1,6 @@
-"""The front as operators see it: metrics of all processes, and each request's span in its client's trace."""
+"""Observation of the front: metrics of all processes, and a span of each request in its client's trace."""
 
+# pyright: basic
 import asyncio
 import re
 import threading
@@ -33,7 +34,7 @@ FAILED = "pagewire_front_unread_families_total"
 
 
 class InThread:
-    """A process of the service as a thread of this one: its spans come to this one's provider."""
+    """A process of the service that runs as a thread, so that its spans reach this process's provider."""
 
     def __init__(self, role: msg.Role, folder: Path) -> None:
         base = next(one for one in CONFIGS if one.role == role)
@@ -74,7 +75,7 @@ async def fronted(folder: Path) -> AsyncIterator[tuple[Frontend, httpx.AsyncClie
     app = make_app(frontend, ServedModel("tiny", ByteTokenizer(), VOCAB_SIZE))
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
-            for role in ("prefill", "decode"):  # one after the other: weights come of torch's own seed
+            for role in ("prefill", "decode"):  # one after the other, because weights come from torch's global seed
                 processes.append(InThread(role, folder))
                 async with asyncio.timeout(90):
                     while role not in frontend.members:
@@ -146,7 +147,7 @@ def test_a_hundred_requests_of_a_client_are_in_its_traces_and_in_the_metrics(tmp
     assert value(front, "pagewire_front_processes", state="serving") == 2
     cached = sum(one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in answers)
     assert value(front, "pagewire_front_prompt_tokens_total", source="cached") == cached > 0
-    # A later chunk may find pages that another request has published meanwhile: these the process alone counts.
+    # A later chunk may find pages that another request has published meanwhile. Only the process counts these.
     assert value(processes["prefill"], "pagewire_prompt_tokens_total", source="cached") >= cached
     assert value(processes["prefill"], "pagewire_prompt_tokens_total") == prompts
     assert value(processes["decode"], "pagewire_pull_seconds_count") > 0
@@ -157,7 +158,7 @@ def roles_in(found: dict[Any, float]) -> set[str]:
 
 
 def check_spans(spans: Sequence[Any], answers: Sequence[dict[str, Any]]) -> None:
-    """Each request has one span, in the trace of its client; its parts sum to it."""
+    """Checks that each request has one span in its client's trace, and that its parts sum to it."""
     assert {span.name for span in spans} == {NAME}
     assert Counter(span.context.trace_id for span in spans) == Counter(range(1, COUNT + 1))
     asked = {one["id"] for one in answers}

@@ -1,5 +1,6 @@
-"""Bodies to requests, and tokens to answers."""
+"""Converts bodies to requests, and tokens to answers."""
 
+# pyright: basic
 import json
 from typing import Any
 

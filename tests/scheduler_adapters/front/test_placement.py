@@ -1,5 +1,6 @@
-"""The choice of the process that computes a prompt: Dynamo's own selection core follows two real managers."""
+"""The choice of the process that computes a prompt: Dynamo's selection core follows two real managers."""
 
+# pyright: basic
 import asyncio
 from collections.abc import Iterator
 from contextlib import closing
@@ -46,7 +47,10 @@ def compute(manager: PagedKVCacheManager, prompt: list[int]) -> None:
 
 
 async def check_placed_soon(placement: Selected, prompt: list[int], wanted: str) -> None:
-    """Until the events have come through: between equals Dynamo chooses by chance, which is not a dozen times lucky."""
+    """Waits until the events have arrived.
+
+    Dynamo chooses randomly between equals, and twelve right choices in a row are no accident.
+    """
     row, number = 0, 0
     async with asyncio.timeout(20):
         while row < 12:
@@ -80,7 +84,7 @@ def test_prompts_go_where_they_are_cached_while_that_process_is_there(
         assert await placement.place("gone", [*PROMPTS["p1"], 9], ["p1", "p2"]) == "p2"
         await placement.over("gone")
         await placement.follow([ready("p1", managers["p1"], "2"), members[1]])
-        await check_placed_soon(placement, [*PROMPTS["p1"], 9], "p1")  # what it holds is told to who asks late
+        await check_placed_soon(placement, [*PROMPTS["p1"], 9], "p1")  # a late subscriber learns what it holds
 
     asyncio.run(run())
 
@@ -105,14 +109,14 @@ def test_a_process_that_goes_takes_its_reservations_with_it_and_costs_no_request
         assert placement._reserved == set()
         assert await placement.place("goes", PROMPTS["p1"], ["p2"]) == "p2", "its name may be used again"
         assert await placement.place("goes", PROMPTS["p1"], ["p2"]) == "", "not twice at once"
-        await placement.over("goes")  # what stood is freed all the same
+        await placement.over("goes")  # the reservation is freed nevertheless
         assert await placement.place("goes", PROMPTS["p1"], ["p2"]) == "p2"
 
     asyncio.run(run())
 
 
 def test_a_process_that_was_started_anew_is_followed_where_it_is_now(managers: dict[str, PagedKVCacheManager]) -> None:
-    """Its end was not seen: it has the same name, and other endpoints."""
+    """Its end was not noticed. It has the same name and new endpoints."""
 
     async def run() -> None:
         placement, prompt = Selected(), [*PROMPTS["p1"], 9]
@@ -120,7 +124,7 @@ def test_a_process_that_was_started_anew_is_followed_where_it_is_now(managers: d
             compute(managers["p2"], prompt[:100])
             compute(managers["p1"], prompt)
             await placement.follow([ready("p1", before, "1"), ready("p2", managers["p2"])])
-            await check_placed_soon(placement, prompt, "p2")  # which has half of it, p1 nothing
+            await check_placed_soon(placement, prompt, "p2")  # p2 has half of it, and p1 none
             await placement.follow([ready(name, manager, "2") for name, manager in managers.items()])
             await check_placed_soon(placement, prompt, "p1")
             assert {name: known.incarnation for name, (_, known) in placement._workers.items()} == {

@@ -1,4 +1,6 @@
-"""vLLM's router in front of whole fleets, and of the processes of one: prompts go to whoever has their pages."""
+"""vLLM's router in front of whole fleets, and of the processes of one: it sends prompts to the process that has their
+pages.
+"""
 
 # pyright: basic
 import random
@@ -22,7 +24,8 @@ PAGE, LENGTH = 16, 200
 
 @pytest.fixture
 def fleets(tmp_path: Path) -> Iterator[list[Served]]:
-    pytest.importorskip("dynamo.llm")  # of `--placement dynamo`, with which prefill processes publish their events
+    # needed for `--placement dynamo`, with which prefill processes publish their events
+    pytest.importorskip("dynamo.llm")
     made: list[Served] = []
     try:
         for name in ("one", "other"):
@@ -39,7 +42,7 @@ def fleets(tmp_path: Path) -> Iterator[list[Served]]:
 
 
 def router_of(fleets: list[Served], log: Path) -> Router:
-    prefills = [served.get("/fleet")["prefill-1"] for served in fleets]  # decode has events, too, of other pages
+    prefills = [served.get("/fleet")["prefill-1"] for served in fleets]  # decode also has events, for other pages
     events = {served.url: (one["kv_events"], one["kv_replay"]) for served, one in zip(fleets, prefills, strict=True)}
     return Router(events, log, model="pagewire", page_size=PAGE)
 
@@ -51,7 +54,7 @@ def test_prompts_go_to_the_fleet_that_has_them(fleets: list[Served], tmp_path: P
 
 
 def until_it_follows(router: Router, compute: Callable[[], list[int]], found: Callable[[list[int]], int]) -> None:
-    """Computes prompts until the router has found so many in a row that it must have heard of both sources."""
+    """Computes prompts until the router has found so many in a row that it must follow both sources."""
     deadline, right = time.monotonic() + WITHIN_S, 0
     while right < 8:
         assert time.monotonic() < deadline, router.log.read_text()[-2000:]
@@ -65,18 +68,18 @@ def check_prompts_find_pages(router: Router, fleets: list[Served]) -> None:
     router.begin()
 
     def at_one_of_them() -> list[int]:
-        """A new prompt that one fleet has served."""
+        """Returns a new prompt that one fleet has served."""
         prompt = [rng.randrange(200) for _ in range(LENGTH)]
         complete(rng.choice(fleets).client, prompt, 1)
         return prompt
 
     def found(prompt: list[int]) -> int:
-        """Tokens of it that were cached where the router has sent it."""
+        """The number of a prompt's tokens that were cached at the place that the router chose."""
         return router.complete([*prompt, 7])["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     until_it_follows(router, at_one_of_them, found)
     prompts = [at_one_of_them() for _ in range(24)]
-    until_it_follows(router, at_one_of_them, found)  # events come in order: it knows of these, too
+    until_it_follows(router, at_one_of_them, found)  # events arrive in order, so the router knows these, too
     assert [found(prompt) for prompt in prompts] == [LENGTH // PAGE * PAGE] * 24
     served = [sum(one["prompt_tokens"] for one in each.get("/fleet").values()) for each in fleets]
     assert min(served) > 0, "both"
@@ -115,7 +118,7 @@ def check_follows_both(router: Router, apart: Served) -> None:
     rng, urls = random.Random(1), {name: f"{apart.url}/processes/{name}/v1" for name in ("p1", "p2", "d1", "d2")}
 
     def at_one_of_them() -> list[int]:
-        """A new prompt that one prefill process has computed: the router's two calls, by hand."""
+        """Returns a new prompt that one prefill process has computed. The test makes the router's two calls itself."""
         prompt, name = [rng.randrange(200) for _ in range(LENGTH)], rng.choice(["p1", "p2"])
         params = {"do_remote_decode": True, "do_remote_prefill": False}
         asked = apart.client.with_options(base_url=urls[name]).completions.create(
@@ -127,9 +130,9 @@ def check_follows_both(router: Router, apart: Served) -> None:
         return prompt
 
     def found(prompt: list[int]) -> int:
-        """Tokens of it that were cached where the router has had it prefilled.
+        """The number of a prompt's tokens that were cached at the chosen prefill process.
 
-        By the process's own count: the router tells its clients what the first of its two answers says.
+        This is the process's own count, because the router passes on only the figures of its first answer.
         """
         before = cached()
         router.complete([*prompt, 7])
@@ -141,7 +144,7 @@ def check_follows_both(router: Router, apart: Served) -> None:
 
     until_it_follows(router, at_one_of_them, found)
     prompts = [at_one_of_them() for _ in range(12)]
-    until_it_follows(router, at_one_of_them, found)  # events come in order: it knows of these, too
+    until_it_follows(router, at_one_of_them, found)  # events arrive in order, so the router knows these, too
     assert [found(prompt) for prompt in prompts] == [LENGTH // PAGE * PAGE] * 12
     for text in (*prompts[:4], "A text goes the same way."):
         assert router.complete(text, 12)["choices"][0]["text"] == complete(apart.client, text, 12).choices[0].text
@@ -151,7 +154,7 @@ def check_follows_both(router: Router, apart: Served) -> None:
 
 
 def check_loses_some(router: Router, apart: Served) -> None:
-    """A request on its way to a process that dies goes on at another one, or names the process that is gone."""
+    """Checks that a request to a dying process continues at another one, or fails with the name of the lost process."""
     rng = random.Random(2)
     prompts = [[rng.randrange(200) for _ in range(LENGTH)] for _ in range(12)]
     theirs = [complete(apart.client, prompt, 100).choices[0].text for prompt in prompts]
@@ -169,7 +172,7 @@ def check_loses_some(router: Router, apart: Served) -> None:
             apart.signal(gone, signal.SIGKILL)
             results = [one.result() for one in asked]
         wrong = [one for one, want in zip(results, theirs, strict=True) if one != want]
-        # The router learns of d1 a minute later, by its own health check.
+        # The router notices the end of d1 a minute later, by its own health check.
         assert all("'d1' is unknown" in one or f"{gone!r} is unknown" in one for one in wrong), wrong
         assert len(wrong) < len(prompts)
     apart.until_nothing_is_held()

@@ -1,8 +1,8 @@
-"""Which models and combinations run in `make test`, which in CI alone (`make test-ci`), and which in `make long`.
+"""Chooses the models and combinations that run in `make test`, only in CI (`make test-ci`), and in `make long`.
 
-A test of several models promises something of each form of recurrent state, and runs once for each form at home: the
-combinations of its other parameters are dealt out among the forms. CI runs all of these for each form, and another
-model of a form with one of them. Serving is promised of every model.
+A test of several models checks each form of recurrent state. In `make test` it runs once for each form, and the
+combinations of its other parameters are divided among the forms. CI runs all combinations for each form, and one
+combination for each further model of a form. Serving is tested with every model.
 """
 
 from collections import defaultdict
@@ -33,7 +33,7 @@ _RECURRENT = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     families: dict[str, dict[str, list[pytest.Function]]] = defaultdict(lambda: defaultdict(list))
     for item in items:

@@ -1,5 +1,9 @@
-"""What an engine does that speculates, as `drafted_pages` says: it drives a manager and a runner with guesses."""
+"""A speculating engine, built as the docstring of `drafted_pages` says.
 
+It drives a manager and a runner with guessed tokens.
+"""
+
+# pyright: basic
 from __future__ import annotations
 
 import random
@@ -20,9 +24,10 @@ LONGEST_AGAIN = 16
 
 
 class Engine:
-    """Requests that run, wait or are done. Guesses are right in `share` of the cases.
+    """An engine with running, waiting and finished requests.
 
-    `across`: guesses end anywhere, not only with their page. `manager`: instead of one of so many pages.
+    The share `share` of its guesses is right. With `across`, guesses may end anywhere, not only at the end of a page.
+    `manager` replaces the manager of `pages` pages.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class Engine:
         return bool(self.manager.states)
 
     def knows(self, prompts: Iterable[list[int]]) -> list[list[int]]:
-        """The answers, of which guesses are."""
+        """The known answers, from which guesses are taken."""
         self.answers = [[*prompt, *own_tokens(self.model, prompt, NEW)] for prompt in prompts]
         return self.answers
 
@@ -67,7 +72,7 @@ class Engine:
         self.waiting.append(TextContext(prompt, 4096, name))
 
     def serve(self, prompts: Iterable[list[int]], each: Callable[[], None] = lambda: None) -> list[list[int]]:
-        """What is answered to the prompts, up to the end of the answers that are known."""
+        """Serves the prompts up to the length of the known answers. Returns the answers."""
         self.done = {}
         for at, prompt in enumerate(prompts):
             self.add(f"r{at}", prompt)
@@ -119,7 +124,7 @@ class Engine:
         self.gave_way += 1
 
     def guess(self, context: TextContext) -> int:
-        """Put guesses behind the known tokens of a request; how many."""
+        """Appends guesses to the known tokens of a request. Returns their number."""
         start, end = context.start_idx, context.end_idx
         most = self.most if self.across else min(self.most, -end % PAGE)
         if not most or context.active_idx < end or end - start > LONGEST_AGAIN:
@@ -139,7 +144,7 @@ class Engine:
         return len(coming)
 
     def take_up(self, context: TextContext, count: int, found: list[int]) -> None:
-        """Take the wrong guesses away, and take the next token up."""
+        """Removes the wrong guesses, and appends the next token."""
         end, right = context.end_idx, 0
         guesses = context.tokens[end - count : end].tolist()
         while right < count and guesses[right] == found[right]:
@@ -151,7 +156,11 @@ class Engine:
 
 
 def assert_equal(model: Any, answers: list[list[int]], found: list[list[int]]) -> None:
-    """At most half may differ, by a tie: of two tokens, or of two experts, where both ways are the model's own."""
+    """Asserts that answers are equal.
+
+    At most half of them may differ by a tie between two tokens or two experts, for which the model itself gives both
+    results.
+    """
     differ = 0
     for answer, tokens in zip(answers, found, strict=True):
         ours = tokens[: len(answer)]

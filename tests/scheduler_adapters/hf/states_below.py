@@ -1,5 +1,6 @@
-"""Helpers for tests of states below the device: managers with a host tier, and conversations."""
+"""Helpers for tests of states in lower tiers: managers with a host tier, and conversations."""
 
+# pyright: basic
 from __future__ import annotations
 
 import dataclasses
@@ -19,7 +20,7 @@ PAGE = 8
 
 
 def state_bytes(model: Any, shards: int = 1) -> int:
-    """Bytes of a state below the device."""
+    """Bytes of a state in a lower tier."""
     return sum(kind_offsets(kinds)[-1] for kinds in state_layouts(state_shape_of(model), shards))
 
 
@@ -38,7 +39,7 @@ def below(
     page_size: int = PAGE,
     over: dict[str, Any] | None = None,
 ) -> Any:
-    """A manager of the memory of so many states and pages, and of so many of each below.
+    """A manager with memory for this many states and pages, on the device and in the host tier.
 
     Without slabs there is one state page for a request, and `states - 1` for copies.
     """
@@ -74,7 +75,9 @@ def slab_pages(model: Any, cache: Any, page_size: int) -> int:
 def turns_of(
     model: Any, prompts: Sequence[list[int]], asked: int, new: int
 ) -> Iterator[tuple[str, list[int], list[int]]]:
-    """Each user's turns, one of each in a round: a name, the prompt with all that was said, and the answer."""
+    """Yields each user's turns, one turn of each user in every round: a name, the prompt with the conversation so far,
+    and the answer.
+    """
     said = [list(prompt) for prompt in prompts]
     for turn in range(asked):
         for at, prompt in enumerate(said):
@@ -84,7 +87,7 @@ def turns_of(
 
 
 def found_share(loop: ServingLoop, model: Any, prompts: Sequence[list[int]], asked: int, new: int) -> float:
-    """The share of the prompts' tokens that was found."""
+    """The share of the prompts' tokens that was found cached."""
     for name, prompt, _ in turns_of(model, prompts, asked, new):
         serve(loop, [Request(name, prompt, new)])
     return loop.manager.metrics.cache_hit_rate

@@ -1,5 +1,8 @@
-"""Second state pages: who has one when, what is told of it, and what is left where a step or a run fails."""
+"""Second state pages: which requests have one and when, what readers are told, and what remains if a step or a run
+fails.
+"""
 
+# pyright: basic
 from __future__ import annotations
 
 from typing import Any
@@ -16,7 +19,10 @@ MODEL = "bamba"
 
 
 def ready(model: Any, wrong: bool = True, **engine: Any) -> tuple[Engine, TextContext, int]:
-    """A request whose drafted tokens ran, not booked; the first is right, another one is not if `wrong`."""
+    """A request whose drafted tokens have run but are not recorded.
+
+    The first is right; with `wrong` a later one is wrong.
+    """
     made = Engine(model, 1.0, 0, **engine)
     made.knows(PROMPTS[:1])
     made.add("r", PROMPTS[0])
@@ -28,7 +34,7 @@ def ready(model: Any, wrong: bool = True, **engine: Any) -> tuple[Engine, TextCo
 
 
 def verified(engine: Engine, context: TextContext, *, wrong: bool) -> int:
-    """Three guesses, the last one wrong if `wrong`, ran: how many."""
+    """Runs three guesses, the last of them wrong if `wrong`. Returns their number."""
     start, end, (answer,) = context.start_idx, context.end_idx, engine.answers
     assert engine.manager.maybe_reserve(context, 4)
     assert engine.runner.draft(context.request_id)
@@ -72,7 +78,7 @@ def test_while_drafted_tokens_are_not_booked_the_state_is_told_to_nobody(model: 
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_leased_page_stays_the_requests(model: Any, wrong: bool) -> None:
-    """A table may name it until the lease ends: what is drafted is copied there."""
+    """A table may name the page until the lease ends, so the drafted state is copied to it."""
     engine, context, _ = ready(model, wrong)
     manager = engine.manager
     manager.step([context])
@@ -158,7 +164,7 @@ def test_a_batch_is_set_back_too(model: Any) -> None:
 
 
 def test_what_is_found_instead_of_what_ran_is_gone_on_from(model: Any) -> None:
-    """A hit puts another state into the request's page: its second page is as if it had not run."""
+    """A hit loads another state into the request's page, and its second page is treated as if it had not run."""
     engine, context, start = ready(model)
     states = engine.manager.states[0]
     other = PAGE * (start // PAGE)

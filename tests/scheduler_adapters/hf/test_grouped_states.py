@@ -1,4 +1,4 @@
-"""LFM3: windows, full attention and short convolutions in one model, over tables of their own and kept states."""
+"""LFM3 has windows, full attention and short convolutions. It runs over separate block tables and kept states."""
 
 # pyright: basic
 from __future__ import annotations
@@ -47,7 +47,10 @@ def test_a_window_in_a_nemotron_changes_nothing_as_its_layers_do_not_look_at_it(
 def test_a_minimax_with_a_window_has_one_table(
     make_model: Callable[..., Any], budget: int, tp: int, states: str
 ) -> None:
-    """Its window is that of all its attention layers, so every page is kept, and each layer sees the last tokens."""
+    """All attention layers have the same window, so there is one table.
+
+    Every page is kept, and each layer sees only the last tokens.
+    """
     kinds = ["full_attention", "linear_attention", "full_attention"]
     model, unbounded = (make_model("minimax", layer_types=kinds, sliding_window=tokens) for tokens in (8, None))
     wanted = [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
@@ -65,7 +68,7 @@ def test_a_minimax_with_a_window_has_one_table(
 def test_a_minimax_with_a_window_and_a_recurrent_layer_first_gives_its_own_logits(
     make_model: Callable[..., Any], own_logits: Callable[..., Any], budget: int
 ) -> None:
-    """`generate` takes the length of its mask from the first layer, which has no keys; its steps are others."""
+    """`generate` takes the length of its mask from the first layer, which has no keys, so its steps differ."""
     model = make_model("minimax", sliding_window=8)
     manager = manager_of(model, "states among pages")
     (tokens,) = tokens_of(serve(loop_of(manager, model, budget), [Request("r", PROMPTS[0], NEW)]))
@@ -78,7 +81,7 @@ def test_a_minimax_with_a_window_and_a_recurrent_layer_first_gives_its_own_logit
 @STATES
 @pytest.mark.parametrize(("count", "budget"), [(1, 64), (4, 7)])
 def test_tokens_equal_with_hits_from_an_object_store(model: Any, states: str, count: int, budget: int) -> None:
-    """Another machine goes on from what the first has written, also where that ends within an object of pages."""
+    """Another machine continues from what the first has written, even if that ends within an object of pages."""
     store = StoredObjects()
     tiers: dict[str, Any] = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-2}
     tiers |= {"object_tier_io": store, "object_tier_pages": count, "file_tier_key": "model"}

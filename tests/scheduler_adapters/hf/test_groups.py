@@ -1,5 +1,6 @@
-"""Models with windows and chunks over tables of their own: the tokens of `generate`, with fewer pages."""
+"""Models with windows and chunks over separate block tables give the tokens of `generate` with fewer pages."""
 
+# pyright: basic
 from __future__ import annotations
 
 import dataclasses
@@ -29,7 +30,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"layer_types": MIXED, "sliding_window": WINDOW, "use_sliding_window": True}),
     "llama4": ("llama4", {"layer_types": CHUNKED, "attention_chunk_size": 24}),
 }
-# None of whose layers attends to everything.
+# Models without a layer that attends to all tokens.
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral alone": ("mistral", {"sliding_window": WINDOW}),
     "phi3 alone": ("phi3", {"sliding_window": WINDOW}),
@@ -45,7 +46,7 @@ def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> A
 
 
 def manager_of_pages(model: Any, pages: int, rows: int = 8, tiers: dict[str, Any] | None = None, **params: Any) -> Any:
-    """A manager of so many pages of one layer each, or of all where the layers have one table."""
+    """A manager with `pages` pages. A page has one layer, or all layers if they share one table."""
     cache = kv_params_of(model.config, page_size=PAGE, **{"group_layers": True, **params})
     cache = dataclasses.replace(cache, **(tiers or {}))
     layers = num_layers_of(model.config)

@@ -1,5 +1,6 @@
 """Hybrid models (attention and Mamba-2 layers), served with their recurrent states in state pages."""
 
+# pyright: basic
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_every_request_gets_the_models_own_tokens(each_model: Any, budget: int, 
 
 
 def test_a_forgotten_state_changes_the_tokens(each_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So equal tokens above say something of the states."""
+    """This shows that the equal tokens above prove something about the states."""
     expected = own_tokens(each_model, PROMPTS[0], NEW)
     shape = state_shape_of(each_model)
     for forgotten in [part for part, kept in (("conv.", shape.conv_kinds), ("ssm", shape.matrix)) if kept]:
@@ -167,7 +168,7 @@ def test_pages_of_a_request_that_is_gone_stay_with_the_transfer(model: Any) -> N
     target.manager.release("r0")
     assert states_of(target).num_held == 1
     target.add(Request("next", [1, 2], 1))
-    assert target.step() == []  # a row is free, its state page is not
+    assert target.step() == []  # a row is free, but its state page is not
     with pytest.raises(UnknownRequestError, match="'r0'"):
         target.manager.commit_import(context, pending)
     target.manager.cancel_import(pending)

@@ -1,5 +1,8 @@
-"""Recurrent states that are kept for others: which, who goes on from them, and that the tokens are the model's own."""
+"""Recurrent states that are kept for other requests: which are kept, which requests use them, and that the tokens are
+the model's.
+"""
 
+# pyright: basic
 from __future__ import annotations
 
 from typing import Any
@@ -36,7 +39,7 @@ def states_of(loop: ServingLoop) -> Any:
 
 
 def served(loop: ServingLoop, prompt: list[int], new: int = NEW, name: str = "r") -> tuple[list[int], int]:
-    """The tokens of one request, and how many of its prompt were cached."""
+    """Serves one request. Returns its tokens, and how many of its prompt were cached."""
     before = loop.manager.metrics.cache_tokens
     (tokens,) = tokens_of(serve(loop, [Request(name, prompt, new)]))
     return [int(token or 0) for token in tokens], loop.manager.metrics.cache_tokens - before
@@ -76,7 +79,8 @@ def test_one_copy_goes_along_with_a_request_that_decodes(model: Any) -> None:
     prompt = PROMPTS[0][: 2 * PAGE]
     answer, _ = served(loop, prompt, 5 * PAGE)
     assert len(answer) > PAGE
-    assert states_of(loop).num_kept == 2  # of the prompt's last page before its last token, and of the answer's last
+    # after the last full page before the prompt's last token, and after the answer's last full page
+    assert states_of(loop).num_kept == 2
     assert states_of(loop).evictions == 0
     assert served(loop, [*prompt, *answer, 1], 1)[1] == full(len(prompt) + len(answer) - 1)
 
@@ -94,7 +98,7 @@ def test_without_a_copy_nothing_is_found_and_nothing_is_lost(model: Any) -> None
     loop = cached_loop(model, rows=1, copies=0)
     expected = own_tokens(model, PROMPTS[0], NEW)
     assert served(loop, PROMPTS[0]) == (expected, 0)
-    assert served(loop, PROMPTS[0]) == (expected, 0)  # the one page left is the request's own
+    assert served(loop, PROMPTS[0]) == (expected, 0)  # the only remaining page is the request's own
     assert_nothing_held(loop.manager)
 
 
@@ -148,9 +152,9 @@ def test_a_state_that_others_were_promised_is_not_written_over_by_a_hit(model: A
     lease = manager.lease("r")  # type: ignore[attr-defined]
     if told:
         manager.block_table("r", full_pages=False)
-    served(loop, PROMPTS[1], 1, "other")  # keeps states that the first could go on from
+    served(loop, PROMPTS[1], 1, "other")  # keeps states from which the first request could continue
     assert manager.maybe_reserve(context)
-    at = 2 * PAGE if told else full(len(PROMPTS[1]) - 1)  # of a lease alone nobody knows this state
+    at = 2 * PAGE if told else full(len(PROMPTS[1]) - 1)  # with only a lease, no reader knows this state
     assert (context.start_idx, states_of(loop).tokens_of("r")) == (at, at)
     manager.end_lease(lease)  # type: ignore[attr-defined]
     assert manager.maybe_reserve(context)

@@ -1,6 +1,5 @@
-"""A prefix that another process has computed is pulled from there: real processes, NIXL, the small Llama, and Bamba.
-
-Bamba has recurrent layers: a state comes with the pages, in memory that both share.
+"""A prefix is pulled from another process that has computed it: real processes, NIXL, the small Llama, and Bamba. Bamba
+has recurrent layers, so a state comes with the pages, in memory that both share.
 """
 
 from __future__ import annotations
@@ -50,7 +49,10 @@ class LentReader:
         raise TimeoutError(kind)
 
     def generate(self, address: str, then: Callable[[str], None] = lambda _: None) -> tuple[list[int], int]:
-        """The tokens of the prompt, and how many of it were not computed here; `then` is told how far it has come."""
+        """Generates for the prompt.
+
+        Returns the tokens, and how many of the prompt were not computed here. `then` is called at each stage.
+        """
         request = Request("mine", PROMPT, NEW)
         context = self.loop.context_for(request)
         self.manager.external_claim("mine")
@@ -82,7 +84,7 @@ class LentReader:
 
 @pytest.fixture(scope="module", params=["llama", "bamba"])
 def folder(request: pytest.FixtureRequest, shared_model: Any, tmp_path_factory: pytest.TempPathFactory) -> str | None:
-    """Where the model lies; None for the small Llama."""
+    """The directory of the model; None for the small Llama."""
     if request.param == "llama":
         return None
     path = tmp_path_factory.mktemp("bamba")
@@ -114,7 +116,7 @@ def reader(request: pytest.FixtureRequest, folder: str | None) -> Iterator[LentR
 
 
 def told(pipe: Connection, *command: Any) -> tuple[int, int]:
-    """Pages that the source holds, and leases that stand there, once it has done that."""
+    """Sends a command to the source. Returns its numbers of held pages and open leases afterwards."""
     pipe.send(command)
     found: tuple[int, int] = pipe.recv()
     return found
@@ -162,7 +164,7 @@ def test_a_source_that_forgets_gives_fewer_pages_or_what_it_has_lent(
     def forget(now: str) -> None:
         if now == when:
             told(pipe, "reset")
-            # Another prompt takes the pages: 38 of the 41 of 64 that can be had beside those that are lent.
+            # Another prompt takes 38 of the 41 pages (of 64) that are available while others are lent.
             told(pipe, "run", [7 + token % 200 for token in range(300)])
 
     tokens, found = reader.generate(address, forget)

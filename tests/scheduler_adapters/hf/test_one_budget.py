@@ -1,5 +1,6 @@
-"""Recurrent states and token pages in one memory: the tokens are the model's own whoever gives way to whom."""
+"""Recurrent states and token pages in one memory: the tokens are the model's, whichever of the two is evicted."""
 
+# pyright: basic
 from __future__ import annotations
 
 from typing import Any
@@ -32,7 +33,7 @@ PROMPTS = [[*SYSTEM, *ByteTokenizer().encode(text)[1:]] for text in ENDS]
 def one_budget(
     model: Any, slabs: int, pages: int = 0, *, rows: int = 8, shards: int = 1, caching: bool = True, checks: bool = True
 ) -> Any:
-    """A manager of the memory of so many states and token pages."""
+    """A manager with memory for this many states and token pages."""
     cache = kv_params_of(model.config, page_size=PAGE, n_devices=shards, enable_prefix_caching=caching)
     page = PAGE * cache.bytes_per_token(num_layers_of(model.config))
     options: dict[str, Any] = {"enable_runtime_checks": checks}
@@ -61,7 +62,7 @@ def step(manager: Any, runner: HFRunner, *contexts: TextContext) -> None:
 
 
 def spread(manager: Any) -> tuple[Any, np.ndarray]:
-    """Take pages so that the next request's lie in each slab that is left; gives the pool and what was taken."""
+    """Takes pages so that the next request gets pages in each remaining slab. Returns the pool and the taken pages."""
     pool = manager._replicas.each[0].pool
     taken = pool.allocate(pool.free_count)
     keep = taken % pool.slab_pages != 1
@@ -93,7 +94,7 @@ def test_a_request_runs_on_from_moved_pages_and_those_that_others_know_stay(mode
         assert manager.maybe_reserve(context)
         fetched = manager.fetch([context])
     rows = manager._replicas.each[0].rows
-    rows.changed[:] = False  # as who has copied the table to a device leaves it
+    rows.changed[:] = False  # the state after the table was copied to a device
     claim_all(manager)
     assert (manager.get_req_blocks("r") == before) == bool(known)
     assert rows.changed[rows.row_of["r"]] != bool(known)
@@ -116,7 +117,7 @@ def test_a_request_runs_on_from_moved_pages_and_those_that_others_know_stay(mode
 
 
 def claim_all(manager: Any) -> None:
-    """Claim as many requests as there is room for, and release them."""
+    """Claims as many requests as there is room for, and releases them."""
     claimed: list[str] = []
     with pytest.raises(NoFreeRowError, match="all 5 state pages are held"):  # noqa: PT012 - some fit
         for number in range(8):

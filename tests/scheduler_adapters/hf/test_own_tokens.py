@@ -1,7 +1,7 @@
-"""Serving gives the tokens of `generate` over each form of cache, whatever is found, shared, moved or guessed.
+"""Serving gives the tokens of `generate` with every form of cache, whatever is found, shared, moved or guessed.
 
-A form is how the layers' caches lie in memory: pages in one table or in one for each kind of layer, and states beside
-the pages or among them. Features of one form alone are tested in the file of its name.
+A form is a memory layout: one block table or one for each kind of layer, and states in their own memory or among the
+pages. Features of only one form are tested in its own file.
 """
 
 # pyright: basic
@@ -41,11 +41,13 @@ PAGE, NEW, COPIES = 8, 12, 16
 SYSTEM = ByteTokenizer().encode("What all of these prompts begin with. ")
 ENDS = ("Who wrote it?", "And who read it, some time later?", "x", "Long was it?")
 PROMPTS = [[*SYSTEM, *ByteTokenizer().encode(text)[1:]] for text in ENDS]
-OTHERS = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]  # none shares a page with another
+OTHERS = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]  # prompts that share no page
 
 
 class Form(NamedTuple):
-    """Models of that form, where states lie, and pages and slabs for two requests, but not for their answers."""
+    """The models of a form, the place of states, and numbers of pages and slabs that fit two requests, but not their
+    answers.
+    """
 
     models: tuple[str, ...]
     states: str
@@ -66,9 +68,9 @@ CASES = [(form, model) for form, has in FORMS.items() for model in has.models]
 
 
 def of_forms(has: str = "", **beside: Sequence[Any]) -> pytest.MarkDecorator:
-    """A case of each form that `has` this, and these arguments: in `make test` on its first model.
+    """Makes a case for each form that `has` accepts and each of the arguments, with the form's first model.
 
-    CI runs each other model with one of the arguments, `make long` with all.
+    CI also runs the other models with one of the arguments, and `make long` runs them with all.
     """
     every, named = [*product(*beside.values())], list[Any]()
     for turn, (form, name) in enumerate(case for case in CASES if has in case[0]):
@@ -79,7 +81,11 @@ def of_forms(has: str = "", **beside: Sequence[Any]) -> pytest.MarkDecorator:
 
 
 def of_each_model(*settings: tuple[int, int]) -> pytest.MarkDecorator:
-    """Every model: in `make test` each kind of state, each with one of these settings, in CI all with all."""
+    """Parametrises by model.
+
+    `make test` runs one model for each kind of state with one of the settings, and CI runs all models with all
+    settings.
+    """
     cases = [(*case, *setting) for case in CASES for setting in settings]
     here = {(*case, *settings[at % len(settings)]) for at, case in enumerate(CASES) if case[1] not in IN_CI}
     marked = [pytest.param(*case, marks=() if case in here else pytest.mark.ci) for case in cases]
@@ -103,7 +109,7 @@ def manager_of(
     tiers: dict[str, Any] | None = None,
     **params: Any,
 ) -> Any:
-    """A manager of so many pages, each of all layers of its table, and states or slabs beside them."""
+    """A manager with this many pages and states or slabs. A page has all layers of its table."""
     options = {"enable_prefix_caching": True, "group_layers": form.startswith("groups"), **params}
     cache = dataclasses.replace(kv_params_of(model.config, page_size=PAGE, **options), **(tiers or {}))
     page = page_bytes(cache, layer_tables(cache.groups, num_layers_of(model.config)).layers_per_page, PAGE)
@@ -130,7 +136,10 @@ def full(tokens: int) -> int:
 
 @of_each_model((64, 1), (7, 2))
 def test_tokens_equal_and_prefixes_are_found_where_they_pay(form: str, model: Any, budget: int, shards: int) -> None:
-    """No state is kept where the second request leaves the first one's pages; the third finds one there."""
+    """No state was kept at the place where the second request diverges from the first.
+
+    The third request finds one there.
+    """
     expected = [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
     turn = [*PROMPTS[0], *expected[0], 1, 2, 3]
     manager = manager_of(model, form, n_devices=shards)
@@ -187,7 +196,7 @@ def test_tokens_equal_after_a_hit_and_a_fork(form: str, model: Any) -> None:
 
 @of_forms("states")
 def test_tokens_equal_with_guesses(form: str, model: Any) -> None:
-    """Where memory is short some requests run without guesses, and give way."""
+    """If memory is short, some requests run without guesses and are preempted."""
     for pages, slabs in [(400, 13), *[(7, 7)] * (form == "states among pages")]:
         engine = Engine(model, 0.7, manager=manager_of(model, form, pages, slabs))
         answers = engine.knows(PROMPTS)
@@ -201,7 +210,7 @@ def test_tokens_equal_with_guesses(form: str, model: Any) -> None:
 
 @of_forms(had=[False, True], end=["commit", "cancel"])
 def test_tokens_equal_behind_an_import(form: str, name: str, model: Any, had: bool, end: str) -> None:
-    """Behind one that was given up a request goes on from what it had found; with windows it is claimed anew."""
+    """After an abandoned import a request continues from what it had found. With windows it is claimed again."""
     expected = own_tokens(model, PROMPTS[0], NEW)
     source, target = (manager_of(model, form, rows=rows) for rows in (2, 1))
     serve(loop_of(source, model, 16), [Request("r", PROMPTS[0], 1, hold_pages=True)])
@@ -244,7 +253,7 @@ def test_tokens_equal_behind_an_import(form: str, name: str, model: Any, had: bo
 
 
 def conversations(loop: ServingLoop, users: int, turns: int) -> list[tuple[list[int], list[int]]]:
-    """The prompts and answers of users who share a system prompt, and all take their next turn at a time."""
+    """The prompts and answers of users who share a system prompt, and take each turn at the same time."""
     said = [[*SYSTEM, *ByteTokenizer().encode(f"User {user}")[1:]] for user in range(users)]
     answered: list[tuple[list[int], list[int]]] = []
     for turn in range(turns):
@@ -266,23 +275,24 @@ def test_conversations_find_all_that_went_before(form: str, model: Any) -> None:
     assert len(differ) <= 1
     assert all(is_rounding_tie(model, *one) for one in differ)
     found = sum(full(len(prompt) + len(answer) - 1) for prompt, answer in answered[:8])
-    most = found + 3 * full(len(SYSTEM) + len("User "))  # of the first turn, if one came after another
+    # the most for the first turn, if requests come one after another
+    most = found + 3 * full(len(SYSTEM) + len("User "))
     assert found <= manager.metrics.cache_tokens <= most
-    assert all(states.num_kept <= 4 * (3 + 3) for states in manager.states)  # after each prompt, and each answer
+    assert all(states.num_kept <= 4 * (3 + 3) for states in manager.states)  # states after each prompt and each answer
     assert_nothing_held(manager)
 
 
 @pytest.mark.few(3)
 @of_forms("groups")
 def test_tokens_equal_with_hits_from_the_host_and_from_files(form: str, name: str, model: Any, tmp_path: Path) -> None:
-    """As `test_states_below` has it of one table."""
+    """Like `test_states_below`, but for every form."""
     tiers: dict[str, Any] = {"enable_kvcache_swapping_to_host": True, "host_kvcache_swap_space_gb": 1e-2}
     tiers |= {"file_tier_dir": str(tmp_path), "file_tier_max_gb": 1e-2, "file_tier_key": "model"}
     prompts = PROMPTS[:2]
     expected = [own_tokens(model, prompt, NEW) for prompt in prompts]
     first = manager_of(model, form, *FORMS[form].few, copies=4, tiers=tiers)
     loop = loop_of(first, model, 16)
-    for prompt in (*prompts, *OTHERS):  # each takes the place of what was before
+    for prompt in (*prompts, *OTHERS):  # each prompt evicts the earlier ones
         serve(loop, [Request("r", prompt, NEW)])
     manager = first
     for again in (False, True):
@@ -309,7 +319,7 @@ CHUNKED = ("groups of one window", "llama4 alone")
 
 @pytest.mark.parametrize(("form", "name"), [CHUNKED])
 def test_tokens_equal_where_what_a_chunk_begins_with_sees_nothing_before_it(form: str, model: Any) -> None:
-    """Nothing of a prompt but its last chunk is computed."""
+    """Only the last chunk of the prompt is computed."""
     manager = manager_of(model, form, 6)
     loop = loop_of(manager, model, 16)
     expected = [own_tokens(model, prompt, NEW) for prompt in OTHERS]

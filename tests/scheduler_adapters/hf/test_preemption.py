@@ -1,5 +1,9 @@
-"""Loops that preempt, one as short as a newcomer writes it, answer all requests as the model's own `generate` does."""
+"""Loops with preemption answer all requests like the model's own `generate`.
 
+One of them is as short as a newcomer would write it.
+"""
+
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -31,9 +35,10 @@ def model(request: pytest.FixtureRequest, make_model: Callable[..., Any]) -> Any
 
 
 def served(manager: PagedKVCacheManager, runner: HFRunner, chunk: int) -> tuple[list[list[int]], int]:
-    """What is answered, and how often a request gave way: who lacks pages, and now and then the newest.
+    """Serves prompts. Returns the answers and the number of preemptions.
 
-    No call says that it begins anew when it comes back.
+    A request is preempted if it lacks pages, and sometimes if it is the newest. No call tells the manager that it
+    starts again when it returns.
     """
     waiting = [TextContext(prompt, len(prompt) + NEW, f"r{at}") for at, prompt in enumerate(PROMPTS)]
     every, running, preempted, turn = [*waiting], list[TextContext](), 0, 0

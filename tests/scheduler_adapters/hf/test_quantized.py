@@ -1,5 +1,8 @@
-"""Pages of 8 bits with a scale for each token and head: the tokens of a model that quantises its own cache alike."""
+"""8-bit pages with a scale for each token and head give the tokens of a model that quantises its own cache in the same
+way.
+"""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,7 +27,7 @@ DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 
 
 class QuantisingCache(DynamicCache):
-    """Transformers' own cache, whose keys and values go through 8 bits as they come."""
+    """Transformers' own cache, with new keys and values rounded to 8 bits."""
 
     dtype = torch.float8_e4m3fn
 
@@ -62,7 +65,7 @@ def scaled(dtype: torch.dtype, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
-    return shared_model(request.param, initializer_range=0.3)  # so large that eight bits show
+    return shared_model(request.param, initializer_range=0.3)  # large enough that the rounding to eight bits matters
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -71,7 +74,7 @@ def test_tokens_are_those_of_a_cache_that_is_quantised_alike(
     model: Any, dtype: torch.dtype, tp: int, budget: int
 ) -> None:
     expected = [generated(model, prompt, dtype) for prompt in PROMPTS]
-    if dtype.is_floating_point:  # whole numbers of eight bits lose less
+    if dtype.is_floating_point:  # int8 loses less
         assert expected != [generated(model, prompt, None) for prompt in PROMPTS], "eight bits show"
     loop = new_loop(model, budget=budget, page_size=8, n_devices=tp, **scaled(dtype))
     assert tokens_of(serve(loop, requests_of(PROMPTS, NEW))) == expected

@@ -1,5 +1,6 @@
-"""Every model of `transformers` that keeps a state of its requests: its own tokens, or refused with the reason."""
+"""Every model of `transformers` with recurrent states is served with its own tokens, or refused with the reason."""
 
+# pyright: basic
 from __future__ import annotations
 
 import inspect
@@ -32,12 +33,12 @@ REFUSED = {
     "lara_mini": "layer 0 is 'linear_attention'",
     "inkling2_loop_text": "layer 0 is 'hybrid_sliding'",
 }
-# Words in the code of a model that show that it keeps states.
+# Words in a model's code that show that it keeps states.
 _KEEPS = re.compile(r"conv_state|recurrent_state|linear_cache|_is_stateful = True")
 
 
 def causal_types() -> Iterator[tuple[str, Any]]:
-    """Each causal model type whose code keeps states: its name, or that of its text part, and its configuration."""
+    """Every causal model type whose code keeps states: its name (or that of its text part) and its configuration."""
     import transformers
 
     causal: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
@@ -93,7 +94,7 @@ def test_a_hybrid_without_attention_is_refused(make_model: Callable[..., Any]) -
 
 @torch.inference_mode()
 def test_a_zamba2_itself_gives_other_logits_one_token_at_a_time(make_model: Callable[..., Any]) -> None:
-    """Where dt has a least value that matters: only passes of several tokens hold to it."""
+    """This happens if the lower limit of dt matters, because only passes of several tokens apply it."""
     tokens = torch.tensor([PROMPTS[0][:20]])
     for least, differs in ((0.05, True), (1e-6, False)):
         model = make_model("zamba2", time_step_min=least)
@@ -113,7 +114,7 @@ def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> A
 
 @pytest.mark.parametrize(("budget", "shards"), [(64, 1), (7, 2)])
 def test_tokens_are_the_models_own(model: Any, budget: int, shards: int) -> None:
-    """At once and in chunks, then with prefixes that are found."""
+    """Prompts run at once and in chunks, and then again with cached prefixes."""
     expected = [own_tokens(model, prompt, NEW) for prompt in PROMPTS]
     loop = new_loop(model, budget=budget, page_size=PAGE, n_devices=shards, enable_prefix_caching=True)
     assert loop.manager.states

@@ -1,5 +1,6 @@
-"""Models with recurrent layers over several replicas: each has the states of its own requests, and tokens are equal."""
+"""Recurrent layers over several replicas: each replica has the states of its own requests, and tokens are equal."""
 
+# pyright: basic
 from __future__ import annotations
 
 import dataclasses
@@ -32,7 +33,7 @@ def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> A
 
 
 def two_replicas(model: Any, way: str, tokens: int = 600, states: int = 13, tp: int = 1, **over: Any) -> Any:
-    """A manager of two replicas of four requests each, with memory for so many tokens beside so many states."""
+    """A manager with two replicas of four requests each, and memory for this many tokens and states."""
     params = kv_params_of(
         model.config, page_size=PAGE, n_devices=2 * tp, data_parallel_degree=2, enable_prefix_caching=True
     )
@@ -75,7 +76,8 @@ def test_tokens_equal_on_both_replicas_with_hits_of_each_own(
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_equal_when_requests_of_both_give_way(model: Any, way: str) -> None:
     prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS * 2)]
-    manager = two_replicas(model, way, 17 * PAGE, states=2 if way == "shared" else 13)  # for two prompts each
+    # enough for two prompts on each replica
+    manager = two_replicas(model, way, 17 * PAGE, states=2 if way == "shared" else 13)
     loop = loop_of(model, manager, 32)
     expected = [own_tokens(model, prompt, NEW) for prompt in prompts]
     assert tokens_of(serve(loop, requests_of(prompts, NEW))) == expected
@@ -84,7 +86,7 @@ def test_tokens_equal_when_requests_of_both_give_way(model: Any, way: str) -> No
 
 
 def figures(manager: Any) -> dict[Any, list[float]]:
-    """What Prometheus reads of the states: by name, and what else than the replica it is of, one a replica."""
+    """The metrics of the states: by name and labels other than the replica, one value for each replica."""
     found: dict[Any, list[float]] = {}
     for family in ManagerCollector(manager, engine="0").collect():
         for sample in family.samples:
@@ -95,7 +97,7 @@ def figures(manager: Any) -> dict[Any, list[float]]:
 
 
 def run(manager: Any, runner: HFRunner, contexts: list[TextContext]) -> list[int]:
-    """A step of requests of one replica."""
+    """Runs a step of requests of one replica."""
     assert all(manager.maybe_reserve(context) for context in contexts)
     replica = manager.get_replica(contexts[0])
     tokens = runner.run(contexts, [manager.fetch(contexts)[replica]])
@@ -202,8 +204,8 @@ def test_a_fork_without_room_for_its_state_changes_nothing(model: Any, monkeypat
     manager.external_claim("parent", 1)
     run(manager, HFRunner(model, manager.states), [parent])
     child = parent.fork("child")
-    manager.reset_prefix_cache()  # no copy is left that could go
-    child.set_token_indices(start_idx=3)  # it need not be where its parent is
+    manager.reset_prefix_cache()  # no copy is left that could be evicted
+    child.set_token_indices(start_idx=3)  # it need not start where its parent is
     before = child.start_idx, child.active_idx, manager.num_free_blocks
     monkeypatch.setattr(manager._replicas.each[1].pool, "can_take_slab", lambda: False)
     with pytest.raises(NoFreeStatePageError, match="'child': all .* state pages are held"):
@@ -221,7 +223,7 @@ def test_a_fork_without_room_for_its_state_changes_nothing(model: Any, monkeypat
 def test_a_replica_without_room_for_a_state_is_not_recommended(model: Any, way: str) -> None:
     manager = two_replicas(model, way, tokens=120)
     states, rows, leases = manager.states[0], manager._replicas.each[0].rows, []
-    while states.num_free:  # a lease holds the state when its request is gone
+    while states.num_free:  # a lease holds the state after its request is released
         manager.external_claim("gone", 0)
         leases.append(manager.lease("gone"))
         manager.release("gone")

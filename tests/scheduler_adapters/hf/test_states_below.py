@@ -1,5 +1,6 @@
-"""Recurrent states in host memory and in files: the device is far too small, and the tokens are the model's own."""
+"""Recurrent states in host memory and in files: the device is far too small, and the tokens are still the model's."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -36,7 +37,7 @@ def loop_of(manager: Any, model: Any, budget: int = 64) -> ServingLoop:
 
 
 def turns(loop: ServingLoop, model: Any, asked: int = 2) -> None:
-    """Each user asks in turn; all answers are the model's own."""
+    """Runs the turns of all users. All answers must be the model's own."""
     for name, prompt, tokens in turns_of(model, PROMPTS, asked, NEW):
         assert tokens_of(serve(loop, [Request(name, prompt, NEW)])) == [tokens]
 
@@ -45,7 +46,7 @@ def turns(loop: ServingLoop, model: Any, asked: int = 2) -> None:
 def test_conversations_that_the_device_has_no_room_for_come_back_from_the_host(
     each_model: Any, slabs: bool, budget: int, shards: int
 ) -> None:
-    """Each turn of the four evicts what the other three had, and each but the first is found."""
+    """Each user's turn evicts the pages of the other three users. Every turn but the first is found."""
     manager = below(each_model, slabs=slabs, shards=shards)
     loop = loop_of(manager, each_model, budget)
     turns(loop, each_model)
@@ -54,7 +55,7 @@ def test_conversations_that_the_device_has_no_room_for_come_back_from_the_host(
     assert metrics.d2h_states_copied >= 8
     assert metrics.h2d_blocks_copied
     assert metrics.evictions
-    # The last page of a turn's answer, of which the last token was never run, and what follows it have to run.
+    # The last page of the previous answer, whose last token was never run, and everything after it have to run.
     asked = [len(prompt) for _, prompt, _ in turns_of(each_model, PROMPTS, 1, NEW)]
     assert metrics.cache_tokens == sum((count + NEW - 1) // PAGE * PAGE for count in asked)
     assert_nothing_held(manager)
@@ -62,7 +63,7 @@ def test_conversations_that_the_device_has_no_room_for_come_back_from_the_host(
 
 @pytest.mark.parametrize("slabs", [True, False])
 def test_another_process_goes_on_from_files(each_model: Any, slabs: bool, tmp_path: Path) -> None:
-    """Pages and states of the one form are found by a manager of the other."""
+    """A manager with either form of memory finds the pages and states of the other."""
     first = below(each_model, slabs=slabs, folder=tmp_path)
     asked = list(turns_of(each_model, PROMPTS, 2, NEW))
     for name, prompt, tokens in asked[: len(PROMPTS)]:
@@ -82,7 +83,7 @@ def test_another_process_goes_on_from_files(each_model: Any, slabs: bool, tmp_pa
 
 @pytest.mark.parametrize("slabs", [True, False])
 def test_another_machine_goes_on_from_a_store(each_model: Any, slabs: bool) -> None:
-    """Also where what is found ends within an object of pages. What is damaged is no hit."""
+    """This also works if the hit ends within an object of pages. Damaged objects are no hits."""
     store = StoredObjects()
     over = {"object_tier_io": store, "file_tier_key": "a model", "object_tier_pages": 4}
     first = below(each_model, slabs=slabs, over=over)
@@ -140,7 +141,7 @@ def test_a_host_tier_finds_what_a_device_with_room_for_all_does(each_model: Any)
 
 
 def asked_again(manager: Any, model: Any) -> None:
-    """The first user's prompt, and others that push what the device has of it out; and the first one's again."""
+    """Serves the first user's prompt, others that evict it from the device, and the first again."""
     loop = loop_of(manager, model)
     for at in (0, 1, 2, 3, 0):
         answer = own_tokens(model, PROMPTS[at], NEW)
@@ -179,20 +180,20 @@ def test_a_damaged_newest_state_leaves_the_one_before_it(model: Any, tmp_path: P
     prompt, answer = PROMPTS[1], own_tokens(model, PROMPTS[1], NEW)
     serve(loop_of(first, model), [Request("r", prompt, NEW)])
     first.close()
-    assert first.metrics.file_states_written == 2  # after the prompt's last full page, and the answer's
+    assert first.metrics.file_states_written == 2  # states after the last full pages of the prompt and of the answer
     again = below(model, folder=tmp_path)
-    files = files_of_states(again)  # one of both states, or one of each, as the writer got to them
+    files = files_of_states(again)  # one file with both states, or one file for each, depending on the writer's timing
     file = max(files, key=lambda file: file.stat().st_mtime_ns)
     whole = bytearray(file.read_bytes())
     whole[state_bytes(model) if len(files) == 1 else 0] ^= 1
     file.write_bytes(whole)
-    # A damaged file is removed whole, the older state with it where both are in one.
+    # A damaged file is removed completely, with the older state if both are in one file.
     turn, left = [*prompt, *answer, 1, 2, 3], (len(prompt) - 1) // PAGE * PAGE * (len(files) > 1)
     if announced:
         loop = loop_of(again, model)
         assert tokens_of(serve(loop, [Request("r", turn, NEW)])) == [own_tokens(model, turn, NEW)]
         assert again.metrics.cache_tokens == left
-    else:  # it is asked for once
+    else:  # it is requested only once
         context = TextContext(turn, 4096, "r")
         again.external_claim("r")
         assert again.maybe_reserve(context)
@@ -202,7 +203,7 @@ def test_a_damaged_newest_state_leaves_the_one_before_it(model: Any, tmp_path: P
 
 
 def test_a_full_host_keeps_no_state_and_refuses_nothing(model: Any) -> None:
-    manager = below(model, host_states=2, checks=False)  # nobody knows who holds the slots
+    manager = below(model, host_states=2, checks=False)  # the checks do not know the holders of the slots
     pool = manager._replicas.state_tiers.host.pool
     slots = pool.allocate(2)
     asked_again(manager, model)
@@ -214,7 +215,7 @@ def test_a_full_host_keeps_no_state_and_refuses_nothing(model: Any) -> None:
 
 
 class SlowMark:
-    """A copy that is made at once, and is not known to be over."""
+    """The mark of a copy that is made at once, but does not report its end."""
 
     is_over = False
 
@@ -241,7 +242,8 @@ def test_a_page_and_a_slot_stay_with_a_slow_copy(model: Any, monkeypatch: pytest
     assert manager.maybe_reserve(context)
     manager.check()
     assert context.start_idx
-    assert manager.states[0].tokens_of("a") == context.start_idx  # the device begins after the copy: it may run
+    # the device starts after the copy, so the request may run
+    assert manager.states[0].tokens_of("a") == context.start_idx
     manager.release("a")
     manager.check()
     assert manager.states[0].num_held == 1
@@ -253,7 +255,7 @@ def test_a_page_and_a_slot_stay_with_a_slow_copy(model: Any, monkeypatch: pytest
 
 
 def test_copies_that_pass_are_kept_below_once_they_stay(model: Any) -> None:
-    """Only the last page's state of an answer over several pages is written, when the request has left."""
+    """For an answer over several pages, only the last page's state is written, after the request is released."""
     manager, pages = below(model), 6
     loop = loop_of(manager, model)
     loop.add(Request("r", PROMPTS[2], pages * PAGE))
@@ -288,7 +290,7 @@ def test_a_reset_forgets_states_below(model: Any, tmp_path: Path) -> None:
     manager.reset_prefix_cache()
     before = manager.metrics.cache_tokens
     asked_again(manager, model)
-    assert manager.metrics.cache_tokens - before == (len(PROMPTS[0]) - 1) // PAGE * PAGE  # found the second time alone
+    assert manager.metrics.cache_tokens - before == (len(PROMPTS[0]) - 1) // PAGE * PAGE  # found only the second time
     manager.reset_prefix_cache()
     manager.close()
     assert not files_of_states_in(tmp_path)

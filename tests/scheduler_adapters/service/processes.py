@@ -1,5 +1,6 @@
 """Prefill and decode schedulers in one process, polled in turns; the engines, the sockets and the model are real."""
 
+# pyright: basic
 import copy
 import dataclasses
 import itertools
@@ -38,10 +39,10 @@ class Side(NamedTuple):
     count: int = 1
     rows: int = 4
     budget: int = 128
-    groups: bool = False  # a block table for each group of layers
-    # How steps are launched that are planned while the one before runs; None for a plain loop.
+    groups: bool = False  # whether each group of layers has its own block table
+    # Makes the runner of an overlapped loop; None for a plain loop.
     overlap: Callable[[ModelRunner], LaunchingRunner] | None = None
-    params: Mapping[str, Any] = MappingProxyType({})  # of the cache, beside what the model says
+    params: Mapping[str, Any] = MappingProxyType({})  # further params of the cache
     replaced: Mapping[str, Any] = MappingProxyType({})  # in these
     options: Mapping[str, Any] = MappingProxyType({})
 
@@ -50,7 +51,7 @@ DEFAULT = Side()
 
 
 class Service:
-    """Some prefill and some decode schedulers, and the client's end of each of the latter."""
+    """Several prefill and decode schedulers, and a client connection to each decode scheduler."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class Service:
     def start_decode(self, name: str) -> None:
         loop, exchange = self._start(name, self.sides["decode"])
         client, frontend = self.context.socket(zmq.PAIR), self.context.socket(zmq.PAIR)
-        endpoint = f"inproc://frontend-{next(_numbers)}"  # what has been said can be heard at once
+        endpoint = f"inproc://frontend-{next(_numbers)}"  # sent messages arrive at once
         client.bind(endpoint)
         frontend.connect(endpoint)
         self.clients[name], self.frontends[name] = client, frontend
@@ -160,13 +161,13 @@ class Service:
         )
 
     def stop_prefill(self, name: str) -> None:
-        """As when the process ends: its sockets close, its engines are gone."""
+        """Simulates the end of a prefill process: its sockets close, and its engines are gone."""
         del self.prefills[name]
         self.routers.pop(name).close()
         self._stop(name)
 
     def stop_decode(self, name: str) -> None:
-        """As when the process ends; what its client has not heard of is lost."""
+        """Simulates the end of a decode process. Messages that its client has not read are lost."""
         self.decodes.pop(name).close()
         self.clients.pop(name).close()
         self.frontends.pop(name).close()
@@ -175,7 +176,8 @@ class Service:
     def _stop(self, name: str) -> None:
         self.loops[name].close()
         self.exchanges.pop(name).close()
-        # A process's memory goes with it. Ours does not, and a READ of pages that are gone would be another fault.
+        # The memory of a real process would go with it. Ours is kept, because a READ of freed pages would be a
+        # different fault.
         self.buried.append(self.loops.pop(name))
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
-"""Events of a pull are news to the attempt that it is of, and to no other."""
+"""Events of a pull reach only the attempt that started it."""
 
+# pyright: basic
 from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ def test_an_earlier_attempt_s_end_is_no_news_to_a_later_one(error: str, monkeypa
     news: list[tuple[Any, ...]] = []
     monkeypatch.setattr(DecodeScheduler, "_fail", lambda _, *of: news.append(of))
     monkeypatch.setattr(DecodeScheduler, "_join", lambda _, *of: news.append(of))
-    decode = object.__new__(DecodeScheduler)  # neither the manager nor the transfer is asked
+    decode = object.__new__(DecodeScheduler)  # neither the manager nor the transfer is used
     decode._requests = {"r#0": request}
     for key in ("r#0#1", "r#0", "nobody#2"):
         decode._on_event(ExchangeEvent(0, PullEvent(key, error, safe=True)))
@@ -34,7 +35,7 @@ def test_an_earlier_attempt_s_end_is_no_news_to_a_later_one(error: str, monkeypa
 
 
 class Asked:
-    """A connection to prefill, and what is cancelled over it."""
+    """A connection to prefill that records what is cancelled."""
 
     name = "p1"
 
@@ -61,7 +62,7 @@ OFFER = msg.PagesOffer(
 def test_an_offer_that_nobody_waits_for_is_cancelled_at_its_source(
     phase: str, attempt: int, mine: bool, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Messages of an earlier attempt, of a process that was not asked, of no request, of one that decodes."""
+    """Offers of an earlier attempt, of a process that was not asked, for no request, and for a decoding request."""
     prefill, other = Asked(), Asked()
     request = DecodeRequest("r#0", 2, phase, 5.0, spec=Request("r#0", [1], 1), prefill=prefill if mine else other)  # type: ignore[arg-type]
     decode = object.__new__(DecodeScheduler)
@@ -89,7 +90,7 @@ def test_an_abort_of_one_submission_ends_no_other_of_the_same_name(
     request = DecodeRequest("r#0", 2, "asked", 5.0, spec=Request("r#0", [1], 1), serial=7)
     decode = object.__new__(DecodeScheduler)
     decode._requests, decode._submitted = {"r#0": request}, Recent()
-    for known in (3, 7):  # the first has ended
+    for known in (3, 7):  # the first request has ended
         decode._submitted.add(known)
     ended: list[tuple[Any, ...]] = []
     monkeypatch.setattr(DecodeScheduler, "_give_up", lambda *_, **__: None)
@@ -99,11 +100,11 @@ def test_an_abort_of_one_submission_ends_no_other_of_the_same_name(
 
 
 def test_offers_wait_behind_requests_that_were_preempted() -> None:
-    """These had their pages already."""
+    """Preempted requests had their pages already."""
     request = DecodeRequest("r#0", 2, "asked", 5.0, spec=Request("r#0", [1], 1))
     decode, loop = object.__new__(DecodeScheduler), SimpleNamespace(num_waiting=1)
     decode._loop = loop  # type: ignore[assignment]
-    decode._arrived = [deque([(request, 1)])]  # of an attempt that has ended
+    decode._arrived = [deque([(request, 1)])]  # belongs to an attempt that has ended
     decode._admit()
     assert len(decode._arrived[0]) == 1, "not even looked at"
     loop.num_waiting = 0

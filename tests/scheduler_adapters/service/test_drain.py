@@ -1,5 +1,6 @@
-"""A process that drains takes nothing new, and loses nothing that it has."""
+"""A draining process accepts no new request, and loses none."""
 
+# pyright: basic
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tests.scheduler_adapters.serving import own_tokens
 
 PROMPTS = [
     [number, *range(60, 140), *range(60, 220), *range(14, 254)] for number in range(4)
-]  # many chunks: phases last
+]  # many chunks, so that phases last long
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_what_was_asked_of_a_process_as_it_began_to_drain_goes_elsewhere(
         service.submit_one(f"r{number}", prompt)
     service.decode.poll()  # asks
     assert any(one.prefill.name == "p0" for one in service.decode._requests.values() if one.prefill)
-    drained.draining = True  # without the news of it
+    drained.draining = True  # before the drain is announced
     service.until(lambda: len(service.ended) == 4, "all")
     assert [service.tokens[f"r{number}"] for number in range(4)] == theirs(model, PROMPTS)
     assert drained.stats().prompt_tokens == 0

@@ -1,5 +1,6 @@
-"""A fault of the service in any phase ends one request, and touches no other."""
+"""A fault in any phase ends one request, and affects no other."""
 
+# pyright: basic
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 PROMPT = ByteTokenizer().encode("What a page holds, who may write to it, and when it may be used again. " * 2)
 OTHER = ByteTokenizer().encode("Something else, and short.")
-# A budget of 32 cuts PROMPT in five chunks, a pool of 20 pages holds it with 5 to spare.
+# A budget of 32 divides PROMPT into five chunks. A pool of 20 pages holds it and has 5 pages to spare.
 PREFILL, DECODE = Side(pages=20, budget=32), Side(pages=20)
 
 
@@ -42,7 +43,7 @@ def start(model: Any, tmp_path: Path) -> Iterator[Callable[..., Service]]:
 
 
 def fill(service: Service, name: str) -> None:
-    """Take the pages of a process, so that nobody else gets any."""
+    """Takes all pages of a process, so that no request gets any."""
     manager = service.loops[name].manager
     tokens = manager.num_free_blocks * manager.page_size
     manager.external_claim("hog")
@@ -65,7 +66,7 @@ def phase_of_prefill(service: Service) -> str:
     return prefill_requests(service)[0].phase if prefill_requests(service) else ""
 
 
-# How to bring a request into each phase, and who is polled while it stays there.
+# Functions that bring a request into each phase, and the processes that are polled while it stays there.
 def waiting(service: Service) -> DecodeRequest:
     for name in list(service.prefills):
         service.stop_prefill(name)
@@ -74,7 +75,7 @@ def waiting(service: Service) -> DecodeRequest:
 
 
 def asked(service: Service) -> DecodeRequest:
-    """Prefill has no pages: its request is queued."""
+    """Prefill has no pages, so its request is queued."""
     fill(service, "p0")
     request = service.submit_one("r", PROMPT)
     service.until(lambda: phase_of_prefill(service) == "queued", "the question")
@@ -82,7 +83,7 @@ def asked(service: Service) -> DecodeRequest:
 
 
 def offered(service: Service) -> DecodeRequest:
-    """Decode has no pages: prefill's request is held."""
+    """Decode has no pages, so prefill's request is held."""
     fill(service, "d0")
     request = service.submit_one("r", PROMPT)
     service.until(lambda: phase_of_prefill(service) == "held" and request.has_ended_prefill, "the offer")
@@ -94,15 +95,13 @@ def step_but_while_leasing(prefill: Any, step: Callable[[], Any]) -> Any:
 
 
 def pulling(service: Service) -> DecodeRequest:
-    """Prefill has stopped in mid-prompt, and decode reads what it has."""
+    """Prefill has stopped in the middle of the prompt, and decode reads the pages so far."""
     request = service.submit_one("r", PROMPT)
     with pytest.MonkeyPatch.context() as held:
-        for (
-            prefill
-        ) in service.prefills.values():  # a lease that a busy machine keeps waiting is of one chunk all the same
+        for prefill in service.prefills.values():  # even if a busy machine delays the lease, it must cover one chunk
             held.setattr(prefill._loop, "step", partial(step_but_while_leasing, prefill, prefill._loop.step))
         service.until(lambda: phase_of_prefill(service) == "offered", "the first chunk")
-    # Prefill is left alone from here on: polled on, it ends the prompt where its word takes longer than its chunks.
+    # Prefill is not polled from here on. Otherwise it might finish the prompt before its message arrives.
     service.until(lambda: request.phase == "pulling", "the word of it", poll=service.decode.poll)
     assert phase_of_prefill(service) == "offered"
     return request
@@ -116,7 +115,7 @@ def decoding(service: Service) -> DecodeRequest:
 
 def cancel(service: Service) -> None:
     service.decode.abort("r")
-    service.decode.abort("r")  # once is enough, and twice is no harm
+    service.decode.abort("r")  # a second call must be harmless
     service.until(lambda: "r" in service.ended, "the end", poll=lambda: None)
     assert service.ended["r"].finished == "cancelled"
 
@@ -125,7 +124,7 @@ PHASES = {"waiting": waiting, "asked": asked, "offered": offered, "pulling": pul
 
 
 def assert_serves_on(service: Service, expected: dict[str, list[int]]) -> None:
-    """All that was held is given back, and the next request is served."""
+    """Asserts that everything held is given back, and that the next request is served."""
     empty(service)
     for name in ("p0", "p1")[: service.sides["prefill"].count]:
         if name not in service.prefills:
@@ -143,12 +142,12 @@ def assert_serves_on(service: Service, expected: dict[str, list[int]]) -> None:
 def test_a_cancelled_request_ends_in_every_phase(
     start: Callable[..., Service], expected: dict[str, list[int]], phase: str
 ) -> None:
-    service = start(lease_s=1000.0)  # only a word of decode's ends it
+    service = start(lease_s=1000.0)  # only a message from decode ends it
     request = PHASES[phase](service)
     assert request.phase == phase
     cancel(service)
     assert request.phase == "over"
-    # Before there are pages again: what is not wanted any more is not computed.
+    # checked before there are pages again: an unwanted prompt is not computed
     service.until(lambda: not prefill_requests(service), "the end at prefill")
     assert not any(one._untold for one in service.prefills.values())
     assert_serves_on(service, expected)
@@ -171,7 +170,8 @@ def test_a_request_that_stays_in_a_phase_for_too_long_fails_with_the_reason(
     request = PHASES[phase](service)
     service.decode._times = DecodeTimes(**DEADLINES[phase])
     request.deadline = 0.0
-    # Prefill hangs while the deadline of a pull in mid-prompt is over; the other phases have their own reason to stay.
+    # In phase "pulling" prefill hangs until the deadline of the pull is over. The other phases stay for their own
+    # reasons.
     service.until(lambda: "r" in service.ended, "the end", poll=service.decode.poll if phase == "pulling" else None)
     end = service.ended["r"]
     assert end.finished == "error"
@@ -183,7 +183,7 @@ def test_a_request_that_stays_in_a_phase_for_too_long_fails_with_the_reason(
 def test_the_next_attempt_avoids_the_prefill_process_of_the_one_that_failed(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
-    """It would be asked again otherwise: it has the prompt, or most of it, and the other one has nothing of it."""
+    """Otherwise the first process would be asked again, because it has most of the prompt, and the other has none."""
     service = start(PREFILL._replace(count=2))
     service.until(lambda: all(one.welcome for one in service.decode.connections), "both prefill processes")
     request = PHASES["asked"](service)
@@ -202,7 +202,7 @@ def test_a_prefill_process_that_dies_is_replaced_by_another(
     service = start(PREFILL._replace(count=2))
     connection = service.decode.connections[0]
     service.until(lambda: connection.welcome, "the first prefill process")
-    service.decode.connections[1].lose("not yet")  # the first one is asked
+    service.decode.connections[1].lose("not yet")  # so that so that the first one is asked
     service.decode.connections[1]._again_at = time.monotonic() + 60
     request = PHASES[phase](service)
     assert request.prefill is connection
@@ -303,7 +303,7 @@ def test_pages_stay_held_until_their_lease_word_is_cleared(
     service.prefill._end(request, "says the test")
     assert request.phase == "ending"
     assert not service.loops["p0"].manager.contains(request.key)
-    # Pages of an unfinished prompt that no reader was told of are free already.
+    # Pages of an unfinished prompt that were not offered are already free.
     held = service.prefill.stats().pages_held if phase == "pulling" else held
     assert held >= told > 0
     assert service.prefill.stats().pages_held == held
@@ -322,7 +322,8 @@ def test_a_lease_that_runs_out_fails_the_attempt_and_no_page_is_taken(
 ) -> None:
     service = start(lease_s=3.0)
     request = offered(service)
-    # The reader's thread renews by itself; end the lease at its source, as if the reader had been stopped meanwhile.
+    # The reader's thread renews the lease by itself. The lease is ended at its source, as if the reader had been
+    # stopped.
     prefill = prefill_requests(service)[0]
     assert prefill.source is not None
     service.exchanges["p0"].revoke(prefill.source, "expired, says the test")
@@ -350,7 +351,7 @@ def test_the_time_of_a_lease_runs_from_the_last_offer_on(start: Callable[..., Se
 def test_a_lease_is_renewed_while_decode_has_no_room(
     start: Callable[..., Service], expected: dict[str, list[int]]
 ) -> None:
-    service = start(lease_s=2.5)  # a busy machine has kept the reader's thread away for longer than a second
+    service = start(lease_s=2.5)  # a busy machine once kept the reader's thread from running for more than a second
     request = offered(service)
     until = time.monotonic() + 5
     service.until(lambda: time.monotonic() > until, "twice the lease")
@@ -398,7 +399,7 @@ def test_offers_of_an_attempt_that_is_over_are_refused_and_their_pages_come_back
     service.submit_one("r", PROMPT)
     service.until(lambda: phase_of_prefill(service) == "held", "the pages", poll=_prefill_and_messages(service))
     request = service.decode._requests["r"]
-    request.attempt += 1  # as if this attempt had failed, and what says so is still on its way
+    request.attempt += 1  # as if this attempt had failed and the message about it was still on its way
     service.until(lambda: not prefill_requests(service), "the refusal")
     assert service.decode.counts["late"] >= 1
     assert request.phase == "asked"
@@ -408,7 +409,7 @@ def test_offers_of_an_attempt_that_is_over_are_refused_and_their_pages_come_back
 
 
 def _prefill_and_messages(service: Service) -> Callable[[], None]:
-    """Until it has asked, decode is polled too."""
+    """Decode is also polled until it has asked."""
 
     def poll() -> None:
         service.prefill.poll()
@@ -419,7 +420,7 @@ def _prefill_and_messages(service: Service) -> Callable[[], None]:
 
 
 class Stranger:
-    """A client of a prefill process that says whatever it likes."""
+    """A client that can send arbitrary messages to a prefill process."""
 
     def __init__(self, service: Service, socket: Any) -> None:
         self.service, self.socket = service, socket
@@ -454,7 +455,7 @@ def say_rubbish(service: Service, stranger: Stranger) -> None:
     stranger.ask(msg.encode(msg.Hello(reader="x", incarnation="i")))
     offer = stranger.ask(msg.encode(asking))
     assert isinstance(offer, msg.PagesOffer)
-    stranger.socket.send(msg.encode(asking))  # once more: it is served already
+    stranger.socket.send(msg.encode(asking))  # repeated after it was served
     stranger.socket.send(msg.encode(msg.Cancel(request_id="nobody", attempt=1, reason="?")))
     service.until(lambda: service.prefill.counts["late"] == 2, "what is late")
     answer = stranger.ask(msg.encode(msg.Prefill(request_id="y", attempt=2, prompt=(1,) * 400, within_s=5.0)))

@@ -23,7 +23,7 @@ PROMPT = tuple(range(60, 140))
 
 
 def gone(pid: int) -> bool:
-    """No process of that id, or only its remains."""
+    """Whether there is no process of that id, or only a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -39,7 +39,7 @@ def assert_gone_soon(pids: list[int]) -> None:
 
 
 def test_two_processes_serve_a_prompt_and_end_in_order(tiny_model: object) -> None:
-    """Forked ones: `test_demo.py` starts interpreters of their own, as a user does."""
+    """The processes are forked here. `test_demo.py` starts real interpreters, as a user does."""
     tokens: list[int] = []
     with forked.fleets(), Fleet(CONFIGS) as fleet:
         pids = list(fleet.pids.values())
@@ -63,9 +63,9 @@ def test_two_processes_serve_a_prompt_and_end_in_order(tiny_model: object) -> No
 
 
 def test_processes_that_nobody_asks_sleep() -> None:
-    """A loop that looks for work every millisecond takes a tenth of a core."""
+    """A loop that checks for work every millisecond would use a tenth of a core."""
     with forked.fleets(), Fleet(CONFIGS) as fleet:
-        for name in ("first", "second"):  # the second finds both asleep
+        for name in ("first", "second"):  # the second request finds both asleep
             fleet.send("decode", msg.Submit(request_id=name, prompt=PROMPT, max_new_tokens=8))
             finished, deadline = False, time.monotonic() + 30
             while not finished:
@@ -78,7 +78,7 @@ def test_processes_that_nobody_asks_sleep() -> None:
 
 
 def busy_shares(pids: list[int], seconds: float) -> list[float]:
-    """The share of these seconds that each process has computed, all its threads together."""
+    """The processor time of each process in these seconds, as a share, over all its threads."""
     before = list(map(processor_ticks, pids))
     time.sleep(seconds)
     computed = [now - then for now, then in zip(map(processor_ticks, pids), before, strict=True)]
@@ -114,7 +114,10 @@ def test_a_process_that_cannot_start_says_why() -> None:
 
 
 def fill(fleet: Fleet) -> int:
-    """Ask decode for tokens and read none of them, until it takes no message any more; how many it was asked for."""
+    """Sends decode requests without reading any answer, until it accepts no more messages.
+
+    Returns the number of requests.
+    """
     for number in range(1_000_000):
         asked = msg.Submit(request_id=f"r{number}", prompt=(1, 2, 3), max_new_tokens=200, ignore_eos=True)
         try:
@@ -128,7 +131,7 @@ def fill(fleet: Fleet) -> int:
 def test_answers_that_nobody_has_read_do_not_keep_the_processes_from_ending() -> None:
     with forked.fleets(), Fleet(CONFIGS, send_timeout_s=0.5) as fleet:
         assert fill(fleet) > 1000
-        fleet._send_timeout_s = 10.0  # a busy machine takes a while to read what was asked
+        fleet._send_timeout_s = 10.0  # a busy machine takes some time to read the messages
         processes = list(fleet._processes.values())
     assert [process.returncode for process in processes] == [0, 0]
 

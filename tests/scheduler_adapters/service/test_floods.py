@@ -1,5 +1,6 @@
-"""Peers who ask for pages again and again, and keep them: requests of the service's own are served meanwhile."""
+"""Peers ask for pages again and again, and keep them. The service's own requests are served meanwhile."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from tests.scheduler_adapters.serving import own_tokens
 from transfer.pull.lease import LENT_SLOTS
 from transfer.wire.messages import ContentQuery, encode_message
 
-QUESTIONS = 4200  # more than there are lease words for requests
+QUESTIONS = 4200  # more than the number of lease words for requests
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def model(make_model: Callable[..., Any]) -> Any:
 
 
 def flood(service: Service, socket: zmq.Socket[bytes], first: int, count: int) -> None:
-    """Questions of as many readers for the first page of the prompt, over a socket of the handshake."""
+    """Sends questions of this many readers for the first page of the prompt, over a handshake socket."""
     manager, exchange = service.loops["p0"].manager, service.exchanges["p0"]
     wanted = manager.contents.digests(TextContext(PROMPT, 4096))
     pages = (len(PROMPT) - 1) // wanted.page_size

@@ -1,4 +1,4 @@
-"""A frontend that does not read costs its own requests, at a stated limit, and nobody waits for it."""
+"""A frontend that does not read loses its own requests at a stated limit, and no process waits for it."""
 
 # pyright: basic
 import itertools
@@ -31,7 +31,7 @@ _names = itertools.count()
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Any, Any]]:
-    """Two ends whose own queues hold ten messages each."""
+    """Two connected sockets whose own queues hold ten messages each."""
     context: zmq.Context[Any] = zmq.Context()
     ours, theirs = (context.socket(zmq.PAIR) for _ in range(2))
     for socket in (ours, theirs):
@@ -61,10 +61,10 @@ def test_what_is_not_read_waits_in_order_and_the_front_turns_deaf_at_its_limit(p
     heard = [theirs.recv() for _ in range(3)]
     time.sleep(0.05)
     assert not frontend.flush()
-    assert frontend.is_deaf == (len(frontend._unread) > 4)  # until half of it is read
+    assert frontend.is_deaf == (len(frontend._unread) > 4)  # until half of the messages are read
     heard += [data for (data,) in received(theirs)]
     assert ours.poll(5000, zmq.POLLOUT)
-    frontend.send(msg.Tokens(request_id="the last"))  # there is room in the sockets: it waits all the same
+    frontend.send(msg.Tokens(request_id="the last"))  # the message waits although the sockets have room
     while frontend._unread:
         frontend.flush()
         heard += [data for (data,) in received(theirs)]
@@ -83,7 +83,8 @@ def test_requests_of_a_deaf_front_fail_and_their_pages_come_back(
     service.until(lambda: service.decode.frontend.is_deaf, "the limit")
     assert service.decode.counts["failed"] == 8
     service.assert_nothing_held()
-    assert len(service.decode.frontend._unread) <= 20 + 8 + 4  # the limit, an end for each, a token for each row
+    # the limit, plus a last message for each request and a token for each row
+    assert len(service.decode.frontend._unread) <= 20 + 8 + 4
     service.clients.pop("d0").close()
     service.clients["d0"] = theirs
     service.until(lambda: len(service.ended) == 8, "their ends")
@@ -120,7 +121,10 @@ def test_a_request_beyond_those_that_may_be_on_their_way_is_refused_alone(model:
 
 
 def test_a_refused_request_leaves_no_trace_of_its_id(model: Any, tmp_path: Path) -> None:
-    """Refused, cancelled in vain, and asked for again when there is room: its serial alone is used up."""
+    """The request is refused, cancelled without effect, and sent again when there is room.
+
+    Only its serial is used up.
+    """
     service = Service(model, tmp_path, Side(), Side(pages=20), max_open=1)
     for serial, request_id in enumerate(("first", "second"), 1):
         service.decode.submit(msg.Submit(request_id=request_id, prompt=PROMPT, max_new_tokens=4, serial=serial))
@@ -161,7 +165,7 @@ def collected(fleet: Fleet, requests: int, timeout_s: float = 120.0) -> tuple[di
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    """For tests that leave nothing behind."""
+    """A shared fleet for tests that leave nothing behind."""
     with Fleet(configs()) as started:
         yield started
 
@@ -221,7 +225,8 @@ def test_a_front_that_submits_without_end_and_reads_is_refused_beyond_its_limit(
     assert [(one.pages_held, one.open_requests) for one in stats.values()] == [(0, 0)] * 2
 
 
-# The process itself, which also makes a file when its frontend turns deaf: nobody who reads nothing can hear of it.
+# The program of a process that also writes a file when its frontend turns deaf, because a deaf frontend receives no
+# message about it.
 TELLING = """
 import sys
 from pathlib import Path
@@ -281,7 +286,7 @@ def test_what_a_front_sends_to_a_process_that_takes_nothing_fails_at_a_deadline(
             assert time.monotonic() - begin < 20
         finally:
             os.kill(pid, signal.SIGCONT)
-        collected(fleet, 10)  # what was taken is served
+        collected(fleet, 10)  # accepted requests are served
 
 
 def send_without_end(fleet: Fleet) -> None:

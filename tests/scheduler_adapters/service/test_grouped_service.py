@@ -1,4 +1,4 @@
-"""Models with windows and chunks over several block tables, and states, prefilled here and decoded there."""
+"""Models with windows, chunks and states over several block tables, prefilled by one process and decoded by another."""
 
 # pyright: basic
 from __future__ import annotations
@@ -27,7 +27,7 @@ GROUPED = [pytest.param(name, marks=() if name in ("gemma3", "llama4") else pyte
 
 @pytest.fixture(scope="module", params=GROUPED)
 def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
-    """With windows, short convolutions and full attention in one: LFM3."""
+    """LFM3: a model with windows, short convolutions and full attention."""
     kind, changes = (MODELS | ALONE).get(request.param, (request.param, {}))
     return shared_model(kind, **({"num_hidden_layers": 4, **changes} if changes else {}))
 
@@ -63,10 +63,10 @@ def test_tokens_are_the_models_own_and_windows_alone_are_pulled(
     stats, manager = service.decode.stats(), service.loops["d0"].manager
     assert len(manager.layer_tables.tables) == 4
     whole = [-(-len(prompt) // PAGE) for prompt in PROMPTS]
-    # In three layers of four a prompt takes a window of 20 tokens, which touches 4 pages, or a chunk of 24.
+    # In three layers of four a prompt needs a window of 20 tokens, which touches 4 pages, or a chunk of 24.
     assert whole[0] < stats.pages_pulled <= sum(whole) + 3 * 4 * len(PROMPTS) < 2 * sum(whole)
     per_page = sum(layout.page_bytes for layout in manager.layouts)
-    # Pages of other sizes and shards go through a slab, whole.
+    # Pages of other sizes and shards go as whole pages through the staging area.
     assert stats.bytes_pulled == stats.pages_pulled * per_page or chunkwise
     assert service.serve(PROMPTS) == expected
     pulled_again = service.decode.stats().pages_pulled - stats.pages_pulled
@@ -96,7 +96,7 @@ def test_tokens_are_the_models_own_and_windows_and_a_state_are_pulled(
     stats, manager = service.decode.stats(), service.loops["d0"].manager
     assert len(manager.layer_tables.tables) == 3
     whole = sum(-(-len(prompt) // PAGE) for prompt in PROMPTS)
-    # In two layers of three a prompt takes a window of 20 tokens, which touches 4 pages; and its state.
+    # In two layers of three a prompt needs a window of 20 tokens, which touches 4 pages. It also needs its state.
     assert stats.pages_pulled <= whole + (2 * 4 + 1) * len(PROMPTS) < 2 * whole
     assert service.serve(PROMPTS) == expected
     again = service.decode.stats().pages_pulled - stats.pages_pulled
@@ -125,7 +125,8 @@ def test_a_decode_process_whose_requests_give_way_computes_them_itself(
     start: Callable[..., Service], model: Any
 ) -> None:
     prompts = [[at, *prompt] for at, prompt in enumerate(PROMPTS)]
-    wanted = [own_tokens(model, prompt, 72) for prompt in prompts]  # all run at a time, however quick
+    # all requests run at the same time, however quick they are
+    wanted = [own_tokens(model, prompt, 72) for prompt in prompts]
     service = start({}, {"pages": 21 if "Lfm3" in type(model).__name__ else 19, "budget": 16})
     assert service.serve(prompts, 72) == wanted
     assert service.decode.stats().preemptions
@@ -133,7 +134,7 @@ def test_a_decode_process_whose_requests_give_way_computes_them_itself(
 
 
 def test_what_does_not_fit_into_several_tables_fails_alone(start: Callable[..., Service], expected: Any) -> None:
-    service = start({}, {"pages": 16})  # 64 pages of a layer
+    service = start({}, {"pages": 16})  # 64 pages of one layer
     assert service.serve([PROMPTS[0], [*HEAD, *HEAD, *HEAD]])[0] == expected[0]
     assert "as 4 block tables take" in service.ended["r1"].error
     service.assert_nothing_held()
@@ -141,7 +142,8 @@ def test_what_does_not_fit_into_several_tables_fails_alone(start: Callable[..., 
 
 def test_pages_that_are_not_whole_in_a_window_are_refused_by_name(start: Callable[..., Service], model: Any) -> None:
     service = start({}, {"page_size": 16, "pages": 50})
-    prompt = PROMPTS[0][: 24 * 7 + 3]  # the next token sees what a page of 8 begins with, and one of 16 has inside
+    # the first token that the next one sees begins a page of 8, and lies within a page of 16
+    prompt = PROMPTS[0][: 24 * 7 + 3]
     service.serve([prompt])
     if "error" in service.ended["r0"].finished:  # pyright: ignore[reportOperatorIssue]
         assert "are needed" in service.ended["r0"].error
@@ -153,7 +155,7 @@ def test_pages_that_are_not_whole_in_a_window_are_refused_by_name(start: Callabl
 def test_a_peer_with_one_table_is_refused_by_name(start: Callable[..., Service]) -> None:
     service = start({"groups": False}, {})
     service.serve([PROMPTS[0]])
-    error = service.ended["r0"].error  # by its first pages, or by what the process says of itself
+    error = service.ended["r0"].error  # refused by its first pages, or by the description of the process
     assert "has 1 page groups; this manager has 4" in error or "layer tables: None at the source, 'full of" in error
     service.assert_nothing_held()
 
@@ -202,5 +204,5 @@ def test_a_prefix_that_one_has_computed_another_pulls_for_all_tables(
     assert service.ended["second"].cached_tokens == PAGE * pages
     assert service.prefills["p1"].stats().pages_pulled == pages
     lent = sum(service.exchanges[name].lending.pages_lent for name in ("p0", "d0"))
-    assert pages < lent <= pages + 3 * 4  # of a window's three layers what the next token sees
+    assert pages < lent <= pages + 3 * 4  # in the window's three layers, only what the next token sees
     service.assert_nothing_held()

@@ -1,5 +1,6 @@
-"""A service whose sockets have keys: it serves, and a client without a key, or with a wrong one, gets nothing."""
+"""A service with keyed sockets serves its clients. A client without a key, or with a wrong one, gets no answer."""
 
+# pyright: basic
 import json
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,9 @@
-"""Offers of new pages are taken in turn, whatever the order in which they come; an import takes up all their tables."""
+"""Offers of new pages are handled in page order, whatever their order of arrival.
 
+An import uses all of their tables.
+"""
+
+# pyright: basic
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +36,7 @@ def service(model: Any, tmp_path: Path) -> Iterator[Service]:
 
 
 def offer_of(tokens: int, first: int = 0, token: int | None = None, **fields: Any) -> msg.PagesOffer:
-    """Pages of 4 tokens: page 0 has id 10, page 1 has id 11."""
+    """Returns an offer with pages of 4 tokens: page 0 has id 10, page 1 has id 11."""
     end = -(-tokens // 4)
     table = BlockTable(
         request_id="r",
@@ -152,7 +156,7 @@ def test_a_reader_of_an_earlier_version_is_told_of_all_pages_each_time(
 def test_an_offer_that_comes_last_of_all_is_waited_for(
     service: Service, expected: list[int], monkeypatch: pytest.MonkeyPatch, keep: int
 ) -> None:
-    """The token is emitted once, when what is before it is here."""
+    """The token is emitted once, after everything before it has arrived."""
     held: list[tuple[bytes, Any]] = []
     send, sent = service.prefill._send, list[Any]()
 

@@ -1,4 +1,4 @@
-"""Prefill and decode that plan a step while the one before it runs: the same tokens, and nothing is held afterwards."""
+"""Prefill and decode with overlapped loops give the same tokens, and nothing is held afterwards."""
 
 # pyright: basic
 from __future__ import annotations
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.slow
 
 
 class LatestRunner(ThreadedRunner):
-    """Runs a launched step when its tokens are asked for, which is as late as a model may."""
+    """Runs a launched step only when its tokens are asked for, the latest time that is allowed."""
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
-        self.computed: dict[Any, int] = {}  # by request: its tokens that were run
+        self.computed: dict[Any, int] = {}  # the number of computed tokens of each request
 
     def launch(self, batches: Sequence[RunBatch]) -> Any:
         return _Unrun(self, batches)

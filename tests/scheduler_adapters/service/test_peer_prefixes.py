@@ -1,4 +1,4 @@
-"""A prefix that one prefill process has computed is pulled by another: what is served, what is counted, what fails."""
+"""A prefill process pulls a prefix that another has computed: tokens, counters, and failures."""
 
 # pyright: basic
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_what_one_has_computed_another_pulls_and_computes_the_rest(
     assert (stats.prompt_tokens, stats.cached_tokens) == (len(SECOND), 16 * PAGES)
     assert service.exchanges["p0"].lending.pages_lent == PAGES
     service.assert_nothing_held()
-    assert served(service, "again", SECOND, "p1") == expected  # now it is cached there: nobody is asked
+    assert served(service, "again", SECOND, "p1") == expected  # now the prefix is cached there, so no source is asked
     assert outcome(service) == {"pulled": 1}
 
 
@@ -112,7 +112,7 @@ def test_each_replica_of_a_source_is_asked_and_shards_are_read(
     start: Callable[..., Service], expected: list[int], prefill: dict[str, int]
 ) -> None:
     service = start(**prefill)
-    service.loops["p0"].manager.external_claim("busy", 0)  # the prompt goes to the last replica
+    service.loops["p0"].manager.external_claim("busy", 0)  # so that so that the prompt goes to the last replica
     served(service, "first", FIRST, "p0")
     service.loops["p0"].manager.release("busy")
     assert served(service, "second", SECOND, "p1") == expected
@@ -123,7 +123,7 @@ def test_each_replica_of_a_source_is_asked_and_shards_are_read(
 def test_a_source_that_has_forgotten_costs_a_question(start: Callable[..., Service], expected: list[int]) -> None:
     service = start()
     served(service, "first", FIRST, "p0")
-    for name in ("p0", "d0"):  # decode would name itself
+    for name in ("p0", "d0"):  # otherwise otherwise decode would name itself as a source as a source
         service.loops[name].manager.reset_prefix_cache()
     assert served(service, "second", SECOND, "p1") == expected
     assert outcome(service) == {"stale": 1}
@@ -137,16 +137,20 @@ def test_sources_that_a_client_names_are_asked_in_turn(start: Callable[..., Serv
     wrong = msg.KVSource(known.address, ("p7/0",))
     assert served(service, "second", SECOND, "p1", kv_sources=(wrong, known)) == expected
     assert outcome(service) == {"pulled": 1}
-    far = msg.KVSource("tcp://192.0.2.1:9", ("p7/0",))  # not allowed, and not there
+    far = msg.KVSource("tcp://192.0.2.1:9", ("p7/0",))  # the source is not allowed, and does not exist
     other = [*range(100, 190)]
-    service.prefills["p1"].peers.estimate = PullOrCompute()  # so short a prompt is not worth it by now
+    # the estimate now says that pulling such a short prompt does not pay
+    service.prefills["p1"].peers.estimate = PullOrCompute()
     served(service, "third", other, "p1", kv_sources=(far,))
     assert outcome(service) == {"pulled": 1, "unanswered": 1}
     service.assert_nothing_held()
 
 
 def turns(service: Service, model: Any) -> tuple[list[int], list[int], int]:
-    """Serves the first turn of a conversation. The next one, what the model answers it, and full pages of the first."""
+    """Serves the first turn of a conversation.
+
+    Returns the next turn, the model's answer to it, and the full pages of the first.
+    """
     answer = served(service, "turn 1", FIRST, "p0", new=100, ignore_eos=True)
     prompt = [*FIRST, *answer, *ByteTokenizer().encode("And then?")[1:]]
     return prompt, own_tokens(model, prompt, NEW), (len(FIRST) + len(answer) - 1) // 16
@@ -157,8 +161,8 @@ def turns(service: Service, model: Any) -> tuple[list[int], list[int], int]:
 def test_a_next_turn_comes_from_the_decode_process_that_has_answered(
     start: Callable[..., Service], model: Any, decode: dict[str, int]
 ) -> None:
-    """No other process has the answer's tokens: prefill computes the new turn alone."""
-    service = start(Side(**decode), count=1)  # pyright: ignore[reportArgumentType]
+    """Only that process has the answer's tokens, so prefill computes only the new turn."""
+    service = start(Side(**decode), count=1)
     prompt, expected, pages = turns(service, model)
     assert served(service, "turn 2", prompt, "p0") == expected
     assert outcome(service, "p0") == {"pulled": 1}
@@ -199,7 +203,7 @@ def test_where_computing_is_quicker_nobody_is_asked(start: Callable[..., Service
 
 
 def test_what_pays_is_judged_by_what_a_source_has(start: Callable[..., Service]) -> None:
-    """A page of a long prompt is not worth a question, however much of the prompt is missing."""
+    """A single page is not worth a question, however much of the prompt is missing."""
     service = start()
     estimate = service.prefills["p1"].peers.estimate
     for tokens in (16, 1000):
@@ -253,7 +257,7 @@ def known(service: Service, *names: str) -> tuple[msg.KVSource, ...]:
 
 
 def forget_head(service: Service, name: str, tokens: list[int], pages: int) -> None:
-    """The process has the prompt's pages from here on."""
+    """Removes the first pages of a prompt from a process."""
     service.assert_nothing_held()
     manager = service.loops[name].manager
     wanted = manager.contents.digests(TextContext([*tokens, 0], 4096, "tail"), pages)
@@ -263,7 +267,7 @@ def forget_head(service: Service, name: str, tokens: list[int], pages: int) -> N
 
 
 def head_and_tail(start: Callable[..., Service]) -> Service:
-    """The first six of a prompt's thirteen pages at p0, the pages behind its first four at p2."""
+    """Of a prompt's thirteen pages, p0 has the first six, and p2 has all but the first four."""
     service = start(count=3)
     served(service, "head", FIRST[:100], "p0")
     served(service, "all", FIRST, "p2")
@@ -362,16 +366,16 @@ def test_one_that_does_not_answer_leaves_time_for_the_next(
 
     monkeypatch.setattr(service.exchanges["p1"], "ask", told)
     with monkeypatch.context() as patch:
-        patch.setattr(service.prefills["p0"], "poll", lambda: False)  # its loop stands still
+        patch.setattr(service.prefills["p0"], "poll", lambda: False)  # stops its loop
         assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2")) == expected
-    assert engines == ["p0/0", "p2/0"]  # and who does not answer is not asked for what comes behind
+    assert engines == ["p0/0", "p2/0"]  # a source that does not answer is not asked for the next stretch
     assert outcome(service) == {"pulled": 1}
     assert service.ended["second"].cached_tokens == 16 * PAGES
     service.assert_nothing_held()
 
 
 def fetching(service: Service, phase: str) -> Callable[[], bool]:
-    """Whether a prompt is asked for, or pulled."""
+    """Whether a prompt is in this phase: being asked for, or being pulled."""
 
     def reached() -> bool:
         fetches = list(service.prefills["p1"].peers._open.values())
@@ -405,7 +409,7 @@ def test_a_request_that_is_cancelled_meanwhile_leaves_nothing_held(start: Callab
     service.until(lambda: "second" in service.ended, "the end")
     began, asks, lending = time.monotonic(), service.exchanges["p1"]._asks, service.exchanges["p0"].lending
     service.until(lambda: not (asks._open or lending.num_leases), "the answer, and what comes of it")
-    assert time.monotonic() - began < LENT_S / 2  # what nobody wants is given back, and does not run out
+    assert time.monotonic() - began < LENT_S / 2  # unwanted pages are given back at once, before their lease expires
     service.assert_nothing_held()
     assert not service.prefills["p1"].peers._open
     assert served(service, "third", FIRST, "p1")
@@ -434,19 +438,19 @@ def test_a_process_that_drains_lends_nothing_more_and_waits_for_what_is_lent(
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """From its call on, pulls of these few pages are read from several sources, and these have time to answer."""
+    """Makes even small pulls use several sources, and gives the sources more time to answer."""
 
     def begins(wait_s: float = 1.0) -> None:
         for name, value in (("ONE_SOURCE_BYTES", 0), ("_PROBE_BYTES", 1), ("_LEAST_BYTES", 1)):
             monkeypatch.setattr(f"transfer.pull.shared_pull.{name}", value)
-        for name in ("_LEAST_WAIT_S", "_MOST_WAIT_S"):  # this machine may be busy
+        for name in ("_LEAST_WAIT_S", "_MOST_WAIT_S"):  # the test machine may be busy
             monkeypatch.setattr(f"scheduler_adapters.service.peer_prefixes.{name}", wait_s)
 
     return begins
 
 
 class Spy:
-    """Records what a process asks, refuses and pulls, and makes the events of its pulls."""
+    """Records what a process asks for, refuses and pulls, and can create events of its pulls."""
 
     def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch, name: str = "p1") -> None:
         exchange, peers = service.exchanges[name], service.prefills[name].peers
@@ -484,7 +488,7 @@ class Spy:
 
 
 def two_that_know(start: Callable[..., Service], first: list[int] = FIRST) -> Service:
-    """Two prefill processes, p0 and p2, have the prompt; p1 has been in contact with both."""
+    """The prefill processes p0 and p2 have the prompt, and p1 has been in contact with both."""
     service = start(count=3)
     for number, name in enumerate(("p0", "p2")):
         served(service, f"meets {name}", [number, *FIRST], name)
@@ -496,7 +500,7 @@ def two_that_know(start: Callable[..., Service], first: list[int] = FIRST) -> Se
 
 
 def bytes_of(service: Service, name: str, tokens: list[int]) -> torch.Tensor:
-    """The pages of a prompt in a process."""
+    """The contents of a prompt's pages in a process."""
     manager = service.loops[name].manager
     contents = manager.contents
     held, table = contents.lease("look", 0, contents.digests(TextContext([*tokens, 0], 4096, "look")), 100)
@@ -543,7 +547,7 @@ def test_one_that_has_fewer_pages_is_read_for_those_and_the_other_for_all(
     large()
     spy = Spy(service, monkeypatch)
     assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2")) == expected
-    assert spy.named == [["p2/0", "p0/0"]]  # an import has the pages of its first table
+    assert spy.named == [["p2/0", "p0/0"]]  # an import covers the pages of its first table
     page_bytes = sum(layout.page_bytes for layout in service.loops["p1"].manager.layouts)
     assert 0 < spy.shares["p0/0"] <= 6 * page_bytes
     assert sum(spy.shares.values()) == PAGES * page_bytes
@@ -568,7 +572,7 @@ def test_one_that_fails_in_a_pull_from_two_leaves_its_pages_to_the_other(
     assert served(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2")) == expected
     assert [share.place[1] for share in spy.pulls[-1].shares if share.error] == ["p2/0"]
     assert service.ended["second"].cached_tokens == 16 * PAGES
-    assert service.prefills["p1"].stats().taken_s["pull"] == 0  # a pull in which one fails tells nothing of others
+    assert service.prefills["p1"].stats().taken_s["pull"] == 0  # a pull with a failed source is not measured
     service.assert_nothing_held()
 
 
@@ -582,7 +586,7 @@ def test_one_that_is_silent_is_not_awaited_for_long_and_what_it_lends_late_is_gi
     monkeypatch.setattr(service.prefills["p0"], "poll", lambda: p0() if spy.named else False)
     submit(service, "second", SECOND, "p1", kv_sources=known(service, "p0", "p2"))
     service.until(lambda: spy.named, "the pull")
-    assert time.monotonic() - began < 0.4  # half a second is its time if it is asked alone
+    assert time.monotonic() - began < 0.4  # a source that is asked alone would have half a second
     assert spy.named == [["p2/0"]]
     service.until(lambda: spy.refused and not lending.num_leases, "what it lends late", LENT_S / 2)
     service.until(lambda: "second" in service.ended, "the end")
@@ -618,7 +622,7 @@ def test_a_request_that_two_are_asked_for_and_that_is_cancelled_leaves_nothing_h
 
 
 class Answers:
-    """An exchange whose answers and time the test gives."""
+    """An exchange whose answers and clock the test controls."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -656,12 +660,12 @@ class Answers:
         assert self.peers.begin(Request("r", [*range(81)], 1), self.context, sources)
 
     def engines(self) -> list[str]:
-        """Those asked since the last call."""
+        """The engines asked since the last call."""
         found, self._told = [one[0] for one in self.asked[self._told :]], len(self.asked)
         return found
 
     def answer(self, engine: str, pages: int, at: float, error: str = "") -> Any:
-        """The engine lends so many pages from the first that it was last asked for."""
+        """Makes the engine lend this many pages, starting with the first one that it was last asked for."""
         self.now = at
         key, first = next((key, first) for name, key, first, _ in reversed(self.asked) if name == engine)
         lent = Lent(key, None, None, error)
@@ -679,7 +683,7 @@ class Answers:
         return next(iter(self.peers.poll()), None)
 
     def read(self, at: float, stop: int = 0, **errors: str) -> Any:
-        """The pull has passed, up to that page if any."""
+        """Ends the pull successfully, with `stop` only up to that page."""
         self.now = at
         copier = self.manager.copier(self.pending)
         copier.take(last=True)
@@ -850,7 +854,7 @@ def test_what_has_been_lent_when_a_request_is_dropped_is_given_back_and_so_is_wh
 def test_answers_that_do_not_fit_are_all_given_back(answers: Answers) -> None:
     answers.begin("a", "b")
     answers.answer("a", 20, 0.001)
-    assert answers.answer("b", 21, 0.001)  # more than the prompt
+    assert answers.answer("b", 21, 0.001)  # more pages than the prompt has
     assert sorted(answers.refused) == ["a", "b"]
     assert answers.peers.counts == {"failed": 1}
 
@@ -883,7 +887,7 @@ def ended(fleet: Fleet, name: str) -> list[int]:
 
 
 def introduced(fleet: Fleet) -> None:
-    """Both prefill processes have answered the decode process."""
+    """Makes both prefill processes known to the decode process."""
     deadline = time.monotonic() + 30
     while not all(fleet.stats()[name].prompt_tokens for name in ("p0", "p1")):
         assert time.monotonic() < deadline
@@ -902,7 +906,7 @@ def nothing_held(fleet: Fleet) -> dict[str, msg.Stats]:
 
 @pytest.mark.slow
 def test_three_processes_pull_from_each_other_and_an_idle_source_wakes(tiny_model: Any) -> None:
-    long = (HEAD * 8)[:900]  # fewer than the 64 of 256 pages that a process lends
+    long = (HEAD * 8)[:900]  # fewer than 64 pages, the number that a process with 256 pages lends
     with forked.fleets(), Fleet(CONFIGS) as fleet:
         introduced(fleet)
         heard(fleet, "first", FIRST, "p0")

@@ -1,5 +1,6 @@
-"""Decode's messages about an attempt count in any order, over its own connection."""
+"""Decode's messages about an attempt may arrive in any order, over its own connection."""
 
+# pyright: basic
 from __future__ import annotations
 
 import itertools
@@ -13,7 +14,7 @@ from scheduler_adapters.service.requests import PrefillRequest, PrefillTimes
 
 
 class Rig:
-    """A scheduler without a loop: as it drains, what it begins fails at once, and is noted."""
+    """A scheduler without a loop. It drains, so each new attempt fails at once and is recorded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[tuple[str, int]] = []

@@ -1,5 +1,9 @@
-"""Whom a decode process asks, and what it books for it: over real sockets, with nobody behind them but the test."""
+"""Which prefill process a decode process asks, and the load that it records.
 
+The sockets are real, and the test answers them.
+"""
+
+# pyright: basic
 import itertools
 import time
 from collections.abc import Iterator
@@ -28,7 +32,7 @@ Fleet = tuple[list[PrefillConnection], list[Any]]
 
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
-    """Two prefill processes, and the routers where they listen."""
+    """Connections to two prefill processes, and the ROUTER sockets on which these would listen."""
     context: zmq.Context[Any] = zmq.Context()
     at = [f"inproc://prefills-{next(_names)}" for _ in range(2)]
     routers = [bind_router(context, endpoint) for endpoint in at]
@@ -41,7 +45,7 @@ def fleet() -> Iterator[Fleet]:
 
 
 def heard(connections: list[PrefillConnection], router: Any, answers: int = 0) -> list[msg.AnyMessage]:
-    """Messages that have come to a router; the first so many are answered with `Welcome`."""
+    """The messages that have arrived at a ROUTER. The first `answers` of them are answered with `Welcome`."""
     found = []
     deadline = time.monotonic() + 5
     while not found and time.monotonic() < deadline:
@@ -85,7 +89,7 @@ def test_load_is_booked_until_it_is_relieved_once(fleet: Fleet) -> None:
     assert all(request.ask(connections, 1.0, chunkwise=True) for request in requests)
     first, second, third = (request.prefill for request in requests)
     assert first is not second
-    assert third is first  # it has the least before it
+    assert third is first  # it has the least load
     assert sorted(connection.load for connection in connections) == [101, 202]
     for _ in range(2):
         requests[0].relieve()
@@ -129,12 +133,12 @@ def test_who_was_asked_for_more_of_a_prompt_is_named_as_its_source(fleet: Fleet)
         assert isinstance(heard_of, msg.Prefill)
         return heard_of.kv_sources
 
-    assert sources(names[0]) == ()  # nobody was asked before
+    assert sources(names[0]) == ()  # no process was asked before
     assert sources(names[0]) == ()  # nobody else was
     assert sources(names[1]) == (msg.KVSource(f"at {id(routers[0])}", ("e",), 5 * CHUNK),)
-    assert sources(names[1]) == ()  # it was asked for as much by now
+    assert sources(names[1]) == ()  # it has been asked for as much now
     named = (msg.KVSource("elsewhere", ("x",)),)
-    assert sources(names[1], kv_sources=named) == named  # who asks knows better
+    assert sources(names[1], kv_sources=named) == named  # sources that the client names take precedence
 
 
 def test_who_asks_names_itself_where_it_has_more_than_the_others(fleet: Fleet) -> None:
@@ -153,7 +157,7 @@ def test_who_asks_names_itself_where_it_has_more_than_the_others(fleet: Fleet) -
 
     assert sources(first, 2, 0) == []
     assert sources(first, 4, 3 * CHUNK) == ["here"]
-    assert sources(first, 5, 4 * CHUNK + 8) == []  # less than a chunk more than it was asked for
+    assert sources(first, 5, 4 * CHUNK + 8) == []  # less than one chunk more than it was asked for
     assert sources(second, 5, 2 * CHUNK) == [f"at {id(routers[0])}", "here"]
     assert sources(second, 5, 5 * CHUNK) == []
     connections[1].history.clear()

@@ -1,5 +1,6 @@
-"""What a scrape of a process of the service yields: all that is documented, what its counters say, and by the rules."""
+"""A scrape of a process yields every documented metric, agrees with its counters, and follows Prometheus's rules."""
 
+# pyright: basic
 from __future__ import annotations
 
 import re
@@ -47,7 +48,7 @@ def test_a_scrape_yields_what_is_documented_and_what_the_books_say(service: Serv
     documented = set(re.findall(r"^\| `(pagewire_(?!front_)\w+)` \|", table(), re.MULTILINE))
     for name in ("p0", "d0"):
         text, made = text_of(*observed(service, name)), observed(service, name)
-        # `_created` is no family of ours; of each room one family says what could not be read
+        # `_created` is no family of ours; each room has one family for figures that could not be read
         found = set(re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE))
         assert found - {one.families[-1].name for one in made} == documented
         assert list(faults(text)) == []
@@ -72,7 +73,7 @@ def test_requests_are_told_by_phase(service: Service) -> None:
     assert set(phases(scraped(*observed(service, "p0")))) == PREFILL_MOVES.keys() - {"over"}
     before = phases(scraped(*observed(service, "d0")))
     assert before == dict.fromkeys(DECODE_MOVES.keys() - {"over"}, 0)
-    for number in range(7):  # four rows: three wait
+    for number in range(7):  # four rows, so three requests wait
         service.submit_one(f"n{number}", [*range(70 + number, 100 + number)], 200)
     assert phases(scraped(*observed(service, "d0")))["waiting"] == 7
     service.until(lambda: phases(scraped(*observed(service, "d0")))["decoding"] == 4, "four that decode")

@@ -1,4 +1,6 @@
-"""Random requests and faults, seeded: every request ends once, with equal tokens or a reason; nothing is held."""
+"""Random requests and faults from a seed: every request ends once, with right tokens or a reason, and nothing stays
+held.
+"""
 
 # pyright: basic
 import random
@@ -16,7 +18,7 @@ from tests.scheduler_adapters.service.test_faults import empty, fill
 
 PROMPTS = [[seed * 7 % 250 + at % 5 for at in range(length)] for seed, length in enumerate((150, 40, 90, 16, 64, 100))]
 NEW = 6
-# A move that takes an error of the transfer thread, or a race of less than a millisecond.
+# Moves that need an error of the transfer thread, or a race of less than a millisecond.
 RARE = {(phase, "over") for phase in ("fetching", "leasing", "computing", "offered")} | {("leasing", "computing")}
 
 
@@ -39,16 +41,16 @@ class Moves:
 
 
 class Storm:
-    """One run: what is on its way, and what has become of the rest."""
+    """One run: its open requests, and the outcomes of the others."""
 
     def __init__(self, service: Service, expected: list[list[int]], seed: int) -> None:
         self.service, self.expected, self.random = service, expected, random.Random(seed)
-        self.asked: dict[str, tuple[int, str]] = {}  # request to its prompt, and the decode process that has it
-        self.lost: set[str] = set()  # requests of decode processes that were stopped
-        self.faults: Counter[str] = Counter()  # those that did something
+        self.asked: dict[str, tuple[int, str]] = {}  # for each request, its prompt and its decode process
+        self.lost: set[str] = set()  # requests of stopped decode processes
+        self.faults: Counter[str] = Counter()  # counts of the faults that had an effect
 
     def act(self, kind: str) -> bool:  # noqa: C901  (a case for each kind)
-        """Do it, where there is something to do it to. Whether there was."""
+        """Causes a fault, if it has a target. Returns whether it had one."""
         service, rng = self.service, self.random
         requests = [request for decode in service.decodes.values() for request in decode._requests.values()]
         if kind == "submit":
@@ -87,7 +89,7 @@ class Storm:
                 return False
             try:
                 fill(service, name)
-            except NoFreeRowError:  # as many requests as the replica has rows hold pages
+            except NoFreeRowError:  # all rows of the replica are claimed
                 return False
         elif kind in ("prefill", "decode"):
             self.restart(kind)
@@ -117,7 +119,7 @@ class Storm:
             kind = todo.pop(0)
             if self.act(kind):
                 self.faults[kind] += 1
-            else:  # a little later: by then there is somebody to do it to
+            else:  # try again later, when there is a target
                 if "submit" in todo:
                     todo.remove("submit")
                 todo[:3] = ["submit", *todo[:2], kind, *todo[2:3]]
@@ -182,7 +184,7 @@ def test_storms_make_every_legal_move(storm: Any, monkeypatch: pytest.MonkeyPatc
     for seed in range(100, 124):
         one = storm(seed)
         one.check_run(80)
-        one.service.close()  # its threads would slow down the storms that follow
+        one.service.close()  # its threads would slow down the following storms
         if wanted <= set(moves.seen):
             break
     assert wanted <= set(moves.seen), f"never made: {sorted(wanted - set(moves.seen))}"

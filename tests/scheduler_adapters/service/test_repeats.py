@@ -1,5 +1,6 @@
-"""A message that comes again, or after what followed it, changes nothing: one by one, in the phases that matter."""
+"""Repeated and overtaken messages change nothing: tested one by one in the phases that matter."""
 
+# pyright: basic
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def service(model: Any, tmp_path: Path) -> Iterator[Service]:
 
 
 class Said:
-    """What a prefill process has told its readers; it can say so again."""
+    """Records the messages of a prefill process to its readers, and can repeat them."""
 
     def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
         self.every: list[tuple[bytes, msg.ToDecode]] = []
@@ -70,7 +71,7 @@ def check_serves_to_the_end(service: Service, expected: list[int], new: int = NE
 
 
 def pulling_the_last(service: Service, monkeypatch: pytest.MonkeyPatch) -> DecodeRequest:
-    """Decode has had the last offer, and does not know yet that its READs are over: of few pages they are at once."""
+    """Brings decode to the last offer, and hides the end of its READs, which take no time for so few pages."""
     request, exchange = service.submit_one("r", PROMPT), service.decode._exchange
     with monkeypatch.context() as held:
         poll = exchange.poll
@@ -188,7 +189,7 @@ def test_a_hello_that_comes_again_gives_nothing_up(
 
 
 def test_a_reader_that_another_of_its_name_displaces_is_told(service: Service, expected: list[int]) -> None:
-    """It would wait for what has been given up until its deadline, two minutes later."""
+    """Otherwise it would wait for an abandoned attempt until its deadline, two minutes later."""
     request = asked(service)
     (identity,) = service.prefill._readers
     service.prefill._readers[b"another"] = service.prefill._readers.pop(identity)
@@ -296,7 +297,7 @@ def test_what_is_remembered_is_bounded() -> None:
 def test_pages_of_another_prompt_fail_the_attempt_and_another_follows(
     service: Service, model: Any, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    """Also of prompts that fill no page, of which the block table has no digest."""
+    """The check also works for prompts that fill no page, for which the block table has no digest."""
     prompts = {"r": PROMPT[:length], "s": OTHER[:length]}
     held: list[tuple[bytes, msg.PagesOffer]] = []
     send = service.prefill._send

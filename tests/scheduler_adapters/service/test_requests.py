@@ -1,3 +1,4 @@
+# pyright: basic
 import itertools
 import math
 from types import SimpleNamespace
@@ -55,7 +56,7 @@ def test_every_phase_leads_to_the_end_and_nothing_leads_from_it(side: str) -> No
 def test_only_a_request_that_is_over_or_has_a_deadline_elsewhere_has_none() -> None:
     request = request_in("prefill", "computing")
     request.move("held")
-    assert request.deadline == math.inf  # the lease has one
+    assert request.deadline == math.inf  # the lease has its own deadline
 
 
 def test_the_first_reason_is_kept() -> None:
@@ -98,13 +99,13 @@ def test_a_request_that_asks_again_hashes_no_page_anew(monkeypatch: pytest.Monke
             found = hasher_of(context, "sha256", 16).digests(context.tokens, 0, pages)
             anew = PrefixHasher("sha256", 16, "s").digests(np.array(request.tokens), 0, pages)
             assert found.tolist() == anew.tolist()
-            del hashed[-1]  # what was hashed to compare with
+            del hashed[-1]  # forgets the hashes made for the comparison
         request.emitted.append(token)
-    assert hashed == [4, 1]  # the page that the tenth token fills comes once after those of the prompt
+    assert hashed == [4, 1]  # after the prompt's pages, only the page that the tenth token fills is hashed
 
 
 def test_a_context_of_an_earlier_attempt_keeps_its_own_hashes() -> None:
-    """A loop may drop tokens of the context that it runs; what is made later knows nothing of these."""
+    """A loop may drop tokens of the running context. Later contexts are not affected."""
     request = DecodeRequest("r", 1, "waiting", 1.0, spec=Request("r", list(range(40)), 60))
     first = request.new_context()
     hasher_of(first, "sha256", 16).digests(first.tokens, 0, 2)
@@ -124,7 +125,7 @@ def test_an_offer_is_of_the_prompt_and_of_what_the_client_has_had_since_the_last
     request = DecodeRequest("r", 1, "waiting", 5.0, spec=Request("r", [*range(1, 40)], 8, cache_salt="s"))
     if asked:
         request.new_context()
-    request.emitted += [7, 8]  # of an attempt that has failed
+    request.emitted += [7, 8]  # belongs to an attempt that has failed
     every = [*range(1, 40), 7, 8]
     for count in (16, 39, 41):
         table, digest = SimpleNamespace(num_tokens=count), prompt_of(every, "s").digest(count)

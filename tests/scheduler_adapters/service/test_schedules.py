@@ -1,5 +1,6 @@
-"""Every message of the service, in every phase, delivered twice, late and out of order: each token comes out once."""
+"""Every message is delivered twice, late and out of order, in every phase. Each token comes out once."""
 
+# pyright: basic
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ NEW = 6
 
 
 class Schedule:
-    """One run: requests come, some are cancelled, and, with `trouble`, attempts fail in between."""
+    """One run: requests arrive, and some are cancelled. With `trouble`, attempts also fail."""
 
     def __init__(self, service: Service, deliverer: Deliverer, expected: list[list[int]], seed: int) -> None:
         self.service, self.deliverer, self.expected = service, deliverer, expected
@@ -44,7 +45,7 @@ class Schedule:
         self.deliverer.to_decode(name, msg.Abort(request_id=request_id, serial=int(request_id[1:])))
 
     def fill(self) -> None:
-        """A process has no pages for a while, so that requests stay where they are."""
+        """Takes all pages of a process for a while, so that requests stay in their phases."""
         name = self.random.choice(list(self.service.loops))
         loop = self.service.loops[name]
         if not loop.manager.contains("hog") and loop.manager.num_free_blocks and not loop.num_waiting:
@@ -52,7 +53,7 @@ class Schedule:
                 fill(self.service, name)
 
     def fail(self) -> None:
-        """An attempt fails, on one side or the other, or a connection is lost."""
+        """Makes an attempt fail on one side or the other, or breaks a connection."""
         service, rng = self.service, self.random
         kind = rng.choice(["prefill", "prefill", "decode", "decode", "connection"])
         if kind == "prefill":
@@ -101,7 +102,7 @@ class Schedule:
             self.judge(request_id, self.expected[prompt], trouble=trouble)
         every = [*self.service.prefills.values(), *self.service.decodes.values()]
         until(lambda: not any(one.open_requests for one in every), "the last lease", 60, self.poll)
-        assert [one.stats().pages_held for one in every] == [0] * len(every)  # and `check()` of each has passed
+        assert [one.stats().pages_held for one in every] == [0] * len(every)  # `stats` also runs `check()`
 
     def judge(self, request_id: str, wanted: list[int], *, trouble: bool) -> None:
         tokens, end = self.service.tokens[request_id], self.service.ended[request_id]
@@ -156,7 +157,7 @@ def test_late_messages_of_attempts_that_failed_touch_no_other(schedule: Callable
     assert one.trouble.total() > 0
 
 
-# A message, the beginning of the phase in which it came, and how it was delivered.
+# Required deliveries: the message, the beginning of the phase's name, and how it was delivered.
 WANTED = {
     *(Reached("last offer", phase, "again") for phase in ("offered, after the last", "pulling, after the last")),
     *(Reached("last offer", phase, "again") for phase in ("decoding", "over", "another attempt")),

@@ -1,5 +1,6 @@
-"""Models with shared heads and with windows, served by a manager's own pages over one shard and over several."""
+"""Models with shared heads and with windows, served by the whole service over one shard and over several."""
 
+# pyright: basic
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,11 @@ from tests.scheduler_adapters.serving import assert_nothing_held, new_loop, own_
 HEAD = "A window that slides sees only the last few tokens of a text. " * 2
 PROMPTS = [ByteTokenizer().encode(text) for text in (HEAD + "Which?", "ab", HEAD + "How many, and whose?", HEAD)]
 NEW = 12
-WINDOW = 24  # of mistral and gemma3: below every long prompt, and no multiple of a page
+WINDOW = 24  # window of mistral and gemma3: shorter than every long prompt, and no multiple of a page
 
 
 def model_of(make_model: Callable[..., Any], kind: str) -> Any:
-    if kind == "gemma3":  # layers with a window, and others without
+    if kind == "gemma3":  # some layers have a window, and others do not
         kinds = ["sliding_attention", "full_attention", "sliding_attention"]
         return make_model(kind, sliding_window=WINDOW, layer_types=kinds, query_pre_attn_scalar=16)
     return make_model(kind)
@@ -26,7 +27,7 @@ def model_of(make_model: Callable[..., Any], kind: str) -> Any:
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "gemma3", "deepseek_v3"])
 def model(request: pytest.FixtureRequest, shared_model: Callable[..., Any]) -> Any:
-    """Four query heads on two key/value heads in each of them, or on one latent of all."""
+    """A model with four query heads on two key/value heads, or on one latent."""
     return model_of(shared_model, request.param)
 
 

@@ -1,5 +1,6 @@
-"""The service as a whole: what it serves, and that nothing is held afterwards."""
+"""The service as a whole: it gives the right tokens, and holds nothing afterwards."""
 
+# pyright: basic
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.slow
 HEAD = "What a page holds, who may write to it, and when it may be used again. " * 3
 PROMPTS = [ByteTokenizer().encode(text) for text in (HEAD + "First?", "short", HEAD + "Second?", HEAD + "First?")]
 
-APART = {"replaced": {"share_state_memory": False}}  # memory of their own for recurrent states
+APART = {"replaced": {"share_state_memory": False}}  # recurrent states have memory of their own
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_sides_that_differ_give_the_same_tokens(
 ) -> None:
     service = start(prefill={"budget": 48, **prefill}, decode=decode, chunkwise=chunkwise)
     assert service.serve(PROMPTS) == expected
-    assert service.serve(PROMPTS[::-1]) == expected[::-1]  # now with prefixes that are here already
+    assert service.serve(PROMPTS[::-1]) == expected[::-1]  # now the prefixes are already cached
     assert service.decode.stats().pages_reused > 0
     service.assert_nothing_held()
 
@@ -162,7 +163,7 @@ def test_a_poll_looks_at_no_request_that_has_no_news(start: Callable[..., Servic
     every: list[Any] = [service.prefill, service.decode]
     for one in every:
         one._requests = Unwalked()
-        one._expire_at = math.inf  # deadlines are compared with the clock every few milliseconds
+        one._expire_at = math.inf  # the process compares deadlines with the clock only every few milliseconds
     assert service.serve(PROMPTS) == expected
     for one in every:
         one._requests, one._expire_at = {**one._requests}, 0.0
@@ -217,7 +218,7 @@ def test_pools_for_one_request_at_a_time_serve_them_all(
     start: Callable[..., Service], model: Any, pages: tuple[int, int]
 ) -> None:
     service = start(pages)
-    prompts = [[number, *PROMPTS[0]] for number in range(4)]  # their first tokens differ: no page is shared
+    prompts = [[number, *PROMPTS[0]] for number in range(4)]  # their first tokens differ, so no page is shared
     assert service.serve(prompts) == [own_tokens(model, prompt, NEW) for prompt in prompts]
     service.assert_nothing_held()
 
@@ -237,8 +238,7 @@ def test_what_was_preempted_comes_before_what_has_just_arrived(start: Callable[.
     service.decode.submit(msg.Submit(request_id="late", prompt=(9,) * 20, max_new_tokens=4))
     service.until(lambda: len(service.ended) == 3, "the last token")
     assert [len(service.tokens[request_id]) for request_id in ("r0", "r1", "late")] == [60, 60, 4]
-    # Which of the two gives way is decided by whose pages came last. The short one would end first of all if it went
-    # before the other one.
+    # The request whose pages came last is preempted. The short one would end first if it had come before the other one.
     assert list(service.ended).index("late") > 0, service.ended.keys()
     service.assert_nothing_held()
 
@@ -286,7 +286,7 @@ def wait_for_messages(service: Service) -> list[list[bytes]]:
 
 
 def test_tenants_share_no_page_on_either_side(start: Callable[..., Service], expected: list[list[int]]) -> None:
-    """One prompt of two tenants is prefilled, pulled and kept twice; of one tenant once."""
+    """The same prompt is prefilled, pulled and kept twice for two tenants, but only once for one tenant."""
     service = start()
     pages, seen = -(-len(PROMPTS[0]) // 16), []
     for request_id, salt in (("a", "one"), ("b", "other"), ("c", None), ("a again", "one"), ("b again", "other")):

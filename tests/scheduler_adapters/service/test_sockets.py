@@ -1,5 +1,6 @@
-"""Sockets whose peers flood them and die, and the pulse over processes that are stopped."""
+"""Sockets whose peers flood them and die, and the pulse that detects stopped processes."""
 
+# pyright: basic
 import itertools
 import os
 import signal
@@ -49,7 +50,7 @@ _MADE: dict[str, Callable[[Any, str], Any]] = {"router": bind_router, "joined": 
 
 
 def flood(conn: Connection, endpoint: str, kind: str) -> None:
-    """Send until nothing is taken any more, and die."""
+    """Sends until the peer accepts no more, and dies."""
     del conn
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.DEALER if kind == "router" else zmq.ROUTER)
@@ -71,7 +72,10 @@ def flood(conn: Connection, endpoint: str, kind: str) -> None:
 
 
 def survive(conn: Connection, endpoint: str, kind: str) -> None:
-    """Read what a peer had sent that has filled our queue and died, some heartbeats of ZMQ later: how many batches."""
+    """Reads the messages of a dead peer that had filled our queue, after some ZMQ heartbeats.
+
+    Returns the number of batches.
+    """
     socket = _MADE[kind](zmq.Context(), endpoint)
     if kind != "router":
         socket.send(b"here")
@@ -99,7 +103,10 @@ def test_a_stranger_at_a_port_without_keys_fills_no_memory_and_keeps_nobody(tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", _MADE)
 def test_peers_that_fill_a_queue_and_die_do_no_harm(kind: str, tmp_path: Path) -> None:
-    """With ZMQ's heartbeats on these sockets `!_io_error` ended the process, each time: so a `Pulse` has them alone."""
+    """With ZMQ's heartbeats on these sockets, the assertion `!_io_error` always ended the process.
+
+    Only a `Pulse` has heartbeats therefore.
+    """
     flooder, _ = forked.start(flood, f"ipc://{tmp_path}/s", kind)
     survivor, conn = forked.start(survive, f"ipc://{tmp_path}/s", kind)
     flooder.join(60)
@@ -129,7 +136,7 @@ def test_sockets_that_carry_messages_are_kept_alive_by_tcp_alone(kind: str, tmp_
 
 @pytest.fixture
 def peer(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A process with a ROUTER that does nothing."""
+    """A process with an idle ROUTER."""
     endpoint = f"ipc://{tmp_path}/peer"
     program = textwrap.dedent(f"""
         import time, zmq
@@ -164,7 +171,7 @@ def test_a_watch_tells_of_processes_that_stop_or_die_and_not_of_busy_ones(
     pulse.close()
     with pytest.raises(zmq.ZMQError, match="Invalid argument .*'nowhere'"):
         Pulse(context, "nowhere", None)
-    context.term()  # hangs where a socket was left
+    context.term()  # would hang if a socket was left open
 
 
 class Pipe:
@@ -181,7 +188,7 @@ class Pipe:
 
 
 def test_a_frontend_is_deaf_from_its_limit_on_until_half_of_that_is_read() -> None:
-    """Else it would turn deaf and back with each message, and every turn is said in a log."""
+    """Otherwise it would turn deaf and back with each message, and each change would be logged."""
     pipe, heard, said = Pipe(), list[object](), list[object]()
     queue = FrontendQueue(cast("Socket", pipe), max_unread=10)
 
@@ -191,14 +198,14 @@ def test_a_frontend_is_deaf_from_its_limit_on_until_half_of_that_is_read() -> No
         return queue.flush()
 
     def read(count: int) -> bool:
-        """The messages that the frontend reads, until so many wait here; whether it has stopped reading meanwhile."""
+        """Lets the frontend read messages until this many wait here. Returns whether it has turned deaf meanwhile."""
         while len(queue._unread) > count:
             heard.append(msg.decode(pipe.held.popleft()))
             if queue.flush():
                 return True
         return False
 
-    for _ in range(2):  # deaf, and deaf again
+    for _ in range(2):  # turns deaf twice
         while len(queue._unread) < 10:
             assert not send(), "at the limit it is not deaf yet"
         assert not queue.is_deaf

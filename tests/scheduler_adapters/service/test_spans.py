@@ -1,5 +1,8 @@
-"""Spans of the real service: of each request one, whose parts sum to it, within the time that the client waited."""
+"""Spans of the real service: each request has one, whose parts sum to it, and which fits into the client's waiting
+time.
+"""
 
+# pyright: basic
 from __future__ import annotations
 
 import json
@@ -30,7 +33,10 @@ def traceparent(number: int) -> str:
 
 
 def serve_all(fleet: Fleet) -> dict[str, tuple[float, float]]:
-    """When the client sent each request, and had its second token, the first that decode computes, or its end."""
+    """Serves all requests.
+
+    Returns when the client sent each one, and when it had its second token (the first that decode computes) or its end.
+    """
     sent: dict[str, float] = {}
     heard: dict[str, float] = {}
     tokens: dict[str, int] = {}
@@ -91,7 +97,8 @@ def test_spans_of_100_requests_sum_to_the_whole_and_lie_in_what_the_client_waite
         whole += end - start
     pulled = value(found, "pagewire_pull_seconds_count")
     assert pulled == sum(span["attributes"]["pagewire.fence_seconds"] > 0 for span in spans) > COUNT // 2
-    # From the offer to the fence is what the transfer thread itself calls a pull, but for its own way to it.
+    # The time from the offer to the fence is what the transfer thread counts as a pull, except for the way to the
+    # thread.
     assert reading >= value(found, "pagewire_pull_seconds_sum") - 1e-3
     assert stats.pages_held == 0
     report = {part: sum(span["attributes"][f"pagewire.{part}_seconds"] for span in spans) for part in PARTS}
@@ -99,7 +106,7 @@ def test_spans_of_100_requests_sum_to_the_whole_and_lie_in_what_the_client_waite
 
 
 def time_of(text: str) -> float:
-    """Seconds since the epoch, of ISO 8601 in UTC."""
+    """Converts ISO 8601 in UTC to seconds since the epoch."""
     from datetime import datetime
 
     return datetime.fromisoformat(text).timestamp()

@@ -1,5 +1,8 @@
-"""A prompt in two stretches, from two processes: real ones, NIXL, the small Llama, and what may happen in between."""
+"""A prompt is pulled in two stretches from two real processes, with NIXL and the small Llama, and with faults in
+between.
+"""
 
+# pyright: basic
 from __future__ import annotations
 
 import os
@@ -33,7 +36,7 @@ QUICK = {"handshake_timeout_s": 1.0, "heartbeat_s": 0.2, "dead_after_s": 1.0}
 
 
 class SourceProcess(NamedTuple):
-    """A process that lends."""
+    """A source process."""
 
     name: str
     process: BaseProcess
@@ -41,7 +44,7 @@ class SourceProcess(NamedTuple):
     address: str
 
     def told(self, *command: Any) -> tuple[int, int]:
-        """Pages that it holds, and leases that stand there, once it has done that."""
+        """Sends a command to the source. Returns its numbers of held pages and open leases afterwards."""
         self.pipe.send(command)
         held: tuple[int, int] = self.pipe.recv()
         return held
@@ -59,7 +62,11 @@ class StretchReader:
         self.asked = list[str]()
 
     def generate(self, sources: list[SourceProcess], then: Callable[[str, str], None]) -> tuple[list[int], int]:
-        """The tokens of the prompt, and how many of it came from elsewhere; `then` is told whom it asks or reads."""
+        """Generates for the prompt.
+
+        Returns the tokens, and how many of the prompt were pulled. `then` is called with each source that is asked or
+        read.
+        """
         ask, pull = self.exchange.ask, self.exchange.pull
 
         def asking(replica: int, key: str, address: str, *rest: Any) -> None:
@@ -92,7 +99,7 @@ class StretchReader:
         return tokens, found[0]
 
     def settle(self) -> None:
-        """Until nothing of a pull is in flight any more, nor asked for."""
+        """Waits until no pull is in flight and no question is open."""
         deadline = time.monotonic() + 30
         while self.exchange.open_pulls or self.manager.num_held_blocks:
             assert time.monotonic() < deadline
@@ -132,7 +139,7 @@ def reader() -> Iterator[StretchReader]:
 
 
 def two(start: Callable[..., SourceProcess]) -> tuple[SourceProcess, SourceProcess]:
-    """One that has the head, and one that has what follows the prompt's first five pages."""
+    """Two sources: one has the head, the other has what follows the prompt's first five pages."""
     first, second = start("p"), start("q")
     first.told("run", HEAD)
     second.told("run", ALL)
@@ -141,7 +148,7 @@ def two(start: Callable[..., SourceProcess]) -> tuple[SourceProcess, SourceProce
 
 
 def given_back(*sources: SourceProcess) -> None:
-    deadline = time.monotonic() + 20  # a lease that its reader has not heard of runs out
+    deadline = time.monotonic() + 20  # a lease that its reader does not know expires
     for source in sources:
         while source.told("held") != (0, 0):
             assert time.monotonic() < deadline
@@ -179,20 +186,21 @@ def test_what_happens_to_the_second_source_leaves_the_first_stretch(
         assert pid is not None
         if fault == "reset":
             second.told("reset")
-            second.told("run", [7 + token % 200 for token in range(300)])  # all pages that it can get are another's
+            # another prompt takes all pages that it can get
+            second.told("run", [7 + token % 200 for token in range(300)])
         elif fault == "stopped":
             os.kill(pid, signal.SIGSTOP)
         else:
             second.process.kill()
             second.process.join()
         if fault == "restarted":
-            alive.append(start("q", second.address))  # which has none of it
+            alive.append(start("q", second.address))  # the new process has none of the prompt
             assert alive[-1].address == second.address
 
     tokens, found = reader.generate([first, second], happens)
     assert reached
     assert tokens == expected
-    # What is lent is there to be read when the cache was reset; who has just been met has yet to say who it is.
+    # Lent pages can still be read after a reset. A new source must first answer the handshake.
     assert found == (23 if (when, fault) == ("pulling", "reset") else 10) * SIZE
     if fault == "stopped":
         os.kill(second.process.pid or 0, signal.SIGCONT)
@@ -253,7 +261,7 @@ def test_a_tail_that_the_second_source_has_in_host_memory_alone(
     first, second = start("p"), start("q", "tcp://127.0.0.1:0", 8 << 20)
     first.told("run", HEAD)
     second.told("run", ALL)
-    for seed in (7, 11):  # other prompts take all its pages
+    for seed in (7, 11):  # other prompts take all of its pages
         second.told("run", [seed + token % 200 for token in range(480)])
     assert reader.generate([first, second], lambda *_: None) == (expected, 23 * SIZE)
     given_back(first, second)

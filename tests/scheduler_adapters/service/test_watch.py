@@ -1,5 +1,6 @@
-"""What a watch says of a service that really serves: pages as the books have them, phases, leases and pulls."""
+"""A watch of a real service agrees with the service about pages, phases, leases and pulls."""
 
+# pyright: basic
 from __future__ import annotations
 
 import random

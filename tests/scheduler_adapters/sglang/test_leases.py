@@ -1,5 +1,6 @@
-"""The rarer ways of a room: numbers that come again, questions at odd times, ranks that are behind."""
+"""Rare events of rooms: repeated room numbers, questions at odd times, ranks that are behind."""
 
+# pyright: basic
 from __future__ import annotations
 
 import time
@@ -16,7 +17,7 @@ ANY_RANKS = pytest.mark.parametrize("sides", [{"ranks": 1}, {"ranks": 2}], indir
 
 
 def check_serves(sides: Sides) -> None:  # noqa: F811
-    """A request that decode has asked for, from its arrival at prefill to its end."""
+    """Serves a request that decode has asked for, from its arrival at prefill to its end."""
     for told in (sides.prefill, sides.decode, *sides.followers_told):
         told.heard.clear()
     sides.here.zero_()
@@ -40,7 +41,7 @@ def close(sides: Sides, reason: str) -> None:  # noqa: F811
 
 
 def asked(sides: Sides) -> None:  # noqa: F811
-    """Decode has asked again, and prefill has heard it."""
+    """Makes decode ask again, and waits until prefill has received it."""
     sides.pulls.want(ROOM, sides.address, PROMPT)
     sides.until(lambda: ROOM in sides.leases[0]._rooms and not sides.leases[0]._rooms[ROOM].dropped)
 

@@ -1,3 +1,4 @@
+# pyright: basic
 import time
 from collections.abc import Iterator
 
@@ -29,7 +30,7 @@ def test_a_rank_that_comes_late_is_told_all_in_order_and_once(server: RoomServer
         for peer, message in server.received():
             assert leader.heard(peer, message) == (1, WorkerOutput())
         heard += follower.steps()
-    follower.report(WorkerOutput())  # the second time it is known
+    follower.report(WorkerOutput())  # known the second time
     leader.tell(told[2])
     while len(heard) < 3 and time.monotonic() < end:
         for peer, message in server.received():

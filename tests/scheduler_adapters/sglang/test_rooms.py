@@ -1,5 +1,6 @@
-"""Rooms of SGLang without SGLang: leases and pulls over real sockets and NIXL, step by step as its schedulers poll."""
+"""SGLang's rooms without SGLang: leases and pulls over real sockets and NIXL, in the steps of its schedulers."""
 
+# pyright: basic
 from __future__ import annotations
 
 import time
@@ -34,11 +35,11 @@ PROMPT = Prompt(range(TOKENS))
 WRITTEN = torch.arange(1.0, 3 * PAGE + 1)
 
 
-_VALUES: list[torch.Tensor] = []  # as long as the process: it is written to as long as anything reads
+_VALUES: list[torch.Tensor] = []  # kept as long as the process, because READs may still write to it
 
 
 class Told:
-    """What SGLang's manager would hear."""
+    """Records what SGLang's manager would be told."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -106,7 +107,7 @@ class Sides:
         self.until(lambda: any(text in heard for heard in told.heard))
 
     def compute(self, prompt: Prompt = PROMPT) -> None:
-        """Pages 5, 2 and 7 hold the tokens on every rank."""
+        """Makes pages 5, 2 and 7 hold the prompt's tokens on every rank."""
         for rank, keys in enumerate(self.keys):
             keys[[5, 2, 7]] = WRITTEN.view(3, PAGE, 1, 1) + 100 * rank
         for lease in self.leases:

@@ -1,5 +1,6 @@
-"""Where registered tensors lie, and tensors that are not what the config says."""
+"""The places of registered tensors, and tensors that do not match the config."""
 
+# pyright: basic
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""Configs that no worker can be made of, and what two engines must have in common."""
+"""Invalid configs, and the settings that two engines must have in common."""
 
 # pyright: basic
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Host memory in place of a device's: what is copied, of which layers, and how it lies."""
+"""Host buffers in place of device memory: which pages and layers are copied, and their layout."""
 
+# pyright: basic
 from __future__ import annotations
 
 from typing import Any

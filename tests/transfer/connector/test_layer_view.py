@@ -1,5 +1,6 @@
-"""A layer's pages through the boxes: what is read is what the tensor has, whatever its strides."""
+"""A layer's pages, read through the boxes, equal the tensor's contents, whatever its strides."""
 
+# pyright: basic
 from __future__ import annotations
 
 import pytest
@@ -14,7 +15,7 @@ NAMES = ("0.attn", "1.attn")
 
 
 def split(content: torch.Tensor) -> list[torch.Tensor]:
-    """Keys as columns, values as rows, in tensors of their own."""
+    """Splits content into separate tensors, with keys as columns and values as rows."""
     keys, values = content.split(DIM, -1)
     columns = keys.transpose(2, 3).contiguous().transpose(2, 3)
     return [columns, values.contiguous()]

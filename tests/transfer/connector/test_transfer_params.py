@@ -1,5 +1,6 @@
-"""What a reader makes of `kv_transfer_params`: nothing in them is trusted, and refusals name request, key and value."""
+"""A reader's handling of `kv_transfer_params`: nothing in them is trusted, and refusals name request, key and value."""
 
+# pyright: basic
 from __future__ import annotations
 
 import json
@@ -21,7 +22,7 @@ GOOD = params_of(MADE)
 def test_what_a_source_makes_is_what_a_reader_reads_also_through_json() -> None:
     assert read_params("r", GOOD) == MADE
     assert read_params("r", json.loads(json.dumps(GOOD))) == MADE
-    assert GOOD["lease_id"] == "0xffffffffffffffff"  # as a number, a proxy in JavaScript would round it
+    assert GOOD["lease_id"] == "0xffffffffffffffff"  # a string, because a JavaScript proxy would round a number
 
 
 def test_the_keys_are_those_that_other_connectors_and_proxies_know() -> None:
@@ -56,7 +57,7 @@ def test_params_that_ask_for_nothing_are_none(params: object) -> None:
 
 
 def test_what_says_where_the_pages_lie_decides_nothing() -> None:
-    """Params that other connectors make name blocks, ranks and starts: here the source itself says them."""
+    """Params of other connectors name blocks, ranks and starts. Here the source itself states these."""
     few = {key: value for key, value in GOOD.items() if key not in {"transfer_mode", "do_remote_decode"}}
     more = {"remote_block_ids": [[1]], "tp_size": -1, "lease_slot": 7, "remote_incarnation": 5, "later": object()}
     assert read_params("r", few) == read_params("r", GOOD | more) == MADE

@@ -1,5 +1,6 @@
-"""The worker's life over real NIXL, its ranks in one process: loads, leases, layers, host buffers, the end."""
+"""A worker with its ranks in one process, over real NIXL: loads, leases, layers, host buffers and shutdown."""
 
+# pyright: basic
 from __future__ import annotations
 
 import gc
@@ -78,7 +79,7 @@ def hold(reader: EngineUnderTest, params: dict[str, Any]) -> Wanted:
 
 
 def lie(source: EngineUnderTest, request_id: str, blocks: list[int]) -> None:
-    """Has a source say that it holds other blocks than it does."""
+    """Makes a source report other blocks than it holds."""
     offer = source.scheduler._offers[request_id]
     offer.held = offer.held._replace(block_ids=(tuple(blocks),))
 
@@ -117,7 +118,8 @@ def test_a_second_request_needs_no_second_handshake(engine: Any) -> None:
     source, reader = engine("p"), engine("d")
     for request_id in ("r", "s", "t"):
         transfer(a_pair(), source, reader, request_id)
-    assert source.scheduler._server.counts["answered"] in {4, 5}  # what it is, and for each what the lease holds
+    # questions for its metadata, and for the contents of each lease
+    assert source.scheduler._server.counts["answered"] in {4, 5}
     assert (source.sent, reader.received) == ({"r": "read", "s": "read", "t": "read"}, {"r", "s", "t"})
 
 
@@ -182,15 +184,15 @@ def test_what_is_wrong_with_one_load_touches_no_other(engine: Any) -> None:
     run_until(lambda: len(reader.received) == 10, source, reader)
     assert set(reader.failed) == set(wrong)
     assert all(f"request {request_id!r}" in reason for request_id, reason in reader.failed.items())
-    assert not any("#" in reason for reason in reader.failed.values())  # our key is nobody else's name
+    assert not any("#" in reason for reason in reader.failed.values())  # no other engine's name contains our key
     for request_id, (_, _, part) in wrong.items():
         assert part in reader.failed[request_id], reader.failed[request_id]
-    # Under each lease that was named nothing is read any more; what named none has ended none.
+    # Every lease that was named has ended. Requests that named none have ended none.
     named = {"good", "short", "range", "more", "prompt", "salt", "keys"}
     run_until(lambda: set(source.sent) >= named, source, reader)
     assert set(source.sent) == named
     for tensor in reader.ranks[0].host.caches.tensors.values():
-        tensor[:, [11, 12, 13]] = -1  # what was read before the fence refused it
+        tensor[:, [11, 12, 13]] = -1  # data that was read before the fence failed
     assert reader.call("compare", pair) == [[]]
 
 
@@ -201,7 +203,7 @@ def test_too_few_blocks_of_ours_are_an_error_of_their_request(engine: Any) -> No
     load(reader, replace(pair, reader_blocks=((1, 2),)), params)
     run_until(lambda: reader.received, source, reader)
     assert "local pages: got 2, but tokens 0 to 24 take 3 pages" in reader.failed["r"]
-    run_until(lambda: source.sent, source, reader)  # the source is told as well
+    run_until(lambda: source.sent, source, reader)  # the source is notified, too
     assert "local pages" in source.sent["r"]
 
 

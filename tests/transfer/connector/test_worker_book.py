@@ -1,5 +1,6 @@
-"""Which pages a load asks for, and what is booked of it and of leases."""
+"""Which pages a load asks for, and what is recorded about loads and leases."""
 
+# pyright: basic
 from __future__ import annotations
 
 from typing import Any
@@ -24,7 +25,7 @@ STATE = GroupConfig(layers={"m": 2}, kind="mamba", state=(StatePart(kind="ssm", 
 
 
 def asked(local: Any, tokens: tuple[int, int], *, there: int = 0, first: Any = None) -> LoadRequest:
-    """Tokens that are here and that are wanted, of a source that has computed `there`; all where 0."""
+    """A load from token `tokens[0]` to `tokens[1]`, from a source that has computed `there` tokens; 0 means all."""
     start, stop = tokens
     return LoadRequest(
         wanted=Wanted("tcp://x:1", "p", 1, there or stop, b""),
@@ -181,12 +182,12 @@ def test_what_was_given_up_is_no_failure_and_what_was_silent_is_nothing() -> Non
 @pytest.mark.parametrize(
     ("asks", "read", "unwritten"),
     [
-        # Whole blocks, the window's first at token 24: what it needs begins with token 31.
+        # Whole blocks. The window's first block begins at token 24, and its first needed token is 31.
         (asked(((1, 2, 3, 4, 5), (4, 5)), (0, 40), first=(0, 3)), (0, 24), {}),
         (asked(((1, 2, 3, 4, 5), (4, 5)), (0, 40), first=(0, 3)), (0, 28), {1: 28}),
-        # Blocks before those that are read: nothing of them is written.
+        # Nothing is written to the blocks before those that are read.
         (asked(((1, 2, 3, 4, 5), (1, 2, 3, 4, 5)), (0, 40), first=(0, 0)), (0, 24), {1: 24}),
-        # Here are 28 tokens: what the first block begins with is among them.
+        # 28 tokens are local, including those at the beginning of the first block.
         (asked(((4, 5), (4, 5)), (28, 40), first=(3, 3)), (28, 28), {}),
         (asked(((4, 5), (4, 5)), (28, 40), first=(3, 3)), (28, 30), {1: 30}),
     ],
@@ -201,7 +202,7 @@ def test_what_the_source_had_given_up_is_told_by_group(
 
 
 def test_a_group_of_which_nothing_is_read_has_nothing_written() -> None:
-    """A window of one token sees none before the next one."""
+    """A window of one token sees no token before the next one."""
     book = make(FULL, msgspec.structs.replace(WINDOW, window=1), STATE)
     load, groups = add(book, "r", asked(((1, 2), (1, 2), (3,)), (0, 16), first=(0, 0, 0)))
     assert [group.tokens for group in groups] == [(0, 16), (0, 0), (0, 16)]

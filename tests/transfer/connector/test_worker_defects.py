@@ -1,5 +1,6 @@
-"""Defects of other connectors, one test each. None of them may come back."""
+"""Known defects of other connectors, one test for each. Ours must have none of them."""
 
+# pyright: basic
 from __future__ import annotations
 
 import time
@@ -52,7 +53,8 @@ def test_1_latents_of_more_source_ranks_are_released_by_every_rank_at_once(engin
     pair = Pair(latent, Side(tp=2), Side(tp=1), 16, source_blocks=((3, 4),), reader_blocks=((1, 2),))
     begin = time.monotonic()
     source, _ = check_exchange(engine, pair)
-    assert time.monotonic() - begin < source.scheduler.config.timing.lease / 2  # told, and not timed out
+    # the source was told, and did not wait for the timeout
+    assert time.monotonic() - begin < source.scheduler.config.timing.lease / 2
     assert [rank.host.worker._rank.leases.ids() for rank in source.ranks] == [[], []]
     assert [rank.host.worker._rank.leases.counts["accepted"] for rank in source.ranks] == [1, 1]
 
@@ -197,7 +199,7 @@ def test_11_what_is_known_of_sources_does_not_grow_with_their_restarts(engine: A
 
 
 def metadata(pages: int, layers: int, engine_id: str) -> RankMetadata:
-    """What an engine of that many pages says of itself; no memory stands behind it."""
+    """The metadata of an engine with this many pages, without any memory behind it."""
     shape = (2, pages, 2, 16, 64)
     boxes = tuple(
         from_tensor(
@@ -286,7 +288,7 @@ def test_14_a_reader_that_dies_costs_its_source_a_lease_and_no_more(engine: Any)
         params = source.scheduler.params("r", PROMPT, pair.source_blocks, 16)
         reader.scheduler.hold("r", reader.scheduler.read("r", params, PROMPT))
         begin = time.monotonic()
-        while time.monotonic() < begin + 1.5:  # it waits for blocks, and renews the lease: three times what that lasts
+        while time.monotonic() < begin + 1.5:  # waits for blocks and renews the lease, for three times its duration
             source.step()
             reader.step()
             assert not source.sent

@@ -1,5 +1,9 @@
-"""Pairs of engines of every kind, between real processes. `make pairs` transfers 300; here is one of some families."""
+"""Pairs of engines of every kind, between real processes.
 
+`make pairs` runs 300 of them; this file runs one for some families.
+"""
+
+# pyright: basic
 from __future__ import annotations
 
 from collections import Counter

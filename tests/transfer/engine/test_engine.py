@@ -1,5 +1,6 @@
-"""Engines of one process over real NIXL: what is refused, what an error leaves behind, and what is given back."""
+"""Engines in one process over real NIXL: what they refuse, what an error leaves behind, and what is given back."""
 
+# pyright: basic
 from __future__ import annotations
 
 import os
@@ -47,7 +48,7 @@ def pull(left: KVTransferEngine, right: KVTransferEngine, src: Any = (1,), dst: 
 
 
 def finish(left: KVTransferEngine, right: KVTransferEngine, request: TransferReqData) -> None:
-    """Sees both sides through to the end. The first contact of two agents needs both to be polled."""
+    """Polls both sides until the transfer ends. The first contact of two agents needs both to be polled."""
     deadline = time.monotonic() + 20
     while not (left.is_complete(request) and right.is_complete(request)):
         assert time.monotonic() < deadline
@@ -58,7 +59,7 @@ def finish(left: KVTransferEngine, right: KVTransferEngine, request: TransferReq
 
 
 def unstarted(source: str, destination: str, pages: Any = (0,)) -> TransferReqData:
-    """A WRITE whose notifications have not come in."""
+    """A WRITE whose notifications have not arrived."""
     return TransferReqData(
         dst_name=destination,
         src_name=source,
@@ -72,7 +73,7 @@ def unstarted(source: str, destination: str, pages: Any = (0,)) -> TransferReqDa
 
 
 def works(left: KVTransferEngine, right: KVTransferEngine) -> None:
-    """Moves a page with one of the engines that an error has just come out of."""
+    """Checks that a page can be moved with an engine that has just raised an error."""
     if "left" not in right.remote_connections:
         right.connect(left.metadata)
     finish(left, right, pull(left, right, [5], [7]))
@@ -261,7 +262,7 @@ def test_an_address_outside_of_the_registered_memory_is_refused(make_engine: Any
     wrong = sealed(msgspec.structs.replace(right.metadata, agents_meta=moved))
     left.connect(wrong)
     for kind in ("read", "send"):
-        pages = ([7], [0]) if kind == "read" else ([0], [7])  # the peer's page 7 would lie behind its memory
+        pages = ([7], [0]) if kind == "read" else ([0], [7])  # the peer's page 7 would lie beyond its memory
         with pytest.raises(TransferFailedError, match="of 1 runs of 'right"):
             getattr(left, f"initiate_{kind}_transfer")(wrong, *pages, 0, 0)
     left.disconnect("right")
@@ -407,7 +408,7 @@ def test_requests_of_others_are_refused(pair: Any):
 
 
 def meet(agent: TensorAgent, engine: KVTransferEngine) -> None:
-    """Loads the agent of an engine's first shard into one that it has nothing to do with."""
+    """Loads the agent of an engine's first shard into an unrelated agent."""
     first = engine.metadata.agents_meta[0][0]
     agent.agent.add_peer(first.agent_name, first.metadata)
 
@@ -436,7 +437,7 @@ def test_unexpected_notifications_are_counted_and_dropped(pair: Any, make_engine
     until(lambda: arrived(9))
     assert right.notification_counts == {"accepted": 2, "unknown": 2, "malformed": 3, "duplicate": 1, "late": 1}
     assert right.completed_recv_transfers == {"left": {}}
-    # The right text from an agent of another shard does not count for this one.
+    # The right notification from another shard's agent does not count for this one.
     meet(left.tensor_agents[0][1], right)
     left.tensor_agents[0][1].agent.notify(to[0], uuid.uuid4().hex.encode())
     until(lambda: arrived(10) and right.notification_counts["unknown"] == 3)
@@ -446,7 +447,7 @@ def test_unexpected_notifications_are_counted_and_dropped(pair: Any, make_engine
 
 
 def stuck(monkeypatch: pytest.MonkeyPatch, agent: TensorAgent) -> None:
-    """A copy that takes its time: NIXL's end of it is not looked at until `monkeypatch.undo`."""
+    """Makes a copy look unfinished until `monkeypatch.undo`."""
     post = agent.agent.post
     monkeypatch.setattr(agent.agent, "post", lambda *args: (post(*args)[0], False))
     monkeypatch.setattr(agent.agent, "done", lambda _handle: False)
@@ -641,7 +642,7 @@ def test_cleanup_twice_and_nothing_after_it(make_engine: Any):
 
 
 def clean_up_with_a_copy_in_flight(conn: Connection) -> None:
-    """Run in a process of its own: tells how many bytes are written after the engine's end."""
+    """Runs in a process of its own. Reports how many bytes are written after the engine's end."""
     tensors = [torch.randint(0, 256, (256, 1 << 18), dtype=torch.uint8) for _ in range(2)]
     left, right = (KVTransferEngine(name, [[of]], total_num_pages=256) for name, of in zip("lr", tensors, strict=True))
     left.connect(right.metadata)
@@ -654,7 +655,7 @@ def clean_up_with_a_copy_in_flight(conn: Connection) -> None:
 
 
 def test_cleanup_with_a_copy_in_flight():
-    """NIXL may abort the process whose copy is cut off (`test_transport` shows it): then nothing writes, either."""
+    """NIXL may abort a process whose copy is cut off, as `test_transport` shows. Nothing writes then, either."""
     process, conn = start(clean_up_with_a_copy_in_flight)
     process.join(100)
     if process.exitcode == 0:

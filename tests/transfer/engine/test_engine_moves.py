@@ -1,4 +1,4 @@
-"""A share of the random moves; and each rule taken away, which they must notice."""
+"""Some of the random moves, and mutants: each without one rule, which the moves must notice."""
 
 # pyright: basic
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_what_is_accepted_is_what_the_source_held_and_every_page_comes_back(worl
 
 
 def notices(world: World, runs: int = 150) -> str:
-    """Returns what is noticed first."""
+    """Returns the first violation that is noticed."""
     for seed in range(runs):
         try:
             world.run(seed)

@@ -1,5 +1,6 @@
-"""Two real processes, every byte compared; and what happens when one of them dies, stops or comes back."""
+"""Two real processes with every byte compared, and their behaviour when one dies, stops or comes back."""
 
+# pyright: basic
 from __future__ import annotations
 
 import signal
@@ -15,7 +16,7 @@ BYTES = 1000
 
 
 class Side:
-    """A worker's engine, and a copy of what its pools must hold."""
+    """A worker's engine, and the expected contents of its pools."""
 
     def __init__(self, worker: Any, name: str, dp: int, tp: int, pages: int, seed: int, size: int = BYTES) -> None:
         self.worker, self.name, self.dp, self.tp, self.pages = worker, name, dp, tp, pages
@@ -43,7 +44,7 @@ def join(left: Side, right: Side) -> None:
 
 
 def check_move(starter: Side, other: Side, kind: str, rng: Any, count: int) -> None:
-    """Moves random pages with one transfer, sees both sides hear of its end, and compares every byte of both."""
+    """Moves random pages with one transfer, checks that both sides notice its end, and compares every byte of both."""
     source, target = (other, starter) if kind == "read" else (starter, other)
     src, dst = (rng.permutation(side.pages)[:count].tolist() for side in (source, target))
     src_replica, dst_replica = int(rng.integers(source.dp)), int(rng.integers(target.dp))
@@ -150,7 +151,7 @@ def test_a_dead_peer_fails_its_own_transfers_only(hire: Any, until: Any, transpo
     join(left, third)
     rng = np.random.default_rng(0)
     check_move(left, right, "read", rng, 4)
-    mortal.signal(signal.SIGSTOP)  # over TCP the READ cannot end now; over shared memory it could
+    mortal.signal(signal.SIGSTOP)  # over TCP the READ cannot end now; over shared memory it can
     if transport == "shm":
         mortal.signal(signal.SIGKILL)
     request = None
@@ -174,7 +175,7 @@ def test_a_dead_peer_fails_its_own_transfers_only(hire: Any, until: Any, transpo
         reader("start", "send", "right", [0], [0], 0, 0)
     assert "PeerFailedError" in caught.value.kinds
     until(lambda: not reader("call", "quarantined_pages", 0))
-    for shard in range(2):  # whatever the failed READ left in our pages, it is ours to overwrite
+    for shard in range(2):  # we may overwrite whatever the failed READ left in our pages
         left.expected[0][shard] = np.frombuffer(reader("pool", 0, shard), np.uint8).reshape(64, -1).copy()
     check_move(left, third, "read", rng, 64)
     check_move(third, left, "send", rng, 8)
@@ -231,7 +232,7 @@ def test_time_out_quarantines_until_the_end_is_known(hire: Any, until: Any, tran
     until(lambda: not reader("call", "quarantined_pages", 0))
     for shard in range(2):
         left.expected[0][shard][[4, 5, 6]] = right.expected[0][shard][[1, 2, 3]]
-    slow("request", "sync_and_release", request, 20.0)  # the source hears of it all the same
+    slow("request", "sync_and_release", request, 20.0)  # the source is notified nevertheless
     check_move(left, right, "read", np.random.default_rng(0), 16)
     assert reader("look", "suspect_peers") == frozenset()
 

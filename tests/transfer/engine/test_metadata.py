@@ -1,3 +1,4 @@
+# pyright: basic
 from __future__ import annotations
 
 import contextlib
@@ -76,7 +77,7 @@ def test_every_changed_byte_is_found():
             with contextlib.suppress(MetadataError):
                 passed.append(decode_metadata(bytes(changed)))
     assert passed == [engine()] * len(passed)
-    assert len(passed) <= 16  # the key of a tag may change: no more than its name is lost
+    assert len(passed) <= 16  # only the key of a tag may change, which loses no more than a name
 
 
 def test_every_cut_is_found():

@@ -1,5 +1,6 @@
 """An S3 store for tests: moto in a process of its own, on a free port."""
 
+# pyright: basic
 from __future__ import annotations
 
 import contextlib
@@ -23,18 +24,18 @@ class MotoStore(NamedTuple):
     url: str
 
     def request(self, method: str, path: str, data: bytes | None = None) -> bytes:
-        # moto wants to see a signature, and does not look into it.
+        # moto requires a signature, but does not check it.
         signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, Signature=0"}
         request = urllib.request.Request(f"{self.url}/{path}", data, signed, method=method)  # noqa: S310 - as below
         with urllib.request.urlopen(request, timeout=20) as answer:  # noqa: S310 - of http, as the store has it
             return answer.read()
 
     def bucket(self, name: str, prefix: str = "") -> NixlObjects:
-        """A new bucket, or the same again."""
+        """Returns a new or an existing bucket."""
         try:
             self.request("PUT", name)
         except urllib.error.HTTPError as error:
-            if error.code != 409:  # it is there already
+            if error.code != 409:  # the bucket exists already
                 raise
         return NixlObjects(name, self.url, prefix, _KEYS)
 
@@ -57,7 +58,7 @@ def moto_store() -> Iterator[MotoStore]:
     command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.stderr is not None
-    drain = threading.Thread(target=process.stderr.read)  # what it says later must not fill the pipe
+    drain = threading.Thread(target=process.stderr.read)  # drained, because later output must not fill the pipe
     try:
         for line in process.stderr:
             if found := re.search(rb"http://127.0.0.1:\d+", line):

@@ -1,5 +1,6 @@
-"""A link to a TCP server on this host that can be made slow, as one to a store far away is."""
+"""A link to a TCP server on this host that can be slowed down, like one to a distant store."""
 
+# pyright: basic
 from __future__ import annotations
 
 import contextlib
@@ -13,11 +14,11 @@ _PIECE = 1 << 16
 
 
 class SlowLink:
-    """Forwards connections of `port` to the server, each direction of each of them in a thread.
+    """Forwards connections on `port` to the server, with a thread for each direction.
 
     Attributes:
-        delay_s: of every piece of at most 64 KiB, in either direction, before it goes on.
-        bytes_per_s: of each connection and direction. None: as fast as it goes.
+        delay_s: delay of each piece of at most 64 KiB, in either direction.
+        bytes_per_s: limit for each connection and direction; None for no limit.
     """
 
     def __init__(self, url: str) -> None:
@@ -30,7 +31,7 @@ class SlowLink:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # `close` alone leaves a thread in `accept`
+            self._listener.shutdown(socket.SHUT_RDWR)  # `close` alone would leave a thread in `accept`
         self._listener.close()
 
     def _accept(self) -> None:
@@ -50,7 +51,7 @@ class SlowLink:
         for end in (one, other):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-        one.close()  # the other direction's thread closes the other one
+        one.close()  # the other direction's thread closes the other socket
 
 
 @contextlib.contextmanager

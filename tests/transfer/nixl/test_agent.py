@@ -1,3 +1,4 @@
+# pyright: basic
 from __future__ import annotations
 
 import gc
@@ -179,7 +180,8 @@ def test_an_agent_describes_its_tensor():
 
 
 def test_nobody_names_the_agent_of_the_bindings_once_it_is_closed():
-    # It ends with its last name. One that is left keeps its worker, and what is in flight goes on writing.
+    # An agent ends with its last reference. A remaining reference keeps its worker alive, and transfers in flight
+    # continue to write.
     memory = torch.zeros(2, 4096, dtype=torch.uint8)
     runs = [(memory.data_ptr() + at, 4096, 0) for at in (0, 4096)]
     source, agent = Agent("alone@3"), Agent("alone@4")
@@ -188,7 +190,7 @@ def test_nobody_names_the_agent_of_the_bindings_once_it_is_closed():
     agent.add_peer(source.name, source.metadata)
     handle, done = agent.post("READ", source.name, runs[:1], runs[1:])
     while not done:
-        source.notifications()  # both sides make the connection
+        source.notifications()  # the connection needs both sides to be polled
         done = agent.done(handle)
     agent.release(handle)
     del handle
@@ -197,7 +199,7 @@ def test_nobody_names_the_agent_of_the_bindings_once_it_is_closed():
     bound = agent._agent.agent
     agent.close()
     gc.collect()
-    assert sys.getrefcount(bound) == 2  # of `bound`, and of the argument
+    assert sys.getrefcount(bound) == 2  # the references: `bound` and the argument
 
 
 def test_words_are_read_one_at_a_time_and_a_peer_takes_their_lists_with_it():
@@ -205,7 +207,7 @@ def test_words_are_read_one_at_a_time_and_a_peer_takes_their_lists_with_it():
     here = torch.zeros(8, dtype=torch.int64)
     agent = Agent("alone@5")
     agent.register([(here.data_ptr(), here.nbytes, 0)])
-    for name in ("alone@6", "alone@7"):  # of one that follows at the same addresses nothing is left
+    for name in ("alone@6", "alone@7"):  # nothing is left of a later agent at the same addresses
         source = Agent(name)
         source.register([(words.data_ptr(), words.nbytes, 0)])
         agent.add_peer(name, source.metadata)
@@ -231,7 +233,7 @@ def test_words_are_read_one_at_a_time_and_a_peer_takes_their_lists_with_it():
     bound = agent._agent.agent
     agent.close()
     gc.collect()
-    assert sys.getrefcount(bound) == 2  # of `bound`, and of the argument
+    assert sys.getrefcount(bound) == 2  # the references: `bound` and the argument
     assert not agent._words
 
 

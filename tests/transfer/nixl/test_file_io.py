@@ -1,5 +1,6 @@
-"""The file tier through NIXL's POSIX plugin: the same pages, and the same misses, as through preadv and pwritev."""
+"""The file tier through NIXL's POSIX plugin has the same pages and misses as through preadv and pwritev."""
 
+# pyright: basic
 from __future__ import annotations
 
 import os
@@ -32,7 +33,7 @@ def test_a_file_of_pages_is_the_same_by_either(io: NixlFileIO, memory: torch.Ten
     digests = np.arange(2 * PAGES, dtype=np.uint64).reshape(PAGES, 2)
     rows = memory.numpy()
     given, taken = rows[:PAGES], rows[PAGES:]
-    pages = [[row[:1000], row[1000:]] for row in given[::-1]]  # not in the order of memory, and in parts
+    pages = [[row[:1000], row[1000:]] for row in given[::-1]]  # in parts, and not in the order of memory
     name, size = write_pages(tmp_path, "0-0.tmp", layout, digests, pages, io)
     by_nixl = (tmp_path / name).read_bytes()
     assert len(by_nixl) == size

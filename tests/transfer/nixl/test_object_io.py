@@ -1,4 +1,4 @@
-"""The object tier through NIXL's OBJ plugin, over a real S3 server: the same pages, and the same misses."""
+"""The object tier through NIXL's OBJ plugin, over a real S3 server: the same pages and misses."""
 
 # pyright: basic
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _io(store: MotoStore) -> Iterator[Any]:
 
 
 def served(objects: NixlObjects, key: str = "model", timeout_s: float = 2.0, **options: Any) -> Served:
-    """A manager over this bucket, and nothing else that lasts."""
+    """A manager with this bucket as its only lasting storage."""
     params = {
         "file_tier_key": key,
         "object_tier_io": objects,
@@ -51,7 +51,7 @@ def served(objects: NixlObjects, key: str = "model", timeout_s: float = 2.0, **o
 
 
 def forget(it: Served) -> None:
-    """Serve other prompts until neither the device nor the host tier has what it had."""
+    """Serves other prompts until the device and the host tier have lost their earlier pages."""
     for _ in range(3):
         it.fill(18)
 
@@ -70,7 +70,7 @@ def test_an_object_is_written_whole_and_read_by_ranges(io: Any) -> None:
     assert io.read(wanted) == [True, False, True]
     assert np.array_equal(io.memory[7:90_007], content[105_000:195_000])
     assert not io.memory[90_007:100_000].any()
-    assert not io.memory[100_010:200_000].any()  # the store says what is wrong in the place of what there is not
+    assert not io.memory[100_010:200_000].any()  # the store returns its error message in place of missing data
     assert io.memory[200_000] == content[9]
 
 
@@ -125,7 +125,7 @@ def test_a_store_that_stops_is_an_error_in_time(store: MotoStore) -> None:
             began = time.monotonic()
             with pytest.raises(OSError, match=re.escape("no answer in 0.5 s")):
                 call()
-            assert time.monotonic() - began < 5.0  # and a process that starts, where the last call ended one
+            assert time.monotonic() - began < 5.0  # includes the start of a process if the last call has ended one
     finally:
         store.go_on()
     assert io.exist(["never"]) == [False]
@@ -169,7 +169,7 @@ def test_a_new_process_in_a_new_folder_finds_the_pages(store: MotoStore) -> None
 
 @pytest.mark.parametrize("rounds", [pytest.param(2, marks=pytest.mark.ci), pytest.param(160, marks=pytest.mark.long)])
 def test_broken_objects_of_a_real_store_are_misses(store: MotoStore, rounds: int) -> None:
-    """64 objects a round, written by one manager, broken, and read by another."""
+    """In each round one manager writes 64 objects, the test damages them, and another manager reads them."""
     objects, rng, broken, refused = store.bucket("broken"), np.random.default_rng(3), 0, 0
     it = served(objects)
     prompts = [[first, *range(32)] for first in range(32)]
@@ -191,7 +191,7 @@ def test_broken_objects_of_a_real_store_are_misses(store: MotoStore, rounds: int
         again = served(objects, timeout_s=10.0)
         for prompt in prompts[number % 2 :: 2] if rounds > 2 else prompts:
             again.fetch(prompt)
-            again.serve(prompt)  # its KV is compared
+            again.serve(prompt)  # this compares its KV
         refused += again.manager.metrics.object_blocks_refused
         again.manager.check()
         assert again.manager.metrics.object_store_failures == 0
@@ -251,7 +251,7 @@ def test_requests_go_on_while_the_store_stops_and_goes_on(store: MotoStore, monk
         store.go_on()
     assert longest < 2 * 0.5 + 0.5
     before, ends = it.manager.metrics.object_blocks_read, time.monotonic() + 30
-    while it.manager.metrics.object_blocks_read == before:  # the store has to work off first what it was asked
+    while it.manager.metrics.object_blocks_read == before:  # the store must first finish its earlier requests
         assert time.monotonic() < ends
         it.manager.flush_tiers()
         forget(it)
@@ -271,7 +271,8 @@ def test_requests_go_on_over_a_link_that_becomes_slow(store: MotoStore, monkeypa
         forget(it)
         it.fetch([0, *PROMPT])
         assert it.serve([0, *PROMPT]) == 32
-        longest = {0.0: 0.0, 0.05: 0.0, 6.0: 0.0}  # by the delay: none, one that is borne, and one that no call bears
+        # longest call by delay: none, a tolerable delay, and one beyond every time limit
+        longest = {0.0: 0.0, 0.05: 0.0, 6.0: 0.0}
         for first in range(6):
             link.delay_s = (0.0, 0.05, 6.0)[first // 2]
             forget(it)
@@ -279,11 +280,11 @@ def test_requests_go_on_over_a_link_that_becomes_slow(store: MotoStore, monkeypa
             began = time.monotonic()
             it.fetch([first, *PROMPT])
             longest[link.delay_s] = max(longest[link.delay_s], time.monotonic() - began)
-            assert it.serve([first, *PROMPT]) in {0, 32}  # the KV that it finds is compared
+            assert it.serve([first, *PROMPT]) in {0, 32}  # this compares the found KV
             if link.delay_s < 1.0:
                 assert it.manager.metrics.object_store_failures == 0
         assert it.manager.metrics.object_store_failures > 0
-        assert longest[6.0] < 2 * 2.0 + 1.0  # told what there is, and read: `timeout_s` each
+        assert longest[6.0] < 2 * 2.0 + 1.0  # one existence check and one read, each limited to `timeout_s`
         link.delay_s = 0.0
         before, ends = it.manager.metrics.object_blocks_read, time.monotonic() + 30
         while it.manager.metrics.object_blocks_read == before:
@@ -305,12 +306,13 @@ def test_a_link_that_carries_less_than_the_model_computes_is_not_read(store: Mot
         link.delay_s = 0.02
         it = served(replace(objects, endpoint=link.url), timeout_s=10.0, params={"object_tier_tokens_per_s": 1e4})
         it.fetch([*PROMPT])
-        assert it.manager.metrics.object_blocks_read == 8  # nothing was measured before
-        for _ in range(4):  # the 32 tokens are computed in 3.2 ms
+        assert it.manager.metrics.object_blocks_read == 8  # no read was measured before
+        for _ in range(4):  # computing the 32 tokens takes 3.2 ms
             forget(it)
             forget(it)
             it.fetch([*PROMPT])
-        assert it.manager.metrics.object_blocks_read == 16  # one try in 30 s, as the store may have become faster
+        # one trial every 30 s, because the store may have become faster
+        assert it.manager.metrics.object_blocks_read == 16
         it.manager.check()
         it.manager.close()
 

@@ -1,5 +1,6 @@
-"""A process on this host vouches for its agent's description; the kernel says which process it is."""
+"""A process on this host vouches for its agent's metadata, and the kernel identifies the process."""
 
+# pyright: basic
 from __future__ import annotations
 
 import ctypes
@@ -79,8 +80,11 @@ def test_another_user_vouches_for_nothing(metadata: bytes) -> None:
 
 
 def test_another_network_is_as_far_as_another_host(metadata: bytes) -> None:
-    """That of a container, say, which shares our memory: its agents could be reached, and cannot be asked."""
-    with ThreadPoolExecutor(1) as elsewhere:  # one thread, and a network of its own
+    """A container may share our memory but have its own network.
+
+    Its agents could be reached, but it cannot be asked.
+    """
+    with ThreadPoolExecutor(1) as elsewhere:  # one thread with its own network namespace
         if elsewhere.submit(_LIBC.unshare, _CLONE_NEWNET).result():
             pytest.skip("the kernel gives this process no network of its own")
         voucher = elsewhere.submit(Voucher, metadata).result()

@@ -1,5 +1,6 @@
-"""Pulls of few runs, made in plain Python, bring what `Plan.runs` would; what is unusual is left to it."""
+"""Pulls of few runs, made in plain Python, copy the same as `Plan.runs`, which handles all unusual cases."""
 
+# pyright: basic
 from __future__ import annotations
 
 from typing import Any
@@ -105,7 +106,7 @@ def test_other_page_sizes_states_and_a_sources_blocks_are_left_to_the_plan() -> 
 def test_blocks_become_pages_and_a_group_with_nothing_in_common_needs_none() -> None:
     named: PageList = PagesOfGroup([1], [2], (0, 16))
     assert made_of(shard(), shard()).pages([named])[0] is named
-    blocks = BlocksOfGroup([1], (0, 16), 0, [1], 8)  # of which the source has computed too little
+    blocks = BlocksOfGroup([1], (0, 16), 0, [1], 8)  # the source has computed too few tokens
     assert made_of(shard(range(2)), shard(range(2, 4))).pages([blocks]) == [NOTHING]
     with pytest.raises(
         InvalidTransferError, match="group 0: tokens up to 16 are needed, but the source has computed 8"
@@ -114,7 +115,7 @@ def test_blocks_become_pages_and_a_group_with_nothing_in_common_needs_none() -> 
 
 
 def with_window(layout: ShardLayout, pages: int, block_pages: int = 1) -> ShardLayout:
-    """Two groups over the same pool, the second of which keeps a window; a source names the blocks of both."""
+    """Two groups over the same pool; the second keeps a window. A source names the blocks of both."""
     (group,) = layout.groups
     groups = tuple(
         msgspec.structs.replace(group, num_pages=pages, window=window, block_pages=block_pages) for window in (0, 32)
@@ -123,7 +124,7 @@ def with_window(layout: ShardLayout, pages: int, block_pages: int = 1) -> ShardL
 
 
 def test_blocks_are_counted_in_the_source_s_pages_and_ours_in_ours() -> None:
-    """64 tokens a block there, 16 a page here; the window's first two blocks are gone."""
+    """A block there has 64 tokens, a page here has 16. The window's first two blocks are gone."""
     ours, theirs = with_window(shard(), 80), with_window(shard(page_size=32, pages=40), 40, block_pages=2)
     planned = made_of(ours, theirs)
     assert planned.rank == 3

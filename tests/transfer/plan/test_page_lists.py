@@ -1,5 +1,6 @@
-"""Blocks as a source's scheduler names them, and the pages that they are."""
+"""The blocks that a source's scheduler names, converted to pages."""
 
+# pyright: basic
 from __future__ import annotations
 
 import random
@@ -74,7 +75,8 @@ def test_a_list_that_was_cut_at_the_front_is_counted_from_its_end() -> None:
 
 
 def test_what_no_window_reaches_need_not_be_there() -> None:
-    # Pages of 8 here, of 4 there; token 13 is needed, so the source has kept 12 to 24 and the page here begins at 8.
+    # Pages have 8 tokens here and 4 there. Token 13 is needed, so the source has kept 12 to 24, and the page here
+    # begins at 8.
     named = pages([1, 2], [5, 6, 7], 24, (8, 24), needed=13)
     assert lists(pages_of("group 0", named, group(8), group(4))) == ([1, 2], [5, 6, 7], (12, 24))
     assert first_read(named, group(4)) == 12
@@ -124,7 +126,9 @@ def test_logical_pages_become_the_kernels() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_token_is_read_from_where_the_source_has_it_to_where_we_want_it(seed: int) -> None:
-    """Pages of both sides in any sizes, blocks of several pages, lists cut at the front: token by token."""
+    """Checked token by token for any page sizes on both sides, blocks of several pages, and lists without their first
+    blocks.
+    """
     rng = random.Random(seed)
     for _ in range(200):
         ours, theirs, pages_of_a_block = rng.choice([1, 2, 4, 8]), rng.choice([1, 2, 4, 8]), rng.choice([1, 2, 3])
@@ -163,7 +167,7 @@ def test_a_state_is_that_after_all_tokens_of_the_source_and_its_newest() -> None
 
 def test_blocks_that_the_source_has_named_are_those_of_each_group() -> None:
     blocks, fixed = BlocksOfGroup([1, 2], (0, 8), 0), PagesOfGroup([3], [4], (0, 4))
-    assert blocks.end == 0  # until the source has said how many tokens it has
+    assert blocks.end == 0  # before the source has stated its number of tokens
     there = SimpleNamespace(num_tokens=8, block_ids=[[5, 6], [7]])
     found = with_blocks("request 'r'", [blocks, fixed], there)
     assert found == [BlocksOfGroup([1, 2], (0, 8), 0, [5, 6], 8), fixed]

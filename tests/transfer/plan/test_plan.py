@@ -1,4 +1,4 @@
-"""The plan against copies by definition, and what it refuses."""
+"""The plan compared with copies by definition, and what it refuses."""
 
 # pyright: basic
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check_pull(local: ShardLayout, remotes: list[ShardLayout], tokens: tuple[int
         starts = region_starts(local), region_starts(remote)
         runs = plan(part, remote, starts).runs(0, local_pages, remote_pages, tokens)
         missed, pairs = len(runs) - fewest(runs), max(len(local_pages), len(remote_pages))
-        tensors = 2 * max(len(local.region_bytes), len(remote.region_bytes))  # K and V may lie apart
+        tensors = 2 * max(len(local.region_bytes), len(remote.region_bytes))  # K and V may be separate
         assert missed < pairs * tensors if len(runs) > pairs * tensors else missed == 0
         copied(runs, source, pool)
         total += len(runs)
@@ -120,7 +120,7 @@ def test_tokens_go_on_over_pages_of_another_size() -> None:
     local = shard(range(2), order=SPLIT_NHD, pages=16, layers=range(1))
     remote = shard(range(2), order=SPLIT_NHD, page_size=16, pages=4, layers=range(1))
     token = 2 * 2 * 4
-    # Tokens 2 to 32 in pages of 4 and 16: four local pages and half a remote one make a stretch, then it breaks.
+    # Tokens 2 to 32 in pages of 4 and 16: four local pages and half a remote one are contiguous, then there is a gap.
     runs = plan(local, remote).runs(0, [4, 5, 6, 7, 0, 1, 2, 3], [1, 3], (2, 32))
     assert runs.local.tolist()[:2] == [0, (4 * 4 + 2) * token]
     assert runs.remote.tolist()[:2] == [3 * 16 * token, (16 + 2) * token]
@@ -131,7 +131,7 @@ def test_pages_of_one_token_go_on_too() -> None:
     replace = msgspec.structs.replace
     local = shard(range(2), order=SPLIT_NHD, page_size=1, pages=40, layers=range(1))
     (box,) = local.groups[0].boxes
-    box = replace(box, strides=(*box.strides[:3], 0, box.strides[4]))  # a stride without effect may be anything
+    box = replace(box, strides=(*box.strides[:3], 0, box.strides[4]))  # a stride without effect may have any value
     local = check(replace(local, groups=(replace(local.groups[0], boxes=(box,)),)))
     remote = shard(range(2), order=SPLIT_NHD, pages=12, layers=range(1))
     runs = plan(local, remote).runs(0, [*range(8, 16), 3, 4, 5, 6], [3, 4, 7], (0, 12))
@@ -152,7 +152,7 @@ def test_a_pull_takes_one_run_a_page_whatever_its_last_token() -> None:
         assert len(runs) == 5
 
 
-# Cases that other systems' pulls got wrong, and that must stay right here.
+# Cases that other systems' pulls got wrong.
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(8, 2), (2, 8), (8, 4), (4, 8), (8, 1), (1, 8), (3, 8), (8, 3)])
@@ -202,7 +202,8 @@ def test_lists_that_do_not_fit_name_the_value_and_the_limit() -> None:
         ({"tokens": (3, 49)}, "group 0: tokens 3 to 49 do not fit the 12 local pages, which hold 48"),
         ({"local_pages": [0, -1, 2]}, "group 0: local page is -1: 0 to 11"),
         ({"local_pages": [0, 1, 0]}, "group 0: local page 0 is named twice"),
-        ({"local_pages": [1, 1, 0]}, "group 0: local page 1 is named twice"),  # in two halves of one remote page
+        # filled from two halves of one remote page
+        ({"local_pages": [1, 1, 0]}, "group 0: local page 1 is named twice"),
         ({"remote_pages": [0, 1 << 63]}, "group 0: remote pages are not 64-bit integers"),
         ({"remote_pages": [0, None]}, "group 0: remote pages are not 64-bit integers"),
         ({"tokens": (0, 49)}, "group 0: tokens 0 to 49 do not fit the 12 local pages, which hold 48"),
@@ -219,7 +220,7 @@ def test_a_page_named_twice_is_found_among_equal_pages_too() -> None:
     for pages in ([3, 3], [7, 1, 7], [1, 7, 7]):
         with pytest.raises(InvalidTransferError, match=f"group 0: local page {pages[-1]} is named twice"):
             made.runs(0, pages, [3, 4, 5], (0, 4 * len(pages)))
-    assert len(made.runs(0, [3, 4, 5], [7, 7, 1], (0, 12))) == 3  # reading a page twice harms nobody
+    assert len(made.runs(0, [3, 4, 5], [7, 7, 1], (0, 12))) == 3  # reading a page twice is harmless
 
 
 def test_pages_past_the_last_token_are_left_alone() -> None:
@@ -262,7 +263,7 @@ def test_shards_of_two_models_are_refused() -> None:
         with pytest.raises(MetadataError, match=message):
             plan(local, remote)
     other = plan(local, replace(local, groups=(replace(group, boxes=(replace(box, kind="ssm"),)),)))
-    assert len(other.runs(0, [0], [0], (0, 4))) == 0  # kinds do not meet
+    assert len(other.runs(0, [0], [0], (0, 4))) == 0  # different kinds have nothing in common
 
 
 FAULTS = """
@@ -288,9 +289,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
 def test_large_pulls_find_the_memory_of_the_last_one() -> None:
     done = subprocess.run([sys.executable, "-c", FAULTS], check=True, capture_output=True, text=True, cwd=ROOT)
-    assert int(done.stdout) < 100  # of 2,300 where each pull maps its arrays anew
+    assert int(done.stdout) < 100  # it would be 2,300 if each pull mapped its arrays anew
 
 
 def test_a_window_is_pulled_from_its_first_page_on() -> None:
     local, remote = shard(range(2), page_size=4), shard(range(2), page_size=16)
-    check_pull(local, [remote], (36, 45))  # token 45 with a window of 9 sees 37 to 45
+    check_pull(local, [remote], (36, 45))  # token 45 with a window of 9 sees tokens 37 to 45

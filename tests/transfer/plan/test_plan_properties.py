@@ -1,5 +1,6 @@
-"""Layouts, topologies and pulls that nobody thought of: several groups, padded strides in any order, any page sizes."""
+"""Random layouts, topologies and pulls: several groups, padded strides in any order, any page sizes."""
 
+# pyright: basic
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class Pull:
 def strided(
     draw: DrawFn, held: tuple[str, range, range, int], page_size: int, pages: int, region: int, offset: int
 ) -> Box:
-    """A box whose axes lie in any order, with any gaps."""
+    """A box with its axes in any order, and with any gaps."""
     kind, layers, heads, sides = held
     sizes = {"page": pages, "layer": len(layers), "side": sides, "head": len(heads), "token": page_size, "dim": DIMS}
     strides, step = dict[str, int](), ITEMSIZE
@@ -58,7 +59,7 @@ def strided(
 
 
 def cuts(draw: DrawFn, total: int) -> list[range]:
-    """A range of `total` cut anywhere."""
+    """A range of `total`, divided at random places."""
     inner = draw(st.sets(st.integers(1, total - 1), max_size=2)) if total > 1 else set()
     return [range(first, end) for first, end in pairwise([0, *sorted(inner), total])]
 
@@ -153,6 +154,6 @@ def test_a_pull_of_any_shape_copies_each_element_once(pull: Pull, staged: bool) 
 def _filled(
     layout: ShardLayout, group: int, pages: list[int], tokens: tuple[int, int], first_token: int
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    """A pool that holds one group's pages, and nothing of the other groups."""
+    """A pool with only one group's pages filled."""
     lists = [pages if number == group else [] for number in range(len(layout.groups))]
     return fill(layout, lists, tokens, first_token // layout.groups[group].page_size)

@@ -1,5 +1,6 @@
-"""The plan of a transfer of recurrent states, between pages of two managers over any numbers of shards."""
+"""The plan for transfers of recurrent states between two managers with any numbers of shards."""
 
+# pyright: basic
 import ctypes
 
 import pytest
@@ -16,7 +17,7 @@ SHAPE = StateShape(layers=3, heads=8, head_dim=5, groups=2, d_state=6, kernel=4,
 
 @pytest.mark.parametrize(("there", "here"), [(1, 1), (1, 2), (2, 1), (4, 2), (2, 8)])
 def test_a_transfer_plans_over_the_pages_between_any_numbers_of_shards(there: int, here: int) -> None:
-    """The plan's copies, carried out with torch, give the state that the reading shards shall hold."""
+    """Carrying out the plan's copies with torch gives the expected state on the reading shards."""
     source, target = (StatePages(SHAPE, 3, ["cpu"] * shards) for shards in (there, here))
     states = [(torch.randn(1, 64, 3), torch.randn(1, 8, 5, 6)) for _ in range(3)]
     for layer, (conv, ssm) in enumerate(states):

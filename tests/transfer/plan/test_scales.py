@@ -1,4 +1,4 @@
-"""Scales of pages as boxes: they come with their tokens to other ranks and page sizes, or are refused by name."""
+"""Scales of pages as boxes: they move with their tokens to other ranks and page sizes, or are refused by name."""
 
 # pyright: basic
 from __future__ import annotations
@@ -33,7 +33,7 @@ def layouts_of(tp: int, page_size: int, scale_of: ScaleOf, order: str = ORDERS[0
 
 
 def fill(memory: torch.Tensor, layout: PageLayout, pages: Sequence[int], size: int) -> None:
-    """Values and scales of a request in `pages`, each a number of its own place in the whole model."""
+    """Writes the values and scales of a request to `pages`. Each value identifies its place in the whole model."""
     rows = memory.view(-1, layout.page_bytes)
     blocks, scales = as_blocks(memory.view(torch.int8), layout, len(rows)), scales_of(rows, layout)
     assert scales is not None
@@ -53,7 +53,7 @@ def carry_out(runs: Runs, local: torch.Tensor, remote: torch.Tensor) -> None:
     for target, source, length in zip(runs.local.tolist(), runs.remote.tolist(), runs.length.tolist(), strict=True):
         ours[target : target + length] = theirs[source : source + length]
         times[target : target + length] += 1
-    assert times.max(initial=0) <= 1  # a scale of a page comes with the page, not with each of its tokens
+    assert times.max(initial=0) <= 1  # the scale of a page is copied once with the page, not with each of its tokens
 
 
 def pulled(

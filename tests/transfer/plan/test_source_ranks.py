@@ -1,5 +1,8 @@
-"""The ranks that are read from: each element once, spread over replicas, from no more shards than are needed."""
+"""The choice of source ranks: each element is read once, readers spread over replicas, and no more shards are read than
+needed.
+"""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections import Counter
@@ -30,7 +33,7 @@ from transfer.plan.source_ranks import sources
 
 
 def cells(layout: ShardLayout) -> list[tuple[int, str, int, int, int, int]]:
-    """Each element that a layout holds, tokens aside."""
+    """Each element of a layout, without the token axis."""
     found: list[tuple[int, str, int, int, int, int]] = []
     for number, group in enumerate(layout.groups):
         for box in group.boxes:
@@ -40,7 +43,9 @@ def cells(layout: ShardLayout) -> list[tuple[int, str, int, int, int, int]]:
 
 
 def chosen(local: ShardLayout, remotes: list[ShardLayout], rank: int) -> list[int]:
-    """The remote shards read from; each element of `local` is read from exactly one that holds it."""
+    """Returns the remote shards to read from, after checking that each element of `local` comes from exactly one that
+    holds it.
+    """
     found = sources(local, remotes, rank)
     counts = Counter(cell for _, part in found for cell in cells(check(part)))
     assert counts == Counter(cells(local))
@@ -63,11 +68,11 @@ def ranks(heads: int, number: int, order: str = ORDERS[0]) -> list[ShardLayout]:
         (4, 2, 1, [[0, 1]]),
         (4, 4, 2, [[0, 1], [2, 3]]),
         (2, 2, 4, [[0], [0], [1], [1]]),  # heads replicated on our side
-        (2, 4, 2, [[0], [3]]),  # on theirs: another replica for each reader
+        (2, 4, 2, [[0], [3]]),  # replicated on their side: a different replica for each reader
         (2, 4, 1, [[0, 2]]),
         (2, 4, 4, [[0], [1], [2], [3]]),  # on both
         (2, 4, 8, [[0], [1], [0], [1], [2], [3], [2], [3]]),
-        (6, 2, 3, [[0], [0, 1], [1]]),  # a ratio that does not divide
+        (6, 2, 3, [[0], [0, 1], [1]]),  # a ratio that is no integer
         (6, 3, 2, [[0, 1], [1, 2]]),
     ],
 )
@@ -97,7 +102,7 @@ def test_stages_that_differ_are_read_where_their_layers_are() -> None:
 
 
 def mamba(rank: int, number: int, groups: int) -> ShardLayout:
-    """A hybrid: attention, and states whose B and C are replicated where there are more ranks than groups."""
+    """A hybrid model: attention, and states whose B and C are replicated if there are more ranks than groups."""
     x, ssm, b = share(24, number, rank), share(8, number, rank), share(groups * 2, number, rank)
     if number > groups:
         group = rank * groups // number
@@ -129,7 +134,7 @@ def test_states_of_hybrids_arrive_element_by_element(theirs: int, ours: int, gro
 
 def test_what_several_hold_comes_from_a_shard_that_is_read_from_anyway() -> None:
     remotes = [mamba(rank, 4, 1) for rank in range(4)]
-    # Only shard 3 has these channels of x; shards 2 and 3 have this head, and all have B and C.
+    # Only shard 3 has these channels of x. Shards 2 and 3 have this head, and all shards have B and C.
     assert chosen(mamba(3, 4, 1), remotes, 0) == [3]
     assert chosen(mamba(1, 2, 1), remotes, 0) == [2, 3]
 

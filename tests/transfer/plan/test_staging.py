@@ -1,4 +1,4 @@
-"""Staged pulls write what direct ones write, and are chosen where they are cheaper."""
+"""Staged pulls write the same as direct ones, and are chosen if they are cheaper."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_staged_pull(local: ShardLayout, remotes: list[ShardLayout], tokens: tu
         remote = remotes[index]
         remote_pages = pages_for(remote, tokens, 2 + index)
         staging = plan(part, remote).staging(0)
-        # The area is exactly as long as is asked for: what runs over it is found by `copied`.
+        # The area has exactly the requested size, so that `copied` finds a run beyond its end.
         area = np.full(staging.num_bytes(tokens) // ITEMSIZE, -1, np.int32)
         runs = staging.runs(remote_pages, tokens, 0, region_starts(remote))
         copied(runs, fill(remote, [remote_pages], (0, 10**6), tokens[0] // remote.groups[0].page_size), area)
@@ -126,7 +126,7 @@ def real(order: str, page_size: int = 16, heads: range = range(8)) -> ShardLayou
     ("local", "remote", "staged"),
     [
         (real(ORDERS[0]), real(ORDERS[0]), False),
-        (real(ORDERS[0]), real(ORDERS[2]), True),  # one run a token and head against one a page
+        (real(ORDERS[0]), real(ORDERS[2]), True),  # one run for each token and head, compared with one for each page
         (real(PER_LAYER[1]), real(PER_LAYER[0]), True),  # HND against NHD
         (real(PER_LAYER[0]), real(PER_LAYER[0]), False),
         (real(ORDERS[0], heads=range(4)), real(ORDERS[0]), False),  # a range of heads is one run
@@ -157,7 +157,7 @@ def test_neighbouring_remote_pages_are_staged_as_one_run() -> None:
 def test_what_lies_a_page_apart_is_not_staged_together() -> None:
     local, remote = shard(range(2)), shard(range(2), order=PER_LAYER[0])
     staging = plan(local, remote).staging(0)
-    page = 4 * 2 * 2 * ITEMSIZE  # of K or V of a layer: what lies between them belongs to other pages
+    page = 4 * 2 * 2 * ITEMSIZE  # the page of K or V in one layer; the bytes between the two belong to other pages
     assert staging.num_bytes((0, 8)) == 2 * 2 * 2 * page
     assert staging.runs([1, 5], (0, 8), 0, [0, 0]).num_bytes == 2 * 2 * 2 * page
 

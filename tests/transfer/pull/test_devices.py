@@ -1,4 +1,4 @@
-"""Pages on GPUs move between processes, and between a GPU and host memory, and are read by kernels right afterwards."""
+"""Pages on GPUs move between processes, and between a GPU and host memory. Kernels read them right afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources by name: the address that one request gives for an engine affects no pull of another request."""
+"""Sources are found by name: the address that one request gives for an engine affects no pull of another request."""
 
 # pyright: basic
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transfer.wire.messages import open_rank, sealed_rank
 
 
 def opened(reader: Engine, source: Source, key: str = "r") -> None:
-    """A pull that waits for pages, its source loaded."""
+    """A pull with a loaded source, which waits for pages."""
     pull(reader, source, key, groups=None, timeout_s=60.0)
     run(reader, until=lambda: all(key in rank.puller for rank in reader.ranks))
 
@@ -79,7 +79,7 @@ def test_an_engine_that_was_lost_may_come_back_elsewhere_at_once(engine: Any) ->
     p, d = engine("p"), engine("d")
     pull(d, p.source(p.offer()))
     run(p, d, until=settled(d, "r"))
-    # nobody has asked for it since
+    # no request has asked for it since
     d.ranks[0].disconnect("p", Failure(FailureKind.SOURCE_GONE, "a READ from it failed"))
     successor = engine("p", seed=50)
     pull(d, successor.source(successor.offer()), "new")
@@ -89,7 +89,7 @@ def test_an_engine_that_was_lost_may_come_back_elsewhere_at_once(engine: Any) ->
 
 
 def test_who_has_copied_an_engine_s_metadata_cannot_end_its_pulls(engine: Any) -> None:
-    """At its own address it may say what it likes: that it was restarted, or nothing at all."""
+    """At its own address the impostor may claim a restart, or answer nothing."""
     p, d = engine("p"), engine("d", dead_after_s=0.3, heartbeat_s=0.05)
     with HandshakeServer([p.card]) as copy:
         opened(d, p.source(p.offer()))
@@ -109,7 +109,7 @@ def test_who_has_copied_an_engine_s_metadata_cannot_end_its_pulls(engine: Any) -
 def test_where_one_rank_cannot_load_an_engine_none_keeps_it(
     engine: Any, monkeypatch: pytest.MonkeyPatch, refusing: int, how: str
 ) -> None:
-    """Else a later pull would read with some ranks alone, of what the others have never seen."""
+    """Otherwise a later pull would read with only some ranks, from an engine that the others have never loaded."""
     p, d = engine("p"), engine("d", 4)
     source = p.source(p.offer())
     d.blank()
@@ -135,7 +135,7 @@ def test_where_one_rank_cannot_load_an_engine_none_keeps_it(
 
 
 class Crowd:
-    """Two engines that are read from, and whoever else a request may name."""
+    """Two engines that are read from, and other engines that a request may name."""
 
     def __init__(self, engine: Callable[..., Engine]) -> None:
         self.good = [engine("p"), engine("q", seed=20)]
@@ -205,7 +205,7 @@ def test_whatever_a_request_names_it_touches_no_pull_of_another(engine: Any, see
 
 
 def changed(data: bytes, change: Callable[[bytearray], None]) -> bytes:
-    """A rank's metadata with NIXL's part of it changed, and sealed again as anybody can who has no key to use."""
+    """A rank's metadata with a change in NIXL's part, sealed again without a key, as anybody could do."""
     rank = open_rank(data)
     metadata = bytearray(rank.agent_metadata)
     change(metadata)
@@ -221,7 +221,7 @@ def any_bytes(rng: random.Random) -> Callable[[bytearray], None]:
 
 
 def unseen(source: Engine) -> Engine:
-    """A source that vouches for nothing here, as one on another host."""
+    """A source that cannot vouch for its metadata here, like one on another host."""
     for rank in source.ranks:
         rank._agent._voucher.close()  # pyright: ignore[reportOptionalMemberAccess]
     return source
@@ -245,7 +245,7 @@ def test_without_a_key_a_source_on_this_host_vouches_for_itself(engine: Any, tp:
 
 @pytest.mark.parametrize("change", [lambda data: data.append(0), any_bytes(random.Random(1))])
 def test_metadata_of_nobody_on_this_host_is_refused_and_contacts_nobody(engine: Any, change: Any) -> None:
-    """The source is in this very process, which would die of a contact with some of such bytes."""
+    """The source is in this process, which would crash if it loaded some of these bytes."""
     p, d = engine("p", key=b""), engine("d", key=b"")
     data = changed(p.card.ranks[0], change)
     with HandshakeServer([EngineCard("p", p.incarnation, (data,), p.card.compatibility)]) as liar:

@@ -1,5 +1,6 @@
-"""One secret for a fleet, and the list of who may be contacted, between two exchanges over real sockets and NIXL."""
+"""A fleet's secret and its list of allowed peers, between two exchanges over real sockets and NIXL."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -169,7 +170,7 @@ def test_a_pull_in_one_is_refused_before_it_takes_anything(side: Any) -> None:
     reader.exchange.open_pull(0, "k", offer, 60.0)
     with pytest.raises(InvalidRequestError, match="'k': its pull is already open on replica 0"):
         reader.exchange.pull("k", offer, pending, 60.0)
-    reader.exchange.read(0, "k", pending, last=True)  # nobody has its copier
+    reader.exchange.read(0, "k", pending, last=True)  # no pull has its copier
     event, proof = reader.end(source)
     assert event.error == ""
     reader.manager.commit_import(context, pending, proof)

@@ -1,4 +1,4 @@
-"""A fork of a source or of a reader: it holds a copy of the pages, and never answers for its parent."""
+"""Forks of a source or a reader: they hold a copy of the pages, and never answer for their parent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Span(ctypes.Structure):
 
 
 def memory_of(pid: int, address: int, num_bytes: int) -> bytes:
-    """The bytes that another process holds at an address, as NIXL reads them on one host."""
+    """The bytes at an address of another process, read as NIXL does on one host."""
     here = ctypes.create_string_buffer(num_bytes)
     local, remote = _Span(ctypes.addressof(here), num_bytes), _Span(address, num_bytes)
     got = _LIBC.process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
@@ -35,7 +35,7 @@ def memory_of(pid: int, address: int, num_bytes: int) -> bytes:
 
 
 class Forking:
-    """A source in a process of its own, its fork, and what they have told."""
+    """A source in a process of its own, its fork, and their reports."""
 
     def __init__(self, *, reborn: bool) -> None:
         self._life, held = multiprocessing.Pipe()
@@ -95,7 +95,7 @@ def test_a_fork_sees_no_words_and_writes_none_of_its_parent_s(forking: Any) -> N
     word = source.words + 8 * fork_source.SLOT
     assert memory_of(source.pid, word, 8) == source.lease.lease_id.to_bytes(8, "little")
     assert memory_of(child, word, 8) == bytes(8)
-    assert memory_of(child, source.pages, 64) == memory_of(source.pid, source.pages, 64)  # the pages it does hold
+    assert memory_of(child, source.pages, 64) == memory_of(source.pid, source.pages, 64)  # the fork does have the pages
     source.pipe.send("what do your words hold")
     assert source.told() == (True, True)
 
@@ -129,7 +129,8 @@ def test_a_pull_from_a_fork_that_has_got_its_parent_s_pid_fails_at_the_fence(for
     )
     size = reader.pools[0][0].nbytes
     held = [memory_of(source.pid, source.pages + page * size, size) for page in REMOTE]
-    assert [reader.pools[0][page].tobytes() for page in LOCAL] == held  # they had come: nothing but the word told
+    # the pages had arrived, and only the word showed the difference
+    assert [reader.pools[0][page].tobytes() for page in LOCAL] == held
 
 
 @pytest.mark.parametrize("how", ["left", "closed", "dropped"])

@@ -1,5 +1,6 @@
-"""The book of leases: who has to speak before one ends, when it ends without them, and what its word holds."""
+"""The lease book: whose messages end a lease, when it ends without them, and the content of its word."""
 
+# pyright: basic
 from __future__ import annotations
 
 import os
@@ -147,7 +148,7 @@ def test_a_renewal_extends_never_shortens_and_has_an_end(book: LeaseBook, clock:
     clock.now = 104
     book.hear(note(5, verdict="renew"))
     assert lease.deadline == 114
-    clock.now = 103  # a clock that a test turns back stands for a note that was long under way
+    clock.now = 103  # turning the clock back simulates a note with a long delay
     book.hear(note(5, verdict="renew"))
     assert lease.deadline == 114
     for clock.now in (113, 121, 129):
@@ -297,7 +298,8 @@ def test_the_times_of_a_lease_are_since_its_time_began_and_to_its_deadline(clock
     while not book.expire():
         clock.now += 4
         book.hear(note(6, verdict="renew"))
-    assert 105 + 30 <= clock.now < 105 + 34  # three durations after its clock was started, whatever was renewed
+    # three durations after its clock was started, whatever was renewed in between in between
+    assert 105 + 30 <= clock.now < 105 + 34
 
 
 def test_ids_of_all_64_bits_are_granted_and_no_other() -> None:
@@ -309,7 +311,7 @@ def test_ids_of_all_64_bits_are_granted_and_no_other() -> None:
 
 
 def test_a_fork_finds_no_lease() -> None:
-    """A reader that reads a lease word of a fork, because the fork has got our pid, must find none."""
+    """A reader that reads lease words from a fork, because the fork has our old pid, must find none."""
     book = LeaseBook(8)
     book.grant(5, "r", 0, 10.0)
     child = os.fork()

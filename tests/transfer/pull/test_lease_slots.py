@@ -1,5 +1,6 @@
-"""New leases: ids and slots of their own, as many as there are words."""
+"""New leases have distinct ids and slots, up to the number of words."""
 
+# pyright: basic
 from __future__ import annotations
 
 from transfer.pull.lease import LEASE_SLOTS, LeaseBook, LeaseSlots

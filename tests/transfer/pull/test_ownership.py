@@ -1,9 +1,10 @@
-"""Programs against the public API that try to get a stale page accepted, or a page lost, and what each gets.
+"""Programs that use the public API to try to get a stale page accepted or a page lost, and their results.
 
-Everything is real: two managers, their exchanges, NIXL between them. A page holds one value all over, its request's. A
-reader may end with an error, or with the values of its own prompt; never with another's.
+Everything is real: two managers, their exchanges, and NIXL between them. Every byte of a page holds its request's
+value. A reader may end with an error or with the values of its own prompt, but never with those of another.
 """
 
+# pyright: basic
 from __future__ import annotations
 
 import copy
@@ -55,7 +56,8 @@ class Side:
         self.events += self.exchange.poll()
 
     def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 60  # the first contact tries the source in a process that has yet to start
+        # the first contact checks the source in a helper process that must start first
+        deadline = time.monotonic() + 60
         while not condition():
             self.poll()
             time.sleep(1e-4)
@@ -65,7 +67,7 @@ class Side:
         return [happened for happened in self.events if isinstance(happened.event, kind)]
 
     def run(self, context: TextContext, value: float) -> None:
-        """One step of a request, which writes its value to all of its pages."""
+        """Runs one step of a request, which writes its value to all of its pages."""
         assert self.manager.maybe_reserve(context)
         for shard in self.manager.device_tensors[0]:
             for page in self.manager.get_req_blocks(context.request_id)[context.start_idx // PAGE_SIZE :]:
@@ -87,7 +89,7 @@ class Side:
         return offer
 
     def overwrite(self) -> None:
-        """Another prompt takes every page that it can get."""
+        """Runs another prompt that takes every page that it can get."""
         self.manager.reset_prefix_cache()
         free = self.manager.num_free_blocks
         if free:
@@ -142,7 +144,7 @@ def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Reader]]:
 
 
 def check_accepted(source: Side, reader: Reader, offer: Source, table: BlockTable) -> None:
-    """The pull passes, and what is committed is what the lease was for. In the end both sides have all pages back."""
+    """Checks that the pull passes, that the leased content is committed, and that both sides get all pages back."""
     context, pending = reader.reserve(table)
     event, proof = reader.pull(source, offer, pending)
     assert event.error == ""
@@ -183,7 +185,8 @@ def test_preempted_and_run_again_under_the_same_id(sides: tuple[Side, Reader]) -
     source.manager.release("r")
     context.reset()
     source.manager.reset_prefix_cache()
-    source.compute("r", list(range(50, 60)), OTHERS)  # another prompt of that name: the old lease keeps the old pages
+    # another prompt of the same name; the old lease keeps the old pages
+    source.compute("r", list(range(50, 60)), OTHERS)
     check_accepted(source, reader, offer, table)
 
 
@@ -200,7 +203,7 @@ def test_the_cache_is_reset_and_filled_with_others(sides: tuple[Side, Reader]) -
 
 
 def test_released_in_the_midst_of_its_prompt(sides: tuple[Side, Reader]) -> None:
-    """A chunk was told; the rest never comes."""
+    """Readers were told of a chunk, and the rest never comes."""
     source, reader = sides
     context = TextContext(PROMPT, 32, "r")
     source.manager.external_claim("r")
@@ -247,7 +250,8 @@ def test_a_lease_that_is_revoked_gives_its_pages_back_and_the_pull_fails(sides: 
     offer, table = source.offer(), source.manager.block_table("r")
     source.manager.release("r")
     source.exchange.revoke(offer, "over")
-    assert source.manager.num_leased_blocks == 4  # until the word is cleared, and the scheduler has heard of it
+    # the pages stay held until the word is cleared and the scheduler has been told
+    assert source.manager.num_leased_blocks == 4
     source.until(lambda: source.of(LeaseOver))
     assert source.manager.num_leased_blocks == 0
     source.overwrite()
@@ -267,7 +271,7 @@ def test_over_on_one_of_two_ranks(request: pytest.FixtureRequest) -> None:
     offer = source.offer()
     source.manager.release("r")
     thread = source.exchange.threads[0]
-    # As where the deadline of one rank passes before the other's.
+    # Simulates that the deadline of one rank passes before the other's.
     thread.call(lambda replica: replica.ranks[0].end_lease(offer.lease.lease_id, "expired here"))
     time.sleep(0.05)
     source.poll()
@@ -284,7 +288,7 @@ def test_what_cannot_be_offered(sides: tuple[Side, Reader]) -> None:
         source.exchange.offer("r", 30.0)
     source.compute()
     with pytest.raises(UnknownRequestError, match="'r': lease"):
-        reader.exchange.offer("r", 30.0)  # a request of another manager than the exchange's
+        reader.exchange.offer("r", 30.0)  # the request belongs to another manager
     reader.reserve(source.manager.block_table("r"))
     with pytest.raises(NotReservedError, match="import is pending"):
         reader.exchange.offer("r", 30.0)
@@ -328,7 +332,7 @@ def test_a_lease_is_ended_by_its_own_manager_alone(sides: tuple[Side, Reader]) -
             source.manager.end_lease(wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="'r': end_lease: another manager made this lease"):
         reader.manager.end_lease(lease)
-    source.manager.end_lease(PageLease(lease.owner, "r", 0))  # made by hand: it holds nothing
+    source.manager.end_lease(PageLease(lease.owner, "r", 0))  # a hand-made lease holds nothing
     assert source.manager.num_leased_blocks == 4
     source.manager.end_lease(lease)
     assert lease.is_over
@@ -360,7 +364,7 @@ def test_a_thread_that_dies_gives_nothing_back_before_it_is_closed(sides: tuple[
     with pytest.raises(EngineClosedError, match="the transfer thread died: .*says the test"):
         source.exchange.offer("s", 30.0)
     source.manager.release("s")
-    assert words[offer.lease.slot] == offer.lease.lease_id  # a reader may still take the pages for good
+    assert words[offer.lease.slot] == offer.lease.lease_id  # a reader may still accept the pages
     assert source.manager.num_leased_blocks == 4
     source.exchange.close()
     assert words[offer.lease.slot] == 0
@@ -387,7 +391,7 @@ def test_an_offer_that_a_closed_thread_never_took_holds_nothing(
     assert source.exchange.offer("r", 30.0) is not None
     source.manager.release("r")
     with monkeypatch.context() as stuck:
-        stuck.setattr(thread, "close", lambda: None)  # as one that does not end in time
+        stuck.setattr(thread, "close", lambda: None)  # simulates a thread that does not end in time
         source.exchange.close()
         assert source.manager.num_leased_blocks == 4
     source.exchange.close()
@@ -450,7 +454,7 @@ def test_the_copier_is_handed_out_once(sides: tuple[Side, Reader]) -> None:
     reader.open(offer)
     reader.exchange.read(0, "k", pending, last=True)
     with pytest.raises(InvalidRequestError, match="'r': the copier of this import was already handed out"):
-        reader.manager.copier(pending)  # nobody vouches for what a pull reads
+        reader.manager.copier(pending)  # without a copier nothing proves what a pull reads
     with pytest.raises(InvalidRequestError, match="'r': there are no pages left to copy"):
         reader.exchange.read(0, "k", pending, last=True)
     _, proof = reader.end(source)
@@ -478,7 +482,10 @@ def test_nothing_is_proven_before_the_last_was_taken_or_twice(sides: tuple[Side,
 
 
 def test_a_pull_reads_imports_of_its_own_manager_alone(sides: tuple[Side, Reader]) -> None:
-    """The pages of another manager's import are others here: reading into them would write over somebody's."""
+    """The page ids of another manager's import belong to other requests here.
+
+    Reading into them would overwrite their pages.
+    """
     source, reader = sides
     source.compute()
     offer, table = source.offer(), source.manager.block_table("r")

@@ -1,5 +1,6 @@
-"""Checksums of pages: of those that there are; and a page that differs is read again, so often and no more."""
+"""Checksums of pages: which pages have one, and how often a differing page is read again."""
 
+# pyright: basic
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -81,16 +82,16 @@ def test_a_page_that_never_comes_right_is_read_three_times() -> None:
 def test_every_page_of_a_pull_is_verified_those_at_its_ends_too(
     pool: np.ndarray, span: tuple[int, int], verified: int
 ) -> None:
-    """16 tokens a page: a page counts of which one token is read, and the page after the last one does not."""
+    """Pages have 16 tokens. A page of which one token is read is verified; the page after the last one is not."""
     checks = checks_of(pool)
     checks.seal(0, [3, 4])
     mine = rank(layout=LAYOUT, bases=(pool.ctypes.data,))
     there = msgspec.structs.replace(mine, checks_addrs=(checks.words[0].ctypes.data,))
     agent: Any = SimpleNamespace(register=lambda *_: None)
     planned = plan(LAYOUT, LAYOUT, (mine.bases, there.bases))
-    for wrong in (1, 2):  # of the pages that are read into
+    for wrong in (1, 2):  # pages that are read into
         verifier = Verifier(checks, mine, there, 1.0, agent)
-        verifier._words[0][[1, 2]] = checks.words[0][[3, 4]]  # what arrives of the source's words
+        verifier._words[0][[1, 2]] = checks.words[0][[3, 4]]  # the checksums that arrive from the source
         pool[[1, 2]] = pool[[3, 4]]
         pool[wrong, -1] ^= 1
         part = verifier.part("r", planned, [([1, 2], [1, 2], span)])
@@ -112,7 +113,7 @@ def checks_in(layout: ShardLayout, memory: list[np.ndarray]) -> PageChecks:
 
 
 def two_groups() -> ShardLayout:
-    """Tokens, and behind them in the same region one state a request."""
+    """A token group, and after it in the same region a group with one state for each request."""
     (box,) = LAYOUT.groups[0].boxes
     begin = LAYOUT.region_bytes[0]
     state = Box("ssm", "bfloat16", 2, 0, begin + 32, 96, (0, 0, 0, 0), (1, 1, 4, 1, 8), (0, 0, 16, 0, 2))
@@ -154,7 +155,7 @@ def test_a_page_is_sealed_as_it_is_now_and_the_others_stay_as_they_were_sealed(p
 
 def test_pages_with_gaps_are_not_checked() -> None:
     (box,) = dense(replaced(SIZES, order="layer,side,token,head,dim"), PAGES).groups[0].boxes
-    part = sub_box(box, (0, 0, 1, 0), (2, 2, 3, 8))  # two heads of four: another's lie between the tokens
+    part = sub_box(box, (0, 0, 1, 0), (2, 2, 3, 8))  # two heads of four, with another shard's heads between the tokens
     layout = check(ShardLayout((Group(16, PAGES, (part,)),), LAYOUT.region_bytes))
     with pytest.raises(InvalidEngineError, match=r"group 0: .* box 'kv' has 2048 bytes spread over 4064"):
         PageChecks(layout, [0])
@@ -165,7 +166,7 @@ def replaced(one: Any, **changes: object) -> Any:
 
 
 def changed(layout: ShardLayout, of_box: dict[str, object] | None = None, **of_group: object) -> ShardLayout:
-    """A layout with something else in its last group, or in its last box."""
+    """A layout with a change in its last group or its last box."""
     *others, group = layout.groups
     *boxes, box = group.boxes
     group = replaced(group, boxes=(*boxes, replaced(box, **(of_box or {}))), **of_group)
@@ -200,7 +201,7 @@ def test_where_a_pool_lies_and_how_many_pages_it_has_makes_no_other_page() -> No
 
 
 class Registered:
-    """An agent that takes note of the memory that it is given."""
+    """An agent that records the memory that it registers."""
 
     def __init__(self) -> None:
         self.memory: list[tuple[list[tuple[int, int, int]], MemoryType]] = []
@@ -210,7 +211,7 @@ class Registered:
 
 
 def pair(layout: ShardLayout, **changes: object) -> tuple[PageChecks, RankMetadata, RankMetadata]:
-    """The checks of a shard, its metadata, and those of another rank that has checks at 1 TiB and beyond."""
+    """The checks of a shard, its metadata, and that of another rank whose checks lie at 1 TiB and beyond."""
     memory = memory_of(layout)
     checks = checks_in(layout, memory)
     mine = rank(layout=layout, bases=tuple(region.ctypes.data for region in memory))
@@ -239,7 +240,7 @@ def test_a_source_whose_pages_cannot_be_compared_is_refused(there: dict[str, Any
 
 
 def test_the_words_of_exactly_the_pages_read_come_along_group_by_group() -> None:
-    """From the first page of the source to the last, into registered memory; nothing for a group that has none."""
+    """The words of all of the source's pages arrive in registered memory. A group without pages adds none."""
     checks, mine, there = pair(two_groups())
     agent: Any = Registered()
     verifier = Verifier(checks, mine, there, 1.0, agent)
@@ -267,7 +268,7 @@ def test_the_words_of_exactly_the_pages_read_come_along_group_by_group() -> None
     assert read([nothing, ([3], [6], (0, 1))])[1] == [[(2 << 40) + 6 * WORD_BYTES, WORD_BYTES, 0]]
     assert read([([1], [1], (0, 1)), nothing])[1] == [[(1 << 40) + WORD_BYTES, WORD_BYTES, 0]]
     assert verifier.part("r", planned, [nothing, nothing]) is None
-    for empty in ((0, 0), (16, 16), (48, 16)):  # whatever pages are named for them
+    for empty in ((0, 0), (16, 16), (48, 16)):  # with any pages named for them
         tokens: PageList = ([1, 2, 3, 4], [1, 2, 3, 4], empty)
         assert read([tokens, ([3], [6], (0, 1))])[1] == [[(2 << 40) + 6 * WORD_BYTES, WORD_BYTES, 0]]
         assert read([([1], [1], (0, 1)), ([3], [6], empty)])[1] == [[(1 << 40) + WORD_BYTES, WORD_BYTES, 0]]
@@ -284,7 +285,7 @@ def test_only_what_differs_is_read_again_and_the_pull_goes_on_once_it_is_right()
     agent: Any = Registered()
     verifier = Verifier(checks, mine, there, 1.0, agent)
     planned = plan(mine.layout, there.layout, (mine.bases, there.bases))
-    tokens, states = verifier._words  # as if they had arrived: those of pages 1 to 3 lie at the source as 4, 0 and 2
+    tokens, states = verifier._words  # as if the words had arrived: pages 1 to 3 are the source's pages 4, 0 and 2
     tokens[[4, 0, 2]] = checks._sums(0, np.array([1, 2, 3]))
     states[6] = checks._sums(1, np.array([3]))[0]
     groups: list[PageList] = [([1, 2, 3], [4, 0, 2], (0, 48)), ([3, 4], [6, 1], (0, 48))]
@@ -325,7 +326,8 @@ def test_a_share_of_the_pages_is_compared(share: float, expected: int) -> None:
     planned = plan(layout, layout, (mine.bases, there.bases))
     local = np.arange(4000)
     remote = local[::-1]
-    again = arrived(verifier.part("r", planned, [(local, remote, (0, 16 * 4000))]))  # no word has come: all differ
+    # no word has arrived, so all differ
+    again = arrived(verifier.part("r", planned, [(local, remote, (0, 16 * 4000))]))
     assert abs(verifier.repeated - expected) <= 250 * (0 < share < 1), "nine times the deviation of such a draw"
     if again is not None:
         pairs = [

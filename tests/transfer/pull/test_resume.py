@@ -1,5 +1,6 @@
-"""A pull that fails half way, and goes on from another source that holds the same tokens."""
+"""A pull that fails half way, and continues from another source with the same tokens."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ def test_pages_that_passed_are_kept_and_only_the_rest_is_pulled_from_another_sou
     run(first, reader, until=lambda: all(rank.puller.passed("r") == 2 for rank in reader.ranks))
     first.replica.revoke(lease.lease_id, "aborted")
     for pool in first.pools:
-        pool[FIRST] = 0xAB  # the source has put them to another use
+        pool[FIRST] = 0xAB  # the source has reused the pages
     reader.replica.add_pages("r", chunk(FIRST, 2), last=False)
     run(first, reader, until=lambda: reader.pulls and reader.pulls[-1].safe)
     failed = reader.pulls[-1]
@@ -46,4 +47,4 @@ def test_pages_that_passed_are_kept_and_only_the_rest_is_pulled_from_another_sou
     assert reader.pulls[-1].error == ""
     assert np.array_equal(reader.heads(OURS), second.heads(SECOND))
     page_bytes = second.pools[0][0].nbytes
-    assert sum(record.num_bytes for record in reader.replica.stats._last) == 2 * page_bytes  # the second pull alone
+    assert sum(record.num_bytes for record in reader.replica.stats._last) == 2 * page_bytes  # only the second pull

@@ -1,4 +1,7 @@
-"""Scales of quantised pages between processes of other tensor parallelism: every byte of every page is compared."""
+"""Scales of quantised pages between processes with different tensor parallelism.
+
+Every byte of every page is compared.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Block tables that were changed on their way: whatever is changed, no page is taken for what the lease does not hold.
-
-Two managers and their exchanges, real NIXL between them, and a stand-in for a model which notices every byte that is
-another's. The source has the pages of a second prompt too, which the changed tables name.
+"""Block tables that were changed in transit: whatever is changed, the reader accepts no page that the lease does not
+cover. There are two managers with their exchanges, real NIXL, and a substitute for a model that notices every wrong
+byte. The source also has the pages of a second prompt, which the changed tables name.
 """
 
 # pyright: basic
@@ -50,7 +49,7 @@ def side_of(kind: type[Side], name: str, options: dict[str, Any]) -> Any:
 
 
 def run(manager: PagedKVCacheManager, context: TextContext) -> None:
-    """A step of a model that knows the KV, and the state, of every token before this one; else it fails."""
+    """Runs a step of a model that checks the KV and the state of every earlier token."""
     KVTokens(manager).run_contexts([context], manager.fetch([context]))
     if manager.states:
         states = manager.states[0]
@@ -85,7 +84,7 @@ def _with_ids(table: BlockTable, group: int, ids: list[int]) -> BlockTable:
 
 
 def _of_group(change: Callable[[random.Random, list[int], list[int]], object]) -> Change:
-    """Changes the ids of one group, in place; it is told those of the other table as well."""
+    """Makes a change of one group's ids, in place. `change` also gets the other table's ids."""
 
     def changed(rng: random.Random, table: BlockTable, other: BlockTable) -> BlockTable:
         group = rng.randrange(len(table.groups))
@@ -115,7 +114,7 @@ def _other_group(rng: random.Random, table: BlockTable, _: BlockTable) -> BlockT
 
 
 def _shorter(rng: random.Random, table: BlockTable, _: BlockTable) -> BlockTable:
-    """As a table of fewer tokens would be: nothing in it contradicts the rest."""
+    """Makes a consistent table of fewer tokens."""
     pages = rng.randrange(1, len(table.groups[0]))
     width = len(table.digests) // max(1, table.num_tokens // table.page_size)
     short = _with_ids(table, 0, list(table.groups[0][:pages]))
@@ -123,7 +122,7 @@ def _shorter(rng: random.Random, table: BlockTable, _: BlockTable) -> BlockTable
 
 
 def _later(rng: random.Random, table: BlockTable, _: BlockTable) -> BlockTable:
-    """As a table that begins with a later page would be."""
+    """Makes a table that begins with a later page."""
     first = rng.randrange(1, len(table.groups[0]))
     width = len(table.digests) // max(1, table.num_tokens // table.page_size)
     late = _with_ids(table, 0, list(table.groups[0][first:]))
@@ -131,7 +130,7 @@ def _later(rng: random.Random, table: BlockTable, _: BlockTable) -> BlockTable:
 
 
 def _shifted(rng: random.Random, table: BlockTable, _: BlockTable) -> BlockTable:
-    """The pages of other tokens: all ids moved by one place."""
+    """Moves all ids by one place, so that they name the pages of other tokens."""
     ids = list(table.groups[0])
     return _with_ids(table, 0, ids[1:] + ids[:1] if rng.random() < 0.5 else ids[::-1])
 
@@ -192,13 +191,15 @@ def changed(rng: random.Random, table: BlockTable, other: BlockTable) -> tuple[s
     for name in names:
         try:
             table = CHANGES[name](rng, table, other)
-        except (ValueError, IndexError):  # what the first change has left cannot be changed so
+        except (ValueError, IndexError):  # the second change does not apply after the first one
             continue
     return " and ".join(names), table
 
 
 def says(table: BlockTable) -> tuple[object, ...]:
-    """All that decides which bytes are read for which tokens, but for digests, which readers compare with their own."""
+    """Everything that decides which bytes are read for which tokens, without the digests, which readers compare with
+    their own.
+    """
     return table.groups, table.num_tokens, table.page_size, table.first_page, table.hash_algorithm
 
 
@@ -206,7 +207,7 @@ def says(table: BlockTable) -> tuple[object, ...]:
 
 
 class Pulled(NamedTuple):
-    """The outcomes of a number of tables."""
+    """Counts of the tables' outcomes."""
 
     refused_by_import: int
     refused_by_seal: int
@@ -226,7 +227,7 @@ class Pair:
         self.theirs, self.spent = self.source.offer("other"), False
 
     def again(self) -> Source:
-        """Another lease, where the one before was refused or has been read."""
+        """Makes another lease after the previous one was refused or read."""
         if self.spent:
             self.spent = False
             self.source.until(lambda: self.offer.lease.lease_id in self.over())
@@ -306,7 +307,7 @@ def pulls(pair: Pair, rounds: int, seed: int) -> Pulled:
 def test_a_table_that_was_changed_on_its_way_brings_no_byte_of_another_request(pair: Pair) -> None:
     found = pulls(pair, 150, seed=1)
     assert found.refused_by_seal > 20
-    assert found.accepted  # what names the same pages of the same tokens is no other table
+    assert found.accepted  # a table with the same pages for the same tokens counts as unchanged
 
 
 @pytest.mark.long
@@ -316,7 +317,7 @@ def test_thousands_of_changed_tables_bring_no_byte_of_another_request(pair: Pair
 
 
 def test_a_table_of_one_lease_is_no_table_of_another(pair: Pair) -> None:
-    """Neither of another request's, nor of a later one of the same request."""
+    """It fits neither a lease of another request nor a later lease of the same request."""
     table = pair.source.manager.block_table("r")
     assert pair.pull(table, pair.theirs) == "refused by seal"
     before = pair.offer
@@ -329,7 +330,7 @@ def test_a_table_of_one_lease_is_no_table_of_another(pair: Pair) -> None:
 
 
 def chunks(pair: Pair, offer: Source, *, new_pages: bool) -> list[BlockTable]:
-    """The tables that the source would have made of the first request after each chunk, were it computed only now."""
+    """The tables that the source would have made for the first request after each chunk."""
     table, found, told = pair.source.manager.block_table("r"), list[BlockTable](), 0
     width = len(table.digests) // (table.num_tokens // SIZE)
     for end in (12, 24, 28, table.num_tokens):
@@ -348,7 +349,7 @@ def chunks(pair: Pair, offer: Source, *, new_pages: bool) -> list[BlockTable]:
 
 
 def pull_chunks(pair: Pair, offer: Source, tables: list[BlockTable], rng: random.Random) -> str:
-    """The outcome of a pull chunk by chunk, or of several chunks at once: as `Pair.pull`."""
+    """Pulls chunk by chunk, or several chunks at once. Returns the outcome as `Pair.pull` does."""
     reader, name = pair.reader, f"c{pair.count}"
     pair.count, pair.spent = pair.count + 1, True
     context = TextContext([*PROMPT, NEXT], 256, name)

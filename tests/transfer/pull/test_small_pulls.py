@@ -1,5 +1,6 @@
-"""Pulls of few pages over real NIXL: over as soon as they are posted, or like any other where something is not so."""
+"""Pulls of few pages over real NIXL end as soon as they are posted, or run like any other if a condition is not met."""
 
+# pyright: basic
 from __future__ import annotations
 
 from typing import Any
@@ -19,7 +20,7 @@ GROUPS = [PagesOfGroup(LOCAL, REMOTE, (0, 3 * TOKENS))]
 
 
 def pair(engine: Any, tp: tuple[int, int] = (1, 1), **options: Any) -> tuple[Engine, Engine]:
-    """A source and a reader that have met: a pull was made, so that all connections are."""
+    """A source and a reader that are connected, because a pull was made before."""
     p, d = engine("p", tp[0]), engine("d", tp[1], **options)
     pull(p, d, p.offer(slot=PAGES), "first")
     run(p, d, until=lambda: d.pulls and d.pulls[-1].safe and p.overs)
@@ -148,7 +149,7 @@ def test_what_is_wrong_fails_it_in_the_words_of_any_other(engine: Any, wrong: st
     if wrong == "slot":
         lease = lease._replace(slot=1 << 20)
     elif wrong == "id":
-        lease = lease._replace(lease_id=0, slot=1)  # that is what a word holds in which no lease stands
+        lease = lease._replace(lease_id=0, slot=1)  # the content of a word without a lease
     else:
         groups = [PagesOfGroup(LOCAL, [5, 6, PAGES], (0, 3 * TOKENS))]
     pull(p, d, lease, groups=groups)

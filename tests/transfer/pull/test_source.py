@@ -1,5 +1,8 @@
-"""What a source says that it holds: believed where it is sealed, about this lease, and of the reader's own tokens."""
+"""A source's statement of its pages is accepted only if it is sealed, about this lease, and for the reader's own
+tokens.
+"""
 
+# pyright: basic
 from __future__ import annotations
 
 from typing import Any
@@ -27,7 +30,7 @@ PAGES = LeasedPages(
 
 
 def answered(where: str, wanted: Wanted, data: bytes, key: bytes) -> tuple[Source, LeasedPages]:
-    """What a reader makes of a source's answer, as a rank does."""
+    """A reader's result of checking a source's answer."""
     source, pages = source_in(wanted, data, key)
     check_tokens(where, wanted, pages)
     return source, pages

@@ -1,5 +1,6 @@
-"""Pulls that go through staging, over real NIXL: the same bytes as direct ones, also where slabs are few."""
+"""Staged pulls over real NIXL give the same bytes as direct ones, also with few slabs."""
 
+# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ PAGES, LAYERS, HEADS, DIM = 48, 3, 4, 16
 
 
 class Pool:
-    """One engine of one rank over pages of a given order and size."""
+    """An engine with one rank, over pages of a given order and size."""
 
     def __init__(self, engine_id: str, order: str, page_size: int) -> None:
         self.page_size = page_size
@@ -104,7 +105,7 @@ def test_what_is_staged_is_what_was_sent(pools: tuple[Pool, Pool], slab_bytes: i
 
 
 def test_a_part_whose_first_read_cannot_be_posted_gives_its_slab_back() -> None:
-    """Whether nothing of it was posted, or an earlier part is in flight still, and holds a slab of its own."""
+    """This holds if nothing was posted, and if an earlier part is still in flight with its own slab."""
     page = PageLayout("int16", 2, LAYERS, 2, 0, HEADS, 16, DIM, HEAD_MAJOR)
     theirs = PageLayout("int16", 2, LAYERS, 2, 0, HEADS, 32, DIM, TOKEN_MAJOR)
     local, remote = dense(page, PAGES), dense(theirs, PAGES)
@@ -119,7 +120,7 @@ def test_a_part_whose_first_read_cannot_be_posted_gives_its_slab_back() -> None:
     rig.open()
     rig.add(*parts)
     assert [event.safe for event in rig.polled()] == [False]
-    assert len(area._free) == staging_area.SLABS - 1  # the one that is in flight
+    assert len(area._free) == staging_area.SLABS - 1  # the slab of the part in flight
     rig.agent.end(0)
     assert [event.safe for event in rig.polled()] == [False, True]
     assert sorted(area._free) == [*range(staging_area.SLABS)]
@@ -144,7 +145,7 @@ def test_a_slab_is_given_back_once_however_often_its_part_is_settled_and_whoever
     assert sorted(slabs) == [*range(staging_area.SLABS)]
     ends = [int(part.local[-1, 0] + part.local[-1, 1]) - area.address for part in parts[:-1]]
     assert [(end - 1) // staging_area.SLAB_BYTES for end in ends] == slabs, "each reads into its own"
-    parts[-1].settle()  # it never had one
+    parts[-1].settle()  # that part never had a slab
     assert area._free == []
     parts[0].settle()
     assert parts[-1].is_ready()
@@ -158,7 +159,7 @@ def test_a_slab_is_given_back_once_however_often_its_part_is_settled_and_whoever
 
 @pytest.mark.parametrize(("ours", "theirs"), [(4, 8), (8, 4), (4, 4)])
 def test_each_piece_ends_with_a_page_of_either_side_however_the_pull_begins(ours: int, theirs: int) -> None:
-    """A slab has room for so many whole pages, and not for one that two pieces share."""
+    """A slab has room only for whole pages, so no page may be divided between two pieces."""
     pieces = list(_cut((range(100, 110), range(200, 210), (5, 29)), ours, theirs, 8))
     assert [tokens for *_, tokens in pieces] == [(5, 8), (8, 16), (16, 24), (24, 29)]
     for pages, first, size in ((0, 100, ours), (1, 200, theirs)):

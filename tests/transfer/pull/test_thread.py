@@ -1,5 +1,6 @@
-"""The transfer thread sleeps while nobody waits for a poll, and is there at once when somebody does."""
+"""The transfer thread sleeps while nothing needs a poll, and wakes at once when something does."""
 
+# pyright: basic
 from __future__ import annotations
 
 import sys
@@ -19,7 +20,7 @@ from transfer.pull.thread import AWAIT_POLL_S, BUSY_POLL_S, IDLE_POLL_S, LINGER_
 
 
 class Threaded:
-    """An engine whose replica a thread owns; how often that has polled is counted."""
+    """An engine whose replica is owned by a thread, with a count of the thread's polls."""
 
     def __init__(self, name: str) -> None:
         self.engine = Engine(name)
@@ -45,7 +46,7 @@ class Threaded:
         return lease
 
     def pull(self, p: Threaded, slot: int) -> None:
-        """Pulls a page under a new lease of another engine, which stands by then."""
+        """Pulls a page under a new, open lease of another engine."""
         lease = p.offer(slot)
         p.until(lambda: any(event.lease_id == lease.lease_id for event in list(p.thread.events)))  # type: ignore[union-attr]
         self.thread.pull(f"r{slot}", p.engine.source(lease), [PagesOfGroup([1], [4], (0, TOKENS))], 20.0)
@@ -79,7 +80,7 @@ def threaded() -> Iterator[Callable[[str], Threaded]]:
 
 
 def at_rest(one: Threaded) -> None:
-    """Waits until the thread has come to rest. A busy machine polls late, and never too often."""
+    """Waits until the thread is idle. A busy machine can only delay polls, never add some."""
     deadline = time.monotonic() + 20
     while one.polls_within(2 * IDLE_POLL_S) > 6:
         assert time.monotonic() < deadline, "an engine that nobody wants anything of goes on polling"
@@ -93,7 +94,7 @@ def test_a_thread_without_leases_and_pulls_comes_to_rest_and_polls_on_while_ther
     at_rest(d)
     lease = p.offer(0)
     started = p.polls
-    # At the pace of rest this many polls take a minute.
+    # At the idle rate this many polls would take a minute.
     p.until(lambda: p.polls - started > 60 / IDLE_POLL_S)
     source = p.engine.source(lease)
     d.thread.pull("r0", source, [PagesOfGroup([1], [4], (0, TOKENS))], 20.0)
@@ -110,7 +111,7 @@ def test_a_pull_that_waits_for_its_owner_to_name_pages_is_polled_seldom(threaded
     p.until(lambda: bool(p.thread.events))
     d.thread.pull("r0", p.engine.source(lease), None, 60.0)
     deadline = time.monotonic() + 20
-    while d.polls_within(20 * AWAIT_POLL_S) > 25:  # a busy machine polls late, and never too often
+    while d.polls_within(20 * AWAIT_POLL_S) > 25:  # a busy machine can only delay polls, never add some
         assert time.monotonic() < deadline, "a pull of which no page is named yet is polled as often as any other"
     assert d.polls_within(2 * IDLE_POLL_S) > 4, "it is renewed, and ends, in time"
     d.thread.add_pages("r0", [PagesOfGroup([1], [4], (0, TOKENS))], last=True)
@@ -125,7 +126,7 @@ def test_a_source_that_pulls_as_well_is_polled_for_its_readers(threaded: Callabl
     time.sleep(LINGER_S)
     d.offer(1)
     deadline = time.monotonic() + 20
-    while d.polls_within(50 * AWAIT_POLL_S) <= 60:  # of a pull alone there are 50 at most
+    while d.polls_within(50 * AWAIT_POLL_S) <= 60:  # a pull alone causes at most 50
         assert time.monotonic() < deadline, "a reader of ours waits for a poll as long as a pull of ours"
     d.thread.call_soon(ReplicaTransfer.cancel, "r0", "test")
 
@@ -157,7 +158,7 @@ def test_a_lease_ends_in_time_after_any_rest(threaded: Callable[[str], Threaded]
 
 
 def test_the_last_lease_is_followed_by_a_while_at_the_same_pace(threaded: Callable[[str], Threaded]) -> None:
-    """A reader that has said its last word may still wait for an answer below NIXL."""
+    """A reader that has sent its last note may still wait for an answer within NIXL."""
     p = threaded("p")
     at_rest(p)
     lease = p.offer(0)
@@ -222,7 +223,7 @@ def test_what_was_asked_for_before_runs_before(pair: tuple[Threaded, Threaded]) 
     pull = d.engine.replica.pull
     d.engine.replica.pull = lambda *args, **named: ran.append("pull") or pull(*args, **named)  # type: ignore[method-assign,func-returns-value]
     at_rest(d)
-    d.thread._commands.append(lambda: ran.append("before"))  # as it is before the thread has woken for it
+    d.thread._commands.append(lambda: ran.append("before"))  # the state before the thread has woken for it
     d.pull(p, 1)
     d.until(lambda: d.ended(1))
     assert ran == ["before", "pull"]
@@ -258,7 +259,7 @@ def test_a_failure_in_the_callers_thread_ends_the_engine_and_is_told_like_any(pa
 
 
 def test_what_ends_with_the_thread_is_told_all_the_same(threaded: Callable[[str], Threaded]) -> None:
-    """Its owner holds pages for each lease and pull, until it is told of their ends."""
+    """The thread's owner holds the pages of each lease and pull until it is told of its end."""
     p, d = threaded("p"), threaded("d")
     lease = p.offer(1)
     p.until(lambda: bool(p.thread.events))

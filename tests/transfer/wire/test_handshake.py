@@ -1,5 +1,6 @@
-"""The side channel: nothing that is received ends it, and no peer's silence holds up another."""
+"""The side channel: no message ends it, and the silence of one peer delays no other."""
 
+# pyright: basic
 from __future__ import annotations
 
 import dataclasses
@@ -67,7 +68,7 @@ def dealer(server: HandshakeServer) -> Iterator[Callable[[], zmq.Socket[bytes]]]
 
 
 def waits_of(server: HandshakeServer) -> int:
-    """How often the server's thread has gone to sleep."""
+    """The number of times that the server's thread has gone to sleep."""
     (waits,) = [
         line.split()[1]
         for line in Path(f"/proc/self/task/{server._thread.native_id}/status").read_text().splitlines()
@@ -95,7 +96,7 @@ def test_a_server_that_nobody_asks_sleeps_and_ends_at_once(client: HandshakeClie
 
 
 def received(router: zmq.Socket[bytes], client: HandshakeClient, seconds: float = 10.0) -> list[bytes]:
-    """The next question that a socket gets while the client goes on."""
+    """Returns the next question that a socket receives while the client polls."""
     deadline = time.monotonic() + seconds
     while not router.poll(1):
         client.poll()
@@ -105,14 +106,14 @@ def received(router: zmq.Socket[bytes], client: HandshakeClient, seconds: float 
 
 @pytest.fixture
 def router() -> Iterator[tuple[zmq.Socket[bytes], str]]:
-    """A peer that is reached, and answers what and when the test likes."""
+    """A reachable peer whose answers and their times the test controls."""
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     yield socket, f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
     socket.close(0)
 
 
 class Answers(list[Any]):
-    """The answers to each question; `wait` polls until there are so many."""
+    """Collects the answers to each question. `wait` polls until there are this many."""
 
     def __init__(self, client: HandshakeClient) -> None:
         super().__init__()
@@ -204,7 +205,7 @@ def test_nothing_received_ends_the_server(server: HandshakeServer, dealer: Any, 
     query = encode_message(MetadataQuery(query_id=1, engine_id="p", compatibility=SAME))
     samples: list[list[bytes]] = [[], [b""], [b"", b""], [b"", b"", b""], [query, query], [b""] * 40, [b"\x91" * 5000]]
     samples += [[b"\x81" * 60000], [query[:-1]], [query + b"\0"], [encode_message(QueryRefusal(reason="x"))]]
-    samples += [[b"\x93\xacget_meta_msg\0\x63"]]  # vLLM's query for a rank that is not there: it ends their listener
+    samples += [[b"\x93\xacget_meta_msg\0\x63"]]  # vLLM's query for a missing rank, which would end their own listener
     samples += [[rng.randbytes(rng.randrange(100))] for _ in range(60)]
     for sample in samples:
         socket = dealer()
@@ -213,7 +214,7 @@ def test_nothing_received_ends_the_server(server: HandshakeServer, dealer: Any, 
     client.ask_metadata(server.endpoint, "p", SAME, answers.append)
     assert isinstance(answers.wait(1), MetadataReply)
     deadline = time.monotonic() + 5
-    told = len(samples) - 2  # nothing was sent of one, and the gate drops one of 40 frames
+    told = len(samples) - 2  # one sample sends nothing, and the gate drops one with 40 frames
     while server.counts["malformed"] < told and time.monotonic() < deadline:
         time.sleep(0.01)
     assert server.counts["malformed"] == told
@@ -285,7 +286,7 @@ def test_closing_twice_is_fine_and_frees_the_port() -> None:
     first.close()
     first.close()
     deadline = time.monotonic() + 5
-    while True:  # ZMQ frees the port a moment after the close has returned
+    while True:  # ZMQ frees the port shortly after the close has returned
         try:
             second = HandshakeServer([CARD], first.endpoint)
         except HandshakeError:
@@ -320,7 +321,7 @@ def test_a_peer_that_is_reached_may_be_busy_for_longer_than_one_that_is_not(
     socket, address = router
     start = time.monotonic()
     client.ping(address, "p", answers.append, 0.3)
-    while time.monotonic() < start + 1.0:  # three times what a peer may be out of reach
+    while time.monotonic() < start + 1.0:  # three times the time for which a peer may be unreachable
         client.poll()
         time.sleep(1e-3)
     assert not answers
@@ -472,7 +473,7 @@ def test_what_a_lease_holds_is_asked_of_the_engine_that_has_it(
 
 
 def test_leases_may_be_asked_for_hundreds_of_times_at_once(server: HandshakeServer, client: Any) -> None:
-    """The questions for each request, by each rank; metadata is asked for once."""
+    """Each rank asks for each request, but metadata is asked for only once."""
     server._throttle = server_throttle = Throttle(100, lambda: 0.0)
     answers = Answers(client)
     server.serve(EngineCard("q", "second", (), leased=lambda query: LeaseReply(query_id=query.query_id)))
@@ -484,7 +485,7 @@ def test_leases_may_be_asked_for_hundreds_of_times_at_once(server: HandshakeServ
 
 
 class Lender:
-    """Says of pages by content what a test sets, and counts how often it is looked at."""
+    """A lender whose answers about pages by content the test sets. It counts the looks at it."""
 
     def __init__(self, server: HandshakeServer, client: HandshakeClient) -> None:
         self.looks, self.answers = 0, list[Any]()

@@ -1,3 +1,4 @@
+# pyright: basic
 from __future__ import annotations
 
 import time
@@ -103,7 +104,7 @@ def test_a_throttle_refills_and_bounds_everyone_together():
 
 
 def test_who_has_just_spoken_is_the_last_to_be_forgotten():
-    """Else a flood of names would give a sender that is over its limit a full bucket again."""
+    """Otherwise a flood of names would give a sender beyond its limit a full bucket again."""
     now = [0.0]
     throttle = Throttle(1, lambda: now[0])
     assert [throttle.admits(b"a") for _ in range(3)] == [True, True, False]
@@ -119,7 +120,7 @@ def test_who_has_just_spoken_is_the_last_to_be_forgotten():
 
 def test_a_sender_that_floods_is_ignored_and_the_next_one_answered():
     with HandshakeServer([CARD]) as server:
-        server._throttle = Throttle(100, lambda: 0.0)  # time stands still, however long the flood takes here
+        server._throttle = Throttle(100, lambda: 0.0)  # time stands still, however long the flood takes on this machine
         flood = zmq.Context.instance().socket(zmq.DEALER)
         flood.connect(server.endpoint)
         for number in range(2000):

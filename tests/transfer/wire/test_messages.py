@@ -1,5 +1,6 @@
-"""A message from outside is either as its sender sealed it, or raises an error that says what is wrong with it."""
+"""A message is either unchanged since its sender sealed it, or raises an error that says what is wrong."""
 
+# pyright: basic
 from __future__ import annotations
 
 import random
@@ -85,7 +86,7 @@ def test_no_bit_of_what_the_metadata_says_can_be_changed(key: bytes) -> None:
         damaged = bytearray(data)
         damaged[at] ^= 1 << (at % 8)
         try:
-            assert open_rank(bytes(damaged), key) == sealed  # the name of a key that need not be there
+            assert open_rank(bytes(damaged), key) == sealed  # the damaged byte was in the name of an optional key
             harmless += 1
         except MetadataError:
             pass
@@ -191,7 +192,7 @@ def test_a_message_that_is_no_note_is_none(data: bytes) -> None:
 
 
 def test_the_pages_of_another_engine_or_lease_are_not_taken_for_these() -> None:
-    """Two engines may share a key, and number their leases alike."""
+    """Two engines may share a key and use the same lease ids."""
     pages = LeasedPages(
         engine_id="p/1",
         incarnation="i",
