@@ -1,6 +1,5 @@
 """Fixtures and options of all tests."""
 
-# pyright: basic
 import gc
 import importlib.util
 import os

@@ -4,7 +4,6 @@ They behave like processes that import these packages themselves, which would ta
 test.
 """
 
-# pyright: basic
 import gc
 import multiprocessing
 import os

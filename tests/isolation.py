@@ -1,6 +1,5 @@
 """Checks after each test and each file that the process is as it was before, so that no test affects another."""
 
-# pyright: basic
 import os
 import signal
 import sys

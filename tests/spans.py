@@ -1,6 +1,5 @@
 """Collects spans that OpenTelemetry's own SDK exports, in this process and in others."""
 
-# pyright: basic
 from __future__ import annotations
 
 import sys

@@ -4,7 +4,6 @@ A change that cannot read them needs a new version. `python -m tests.test_kept` 
 none yet, and never overwrites any.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -7,7 +7,6 @@ when the first program that needs it comes. Every step prints its seconds, and t
 with its output.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import argparse

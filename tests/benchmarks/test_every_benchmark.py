@@ -3,7 +3,6 @@
 Each benchmark checks its own results with `expect`. These tests only check that it ends and returns rows.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import ast

@@ -3,7 +3,6 @@
 It runs in the environment of the tests of vLLM's schedulers and workers.
 """
 
-# pyright: basic
 import sys
 import time
 from collections.abc import Callable

@@ -4,7 +4,6 @@ The process named `publisher` has the manager. It uses `PORTS`, again after its 
 other name follows. `KEYS` is the file of the process's keyring.
 """
 
-# pyright: basic
 import itertools
 import random
 import sys

@@ -1,6 +1,5 @@
 """A manager and its exchange as a program on a host: `python -m tests.hosts.exchanged NAME ADDRESS`."""
 
-# pyright: basic
 import os
 import sys
 import time

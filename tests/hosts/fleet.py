@@ -1,6 +1,5 @@
 """`pagewire serve` on three hosts: a front, a prefill and a decode process, and prompts for them."""
 
-# pyright: basic
 import itertools
 import json
 import sys

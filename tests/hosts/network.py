@@ -6,7 +6,6 @@ cut at the bridge, so that the host does not notice: its own end stays up, as be
 one bridge each, and a program carries frames between the bridges, delays them and drops some.
 """
 
-# pyright: basic
 import array
 import ctypes
 import fcntl

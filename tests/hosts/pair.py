@@ -1,6 +1,5 @@
 """Two hosts, each with a manager and its exchange, and control over the link between them."""
 
-# pyright: basic
 import itertools
 import json
 import sys

@@ -4,7 +4,6 @@ It copies Ethernet frames from each device to the others. It can delay them, dro
 paused. Each line of standard input is a JSON array of a command and its arguments, and gets an answer.
 """
 
-# pyright: basic
 import heapq
 import itertools
 import json

@@ -1,6 +1,5 @@
 """vLLM's schedulers and workers on two hosts, with our connector, while the link between them is cut."""
 
-# pyright: basic
 import itertools
 import time
 from collections.abc import Callable, Iterator

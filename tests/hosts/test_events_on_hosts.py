@@ -1,6 +1,5 @@
 """KV events from one host to a router on another, over links that are cut, and from hosts that lose power."""
 
-# pyright: basic
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

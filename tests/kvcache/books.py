@@ -1,6 +1,5 @@
 """Lists everything that a manager knows, as one flat list. Two lists are equal if nothing has changed in between."""
 
-# pyright: basic
 from __future__ import annotations
 
 import types

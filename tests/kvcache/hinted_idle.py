@@ -5,7 +5,6 @@ manager: the share of the pages that follow hints, which is learned, and which o
 loses a page first, which is not specified.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import math

@@ -4,7 +4,6 @@ Run `python -m tests.kvcache.killed_writers --rounds 50`. With `--write DIR` the
 killed.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import argparse

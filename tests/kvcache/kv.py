@@ -1,6 +1,5 @@
 """KV from which its tokens can be told: a substitute for a model that notices every wrong, stale or missing byte."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Sequence

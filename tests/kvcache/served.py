@@ -1,6 +1,5 @@
 """A manager with tiers, driven as by a serving loop. Its KV is compared whenever it is read."""
 
-# pyright: basic
 from __future__ import annotations
 
 import time

@@ -1,6 +1,5 @@
 """`admission`: the best replica for a request, and whether the request fits anywhere."""
 
-# pyright: basic
 from __future__ import annotations
 
 from typing import Any

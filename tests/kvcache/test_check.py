@@ -1,6 +1,5 @@
 """Breaks each invariant by hand. `check()` must name it."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,6 +1,5 @@
 """Copies between a GPU and the host, and the order of their events: each side is delayed on purpose."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

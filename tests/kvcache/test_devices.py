@@ -3,7 +3,6 @@
 On a GPU the host runs ahead of the device (`tests.kvcache.summing_model`).
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from typing import Any

@@ -1,6 +1,5 @@
 """A gate: what it passes and refuses, and what a hostile peer costs the process, its honest peers and its memory."""
 
-# pyright: basic
 from __future__ import annotations
 
 import contextlib

@@ -3,7 +3,6 @@
 Each refusal names its reason and changes nothing.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import copy

@@ -3,7 +3,6 @@
 The random model draws the places of interrupts.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from collections import Counter

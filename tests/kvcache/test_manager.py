@@ -1,6 +1,5 @@
 """Each public method, compared with the documented semantics and with our intended differences from them."""
 
-# pyright: basic
 from __future__ import annotations
 
 from types import SimpleNamespace

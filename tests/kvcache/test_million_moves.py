@@ -1,6 +1,5 @@
 """The random model with every combination of features: every allowed pair is combined, and every result agrees."""
 
-# pyright: basic
 from __future__ import annotations
 
 import logging

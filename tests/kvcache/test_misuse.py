@@ -1,6 +1,5 @@
 """Mistakes of callers, one case at a time: the reproductions behind the wrong calls of the random model."""
 
-# pyright: basic
 from __future__ import annotations
 
 import logging

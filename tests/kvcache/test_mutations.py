@@ -1,6 +1,5 @@
 """Breaks the code, one rule at a time. The model or `check()` must notice; otherwise the rule is not tested."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -3,7 +3,6 @@
 Keys are compared whenever they are read, so every result here belongs to the right tokens.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -1,6 +1,5 @@
 """A scrape of a manager agrees with its own figures, also while the loop runs."""
 
-# pyright: basic
 from __future__ import annotations
 
 import itertools

@@ -1,6 +1,5 @@
 """Scales of quantised pages: their place, their size, and that they move together with their page."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections import Counter

@@ -1,6 +1,5 @@
 """`recover` releases only requests whose claim or change was not reported to their caller."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,6 +1,5 @@
 """A bound socket: its limits, and what remains if binding fails."""
 
-# pyright: basic
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,6 +1,5 @@
 """Steps in flight: until they end, their tables stay valid, and no other request gets the pages that they use."""
 
-# pyright: basic
 from __future__ import annotations
 
 from functools import partial

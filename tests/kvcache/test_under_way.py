@@ -1,6 +1,5 @@
 """A manager's mark of a call in progress: which calls it lets through, and how it refuses the others."""
 
-# pyright: basic
 from __future__ import annotations
 
 import contextlib

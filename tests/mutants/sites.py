@@ -4,7 +4,6 @@ Code that tests should not depend on is left out: docstrings, annotations, texts
 `assert`, declarations without a body, and code that only a type checker reads.
 """
 
-# pyright: basic
 import ast
 import itertools
 import textwrap

@@ -1,4 +1,3 @@
-# pyright: basic
 import ast
 
 import pytest

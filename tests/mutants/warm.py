@@ -5,7 +5,6 @@ seconds. Changes outside of a function's code (constants, defaults, code that ra
 way. They are reported, and the run is done in a new process.
 """
 
-# pyright: basic
 import contextlib
 import gc
 import json

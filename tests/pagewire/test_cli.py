@@ -1,6 +1,5 @@
 """Every argument of every command with invalid values: one line and a status, never a traceback."""
 
-# pyright: basic
 import argparse
 import json
 import os

@@ -1,6 +1,5 @@
 """A package that shadows one of ours is reported with its file, before its code runs."""
 
-# pyright: basic
 import subprocess
 import sys
 from pathlib import Path

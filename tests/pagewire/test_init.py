@@ -1,6 +1,5 @@
 """`import pagewire` offers every public name of the packages, and imports each only when it is used."""
 
-# pyright: basic
 import subprocess
 import sys
 from importlib import import_module

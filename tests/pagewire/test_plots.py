@@ -1,6 +1,5 @@
 """The appearance of every plot: no text is cut or covered, ticks are round, and equal figures give equal bytes."""
 
-# pyright: basic
 import itertools
 import math
 from collections.abc import Iterator

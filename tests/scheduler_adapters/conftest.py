@@ -1,6 +1,5 @@
 """Small random models, and a hand-made pool of pages for tests of runners without a manager."""
 
-# pyright: basic
 import hashlib
 from collections.abc import Iterator
 from typing import Any

@@ -10,7 +10,6 @@ here. How a message is delivered:
     late        some rounds after it arrived, but not overtaken
 """
 
-# pyright: basic
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator

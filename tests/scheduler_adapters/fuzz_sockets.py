@@ -5,7 +5,6 @@ prefill's socket. An impostor at the address of a second prefill process answers
 between, a good request must end with the model's own tokens. At the end nothing is held.
 """
 
-# pyright: basic
 import argparse
 import random
 import sys

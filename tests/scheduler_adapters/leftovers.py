@@ -1,6 +1,5 @@
 """Finds what a command leaves behind (processes, files, shared memory), and runs commands that are to be ended."""
 
-# pyright: basic
 import os
 import secrets
 import subprocess

@@ -1,6 +1,5 @@
 """Helpers for tests of served models: make a manager and a loop over it, and run the loop to its end."""
 
-# pyright: basic
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence

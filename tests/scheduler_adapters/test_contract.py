@@ -1,6 +1,5 @@
 """The adapter contract for the loop, the generator, and the prefill and decode schedulers with pulls between them."""
 
-# pyright: basic
 import functools
 import math
 from collections import Counter

@@ -1,6 +1,5 @@
 """Signals that end a command in every stage: nothing outlives it, and its status names the signal."""
 
-# pyright: basic
 import itertools
 import os
 import random

@@ -1,4 +1,3 @@
-# pyright: basic
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,6 +1,5 @@
 """An overlapped loop gives the same tokens as a plain one."""
 
-# pyright: basic
 from __future__ import annotations
 
 import threading

@@ -1,6 +1,5 @@
 """These tests run in their own environment (`make test-sglang`). Elsewhere they are not collected."""
 
-# pyright: basic
 import os
 from collections.abc import Iterator
 from pathlib import Path

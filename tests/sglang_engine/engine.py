@@ -3,7 +3,6 @@
 Only the outermost `while` of the event loop is ours, so that a test can look between two steps.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import argparse

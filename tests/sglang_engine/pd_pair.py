@@ -1,6 +1,5 @@
 """The test's side of `pd_server` processes. It sends one request to both, as a router would."""
 
-# pyright: basic
 from __future__ import annotations
 
 import contextlib

@@ -4,7 +4,6 @@ The scheduler, its queues, its sockets, the rendezvous on HTTP, the model and it
 replaces the tokenizer. It uses the scheduler's real socket, and exchanges JSON lines with the test.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import contextlib

@@ -2,7 +2,6 @@
 SGLang's own code is unchanged: scheduler, cache interface, allocators, model runner and model code.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import importlib.abc

@@ -1,6 +1,5 @@
 """A router's knowledge of a cache, from SGLang's KV events alone."""
 
-# pyright: basic
 from __future__ import annotations
 
 import time

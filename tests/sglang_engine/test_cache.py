@@ -1,6 +1,5 @@
 """The cache by itself, with SGLang's real requests, rows and allocators, for faults that only rare moves would show."""
 
-# pyright: basic
 from __future__ import annotations
 
 import dataclasses

@@ -1,6 +1,5 @@
 """The contract of the adapters, with SGLang's real scheduler over our cache."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections import Counter

@@ -1,6 +1,5 @@
 """The events that SGLang publishes about our cache, read by a subscriber of its socket."""
 
-# pyright: basic
 from __future__ import annotations
 
 import json

@@ -3,7 +3,6 @@ arrive. The pools' own operation writes the tokens and reads them back, on every
 test opens, offers and places rooms, as SGLang's queues do.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import time

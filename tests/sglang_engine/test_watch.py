@@ -1,6 +1,5 @@
 """With SGLang's real scheduler, `pagewire top` is told the same of our cache as SGLang's own state and ours say."""
 
-# pyright: basic
 from __future__ import annotations
 
 import random

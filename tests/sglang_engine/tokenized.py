@@ -1,6 +1,5 @@
 """Requests in the form that SGLang's tokenizer process would send. No test starts that process."""
 
-# pyright: basic
 from __future__ import annotations
 
 from array import array

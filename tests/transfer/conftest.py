@@ -1,6 +1,5 @@
 """Engines in this process, and workers: real processes that are always reaped."""
 
-# pyright: basic
 from __future__ import annotations
 
 import os

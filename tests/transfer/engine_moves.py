@@ -5,7 +5,6 @@ pages of known content under leases, and overwrite a page as soon as it is their
 manager does: only its pull writes to a page, and a page without a pull is never written.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import argparse

@@ -5,7 +5,6 @@ changed before it was sealed with the right key, which only an engine of the fle
 accepted, or refused with one of our errors, in bounded time and memory. The next good message must be answered.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import argparse

@@ -3,7 +3,6 @@ source is a separate process. This process is the reader, over real NIXL, so a r
 it. If the source vouches for a reply's metadata, it is also loaded and read from.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import random

@@ -3,7 +3,6 @@ Nothing here uses boxes, plans or runs. The value of an element identifies it in
 be filled and compared by definition. Elements that no transfer may write hold `UNTOUCHED`.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from dataclasses import dataclass, field

@@ -1,6 +1,5 @@
 """Ranks for tests, each with one worker, in this process or in child processes that serve one pair after another."""
 
-# pyright: basic
 from __future__ import annotations
 
 import os

@@ -5,7 +5,6 @@
 The report also says what vLLM 0.33's connector does with each pair, by the observed rules of its worker.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import argparse

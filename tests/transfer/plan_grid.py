@@ -16,7 +16,6 @@ sizes of 4, 8, 12 and 16 on both sides × six orders on both sides, and every ra
 With `--sample K`, K random triples with layouts are checked in place of all.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import argparse

@@ -3,7 +3,6 @@ four bytes. A pool is one array over all regions of a shard, and the value of an
 tensor. `UNTOUCHED` marks elements that no pull may write.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Sequence

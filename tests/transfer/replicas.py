@@ -1,6 +1,5 @@
 """Engines in one process for tests: ranks over pools of known bytes, driven by the test or by a thread."""
 
-# pyright: basic
 from __future__ import annotations
 
 import time

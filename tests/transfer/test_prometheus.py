@@ -1,6 +1,5 @@
 """A scrape agrees with the leases and pulls of exchanges, over real sockets and NIXL."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -3,7 +3,6 @@
 It polls between commands, and dies with the test.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import os

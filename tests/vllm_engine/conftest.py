@@ -1,6 +1,5 @@
 """These tests run in their own environment (`make test-vllm`). Elsewhere they are not collected."""
 
-# pyright: basic
 import importlib.util
 import itertools
 import os

@@ -5,7 +5,6 @@ scheduler assigns, and computes each token from all keys and values that its lay
 therefore changes the tokens. Each rank holds its heads, and vLLM's own aggregator combines their outputs.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import hashlib

@@ -6,7 +6,6 @@ Runs under vLLM 0.32 and 0.33. Its input are `Question`s, and its output `Answer
 several: vLLM's model derives its share of heads from the size of its process group, which is set.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import json

@@ -4,7 +4,6 @@ Shapes and divisions over ranks are vLLM's own, and the computation only counts.
 place in the whole model, so an element at the wrong place changes the sum.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import math

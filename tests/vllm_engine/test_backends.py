@@ -1,6 +1,5 @@
 """The page contents of vLLM's own backend classes."""
 
-# pyright: basic
 from __future__ import annotations
 
 import itertools

@@ -1,4 +1,3 @@
-# pyright: basic
 from pathlib import Path
 from typing import Any
 

@@ -1,6 +1,5 @@
 """The adapter contract, with vLLM's real schedulers on both sides of our connector."""
 
-# pyright: basic
 from __future__ import annotations
 
 import time

@@ -2,7 +2,6 @@
 expires.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,4 +1,3 @@
-# pyright: basic
 import random
 import time
 from collections.abc import Callable

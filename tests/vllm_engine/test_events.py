@@ -1,6 +1,5 @@
 """vLLM's own KV events with our connector: blocks that decode has read from prefill appear in its stream."""
 
-# pyright: basic
 import time
 import uuid
 from typing import Any

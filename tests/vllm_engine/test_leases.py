@@ -1,6 +1,5 @@
 """A reader gets exactly its source's pages: neither a client nor timing can change that."""
 
-# pyright: basic
 import random
 import time
 from collections.abc import Callable

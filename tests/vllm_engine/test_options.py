@@ -1,6 +1,5 @@
 """`kv_connector_extra_config`: all faults are reported together at the start, before weights are loaded."""
 
-# pyright: basic
 from __future__ import annotations
 
 import logging

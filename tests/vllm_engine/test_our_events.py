@@ -1,6 +1,5 @@
 """Our manager's KV events can be read by vLLM's own classes, and equal the bytes of vLLM's encoder."""
 
-# pyright: basic
 import msgspec
 import pytest
 import torch

@@ -3,7 +3,6 @@
 A request that names another host fails alone, according to the policy, and all of its blocks are freed.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import functools

@@ -1,6 +1,5 @@
 """vLLM's own NIXL connector and ours move the same bytes between the same blocks."""
 
-# pyright: basic
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,6 +1,5 @@
 """Under vLLM a request with a trace has a span for its load, because vLLM's scheduler passes its headers to ours."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

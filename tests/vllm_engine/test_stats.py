@@ -1,4 +1,3 @@
-# pyright: basic
 import io
 import logging
 import os

@@ -2,7 +2,6 @@
 completely.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from collections import Counter

@@ -1,6 +1,5 @@
 """Sends requests to a server or a proxy, each over its own connection. Also has the prompts of all tests."""
 
-# pyright: basic
 from __future__ import annotations
 
 import http.client

@@ -1,6 +1,5 @@
 """These tests run in their own environment (`make test-engines`). Elsewhere they are not collected."""
 
-# pyright: basic
 from __future__ import annotations
 
 import importlib.metadata

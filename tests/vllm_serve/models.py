@@ -1,6 +1,5 @@
 """Small models with random weights, one folder each. Nothing is downloaded."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

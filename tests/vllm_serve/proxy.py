@@ -3,7 +3,6 @@ request goes to prefill with `max_tokens` 1. Prefill's params then go to decode 
 disconnects, both requests are cancelled.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import sys

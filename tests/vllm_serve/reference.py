@@ -2,7 +2,6 @@
 Prompts run one at a time, because vLLM's latent attention on CPUs gives other results in a batch.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import json

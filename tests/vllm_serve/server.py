@@ -1,6 +1,5 @@
 """Starts, observes and ends `vllm serve` processes."""
 
-# pyright: basic
 from __future__ import annotations
 
 import contextlib

@@ -1,6 +1,5 @@
 """The attention kernels of vLLM's CPU wheel over our pages, compared with our own attention."""
 
-# pyright: basic
 from __future__ import annotations
 
 import sys

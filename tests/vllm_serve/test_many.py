@@ -1,6 +1,5 @@
 """Thousands of valid requests, sixteen at a time: none fails because of timing."""
 
-# pyright: basic
 from __future__ import annotations
 
 import os

@@ -1,6 +1,5 @@
 """Compares boxes with the writes of vLLM's own kernels in this process: those of the CPU backend and its latents."""
 
-# pyright: basic
 from __future__ import annotations
 
 from types import SimpleNamespace

@@ -2,7 +2,6 @@
 differ from prefill's. After each test no block is held, and the next answer is right.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import threading

@@ -8,7 +8,6 @@ each prompt must be equal: its pages on the device, those that follow them in ho
 in files.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import argparse

@@ -2,7 +2,6 @@
 missing.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import threading

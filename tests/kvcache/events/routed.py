@@ -8,7 +8,6 @@ right if no other manager has more pages of the prompt. `--losses` also drops me
 prompts to prefill servers, with one server for decode.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import argparse

@@ -1,6 +1,5 @@
 """The records behind the events: what is known of a page, for how long, and what subscribers are told."""
 
-# pyright: basic
 from __future__ import annotations
 
 import random

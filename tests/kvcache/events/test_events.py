@@ -1,6 +1,5 @@
 """A subscriber knows exactly what the manager's indexes hold, whatever happens to either."""
 
-# pyright: basic
 from __future__ import annotations
 
 import random

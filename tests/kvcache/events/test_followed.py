@@ -1,6 +1,5 @@
 """Routers of other projects follow our streams."""
 
-# pyright: basic
 from __future__ import annotations
 
 import asyncio

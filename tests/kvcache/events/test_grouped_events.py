@@ -1,6 +1,5 @@
 """The events of several block tables tell a reader how much of a prompt is found, in each medium and in all."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections import Counter

@@ -1,6 +1,5 @@
 """A stream in bad conditions: a replay that is too old, a subscriber that does not read, one that asks too often."""
 
-# pyright: basic
 from __future__ import annotations
 
 import contextlib

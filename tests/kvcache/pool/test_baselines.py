@@ -1,6 +1,5 @@
 """Baselines: how many hits the cache would have had without hints, and what hints gain over that."""
 
-# pyright: basic
 from __future__ import annotations
 
 import random

@@ -1,6 +1,5 @@
 """Even a faulty eviction order of a caller's own gives no page away that is not idle."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

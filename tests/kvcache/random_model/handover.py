@@ -1,6 +1,5 @@
 """Random imports into the manager of the model: begun, extended, copied, committed, cancelled, begun again."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Sequence

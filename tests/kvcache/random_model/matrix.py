@@ -1,6 +1,5 @@
 """The features of a manager and its callers, the pairs that may be combined, and managers with any set of features."""
 
-# pyright: basic
 from __future__ import annotations
 
 import itertools

@@ -5,7 +5,6 @@ The content of a page is the number of its table, the salt, the keys, and every 
 special: each has a request's columns from the first one that the next query sees.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from collections import Counter

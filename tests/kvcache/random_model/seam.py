@@ -1,6 +1,5 @@
 """The model's view of a manager's internals. If they change, only this file of the model needs to change."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

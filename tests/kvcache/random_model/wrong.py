@@ -1,6 +1,5 @@
 """Wrong calls among right ones. Each must raise one of our errors and leave the manager's state unchanged."""
 
-# pyright: basic
 from __future__ import annotations
 
 import copy

@@ -1,6 +1,5 @@
 """Compiles this tree's `chained.c` for the tests, because the tree's compiled module, if any, may be older."""
 
-# pyright: basic
 from __future__ import annotations
 
 import importlib.util

@@ -1,6 +1,5 @@
 """Helpers for tests of several block tables over lower tiers."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

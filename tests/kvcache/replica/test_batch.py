@@ -1,6 +1,5 @@
 """A batch that moves in arrays does the same as the plain calls, even if its contexts are also moved elsewhere."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections import Counter

@@ -1,6 +1,5 @@
 """The module of `chained.c` by itself, how it is built, and what happens without it."""
 
-# pyright: basic
 from __future__ import annotations
 
 import hashlib

@@ -1,6 +1,5 @@
 """Pages by content: which pages a replica leases, and which it loads from lower tiers for a reader that asks."""
 
-# pyright: basic
 from __future__ import annotations
 
 import time

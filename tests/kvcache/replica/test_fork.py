@@ -1,4 +1,3 @@
-# pyright: basic
 from __future__ import annotations
 
 from typing import Any

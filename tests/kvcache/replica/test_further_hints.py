@@ -1,6 +1,5 @@
 """Hints and quotas with several block tables: they apply to every page that a prefix needs."""
 
-# pyright: basic
 from __future__ import annotations
 
 import random

@@ -1,6 +1,5 @@
 """Hand-overs with several block tables: decode pulls the pages that it lacks in each table, and no others."""
 
-# pyright: basic
 from __future__ import annotations
 
 import random

@@ -1,6 +1,5 @@
 """Block tables of windows and chunks: which pages they hold and give back, and how much of a prompt is found."""
 
-# pyright: basic
 from __future__ import annotations
 
 from typing import Any

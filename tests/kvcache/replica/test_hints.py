@@ -1,6 +1,5 @@
 """Hints and quotas of a manager's requests."""
 
-# pyright: basic
 from __future__ import annotations
 
 import random

@@ -1,4 +1,3 @@
-# pyright: basic
 from __future__ import annotations
 
 from copy import copy as copied

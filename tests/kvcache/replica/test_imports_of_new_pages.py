@@ -1,6 +1,5 @@
 """Imports that grow by tables of only new pages: each page is named once, and earlier pages stay."""
 
-# pyright: basic
 from typing import Any
 
 import msgspec

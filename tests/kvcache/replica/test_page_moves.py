@@ -1,6 +1,5 @@
 """Which held pages can be moved to make room for a slab: those that only their own request knows."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

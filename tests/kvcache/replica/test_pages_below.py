@@ -1,6 +1,5 @@
 """Several block tables over the host tier and files: which pages come back for which table, and which do not."""
 
-# pyright: basic
 from __future__ import annotations
 
 import time

@@ -1,6 +1,5 @@
 """Pages are copied from another replica. The bytes are compared: found pages hold what was computed."""
 
-# pyright: basic
 from __future__ import annotations
 
 import random

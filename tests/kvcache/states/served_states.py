@@ -3,7 +3,6 @@
 KV and states are compared whenever they are read.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Iterable

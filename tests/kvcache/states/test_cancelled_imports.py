@@ -1,6 +1,5 @@
 """After a cancelled import the request computes its tokens itself, and overwrites no page that others have."""
 
-# pyright: basic
 from __future__ import annotations
 
 from typing import Any

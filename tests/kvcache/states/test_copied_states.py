@@ -3,7 +3,6 @@
 KV and states are compared whenever a request reads them.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import random

@@ -1,6 +1,5 @@
 """Windows and recurrent states in one manager: where a prompt can resume, which pages move, and what is handed over."""
 
-# pyright: basic
 from __future__ import annotations
 
 from typing import Any

@@ -1,6 +1,5 @@
 """Windows and recurrent states in one manager, over host memory and files or objects."""
 
-# pyright: basic
 from __future__ import annotations
 
 import time

@@ -1,6 +1,5 @@
 """A replica with recurrent states."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

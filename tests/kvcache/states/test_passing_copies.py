@@ -1,6 +1,5 @@
 """State copies that go along with their requests: the copies of one step replace the earlier ones all at once."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

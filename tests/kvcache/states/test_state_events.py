@@ -1,6 +1,5 @@
 """KV events of managers with recurrent states tell a reader how long a prefix would be found."""
 
-# pyright: basic
 from __future__ import annotations
 
 from contextlib import ExitStack

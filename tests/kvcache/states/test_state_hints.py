@@ -1,6 +1,5 @@
 """Hints and quotas also apply to the state copies that a prefix needs, with both forms of memory."""
 
-# pyright: basic
 from __future__ import annotations
 
 import random

@@ -1,6 +1,5 @@
 """Recurrent states over an object store: each state is an object, and pages are found up to a state."""
 
-# pyright: basic
 from __future__ import annotations
 
 import time

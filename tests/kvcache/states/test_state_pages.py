@@ -1,4 +1,3 @@
-# pyright: basic
 import numpy as np
 import pytest
 import torch

@@ -1,6 +1,5 @@
 """An object store in memory, with failures and delays that a test chooses."""
 
-# pyright: basic
 from __future__ import annotations
 
 import threading

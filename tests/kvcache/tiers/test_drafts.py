@@ -1,6 +1,5 @@
 """A draft lives as long as its writer. The next start removes the drafts of killed processes, and no others."""
 
-# pyright: basic
 from __future__ import annotations
 
 import errno

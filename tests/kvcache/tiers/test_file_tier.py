@@ -1,6 +1,5 @@
 """The file tier: pages outlive the manager, and anything wrong in the folder is only a miss."""
 
-# pyright: basic
 from __future__ import annotations
 
 import os

@@ -1,6 +1,5 @@
 """The host tier: an evicted page costs only a copy, and no request reads a page before its copy has arrived."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable

@@ -2,7 +2,6 @@
 continue.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import time

@@ -1,6 +1,5 @@
 """The object tier: pages outlive processes and folders. Anything wrong in the store is only a miss, in bounded time."""
 
-# pyright: basic
 from __future__ import annotations
 
 import time

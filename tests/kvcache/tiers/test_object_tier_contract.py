@@ -1,6 +1,5 @@
 """The promises of the object tier, for one block table, for several, and for states with the pages before them."""
 
-# pyright: basic
 from __future__ import annotations
 
 import threading

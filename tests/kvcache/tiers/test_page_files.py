@@ -1,6 +1,5 @@
 """A file of pages, damaged in 10,000 ways: it returns a page unchanged, or not at all."""
 
-# pyright: basic
 from __future__ import annotations
 
 import os

@@ -3,7 +3,6 @@
 Now and then reading is tried again.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import pytest

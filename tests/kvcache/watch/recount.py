@@ -2,7 +2,6 @@
 cells.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from collections import Counter

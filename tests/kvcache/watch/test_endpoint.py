@@ -1,6 +1,5 @@
 """A watch agrees with the manager in a thousand states of a real one, over the socket, look by look."""
 
-# pyright: basic
 from __future__ import annotations
 
 import gc

@@ -1,6 +1,5 @@
 """Entries of a pool's log give the same result whether they are applied at once or one by one."""
 
-# pyright: basic
 from __future__ import annotations
 
 import random

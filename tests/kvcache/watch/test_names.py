@@ -1,6 +1,5 @@
 """A watch never shows a salt, and shows request ids only if that is allowed."""
 
-# pyright: basic
 from __future__ import annotations
 
 import itertools

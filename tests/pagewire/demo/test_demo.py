@@ -2,7 +2,6 @@
 command runs in this process and its servers are forked, which saves seconds.
 """
 
-# pyright: basic
 import json
 import os
 import re

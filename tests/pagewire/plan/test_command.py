@@ -1,6 +1,5 @@
 """`pagewire plan` from its command line: tables, JSON, and errors in one line."""
 
-# pyright: basic
 import json
 import re
 from pathlib import Path

@@ -1,6 +1,5 @@
 """What a model keeps, read from its config.json: public models, every kind of layer, and wrong configs."""
 
-# pyright: basic
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,6 +1,5 @@
 """The whole of `pagewire serve` in separate processes, over TCP with keys, with OpenAI's own client."""
 
-# pyright: basic
 import json
 import signal
 import socket

@@ -1,6 +1,5 @@
 """Every view of `pagewire top`, without a terminal, over real watches of real managers. Textual's pilot drives it."""
 
-# pyright: basic
 from __future__ import annotations
 
 import asyncio

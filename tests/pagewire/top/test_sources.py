@@ -1,6 +1,5 @@
 """A recording plays at its own speed, and stops while it is paused."""
 
-# pyright: basic
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,6 +1,5 @@
 """The content of the views, without the drawing."""
 
-# pyright: basic
 from __future__ import annotations
 
 from types import SimpleNamespace

@@ -1,6 +1,5 @@
 """`pagewire serve` in real processes: the front and its processes, each with a log, and a client."""
 
-# pyright: basic
 import json
 import os
 import signal

@@ -1,6 +1,5 @@
 """HTTP clients that disconnect, with the real server over TCP."""
 
-# pyright: basic
 import asyncio
 import json
 import logging

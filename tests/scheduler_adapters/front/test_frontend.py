@@ -3,7 +3,6 @@
 The processes are sockets of the test, which send what it wants. `tests/pagewire/serve` runs real ones.
 """
 
-# pyright: basic
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager

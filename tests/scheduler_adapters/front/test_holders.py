@@ -1,6 +1,5 @@
 """Which processes have a prompt's pages, learnt from the KV events of real managers, and which ones are asked."""
 
-# pyright: basic
 import itertools
 import random
 import time

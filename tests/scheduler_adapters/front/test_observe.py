@@ -1,6 +1,5 @@
 """Observation of the front: metrics of all processes, and a span of each request in its client's trace."""
 
-# pyright: basic
 import asyncio
 import re
 import threading

@@ -1,6 +1,5 @@
 """Converts bodies to requests, and tokens to answers."""
 
-# pyright: basic
 import json
 from typing import Any
 

@@ -1,6 +1,5 @@
 """The choice of the process that computes a prompt: Dynamo's selection core follows two real managers."""
 
-# pyright: basic
 import asyncio
 from collections.abc import Iterator
 from contextlib import closing

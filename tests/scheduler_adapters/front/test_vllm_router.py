@@ -2,7 +2,6 @@
 pages.
 """
 
-# pyright: basic
 import random
 import signal
 import time

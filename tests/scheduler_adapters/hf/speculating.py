@@ -3,7 +3,6 @@
 It drives a manager and a runner with guessed tokens.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import random

@@ -1,6 +1,5 @@
 """Helpers for tests of states in lower tiers: managers with a host tier, and conversations."""
 
-# pyright: basic
 from __future__ import annotations
 
 import dataclasses

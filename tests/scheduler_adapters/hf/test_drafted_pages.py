@@ -2,7 +2,6 @@
 fails.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from typing import Any

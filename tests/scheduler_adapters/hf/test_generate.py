@@ -1,4 +1,3 @@
-# pyright: basic
 from collections.abc import Callable
 from typing import Any
 

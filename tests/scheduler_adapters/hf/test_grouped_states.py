@@ -1,6 +1,5 @@
 """LFM3 has windows, full attention and short convolutions. It runs over separate block tables and kept states."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,6 +1,5 @@
 """Models with windows and chunks over separate block tables give the tokens of `generate` with fewer pages."""
 
-# pyright: basic
 from __future__ import annotations
 
 import dataclasses

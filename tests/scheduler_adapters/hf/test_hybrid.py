@@ -1,6 +1,5 @@
 """Hybrid models (attention and Mamba-2 layers), served with their recurrent states in state pages."""
 
-# pyright: basic
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

@@ -2,7 +2,6 @@
 the model's.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from typing import Any

@@ -1,6 +1,5 @@
 """Recurrent states and token pages in one memory: the tokens are the model's, whichever of the two is evicted."""
 
-# pyright: basic
 from __future__ import annotations
 
 from typing import Any

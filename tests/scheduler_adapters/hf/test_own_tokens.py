@@ -4,7 +4,6 @@ A form is a memory layout: one block table or one for each kind of layer, and st
 pages. Features of only one form are tested in its own file.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import dataclasses

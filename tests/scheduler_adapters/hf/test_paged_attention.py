@@ -1,4 +1,3 @@
-# pyright: basic
 import math
 from typing import Any, ClassVar
 

@@ -3,7 +3,6 @@
 One of them is as short as a newcomer would write it.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -2,7 +2,6 @@
 way.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

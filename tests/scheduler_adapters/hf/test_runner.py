@@ -1,4 +1,3 @@
-# pyright: basic
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,6 +1,5 @@
 """Every model of `transformers` with recurrent states is served with its own tokens, or refused with the reason."""
 
-# pyright: basic
 from __future__ import annotations
 
 import inspect

@@ -1,6 +1,5 @@
 """Recurrent layers over several replicas: each replica has the states of its own requests, and tokens are equal."""
 
-# pyright: basic
 from __future__ import annotations
 
 import dataclasses

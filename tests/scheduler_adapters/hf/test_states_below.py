@@ -1,6 +1,5 @@
 """Recurrent states in host memory and in files: the device is far too small, and the tokens are still the model's."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

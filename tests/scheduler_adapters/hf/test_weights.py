@@ -1,6 +1,5 @@
 """A model's name changes with every value of its weights, and with nothing else."""
 
-# pyright: basic
 from __future__ import annotations
 
 import random

@@ -1,6 +1,5 @@
 """Prefill and decode schedulers in one process, polled in turns; the engines, the sockets and the model are real."""
 
-# pyright: basic
 import copy
 import dataclasses
 import itertools

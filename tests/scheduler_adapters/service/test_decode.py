@@ -1,6 +1,5 @@
 """Events of a pull reach only the attempt that started it."""
 
-# pyright: basic
 from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any

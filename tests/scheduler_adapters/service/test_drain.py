@@ -1,6 +1,5 @@
 """A draining process accepts no new request, and loses none."""
 
-# pyright: basic
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,5 @@
 """A fault in any phase ends one request, and affects no other."""
 
-# pyright: basic
 import time
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,4 +1,3 @@
-# pyright: basic
 import contextlib
 import os
 import signal

@@ -1,6 +1,5 @@
 """Peers ask for pages again and again, and keep them. The service's own requests are served meanwhile."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

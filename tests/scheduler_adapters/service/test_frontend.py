@@ -1,6 +1,5 @@
 """A frontend that does not read loses its own requests at a stated limit, and no process waits for it."""
 
-# pyright: basic
 import itertools
 import os
 import signal

@@ -1,6 +1,5 @@
 """Models with windows, chunks and states over several block tables, prefilled by one process and decoded by another."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

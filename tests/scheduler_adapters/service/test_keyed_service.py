@@ -1,6 +1,5 @@
 """A service with keyed sockets serves its clients. A client without a key, or with a wrong one, gets no answer."""
 
-# pyright: basic
 import json
 from pathlib import Path
 from typing import Any

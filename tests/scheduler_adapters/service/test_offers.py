@@ -3,7 +3,6 @@
 An import uses all of their tables.
 """
 
-# pyright: basic
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,5 @@
 """Prefill and decode with overlapped loops give the same tokens, and nothing is held afterwards."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence

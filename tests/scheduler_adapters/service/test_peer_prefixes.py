@@ -1,6 +1,5 @@
 """A prefill process pulls a prefix that another has computed: tokens, counters, and failures."""
 
-# pyright: basic
 from __future__ import annotations
 
 import time

@@ -1,6 +1,5 @@
 """Decode's messages about an attempt may arrive in any order, over its own connection."""
 
-# pyright: basic
 from __future__ import annotations
 
 import itertools

@@ -3,7 +3,6 @@
 The sockets are real, and the test answers them.
 """
 
-# pyright: basic
 import itertools
 import time
 from collections.abc import Iterator

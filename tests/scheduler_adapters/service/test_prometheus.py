@@ -1,6 +1,5 @@
 """A scrape of a process yields every documented metric, agrees with its counters, and follows Prometheus's rules."""
 
-# pyright: basic
 from __future__ import annotations
 
 import re

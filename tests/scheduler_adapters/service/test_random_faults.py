@@ -2,7 +2,6 @@
 held.
 """
 
-# pyright: basic
 import random
 from collections import Counter
 from collections.abc import Iterator

@@ -1,6 +1,5 @@
 """Repeated and overtaken messages change nothing: tested one by one in the phases that matter."""
 
-# pyright: basic
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

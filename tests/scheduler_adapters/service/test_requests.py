@@ -1,4 +1,3 @@
-# pyright: basic
 import itertools
 import math
 from types import SimpleNamespace

@@ -1,6 +1,5 @@
 """Every message is delivered twice, late and out of order, in every phase. Each token comes out once."""
 
-# pyright: basic
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,6 +1,5 @@
 """Models with shared heads and with windows, served by the whole service over one shard and over several."""
 
-# pyright: basic
 from collections.abc import Callable
 from typing import Any
 

@@ -1,6 +1,5 @@
 """The service as a whole: it gives the right tokens, and holds nothing afterwards."""
 
-# pyright: basic
 import itertools
 import math
 from collections.abc import Callable, Iterator

@@ -1,6 +1,5 @@
 """Sockets whose peers flood them and die, and the pulse that detects stopped processes."""
 
-# pyright: basic
 import itertools
 import os
 import signal

@@ -2,7 +2,6 @@
 time.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import json

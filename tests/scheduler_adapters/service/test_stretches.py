@@ -2,7 +2,6 @@
 between.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import os

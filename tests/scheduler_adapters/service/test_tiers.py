@@ -1,6 +1,5 @@
 """A real model over three tiers: the tokens are the model's own, whichever tiers the pages have passed."""
 
-# pyright: basic
 from __future__ import annotations
 
 import dataclasses

@@ -1,6 +1,5 @@
 """A watch of a real service agrees with the service about pages, phases, leases and pulls."""
 
-# pyright: basic
 from __future__ import annotations
 
 import random

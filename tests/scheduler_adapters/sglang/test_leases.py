@@ -1,6 +1,5 @@
 """Rare events of rooms: repeated room numbers, questions at odd times, ranks that are behind."""
 
-# pyright: basic
 from __future__ import annotations
 
 import time

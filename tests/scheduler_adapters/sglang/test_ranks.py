@@ -1,4 +1,3 @@
-# pyright: basic
 import time
 from collections.abc import Iterator
 

@@ -1,6 +1,5 @@
 """SGLang's rooms without SGLang: leases and pulls over real sockets and NIXL, in the steps of its schedulers."""
 
-# pyright: basic
 from __future__ import annotations
 
 import time

@@ -1,6 +1,5 @@
 """The places of registered tensors, and tensors that do not match the config."""
 
-# pyright: basic
 from __future__ import annotations
 
 import re

@@ -1,6 +1,5 @@
 """Invalid configs, and the settings that two engines must have in common."""
 
-# pyright: basic
 from __future__ import annotations
 
 import pickle

@@ -1,6 +1,5 @@
 """Host buffers in place of device memory: which pages and layers are copied, and their layout."""
 
-# pyright: basic
 from __future__ import annotations
 
 from typing import Any

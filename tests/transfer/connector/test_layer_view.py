@@ -1,6 +1,5 @@
 """A layer's pages, read through the boxes, equal the tensor's contents, whatever its strides."""
 
-# pyright: basic
 from __future__ import annotations
 
 import pytest

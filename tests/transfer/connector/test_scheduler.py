@@ -2,7 +2,6 @@
 params.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import pickle

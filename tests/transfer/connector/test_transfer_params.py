@@ -1,6 +1,5 @@
 """A reader's handling of `kv_transfer_params`: nothing in them is trusted, and refusals name request, key and value."""
 
-# pyright: basic
 from __future__ import annotations
 
 import json

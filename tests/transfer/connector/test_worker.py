@@ -1,6 +1,5 @@
 """A worker with its ranks in one process, over real NIXL: loads, leases, layers, host buffers and shutdown."""
 
-# pyright: basic
 from __future__ import annotations
 
 import gc

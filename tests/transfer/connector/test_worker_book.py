@@ -1,6 +1,5 @@
 """Which pages a load asks for, and what is recorded about loads and leases."""
 
-# pyright: basic
 from __future__ import annotations
 
 from typing import Any

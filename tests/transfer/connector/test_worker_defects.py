@@ -1,6 +1,5 @@
 """Known defects of other connectors, one test for each. Ours must have none of them."""
 
-# pyright: basic
 from __future__ import annotations
 
 import time

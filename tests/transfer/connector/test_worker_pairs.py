@@ -3,7 +3,6 @@
 `make pairs` runs 300 of them; this file runs one for some families.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from collections import Counter

@@ -1,6 +1,5 @@
 """Engines in one process over real NIXL: what they refuse, what an error leaves behind, and what is given back."""
 
-# pyright: basic
 from __future__ import annotations
 
 import os

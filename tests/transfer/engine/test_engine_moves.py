@@ -1,6 +1,5 @@
 """Some of the random moves, and mutants: each without one rule, which the moves must notice."""
 
-# pyright: basic
 from __future__ import annotations
 
 import logging

@@ -1,6 +1,5 @@
 """Two real processes with every byte compared, and their behaviour when one dies, stops or comes back."""
 
-# pyright: basic
 from __future__ import annotations
 
 import signal

@@ -1,6 +1,5 @@
 """An S3 store for tests: moto in a process of its own, on a free port."""
 
-# pyright: basic
 from __future__ import annotations
 
 import contextlib

@@ -1,6 +1,5 @@
 """A link to a TCP server on this host that can be slowed down, like one to a distant store."""
 
-# pyright: basic
 from __future__ import annotations
 
 import contextlib

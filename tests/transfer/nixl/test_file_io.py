@@ -1,6 +1,5 @@
 """The file tier through NIXL's POSIX plugin has the same pages and misses as through preadv and pwritev."""
 
-# pyright: basic
 from __future__ import annotations
 
 import os

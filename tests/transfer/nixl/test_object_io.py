@@ -1,6 +1,5 @@
 """The object tier through NIXL's OBJ plugin, over a real S3 server: the same pages and misses."""
 
-# pyright: basic
 from __future__ import annotations
 
 import re

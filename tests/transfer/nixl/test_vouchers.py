@@ -1,6 +1,5 @@
 """A process on this host vouches for its agent's metadata, and the kernel identifies the process."""
 
-# pyright: basic
 from __future__ import annotations
 
 import ctypes

@@ -1,6 +1,5 @@
 """Pulls of few runs, made in plain Python, copy the same as `Plan.runs`, which handles all unusual cases."""
 
-# pyright: basic
 from __future__ import annotations
 
 from typing import Any

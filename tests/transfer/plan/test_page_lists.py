@@ -1,6 +1,5 @@
 """The blocks that a source's scheduler names, converted to pages."""
 
-# pyright: basic
 from __future__ import annotations
 
 import random

@@ -1,6 +1,5 @@
 """The plan compared with copies by definition, and what it refuses."""
 
-# pyright: basic
 from __future__ import annotations
 
 import platform

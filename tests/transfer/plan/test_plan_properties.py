@@ -1,6 +1,5 @@
 """Random layouts, topologies and pulls: several groups, padded strides in any order, any page sizes."""
 
-# pyright: basic
 from __future__ import annotations
 
 from dataclasses import dataclass

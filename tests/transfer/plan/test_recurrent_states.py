@@ -1,6 +1,5 @@
 """The plan for transfers of recurrent states between two managers with any numbers of shards."""
 
-# pyright: basic
 import ctypes
 
 import pytest

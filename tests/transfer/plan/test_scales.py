@@ -1,6 +1,5 @@
 """Scales of pages as boxes: they move with their tokens to other ranks and page sizes, or are refused by name."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,6 +1,5 @@
 """While the source answers "not yet", a question is repeated with growing pauses, and never after its deadline."""
 
-# pyright: basic
 from __future__ import annotations
 
 import itertools

@@ -1,6 +1,5 @@
 """Sources are found by name: the address that one request gives for an engine affects no pull of another request."""
 
-# pyright: basic
 from __future__ import annotations
 
 import random

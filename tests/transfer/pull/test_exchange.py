@@ -1,6 +1,5 @@
 """A fleet's secret and its list of allowed peers, between two exchanges over real sockets and NIXL."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

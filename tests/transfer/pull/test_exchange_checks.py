@@ -1,6 +1,5 @@
 """Wrong arguments of an exchange are refused by name, value and limit, and leave nothing behind."""
 
-# pyright: basic
 from __future__ import annotations
 
 import threading

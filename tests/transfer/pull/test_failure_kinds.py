@@ -1,6 +1,5 @@
 """Each way in which a pull really fails is counted by its kind."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

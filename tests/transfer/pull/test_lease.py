@@ -1,6 +1,5 @@
 """The lease book: whose messages end a lease, when it ends without them, and the content of its word."""
 
-# pyright: basic
 from __future__ import annotations
 
 import os

@@ -1,6 +1,5 @@
 """New leases have distinct ids and slots, up to the number of words."""
 
-# pyright: basic
 from __future__ import annotations
 
 from transfer.pull.lease import LEASE_SLOTS, LeaseBook, LeaseSlots

@@ -4,7 +4,6 @@ There are two managers with their exchanges and real NIXL. Every byte of a page 
 `test_ownership`.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import dataclasses

@@ -1,6 +1,5 @@
 """A reader that knows hundreds of sources polls only the agents of those in use."""
 
-# pyright: basic
 from __future__ import annotations
 
 import ctypes

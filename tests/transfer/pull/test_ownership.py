@@ -4,7 +4,6 @@ Everything is real: two managers, their exchanges, and NIXL between them. Every 
 value. A reader may end with an error or with the values of its own prompt, but never with those of another.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import copy

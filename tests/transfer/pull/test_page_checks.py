@@ -1,6 +1,5 @@
 """Checksums of pages: which pages have one, and how often a differing page is read again."""
 
-# pyright: basic
 from __future__ import annotations
 
 from types import SimpleNamespace

@@ -1,6 +1,5 @@
 """Pulls of one rank in situations that cannot be forced with a real agent. test_replica uses real agents."""
 
-# pyright: basic
 from __future__ import annotations
 
 from types import SimpleNamespace

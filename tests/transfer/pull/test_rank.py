@@ -1,6 +1,5 @@
 """One rank alone gives up copies that never end, at its time limit and not earlier."""
 
-# pyright: basic
 from __future__ import annotations
 
 from typing import Any

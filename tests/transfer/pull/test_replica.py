@@ -1,6 +1,5 @@
 """Leases and pulls of whole engines over real NIXL, in one process, with possible faults."""
 
-# pyright: basic
 from __future__ import annotations
 
 import re

@@ -1,6 +1,5 @@
 """A pull that fails half way, and continues from another source with the same tokens."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Callable

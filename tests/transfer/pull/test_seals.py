@@ -3,7 +3,6 @@ cover. There are two managers with their exchanges, real NIXL, and a substitute 
 byte. The source also has the pages of a second prompt, which the changed tables name.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 import random

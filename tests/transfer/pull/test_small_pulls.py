@@ -1,6 +1,5 @@
 """Pulls of few pages over real NIXL end as soon as they are posted, or run like any other if a condition is not met."""
 
-# pyright: basic
 from __future__ import annotations
 
 from typing import Any

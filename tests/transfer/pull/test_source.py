@@ -2,7 +2,6 @@
 tokens.
 """
 
-# pyright: basic
 from __future__ import annotations
 
 from typing import Any

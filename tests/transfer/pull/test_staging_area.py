@@ -1,6 +1,5 @@
 """Staged pulls over real NIXL give the same bytes as direct ones, also with few slabs."""
 
-# pyright: basic
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,6 +1,5 @@
 """The transfer thread sleeps while nothing needs a poll, and wakes at once when something does."""
 
-# pyright: basic
 from __future__ import annotations
 
 import sys

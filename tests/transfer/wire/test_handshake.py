@@ -1,6 +1,5 @@
 """The side channel: no message ends it, and the silence of one peer delays no other."""
 
-# pyright: basic
 from __future__ import annotations
 
 import dataclasses

@@ -1,6 +1,5 @@
 """A message is either unchanged since its sender sealed it, or raises an error that says what is wrong."""
 
-# pyright: basic
 from __future__ import annotations
 
 import random
