@@ -1,1 +1,4 @@
-"""The host cost of the manager, one question a file: `python -m benchmarks` runs them, `benchmarks.peers` others."""
+"""Benchmarks: each file answers one question.
+
+`python -m benchmarks` runs them, `benchmarks.peers` runs other managers.
+"""

@@ -53,12 +53,12 @@ def arguments() -> argparse.Namespace:
 
 
 def available() -> list[str]:
-    """The benchmarks that are here."""
+    """The names of the available benchmarks."""
     return [name for name in (*NAMES, "growth_transfer", "plan", "pull") if (HERE / f"{name}.py").exists()]
 
 
 def run(name: str, path: Path, *, quick: bool) -> bool:
-    """Run one; its table goes to our output. False: it failed, and its last line said why."""
+    """Run one benchmark, which prints its table. Returns False if it failed; its last line then says why."""
     command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path), *(["--quick"] if quick else [])]
     start = time.monotonic()
     failed = subprocess.run(command, cwd=HERE.parent, check=False).returncode  # noqa: S603 - our own files
@@ -67,16 +67,16 @@ def run(name: str, path: Path, *, quick: bool) -> bool:
 
 
 def draw(folder: Path, names: list[str]) -> None:
-    """Draw what the files in `folder` hold."""
+    """Draw the results in `folder`."""
     try:
         for path in draw_files(folder, names):
             progress(f"drew {path}")
-    except MissingExtraError as error:  # the tables come without matplotlib too
+    except MissingExtraError as error:  # the tables need no matplotlib
         progress(f"no plots: {error}")
 
 
 def main() -> int:
-    """Run, print, draw. Exit status 1 if one of them failed."""
+    """Run, print and draw. Returns exit status 1 if a benchmark failed."""
     chosen = arguments()
     os.environ[CLOCK_VARIABLE] = chosen.clock
     names: list[str] = chosen.names or available()

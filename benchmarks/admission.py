@@ -1,8 +1,8 @@
-"""What does it cost to take up one prompt: hash it, look it up, reserve its pages?
+"""What does it cost to admit one prompt: to hash it, look it up, and reserve its pages?
 
-cold: nobody has seen the prompt, and pages are there that hold nothing. evicting: nobody has seen it, and each page is
-taken from an idle cached one. warm: every full page is found. publish: `step` after the prompt was computed.
-The pool is new, or full (`pools.age`). Each sample is a new context: the hash is in the figure.
+cold: the prompt is new, and fresh pages are free. evicting: the prompt is new, and each page is an evicted one. warm:
+every full page is found. publish: `step` after the prompt was computed. The pool is new, or full (`pools.age`). Each
+sample is a new context, so the figure includes the hash.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvcache import PagedKVCacheManager, TextContext
 
 
 class Bench:
-    """A manager, one request at a time, and what is measured of it."""
+    """A manager that serves one request at a time, and its measurements."""
 
     def __init__(self, manager: PagedKVCacheManager, length: int, repeats: int) -> None:
         self.manager = manager
@@ -25,25 +25,25 @@ class Bench:
         self._open: TextContext | None = None
 
     def close(self) -> None:
-        """Release the request of the sample before."""
+        """Release the request of the previous sample."""
         if self._open is not None:
             self.manager.release(self._open.request_id)
             self._open = None
 
     def unseen(self) -> TextContext:
-        """A prompt that nobody has seen. That of the sample before was not published: its pages hold nothing."""
+        """A new prompt. The previous sample's prompt was not published, so its pages are fresh."""
         self.close()
         self._open = self.prompts.claimed(self.manager, self.length)
         return self._open
 
     def published(self) -> TextContext:
-        """As `unseen`, but the prompt of the sample before is published, so that its pages stay cached."""
+        """Like `unseen`, but the previous sample's prompt is published, so that its pages stay cached."""
         if self._open is not None:
             compute(self.manager, self._open)
         return self.unseen()
 
     def sampled(self, prepare: Callable[[], TextContext], hit: int) -> Row:
-        """Time `maybe_reserve`, and see to it that each call found `hit` tokens."""
+        """Time `maybe_reserve`, and check that each call found `hit` tokens."""
         last: list[TextContext] = []
 
         def prepared() -> TextContext:
@@ -57,16 +57,17 @@ class Bench:
         return row
 
     def cold(self) -> Row:
-        """Pages that hold nothing."""
-        reserve(self.manager, self.unseen())  # its pages, evicted ones if the pool is full, are what all samples take
+        """The prompt gets fresh pages."""
+        # all samples take this prompt's pages, which were evicted if the pool is full
+        reserve(self.manager, self.unseen())
         before = self.manager.metrics.evictions
         row = self.sampled(self.unseen, 0)
         expect(self.manager.metrics.evictions == before, "nothing is evicted")
         return row
 
     def evicting(self) -> Row:
-        """Each page an evicted one."""
-        reserve(self.manager, self.published())  # takes up what holds nothing
+        """The prompt gets only evicted pages."""
+        reserve(self.manager, self.published())  # uses up the fresh pages
         before = self.manager.metrics.evictions
         row = self.sampled(self.published, 0)
         pages = (self.repeats - 1) * (self.length // self.manager.page_size)
@@ -74,7 +75,7 @@ class Bench:
         return row
 
     def warm(self) -> Row:
-        """Every full page found, but the one that the last token is in."""
+        """The prompt finds every full page, except the one with the last token."""
         tokens = self.prompts.tokens(self.length)
         self.close()
         self._open = claimed(self.manager, tokens)
@@ -90,7 +91,7 @@ class Bench:
         return self.sampled(again, (self.length - 1) // size * size)
 
     def publish(self) -> Row:
-        """`step` once the whole prompt is computed."""
+        """Time `step` after the whole prompt was computed."""
 
         def computed() -> TextContext:
             context = self.unseen()

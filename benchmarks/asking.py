@@ -1,12 +1,12 @@
-"""What does it cost to ask another process for pages by what they hold?
+"""What does it cost to ask another process for pages by content?
 
-Two managers and their exchanges in one process; the source has a prompt of so many pages, the reader has none of it,
-asks for all of it, and refuses the lent pages. The rows of a loop are the times of its calls. The reader's loop calls
-`ask`, and polls for the answer. The source's loop polls twice: once to find and lease the pages, and once to learn that
-the lease stands. `poll` is a poll with nothing to do.
-Bytes and messages are those on the wire, between a question and its answer. Kept is what the source keeps of a question
-that its loop has not seen yet, of a lease that stands, and of one that is over, by what Python has allocated.
-Times are processor time of the loop's thread: the threads of both sides share a core here, and do not elsewhere.
+Two managers and their exchanges run in one process. The source has a prompt of `pages` pages. The reader has none of
+it, asks for all of it, and refuses the lent pages. The rows of a loop are the times of its calls. The reader's loop
+calls `ask`, and polls for the answer. The source's loop polls twice: once to find and lease the pages, and once to
+learn that the lease was granted. `poll` is a poll with nothing to do. Bytes and messages are counted on the wire, from
+a question to its answer. `kept` is the memory, as allocated by Python, that the source keeps for a question that its
+loop has not seen yet, for an open lease, and for an ended one. Times are processor time of the loop's thread, because
+the threads of both sides share a core only here.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from transfer.pull.exchange import PageExchange
 from transfer.wire.messages import ContentQuery, LeaseReply, encode_message
 
 PAGE, SIZES, KEPT = 16, (16, 128, 1024, 8192), 32
-_PAUSE_S = 4e-3  # until what was sent has come, and a question may be asked again
+_PAUSE_S = 4e-3  # time for messages to arrive, after which a question may be repeated
 _LONGEST_S = 60.0
 
 
 class Pair:
-    """A source that has a prompt of so many pages, and a reader that has none of it."""
+    """A source that has a prompt of `pages` pages, and a reader that has none of it."""
 
     def __init__(self, pages: int, spare: int) -> None:
         tokens = [*range(pages * PAGE + 1)]
@@ -57,7 +57,8 @@ class Pair:
 
         def counted(query: ContentQuery) -> LeaseReply:
             reply = lent(query)
-            self.wire += [len(encode_message(query))] * bool(query.digests)  # without, it is held and looked at again
+            # a query without digests is only checked again
+            self.wire += [len(encode_message(query))] * bool(query.digests)
             self.wire += [len(encode_message(reply))] * (not reply.waits_for)
             return reply
 
@@ -84,7 +85,7 @@ def _manager(pages: int, tokens: int) -> PagedKVCacheManager:
 
 @contextmanager
 def pair(pages: int, spare: int = 1) -> Iterator[Pair]:
-    """`spare`: how often the source could lend its prompt at a time."""
+    """Makes a `Pair`. `spare` is how often the source could lend its prompt at the same time."""
     made = Pair(pages, spare)
     try:
         yield made
@@ -93,7 +94,7 @@ def pair(pages: int, spare: int = 1) -> Iterator[Pair]:
 
 
 def until(condition: Callable[[], object], poll: Callable[[], object] = lambda: None) -> None:
-    """Wait for the other threads."""
+    """Poll until a condition holds, to wait for the other threads."""
     deadline = time.monotonic() + _LONGEST_S
     while not condition():
         poll()
@@ -103,7 +104,7 @@ def until(condition: Callable[[], object], poll: Callable[[], object] = lambda: 
 
 
 def meet(it: Pair) -> None:
-    """The first question, for which a connection is made."""
+    """Ask the first question, which makes a connection."""
     found: list[Any] = []
 
     def poll() -> None:
@@ -116,7 +117,7 @@ def meet(it: Pair) -> None:
 
 
 def question(it: Pair, spent: dict[str, list[float]]) -> None:
-    """One question, what its calls take, and its lease given back."""
+    """Ask one question, record the times of its calls, and give its lease back."""
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
         start = time.thread_time_ns()
@@ -142,7 +143,7 @@ def question(it: Pair, spent: dict[str, list[float]]) -> None:
     def hear() -> None:
         events = timed("reader: hear what is lent", it.reader.poll)
         lent.extend(one.event for one in events if isinstance(one.event, Lent))
-        if not lent:  # the answer has not come yet
+        if not lent:  # the answer has not arrived yet
             spent["reader: hear what is lent"].pop()
 
     until(lambda: lent, hear)
@@ -151,11 +152,11 @@ def question(it: Pair, spent: dict[str, list[float]]) -> None:
     timed("reader: refuse", lambda: it.reader.refuse(0, lent[0].source, "measured"))
     until(
         lambda: not it.managers[0].num_leased_blocks, it.source.poll
-    )  # a reader gets a page under one lease at a time
+    )  # a reader gets each page under only one lease at a time
 
 
 def asked(pages: int, repeats: int) -> list[Row]:
-    """The rows of questions of one size."""
+    """The rows for questions of one size."""
     with pair(pages) as it:
         meet(it)
         question(it, defaultdict(list))
@@ -174,7 +175,7 @@ def asked(pages: int, repeats: int) -> list[Row]:
 
 
 def _allocated(act: Callable[[], object]) -> int:
-    """Bytes that Python has more of after it."""
+    """The bytes that Python has allocated during a call."""
     gc.collect()
     before = tracemalloc.get_traced_memory()[0]
     act()
@@ -183,7 +184,7 @@ def _allocated(act: Callable[[], object]) -> int:
 
 
 def kept(pages: int) -> list[Row]:
-    """Bytes that the source keeps of a question while it waits, of its lease, and of that lease when it is over."""
+    """The bytes that the source keeps for a waiting question, for its lease, and for that lease after its end."""
     with pair(pages, KEPT) as it:
         lender, wanted = it.source.lending.of[0], it.wanted
         template = ContentQuery(
@@ -199,7 +200,7 @@ def kept(pages: int) -> list[Row]:
 
         def ask() -> None:
             for _ in range(KEPT):
-                digests = bytes(bytearray(wanted.digests))  # of its own, as a message brings it
+                digests = bytes(bytearray(wanted.digests))  # a copy, as a message would bring
                 lender.answer(replace(template, ask_id=secrets.randbits(63), digests=digests))
 
         def grant() -> None:

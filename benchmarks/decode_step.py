@@ -1,12 +1,12 @@
 """What does one decode step cost the host: reserve, fetch, update and step for every running request?
 
-The requests are spread evenly over their last pages, so that each step `batch / page` of them cross a page. With few
-requests most steps cross none: `page_mean` is the mean over a page's worth of steps, where each crosses once.
-
-A `Batch` keeps lengths and tokens in arrays; its contexts catch up when somebody reads them, and by themselves every
-256 steps. After each step `Batch, arrays read` takes the length and the last token of every request from the batch, as
-a server may that streams; `Batch, contexts read` reads the last token of every context, as one that knows no batch;
-`us_mean` and `us_max` are of all steps of a row, the one where all contexts catch up among them.
+The requests end at evenly spread places of their last pages, so that `batch / page` of them need a new page in each
+step. With few requests most steps need none. `page_mean` is therefore the mean over as many steps as a page has tokens,
+in which each request needs one page. A `Batch` keeps lengths and tokens in arrays. Its contexts catch up when they are
+read, and by themselves every 256 steps. After each step `Batch, arrays read` takes the length and the last token of
+every request from the batch, as a streaming server may. `Batch, contexts read` reads the last token of every context,
+as a server without batches would. `us_mean` and `us_max` cover all steps of a row, including the one in which all
+contexts catch up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _STATISTICS = (
 
 
 def begun(batch: int, page_size: int, steps: int, *, full: bool) -> tuple[PagedKVCacheManager, list[TextContext]]:
-    """A manager and its running requests, prompts computed, with pages for `steps` more, evicted ones if `full`."""
+    """A manager and running requests with computed prompts.
+
+    Pages for `steps` more steps are free, or evicted ones if `full`.
+    """
     pages = max(batch, 64) * -(-(PROMPT + page_size + steps + 1) // page_size) + 1
     manager = manager_of(pages, page_size=page_size, rows=max(batch, 64), max_seq_len=LONGEST)
     prompts = Prompts()
@@ -41,7 +44,7 @@ def begun(batch: int, page_size: int, steps: int, *, full: bool) -> tuple[PagedK
 
 
 def by_calls(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
-    """One step through the plain calls, as code written for MAX 25.7 makes them."""
+    """Run one step through the plain calls, like code written for MAX 25.7."""
     for context in contexts:
         manager.maybe_reserve(context)
     manager.fetch(contexts)
@@ -51,7 +54,7 @@ def by_calls(manager: PagedKVCacheManager, contexts: list[TextContext]) -> None:
 
 
 def bound(manager: PagedKVCacheManager, contexts: list[TextContext], calls: str = "Batch") -> Callable[[], None]:
-    """One step through a `Batch`, and then what `calls` says."""
+    """Run one step through a `Batch`, and then read what `calls` says."""
     batch, tokens = manager.batch(contexts), np.ones(len(contexts), np.int32)
 
     def step() -> None:
@@ -70,8 +73,8 @@ def bound(manager: PagedKVCacheManager, contexts: list[TextContext], calls: str 
 
 
 def measure(batch: int, page_size: int, repeats: int, *, full: bool = False) -> list[Row]:
-    """The rows of one batch size: by `Batch`, contexts read or not, and by plain calls, each on requests of its own."""
-    repeats = -(-repeats // page_size) * page_size  # whole pages, so that every request crosses as often
+    """The rows for one batch size: by `Batch`, with contexts read or not, and by plain calls."""
+    repeats = -(-repeats // page_size) * page_size  # whole pages, so that every request needs equally many
     rows: list[Row] = []
     for calls in CALLS:
         manager, contexts = begun(batch, page_size, repeats + WARM_UP, full=full)

@@ -1,15 +1,15 @@
-"""What do KV events cost the caller, and does a subscriber ever hold it up?
+"""What do KV events cost the serving loop, and can a subscriber delay it?
 
-`prefills`: reserving, fetching and stepping a prompt of so many pages, in a pool that evicts as many for it. `decodes`:
-a page of each of so many running requests, in such a pool: the step that reserves it, and the one that publishes it.
-With and without events in one run, on several managers each, in any order; `us_page_*` is this thread's processor time,
-`wall_cost` has the publisher's own work in it as well, for here it runs on the same core.
+`prefills` reserves, fetches and steps a prompt in a pool that must evict all of its pages. `decodes` lets each running
+request fill a page in such a pool: it times the step that reserves the page, and the one that publishes it. One run has
+managers with and without events, several of each, in random order. `us_page_*` is this thread's processor time.
+`wall_cost` also includes the work of the publisher, which runs on the same core here.
 
-`loop` is a decode step of so many requests, back to back or with a pause as long as a small model, while nobody listens
-to the events, or somebody does: who reads all, who is slower than the loop, who reads nothing, who dies half way, and
-who asks for replays as fast as it can. The loop has a core for itself; the publisher's thread and the subscriber share
-another one. `missed` are the batches that a subscriber did not get: its queue was full. `mib_grown` is what the process
-grew by in the second half of the last round, when all queues of the events are as long as they may be.
+`loop` is a decode step, back to back or with a pause as long as a small model. There is no subscriber, or one that
+reads everything, is slower than the loop, reads nothing, dies half way, or asks for replays as fast as it can. The loop
+has a core for itself. The publisher's thread and the subscriber share another one. `missed` counts the batches that a
+subscriber did not get because its queue was full. `mib_grown` is the growth of the process in the second half of the
+last round, when all event queues are full.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _STATISTICS = (
 
 
 class Prefills:
-    """Prompts of `pages` pages, one after another, each released."""
+    """Runs prompts of `pages` pages, one after another, and releases each."""
 
     def __init__(self, pages: int, told: KVEvents | None) -> None:
         self.pages = pages
@@ -59,7 +59,7 @@ class Prefills:
         age(self.manager, self.prompts)
 
     def store(self) -> tuple[int, int]:
-        """Processor time and wall time of one prompt, in ns."""
+        """Returns the processor time and wall time of one prompt, in ns."""
         context = self.prompts.claimed(self.manager, self.pages * PAGE)
 
         def run() -> None:
@@ -74,7 +74,10 @@ class Prefills:
 
 
 class Decodes:
-    """Running requests that fill a page all at once, every `PAGE` steps: those where they take one and publish it."""
+    """Running requests that all fill a page in the same step.
+
+    It times the two steps in which they take and publish a page.
+    """
 
     def __init__(self, requests: int, told: KVEvents | None) -> None:
         self.pages = requests
@@ -89,7 +92,7 @@ class Decodes:
         self.step = bound(self.manager, self.contexts)
 
     def store(self) -> tuple[int, int]:
-        """Processor time and wall time of the two steps, in ns."""
+        """Returns the processor time and wall time of the two steps, in ns."""
         if len(self.contexts[0].tokens) > 300 * PAGE:
             for context in self.contexts:
                 self.manager.release(context.request_id)
@@ -102,14 +105,14 @@ class Decodes:
 
 
 def timed(call: Callable[[], object]) -> tuple[int, int]:
-    """Processor time of this thread and wall time of a call, in ns."""
+    """Returns this thread's processor time and the wall time of a call, in ns."""
     wall, own = time.perf_counter_ns(), time.thread_time_ns()
     call()
     return time.thread_time_ns() - own, time.perf_counter_ns() - wall
 
 
 def stores(kind: type[Prefills | Decodes], pages: int, repeats: int) -> Row:
-    """One row: off and on in any order."""
+    """One row: managers without and with events, in random order."""
     made = [(on, kind(pages, KVEvents(ANY, ANY) if on else None)) for _ in range(SIDES) for on in (False, True)]
     for _, each in made * 3:
         each.store()
@@ -140,11 +143,11 @@ def stores(kind: type[Prefills | Decodes], pages: int, repeats: int) -> Row:
 
 
 def subscriber(kind: str, endpoints: tuple[str, str], ready: Event, over: Event, missed: Synchronized[int]) -> None:
-    """A subscriber of the kind, until the loop is over."""
+    """Runs a subscriber of this kind until the loop is over."""
     context = zmq.Context()
-    context.linger = 0  # on every socket: the end does not wait for messages that a dead peer has not taken
+    context.linger = 0  # applies to every socket, so that the end does not wait for messages to a dead peer
     sub = context.socket(zmq.SUB)
-    if kind in ("slow", "stopped"):  # as little as possible waits on this side
+    if kind in ("slow", "stopped"):  # keeps the queues on this side as short as possible
         sub.setsockopt(zmq.RCVHWM, 1)
         sub.setsockopt(zmq.RCVBUF, 1 << 12)
     sub.connect(endpoints[0])
@@ -164,7 +167,7 @@ def subscriber(kind: str, endpoints: tuple[str, str], ready: Event, over: Event,
 
 
 def flood(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, over: Event) -> None:
-    """Ask for replays as fast as possible, and read none."""
+    """Asks for replays as fast as possible, and reads none."""
     dealers = [context.socket(zmq.DEALER) for _ in range(8)]
     for dealer in dealers:
         dealer.connect(endpoint)
@@ -177,11 +180,14 @@ def flood(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, over: Event) -
 
 
 def loop(kind: str, requests: int, pause_ms: float, steps: int) -> tuple[list[float], int | None, float]:
-    """Times of the steps of a decode loop in µs, what the subscriber missed, and what the process grew by in MiB."""
+    """Runs a decode loop.
+
+    Returns the times of its steps in µs, the missed batches, and the growth of the process in MiB.
+    """
     processes = multiprocessing.get_context("spawn")
     ready, over, missed = processes.Event(), processes.Event(), processes.Value("q", 0)
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores[:1])  # for what is started now
+    os.sched_setaffinity(0, cores[:1])  # the core for the threads and processes that are started next
     told = None if kind == "off" else KVEvents(ANY, ANY, hwm=KEPT, buffer_steps=KEPT)
     manager = manager_of(requests * 400, page_size=PAGE, rows=requests, kv_events=told)
     contexts = running(manager, Prompts(), [PAGE] * requests)
@@ -219,12 +225,15 @@ def loop(kind: str, requests: int, pause_ms: float, steps: int) -> tuple[list[fl
 
 
 def resident() -> float:
-    """MiB that this process has in memory."""
+    """The resident memory of this process, in MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
 def loops(requests: int, steps: int, rounds: int) -> list[Row]:
-    """A row for each subscriber and pause, of steps of several rounds, so that all meet the same machine."""
+    """A row for each subscriber and pause.
+
+    Their steps come from several alternating rounds, so that machine noise affects all rows.
+    """
     cases = [(kind, pause) for pause in PAUSES_MS for kind in SUBSCRIBERS]
     times: dict[tuple[str, float], list[float]] = {case: [] for case in cases}
     rest: dict[tuple[str, float], tuple[int | None, float]] = {}

@@ -1,7 +1,7 @@
 """What does it cost to evict a page, at any pool size?
 
-A reservation of n pages that have to be evicted, against one of n pages that hold nothing, on the same full pool
-(`pools.age`) and in turn; `evict` is the difference a page. The prompts are hashed beforehand, outside of the figures.
+It alternates between reserving n pages that must be evicted and n fresh pages, on the same full pool (`pools.age`).
+`evict` is the difference for each page. The prompts are hashed beforehand, outside of the figures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STATISTICS = (
 
 
 def hashed(manager: PagedKVCacheManager, prompts: Prompts, count: int) -> TextContext:
-    """A new prompt of `count` pages whose digests are on the context already: asking for a replica makes them."""
+    """A new prompt of `count` pages whose digests were already made, by asking for a replica."""
     context = TextContext(prompts.tokens(count * manager.page_size), manager.max_seq_len)
     manager.get_or_recommend_replica(context)
     manager.external_claim(context.request_id)
@@ -27,7 +27,7 @@ def hashed(manager: PagedKVCacheManager, prompts: Prompts, count: int) -> TextCo
 
 
 def pair(manager: PagedKVCacheManager, prompts: Prompts, count: int) -> tuple[float, float]:
-    """Microseconds of a reservation of `count` evicted pages, and of one of the same pages when they hold nothing."""
+    """Microseconds to reserve `count` pages by eviction, and to reserve the same pages when they are fresh."""
     evictor = hashed(manager, prompts, count)
     before = manager.metrics.evictions
     evicting = timed(manager.maybe_reserve, evictor)
@@ -36,13 +36,13 @@ def pair(manager: PagedKVCacheManager, prompts: Prompts, count: int) -> tuple[fl
     fresh = hashed(manager, prompts, count)
     reusing = timed(manager.maybe_reserve, fresh)
     expect(manager.metrics.evictions == before + count, "the second reservation evicts nothing")
-    compute(manager, fresh)  # published and released, they are idle again, the youngest of all
+    compute(manager, fresh)  # publishes and releases the pages, which are then the youngest idle ones
     manager.release(fresh.request_id)
     return evicting, reusing
 
 
 def measure(pages: int, counts: tuple[int, ...], repeats: int) -> list[Row]:
-    """The rows of one pool size."""
+    """The rows for one pool size."""
     manager, prompts = manager_of(pages), Prompts()
     age(manager, prompts)
     rows: list[Row] = []

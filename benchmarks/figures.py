@@ -1,9 +1,9 @@
-"""Makes every committed result again, one after another, and the tables of the pages: `make figures`.
+"""Remakes every committed result, one after another, and the tables in the docs: `make figures`.
 
-`python -m benchmarks.figures [--quick] [--only GROUP,GROUP] [--list]`. Times are those of two quiet cores. `--quick`
-tries every program with fewer sizes and repeats, writes to `benchmarks/out`, and leaves the pages as they are. A result
-is made from a tree with changes counts as old. `--list` also says what has changed since each result was made. Exit
-status 1 if a program failed: the results of the others are there all the same.
+`python -m benchmarks.figures [--quick] [--only GROUP,GROUP] [--list]`. The listed times are for two idle cores.
+`--quick` tries every program with fewer sizes and repeats, writes to `benchmarks/out`, and does not change the docs. A
+result from a tree with uncommitted changes counts as old. `--list` also says what has changed since each result was
+made. The exit status is 1 if a program failed; the other results are written nevertheless.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Step(NamedTuple):
     """One program.
 
     Attributes:
-        group: that it is asked for by.
+        group: the group that selects it.
         made: names of the results that it writes.
-        command: after the interpreter; `{folder}` is where results go.
-        seconds: how long it takes.
-        quick: its command where it is only tried, and how long that takes.
-        environment: whose interpreter runs it, below `.venvs`; the present one where empty.
+        command: arguments after the interpreter; `{folder}` stands for the folder of results.
+        seconds: its duration.
+        quick: the command of a quick trial, and its duration.
+        environment: the environment below `.venvs` whose interpreter runs it; empty for the present one.
     """
 
     group: str
@@ -111,7 +111,7 @@ GROUPS = tuple(dict.fromkeys(step.group for step in STEPS))
 
 
 def listed(steps: Sequence[Step], *, quick: bool) -> str:
-    """The steps, and how long each takes."""
+    """Lines that list the steps with their durations."""
     rows = [
         {
             "group": step.group,
@@ -130,7 +130,7 @@ def _changed_since(made: Sequence[str]) -> list[str]:
 
 
 def run(step: Step, folder: Path, *, quick: bool) -> bool:
-    """Run one; False: it failed."""
+    """Run one step. Returns False if it failed."""
     interpreter = ROOT / ".venvs" / step.environment / "bin" / "python" if step.environment else Path(sys.executable)
     if not interpreter.exists():
         progress(f"{' '.join(step.made)}: left out, for there is no {interpreter}: `make test-engines` makes it")
@@ -160,7 +160,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run, and write the tables."""
+    """Run the steps, and write the tables."""
     chosen = arguments()
     steps = [step for step in STEPS if step.group in chosen.only]
     print(listed(steps, quick=chosen.quick), flush=True)

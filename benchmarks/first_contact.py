@@ -1,8 +1,9 @@
 """What does the first request to an engine cost the reader's host, before its first byte moves?
 
-The engine has 64 layers, a tensor and a region each, of 100,000 pages: 51 GB of address space that nothing touches.
-connect is all of it: the metadata decoded and checked, sources and plans, the peer loaded into NIXL. pull is what the
-first pull of 2,048 pages then adds. No work is done for each page, so a hundredth of the pages costs the same.
+The engine has 64 layers of 100,000 pages, each layer with its own tensor and region: 51 GB of address space that
+nothing touches. `connect` is the whole contact: decoding and checking the metadata, choosing sources, making plans, and
+loading the peer into NIXL. `pull` is what the first pull of 2,048 pages then adds. No work depends on the number of
+pages, so a hundredth of the pages costs the same.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def ranks(engine_id: str, pages: int, tp: int, layers: int = LAYERS) -> Iterator
 
 
 def contact(pages: int, tp: int, repeats: int, layers: int = LAYERS) -> list[Row]:
-    """The rows of one size: a reader of one rank and a source of `tp`."""
+    """The rows for one size: a reader with one rank and a source with `tp`."""
     with ranks("p", pages, tp, layers) as source, ranks("d", pages, 1, layers) as (reader,):
         metadata = [rank.metadata for rank in source]
         mine = open_rank(reader.metadata)

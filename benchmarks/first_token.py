@@ -1,12 +1,12 @@
 """What does disaggregation add to the time to the first token, and where?
 
-`make first-token`: requests of the conversation trace, scaled down (`fleet_trace`), arrive at one rate, by a Poisson
-process of the seed, whether or not those before are done: at a prefill and a decode process, and at one process that
-runs the same loop alone; in turn, rounds of new processes each. Small Llama, pages over NIXL, torch on one thread.
-Prefill sends the first token at once; the second is the first that decode makes. All processes stamp with the machine's
-monotonic clock. In order:
+`make first-token`: requests of the scaled-down conversation trace (`fleet_trace`) arrive by a Poisson process, whether
+or not earlier ones are done. They go to a prefill and a decode process, or to one process that runs the same loop
+alone. The two ways alternate, in rounds with new processes. The model is the small Llama, pages go over NIXL, and torch
+has one thread. Prefill sends the first token at once, and decode makes the second. All processes use the machine's
+monotonic clock. The parts, in order:
 
-    asked         of the queue: from the arrival until the decode process has asked the prefill process
+    asked         a part of the queue: from the arrival until the decode process has asked the prefill process
     queue         from the arrival until prefill starts: the prompt has a row and pages, and runs
     prefill       until its last chunk has run, and the offer goes out
     hand-over     until the decode process has the offer, and sends the first token on
@@ -16,8 +16,8 @@ monotonic clock. In order:
     join          until the first step of decode is done
     second token  from the arrival until the client has it
 
-For one process the hand-over and the pull are not there, and `join` is the step after the prompt's last chunk.
-Percentiles of parts do not add up to those of their sum. `added` is the difference of the percentiles of both ways.
+With one process there are no hand-over and no pull, and `join` is the step after the prompt's last chunk. Percentiles
+of parts do not add up to those of their sum. `added` is the difference between the percentiles of the two ways.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MAX_REQUESTS = 16
 
 
 class Way(NamedTuple):
-    """One way to serve: the processes, by role, and what their program is told."""
+    """One way to serve: the roles of its processes, and the arguments of their program."""
 
     name: str
     roles: tuple[msg.Role, ...]
@@ -65,7 +65,7 @@ WAYS = (Way("disaggregated", ("prefill", "decode"), ()), Way("one process", ("de
 
 
 class Served(NamedTuple):
-    """One way's result: milliseconds of each part of each request, and the counters of its processes in the end."""
+    """The result of one way: milliseconds of each part of each request, and the final counters of its processes."""
 
     parts: dict[str, list[float]]
     stats: list[msg.Stats]
@@ -100,10 +100,10 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
 
 
 def serve(way: Way, requests: list[TraceRequest], times: list[float]) -> Served:
-    """Submit each request at its time, and see to it that all end.
+    """Submit each request at its time, and check that all end.
 
     Raises:
-        ServiceError: a process died, a request failed or was tried twice, or something is held in the end.
+        ServiceError: a process died, a request failed or was tried twice, or something is held at the end.
     """
     with tempfile.TemporaryDirectory(prefix="pagewire-first-") as folder:
         warm_up = synthetic_requests(_WARM_UP, seed=1)
@@ -129,16 +129,16 @@ def serve(way: Way, requests: list[TraceRequest], times: list[float]) -> Served:
 
 
 def hear_until(client: Client, at: float) -> None:
-    """Take in what comes until it is time."""
+    """Handle messages until it is time."""
     while (left := at - time.monotonic()) > 0:
         client.hear(min(left, 0.05))
 
 
 def check(asked: list[Asked], stamps: dict[str, list[Stamp]], stats: dict[str, msg.Stats]) -> None:
-    """What is measured is what was meant to be.
+    """Check that the run measured what it was meant to measure.
 
     Raises:
-        ServiceError: it is not.
+        ServiceError: the check failed.
     """
     failed = [f"{one.request_id}: {one.error}" for one in asked if one.finished not in ("eos", "length")]
     if failed:
@@ -150,7 +150,7 @@ def check(asked: list[Asked], stamps: dict[str, list[Stamp]], stats: dict[str, m
 
 
 def parts_of(one: Asked, stamps: list[Stamp]) -> dict[str, float]:
-    """Seconds of each part that the request had. One that wants a single token has no pull, and no second token."""
+    """Seconds of each part of a request. A request for a single token has no pull and no second token."""
     first_at = {(stamp.role, stamp.what): stamp.at for stamp in reversed(stamps)}
     sent = [stamp.at for stamp in stamps if stamp.what == "token"]
     begins = first_at["prefill", "leasing"]
@@ -175,7 +175,7 @@ def parts_of(one: Asked, stamps: list[Stamp]) -> dict[str, float]:
 
 
 def rows_of(ways: dict[str, Served]) -> list[Row]:
-    """A row for each part: p50 and p99 in milliseconds of both ways, and what disaggregation adds."""
+    """A row for each part: p50 and p99 of both ways in milliseconds, and what disaggregation adds."""
     two, one = (ways[way.name].parts for way in WAYS)
     rows: list[Row] = []
     for part in PARTS:
@@ -191,7 +191,7 @@ def rows_of(ways: dict[str, Served]) -> list[Row]:
 
 
 def counters(served: Served) -> Row:
-    """The figures of a way that are no times."""
+    """The figures of a way other than times."""
     prompt_tokens = sum(one.prompt_tokens for one in served.stats)
     return {
         "hit_rate": round(sum(one.cached_tokens for one in served.stats) / max(1, prompt_tokens), 4),
@@ -200,7 +200,10 @@ def counters(served: Served) -> Row:
 
 
 def measure(requests: list[TraceRequest], rate: float, seed: int, rounds: int) -> dict[str, Served]:
-    """Both ways in turn, with the same requests at the same times, a share of them in each round. Raises as `serve`."""
+    """Runs both ways alternately with the same requests at the same times, a share of them in each round.
+
+    Raises as `serve`.
+    """
     found = {way.name: Served({part: [] for part in PARTS}, []) for way in WAYS}
     for number in range(rounds):
         some = requests[number * len(requests) // rounds : (number + 1) * len(requests) // rounds]
@@ -216,7 +219,7 @@ def measure(requests: list[TraceRequest], rate: float, seed: int, rounds: int) -
 
 
 def main() -> int:
-    """Measure, print, and write; the exit status."""
+    """Measure, print, and write. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.first_token", description=__doc__)
     parser.add_argument("--requests", type=int, default=REQUESTS, help=f"of the trace ({REQUESTS})")
     parser.add_argument("--rate", type=float, default=RATE, help=f"requests that arrive in a second ({RATE})")

@@ -1,13 +1,12 @@
-"""Does a fleet serve a real trace right while its processes are killed and its requests cancelled?
+"""Does a fleet serve a real trace correctly while processes are killed and requests are cancelled?
 
-`make fleet`: two prefill and two decode processes, pages over NIXL, a small Llama, and 1,000 requests of the
-conversation trace, scaled down (`fleet_trace`), at most 32 at a time. Every tenth is cancelled, in a phase and a round
-of the seed: in the queue (nothing has run), in prefill, in the pull, in decode. After a third of the requests one
-prefill process is killed while it is busy, after two thirds one decode process, and each is started anew at once.
-
-A request must end with the tokens of the model's own greedy `generate`, or, where it is cancelled or fails, with a
-stated reason and tokens that are equal as far as they go. In the end no page may be held by any process. Exit status 0
-only then; 2 where there is no trace.
+`make fleet` runs two prefill and two decode processes with a small Llama and pages over NIXL. They serve 1,000 requests
+of the scaled-down conversation trace (`fleet_trace`), at most 32 at a time. Every tenth request is cancelled at a
+random time in the queue (nothing has run), in prefill, in the pull or in decode. After a third of the requests one busy
+prefill process is killed, and after two thirds one busy decode process. Each is restarted at once. A request must end
+with the tokens of the model's own greedy `generate`. If it is cancelled or fails, it must have a stated reason, and its
+tokens so far must be right. At the end no process may hold a page. Only then the exit status is 0; it is 2 if there is
+no trace.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ PROGRAM = (sys.executable, "-m", "benchmarks.fleet_worker")
 REQUESTS = 1000
 CONCURRENCY = 32
 CANCELLED = 0.1
-WINDOW_S = 10.0  # before and after a kill, in which silences are looked for
+WINDOW_S = 10.0  # seconds before and after a kill in which silences are measured
 _WHOLE = ("eos", "length")
-_ROUNDS = 8  # of its process that a cancellation may let pass
-_BUSY = 2  # open requests of a process that is worth killing
-_CACHE_BYTES = 64 << 20  # 2,048 pages: a tenth of those that the trace has
+_ROUNDS = 8  # most rounds of the process by which a cancellation may be delayed
+_BUSY = 2  # least open requests of a process to be killed
+_CACHE_BYTES = 64 << 20  # 2,048 pages, a tenth of the trace's pages
 
 
 class Killed(NamedTuple):
-    """A process that was killed, when, by `time.monotonic`, and the requests that it had open."""
+    """A killed process, the time of the kill by `time.monotonic`, and its open requests."""
 
     name: str
     at: float
@@ -55,7 +54,7 @@ class Killed(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a run left: requests, kills, counters of processes that live and of those that were killed, and stamps."""
+    """The result of a run: requests, kills, counters of living and of killed processes, and stamps."""
 
     asked: list[Asked]
     planned: int
@@ -90,23 +89,23 @@ def configs(requests: list[TraceRequest]) -> list[ServerConfig]:
 
 
 def plan_of(requests: list[TraceRequest], rng: random.Random) -> dict[str, Planned]:
-    """Which requests are cancelled, and where. One that wants a single token comes no further than prefill."""
+    """Chooses the requests to cancel, and where. A request for a single token comes no further than prefill."""
     chosen = rng.sample(range(len(requests)), round(CANCELLED * len(requests)))
     plan: dict[str, Planned] = {}
     for number in chosen:
         phases = PHASES[: 4 if requests[number].new > 2 else 3 if requests[number].new == 2 else 2]
         phase: Phase = rng.choice(phases)
-        # A pull is over after a round or two, and a decode phase after as many rounds as there are tokens.
+        # A pull takes one or two rounds, and a decode phase takes as many rounds as there are tokens.
         most = {"queue": _ROUNDS, "prefill": 2, "pull": 1, "decode": min(_ROUNDS, requests[number].new - 2)}[phase]
         plan[f"r{number}"] = Planned(phase, rng.randrange(max(1, most)))
     return plan
 
 
 def run(requests: list[TraceRequest], seed: int) -> Run:
-    """Serve the requests, with kills and cancellations of the seed.
+    """Serve the requests, with kills and cancellations chosen by the seed.
 
     Raises:
-        ServiceError: a process died that was not killed, or nothing goes on any more.
+        ServiceError: a process died that was not killed, or there is no progress any more.
     """
     rng = random.Random(seed)  # noqa: S311  (guards nothing)
     plan = plan_of(requests, rng)
@@ -132,7 +131,7 @@ def run(requests: list[TraceRequest], seed: int) -> Run:
 
 
 def kill_due(client: Client, due: list[tuple[int, str]], count: int) -> list[Killed]:
-    """Kill a process when so many requests have ended as `due` says, and it is busy, or a little later if it is not."""
+    """Kill a process when `due` requests have ended, or as soon afterwards as it is busy."""
     done = len(client.asked) - len(client.open)
     if not due or done < due[0][0]:
         return []
@@ -150,7 +149,7 @@ def kill_due(client: Client, due: list[tuple[int, str]], count: int) -> list[Kil
 
 
 def judge(model: Any, asked: list[Asked]) -> dict[str, str]:
-    """The outcome of each request by its id: "equal", as far as it goes; "tie", explained by rounding; or the fault."""
+    """The verdict on each request: "equal" (tokens so far are right), "tie" (explained by rounding), or the fault."""
     known: dict[TraceRequest, list[int]] = {}
     verdicts: dict[str, str] = {}
     for one in asked:
@@ -173,7 +172,7 @@ def judge(model: Any, asked: list[Asked]) -> dict[str, str]:
 def cancelled_in(stamps: list[Stamp]) -> str:
     """The phase in which a request was cancelled.
 
-    Its decode process may take a prefill for the queue: the prefill process knows better.
+    Its decode process may take a prefill for the queue, so the prefill process decides.
     """
     cancel = next(stamp for stamp in stamps if stamp.what.startswith("cancel "))
     phase = cancel.what.removeprefix("cancel ")
@@ -185,13 +184,13 @@ def cancelled_in(stamps: list[Stamp]) -> str:
 
 
 def longest_gap(times: list[float], start: float, end: float) -> float:
-    """Longest part of the time from start to end without any of the times; 0.0 where there is no such part."""
+    """The longest interval between start and end without any of the times; 0.0 if there is none."""
     marks = [start, *(at for at in sorted(times) if start < at < end), max(start, end)]
     return max(after - before for before, after in itertools.pairwise(marks))
 
 
 def longest_wait(asked: list[Asked], start: float, end: float) -> float:
-    """Longest time for which a request that was open between start and end had no token, in seconds."""
+    """The longest time without a token, in seconds, of a request that was open between start and end."""
     return max(
         (
             after - before
@@ -204,7 +203,7 @@ def longest_wait(asked: list[Asked], start: float, end: float) -> float:
 
 
 def silence_of(run: Run, kill: Killed) -> Row:
-    """How long nothing came after a kill, and, to compare, before it."""
+    """The longest silences after a kill and, for comparison, before it."""
     times = [at for one in run.asked for at in one.times]
     lost = [one for one in run.asked if one.error.startswith("decode process") and one.ended == kill.at]
     others = [one for one in run.asked if one not in lost]
@@ -223,7 +222,7 @@ def silence_of(run: Run, kill: Killed) -> Row:
 
 
 def attempts(stamps: list[Stamp]) -> int:
-    """How often a request was begun."""
+    """The number of attempts at a request."""
     return 1 + sum((stamp.role, stamp.what) == ("decode", "waiting") for stamp in stamps)
 
 
@@ -263,12 +262,12 @@ def figures(requests: list[TraceRequest], seed: int, run: Run, verdicts: dict[st
 
 
 def is_good(found: Row) -> bool:
-    """Whether all is as the module says."""
+    """Whether all conditions in the module's docstring hold."""
     return not (found["wrong"] or found["pages_held"] or found["open_requests"])
 
 
 def main() -> int:
-    """Run, print, and write; the exit status."""
+    """Run, print, and write. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
     parser.add_argument("--requests", type=int, default=REQUESTS, help=f"of the trace ({REQUESTS})")
     parser.add_argument("--seed", type=int, default=0, help="of the kills and cancellations (0)")

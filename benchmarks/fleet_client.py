@@ -1,4 +1,4 @@
-"""The client of a fleet of processes: what it asked for, of whom, and what came of it, and when."""
+"""The client of a fleet. It records its requests, their processes, and their results with times."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Asked:
 
     Attributes:
         request_id: its name.
-        request: what was asked for.
-        decode: the process that it was asked of.
-        submitted: when.
-        tokens: what came.
-        times: when each message of tokens came.
-        finished: why it ended; empty where it goes on.
-        error: what failed.
+        request: the request.
+        decode: the decode process that got it.
+        submitted: when it was submitted.
+        tokens: the tokens so far.
+        times: when each message with tokens arrived.
+        finished: why it ended; empty while it continues.
+        error: its error, if it failed.
         ended: when it ended.
     """
 
@@ -46,17 +46,17 @@ class Asked:
 
 
 class Client:
-    """Submits to decode processes, and hears from all. One thread calls it.
+    """Submits requests to decode processes, and receives messages from all. One thread calls it.
 
     Args:
-        fleet: entered: all of them serve.
+        fleet: an entered fleet, all of whose servers serve.
 
     Attributes:
         asked: every request by its id.
-        open: those that have not ended.
+        open: requests that have not ended.
         stats: the latest counters of each process.
-        lost_stats: the last counters of those that were killed.
-        started: when each process that was restarted served again.
+        lost_stats: the last counters of killed processes.
+        started: when each restarted process served again.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -71,7 +71,7 @@ class Client:
 
     @property
     def decodes(self) -> list[str]:
-        """The decode processes that serve."""
+        """The decode processes that serve now."""
         fleet = self.fleet
         return [name for name in fleet.running if fleet.role(name) == "decode" and name not in self._starting]
 
@@ -81,7 +81,10 @@ class Client:
         return not self._starting
 
     def submit(self, request_id: str, request: TraceRequest, at: float | None = None) -> None:
-        """Ask the decode process that has the fewest of our open requests. It arrived `at`; None: now."""
+        """Submit a request to the decode process with the fewest of our open requests.
+
+        It counts as arrived `at`; None means now.
+        """
         load = dict.fromkeys(self.decodes, 0)
         for one in self.open.values():
             if one.decode in load:
@@ -93,10 +96,11 @@ class Client:
         self.fleet.send(decode, submit)
 
     def hear(self, timeout_s: float) -> None:
-        """Take in what the processes say, waiting up to `timeout_s` for the first of it.
+        """Handle the processes' messages, waiting up to `timeout_s` seconds for the first one.
 
         Raises:
-            ServiceError: a process has died that nobody killed; or requests are open, and nothing came for two minutes.
+            ServiceError: a process has died without being killed here, or requests are open and nothing has come for
+                two minutes.
         """
         messages = self.fleet.receive(timeout_s)
         now = time.monotonic()
@@ -119,7 +123,7 @@ class Client:
     def _take(self, message: msg.Tokens, now: float) -> None:
         one = self.open.get(message.request_id)
         if one is None:
-            return  # of a process that was killed: what it had was given up
+            return  # a message of a killed process, whose requests were given up
         if message.tokens:
             one.tokens += message.tokens
             one.times.append(now)
@@ -128,9 +132,10 @@ class Client:
             del self.open[one.request_id]
 
     def kill(self, name: str) -> float:
-        """End a process as a crash would, and start it anew. What a decode process had has failed. When it was killed.
+        """Kill a process as a crash would, and restart it.
 
-        Its counters must be in `stats`: what it has done since they were taken is not counted.
+        Requests of a decode process fail. Returns the time of the kill. Its counters must be in `stats`; later work is
+        not counted.
         """
         self.lost_stats.append(self.stats.pop(name))
         self.fleet.kill(name)
@@ -143,10 +148,10 @@ class Client:
         return at
 
     def wait_until_whole(self) -> None:
-        """Until each process that was started anew serves.
+        """Wait until each restarted process serves.
 
         Raises:
-            ServiceError: one does not.
+            ServiceError: a process does not serve.
         """
         deadline = time.monotonic() + _START_S
         while self._starting:
@@ -155,10 +160,10 @@ class Client:
                 raise ServiceError(f"not ready after {_START_S:.0f} s: {', '.join(sorted(self._starting))}")
 
     def count(self, names: list[str]) -> None:
-        """Have the counters of these processes, as they are now, in `stats`.
+        """Get the current counters of these processes into `stats`.
 
         Raises:
-            ServiceError: one does not answer, or finds its pages in disorder.
+            ServiceError: a process does not answer, or finds an inconsistency in its pages.
         """
         for name in names:
             self.stats.pop(name, None)
@@ -170,7 +175,7 @@ class Client:
                 raise ServiceError(f"no counters after {_SETTLE_S:.0f} s from {', '.join(names)}")
 
     def settle(self) -> float:
-        """Seconds until nothing is held any more, or half a minute; `stats` says what is held then."""
+        """Wait until nothing is held, at most half a minute. Returns the seconds; `stats` then says what is held."""
         start = time.monotonic()
         while True:
             self.count(self.fleet.running)

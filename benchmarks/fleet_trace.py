@@ -1,8 +1,8 @@
-"""Requests of a public trace, scaled down to the small model: everything over 32.
+"""Requests of a public trace, scaled down to the small model by a factor of 32.
 
 A block of the trace, 512 tokens, becomes one page of 16. Its tokens are the first 16 bytes of the sha256 of its id, so
-that prompts which share blocks there share pages here, and no others. The last block is as full as it was: one token
-for each 32 begun; so is the output. Arrival times are not taken: the small model has a pace of its own.
+that prompts share pages here exactly if they share blocks there. The last block and the output have one token for each
+32 tokens begun. Arrival times are not used, because the small model has its own speed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TraceError(KVCacheError):
 
 
 class TraceRequest(NamedTuple):
-    """A request of the small model: its prompt, and how many tokens it wants."""
+    """A request to the small model: its prompt, and the number of tokens that it wants."""
 
     prompt: tuple[int, ...]
     new: int
@@ -43,7 +43,7 @@ def read_requests(path: Path, count: int) -> list[TraceRequest]:
     """The first `count` requests of a trace in the Mooncake format, scaled down.
 
     Raises:
-        TraceError: naming the file, the line, and what is wrong with it; or there are fewer requests.
+        TraceError: a line is wrong (the message names file, line and fault), or there are too few requests.
     """
     decoder, found = msgspec.json.Decoder(_Line), list[TraceRequest]()
     try:
@@ -66,7 +66,7 @@ def scaled(hash_ids: list[int], input_length: int, output_length: int) -> TraceR
     """One request of a trace, scaled down.
 
     Raises:
-        ValueError: the blocks do not make up the length.
+        ValueError: the blocks do not match the length.
     """
     if -(-input_length // BLOCK) != len(hash_ids):
         raise ValueError(f"{input_length} tokens are not {len(hash_ids)} blocks of {BLOCK}")
@@ -75,12 +75,12 @@ def scaled(hash_ids: list[int], input_length: int, output_length: int) -> TraceR
 
 
 def page_of(block: int) -> bytes:
-    """The tokens of a block: bytes, all of which the small model knows."""
+    """The tokens of a block: bytes, which the small model all knows."""
     return hashlib.sha256(str(block).encode()).digest()[:PAGE]
 
 
 def synthetic_requests(count: int, seed: int) -> list[TraceRequest]:
-    """Requests like those of a trace, for where there is none: conversations that begin alike and go on differently."""
+    """Synthetic requests in place of a trace: conversations with a common beginning that then diverge."""
     rng, found = random.Random(seed), list[TraceRequest]()  # noqa: S311  (guards nothing)
     for number in range(count):
         shared = rng.randrange(1, 8)
@@ -91,11 +91,11 @@ def synthetic_requests(count: int, seed: int) -> list[TraceRequest]:
 
 
 def ideal_hit_rate(requests: list[TraceRequest]) -> float:
-    """Share of the prompts' full pages that an infinite cache of one process would have had."""
+    """The share of the prompts' full pages that one process with an infinite cache would find."""
     seen, hits, pages = set[tuple[int, ...]](), 0, 0
     for request in requests:
         for end in range(PAGE, len(request.prompt) + 1, PAGE):
-            page = request.prompt[end - PAGE : end]  # its block names the whole prefix
+            page = request.prompt[end - PAGE : end]  # a block's id stands for the whole prefix
             hits, pages = hits + (page in seen), pages + 1
             seen.add(page)
     return hits / pages if pages else 0.0

@@ -1,10 +1,9 @@
-"""A worker that is watched: it stamps what becomes of each request, and cancels requests in the phases of a plan.
+"""A worker that writes a stamp for each event of a request, and cancels requests in planned phases.
 
-`python -m benchmarks.fleet_worker FOLDER [alone]`, started by `Fleet`. The folder holds the plan and takes the stamps.
-`alone`: a decode process that computes its prompts itself.
-
-A plan's cancellation does what a client's `Abort` does that arrives between two rounds of the decode process; sent from
-outside, hardly one would come in the few milliseconds of a pull.
+`Fleet` starts `python -m benchmarks.fleet_worker FOLDER [alone]`. The folder has the plan and gets the stamps. With
+`alone` the decode process computes its prompts itself. A planned cancellation has the effect of a client's `Abort` that
+arrives between two rounds of the decode process. Sent from outside, an `Abort` would rarely arrive in the few
+milliseconds of a pull.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ PHASES: tuple[Phase, ...] = ("queue", "prefill", "pull", "decode")
 
 
 class Stamp(msgspec.Struct, frozen=True, array_like=True):
-    """Something that happened to a request.
+    """An event of a request.
 
     Attributes:
         at: seconds of `time.monotonic`, which is the same clock in all processes of a host.
-        request_id: as the client calls it.
-        what: a phase that it went to (`requests`); "token" for a message of tokens to the client; "cancel PHASE".
-        role: of the process.
-        attempt: of the request; 0 where it is not known.
+        request_id: the client's id of the request.
+        what: the new phase (`requests`); "token" for a message with tokens to the client; or "cancel PHASE".
+        role: role of the process.
+        attempt: attempt at the request; 0 if it is not known.
     """
 
     at: float
@@ -55,11 +54,11 @@ class Stamp(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """A cancellation: in this phase, or in the first one after it that the request comes to.
+    """A cancellation in this phase, or in the first later phase that the request reaches.
 
     Attributes:
-        phase: where to cancel.
-        rounds: of the decode process to let pass first.
+        phase: the phase.
+        rounds: rounds of the decode process to wait first.
     """
 
     phase: Phase
@@ -67,12 +66,12 @@ class Planned(msgspec.Struct, frozen=True):
 
 
 def write_plan(folder: Path, plan: dict[str, Planned]) -> None:
-    """Leave a plan for the servers, by request id."""
+    """Write a plan for the servers, by request id."""
     (folder / PLAN).write_bytes(msgspec.json.encode(plan))
 
 
 def read_stamps(folder: Path) -> dict[str, list[Stamp]]:
-    """The stamps of all processes by request id, in the order of time."""
+    """The stamps of all processes by request id, in order of time."""
     decoder, found = msgspec.json.Decoder(Stamp), list[Stamp]()
     for path in folder.glob("*.stamps"):
         found += map(decoder.decode, path.read_bytes().splitlines())
@@ -83,9 +82,9 @@ def read_stamps(folder: Path) -> dict[str, list[Stamp]]:
 
 
 def stage(request: DecodeRequest) -> Phase:
-    """Where a request stands, as far as its decode process knows.
+    """The stage of a request, as far as its decode process knows.
 
-    It gets no message before the first chunk has run: until then it sees a queue.
+    That process gets no message before the first chunk has run, so until then it reports the queue.
     """
     if request.phase == "decoding":
         return "decode"
@@ -95,7 +94,7 @@ def stage(request: DecodeRequest) -> Phase:
 
 
 class _Notes:
-    """The stamps of this process. A line is one write, so that none is torn when the process is killed."""
+    """The stamps of this process. Each line is a single write, so that a kill cannot tear one."""
 
     def __init__(self, folder: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -107,13 +106,13 @@ class _Notes:
 
 
 class WatchedDecode(DecodeScheduler):
-    """Carries the plan out, and stamps what it cancels."""
+    """Carries out the plan, and stamps each cancellation."""
 
     notes: _Notes
     plan: dict[str, Planned]
 
     def poll(self) -> bool:
-        """Cancel what is due, then as ever."""
+        """Cancel the requests that are due, then poll as usual."""
         for request in [request for request in self._requests.values() if request.request_id in self.plan]:
             planned, now = self.plan[request.request_id], stage(request)
             if PHASES.index(now) < PHASES.index(planned.phase):
@@ -128,7 +127,7 @@ class WatchedDecode(DecodeScheduler):
 
 
 class Alone:
-    """In the place of a `DecodeScheduler`: the same loop in one process, which computes its prompts itself."""
+    """Replaces a `DecodeScheduler`: the same loop in one process, which computes its prompts itself."""
 
     notes: _Notes
 
@@ -153,7 +152,7 @@ class Alone:
             self.frontend.send(msg.Tokens(request_id=request_id, finished="cancelled"))
 
     def poll(self) -> bool:
-        """One step. Whether there was anything to do."""
+        """Run one step. Returns whether there was work."""
         self.frontend.flush()
         for output in self._loop.step():
             tokens = () if output.token is None else (output.token,)
@@ -163,22 +162,22 @@ class Alone:
         return self._loop.has_work
 
     def drain(self) -> None:
-        """End once nothing is left."""
+        """End once no request is left."""
         self.draining = True
 
     @property
     def open_requests(self) -> int:
-        """That run, or wait to."""
+        """Requests that run or wait."""
         return self._loop.num_running + self._loop.num_waiting
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do before somebody asks for it."""
+        """Whether there is nothing to do until a request arrives."""
         return not self._loop.has_work
 
     @property
     def has_drained(self) -> bool:
-        """Whether it drains and nothing is left."""
+        """Whether it drains and no request is left."""
         return self.draining and not self._loop.has_work
 
     def stats(self) -> msg.Stats:
@@ -197,7 +196,7 @@ class Alone:
 
 
 def stamped(move: Callable[..., None], notes: _Notes) -> Callable[..., None]:
-    """`TrackedRequest.move` that stamps where each request goes."""
+    """Wraps `TrackedRequest.move` to stamp each new phase."""
 
     def move_and_stamp(request: TrackedRequest, phase: str, *deadline: Any) -> None:
         move(request, phase, *deadline)
@@ -208,7 +207,7 @@ def stamped(move: Callable[..., None], notes: _Notes) -> Callable[..., None]:
 
 
 def stamped_tokens(send: Callable[..., None], notes: _Notes) -> Callable[..., None]:
-    """`FrontendQueue.send` that stamps each message of tokens."""
+    """Wraps `FrontendQueue.send` to stamp each message with tokens."""
 
     def stamp_and_send(frontend: FrontendQueue, message: msg.ToFrontend) -> None:
         if isinstance(message, msg.Tokens) and message.tokens:
@@ -219,7 +218,7 @@ def stamped_tokens(send: Callable[..., None], notes: _Notes) -> Callable[..., No
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one process, as `scheduler_adapters.service.server` does; the exit status."""
+    """Run one process, as `scheduler_adapters.service.server` does. Returns the exit status."""
     die_with_parent()
     folder = Path(arguments[0])
     notes, plan = _Notes(folder), folder / PLAN

@@ -1,7 +1,8 @@
-"""The parts that every benchmark shares: one pinned core, a warm-up, minima and medians, and where they were made.
+"""The parts that all benchmarks share.
 
-The garbage collector stays on: a collection that our calls cause is part of what they cost. The objects of the imports
-are frozen first, as servers do it, because that garbage is not ours.
+They pin a core, warm up, take minima and medians, and write a header. The garbage collector stays on, because a
+collection that our calls cause is a part of their cost. Objects of imported modules are frozen first, as servers do,
+because they are not part of that cost.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Row = dict[str, Any]
 HEADER = ("command", "commit", "uncommitted", "date", "statistics", "machine", "versions", "measures")
 """The keys that every result begins with."""
 MINIMA_AND_MEDIANS = "columns *_min and *_median: minimum and median of the n samples of a row"
-_LOAD_BEFORE = round(os.getloadavg()[0], 2)  # what this process adds is not meant
+_LOAD_BEFORE = round(os.getloadavg()[0], 2)  # read first, so that the load of this process is not included
 
 WARM_UP = 3
 CLOCK_VARIABLE = "BENCH_CLOCK"
@@ -40,8 +41,8 @@ POOL_SIZES = (10_000, 100_000, 1_000_000, 4_000_000)
 
 
 def pin() -> int:
-    """Keep this process on one core, the last one that it may use, and torch on one thread. Returns the core."""
-    # Small pools are meant here: the warning that a longest request would not fit says nothing new.
+    """Pin this process to the last core that it may use, and torch to one thread. Returns the core."""
+    # Pools are small on purpose, so the warning that a longest request would not fit is suppressed.
     logging.getLogger("pagewire").setLevel(logging.ERROR)
     core = max(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
@@ -50,20 +51,20 @@ def pin() -> int:
 
 
 def settle() -> None:
-    """Collect and freeze what is there, so that the samples to come pay for their own garbage only."""
+    """Collect and freeze all objects, so that the following samples pay only for their own garbage."""
     gc.collect()
     gc.freeze()
 
 
 def timed(measured: Callable[[Any], object], given: Any) -> float:
-    """Microseconds of one call."""
+    """Returns the microseconds of one call."""
     start = now()
     measured(given)
     return (now() - start) / 1e3
 
 
 def samples(repeats: int, prepare: Callable[[], Any], measured: Callable[[Any], object]) -> list[float]:
-    """Microseconds of `measured(prepare())`, the preparation not counted, `repeats` times after a warm-up."""
+    """Returns the microseconds of `measured(prepare())`, without the preparation, `repeats` times after a warm-up."""
     for _ in range(WARM_UP):
         measured(prepare())
     settle()
@@ -71,12 +72,12 @@ def samples(repeats: int, prepare: Callable[[], Any], measured: Callable[[Any], 
 
 
 def summary(times: Sequence[float]) -> Row:
-    """The columns of a sample: minimum and median in microseconds, and how many there were."""
+    """The columns for samples: minimum and median in microseconds, and their number."""
     return {"us_min": round(min(times), 2), "us_median": round(statistics.median(times), 2), "n": len(times)}
 
 
 def options(description: str | None) -> argparse.Namespace:
-    """The options of every benchmark."""
+    """Parses the options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, and how, where and of what")
@@ -84,12 +85,12 @@ def options(description: str | None) -> argparse.Namespace:
 
 
 def header(command: str, statistics: str = MINIMA_AND_MEDIANS, clock: str = "") -> Row:
-    """The header of every result: how, when, where and from which code it was made.
+    """The header of a result: how, when, where and from which code it was made.
 
     Args:
-        command: what makes it again.
-        statistics: which columns are minima, and which medians.
-        clock: `wall` or `cpu`, where the figures were not made by this process's clock.
+        command: the command that makes it again.
+        statistics: says which columns are minima and which are medians.
+        clock: `wall` or `cpu`, if the figures were not made with this process's clock.
     """
     changed = _git("status", "--porcelain", "--", *PACKAGES, "benchmarks/*.py")
     return {
@@ -108,7 +109,7 @@ def header(command: str, statistics: str = MINIMA_AND_MEDIANS, clock: str = "") 
 
 
 def machine() -> Row:
-    """Where the figures were made. `load` is that of the minute before this process started."""
+    """A description of the machine. `load` is that of the minute before this process started."""
     cpu = _cpuinfo("model name")
     return {
         "cpu": cpu or platform.machine(),
@@ -121,7 +122,7 @@ def machine() -> Row:
 
 
 def report(name: str, rows: Sequence[Row], chosen: argparse.Namespace, statistics: str = MINIMA_AND_MEDIANS) -> None:
-    """Print the rows as a table; write them as JSON where asked to."""
+    """Print the rows as a table, and write them as JSON if asked to."""
     print(f"\n{name}\n{table(rows)}", flush=True)
     if chosen.json:
         clock = f"{CLOCK_VARIABLE}=cpu " if now is time.thread_time_ns else ""
@@ -130,7 +131,7 @@ def report(name: str, rows: Sequence[Row], chosen: argparse.Namespace, statistic
 
 
 def write(path: Path, figures: Row) -> None:
-    """Write JSON with one row a line, so that two results compare line by line."""
+    """Write JSON with one row in each line, so that two results can be compared line by line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = [
         f" {json.dumps(key)}: "
@@ -141,7 +142,7 @@ def write(path: Path, figures: Row) -> None:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The rows in columns: words to the left, figures to the right."""
+    """Formats rows as a table, with words aligned left and figures right."""
     listed = list(rows)
     columns = list(dict.fromkeys(key for row in listed for key in row))
     cells = [columns, *([_cell(row.get(column)) for column in columns] for row in listed)]
@@ -157,14 +158,14 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def clock_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--clock` to what starts processes that measure; `os.environ[CLOCK_VARIABLE]` takes it to them."""
+    """Add `--clock` to a program that starts measuring processes. `os.environ[CLOCK_VARIABLE]` passes it to them."""
     parser.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: processor time, for a busy machine"
     )
 
 
 def progress(text: str) -> None:
-    """One line on the error stream: the tables go to the other."""
+    """Print a line to standard error, because tables go to standard output."""
     print(text, file=sys.stderr, flush=True)
 
 

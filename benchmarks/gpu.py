@@ -1,7 +1,8 @@
 """Kernels by page order, copies to the host tier and back, the loop, and pulls, all on a GPU.
 
-Kernels that are not installed are left out. A page order is timed as a decode step of one layer: 64 requests of 4,096
-tokens, bfloat16, 32 heads of 128 on 8 of keys and values, pages in random places among those of 8 layers.
+Kernels that are not installed are left out. For each page order the time of a decode step of one layer is measured: 64
+requests of 4,096 tokens in bfloat16, 32 query heads of 128 elements on 8 key/value heads, and pages at random places
+among those of 8 layers.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -35,7 +36,7 @@ _STATISTICS = "us_min and us_median: of n samples; gbps: bytes by the median; *_
 
 
 def of_device(work: Callable[[int], object], repeats: int = 30) -> Row:
-    """Microseconds of what `work` launches, by events."""
+    """Microseconds of the device work that `work` launches, by CUDA events."""
     for at in range(5):
         work(at)
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
@@ -51,7 +52,7 @@ def of_device(work: Callable[[int], object], repeats: int = 30) -> Row:
 
 
 class Decode:
-    """A pool of an order, and the tables of requests whose pages lie anywhere in it."""
+    """A pool with one page order, and the tables of requests whose pages lie anywhere in it."""
 
     def __init__(self, order: str, page_size: int) -> None:
         self.page_size = page_size
@@ -69,7 +70,7 @@ class Decode:
         self.output = torch.empty_like(self.query)
 
     def layer(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pages of keys and of values of a layer: another one each time."""
+        """The key and value pages of a layer; a different layer each time."""
         return self.blocks[:, 0, at % LAYERS], self.blocks[:, 1, at % LAYERS]
 
 
@@ -105,7 +106,7 @@ def flash_infer(batch: Decode) -> Callable[[int], object]:
 
 
 def flash_infer_tensor_cores(batch: Decode) -> Callable[[int], object]:
-    """The same with its kernel for prompts, which uses tensor cores."""
+    """FlashInfer's kernel for prompts, which uses tensor cores."""
     return _flash_infer(batch, tensor_cores=True)
 
 
@@ -134,7 +135,7 @@ def vllm_triton(batch: Decode) -> Callable[[int], object]:
 
 
 def sglang_triton(batch: Decode) -> Callable[[int], object]:
-    """SGLang's Triton kernel for decoding, with 8 parts of a context."""
+    """SGLang's Triton kernel for decoding, with 8 splits of a context."""
     from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
 
     keys, _ = batch.layer(0)
@@ -172,7 +173,7 @@ KERNELS = (flash_attention, flash_infer, flash_infer_tensor_cores, vllm_triton, 
 
 
 def kernels() -> Iterator[Row]:
-    """A row for each kernel, page size and page order, and one for a plain copy of as many bytes."""
+    """A row for each kernel, page size and page order, and one for a plain copy of the same number of bytes."""
     pair = [torch.randn(KV_BYTES // 4, device="cuda") for _ in range(2)]
     time_of = of_device(lambda _: pair[0].copy_(pair[1]))
     yield {"case": "kernel", "kernel": "copy", **time_of, "gbps": round(2 * KV_BYTES / time_of["us_median"] / 1e3)}
@@ -196,7 +197,7 @@ def kernels() -> Iterator[Row]:
 
 
 def copies() -> Iterator[Row]:
-    """Pages to pinned slots and back: one run of slots, or slots in any order; and one copy of as many bytes."""
+    """Copies of pages to pinned slots and back, with consecutive or shuffled slots, and a plain copy."""
     for kib, count in ((32, 256), (128, 256), (2048, 1), (2048, 16), (2048, 256)):
         for way, by, call in _calls(kib, count):
             whole, of_thread = list[float](), list[float]()
@@ -235,7 +236,10 @@ def _calls(kib: int, count: int) -> Iterator[tuple[str, str, Callable[[], object
 
 
 def loop() -> Iterator[Row]:
-    """The host's part of a decode step, pages on the CPU and on the GPU; `idle`: what it launched is over each time."""
+    """The host's part of a decode step with pages on the CPU and on the GPU.
+
+    `idle` waits for the launched work after each step.
+    """
     for device in ("cpu", "cuda"):
         for count in (1, 64, 256, 1024):
             params = KVCacheParams(torch.bfloat16, 1, 8, enable_prefix_caching=True, page_size=16)
@@ -277,7 +281,7 @@ def _steps(manager: PagedKVCacheManager, batch: Any, tokens: np.ndarray, *, ahea
 
 
 class Launch:
-    """A step that runs: its tokens, and the event behind it."""
+    """A running step: its tokens, and the event after it."""
 
     def __init__(self, tokens: torch.Tensor, count: int) -> None:
         self._tokens, self._count = tokens, count
@@ -291,9 +295,9 @@ class Launch:
 
 
 class Weights:
-    """A stand-in of a model that reads its weights once a step, and writes its KV through the tables it is given.
+    """A substitute for a model that reads its weights once in each step, and writes its KV through the given tables.
 
-    A graph is captured for each table that it meets: a set of `fetch_ahead`, or the one of `fetch`.
+    A graph is captured for each set of tables that it sees: several from `fetch_ahead`, one from `fetch`.
     """
 
     eos_token_ids = frozenset[int]()
@@ -308,7 +312,7 @@ class Weights:
         self._host = torch.zeros(batch, dtype=torch.int64).pin_memory()
 
     def run(self, batch: Sequence[RunTokens], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
-        """One token for each."""
+        """Returns one token for each request."""
         return self.launch([(batch, inputs)]).result()
 
     def launch(self, batches: Sequence[RunBatch]) -> Launch:
@@ -346,7 +350,10 @@ class Weights:
 
 
 def overlap() -> Iterator[Row]:
-    """A `ServingLoop` and an `OverlappedLoop` over a model that reads 15 GiB of weights a step, as 8B in bfloat16."""
+    """A `ServingLoop` and an `OverlappedLoop` over a model that reads 15 GiB of weights in each step.
+
+    That is an 8B model in bfloat16.
+    """
     for count, gib in ((64, 15.0), (256, 15.0), (256, 2.0)):
         model = Weights(count, gib, 64)
         found: Row = {"case": "overlap", "batch": count, "weights_gib": gib}
@@ -379,7 +386,7 @@ def overlap() -> Iterator[Row]:
 
 
 def pulls() -> Iterator[Row]:
-    """Hand-overs between two processes, from the import to its commit; the first contact is not counted."""
+    """Hand-overs between two processes, from the import to its commit, without the first contact."""
     for device, order, repeats in (("cuda", "same", 5), ("cpu", "same", 5), ("cuda", "other", 2)):
         sizes = (1, 16, 256, 2048) if order == "same" else (1, 16, 256)
         counts = [8, *[count for count in sizes for _ in range(repeats)]]

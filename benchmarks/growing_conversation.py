@@ -1,10 +1,10 @@
 """What does a conversation's next turn cost, as the conversation grows?
 
-A turn adds 256 tokens: 16 pages. kept: the same context goes on (a session that stays open). hasher kept: a new
-request, whose context takes over the page hashes of the one before. new: a new request that brings nothing along, as
-over HTTP: all of its tokens have to be hashed again, for only its hashes say what is cached. In these three the context
-is there, and reserving is timed. new, from a list: as `new`, from the list of integers on that a tokenizer gives: the
-context is made and claimed, too.
+A turn adds 256 tokens, or 16 pages. kept: the same context continues, as in an open session. hasher kept: a new request
+whose context takes over the previous page hashes. new: a new request without any state, as over HTTP. All of its tokens
+must be hashed again, because only its hashes show what is cached. In these three cases the context exists, and only the
+reservation is timed. new, from a list: like `new`, but starting from a tokenizer's list of integers, so that making and
+claiming the context is also timed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAGE = 16
 
 
 class Conversation:
-    """A conversation of `length` tokens, all of them computed and published, that is brought to its next turn."""
+    """A conversation of `length` computed and published tokens, and its next turn."""
 
     def __init__(self, length: int, algorithm: str) -> None:
         self.manager: PagedKVCacheManager = manager_of(1 << 15, algorithm=algorithm)
@@ -29,39 +29,39 @@ class Conversation:
         self.context = self.started()
 
     def started(self) -> TextContext:
-        """A request that has run the whole history."""
+        """Returns a request that has run the whole history."""
         context = claimed(self.manager, self.history)
         reserve(self.manager, context)
         compute(self.manager, context)
         return context
 
     def kept(self) -> TextContext:
-        """The same context, `TURN` tokens longer."""
+        """Returns the same context, `TURN` tokens longer."""
         self.manager.release(self.context.request_id)
         self.context = self.started()
-        reserve(self.manager, self.context)  # a page for the token that the model gave, as a decode step does
+        reserve(self.manager, self.context)  # reserves a page for the model's token, as a decode step does
         context, end = self.context, self.context.end_idx
         context.append(self.prompts.tokens(TURN), context.start_idx, end + TURN)
         return context
 
     def next_request(self) -> TextContext:
-        """A new request: the history and `TURN` tokens more."""
+        """Returns a new request with the history and `TURN` more tokens."""
         self.manager.release(self.context.request_id)
         self.context = claimed(self.manager, np.concatenate((self.history, self.prompts.tokens(TURN))))
         return self.context
 
     def next_list(self) -> list[int]:
-        """The tokens of a new request as a list: the history and `TURN` tokens more."""
+        """Returns the tokens of a new request as a list: the history and `TURN` more tokens."""
         self.manager.release(self.context.request_id)
         return np.concatenate((self.history, self.prompts.tokens(TURN))).tolist()
 
     def reserve_list(self, tokens: list[int]) -> None:
-        """From a list of tokens to pages."""
+        """Makes, claims and reserves a request from a list of tokens."""
         self.context = claimed(self.manager, tokens)
         reserve(self.manager, self.context)
 
     def with_hasher(self) -> TextContext:
-        """As `next_request`; it takes over the hasher of a request that ran the history."""
+        """Like `next_request`, but with the hasher of a request that has run the history."""
         before = claimed(self.manager, self.history)
         reserve(self.manager, before)
         self.manager.release(before.request_id)
@@ -71,7 +71,7 @@ class Conversation:
 
 
 def measure(length: int, algorithm: str, repeats: int) -> list[Row]:
-    """The rows of one length."""
+    """The rows for one length."""
     rows: list[Row] = []
     for case in ("kept", "hasher kept", "new", "new, from a list"):
         talk = Conversation(length, algorithm)

@@ -1,11 +1,11 @@
-"""What do calls of the manager and of a serving loop cost as there is more of what they are about?
+"""How does the cost of manager and loop calls grow with the number of requests, replicas and pages?
 
-batch: a decode step of so many requests of 1,024 tokens, pages of 16; the mean over a page's worth of steps, in which
-each request crosses a page once. replicas: a decode step of 64 requests spread over so many replicas, and the choice of
-a replica for a prompt of 4,096 tokens that none has seen, its hash included. pool: on a full pool of so many pages the
-decode step of 64 requests, and the reservation of 4,096 tokens that were evicted for it, or are found. waiting: a step
-of 64 requests with so many more in the queue, and to add and abort one (`benchmarks.waiting`).
-`benchmarks.growth_transfer` does the same for pulls, and `python -m benchmarks.plots` draws both on one page.
+batch: a decode step over a growing number of requests of 1,024 tokens, with pages of 16. It is the mean over 16 steps,
+in which each request needs one new page. replicas: a decode step of 64 requests over a growing number of replicas, and
+the choice of a replica for a new prompt of 4,096 tokens, including its hash. pool: with a growing full pool, the decode
+step of 64 requests, and the reservation of 4,096 tokens by eviction or by hits. waiting: a step of 64 requests with a
+growing queue, and adding and aborting one request (`benchmarks.waiting`). `benchmarks.growth_transfer` does the same
+for pulls, and `python -m benchmarks.plots` draws both on one page.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STATISTICS = (
 
 
 def steps(step: Callable[[], None], repeats: int) -> Row:
-    """A sample is the mean of a page's worth of steps."""
+    """Samples of `step`. Each is the mean over as many steps as a page has tokens."""
 
     def page_of_steps(_: None) -> None:
         for _ in range(PAGE):
@@ -42,20 +42,20 @@ def steps(step: Callable[[], None], repeats: int) -> Row:
 
 
 def row(along: str, size: int, call: str, found: Row) -> Row:
-    """A point of a curve."""
+    """A row: one point of a curve."""
     return {"along": along, "size": size, "call": call, **found}
 
 
 def by_batch(size: int, repeats: int) -> Iterator[Row]:
-    """A decode step of so many requests."""
+    """A decode step of `size` requests."""
     manager, contexts = begun(size, PAGE, (repeats + 4) * PAGE, full=False)
     yield row("batch", size, "step", steps(bound(manager, contexts), repeats))
 
 
 def by_replicas(count: int, repeats: int) -> Iterator[Row]:
-    """A decode step of 64 requests over so many replicas, and the choice among them."""
+    """A decode step of 64 requests over `count` replicas, and the choice of a replica."""
     prompts = Prompts()
-    # Each replica has room for all, and twice over for the prompt to place.
+    # Each replica has room for all requests, and twice the room for the prompt to place.
     pages = RUNNING * (PROMPT // PAGE + repeats + 6) + 2 * PROMPT_TOKENS // PAGE
     manager = manager_of_replicas(count, pages, "sha256", RUNNING)
     contexts = [TextContext(prompts.tokens(PROMPT + at % PAGE), LONGEST) for at in range(RUNNING)]
@@ -74,26 +74,26 @@ def by_replicas(count: int, repeats: int) -> Iterator[Row]:
 
 
 def by_pool(pages: int, repeats: int) -> Iterator[Row]:
-    """A full pool of so many pages."""
+    """Calls on a full pool of `pages` pages."""
     manager = manager_of(pages, page_size=PAGE, rows=2 * RUNNING)
     bench = Bench(manager, PROMPT_TOKENS, repeats)
     age(manager, bench.prompts)
     yield row("pool", pages, "reserve, evicting", bench.evicting())
     yield row("pool", pages, "reserve, cached", bench.warm())
-    # As many tokens as fit the smallest of these pools, beside what is idle.
+    # The most tokens that fit into the smallest of these pools next to idle pages.
     contexts = running(manager, bench.prompts, [PROMPT + at % PAGE for at in range(RUNNING)])
     yield row("pool", pages, "step", steps(bound(manager, contexts), min(repeats, 30)))
 
 
 def by_queue(count: int, repeats: int) -> Iterator[Row]:
-    """So many requests wait."""
+    """Calls while `count` requests wait."""
     for one in waiting.measure(count, repeats):
         call = one["call"]
         yield row("waiting", count, call, {key: one[key] for key in ("us_min", "us_median", "n")})
 
 
 def measure(sizes: Sequence[tuple[Callable[[int, int], Iterator[Row]], Sequence[int], int]]) -> list[Row]:
-    """The rows of each of these curves: what is measured, how large, how often."""
+    """The rows of these curves, given as measurement, sizes and repeats."""
     return [found for curve, many, repeats in sizes for size in many for found in curve(size, repeats)]
 
 

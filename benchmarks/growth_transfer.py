@@ -1,12 +1,12 @@
-"""What do pulls cost as there is more of what they are about: pages, regions, sources?
+"""How does the cost of pulls grow with the number of pages, regions and sources?
 
-pages: a pull of so many pages of 16 KiB, anywhere in both pools, between two processes. regions: a pull of 16 pages of
-so many layers, a tensor and a region each with 16 KiB of a page; and the first contact with such an engine without the
-pages (`benchmarks.first_contact`). Beside both `process_vm_readv` of the same runs: the work. peers: a process that
-knows so many sources, each an engine with an agent and a handshake of its own; all live in one other process. There
-`contact` is the first pull of a page from one more source, `pull` one from a source that is known, `poll` a poll of a
-process that reads nothing, and `poll, pulls open` one where of each source a pull waits for its pages. `mib` is what a
-source takes of the reader's memory. Times are wall time.
+pages: a pull of a growing number of 16 KiB pages, anywhere in both pools, between two processes. regions: a pull of 16
+pages with a growing number of layers, each with its own tensor and region, and 16 KiB in each page. It also times the
+first contact with such an engine (`benchmarks.first_contact`). For both, `process_vm_readv` of the same runs is the
+reference. peers: a process that knows a growing number of sources, each an engine with its own agent and handshake
+server. All sources live in one other process. `contact` is the first pull of a page from one more source, `pull` is a
+pull from a known source, and `poll` is a poll of a process that reads nothing. `poll, pulls open` is a poll while a
+pull from each source waits for its pages. `mib` is the reader's memory for each source. Times are wall time.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ REGIONS = (1, 2, 8, 32, 128, 512)
 PEERS = (1, 4, 16, 64, 256)
 _PAGE_BYTES = 16 * KIB
 _READ = 16  # pages
-_POOL = 64  # pages of each of many sources, and of who reads from them
-_NEEDED_MIB = 64  # of memory for a source and what a reader makes for it, with room to spare
+_POOL = 64  # pages of each of many sources, and of their reader
+_NEEDED_MIB = 64  # memory for a source and for the reader's part of it, with a margin
 _TIMEOUT_S = 120.0
 
 
@@ -56,12 +56,12 @@ def row(along: str, size: int, call: str, found: Row) -> Row:
 
 
 def by_pages(count: int, budget_s: float) -> Iterator[Row]:
-    """A pull of so many pages."""
+    """A pull of `count` pages."""
     yield from _pulls("pages", count, Case("equal", "head-major", _PAGE_BYTES, count), budget_s)
 
 
 def by_regions(count: int, budget_s: float) -> Iterator[Row]:
-    """A pull of 16 pages of so many layers, and the first contact."""
+    """A pull of 16 pages with `count` layers, and the first contact."""
     yield from _pulls("regions", count, Case("equal", "a tensor a layer", count * _PAGE_BYTES, _READ), budget_s)
     for one in first_contact.contact(first_contact.PULLED, 1, 10, count):
         if one["operation"] == "connect":
@@ -77,17 +77,17 @@ def _pulls(along: str, count: int, case: Case, budget_s: float) -> Iterator[Row]
 
 
 class Sources(NamedTuple):
-    """Many sources in one process, which makes more when it is told to."""
+    """Many sources in one process, which makes more on request."""
 
     pipe: Connection
     process: Any
 
     def more(self, count: int) -> list[str]:
-        """So many in all: the addresses of the new ones."""
+        """Makes sources until there are `count`. Returns the addresses of the new ones."""
         return self._asked(("make", count))
 
     def leases(self, numbers: Sequence[int]) -> list[LeaseRef]:
-        """A lease of each of these; all that were given before must have been read."""
+        """Returns a lease of each of these sources. All earlier leases must have been read."""
         return self._asked(("lease", numbers))
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class Sources(NamedTuple):
 
 
 def start_sources() -> Sources:
-    """The process of the sources, none made yet."""
+    """Starts the process of the sources, without any source yet."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_main, args=(theirs,), daemon=True)
@@ -127,7 +127,7 @@ def _main(pipe: Connection) -> None:
                 while replica.events:
                     if isinstance(replica.events.popleft(), LeaseOver):
                         standing.discard(number)
-            if standing or not pipe.poll(0.5):  # the slot of a lease is free once that is over
+            if standing or not pipe.poll(0.5):  # the slot of a lease becomes free when the lease is over
                 continue
             try:
                 what, given = pipe.recv()
@@ -149,11 +149,11 @@ def _main(pipe: Connection) -> None:
 
 
 class Peers:
-    """A reader, and the sources that it knows."""
+    """A reader and its known sources."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
-        self._engine = make(_spec("reader"))  # its memory lives as long as it does
+        self._engine = make(_spec("reader"))  # the engine is kept because it owns its memory
         self._replica: ReplicaTransfer = self._engine.replica
         self._addresses: list[str] = []
         self._pulls = 0
@@ -186,7 +186,7 @@ class Peers:
         return times
 
     def measure(self, count: int, repeats: int) -> Iterator[Row]:
-        """The rows of so many sources; what is new of them is met first."""
+        """The rows for `count` sources, after contacting the new ones."""
         known, before = len(self._addresses), _resident()
         self._addresses += self._sources.more(count)
         new = range(known, count)
@@ -199,7 +199,7 @@ class Peers:
         read = np.random.default_rng(0).integers(count, size=repeats).tolist()
         times = [self._pull(number, self._sources.leases([number])[0]) for number in read]
         yield row("peers", count, "pull", summary(times))
-        for number in range(count):  # of a lease that nobody has offered: nothing is read under it
+        for number in range(count):  # pulls under a lease that does not exist, so nothing is read
             self._replica.pull(f"open {number}", self._source(number, LeaseRef(new_lease_id(), 0, 600.0)), _TIMEOUT_S)
         polls = self._polls(max(repeats, 100))
         expect(not self._replica.events, "all pulls are open")
@@ -211,7 +211,7 @@ class Peers:
 
 
 def by_peers(counts: Sequence[int], repeats: int) -> Iterator[Row]:
-    """A reader that knows more and more sources."""
+    """A reader with a growing number of known sources."""
     with ExitStack() as stack:
         sources = start_sources()
         stack.callback(sources.close)

@@ -1,9 +1,10 @@
 """How long after a prompt's last chunk does decode run its first step, with and without pulling chunk by chunk?
 
-One prefill process, and two decode processes that are asked in turn: one pulls pages while the rest of the prompt runs,
-one when all of it has run. Every prompt is new, so nothing is cached. The clock is the machine's, the same in every
-process. Prefill is pinned to the first core, decode to the last. Columns, in milliseconds: `handover` from the end of
-the model's run of the last chunk to the start of decode's first step; `prefill` from the start of the first chunk.
+There are one prefill process and two decode processes, which are asked alternately. One pulls pages while the rest of
+the prompt runs, the other after all of it has run. Every prompt is new, so nothing is cached. All processes use the
+machine's monotonic clock. Prefill is pinned to the first core, decode to the last. Columns, in milliseconds: `handover`
+from the end of the model's run of the last chunk to the start of decode's first step; `prefill` from the start of the
+first chunk.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MODELS = {"small": {}, "wide": {"num_key_value_heads": 8, "num_attention_heads":
 
 
 class TimedLoop(ServingLoop):
-    """Says when each request first ran, and when it last did or joined."""
+    """A loop that records when each request first ran, and when it last ran or joined."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -50,12 +51,15 @@ class TimedLoop(ServingLoop):
         self._joined: set[str] = set()
 
     def adopt(self, request: Request, context: TextContext) -> None:
-        """Remembers whom to time."""
+        """Adopts a request and remembers to time it."""
         super().adopt(request, context)
         self._joined.add(request.request_id)
 
     def step(self) -> list[Output]:
-        """Stamps the step's start for what has joined, its start and end for what runs here from its first token."""
+        """Runs a step. Records its start for requests that have joined.
+
+        For requests that run here from their first token, records start and end.
+        """
         before = time.perf_counter()
         for request_id in self._joined:
             self.times[request_id] = [before]
@@ -88,10 +92,10 @@ def wide_model() -> Any:
 
 
 def prefill_process(kind: str, at: str, pipe: Connection) -> None:
-    """Serves until told to stop; answers each other message with the times since the last."""
+    """Serves until told to stop. Answers each other message with the times since the last one."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     context: Any = zmq.Context()
-    context.linger = 0  # on every socket: the end does not wait for messages that a dead peer has not taken
+    context.linger = 0  # applies to every socket, so that the end does not wait for messages to a dead peer
     loop, exchange = make(kind, "p", at)
     scheduler = PrefillScheduler("p", loop, exchange, bind_router(context, f"ipc://{at}/p"))
     pipe.send("ready")
@@ -107,10 +111,10 @@ def prefill_process(kind: str, at: str, pipe: Connection) -> None:
 
 
 def decode_process(kind: str, at: str, name: str, pipe: Connection) -> None:
-    """Serves the prompts that come, one at a time; answers with the time of the first step."""
+    """Serves prompts one at a time. Answers each with the time of the first step."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     context: Any = zmq.Context()
-    context.linger = 0  # on every socket: the end does not wait for messages that a dead peer has not taken
+    context.linger = 0  # applies to every socket, so that the end does not wait for messages to a dead peer
     loop, exchange = make(kind, name, at)
     client, frontend = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     client.bind(f"inproc://{name}")
@@ -146,7 +150,7 @@ def measure(kind: str, lengths: list[int], repeats: int) -> list[Row]:
             )
             processes.append(spawn.Process(target=target, args=args, daemon=True))
             processes[-1].start()
-            theirs.close()  # else a process that dies is waited for without end
+            theirs.close()  # otherwise the parent would wait for a dead process for ever
         for pipe in pipes.values():
             pipe.recv()
         for tokens in lengths:
@@ -163,7 +167,7 @@ def measure(kind: str, lengths: list[int], repeats: int) -> list[Row]:
 
 
 def one(prefill: Connection, decode: Connection, prompt: tuple[int, ...]) -> tuple[float, float]:
-    """Milliseconds of the hand-over and of the prefill of one prompt."""
+    """Serves one prompt. Returns the milliseconds of its hand-over and its prefill."""
     decode.send(prompt)
     first_step = decode.recv()
     if isinstance(first_step, str):

@@ -1,15 +1,14 @@
 """What does the digest of a page cost, with SHA instructions and without them?
 
-prompt: all pages of a prompt that nobody has seen, by `PrefixHasher`. step: one new page of each of 64 requests, as a
-decode step hashes them; each has 4,096 tokens before it. Figures are for a page. `without` is a process whose OpenSSL
-is told that the processor has no SHA instructions (`OPENSSL_ia32cap`); it is left out where that cannot be said.
-
-A function that is no `hash_algorithm` is a candidate, in the same loop. `sha256, hashlib` is sha256 where `chained.c`
-is not compiled. `keyed polynomial` is a universal hash: the tokens are the coefficients of a polynomial, its value at a
-secret place modulo 2**127 - 1 is the digest, which no page size changes. numpy does all pages of a prompt, or of a
-step, at once. A peer that sees digests can solve them for the key, and ours are told to routers and peers. To hide them
-would cost another hash a page. `blake3, one call` is the bytes of a prompt without a digest for each page, which no
-package computes: what hashing alone takes with all the width of the processor.
+prompt: all pages of a new prompt, by `PrefixHasher`. step: one new page of each of 64 requests, as hashed in a decode
+step, after 4,096 earlier tokens. Figures are for one page. `without` runs in a process whose OpenSSL is told that the
+processor has no SHA instructions (`OPENSSL_ia32cap`). It is left out if that is impossible. A function that is no
+`hash_algorithm` is a candidate, measured in the same loop. `sha256, hashlib` is sha256 without the compiled
+`chained.c`. `keyed polynomial` is a universal hash: the tokens are the coefficients of a polynomial, and the digest is
+its value at a secret point modulo 2**127 - 1, independent of the page size. numpy computes all pages of a prompt, or of
+a step, at once. A peer that sees digests can compute the key from them, and ours are sent to routers and peers. Hiding
+them would cost another hash for each page. `blake3, one call` hashes a whole prompt without a digest for each page. It
+shows the cost of hashing alone with the processor's full vector width.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ CANDIDATES: dict[str, Callable[[], Any]] = {
     "blake2b": lambda: hashlib.blake2b(digest_size=32),
     "sha256, hashlib": hashlib.sha256,
 }
-_LIMBS = 8  # of 16 bits: their products with half a token, summed over a page, are exact in a float64
-_WITHOUT = {"OPENSSL_ia32cap": ":~0x20000000"}  # bit 29 of EBX of leaf 7 says that there are SHA instructions
+_LIMBS = 8  # limbs of 16 bits: their products with half a token, summed over a page, are exact in a float64
+_WITHOUT = {"OPENSSL_ia32cap": ":~0x20000000"}  # bit 29 of EBX of CPUID leaf 7 stands for SHA instructions
 _CHILD = "import json; from benchmarks.hashing import measure; print(json.dumps(measure({lengths}, {repeats})))"
 _STATISTICS = "columns us_min and us_median: minimum and median of the n samples of a row, for one page"
 
@@ -67,7 +66,7 @@ class KeyedPolynomial:
         return [int.from_bytes(one, "little") for one in spread.view(f"V{2 * _LIMBS + 4}").ravel().tolist()]
 
     def chained(self, before: int, value: int) -> int:
-        """The digest of a prefix and the page behind it."""
+        """The digest of a prefix and the page after it."""
         return (before * self._step + value) % PRIME
 
     def prompt(self, tokens: NDArray[np.int32]) -> list[bytes]:
@@ -85,7 +84,7 @@ class KeyedPolynomial:
 
 
 def hasher(name: str, page_size: int) -> PrefixHasher:
-    """One of ours, or a candidate in its place."""
+    """Returns one of our hashers, or a candidate."""
     known = next((one for one in usable_hashes() if one == name), None)
     made = PrefixHasher(known or "sha256", page_size, None)
     if known is None:
@@ -122,7 +121,7 @@ def _step(page: int, prompts: Prompts, repeats: int) -> dict[str, list[float]]:
 
 
 def measure(lengths: Sequence[int], repeats: int) -> list[Row]:
-    """The rows of this process."""
+    """The rows for this process."""
     pin()
     prompts, rows = Prompts(), list[Row]()
     for page in (16, 128):

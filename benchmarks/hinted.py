@@ -1,8 +1,8 @@
 """What do retention hints cost the host, at any pool size?
 
-On a full pool (`pools.age`), with no hint ever given and with a hint on every request, each prompt of 256 pages:
-reserve, with every page evicted, and release. The prompts are hashed beforehand. first: the release that brings the
-first hint, which is looked for in the whole pool once in a manager's life, in milliseconds.
+On a full pool (`pools.age`), prompts of 256 pages are reserved, with every page evicted, and released: without any
+hint, and with a hint on every request. The prompts are hashed beforehand. first: the release with the first hint, in
+milliseconds. It searches the whole pool, once in a manager's life.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _PAGES = 256
 
 
 def sampled(manager: PagedKVCacheManager, prompts: Prompts, repeats: int, *, hinted: bool) -> tuple[Row, Row]:
-    """Reserve and release of prompts that nobody has seen; every second one's session continues, where hints are."""
+    """Times reserving and releasing new prompts. With hints, every second prompt's session continues."""
     reserving: list[float] = []
     releasing: list[float] = []
     before = manager.metrics.evictions
@@ -34,7 +34,7 @@ def sampled(manager: PagedKVCacheManager, prompts: Prompts, repeats: int, *, hin
 
 
 def measure(pages: int, repeats: int) -> list[Row]:
-    """The rows of one pool size."""
+    """The rows for one pool size."""
     manager, prompts = manager_of(pages), Prompts()
     age(manager, prompts)
     rows: list[Row] = []

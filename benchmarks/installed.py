@@ -1,8 +1,8 @@
-"""Disk space that each extra takes, and the time that imports take: `python -m benchmarks.installed [--json FILE]`.
+"""The disk space of each extra, and the time of imports.
 
-The sizes are those of the files that this environment has of a distribution and of all that it requires: it needs
-`pagewire[all]`. An extra counts what it adds to the manager. Bytecode is not counted, and is there when imports are
-measured.
+Run `python -m benchmarks.installed [--json FILE]`. A size covers the files in this environment of a distribution and of
+everything that it requires, so `pagewire[all]` must be installed. An extra counts only what it adds to the manager.
+Bytecode is not counted, but exists when imports are measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ print(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def closure(name: str, extras: frozenset[str]) -> set[str]:
-    """The distributions that come with one and its extras."""
+    """The distributions that a distribution and its extras install."""
     found: set[str] = set()
     pending = [(name, frozenset[str]()), *((name, frozenset({extra})) for extra in extras)]
     seen: set[tuple[str, frozenset[str]]] = set()
@@ -54,7 +54,7 @@ def required(name: str, extras: frozenset[str]) -> Iterator[tuple[str, frozenset
 
 
 def num_bytes(name: str) -> int:
-    """The bytes of a distribution's files that are here; an editable install of ours counts its packages."""
+    """The bytes of a distribution's installed files. For an editable install of ours, its packages count."""
     if name == "pagewire":
         root = Path(__file__).resolve().parents[1]
         packages = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
@@ -65,7 +65,7 @@ def num_bytes(name: str) -> int:
 
 
 def sizes() -> Iterator[Row]:
-    """The manager, then each extra: distributions and megabytes that it adds."""
+    """For the manager and each extra: the distributions and megabytes that it adds."""
     manager = closure("pagewire", frozenset())
     yield {"what": "pagewire", "distributions": len(manager), "MB": _mega(manager), "MB_torch": _mega({"torch"})}
     for extra in importlib.metadata.metadata("pagewire").get_all("Provides-Extra") or ():
@@ -73,7 +73,7 @@ def sizes() -> Iterator[Row]:
             added = closure("pagewire", frozenset({extra})) - manager
             yield {"what": extra, "distributions": len(added), "MB": _mega(added)}
         except importlib.metadata.PackageNotFoundError:
-            continue  # a part of it is not here
+            continue  # a part of it is not installed
 
 
 def _mega(names: set[str]) -> float:
@@ -81,13 +81,13 @@ def _mega(names: set[str]) -> float:
 
 
 def imports(repeats: int) -> Iterator[Row]:
-    """Milliseconds of `import` in a new process, the least of some; Python's own start is not in it."""
+    """Milliseconds of `import` in a new process, without Python's own start; the minimum of several runs."""
     with tempfile.TemporaryDirectory() as bytecode:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environment["PYTHONPYCACHEPREFIX"] = bytecode
         for name in _IMPORTS:
             command, times = [sys.executable, "-c", _TIMED.format(name=name)], list[list[float]]()
-            for _ in range(1 + repeats):  # the first one compiles
+            for _ in range(1 + repeats):  # the first run compiles bytecode
                 told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout  # noqa: S603 - ourselves
                 times.append([1e3 * float(seconds) for seconds in told.split()])
             wall, cpu = (round(min(each), 1) for each in zip(*times, strict=True))

@@ -1,9 +1,9 @@
-"""What a result measured, so that it can be told later whether that has changed since.
+"""Records the code that a result has measured, so that later changes can be detected.
 
-A result names the packages of ours that its process had loaded, and the benchmarks that made it (of `peers` and `pulls`
-the whole folder, as programs of others are started from there), each with a digest of its code. Comments, docstrings
-and empty lines are not in the digest: they change no figure. Neither commits nor dates are compared: a result stays
-good when its commit is squashed or rebased, and grows old by one changed line that runs.
+A result names our packages that its process had loaded, and the benchmarks that made it, each with a digest of its
+code. For `peers` and `pulls` the whole folder counts, because it starts other programs. The digest leaves out comments,
+docstrings and empty lines, which change no figure. Commits and dates are not compared: a result stays valid when its
+commit is squashed or rebased, and becomes old when one line of code changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FRAME = {"__init__", "__main__", "frame", "measured", "plots", "readme", "resul
 
 
 def measured() -> dict[str, str]:
-    """Path → digest of each package of ours that is loaded, and of each benchmark."""
+    """Maps the path of each loaded package of ours, and of each benchmark, to its digest."""
     paths = [name for name in PACKAGES if name in sys.modules]
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
@@ -36,7 +36,7 @@ def measured() -> dict[str, str]:
 
 
 def changed(measures: Mapping[str, str], root: Path = ROOT) -> list[str]:
-    """The paths whose code is not what it was when `measures` was made, or is gone."""
+    """The paths whose code has changed or disappeared since `measures` was made."""
     return [path for path, was in measures.items() if not (root / path).exists() or digest(root / path) != was]
 
 
@@ -63,7 +63,7 @@ def code_of(text: str) -> str:
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[int, int]]:
-    """First and last line of each string that stands alone."""
+    """The first and last line of each string that is a statement."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.end_lineno or node.lineno

@@ -1,10 +1,10 @@
-"""What do a million pages weigh, every one of them published, and how long does a pool take to build?
+"""How much memory does a pool of a million published pages take, and how long does it take to build?
 
-Each row is a process of its own: what it has more after than before is the manager's. The pages themselves (a byte a
-token here) are taken off; `arrays` is the sum of the manager's arrays, `rss` what the kernel counts, after malloc has
-given back what is free in it. That is `freed`: tokens and digests of the requests that filled the pool, which are gone;
-malloc keeps that memory for the next ones, more or less of it from run to run. `gc` is a full pass of the garbage
-collector with the pool full, `gc_before` one before there was a manager.
+Each row runs in its own process, and counts the growth of its memory. The pages themselves (one byte for each token
+here) are subtracted. `arrays` is the sum of the manager's arrays. `rss` is the kernel's count after malloc has returned
+its free memory. `freed` is that returned memory: tokens and digests of the released requests that filled the pool. How
+much malloc keeps of it varies from run to run. `gc` is a full garbage collection with the pool full, and `gc_before` is
+one before the manager was made.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _CHILD = "import json; from benchmarks.memory import weigh; print(json.dumps(wei
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """The resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def trimmed() -> int:
-    """`resident`, once malloc has given back what it can."""
+    """`resident` after malloc has returned what it can."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # of glibc
         trim(0)
     return resident()
 
 
 def arrays_of(manager: PagedKVCacheManager) -> int:
-    """Bytes of the arrays that the manager's replicas hold, however deep, the pages themselves left out."""
+    """The bytes of all arrays that the manager's replicas refer to, without the pages themselves."""
     seen: set[int] = set()
     total = 0
     waiting: list[object] = list(manager._replicas.each)  # noqa: SLF001 - what it weighs is inside
@@ -51,7 +51,7 @@ def arrays_of(manager: PagedKVCacheManager) -> int:
             continue
         seen.add(id(one))
         if isinstance(one, np.ndarray):
-            # A view adds nothing to what it looks into.
+            # A view has no memory of its own.
             total += one.nbytes if one.base is None else 0
             waiting += [] if one.base is None else [one.base]
         elif type(one).__module__.startswith("kvcache"):
@@ -85,20 +85,21 @@ def fill(manager: PagedKVCacheManager, prompts: Prompts) -> None:
 
 
 def weigh(pages: int, algorithm: str) -> Row:
-    """One row, in this process."""
+    """Measures one row in this process."""
     prompts = Prompts()
     requests = -(-pages // PROMPT_PAGES)
     small = manager_of(PROMPT_PAGES, rows=requests, max_seq_len=PROMPT_PAGES * 16, algorithm=algorithm)
-    fill(small, prompts)  # what the first use of any library allocates is not the pages'
+    fill(small, prompts)  # memory from the first use of libraries must not count for the pages
     before, objects, gc_before = trimmed(), len(gc.get_objects()), gc_pass()
     start = now()
     manager = manager_of(pages, rows=requests, max_seq_len=PROMPT_PAGES * 16, algorithm=algorithm)
     built = (now() - start) / 1e6
-    for _ in range(2):  # the second time over, all that is kept for each page has been written to
+    for _ in range(2):  # after the second time, all memory for each page was written to
         fill(manager, prompts)
     gc.collect()
     blocks = sum(block.untyped_storage().nbytes() for shards in manager.device_tensors for block in shards)
-    table = requests * PROMPT_PAGES * 4  # the running requests' rows: not the pool's, but named
+    # the rows of running requests do not belong to the pool, and are reported separately
+    table = requests * PROMPT_PAGES * 4
     kept = resident()
     grown = trimmed() - before - blocks
     row: Row = {
@@ -119,7 +120,7 @@ def weigh(pages: int, algorithm: str) -> Row:
 
 
 def child(pages: int, algorithm: str) -> Row:
-    """One row, in a process of its own."""
+    """Measures one row in a new process."""
     script = _CHILD.format(pages=pages, algorithm=algorithm)
     run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603 - ourselves
     return json.loads(run.stdout)

@@ -1,13 +1,13 @@
-"""What does a store of objects give the tier above it, and what does a prompt wait for its pages?
+"""How fast is the object tier, and how long does a prompt wait for its pages?
 
-`python -m benchmarks.objects`: the object tier, its checksums and NIXL's OBJ plugin, over moto, an S3 server in Python
-on this host, whose own speed is most of what is seen; so a plain client reads the same objects beside it, eight at a
-time. A link between them delays what it carries, as a store that is further away does.
+`python -m benchmarks.objects` measures the object tier with its checksums and NIXL's OBJ plugin, over moto, an S3
+server in Python on this host. The speed of moto dominates, so a plain client also reads the same objects, eight at a
+time. A link in between adds a delay, like a more distant store.
 
     write_mbps, read_mbps    MB/s of whole prompts
-    plain_mbps               of a plain client
+    plain_mbps               MB/s of a plain client
     prompt_ms                from asking for a prompt's pages until all of them are in host memory
-    misjudged_pct            by how much of it the estimate of the moment before was wrong
+    misjudged_pct            the error of the preceding estimate, in percent
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tests.transfer.nixl.slow_link import SlowLink, slow_link
 
 PROMPT = 64  # pages
 _PROMPTS = 4
-_WAIT_S = 60.0  # the store is slow here, and is to be measured
+_WAIT_S = 60.0  # a long limit, because the store is slow here
 _STATISTICS = "columns *_max, *_min and *_median: of the rounds of a row; MB/s are maxima, times minima"
 
 
 def host_of(page_bytes: int) -> tuple[HostTier, list[Digests]]:
-    """Host memory with pages of some prompts, found by digests that are no prompt's."""
+    """Host memory with pages of some prompts, under random digests."""
     host = HostTier([page_bytes], 4 * _PROMPTS * PROMPT, 4, pinned=False)
     host.memory[0].view(torch.int64).random_()
     prompts = [np.random.default_rng(at).integers(0, 1 << 63, (PROMPT, 4), np.uint64) for at in range(_PROMPTS)]
@@ -50,7 +50,7 @@ def host_of(page_bytes: int) -> tuple[HostTier, list[Digests]]:
 
 
 def fetch(tier: ObjectTier, host: HostTier, digests: Digests) -> tuple[float, float]:
-    """Seconds until a prompt's pages are here, and those that were expected."""
+    """The seconds until a prompt's pages are in host memory, and the estimated seconds."""
     rates, before = tier.rates, tier.read
     expected = 2 * rates.answer_s + PROMPT * (rates.page_s or 0.0)
     every, began = np.ones((1, PROMPT), np.bool_), time.perf_counter()
@@ -64,7 +64,7 @@ def fetch(tier: ObjectTier, host: HostTier, digests: Digests) -> tuple[float, fl
 
 
 def plain(store: MotoStore, link: SlowLink, bucket: str, prefix: str) -> float:
-    """MB/s of a client that gets the objects as they are, eight at a time."""
+    """MB/s of a client that reads the raw objects, eight at a time."""
     near = MotoStore(store.process, link.url)
     keys = [key for key in store.keys(bucket) if key.startswith(prefix) and not key.endswith("current")]
     began = time.perf_counter()
@@ -74,12 +74,13 @@ def plain(store: MotoStore, link: SlowLink, bucket: str, prefix: str) -> float:
 
 
 def one_round(store: MotoStore, link: SlowLink, page_bytes: int, count: int, name: str) -> Row:
-    """Write some prompts, forget them, and read them."""
+    """Writes some prompts, forgets them, and reads them."""
     host, prompts = host_of(page_bytes)
     layout = ObjectFormat(FileFormat(namespace_of(name), page_bytes, 32), count)
     objects = replace(store.bucket("benchmark", f"{name}/"), endpoint=link.url)
     tier = ObjectTier(layout, host, objects, _WAIT_S)
-    size = (_PROMPTS - 1) * PROMPT * page_bytes  # the first prompt of each way waits for the plugin's process as well
+    # leaves out the first prompt of each kind, which also waits for the plugin's process
+    size = (_PROMPTS - 1) * PROMPT * page_bytes
     tier.ended(prompts[0][None])
     tier.flush()
     began = time.perf_counter()
@@ -90,7 +91,7 @@ def one_round(store: MotoStore, link: SlowLink, page_bytes: int, count: int, nam
     expect(tier.written == _PROMPTS * PROMPT, "every page was written")
     tier.close()
     host.pool.forget_idle()
-    tier = ObjectTier(layout, host, objects, _WAIT_S)  # as another process, which has written nothing
+    tier = ObjectTier(layout, host, objects, _WAIT_S)  # like another process, which has written nothing
     times = [fetch(tier, host, digests) for digests in prompts][1:]
     expect(not tier.refusals, "every page that was read is right")
     tier.close()

@@ -1,11 +1,10 @@
-"""What does it cost to plan a step while the one before it runs, and what does that gain?
+"""What does it cost to plan a step while the previous one runs, and what does that gain?
 
-`cost`: the host's part of a decode step of a `Batch`: reserve, fetch, update and step; or fetched ahead: with tables of
-its own, a future token for each request, which is realized a step later, and the end of the step before.
-
-`gain`: a `ServingLoop` and an `OverlappedLoop` over a model that takes `model_ms` by itself, as a device does. Who
-waits for its tokens spins until that time is over, by the clock of the benchmark. `plan_ms` is what the plain loop
-takes of a step beside the model; an overlapped one hides it behind the model. Every request decodes.
+`cost`: the host's part of a decode step of a `Batch`. The plain way is reserve, fetch, update and step. Fetched ahead,
+a step has its own tables and a future token for each request, which is replaced a step later, and it ends the previous
+step. `gain`: a `ServingLoop` and an `OverlappedLoop` over a model that runs for `model_ms` by itself, like a device. A
+loop that waits for tokens spins until that time is over, by the benchmark's clock. `plan_ms` is the part of a step that
+the plain loop spends outside of the model. An overlapped loop hides it behind the model. All requests decode.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _STATISTICS = (
 
 
 def ahead(batch: int, steps: int) -> Callable[[], None]:
-    """One step of `batch` requests that is fetched ahead, while the step before it is in flight."""
+    """Runs steps of `batch` requests that are fetched ahead while the previous step is in flight."""
     manager, contexts = begun(batch, PAGE_SIZE, steps, full=False)
     requests, tokens, before = manager.batch(contexts), np.ones(batch, np.int32), list[StepInFlight]()
 
@@ -49,7 +48,7 @@ def ahead(batch: int, steps: int) -> Callable[[], None]:
 
 
 def cost(batch: int, repeats: int) -> list[Row]:
-    """The rows of a batch size: fetched, and fetched ahead."""
+    """The rows for a batch size: fetched, and fetched ahead."""
     manager, contexts = begun(batch, PAGE_SIZE, repeats + WARM_UP, full=False)
     kinds = {"fetch": bound(manager, contexts), "fetch_ahead": ahead(batch, repeats + WARM_UP)}
     rows: list[Row] = []
@@ -60,7 +59,7 @@ def cost(batch: int, repeats: int) -> list[Row]:
 
 
 class Deadline(NamedTuple):
-    """The tokens of a step, and when they are there."""
+    """The tokens of a step, and the time at which they are ready."""
 
     tokens: list[int]
     when: int
@@ -73,7 +72,7 @@ class Deadline(NamedTuple):
 
 
 class Device:
-    """A model that takes so many milliseconds: a step that is launched goes on by itself."""
+    """A model that takes a fixed time: a launched step continues by itself."""
 
     eos_token_ids = frozenset[int]()
 
@@ -81,7 +80,7 @@ class Device:
         self._ns = int(milliseconds * 1e6)
 
     def run(self, batch: Sequence[RunTokens], inputs: Sequence[RaggedKVCacheInputs]) -> list[int]:
-        """One token for each."""
+        """Returns one token for each request."""
         return self.launch([(batch, inputs)]).result()
 
     def launch(self, batches: Sequence[RunBatch]) -> Deadline:
@@ -90,7 +89,7 @@ class Device:
 
 
 def step_ms(loop: ServingLoop, batch: int, steps: int) -> float:
-    """Return the time of a step of decoding requests: the least mean over as many steps as a page has tokens."""
+    """Returns the time of a decode step: the least mean over as many steps as a page has tokens."""
     prompts = Prompts()
     for number in range(batch):
         loop.add(Request(f"r{number}", prompts.tokens(PROMPT).tolist(), steps + 20))
@@ -107,7 +106,7 @@ def step_ms(loop: ServingLoop, batch: int, steps: int) -> float:
 
 
 def gain(batch: int, milliseconds: float, steps: int) -> Row:
-    """One row: what a step takes in both loops."""
+    """One row: the time of a step in both loops."""
     pages = batch * -(-(PROMPT + steps + 20) // PAGE_SIZE) + 1
 
     def manager() -> object:

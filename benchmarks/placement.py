@@ -1,13 +1,12 @@
-"""How many prompt tokens does a fleet find cached, by who says which prefill process gets a prompt?
+"""How many prompt tokens does a fleet find cached, by the rule that assigns prompts to prefill processes?
 
-`python -m benchmarks.placement`: `pagewire serve` as five processes of this host, two of prefill and two of decode, a
-small Llama, and the conversation trace, scaled down (`fleet_trace`), by its HTTP, so many requests at a time. Once with
-one prefill process that has the cache of both; then in turns; by each decode process's own guess; by Dynamo's
-`SelectionService`, which follows our KV events; and this once more, with a kill and a drain on each side, each process
-started anew at once.
-
-Each output must be that of the model's own greedy `generate`; each process must drain in the end, exit with 0 and say
-that it holds no page. Exit status 0 only then; 2 where there is no trace.
+`python -m benchmarks.placement` runs `pagewire serve` as five processes on this host: a front, two prefill and two
+decode processes, with a small Llama. It serves the scaled-down conversation trace (`fleet_trace`) over HTTP, several
+requests at a time. The runs: one prefill process with the cache of both; round robin; each decode process's own guess;
+Dynamo's `SelectionService`, which follows our KV events; and the same again with a kill and a drain on each side, after
+which each process is restarted at once. Each output must be that of the model's own greedy `generate`. At the end each
+process must drain, exit with 0 and report that it holds no page. Only then the exit status is 0; it is 2 if there is no
+trace.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from benchmarks.trace_replay import FOLDER, TRACES
 from scheduler_adapters.hf.runner import is_rounding_tie, load_model, reference_tokens
 
 CONCURRENCY = 16
-CACHE_MB = 128.0  # of a prefill process: 4,096 pages. The first 600 requests have some 15,000
+CACHE_MB = 128.0  # cache of the prefill processes: 4,096 pages. The first 600 requests have about 15,000
 _START_S = 300.0
 _END_S = 120.0
 
 
 class Setting(NamedTuple):
-    """One run: prefill processes, what each has of `CACHE_MB`, who places prompts, and whether processes go."""
+    """One run: prefill processes, the `CACHE_MB` share of each, the placement rule, and whether some are ended."""
 
     name: str
     prefills: int
@@ -93,7 +92,7 @@ class Served:
             self.begin(f"decode-{number + 1}")
 
     def begin(self, name: str) -> None:
-        """Start a prefill or decode process, which joins the front."""
+        """Start a prefill or decode process that joins the front."""
         role = name.partition("-")[0]
         sizes = ("--page-size", PAGE, "--max-tokens", self._longest, "--max-requests", CONCURRENCY)
         memory = CACHE_MB * self._setting.share if role == "prefill" else CACHE_MB / 2
@@ -106,14 +105,14 @@ class Served:
         self._processes[name] = subprocess.Popen(command, stdout=self._log, stderr=self._log)  # noqa: S603
 
     def end(self, name: str, how: signal.Signals) -> None:
-        """Kill or drain a process; the status of one that has drained is kept."""
+        """Kill or drain a process. The exit status of a drained one is kept."""
         self._processes[name].send_signal(how)
         status = self._processes[name].wait(_END_S)
         if how == signal.SIGTERM:
             self.drained[f"{name}#{len(self.drained)}"] = status
 
     async def ready(self) -> str:
-        """The URL, once all are there."""
+        """Wait until all processes have joined. Returns the URL."""
         wanted = {"prefill": self._setting.prefills, "decode": 2}
         deadline = time.monotonic() + _START_S
         async with httpx.AsyncClient() as client:
@@ -126,21 +125,21 @@ class Served:
         raise TimeoutError((self._folder / "log").read_text()[-2000:])
 
     def close(self) -> str:
-        """Drain all, decode first and the front last; the log."""
+        """Drain all processes, decode first and the front last. Returns the log."""
         for name in sorted(self._processes, key=lambda name: ("decode", "prefil", "front").index(name[:6])):
             self.end(name, signal.SIGTERM)
         self._log.close()
         return (self._folder / "log").read_text()
 
     def kill(self) -> None:
-        """End what is left."""
+        """Kill the remaining processes."""
         for process in self._processes.values():
             process.kill()
             process.wait()
 
 
 async def ask(client: httpx.AsyncClient, request: TraceRequest) -> Answered:
-    """Have one request served, as a stream."""
+    """Have one request served as a stream."""
     answered, begun = Answered(request), time.monotonic()
     body = {
         "model": "pagewire",
@@ -169,7 +168,7 @@ async def ask(client: httpx.AsyncClient, request: TraceRequest) -> Answered:
 
 
 async def serve_all(served: Served, setting: Setting, requests: list[TraceRequest]) -> tuple[list[Answered], Row]:
-    """Serve the requests, with kills and drains where the setting has them; what each process says in the end."""
+    """Serve the requests, with kills and drains if the setting has them. Returns each process's final counters."""
     url = await served.ready()
     answered: list[Answered] = []
     waiting = iter(requests)
@@ -196,7 +195,7 @@ async def serve_all(served: Served, setting: Setting, requests: list[TraceReques
 
 
 def run(setting: Setting, requests: list[TraceRequest]) -> tuple[list[Answered], Row]:
-    """One run, and its row but for the verdicts."""
+    """Make one run. Returns its row without the verdicts."""
     longest = max(len(one.prompt) + one.new for one in requests)
     with tempfile.TemporaryDirectory(prefix="pagewire-placement-") as folder:
         served = Served(Path(folder), setting, longest)
@@ -226,7 +225,7 @@ def run(setting: Setting, requests: list[TraceRequest]) -> tuple[list[Answered],
 
 
 def verdicts(model: Any, answered: list[Answered], known: dict[TraceRequest, list[int]]) -> Row:
-    """How many outputs are the model's own; a failed one must be so as far as it goes."""
+    """Count the outputs that are the model's own. The tokens of a failed one must be right so far."""
     found = {"equal": 0, "rounding_ties": 0, "wrong": 0}
     for one in answered:
         if one.request not in known:
@@ -242,7 +241,7 @@ def verdicts(model: Any, answered: list[Answered], known: dict[TraceRequest, lis
 
 
 def main() -> int:
-    """Run, print, and write; the exit status."""
+    """Run, print, and write. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.placement", description=__doc__)
     parser.add_argument("--requests", type=int, default=600, help="of the trace (600)")
     parser.add_argument("--only", help="names of settings, with commas: " + ", ".join(one.name for one in SETTINGS))

@@ -1,9 +1,9 @@
-"""What does a plan cost the host, and what do the two ways of a pull cost: runs on the wire, and a copy home?
+"""What does a plan cost the host, and what do runs on the wire and copies from the staging area cost?
 
-check, sources, plan: first contact with a rank of 64 layers and 100,000 pages. runs: a pull of 2,048 pages, and the
-descriptors that NIXL takes. wire: READs between two processes by NIXL, of runs that no two of which are neighbours.
-copy: `Staging.permute` of slabs of 16 MiB between tokens-first and heads-first pages. The last two are fitted with a
-cost of a run and a cost of a byte; `transfer/plan/staging.py` holds what came out.
+check, sources, plan: first contact with a rank of 64 layers and 100,000 pages. runs: the runs for a pull of 2,048
+pages, and their NIXL descriptors. wire: NIXL READs between two processes, of runs that are never adjacent. copy:
+`Staging.permute` of slabs of 16 MiB between tokens-first and heads-first pages. A cost for each run and a cost for each
+byte are fitted to the last two; `transfer/plan/staging.py` has the results.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ SOURCE_BYTES = 256 << 20
 
 
 def page(heads: range = range(8), page_size: int = PAGE_SIZE, order: str = OURS, **sizes: int) -> PageLayout:
-    """A page of a model of 64 layers in bfloat16."""
+    """The layout of a page for a model with 64 layers in bfloat16."""
     layers, dim = sizes.get("layers", 64), sizes.get("dim", 128)
     return PageLayout("bfloat16", 2, layers, 2, heads.start, len(heads), page_size, dim, order)
 
 
 def bases(layout: ShardLayout) -> NDArray[np.int64]:
-    """Addresses of its regions."""
+    """Addresses for the layout's regions."""
     return np.cumsum([0, *layout.region_bytes[:-1]]) + (1 << 40)
 
 
 def contact(repeats: int) -> list[Row]:
-    """The rows of a first contact."""
+    """The rows for a first contact."""
     local = per_layer(page(), POOL, PACKED_HND)
     ranks = [per_layer(page(range(head, head + 1)), POOL, PACKED_HND) for head in range(8)]
     parts = sources(local, ranks, 0)
@@ -66,7 +66,7 @@ def contact(repeats: int) -> list[Row]:
 
 
 def pulls(repeats: int) -> list[Row]:
-    """The rows of a pull of 2,048 pages."""
+    """The rows for a pull of 2,048 pages."""
     rng = np.random.default_rng(0)
     random = rng.permutation(POOL)[:PAGES], rng.permutation(POOL)[:PAGES]
     ascending = np.sort(random[0]), np.sort(random[1])
@@ -98,7 +98,7 @@ def _run(given: Any, made: Plan) -> Runs:
 
 
 def _serve(pipe: Connection) -> None:
-    """The other process: a touched buffer, and polls until it is told to end."""
+    """Runs the other process: it has a touched buffer, and polls until it is told to end."""
     memory = _buffer(SOURCE_BYTES)
     agent = Agent("plan-source")
     agent.register([(memory.ctypes.data, memory.nbytes, 0)])
@@ -116,12 +116,12 @@ def _buffer(num_bytes: int) -> NDArray[np.uint8]:
 
 @contextmanager
 def source() -> Iterator[tuple[bytes, int]]:
-    """Another process with memory to read: its metadata and its address."""
+    """Starts another process with memory to read. Yields its metadata and its address."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
-    theirs.close()  # else a process that dies is waited for without end
+    theirs.close()  # otherwise the parent would wait for a dead process for ever
     try:
         yield ours.recv()
     finally:
@@ -148,7 +148,7 @@ def wire(repeats: int) -> list[Row]:
             def read(given: tuple[NDArray[np.uint64], NDArray[np.uint64]]) -> None:
                 handle, done = agent.post("READ", "plan-source", *given)
                 while not done:
-                    time.sleep(50e-6)  # NIXL's thread has the same core: it is what works here
+                    time.sleep(50e-6)  # leaves the shared core to NIXL's thread
                     done = agent.done(handle)
                 agent.release(handle)
 
@@ -159,7 +159,7 @@ def wire(repeats: int) -> list[Row]:
 
 
 def copies(repeats: int) -> list[Row]:
-    """Slabs that are moved home."""
+    """Copies of slabs to their final pages."""
     rng = np.random.default_rng(0)
     rows: list[Row] = []
     for dim, page_size, ours, theirs in (
@@ -194,7 +194,7 @@ def _rate(runs: Runs, times: Sequence[float]) -> Row:
 
 
 def fitted(rows: Sequence[Row], case: str) -> Row:
-    """The costs of a run and of a byte that come closest, in relation to each time."""
+    """The costs of a run and of a byte with the least relative errors."""
     times = np.array([row["us_min"] for row in rows])
     sizes = np.array([[row["runs"], row["runs"] * row["run_bytes"]] for row in rows], float)
     run_us, byte_us = np.linalg.lstsq(sizes / times[:, None], np.ones(len(times)), rcond=None)[0]

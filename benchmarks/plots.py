@@ -1,6 +1,6 @@
 """Draws the figures: cost against batch, prompt length, conversation and pool size, log-log.
 
-`python -m benchmarks.plots` draws those of the committed results again, and measures nothing.
+`python -m benchmarks.plots` draws the committed results again, without measuring.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Plot(NamedTuple):
     """One picture.
 
     Attributes:
-        name: of the file.
-        title: what is asked.
-        along: what the x axis counts.
-        source: the benchmark that made the rows.
-        wanted: which rows are drawn.
-        line: what the line of a row is called.
+        name: name of the file.
+        title: the question.
+        along: the quantity on the x axis.
+        source: the benchmark of the rows.
+        wanted: selects the rows to draw.
+        line: the name of the line that a row belongs to.
         x: the column of the x axis.
-        y: the column of the y axis, where it is not the minimum of a call.
+        y: the column of the y axis, if it is not the minimum of a call.
     """
 
     name: str
@@ -105,7 +105,7 @@ PLOTS = (
 
 
 class Panel(NamedTuple):
-    """One panel of the page of what grows; `along` and `calls` name its rows."""
+    """One panel of the growth page. `along` and `calls` select its rows."""
 
     title: str
     axis: str
@@ -137,7 +137,7 @@ GROWTH = (
 
 
 def draw(figures: Figures, folder: Path) -> list[Path]:
-    """Write a PNG for each plot whose rows are there; returns the files."""
+    """Write a PNG for each plot whose rows exist. Returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     made: list[Path] = []
     for plot in PLOTS:
@@ -152,13 +152,13 @@ def draw(figures: Figures, folder: Path) -> list[Path]:
 
 
 def draw_files(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Draw what the results in `folder` hold, of those that are named; returns the files."""
+    """Draw the named results in `folder`. Returns the files."""
     rows: dict[str, list[Row]] = {name: load(name, folder).get("rows", []) for name in names}
     return draw(rows, folder)
 
 
 def _draw_traces(figures: Figures, folder: Path) -> list[Path]:
-    """Hits against capacity, and against replicas with their load, for each trace."""
+    """Draws hits by capacity, and hits and load by replicas, for each trace."""
     made: list[Path] = []
     for source, draw_rows in (("trace_hints", draw_capacities), ("trace_routing", draw_replicas)):
         rows = figures.get(source, ())
@@ -194,7 +194,8 @@ def _draw_growth(figures: Figures, path: Path) -> None:
         plots.draw_lines(axes, curves, title=panel.title, along=panel.axis, up="µs")
         axes.legend(fontsize=8, edgecolor="none", framealpha=0.8)
         for line in axes.lines:
-            line.set_label(f"_{line.get_label()}")  # the panel has a legend of its own: none below the figure
+            # the panel has its own legend, so these lines are left out of the one below the figure
+            line.set_label(f"_{line.get_label()}")
     plots.save(made, path)
 
 

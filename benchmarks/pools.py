@@ -1,4 +1,4 @@
-"""Managers, prompts and pools to measure on."""
+"""Managers, prompts and pools for measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def manager_of(
     algorithm: str = "sha256",
     kv_events: KVEvents | None = None,
 ) -> PagedKVCacheManager:
-    """A manager whose pages hold one byte a token: its own cost is measured, not the memory's."""
+    """A manager whose pages have one byte for each token, so that only its own cost is measured."""
     params = KVCacheParams(
         dtype=torch.uint8,
         n_kv_heads=1,
@@ -38,7 +38,7 @@ def manager_of(
 
 
 class Prompts:
-    """Prompts that nobody has seen, the same ones in every run."""
+    """New prompts, the same in every run."""
 
     def __init__(self) -> None:
         self._rng = np.random.default_rng(0)
@@ -64,19 +64,19 @@ def claimed(manager: PagedKVCacheManager, tokens: np.ndarray | list[int]) -> Tex
 
 
 def reserve(manager: PagedKVCacheManager, context: TextContext) -> None:
-    """Reserve, which has to succeed."""
+    """Reserve, which must succeed."""
     if not manager.maybe_reserve(context):
         raise RuntimeError("the pool is too small for this benchmark")
 
 
 def compute(manager: PagedKVCacheManager, context: TextContext) -> None:
-    """As if the model had run the whole prompt: its full pages are published."""
+    """Treat the whole prompt as computed, which publishes its full pages."""
     context.update(1)
     manager.step([context])
 
 
 def running(manager: PagedKVCacheManager, prompts: Prompts, lengths: Iterable[int]) -> list[TextContext]:
-    """Requests whose prompts, so many tokens each, are computed; each has its first new token."""
+    """Requests with computed prompts of these lengths, each with its first new token."""
     contexts = [prompts.claimed(manager, length) for length in lengths]
     for context in contexts:
         reserve(manager, context)
@@ -88,13 +88,14 @@ def running(manager: PagedKVCacheManager, prompts: Prompts, lengths: Iterable[in
 
 
 def age(manager: PagedKVCacheManager, prompts: Prompts) -> None:
-    """Bring the pool to where a server's is after hours: every page published and idle, the order mixed.
+    """Bring the pool to a server's state after hours.
 
-    Prompts of mixed lengths, some tens at a time, are released in any order until one and a half times the pool's
-    pages have been handed out: neighbours in the order of eviction are then no neighbours in memory.
+    Every page is published and idle, in mixed order. Prompts of mixed lengths, some tens at a time, are released in
+    random order until one and a half times the pool's pages have been allocated. Pages that are adjacent in eviction
+    order are then not adjacent in memory.
     """
     pages, size = manager.total_num_pages, manager.page_size
-    # What is open at a time takes half the pool at most.
+    # Concurrent requests take at most half the pool.
     longest = min(1024, manager.max_seq_len // size - 1, max(2, pages // (2 * _OPEN)))
     running: list[TextContext] = []
     handed_out = 0
@@ -112,6 +113,6 @@ def age(manager: PagedKVCacheManager, prompts: Prompts) -> None:
 
 
 def expect(holds: bool, claim: str) -> None:
-    """Stop where a benchmark does not measure what it says."""
+    """Stop if a benchmark does not measure what it claims."""
     if not holds:
         raise RuntimeError(f"this benchmark does not measure what it says: {claim}")

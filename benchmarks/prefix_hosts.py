@@ -1,4 +1,4 @@
-"""A fleet whose servers are each on a host of their own, behind links of a given rate (`tests.hosts.network`)."""
+"""A fleet with each server on its own host, behind links of a given rate (`tests.hosts.network`)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WORKER = (sys.executable, "-m", "benchmarks.prefix_worker")
 
 
 class HostedFleet(Fleet):
-    """The servers of `benchmarks.prefix_worker`. They talk to their parent through files, and to each other by TCP.
+    """The servers of `benchmarks.prefix_worker`. They exchange files with their parent, and use TCP between each other.
 
     Args:
         configs: one for each server, with its name.
-        rate: of each link, as `tc` writes it.
+        rate: rate of each link, in the notation of `tc`.
     """
 
     def __init__(self, configs: Sequence[ServerConfig], rate: str) -> None:

@@ -1,4 +1,4 @@
-"""When is a prefix that another prefill process has computed better pulled than computed, and is that what is chosen?
+"""When is pulling a prefix from another prefill process quicker than computing it, and is the right way chosen?
 
 `python -m benchmarks.prefix_peers`: real processes, two of prefill and two of decode, then four and one; then two and
 one on hosts of their own (network namespaces), with a slow link each. A small Llama, pages over NIXL, torch on one
@@ -50,7 +50,7 @@ FLEETS = ((2, 2, ""), (4, 1, ""), (2, 1, "1gbit"), (2, 1, "100mbit"))
 """Prefill processes, decode processes, and the rate of each host's link; empty for one host."""
 PAIRS = 10
 _PAGE = 16
-_END = 8  # tokens of a prompt behind its head
+_END = 8  # tokens of a prompt after its head
 _LONGEST_WAIT_S = 120.0
 _CONFIG = ServerConfig(
     model=None,
@@ -66,16 +66,17 @@ _CONFIG = ServerConfig(
 
 
 class Heard(NamedTuple):
-    """The result of a request: seconds until its first token, and prompt tokens that were cached."""
+    """The result of a request: seconds until its first token, and cached prompt tokens."""
 
     first_s: float
     cached: int
 
 
 class Pair(NamedTuple):
-    """A head of so many tokens: what both requests took, and what became of the second one's question.
+    """Two requests with one head.
 
-    `pulled` is a second request of another head that was pulled in any case; None if nobody was asked for it.
+    It has their times, and the outcome of the second one's question. The head has `length` tokens. `pulled` is a second
+    request with another head that was always pulled; None if no source was asked.
     """
 
     length: int
@@ -86,7 +87,7 @@ class Pair(NamedTuple):
 
 
 def ask(fleet: Fleet, decode: str, prefill: str, name: str, prompt: list[int]) -> Heard:
-    """Have one request served by these processes; `ServiceError` if that fails."""
+    """Have one request served by these processes. Raises `ServiceError` if that fails."""
     begun, first = time.monotonic(), 0.0
     fleet.send(decode, msg.Submit(request_id=name, prompt=tuple(prompt), max_new_tokens=2, prefill=prefill))
     while time.monotonic() < begun + _LONGEST_WAIT_S:
@@ -103,7 +104,7 @@ def ask(fleet: Fleet, decode: str, prefill: str, name: str, prompt: list[int]) -
 
 
 def pairs_of(prefills: int, decodes: int, count: int, seed: int, link: str = "") -> list[Pair]:
-    """Serve `count` pairs of each length, and see to it that nothing is held in the end."""
+    """Serve `count` pairs of each length, and check that nothing is held at the end."""
     numbers = random.Random(seed)  # noqa: S311  (guards nothing)
     names = [f"p{number}" for number in range(prefills)]
     configs = [msgspec.structs.replace(_CONFIG, name=name) for name in names]
@@ -114,7 +115,7 @@ def pairs_of(prefills: int, decodes: int, count: int, seed: int, link: str = "")
     with HostedFleet(configs, link) if link else Fleet(configs, WORKER) as fleet:
 
         def both(decode: str, length: int, first: str, second: str) -> tuple[Heard, Heard, str]:
-            """Serves two requests of one head at two prefill processes. Returns also the outcome of the question."""
+            """Serves two requests with one head at two prefill processes. Also returns the outcome of the question."""
             owner, other = numbers.sample(names, 2)
             head = _tokens(numbers, length)
             computed = ask(fleet, decode, owner, first, head + _tokens(numbers, _END))
@@ -124,7 +125,7 @@ def pairs_of(prefills: int, decodes: int, count: int, seed: int, link: str = "")
             return computed, heard, ", ".join(came) or "nobody asked"
 
         for decode in range(decodes):
-            for name in names * 2:  # the first contact is not meant
+            for name in names * 2:  # makes the first contacts, which are not measured
                 ask(fleet, f"d{decode}", name, f"hello {decode} {name} {numbers.random()}", _tokens(numbers, 48))
         for number, length in enumerate(lengths):
             decode = f"d{number % decodes}"
@@ -136,7 +137,10 @@ def pairs_of(prefills: int, decodes: int, count: int, seed: int, link: str = "")
 
 
 def settle(fleet: Fleet) -> None:
-    """Wait until nothing is held: a lease ends a moment after its request. `ServiceError` if that does not come."""
+    """Wait until nothing is held, because a lease ends shortly after its request.
+
+    Raises `ServiceError` after a time limit.
+    """
     deadline = time.monotonic() + _LONGEST_WAIT_S
     while any(one.pages_held or one.open_requests for one in fleet.stats().values()):
         if time.monotonic() > deadline:
@@ -145,7 +149,7 @@ def settle(fleet: Fleet) -> None:
 
 
 class Judged(NamedTuple):
-    """The second requests of one length: which of them were pulled, and the medians of both ways, in milliseconds."""
+    """The second requests of one length: which ones were pulled, and the medians of both ways in milliseconds."""
 
     pulls: list[bool]
     pulling: float
@@ -154,7 +158,7 @@ class Judged(NamedTuple):
 
     @property
     def is_clear(self) -> bool:
-        """Whether the two ways differ by more than chance."""
+        """Whether the two ways differ by more than noise."""
         return abs(self.pulling - self.computing) > self.noise
 
     @property
@@ -163,13 +167,13 @@ class Judged(NamedTuple):
         return [pulls == (self.pulling < self.computing) for pulls in self.pulls]
 
     def regrets(self, pulls: Sequence[bool]) -> list[float]:
-        """The milliseconds that each request loses by its way."""
+        """The milliseconds that each request loses by its choice."""
         least = min(self.pulling, self.computing)
         return [(self.pulling if one else self.computing) - least for one in pulls]
 
 
 def judged_of(pairs: Sequence[Pair]) -> Judged | None:
-    """The requests of one length; None if its heads were not pulled at least twice."""
+    """The results for one length; None if its heads were not pulled at least twice."""
     pulled = _pulled_ms(pairs)
     computed = _computed_ms(pairs)
     if len(pulled) < 2:
@@ -189,7 +193,7 @@ def _computed_ms(pairs: Sequence[Pair]) -> list[float]:
 
 
 def _error_of_median(times: Sequence[float]) -> float:
-    """The standard error of a median, by the median of the absolute deviations."""
+    """The standard error of a median, estimated from the median absolute deviation."""
     middle = statistics.median(times)
     deviation = 1.483 * statistics.median(abs(one - middle) for one in times)
     return 1.253 * deviation / math.sqrt(len(times))
@@ -219,7 +223,7 @@ def rows_of(fleet: str, pairs: list[Pair]) -> list[Row]:
 
 
 def shares(every: Sequence[Judged]) -> Row:
-    """How many requests took the quicker way, and what the others lost."""
+    """The shares of requests that took the quicker way, and the loss of the others."""
     right = [one for judged in every for one in judged.right]
     clear = [one for judged in every if judged.is_clear for one in judged.right]
     lost = [one for judged in every for one in judged.regrets(judged.pulls)]
@@ -245,7 +249,7 @@ def _tokens(numbers: random.Random, count: int) -> list[int]:
 
 
 def main() -> int:
-    """Measure, print, and write; the exit status."""
+    """Measure, print, and write. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prefix_peers", description=__doc__)
     parser.add_argument("--pairs", type=int, default=PAIRS, help=f"of each length ({PAIRS})")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and their order (0)")

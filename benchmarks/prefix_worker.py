@@ -1,4 +1,4 @@
-"""A server that pulls the head of a prompt, whatever its estimate says, if the request's name begins with `PULLED`.
+"""A server that always pulls the head of a prompt if the request's name begins with `PULLED`.
 
 `python -m benchmarks.prefix_worker`, started by `Fleet` in place of `scheduler_adapters.service.program`.
 """
@@ -25,7 +25,7 @@ PULLED = "pulled "
 
 
 class AlwaysPull(PullOrCompute):
-    """Takes the times of another estimate, and always chooses to pull."""
+    """Shares the times of another estimate, but always chooses to pull."""
 
     def __init__(self, estimate: PullOrCompute) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class AlwaysPull(PullOrCompute):
 
 
 class DirectedPrefixes(PeerPrefixes):
-    """Pulls for the requests that are named so."""
+    """Always pulls for requests with such names."""
 
     estimate: PullOrCompute
 
@@ -47,14 +47,14 @@ class DirectedPrefixes(PeerPrefixes):
         self._always: PullOrCompute = AlwaysPull(self._own)
 
     def begin(self, request: Request, context: TextContext, sources: Sequence[msg.KVSource]) -> bool:
-        """Begins with the estimate that the request's name asks for. Requests come one at a time."""
+        """Begins with the estimate that the request's name selects. Requests come one at a time."""
         is_named = request.request_id.partition("/")[2].startswith(PULLED)
         self.estimate = self._always if is_named else self._own
         return super().begin(request, context, sources)
 
 
 def main() -> int:
-    """Runs the server; the exit status."""
+    """Runs the server. Returns the exit status."""
     die_with_parent()
     prefill.PeerPrefixes = DirectedPrefixes  # type: ignore[misc]
     return server.main()

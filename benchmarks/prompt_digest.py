@@ -1,8 +1,8 @@
-"""What does it cost to know that a source's pages are of the reader's own prompt?
+"""What does it cost to verify that a source's pages belong to the reader's own prompt?
 
-digest: of a prompt whose tokens are a list, as a scheduler has them, or an array. answer: what the source does for each
-rank that asks what a lease holds; its blocks have 16 tokens. ask: from the question to the checked answer, over the
-loopback, in one process with the source's server.
+digest: the digest of a prompt whose tokens are a list, as in a scheduler, or an array. answer: the source's work for
+each rank that asks for the contents of a lease; blocks have 16 tokens. ask: from the question to the checked answer,
+over the loopback, in one process with the source's server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONFIG = WorkerConfig(
 
 
 def digests(tokens: int, repeats: int) -> list[Row]:
-    """The digest of so many tokens, and of how they are kept."""
+    """The digest of `tokens` tokens, as a list and as an array."""
     ids = np.random.default_rng(0).integers(0, 150_000, tokens, np.int32)
     listed = Prompt(ids.tolist(), "a salt")
     steps: dict[str, Callable[[object], object]] = {
@@ -44,7 +44,7 @@ def digests(tokens: int, repeats: int) -> list[Row]:
 
 
 def answers(tokens: int, repeats: int) -> list[Row]:
-    """What a source says of a lease over so many tokens."""
+    """A source's answer about a lease over `tokens` tokens."""
     prompt = Prompt(np.random.default_rng(0).integers(0, 150_000, tokens, np.int32))
     blocks = tuple(np.random.default_rng(1).permutation(tokens).tolist()[: -(-tokens // 16)])
     offer = Offer(LeaseRef(new_lease_id(), 0, 30.0), 1, Held(prompt, tokens, (blocks,)), offered={0})
@@ -57,7 +57,7 @@ def answers(tokens: int, repeats: int) -> list[Row]:
         heard: list[object] = []
         client.ask_leased(wanted, heard.append)
         while not heard:
-            time.sleep(1e-5)  # both sides share a core and an interpreter here
+            time.sleep(1e-5)  # gives the other side time, because both share a core and an interpreter
             client.poll()
         (reply,) = heard
         if not isinstance(reply, LeaseReply):

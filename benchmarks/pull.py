@@ -1,12 +1,13 @@
-"""How fast does a pull move pages, and what does it cost the host? Beside it, what the machine and others do.
+"""How fast does a pull move pages, and what does it cost the host, compared with the machine's limit and with others?
 
-The pull is the real one: source and reader in two processes, a lease, READs of the data, the fence, its notification.
-`pagewire` polls without a pause, `pagewire, thread` goes through the transfer thread. The limit is `process_vm_readv`
-of the same runs, many in a call, by one thread; every ratio is of figures from one loop, in which all programs take
-turns on pages that are not in the caches any more. Source and reader may use every core; the source polls once a
-millisecond. `process_vm_readv` is one thread, and ours has a second one, of NIXL's: `cpu_ratio` compares the bytes of a
-second of processor time, of the source's, too. `nixl as shipped` and vLLM run on their own, in the same run; and both
-again with the environment and the threads of NIXL that our agents have, as `nixl as ours` and `vLLM, UCX as ours`.
+The pull is complete: source and reader in two processes, a lease, READs of the data, the fence, and its notification.
+`pagewire` polls without a pause, and `pagewire, thread` goes through the transfer thread. The limit is
+`process_vm_readv` of the same runs, many in each call, by one thread. The figures of a ratio come from one loop, in
+which all programs alternate on pages that have left the processor's caches. Source and reader may use every core; the
+source polls once a millisecond. `process_vm_readv` uses one thread, but ours also uses a NIXL thread. `cpu_ratio`
+therefore compares the bytes in a second of processor time, including the source's. `nixl as shipped` and vLLM run by
+themselves in the same run. Both run again with the environment and NIXL threads of our agents, as `nixl as ours` and
+`vLLM, UCX as ours`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _STATISTICS = (
 
 
 def our_rows(*, quick: bool) -> Iterator[Row]:
-    """Ours beside the machine's limit."""
+    """The rows of our pulls and of the machine's limit."""
     budget_s = 0.5 if quick else 1.5
     for cases in (equal, as_vllm, topologies, shares):
         for case in cases(quick=quick):
@@ -44,7 +45,7 @@ def our_rows(*, quick: bool) -> Iterator[Row]:
 
 
 def other_rows(*, quick: bool) -> Iterator[Row]:
-    """NIXL as it comes, and vLLM where it can be run."""
+    """The rows of NIXL alone, and of vLLM if it can be run."""
     sizes = [(case.page_bytes, case.pages) for case in equal(quick=quick) if case.scattered]
     for as_ours in (False, True):
         yield from others.nixl(sizes, as_ours=as_ours)
@@ -56,7 +57,7 @@ def other_rows(*, quick: bool) -> Iterator[Row]:
 
 
 def with_limits(rows: list[Row]) -> list[Row]:
-    """Gives those that ran on their own the limit that was found beside ours, of the same runs in the same memory."""
+    """Adds the limit, as measured with ours for the same runs in the same memory, to rows that ran by themselves."""
     limits = {_shape(row): row["limit_gbps"] for row in rows if row["program"] == LIMIT}
     for row in rows:
         limit = row.get("limit_gbps") or limits.get(_shape(row))
@@ -71,7 +72,7 @@ def _shape(row: Row) -> tuple[object, ...]:
 
 
 def single_figures(*, quick: bool) -> Iterator[Row]:
-    """What is one number."""
+    """The figures that are single numbers."""
     budget_s = 0.5 if quick else 4.0
     for asked in (figures.latency, figures.fence, figures.caller):
         yield from asked(budget_s)
@@ -98,7 +99,7 @@ def main(chosen: argparse.Namespace | None = None) -> None:
 def _draw(rows: list[Row], path: Path) -> None:
     try:
         draw(rows, path)
-    except MissingExtraError as error:  # the tables come without matplotlib too
+    except MissingExtraError as error:  # the tables need no matplotlib
         progress(f"no plot: {error}")
         return
     progress(f"drew {path}")

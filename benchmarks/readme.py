@@ -1,10 +1,10 @@
 """Writes the tables of `docs/results.md` and of the README from the committed results: `python -m benchmarks.readme`.
 
-A table stands between two comments that name it. Above it is which statistic its figures are. Below it is where each
-was made: machine, commit, day and command, from the headers of the results, and a mark that says what of the code has
-changed since. The README has six figures and no provenance: its table leads to the page of results. A row whose figures
-are missing is left out. The tables must be what the results say. The marks may be older than the code, so that a change
-of code needs no change of a page.
+A table stands between two comments that name it. The text above it says which statistic its figures are. The text below
+it says where each figure was made: machine, commit, day and command, from the headers of the results. A mark lists the
+code that has changed since. The README has six figures without provenance; a link leads to the page of results. A row
+with missing figures is left out. The tables must match the results. The marks may be out of date, so that a change of
+code needs no change of a page.
 """
 
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
@@ -28,7 +28,7 @@ _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", 
 
 
 class Missing(Exception):  # noqa: N818 - no error: the row is left out
-    """A result has no such figure."""
+    """A result lacks a figure."""
 
 
 class Line(NamedTuple):
@@ -36,9 +36,9 @@ class Line(NamedTuple):
 
     Attributes:
         what: is measured.
-        of: which statistic.
+        of: the statistic.
         source: the name of the result.
-        figures: of the result; what it returns is put in a cell.
+        figures: function of the result that returns the text of the cell.
     """
 
     what: str
@@ -48,7 +48,7 @@ class Line(NamedTuple):
 
 
 def number(value: float | None) -> str:
-    """Three figures, or the whole number; nothing for None."""
+    """Formats a number with three digits, or as a whole number; empty for None."""
     if value is None:
         return ""
     digits = 0 if value >= 10 else 1 if value >= 1 else 2
@@ -56,20 +56,20 @@ def number(value: float | None) -> str:
 
 
 def some(*values: float, unit: str = "") -> str:
-    """Numbers with strokes between, and their unit."""
+    """Returns a formatter of several numbers with a slash between, and their unit."""
     return " / ".join(map(number, values)) + (f" {unit}" if unit else "")
 
 
 def ratios(*values: float) -> str:
-    """Ratios, two digits behind the point."""
+    """Returns a formatter of ratios with two decimals."""
     return " / ".join(f"{value:.2f}" for value in values)
 
 
 def one(rows: Sequence[Row], **wanted: object) -> Row:
-    """The row with these values.
+    """Returns the only row with these values.
 
     Raises:
-        Missing: there is none.
+        Missing: there is no such row.
     """
     for row in rows:
         if all(row.get(key) == value for key, value in wanted.items()):
@@ -123,7 +123,7 @@ PARTS = {"sglang"}
 
 
 def manager_table() -> list[str]:
-    """Ours beside MAX and vLLM."""
+    """The table of our manager, MAX and vLLM."""
     result = load("peers")
     rows: list[Row] = result.get("rows", [])
     columns = {name: each for name, each in COLUMNS.items() if any(f"{peer}_min" in rows[0] for peer in each)}
@@ -148,7 +148,7 @@ def _best(row: Row, peers: Sequence[str]) -> float | None:
 
 
 def _together(values: Sequence[float | None]) -> str:
-    """The figures of a cell. Equal ones are shown once: a program that has one hash has one figure."""
+    """Joins the figures of a cell. Equal ones are shown once, as for a program with only one hash."""
     return " / ".join(dict.fromkeys(number(value) for value in values if value is not None))
 
 
@@ -160,13 +160,13 @@ def _rounds(result: Row) -> int:
 
 
 def pulled(program: str, size: int, pages: int) -> Callable[[Row], Row]:
-    """The row of random head-major pages between equal layouts in huge pages."""
+    """The row for random head-major pages between equal layouts in huge pages."""
     shape = {"topology": "equal", "order": "head-major", "access": "random", "memory": "huge pages"}
     return lambda result: one(result["rows"], program=program, page_bytes=size << 10, pages=pages, **shape)
 
 
 def blocks(program: str) -> Callable[[Row], str]:
-    """Milliseconds of vLLM's connector for 2,048 blocks in 64 layers: whole, and until the call returns."""
+    """Milliseconds of vLLM's connector for 2,048 blocks in 64 layers: in all, and until the call returns."""
 
     def cell(result: Row) -> str:
         row = one(result["rows"], program=program, page_bytes=256 << 10, pages=2048, order="a tensor a layer")
@@ -176,12 +176,12 @@ def blocks(program: str) -> Callable[[Row], str]:
 
 
 def columns_of(program: str, column: str, *cases: tuple[int, int]) -> Callable[[Row], str]:
-    """A ratio of each case: KiB of a page, and pages."""
+    """The ratio of each case, by KiB of a page and number of pages."""
     return lambda result: ratios(*(pulled(program, *case)(result)[column] for case in cases))
 
 
 def figure(result: Row, question: str, column: str = "min") -> float:
-    """A single figure of a pull."""
+    """Returns a single figure of a pull."""
     return one(result["figures"], question=question)[column]
 
 
@@ -207,7 +207,7 @@ _LARGE, _SMALL = ((64, 2048), (256, 2048)), ((64, 256), (64, 16))
 
 
 def placed(result: Row) -> str:
-    """The share of prompt tokens that were cached, by the rule that places prompts."""
+    """The share of cached prompt tokens, by placement rule."""
     rates = (
         one(result["runs"], placement=name)["hit_rate"] for name in ("one cache", "own guess", "dynamo", "in turns")
     )
@@ -215,13 +215,13 @@ def placed(result: Row) -> str:
 
 
 def from_a_peer(result: Row) -> str:
-    """The first token of a prompt whose head nobody has, and of one whose head another process has."""
+    """The time to the first token of a prompt whose head no process has, and of one whose head another process has."""
     rows = [one(result["rows"], fleet="2 + 2", tokens=tokens) for tokens in (256, 3072)]
     return "; ".join(some(row["computed_ms_p50"], row["pulled_ms_p50"]) for row in rows) + " ms"
 
 
 def chosen_ways(result: Row) -> str:
-    """The share of right choices, how many are right where it is clear, and the loss: one host, and a slow link."""
+    """The share of right choices, the same for clear cases, and the loss, on one host and over a slow link."""
     rows = [one(result["rows"], fleet=fleet, tokens="all") for fleet in ("2 + 2", "2 + 1, 100mbit")]
     return "; ".join(
         f"{100 * row['right']:.0f} %, {row['right_clear'] * row['clear']:.0f}/{row['clear']}, {row['regret_ms']:.1f} ms"
@@ -230,7 +230,7 @@ def chosen_ways(result: Row) -> str:
 
 
 def asked(result: Row) -> str:
-    """Processor time that a question takes of both loops, of few pages and of many."""
+    """The processor time of both loops for a question, with few and with many pages."""
     sides = [
         [one(result["rows"], pages=pages, operation=f"{side}: in all")["us_median"] for side in ("source", "reader")]
         for pages in (128, 8192)
@@ -339,18 +339,18 @@ PROCESSES = (
 
 
 def priced(pages: int, *variants: str, column: str = "us_min") -> Callable[[Row], list[float]]:
-    """A column of variants of safety."""
+    """A column of the table of safety checks."""
     return lambda result: [one(result["rows"], pages=pages, variant=name)[column] for name in variants]
 
 
 def routed(result: Row) -> str:
-    """What 8 replicas hit of what one pool hits, for both traces."""
+    """The hits of 8 replicas as a share of the hits of one pool, for both traces."""
     rows = [one(result["rows"], trace=trace, replicas=8, routing="prefix") for trace in ("conversation", "synthetic")]
     return " / ".join(f"{row['of_one_pool_pct']:.1f}" for row in rows) + " %"
 
 
 def recommended(result: Row) -> str:
-    """A choice among 8 replicas."""
+    """The time of a choice among 8 replicas."""
     cold, again = (
         one(result["rows"], replicas=8, prompt=32_768, hash="sha256", case=case) for case in ("cold", "again")
     )
@@ -358,7 +358,7 @@ def recommended(result: Row) -> str:
 
 
 def served(result: Row) -> str:
-    """Time to the first token without a host tier and with one."""
+    """The time to the first token without and with a host tier."""
     rows = [one(result["rows"], case="serving", host=host) for host in ("none", "4 x device")]
     return some(*(row["ttft_ms_median"] for row in rows), unit="ms")
 
@@ -392,7 +392,7 @@ ALONE = (
 
 
 def installed_table() -> list[str]:
-    """The size of each extra on the disk, and the time of imports."""
+    """The table of the disk space of each extra and the time of imports."""
     rows: list[Row] = load("installed")["rows"]
     manager = rows[0]
     made = [["installed", "MB"]]
@@ -419,7 +419,7 @@ def installed_table() -> list[str]:
 
 
 def engines_table() -> list[str]:
-    """Our connector beside vLLM's."""
+    """The table that compares our connector with vLLM's."""
     rows: list[Row] = load("vllm_serve")["rows"]
     ways = {"ours": "pagewire", "theirs": "vLLM's connector", "theirs-ucx": "the same, UCX set as ours is"}
     ways = {way: title for way, title in ways.items() if any(row["connector"] == way for row in rows)}
@@ -439,7 +439,7 @@ def engines_table() -> list[str]:
 
 
 def lines_table(lines: Sequence[Line]) -> list[str]:
-    """A table of single figures, and where each was made."""
+    """A table of single figures, with their provenance."""
     made = [["what", "figure", "of", "result"]]
     sources: list[str] = []
     for line in lines:
@@ -460,9 +460,9 @@ class Figure(NamedTuple):
 
     Attributes:
         what: is measured.
-        ours: the figure, of the result.
-        peers: figures of others by their name; the best one is shown.
-        unit: of both.
+        ours: our figure, from the result.
+        peers: figures of others by name; the best one is shown.
+        unit: unit of both.
     """
 
     what: str
@@ -476,7 +476,7 @@ def _question(question: str) -> Row:
 
 
 def _beside(what: str, question: str, unit: str) -> Figure:
-    """A row of the table of managers: the best other one beside ours."""
+    """A row from the table of managers, with ours and the best other figure."""
 
     def peers() -> dict[str, float]:
         best = {name: _best(_question(question), each) for name, each in COLUMNS.items() if name not in PARTS}
@@ -486,7 +486,7 @@ def _beside(what: str, question: str, unit: str) -> Figure:
 
 
 def _pulled_blocks(question: str | None = None) -> float:
-    """Milliseconds of a pull of 2,048 blocks in 64 layers: ours, or the better one of vLLM's connector."""
+    """Milliseconds of a pull of 2,048 blocks in 64 layers: ours, or the better figure of vLLM's connector."""
     result = load("pull")
     if question is not None:
         return figure(result, question)
@@ -523,7 +523,7 @@ FIGURES = (
 
 
 def six_figures() -> list[str]:
-    """Each figure of ours, and the best one of others."""
+    """The README's table: each figure of ours, and the best one of others."""
     made = [["what", "pagewire", "the best other one"]]
     for each in FIGURES:
         try:
@@ -546,7 +546,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Markdown, the first row its heading."""
+    """Formats rows as a Markdown table; the first row is its heading."""
     for at, row in enumerate(rows):
         yield f"| {' | '.join(row)} |".replace("  ", " ").replace("  ", " ")
         if not at:
@@ -554,7 +554,7 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def origin(names: Sequence[str]) -> str:
-    """Where results were made: one sentence for those that were made together."""
+    """The provenance of results, with one sentence for results that were made together."""
     where: dict[str, list[str]] = {}
     changed: dict[str, set[str]] = {}
     for name in names:
@@ -576,13 +576,13 @@ def origin(names: Sequence[str]) -> str:
 
 
 def mark(changed: Collection[str]) -> str:
-    """What is said of results when this has changed since they were made."""
+    """The mark for results that are older than this changed code."""
     named = ", ".join(sorted(what for what in changed if what != UNKNOWN))
     return f"; newer code{f': {named}' if named else ''}" if changed else ""
 
 
 def without_marks(text: str) -> str:
-    """A page without what it says of the age of its figures."""
+    """A page without its marks."""
     return _MARK.sub("", text)
 
 
@@ -592,12 +592,12 @@ def _made_anew(found: re.Match[str]) -> str:
 
 
 def rendered(text: str) -> str:
-    """A page with its tables made anew."""
+    """A page with its tables made again."""
     return _BLOCK.sub(_made_anew, text)
 
 
 def main() -> int:
-    """Write the tables. Exit status 1 with `--check` where they are not what the results say, marks aside."""
+    """Write the tables. With `--check`, returns exit status 1 if they differ from the results, marks aside."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     chosen = parser.parse_args()

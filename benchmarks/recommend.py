@@ -1,9 +1,9 @@
 """What does `get_or_recommend_replica` cost?
 
-The prompt is hashed once and looked up in every replica. cold: no replica has a page of it. one: one replica has all
-its full pages. all: every replica has. again: as `all`, asked a second time, as for a request that waits. Pages of 16
-tokens; each sample but those of `again` is a new context, so that the hash is in the figure; `hash_min` is the hash
-alone.
+The prompt is hashed once and looked up in every replica. cold: no replica has a page of it. one: one replica has all of
+its full pages. all: every replica has them. again: like `all`, but asked a second time, as for a waiting request. Pages
+have 16 tokens. Each sample except those of `again` is a new context, so the figure includes the hash. `hash_min` is the
+hash alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAGE = 16
 
 
 def manager_of(replicas: int, pages: int, algorithm: HashAlgorithm, rows: int = 8) -> PagedKVCacheManager:
-    """Replicas of `pages` pages and `rows` requests each, a byte a token."""
+    """A manager whose replicas have `pages` pages and `rows` rows each, with one byte for each token."""
     params = KVCacheParams(
         dtype=torch.uint8,
         n_kv_heads=1,
@@ -38,7 +38,7 @@ def manager_of(replicas: int, pages: int, algorithm: HashAlgorithm, rows: int = 
 
 
 def publish(manager: PagedKVCacheManager, tokens: np.ndarray, replica: int) -> None:
-    """Leave the prompt's pages cached at one replica."""
+    """Make the prompt's pages cached at one replica."""
     context = TextContext(tokens, LONGEST)
     with manager.claim(context, replica):
         expect(manager.maybe_reserve(context), "there is room")
@@ -47,7 +47,7 @@ def publish(manager: PagedKVCacheManager, tokens: np.ndarray, replica: int) -> N
 
 
 def measure(replicas: int, length: int, algorithm: HashAlgorithm, repeats: int) -> list[Row]:
-    """The rows of one prompt length."""
+    """The rows for one prompt length."""
     manager, prompts = manager_of(replicas, 3 * length // PAGE, algorithm), Prompts()
     tokens, other = prompts.tokens(length), prompts.tokens(length)
     shape = {"replicas": replicas, "prompt": length, "hash": algorithm}

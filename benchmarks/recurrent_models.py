@@ -1,9 +1,8 @@
-"""The models of `benchmarks.layer_groups` that have recurrent layers: bytes of a state, and our manager for them.
+"""The models of `benchmarks.layer_groups` with recurrent layers, and our manager for them.
 
-The pages have one byte an element and head, as there, and a state as many of these units as it has bytes. No model runs
-on the states: each request's state is only told how far it has come. `split` has a part of the memory for states alone:
-three for each request that may run (its own and two copies), and as many requests as then have pages for `FOR` tokens
-each.
+As there, one byte stands for an element of a page, and a state takes the corresponding number of bytes. No model runs
+on the states. Only their progress is reported. `split` has a part of the memory only for states: three for each request
+that may run (its own and two copies), and as many requests as then have pages for `FOR` tokens each.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ MIXED = (200, 1500, 4000, 9000)
 
 
 class RecurrentModel(NamedTuple):
-    """Layers and the bytes that they keep: `full` ones of each token, `recurrent` ones of each request."""
+    """A model's layers and their bytes: `full` layers for each token, `recurrent` layers for each request."""
 
     full: int
     heads: int
     head_dim: int
     recurrent: int
-    conv: tuple[int, int]  # inputs of a channel that are kept, channels; bfloat16
+    conv: tuple[int, int]  # the convolution's kept inputs for each channel, and its channels; bfloat16
     matrix: tuple[int, int, int]  # float32
 
     @property
     def of_token(self) -> int:
-        """Bytes in one full layer."""
+        """Bytes of a token in one full layer."""
         return self.heads * self.head_dim * 2 * 2
 
     @property
     def of_state(self) -> int:
-        """Bytes in one recurrent layer."""
+        """Bytes of a state in one recurrent layer."""
         return int(np.prod(self.conv)) * 2 + int(np.prod(self.matrix)) * 4
 
     def bytes_of(self, tokens: int) -> int:
-        """What a request of so many tokens has to keep."""
+        """The bytes that a request of this many tokens must keep."""
         return tokens * self.full * self.of_token + self.recurrent * self.of_state
 
 
@@ -57,9 +56,9 @@ RECURRENT = {
 def manager_of(
     name: str, budget: int, *, page: int, longest: int, rows: int, split: bool = False
 ) -> PagedKVCacheManager:
-    """A manager with as many bytes, in units of a token in a full layer, as the budget has."""
+    """A manager with the budget's bytes, counted in units of a token in a full layer."""
     model = RECURRENT[name]
-    unit = model.of_token // 2  # a byte for a key, one for a value
+    unit = model.of_token // 2  # one byte for a key, and one for a value
     size = model.recurrent * model.of_state // unit
     shape = StateShape(1, size, 1, 1, 1, 2, torch.uint8, torch.uint8, "short_conv")
     if split:
@@ -78,7 +77,7 @@ def manager_of(
 
 
 def claimed(manager: PagedKVCacheManager, context: TextContext) -> bool:
-    """Claim the request; False: a manager of recurrent states has none left for it."""
+    """Claim the request. Returns False if the manager has no state left for it."""
     if manager.states and not manager.admission(context).fits:
         return False
     try:
@@ -89,13 +88,13 @@ def claimed(manager: PagedKVCacheManager, context: TextContext) -> bool:
 
 
 def run(manager: PagedKVCacheManager, names: Sequence[str], starts: Sequence[int], ends: Sequence[int]) -> None:
-    """As a model runs these tokens of requests, as far as their states are concerned, where they have any."""
+    """Report to the states, if there are any, that a model has run these tokens of requests."""
     for states in manager.states:
         states.advance(states.pages_at(names, starts), ends)
 
 
 def claims_us(manager: PagedKVCacheManager, claims: int) -> list[float]:
-    """Microseconds of claims in a memory full of requests of 200 to 9,000 tokens, which come and go at random."""
+    """Microseconds of claims in a memory full of requests of 200 to 9,000 tokens, which arrive and leave at random."""
     chosen, running, took = np.random.default_rng(1), list[str](), list[float]()
     while len(took) < claims:
         name, length = f"c{len(took)}", int(chosen.choice(MIXED))
@@ -105,7 +104,7 @@ def claims_us(manager: PagedKVCacheManager, claims: int) -> list[float]:
         start = now()
         manager.external_claim(name)
         took.append((now() - start) / 1e3)
-        if manager.maybe_reserve(context):  # else the claim has taken the last pages
+        if manager.maybe_reserve(context):  # otherwise the claim has taken the last pages
             running.append(name)
         else:
             manager.release(name)
@@ -115,11 +114,11 @@ def claims_us(manager: PagedKVCacheManager, claims: int) -> list[float]:
 
 
 def held_pages(manager: PagedKVCacheManager) -> int:
-    """Pages that are in use, those of states in slabs among them."""
+    """The pages in use, including those of states in slabs."""
     return manager.num_held_blocks - sum(states.num_held for states in manager.states)
 
 
 def lost_percent(name: str, length: int, held: int, page: int) -> float:
-    """The share of bytes in `held` pages that a request of `length` tokens and the next one does not have to keep."""
+    """The percentage of the bytes in `held` pages that a request of `length` tokens and the next one need not keep."""
     model = RECURRENT[name]
     return round(100 * (1 - model.bytes_of(length + 1) / (held * page * model.full * model.of_token)), 2)

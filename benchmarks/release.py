@@ -1,9 +1,9 @@
 """What does it cost to release a request of 2,048 pages?
 
-published: its pages stay cached, nobody else holds them. unpublished: they hold nothing that is worth finding (the
-model never ran). shared: another request holds them all. The pool is full (`pools.age`), of several sizes.
-What is put off from call to call has to be paid some day: `published` goes on until the pool has been handed out
-twice over, and shows the mean and the worst call too.
+published: its pages stay cached, and no other request holds them. unpublished: they have no useful content (the model
+never ran). shared: another request holds them all. The pool is full (`pools.age`), in several sizes. Deferred work must
+be paid at some time. `published` therefore continues until the pool has been allocated twice over, and also shows the
+mean and the worst call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAGES = 2048
 
 
 def measure(pages: int, page_size: int, repeats: int) -> list[Row]:
-    """The rows of one pool size."""
+    """The rows for one pool size."""
     manager, prompts = manager_of(pages, page_size=page_size), Prompts()
     age(manager, prompts)
     tokens = prompts.tokens(PAGES * page_size)

@@ -1,9 +1,9 @@
-"""The committed results: whether each says how it was made, and what of it was measured has changed since.
+"""Checks that committed results say how they were made, and finds measured code that has changed since.
 
-`python -m benchmarks.results` reports both. A result that does not say how it was made is an error of the tests. One
-that is older than what it measures is none: it stands in this report and in that of `make figures ARGS=--list`, and the
-page of results says so below its table. It is old if the code of a package or of a benchmark that its header names is
-not what it was (`benchmarks.measured`), or if it was made from a tree with changes that no commit has.
+`python -m benchmarks.results` reports both. A result that does not say how it was made fails the tests. A result that
+is older than the measured code does not: this report and `make figures ARGS=--list` list it, and the page of results
+says so below its table. It is old if the code of a package or benchmark in its header has changed
+(`benchmarks.measured`), or if it was made from a tree with uncommitted changes.
 """
 
 # pyright: reportUnknownArgumentType=false
@@ -27,7 +27,7 @@ _OF_VERSIONS = ("python", "torch", "nixl")
 
 
 def load(name: str, folder: Path = RESULTS) -> Row:
-    """A result; empty where there is none."""
+    """Loads a result; empty if there is none."""
     path = folder / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -45,7 +45,7 @@ def faults(result: Mapping[str, object]) -> list[str]:
 
 
 def changed_since(result: Mapping[str, object], root: Path = ROOT) -> list[str]:
-    """Packages and benchmarks that have changed since a result was made; empty if the result is as new as they are."""
+    """The packages and benchmarks that have changed since a result was made; empty if it is up to date."""
     measures = result.get("measures")
     if not isinstance(measures, dict) or not measures or result.get("uncommitted"):
         return [UNKNOWN]
@@ -53,7 +53,7 @@ def changed_since(result: Mapping[str, object], root: Path = ROOT) -> list[str]:
 
 
 def main() -> int:
-    """Print what headers lack and what has changed; exit status 1 where a result has to be made again."""
+    """Print the faults of headers and the changes. Returns exit status 1 if a result must be made again."""
     argparse.ArgumentParser(prog="python -m benchmarks.results", description=__doc__).parse_args()
     old = False
     for path in sorted(RESULTS.glob("*.json")):

@@ -1,9 +1,8 @@
-"""What does a scrape cost, and what does a pull cost that is counted for it?
+"""What does a scrape cost, and what does it cost to count a pull?
 
-A scrape is what a host's `/metrics` does: read every family and write the text, with the manager's collector, the
-exchange's, or both in one registry. The manager has so many pages in two replicas and a host tier, of which
-some hundred are in use; `leases` are open, of 32 pages each. It runs in a thread of its own, and holds the interpreter
-for about this long.
+A scrape does the work of `/metrics`: it reads every family and writes the text, with the manager's collector, the
+exchange's, or both in one registry. The manager has two replicas and a host tier, with a few hundred pages in use, and
+`leases` open leases of 32 pages each. A scrape runs in its own thread, and holds the interpreter for about this long.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ COUNTED = 1000
 
 @contextmanager
 def served(pages: int, leases: int) -> Iterator[tuple[PagedKVCacheManager, PageExchange]]:
-    """A manager of so many pages a replica that has served some requests, and its exchange."""
+    """A manager that has served some requests, with `pages` pages in each replica, and its exchange."""
     shape: dict[str, Any] = {"n_kv_heads": 1, "head_dim": 1, "page_size": PAGE, "enable_prefix_caching": True}
     plain = KVCacheParams(torch.float16, n_devices=REPLICAS, data_parallel_degree=REPLICAS, **shape)
     memory = plain.bytes_per_token(1) * PAGE * pages * REPLICAS
@@ -62,7 +61,7 @@ def served(pages: int, leases: int) -> Iterator[tuple[PagedKVCacheManager, PageE
 
 
 def scrapes(pages: int, leases: int, repeats: int) -> list[Row]:
-    """A scrape of each collector, and of both."""
+    """Times a scrape of each collector, and of both."""
     rows: list[Row] = []
     with served(pages, leases) as (manager, exchange):
         made = {"manager": [ManagerCollector(manager)], "exchange": [TransferCollector(exchange)]}
@@ -85,7 +84,7 @@ def scrapes(pages: int, leases: int, repeats: int) -> list[Row]:
 
 
 def counting(repeats: int) -> Row:
-    """A pull counted, its four figures into their buckets."""
+    """Times counting a pull, which sorts its four figures into buckets."""
     record = PullRecord(1 << 20, 40, 2e-4, 1.5e-3)
 
     def count(stats: TransferStats) -> None:

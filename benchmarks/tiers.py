@@ -1,4 +1,4 @@
-"""What are the tiers worth, and what do they cost a step?
+"""What do the tiers gain, and what do they cost a step?
 
     serving   hits and time to the first token of a small real model, whose prompts need three times the device's pages
     step      a step with copies to the host waiting and without, for that model and for the manager alone
@@ -41,13 +41,13 @@ from scheduler_adapters.loop import Request, ServingLoop
 PAGE = 16
 PROMPT = 1008  # 63 pages
 _GIB = 2**30
-_WINDOW = 24  # steps between two changes from idle to busy and back
+_WINDOW = 24  # steps in each idle or busy window
 _STATISTICS = "columns *_min, *_max, *_median and *_mean: of the samples of a row; GB/s are maxima, times minima"
 _WAITING = 3500  # pages, 110 MiB, at the start of a busy window
 
 
 def loop_of(model: Any, pages: int, host_pages: int, rows: int = 32) -> ServingLoop:
-    """A loop over a manager of so many pages on the device and on the host."""
+    """A loop over a manager with these numbers of pages on the device and on the host."""
     params = kv_params_of(model.config, page_size=PAGE)
     layers = num_layers_of(model.config)
     size = params.bytes_per_token(layers) * PAGE
@@ -56,7 +56,7 @@ def loop_of(model: Any, pages: int, host_pages: int, rows: int = 32) -> ServingL
         params = dataclasses.replace(params, enable_kvcache_swapping_to_host=True, host_kvcache_swap_space_gb=space)
     manager = PagedKVCacheManager(params, rows, 1 << 16, layers, ["cpu"], available_cache_memory=pages * size)
     runner = HFRunner(model)
-    runner.eos_token_ids = frozenset()  # a random model ends where it likes
+    runner.eos_token_ids = frozenset()  # a random model would end anywhere
     return ServingLoop(manager, runner, token_budget=2048)
 
 
@@ -64,14 +64,14 @@ def loop_of(model: Any, pages: int, host_pages: int, rows: int = 32) -> ServingL
 
 
 def serving(model: Any, host_times: int, requests: int) -> Row:
-    """Prompts in random order, one after another: 24 of 63 pages each, and a device that holds 8 of them."""
+    """Serves 24 prompts of 63 pages in random order, one after another, on a device that holds 8 of them."""
     pages, prompts = 8 * (PROMPT // PAGE + 1), 24
     rng = np.random.default_rng(5)
     texts = rng.integers(0, 256, (prompts, PROMPT + 1)).tolist()
     loop = loop_of(model, pages, host_times * pages)
     first_token: list[float] = []
     for number in range(prompts + requests):
-        if number == prompts:  # every prompt was seen once: now it counts
+        if number == prompts:  # every prompt was seen once, so counting begins
             loop.manager.reset_metrics()
             first_token.clear()
         chosen = texts[number if number < prompts else int(rng.integers(prompts))]
@@ -101,7 +101,7 @@ def serving(model: Any, host_times: int, requests: int) -> Row:
 
 
 def fill_queue(manager: PagedKVCacheManager, prompts: Prompts) -> None:
-    """Publish pages, without a model, that then wait to be copied to the host."""
+    """Publish pages without a model. They then wait to be copied to the host."""
     context = claimed(manager, prompts.tokens(_WAITING * PAGE + 1))
     expect(manager.maybe_reserve(context), "the pool has room for the pages that wait")
     context.update(1)
@@ -110,7 +110,7 @@ def fill_queue(manager: PagedKVCacheManager, prompts: Prompts) -> None:
 
 
 def busy_and_idle(manager: PagedKVCacheManager, step: Callable[[], object], windows: int) -> list[Row]:
-    """Steps in turns: with thousands of pages waiting to be copied, and with none."""
+    """Times steps in alternating windows: with thousands of pages waiting to be copied, and with none."""
     prompts, times = Prompts(), {"idle": list[float](), "busy": list[float]()}
     done = 0
     copied = 0
@@ -129,7 +129,7 @@ def busy_and_idle(manager: PagedKVCacheManager, step: Callable[[], object], wind
                 times[case].append(timed(lambda _: step(), None))
                 done = manager.metrics.d2h_blocks_copied - before
                 if case == "busy" and done > 0.9 * _WAITING:
-                    break  # from here on steps would have nothing to copy
+                    break  # later steps would have nothing to copy
             copied += done if case == "busy" else 0
     mean = {case: statistics.mean(each) for case, each in times.items()}
     return [
@@ -147,7 +147,7 @@ def busy_and_idle(manager: PagedKVCacheManager, step: Callable[[], object], wind
 
 
 def model_steps(model: Any, batch: int, windows: int) -> list[Row]:
-    """Steps of the loop: `batch` requests decode."""
+    """Times steps of the loop in which `batch` requests decode."""
     loop = loop_of(model, 12_000, 24_000)
     for number in range(batch):
         loop.add(Request(str(number), [number, *range(100)], 60_000))
@@ -157,7 +157,7 @@ def model_steps(model: Any, batch: int, windows: int) -> list[Row]:
 
 
 def manager_steps(batch: int, windows: int) -> list[Row]:
-    """Steps of the manager alone, through a `Batch`: the model's time is not there to hide anything in."""
+    """Times steps of the manager alone, through a `Batch`, so that no model time hides any cost."""
     params = KVCacheParams(
         torch.float32,
         2,
@@ -190,7 +190,7 @@ def manager_steps(batch: int, windows: int) -> list[Row]:
 
 
 def nixl_io() -> Callable[[Any], PageIO] | None:
-    """The mover of bytes through NIXL's POSIX plugin; None without nixl."""
+    """The `PageIO` over NIXL's POSIX plugin; None without nixl."""
     try:
         from transfer.nixl.file_io import NixlFileIO  # noqa: PLC0415 - the file tier is measured without it, too
     except ImportError:
@@ -200,13 +200,13 @@ def nixl_io() -> Callable[[Any], PageIO] | None:
 
 @contextmanager
 def empty_folder() -> Generator[Path]:
-    """A folder on the disk that is measured."""
+    """An empty folder on the measured disk."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("PAGEWIRE_TIER_DIR")) as folder:
         yield Path(folder)
 
 
 def drop_cache(folder: Path) -> None:
-    """Let the next read of these files come from the disk."""
+    """Drop these files from the page cache, so that the next read comes from the disk."""
     os.sync()
     for path in folder.rglob("*"):
         if path.is_file():
@@ -234,7 +234,7 @@ def rates_of_dd(folder: Path, size: int) -> Row:
 
 
 def rates_of_tier(folder: Path, page_bytes: int, size: int, make_io: Callable[[Any], PageIO], name: str) -> Row:
-    """GB/s of the file tier, checksums and all: pages of the host tier to files, and back."""
+    """GB/s of the file tier, including checksums: pages of the host tier to files, and back."""
     pages = size // page_bytes
     host = HostTier([page_bytes], pages, 4, pinned=False)
     host.memory[0].view(torch.int64).random_()
@@ -267,7 +267,7 @@ def rates_of_tier(folder: Path, page_bytes: int, size: int, make_io: Callable[[A
 
 
 def files(page_bytes: int, size: int, repeats: int) -> list[Row]:
-    """Best and median of rounds, each with dd beside it."""
+    """Best and median of several rounds, each with a run of dd for comparison."""
     makers: dict[str, Callable[[Any], PageIO]] = {"file tier": lambda _: SystemIO()}
     through_nixl = nixl_io()
     if through_nixl is not None:
@@ -293,7 +293,7 @@ def files(page_bytes: int, size: int, repeats: int) -> list[Row]:
 
 
 def killed(rounds: int) -> Row:
-    """Processes killed while they write, by the test that compares every page served from what they leave."""
+    """Kills writing processes, with the test that compares every page served from their files."""
     command = [sys.executable, "-m", "tests.kvcache.killed_writers", "--rounds", str(rounds)]
     root = Path(__file__).resolve().parents[1]
     run = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)  # noqa: S603 - our own file

@@ -19,10 +19,10 @@ TRACES = ("conversation_trace.jsonl", "synthetic_trace.jsonl")
 
 
 def measure(name: str, capacity: int) -> Row:
-    """One replay: hits beside the reference LRU and the optimum, what a request costs, and what is left behind.
+    """One replay: its hits, those of the reference LRU and the optimum, the cost of a request, and leftovers.
 
-    `rss_growth_kib` is the growth of resident memory over the second half of the replay, in KiB: 8 bytes a request of
-    it are our own list of times. That no page is held at the end the replay itself makes sure of.
+    `rss_growth_kib` is the growth of resident memory over the second half of the replay, in KiB; 8 bytes of it for each
+    request are our own list of times. The replay itself checks that no page is held at the end.
     """
     trace, resident = load_trace(FOLDER / name), list[int]()
 
@@ -48,13 +48,13 @@ def measure(name: str, capacity: int) -> Row:
 
 
 def _resident_kib() -> int:
-    """Resident memory of this process, in KiB; 0 where /proc does not say."""
+    """The resident memory of this process in KiB; 0 if /proc does not have it."""
     path = Path("/proc/self/statm")
     return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024 if path.exists() else 0
 
 
 def main() -> int:
-    """Run and report; exit status 0 also where there are no traces, as they are no part of the project."""
+    """Run and report. The exit status is 0 even without traces, because they are not part of the project."""
     chosen = options(__doc__)
     pin()
     missing = [name for name in TRACES if not (FOLDER / name).exists()]

@@ -1,6 +1,6 @@
-"""What do replicas that share a pool's pages hit of what one pool hits, and how even is their load?
+"""If a pool is divided into replicas, how many of its hits remain, and how even is their load?
 
-The traces of `benchmarks.trace_replay`, 10,000 blocks in all, for each rule of claiming.
+The traces of `benchmarks.trace_replay` are replayed with 10,000 blocks in all, for each claiming rule.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CAPACITY = 10_000
 
 
 def measure(name: str, counts: tuple[int, ...]) -> list[Row]:
-    """The rows of one trace."""
+    """The rows for one trace."""
     rows = sweep_replicas(load_trace(FOLDER / name), CAPACITY, counts, note=lambda row: progress(f"{name}: {row}"))
     for row in rows:
         for column in ("window_load_mean", "window_load_max"):
@@ -25,7 +25,7 @@ def measure(name: str, counts: tuple[int, ...]) -> list[Row]:
 
 
 def main() -> int:
-    """Run and report; exit status 0 also where there are no traces, as they are no part of the project."""
+    """Run and report. The exit status is 0 even without traces, because they are not part of the project."""
     chosen = options(__doc__)
     pin()
     missing = [name for name in TRACES if not (FOLDER / name).exists()]

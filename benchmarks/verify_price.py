@@ -1,7 +1,8 @@
-"""The cost of safety: a pull without its fence, with it, with a sample of its pages compared, and with all of them.
+"""The cost of safety: a pull without a fence, with it, and with some or all pages checked.
 
-`python -m benchmarks.verify_price [--quick] [--json FILE]`. Source and reader are agents of one process, polled in
-turn; the variants alternate, so that what else the machine does falls on all of them. Sealing is the source's part.
+Run `python -m benchmarks.verify_price [--quick] [--json FILE]`. Source and reader are agents of one process, which
+polls them in turn. The variants alternate, so that other load of the machine affects all of them. Sealing is the
+source's part.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SHARES = {UNFENCED: 0.0, "fence": 0.0, "sample 5 %": 0.05, "digest": 1.0}
 
 
 class Price(msgspec.Struct, frozen=True):
-    """One variant. Microseconds of the whole pull, and of what the source does to seal the pages beforehand."""
+    """One variant: microseconds of the whole pull, and of sealing the pages beforehand at the source."""
 
     variant: str
     pages: int
@@ -63,7 +64,7 @@ _POOLS: list[np.ndarray] = []
 
 
 def take_fence_away(reader: ReplicaTransfer) -> None:
-    """Let a reader say that it is done as soon as its READs are, whatever the lease word holds: only to be timed."""
+    """Make a reader report success as soon as its READs end, whatever the lease word holds. Only for timing."""
     puller: Any = reader.ranks[0].puller
 
     def go_on(pull: Any) -> None:
@@ -77,7 +78,7 @@ def take_fence_away(reader: ReplicaTransfer) -> None:
 
 
 def measure(count: int, rounds: int) -> list[Price]:
-    """Pulls `count` pages, scattered in both pools, `rounds` times by each variant."""
+    """Pulls `count` pages, scattered in both pools, `rounds` times with each variant."""
     pages = max(2 * count, 64)
     source, card = make("source", pages, checks=True, verify=0.0)
     readers = {name: make(f"reader {name}", pages, checks=False, verify=share)[0] for name, share in SHARES.items()}
@@ -100,7 +101,7 @@ def measure(count: int, rounds: int) -> list[Price]:
                 while not reader.events:
                     reader.poll()
                     if number < 2:
-                        source.poll()  # the first contact waits for it
+                        source.poll()  # needed for the first contact
                 times[name].append((now() - start) / 1e3)
                 expect(reader.events.popleft() == PullEvent("r", "", safe=True), "a pull ends well")
                 source.poll()

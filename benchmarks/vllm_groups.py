@@ -1,14 +1,13 @@
-"""vLLM's KV cache manager, asked what `benchmarks.layer_groups` asks ours: a row a model, as JSON lines.
+"""Asks vLLM's KV cache manager what `benchmarks.layer_groups` asks ours, with a row for each model as JSON lines.
 
-`benchmarks.layer_groups` starts it by the Python of vLLM's environment; no model is loaded, and no memory of a cache
-taken. The layers' specs are those that vLLM has for these models, the groups are made by vLLM, and a pool has as many
-blocks as the budget holds. A step is what vLLM's scheduler does for each request that decodes: slots for a token, and
-the token appended, with the hash of a block where one is full. The block tables that a worker makes of it are left out,
-where ours are part of the step.
-
-With recurrent layers a block is as long as vLLM makes it: the multiple of 16 tokens that has the bytes of a state in
-one layer. States are cached in its mode `align`, by its scheduler's own rule where a chunk ends. `matched by 16` is
-what `prefix_match_unit` sets in place of whole blocks. The copies that it asks for are done by then.
+`benchmarks.layer_groups` starts it with the Python of vLLM's environment. No model is loaded, and no cache memory is
+allocated. The layers' specs are vLLM's own for these models, vLLM makes the groups, and a pool has as many blocks as
+fit into the budget. A step does the work of vLLM's scheduler for each decoding request: it allocates slots for a token
+and appends the token, with the hash of a block that becomes full. It leaves out the block tables, which a worker makes;
+ours are part of the step. With recurrent layers vLLM sets the block length: the multiple of 16 tokens that has the
+bytes of a state in one layer. States are cached in vLLM's mode `align`, with its scheduler's own rule for chunk ends.
+`matched by 16` uses `prefix_match_unit` instead of whole blocks. The requested copies are made before the measured part
+ends.
 """
 
 from __future__ import annotations
@@ -59,21 +58,21 @@ _PARAMS = SamplingParams(max_tokens=1 << 20)
 _HASH = get_hash_fn_by_name("sha256")
 
 
-# Mamba-2 may write a state out from inside a chunk.
+# Mamba-2 can store a state from the middle of a chunk.
 _EXPORTS = {"Nemotron-H 47B": {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}}
 
 
 class Peer(NamedTuple):
-    """vLLM's manager, and what of its scheduler belongs to it."""
+    """vLLM's manager, and the parts of its scheduler that belong to it."""
 
     manager: KVCacheManager
     block: int  # tokens
     matched_by: int  # tokens
-    ends: SimpleNamespace | None  # what its scheduler's rule looks at where chunks end; None: they end anywhere
+    ends: SimpleNamespace | None  # input of the scheduler's rule for chunk ends; None if chunks may end anywhere
 
 
 def peer_of(name: str, budget: int, matched_by: int | None = None) -> Peer:
-    """A manager with as many blocks as the budget holds."""
+    """A manager with as many blocks as fit into the budget."""
     specs, block, of_layer = _recurrent_specs(name) if name in RECURRENT else _window_specs(name)
     groups = kv_cache_planning._get_kv_cache_groups_uniform_page_size(specs)  # noqa: SLF001 - the rest reads a model
     of_block = of_layer * max(len(group.layer_names) for group in groups)
@@ -95,7 +94,7 @@ def peer_of(name: str, budget: int, matched_by: int | None = None) -> Peer:
 def _window_specs(name: str) -> tuple[dict[str, KVCacheSpec], int, int]:
     """The specs of layers, the tokens of a block, and its bytes in one layer."""
     layers, full, window, of_token = MODELS[name]
-    # One head, which has the bytes of all heads: only these count.
+    # A single head with the bytes of all heads, because only the bytes count.
     shape = {"block_size": PAGE, "num_kv_heads": 1, "head_size": of_token // 4, "dtype": torch.bfloat16}
     specs = {
         str(layer): FullAttentionSpec(**shape) if layer in full else SlidingWindowSpec(**shape, sliding_window=window)
@@ -140,7 +139,7 @@ def _ends(name: str, manager: KVCacheManager, block: int, matched_by: int) -> Si
 
 
 def prefilled(peer: Peer, name: str, tokens: Sequence[int]) -> tuple[Request, int] | None:
-    """A request whose prompt ran in chunks, and how many of its tokens were found; None: it does not fit."""
+    """A request whose prompt ran in chunks, and how many of its tokens were found; None if it does not fit."""
     manager = peer.manager
     request = Request(name, list(tokens), _PARAMS, None, block_hasher=get_request_block_hasher(peer.matched_by, _HASH))
     blocks, found, request.shared_prefix_boundary = manager.get_computed_blocks(request)
@@ -166,12 +165,12 @@ def prefilled(peer: Peer, name: str, tokens: Sequence[int]) -> tuple[Request, in
 
 
 def copied(manager: KVCacheManager) -> None:
-    """Carry out the copies that the manager asks for: its scheduler lets go of these blocks then."""
+    """Marks the requested copies as done, after which vLLM's scheduler frees their blocks."""
     manager.block_pool.free_blocks(manager.take_kv_cache_block_copies()[1])
 
 
 def fitting(peer: Peer, length: int) -> tuple[int, int]:
-    """Requests of so many tokens that decode at a time, and the blocks that the first of them holds."""
+    """The number of requests of this length that can decode at a time, and the blocks that the first of them holds."""
     manager, count, held = peer.manager, 0, 0
     while (made := prefilled(peer, str(count), prompt(count, length).tolist())) is not None:
         manager.new_step_starts()
@@ -184,7 +183,7 @@ def fitting(peer: Peer, length: int) -> tuple[int, int]:
 
 
 def step_us(peer: Peer, repeats: int) -> list[float]:
-    """The mean over each page's worth of steps, in microseconds."""
+    """The times of a step in microseconds, each a mean over as many steps as a page has tokens."""
     manager = peer.manager
     made = [prefilled(peer, str(at), prompt(at, LENGTH + at % PAGE).tolist()) for at in range(BATCH)]
     batch, means = [one[0] for one in made if one is not None], list[float]()
@@ -204,7 +203,7 @@ def step_us(peer: Peer, repeats: int) -> list[float]:
 
 
 def cached_tokens(peer: Peer) -> int | None:
-    """Tokens of the trace's prompts that were found, one request after another; None where there is no trace."""
+    """The number of the trace's prompt tokens that were found; None if there is no trace."""
     total = 0
     for number, tokens in enumerate(trace_prompts()):
         made = prefilled(peer, f"t{number}", tokens.tolist())
@@ -216,7 +215,7 @@ def cached_tokens(peer: Peer) -> int | None:
 
 
 def measure(repeats: int) -> Iterator[Row]:
-    """A row for each model; of those with recurrent layers two."""
+    """A row for each model, and two rows for models with recurrent layers."""
     for name in (*MODELS, *RECURRENT):
         for matched_by in (None, PAGE) if name in RECURRENT else (None,):
             made = partial(peer_of, name, matched_by=matched_by)

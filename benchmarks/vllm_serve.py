@@ -4,13 +4,13 @@
 random weights on the CPU, blocks of 32 tokens, a prefill and a decode process and a proxy before them; one pair at a
 time, for the threads of vLLM's connector spin and would starve a neighbour. Each pair is asked
 
-- prompts of 60, 500 and 1,500 tokens, no two alike, one at a time, as streams: milliseconds until the first token and
-  until the second one, which is the first that decode makes,
-- 30 prompts, 16 at a time: requests a second, and how many failed,
-- nothing, for ten seconds: processor seconds of each of its processes a second.
+- prompts of 60, 500 and 1,500 tokens, all different, one at a time, as streams: milliseconds until the first token and
+  until the second one, which is the first that decode makes;
+- 30 prompts, 16 at a time: requests in a second, and how many failed;
+- nothing for ten seconds: processor seconds of each process in a second.
 
-`theirs` is vLLM's NIXL connector as it comes, `theirs-ucx` the same with the variables of
-`transfer.nixl.settings`. It wants a machine that has nothing else to do.
+`theirs` is vLLM's NIXL connector as shipped, and `theirs-ucx` is the same with the variables of
+`transfer.nixl.settings`. The machine should be otherwise idle.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def first_two(url: str, prompt: Sequence[int]) -> tuple[float, float]:
 
 
 def percentiles(name: str, times: Sequence[float]) -> Row:
-    """Columns of a row."""
+    """The percentile columns of a row."""
     ordered = sorted(times)
     return {
         f"{name} {label}": round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1)
@@ -64,7 +64,7 @@ def percentiles(name: str, times: Sequence[float]) -> Row:
 
 
 def burst(url: str, numbers: random.Random) -> Row:
-    """Requests a second of many at once, and how many of them failed."""
+    """Sends many requests at once. Returns requests in a second, and how many failed."""
     prompts = [_prompt(numbers, numbers.choice((16, 60, 128, 300, 500, 1000, 1500))) for _ in range(TOGETHER)]
     start = time.perf_counter()
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -75,7 +75,7 @@ def burst(url: str, numbers: random.Random) -> Row:
 
 
 def processor_seconds(process: Process) -> float:
-    """That a process and all those that it started have had."""
+    """The processor seconds of a process and all of its descendants."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -88,7 +88,7 @@ def processor_seconds(process: Process) -> float:
 
 
 def idle(pair: Pair) -> Row:
-    """Processor seconds a second of either side while nobody asks."""
+    """The processor seconds in a second of either side without requests."""
     time.sleep(2)
     before = [processor_seconds(server) for server in pair.both]
     time.sleep(IDLE_S)
@@ -97,7 +97,7 @@ def idle(pair: Pair) -> Row:
 
 
 def measure(way: str, folder: Path, repeats: int, rounds: int) -> list[Row]:
-    """The rows of one way: of each size, and of many at once."""
+    """The rows of one way: for each size, and for many requests at once."""
     connector, env = WAYS[way]
     settings = Settings(make_model(folder, "llama"), connector=json.dumps(connector), extra="")
     servers = [Server(settings, folder, f"{way}-{side}") for side in ("prefill", "decode")]
@@ -158,7 +158,7 @@ def _prompt(numbers: random.Random, size: int) -> list[int]:
 
 
 def main() -> int:
-    """Measure, print, and write where asked to; the exit status."""
+    """Measure, print, and write if asked to. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_serve", description=__doc__)
     parser.add_argument("--repeats", type=int, default=60, help="streams of each size")
     parser.add_argument("--rounds", type=int, default=3, help="bursts")
@@ -175,7 +175,7 @@ def main() -> int:
         ways = chosen.ways.split(",")
         for count, way in enumerate(ways, start=1):
             rows += measure(way, Path(folder), chosen.repeats, chosen.rounds)
-            if chosen.json:  # a way takes up to 20 minutes: what is known is written
+            if chosen.json:  # writes the results so far, because a way takes up to 20 minutes
                 arguments = f"--ways {','.join(ways[:count])} --repeats {chosen.repeats} --rounds {chosen.rounds}"
                 command = f"python -m benchmarks.vllm_serve {arguments}"
                 write(chosen.json, {**header(command, _STATISTICS), "rows": rows})

@@ -1,8 +1,9 @@
-"""What do requests that wait cost: a step of those that run, one that comes, one that is given up, a poll of transfers?
+"""What do waiting requests cost a step, a new or aborted request, and a poll of transfers?
 
-64 requests decode, and have every row of the cache: none of those behind them gets in. There is no model, so that a
-step is what the loop and the manager take. `add` and `abort` are of one request more, the last one. The polls are those
-of the transfer thread, with pulls of which the pages are still computed, and with pulls whose source does not answer.
+64 requests decode and hold every row of the cache, so none of the waiting ones is admitted. There is no model, so a
+step is the time of the loop and the manager. `add` and `abort` are for one more request at the end of the queue. The
+polls are those of the transfer thread, with pulls whose pages are still being computed, and with pulls whose source
+does not answer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _NOBODY = "tcp://127.0.0.1:9"
 
 
 class _NoModel:
-    """Says 1 for every request."""
+    """A model that returns token 1 for every request."""
 
     eos_token_ids: frozenset[int] = frozenset()
 
@@ -36,7 +37,7 @@ class _NoModel:
 
 
 def measure(waiting: int, repeats: int) -> list[Row]:
-    """The rows of one length of the queue."""
+    """The rows for one length of the queue."""
     steps = 4 * repeats + 64
     pages = RUNNING * -(-(PROMPT + steps) // PAGE) * 2
     manager, prompts, names = manager_of(pages, page_size=PAGE, rows=RUNNING), Prompts(), itertools.count()
@@ -58,7 +59,7 @@ def measure(waiting: int, repeats: int) -> list[Row]:
 
 
 def measure_polls(waiting: int, repeats: int) -> list[Row]:
-    """The rows of so many open pulls, of which none moves."""
+    """The rows for `waiting` open pulls, none of which progresses."""
     rows: list[Row] = []
     source = make(Spec(name="source", layers=1, pages=8))
     with HandshakeServer([source.card]) as server:
@@ -72,7 +73,8 @@ def measure_polls(waiting: int, repeats: int) -> list[Row]:
             times = samples(repeats, lambda: None, lambda _, replica=replica: replica.poll())
             expect(replica.num_pulls == (waiting, 0), "no pull has ended")
             rows.append({"running": 0, "waiting": waiting, "call": call, **summary(times)})
-            for number in range(waiting if address != _NOBODY else 0):  # the source hears of each, while it takes notes
+            # polls the source, so that it learns of each pull
+            for number in range(waiting if address != _NOBODY else 0):
                 replica.cancel(f"r{number}", "measured")
                 source.replica.poll()
             replica.close()

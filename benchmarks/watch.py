@@ -1,15 +1,13 @@
-"""What does `pagewire top` cost: the loop that is watched, the process around it, and the watcher?
+"""What does `pagewire top` cost the watched loop, its process, and the watcher?
 
-A loop of decode steps for all of its requests, which takes a new prompt in place of an old one in every 16th step,
-over a pool whose other pages are idle. It runs in turns, some seconds each: unwatched, beside the drawn program that
-looks at another process of this size, and watched by that program, at two looks a second. The second is there because
-two cores of one chip are never quite two machines. The loop has one core, the threads that look and the watcher have
-the other. `model_ms` is what each step waits for its model: with 0 the loop does nothing but what is watched, and each
-share is an upper bound.
-
-`us_mean` is of what the steps of a row took but for the model, `us_max` the longest one. `cost` is what looking adds to
-the time of the loop, model and all: the mean against that of the turns beside the program. `look_ms` is the processor
-time of a look in the watched process; `thread_cpu`, `watcher_cpu`: shares of a core.
+A loop decodes all of its requests, and replaces one by a new prompt in every 16th step. All other pages of its pool are
+idle. It runs in turns of some seconds: unwatched; beside a `pagewire top` that watches another process of this size;
+and watched by that program, with two looks in a second. The second kind of turn is needed because two cores of one chip
+affect each other. The loop has one core. The watching threads and the program share the other. `model_ms` is the time
+that each step waits for its model. With 0 the loop does nothing but watched work, and each share is an upper bound.
+`us_mean` and `us_max` are the mean and longest step of a row, without the model. `cost` is what watching adds to the
+loop's time including the model, compared with the second kind of turn. `look_ms` is the processor time of a look in the
+watched process. `thread_cpu` and `watcher_cpu` are shares of a core.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ SIDES = ("nobody looks", "somebody looks at another process", "two looks a secon
 
 
 def view(address: str, seconds: float) -> None:
-    """The watcher: draws for so many seconds, then says what it took, in processor seconds and updates."""
+    """Runs the watcher: draws for `seconds`, and then reports its processor seconds and updates."""
     source = LiveSource([address], UPDATES)
     app = TopApp(source)
 
@@ -60,7 +58,7 @@ def view(address: str, seconds: float) -> None:
 
 
 class Loop:
-    """The requests of a manager, decoded step by step, one of them replaced now and then."""
+    """Decodes the requests of a manager step by step, and replaces one of them now and then."""
 
     def __init__(self, manager: PagedKVCacheManager, prompts: Prompts, batch: int) -> None:
         self.manager, self._prompts = manager, prompts
@@ -77,7 +75,7 @@ class Loop:
         return context
 
     def step(self) -> None:
-        """A decode step, or one with a prompt."""
+        """Runs a decode step, or a step with a prompt."""
         self._steps += 1
         if self._steps % TURNED_OVER == 0:
             at = self._steps // TURNED_OVER % len(self._contexts)
@@ -90,7 +88,7 @@ class Loop:
         self.manager.step(self._batch)
 
     def turn(self, seconds: float, model_s: float) -> list[float]:
-        """Microseconds of each step for so long, the model left out."""
+        """Runs for `seconds`. Returns the microseconds of each step without the model."""
         times, end = list[float](), time.monotonic() + seconds
         while time.monotonic() < end:
             begin = now()
@@ -109,7 +107,7 @@ def grown(pages: int, batch: int) -> tuple[PagedKVCacheManager, Prompts]:
 
 
 def be_looked_at(pages: int, batch: int) -> None:
-    """Another process of this size, whose loop stands still, until its input ends."""
+    """Runs another process of this size with an idle loop, until its input ends."""
     manager, prompts = grown(pages, batch)
     kept = Loop(manager, prompts, batch)
     with closing(ManagerWatch(kept.manager)) as watch:
@@ -119,7 +117,7 @@ def be_looked_at(pages: int, batch: int) -> None:
 
 @contextmanager
 def beside(pages: int, batch: int, cores: set[int]) -> Generator[str]:
-    """The address of such a process."""
+    """Starts such a process. Yields its address."""
     with subprocess.Popen(  # noqa: S603  (our own)
         [sys.executable, "-m", "benchmarks.watch", "--be-looked-at", str(pages), str(batch)],
         stdin=subprocess.PIPE,
@@ -134,7 +132,7 @@ def beside(pages: int, batch: int, cores: set[int]) -> Generator[str]:
 
 
 def looks(watch: ManagerWatch, count: int) -> tuple[float, int, int]:
-    """Milliseconds of processor time of a look, and the bytes of a first one and of a later one."""
+    """The milliseconds of processor time of a look, and the bytes of a first and of a later look."""
     client, followed = WatchClient(watch.address), Followed()
     costs, sizes = list[float](), list[int]()
     for _ in range(count):
@@ -149,8 +147,8 @@ def looks(watch: ManagerWatch, count: int) -> tuple[float, int, int]:
 
 
 def measure(pages: int, batch: int, turns: int, seconds: float) -> list[Row]:
-    """The rows of one size."""
-    other = sorted(os.sched_getaffinity(1))  # of init: all there are
+    """The rows for one size."""
+    other = sorted(os.sched_getaffinity(1))  # the cores of init, which are all cores
     away = set(other) - os.sched_getaffinity(0) or set(other)
     manager, prompts = grown(pages, batch)
     loop = Loop(manager, prompts, batch)
@@ -173,7 +171,7 @@ def measure(pages: int, batch: int, turns: int, seconds: float) -> list[Row]:
 def _turns(
     loop: Loop, addresses: Sequence[str], away: set[int], turns: int, seconds: float, model_s: float
 ) -> tuple[list[list[float]], list[tuple[float, float]]]:
-    """Times of unwatched turns, of those beside the program, of watched ones; and what the program took of a core."""
+    """The times of unwatched turns, turns beside the program and watched turns, and the program's share of a core."""
     times: list[list[float]] = [[], [], []]
     cpu = list[tuple[float, float]]()
     for _ in range(turns):
@@ -182,7 +180,7 @@ def _turns(
             more, took = _watched(loop, address, away, seconds, model_s)
             times[at] += more
             cpu.append(took)
-            time.sleep(FORGET_S + 1)  # nobody looks any more: what was kept for looks is forgotten
+            time.sleep(FORGET_S + 1)  # without looks, the data kept for them is dropped
     return times, cpu[1::2]
 
 
@@ -200,7 +198,7 @@ def _rows(shape: Row, times: Sequence[Sequence[float]], cpu: Sequence[tuple[floa
 def _watched(
     loop: Loop, address: str, away: set[int], seconds: float, model_s: float
 ) -> tuple[list[float], tuple[float, float]]:
-    """A turn while the drawn program looks there: its share of a core, and its updates a second."""
+    """Runs a turn while the program watches. Returns its share of a core, and its updates in a second."""
     program = subprocess.Popen(  # noqa: S603  (our own)
         [sys.executable, "-m", "benchmarks.watch", "--view", address, str(seconds + 2)],
         stdout=subprocess.PIPE,

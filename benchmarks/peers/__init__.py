@@ -1,1 +1,1 @@
-"""Other KV cache managers beside ours, in the same run: `python -m benchmarks.peers`."""
+"""Compares other KV cache managers with ours in the same run: `python -m benchmarks.peers`."""

@@ -1,8 +1,8 @@
-"""Measures other KV cache managers beside ours: in turn, on the same core, in the same run; prints the ratios.
+"""Measures other KV cache managers and ours alternately on the same core in one run, and prints the ratios.
 
-Each peer runs in a virtual environment of its own under `.venvs/`, made on the first run, by a script that is not part
-of this project (`--scripts`). A ratio is the peer's figure over ours: above 1 ours is cheaper. Absolute figures drift
-on a shared machine; the ratios of one run drift less.
+Each peer runs in its own virtual environment under `.venvs/`, which the first run makes. Its script is not part of this
+project (`--scripts`). A ratio is the peer's figure divided by ours: above 1, ours is cheaper. Absolute figures drift on
+a shared machine; the ratios of one run drift less.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ def arguments() -> argparse.Namespace:
 
 
 def our_program(*, quick: bool) -> Program:
-    """Ours, in a process of its own as the peers are."""
+    """Our own program, in its own process like the peers."""
     command = [sys.executable, "-m", ours.__name__, *(["--quick"] if quick else [])]
     return Program(OURS, command, {OURS: rows_of_json})
 
 
 def run(one: Program) -> dict[str, Figures]:
-    """Run it on our core, which it inherits; its figures by program.
+    """Run a program on our core, which it inherits. Returns its figures by program.
 
     Raises:
-        PeerError: it failed, or printed no figures.
+        PeerError: the program failed, or printed no figures.
     """
     start = time.monotonic()
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -76,7 +76,7 @@ def run(one: Program) -> dict[str, Figures]:
 
 
 def over_rounds(rounds: Sequence[Figures]) -> Figures:
-    """The least of the minima, and the median of the medians."""
+    """Combines rounds: the least of the minima, and the median of the medians."""
     return {
         name: Figure(min(one[name].minimum for one in rounds), statistics.median(one[name].median for one in rounds))
         for name in rounds[0]
@@ -84,7 +84,7 @@ def over_rounds(rounds: Sequence[Figures]) -> Figures:
 
 
 def compare(figures: dict[str, Figures]) -> list[Row]:
-    """A row for each question that we have a figure for."""
+    """A row for each question for which we have a figure."""
     return [_row(question, figures) for question in QUESTIONS if question.ours in figures[OURS]]
 
 
@@ -110,7 +110,7 @@ def _row(question: Question, figures: dict[str, Figures]) -> Row:
 
 
 def take_turns(programs: Sequence[Program], rounds: int) -> dict[str, list[Figures]]:
-    """Every program once a round; all figures by program."""
+    """Run every program once in each round. Returns all figures by program."""
     every: dict[str, list[Figures]] = {}
     for _ in range(rounds):
         for one in programs:
@@ -120,7 +120,7 @@ def take_turns(programs: Sequence[Program], rounds: int) -> dict[str, list[Figur
 
 
 def main(fail: Callable[[str], None] = progress) -> int:
-    """Measure, print, write. Exit status 1 with one line where a peer cannot be run."""
+    """Measure, print and write. Exits with status 1 and one line if a peer cannot be run."""
     chosen = arguments()
     try:
         folder = scripts_folder(chosen.scripts)

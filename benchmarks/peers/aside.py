@@ -1,7 +1,7 @@
-"""Runs a peer's script in the peer's environment, and then asks its manager what the script does not ask.
+"""Runs a peer's script in the peer's environment, and then measures further calls of its manager.
 
-`python aside.py wall|cpu SCRIPT [ARGUMENT ...]`. `cpu`: what measures with `perf_counter_ns` measures processor time.
-This file imports nothing of ours. What is asked beside:
+Run `python aside.py wall|cpu SCRIPT [ARGUMENT ...]`. With `cpu`, `perf_counter_ns` returns processor time. This file
+imports none of our code. The further measurements:
 
     next turn new    a conversation of 32,768 tokens goes on by 256: a request is hashed, looked up and reserved
     next turn list   the same from its list of tokens on: the request is made, too
@@ -33,7 +33,7 @@ Turn = Callable[[list[int]], tuple[int, int, int]]
 
 
 def measure(kind: str, next_turn: Turn, history: list[int], fresh: Callable[[int], list[int]]) -> None:
-    """Prints both rows of a manager that has computed and published `history`."""
+    """Prints both next-turn rows of a manager that has computed and published `history`."""
     times: list[tuple[int, int, int]] = []
     for number in range(WARM_UP + REPEATS):
         tokens = history + fresh(TURN)
@@ -76,7 +76,7 @@ def ask_vllm(found: dict[str, Any]) -> None:
 
 
 def ask_max(kind: str, manager: Any, found: dict[str, Any]) -> None:
-    """One of MAX's managers. Its newer releases have other names for claim and reserve."""
+    """Measures one of MAX's managers. Newer releases have other names for claim and reserve."""
     clock, make_context = found["NS"], found["ctx"]
     named = hasattr(manager, "alloc")
     claim = manager.claim if named else (lambda c: manager.external_claim(c.request_id))
@@ -111,21 +111,21 @@ def ask_max(kind: str, manager: Any, found: dict[str, Any]) -> None:
 
 
 def ask_max257(found: dict[str, Any]) -> None:
-    """The manager of MAX 25.7."""
+    """Measures the manager of MAX 25.7."""
     ask_max("v257", found["make"](PAGE, 14 * LENGTH // PAGE, 4, LENGTH + 1024), found)
 
 
 def ask_max267(found: dict[str, Any]) -> None:
-    """Both managers of MAX 26.7."""
+    """Measures both managers of MAX 26.7."""
     for kind in ("legacy", "jenga"):
         ask_max(kind, found["make"](kind, PAGE, 14 * LENGTH // PAGE, 4, LENGTH + 1024), found)
         for variable in _SET_BELOW_PYTHON:
             os.unsetenv(variable)
-        found["mem"](kind)  # in a process of its own
+        found["mem"](kind)  # runs in a process of its own
 
 
 def ask_sglang(found: dict[str, Any]) -> None:
-    """SGLang's allocator of pages. The function gives medians: of several turns of it these are the figures."""
+    """Measures SGLang's page allocator. Its function returns medians, and these of several calls are the figures."""
     for batch in (1, 1024):
         took = [found["bench_decode_sgl"](PAGE, batch)["full"] for _ in range(TURNS)]
         row = {"kind": "sglang", "name": f"decode {PAGE} {batch}", "min": min(took), "med": statistics.median(took)}
@@ -141,7 +141,11 @@ ASKED = {
 
 
 def run_script(script: str, name: str) -> dict[str, Any]:
-    """The names that the script defines. No code of SGLang's is run; it finds the package in a folder of this name."""
+    """Runs the script.
+
+    Returns the names that it defines. A folder named like SGLang's package stands for it, and none of SGLang's code
+    runs.
+    """
     if name != "bench_sglang.py":
         return runpy.run_path(script, run_name="__main__")
     spec = importlib.util.find_spec("sglang")
@@ -158,7 +162,7 @@ def run_script(script: str, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the script, then ask."""
+    """Run the script, and then measure."""
     if sys.argv[1] == "cpu":
         time.perf_counter_ns = time.thread_time_ns
     script = sys.argv[2]

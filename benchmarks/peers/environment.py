@@ -1,4 +1,4 @@
-"""A virtual environment for each peer, and the scripts that run them. The scripts are no part of this project."""
+"""A virtual environment for each peer, and the peers' scripts, which are not part of this project."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class PeerError(Exception):
 
 
 def scripts_folder(given: Path | None) -> Path:
-    """Where the peers' scripts and requirements lie: as given, by environment variable, or beside the repository.
+    """The folder of the peers' scripts: as given, from an environment variable, or beside the repository.
 
     Raises:
-        PeerError: no such folder.
+        PeerError: there is no such folder.
     """
     folder = given or Path(os.environ.get(SCRIPTS_VARIABLE, SCRIPTS))
     if not folder.is_dir():
@@ -39,7 +39,7 @@ def needed(folder: Path, name: str) -> Path:
     """A file of the scripts' folder.
 
     Raises:
-        PeerError: it is not there.
+        PeerError: the file does not exist.
     """
     if not (folder / name).is_file():
         raise PeerError(f"no {name} in {folder}")
@@ -47,10 +47,10 @@ def needed(folder: Path, name: str) -> Path:
 
 
 def python_of(name: str, pip_arguments: list[str], requirements: bytes) -> Path:
-    """The interpreter of the peer's environment, which is made, or made anew after `requirements` have changed.
+    """The interpreter of the peer's environment. It is made if missing, and remade if `requirements` have changed.
 
     Raises:
-        PeerError: pip failed; the message is its last lines.
+        PeerError: pip failed; the message has its last lines.
     """
     folder = ENVIRONMENTS / name
     python, stamp = folder / "bin" / "python", folder / ".installed"

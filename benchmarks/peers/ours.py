@@ -1,4 +1,4 @@
-"""Our side of `benchmarks.peers`: the figures that the peers' scripts have too, under the same names, as JSON."""
+"""Our side of `benchmarks.peers`: prints the same figures as the peers' scripts, under the same names, as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POOL = 1 << 15
 
 
 def decoding(repeats: int) -> Iterable[tuple[str, Row]]:
-    """Decode steps of 1 and 1,024 requests."""
+    """Decode steps with 1 and 1,024 requests."""
     for page in (16, 128):
         for batch in (1, 1024):
             for row in decode_step.measure(batch, page, repeats):
@@ -23,7 +23,7 @@ def decoding(repeats: int) -> Iterable[tuple[str, Row]]:
 
 
 def prompts(repeats: int) -> Iterable[tuple[str, Row]]:
-    """Reservations of prompts; the pool is as large as the peers' are, 14 prompts."""
+    """Reservations of prompts. The pool has room for 14 prompts, as with the peers."""
     for page in (16, 128):
         for length in (4096, 32_768):
             for algorithm in ("sha256", "xxh3_128"):
@@ -51,7 +51,7 @@ def pages(repeats: int, *, quick: bool) -> Iterable[tuple[str, Row]]:
 
 
 def weights() -> Iterable[tuple[str, Row]]:
-    """A pool of a million pages."""
+    """The memory of a pool of a million pages."""
     row = memory.child(1_000_000, "sha256")
     for name, column, factor in (
         ("memory 1M", "rss_B_per_page", 1),
@@ -65,7 +65,8 @@ def main() -> None:
     """Measure and print."""
     chosen = options(__doc__)
     pin()
-    repeats = 6 if chosen.quick else 15  # about as many as the scripts of the peers take: a minimum is of so many
+    # about as many samples as the peers' scripts take, so that minima are comparable
+    repeats = 6 if chosen.quick else 15
     steps = 64 if chosen.quick else 256
     for rows in (
         decoding(steps),
@@ -75,13 +76,13 @@ def main() -> None:
     ):
         show(rows)
     if now is time.thread_time_ns:
-        return  # what others of a pull's threads do is not in this thread's time
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # a pull has a source and a thread of NIXL's beside the reader
+        return  # this thread's processor time would leave out the other threads of a pull
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # a pull also has a source and a NIXL thread
     show(pulls(0.5 if chosen.quick else 3.0))
 
 
 def show(rows: Iterable[tuple[str, Row]]) -> None:
-    """Print figures by their names."""
+    """Prints figures with their names."""
     for name, row in rows:
         print(json.dumps({"name": name, "min": row["us_min"], "med": row["us_median"]}), flush=True)
 

@@ -1,8 +1,9 @@
-"""The output of the peers' scripts as figures by name: minimum and median in microseconds, or bytes.
+"""Parses the output of the peers' scripts into figures by name.
 
-The names say what was measured: `decode 16 1024` is a step of 1,024 requests on pages of 16; `cold 16 32768` reserves
-an unseen prompt of 32,768 tokens, hash included, and `admit` publishes its pages, too; `get` and `alloc` are parts that
-are added up. Lines of JSON with a name are figures as they are: `aside.py` prints them.
+A figure is a minimum and a median in microseconds, or bytes. The names say what was measured: `decode 16 1024` is a
+step of 1,024 requests on pages of 16; `cold 16 32768` reserves an unseen prompt of 32,768 tokens, hash included, and
+`admit` publishes its pages, too; `get` and `alloc` are parts that are summed. Lines of JSON with a name, as `aside.py`
+prints them, are figures already.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ PROMPT = 32_768
 
 
 class Figure(NamedTuple):
-    """A minimum and a median; the same number twice where it was measured once."""
+    """A minimum and a median; they are equal for a single measurement."""
 
     minimum: float
     median: float
@@ -26,7 +27,7 @@ class Figure(NamedTuple):
         return Figure(self.minimum + other[0], self.median + other[1])
 
     def less(self, other: Figure, pages: int) -> Figure:
-        """The difference a page."""
+        """The difference from another figure, divided by a number of pages."""
         return Figure((self.minimum - other.minimum) / pages, (self.median - other.median) / pages)
 
 
@@ -52,7 +53,7 @@ _MEMORY_OF_MAX = (
 
 
 def rows_of_kind(output: str, kind: str) -> Figures:
-    """The rows of one of MAX's managers, or of one way to use NIXL: JSON, one a line."""
+    """The rows of one of MAX's managers, or of one way to use NIXL: one JSON row in each line."""
     figures: Figures = {}
     for line in output.splitlines():
         row = json.loads(line) if line.startswith("{") else {}
@@ -80,7 +81,7 @@ def rows_of_kind(output: str, kind: str) -> Figures:
 
 
 def rows_of_vllm(output: str) -> Figures:
-    """The lines of the parts hash, mgr (one group), decode and mem."""
+    """The lines for the parts hash, mgr (one group), decode and mem."""
     figures: Figures = {}
     section = ""
     for line in output.splitlines():
@@ -113,7 +114,7 @@ def rows_of_json(output: str) -> Figures:
 
 
 def _sums_of_vllm(parts: Figures) -> Figures:
-    """Its script measures hashing, lookup and allocation apart: what a prompt costs is their sum."""
+    """Sums vLLM's hashing, lookup and allocation, which its script measures separately."""
     sums: Figures = {}
     for length in (4096, PROMPT):
         for algorithm in ("sha256", "xxhash"):
@@ -126,7 +127,7 @@ def _sums_of_vllm(parts: Figures) -> Figures:
                 if all(name in parts for name in names):
                     first, second, third = (parts[name] for name in names)
                     sums[f"{case} 16 {length} {algorithm}"] = first + second + third
-            if f"cold 16 {length} {algorithm}" in sums:  # its allocation publishes the pages at once
+            if f"cold 16 {length} {algorithm}" in sums:  # vLLM's allocation publishes the pages at once
                 sums[f"admit 16 {length} {algorithm}"] = sums[f"cold 16 {length} {algorithm}"]
         if f"free {length}" in parts:
             sums[f"release 16 {length}"] = parts[f"free {length}"]

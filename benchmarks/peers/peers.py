@@ -1,4 +1,4 @@
-"""The peers, as `versions.toml` names them: how each is installed, run and read."""
+"""The peers in `versions.toml`: how each is installed, run, and its output parsed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parsers(self) -> dict[str, Parser]:
-        """The parsers of its output, by the name that the figures go under."""
+        """The parsers of its output, by the program name of the figures."""
         if self.kinds:
             return {name: partial(rows_of_kind, kind=kind) for name, kind in self.kinds.items()}
         return {self.package: rows_of_vllm}
@@ -48,12 +48,12 @@ PEERS = msgspec.convert(tomllib.loads((HERE / "versions.toml").read_text()), dic
 
 
 class Program(NamedTuple):
-    """A command whose output is figures.
+    """A command that prints figures.
 
     Attributes:
-        name: of the peer.
-        command: to run.
-        parsers: what reads its output, by the name that the figures go under.
+        name: name of the peer.
+        command: the command to run.
+        parsers: the parsers of its output, by the program name of the figures.
     """
 
     name: str
@@ -62,10 +62,10 @@ class Program(NamedTuple):
 
 
 def interpreter(name: str, folder: Path) -> Path:
-    """The interpreter of a peer's environment, which is made here where it is missing, with the version that we name.
+    """The interpreter of a peer's environment, which is made if missing, with the version in `versions.toml`.
 
     Raises:
-        PeerError: pip failed, or what is installed is another version.
+        PeerError: pip failed, or another version is installed.
     """
     peer = PEERS[name]
     if peer.requirements:
@@ -84,7 +84,7 @@ def interpreter(name: str, folder: Path) -> Path:
 
 
 def program(name: str, folder: Path, clock: str, *, quick: bool = False) -> Program:
-    """How a peer is run. Raises as `interpreter`."""
+    """Returns the program that runs a peer. Raises as `interpreter`."""
     peer = PEERS[name]
     script = needed(folder, peer.script) if peer.script else None
     python = str(interpreter(name, folder))

@@ -1,6 +1,6 @@
-"""The rows of the comparison: a question, our figure, the figure of each peer that answers it, and the target.
+"""The rows of the comparison.
 
-What is in a row, where the programs differ:
+Each has a question, our figure, the peers' figures, and a target. The programs differ in these points:
 
 - A decode step of ours and of MAX is reserve, tables and step, which hashes and publishes; ours takes up the new
   tokens, too, which MAX's figure leaves out. vLLM's is allocation, append and hash: it builds no table there. SGLang's
@@ -24,17 +24,17 @@ from typing import NamedTuple
 
 
 class Question(NamedTuple):
-    """One row.
+    """One row of the comparison.
 
     Attributes:
-        text: what is measured; in microseconds, where it says nothing else.
+        text: what is measured, in microseconds unless it says otherwise.
         ours: the name of our figure.
         target: the most that it may be, or None.
-        max: the name of the figure of MAX's managers.
-        vllm: the name of vLLM's.
-        unit: microseconds are divided by it.
-        nixl: the name of the figure of NIXL by itself.
-        sglang: the name of SGLang's.
+        max: name of the figure of MAX's managers.
+        vllm: name of vLLM's figure.
+        unit: divisor of the microseconds.
+        nixl: name of the figure of NIXL alone.
+        sglang: name of SGLang's figure.
     """
 
     text: str
@@ -47,7 +47,7 @@ class Question(NamedTuple):
     sglang: str = ""
 
     def of(self, peer: str) -> str:
-        """The name of the peer's figure; empty where it has none."""
+        """The name of the peer's figure; empty if it has none."""
         of = {"max": self.max, "nixl": self.nixl, "sglang": self.sglang, "vllm": self.vllm}
         return next(name for whose, name in of.items() if peer.startswith(whose))
 
@@ -70,7 +70,7 @@ def _prompts() -> list[Question]:
                         f"{case} {page} {length} {algorithm}",
                         target if page == 16 and case in {"cold", "warm"} else None,
                         f"{case} {page} {length}",
-                        # What vLLM reserves is published at once: it has no figure without.
+                        # vLLM publishes reserved pages at once, so it has no figure without that.
                         "" if case in {"cold", "evicting"} else f"{case} {page} {length} {theirs}",
                     )
                 )

@@ -1,6 +1,7 @@
-"""NIXL by itself beside our pulls in `benchmarks.peers`: the same pages between two processes, no lease and no fence.
+"""NIXL alone, for comparison with our pulls.
 
-`as shipped`, and, in a process of its own, `as ours`: with the agents and the environment of our transfer.
+It reads the same pages between two processes, without lease and fence. It runs `as shipped` and, in another process,
+`as ours`, with the agents and the environment of our transfer.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ WAYS: dict[str, list[str]] = {"as shipped": [], "as ours": [AS_OURS]}
 
 
 def row(found: Row, way: str) -> Row:
-    """A figure by its name."""
+    """A row with the name of its figure."""
     name = f"pull {found['page_bytes'] >> 10} {found['pages']}"
     return {"kind": way, "name": name, "min": found["us_min"], "med": found["us_median"]}
 
 
 def main() -> None:
-    """Measure and print. Source and reader use every core, as ours do in `ours`."""
+    """Measure and print. Source and reader may use every core, as in `ours`."""
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_"))}
     for way, option in WAYS.items():

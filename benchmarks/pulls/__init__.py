@@ -1,1 +1,1 @@
-"""The processes and programs that `benchmarks.pull` sets beside each other."""
+"""The processes and programs that `benchmarks.pull` compares."""

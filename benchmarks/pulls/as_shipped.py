@@ -1,8 +1,8 @@
-"""NIXL by itself, between two processes: the pages of a list, READs polled, a notification each; no lease, no fence.
+"""NIXL alone between two processes: READs of listed pages with a notification, polled, without lease and fence.
 
-`python -m benchmarks.pulls.as_shipped [--as-ours] PAGE_BYTES,PAGES ...` prints a JSON row for each. It is a program
-because UCX reads the environment once, and our agents set it. As shipped: default agents, and no environment. As ours:
-the environment that our agents set, and the agents as ours are made. The pools lie in huge pages, as ours do.
+`python -m benchmarks.pulls.as_shipped [--as-ours] PAGE_BYTES,PAGES ...` prints a JSON row for each. It is a separate
+program because UCX reads the environment only once, and our agents set it. As shipped: default agents without
+environment settings. As ours: the environment and the agent options of ours. The pools lie in huge pages, like ours.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def agent_of(name: str, pool: Memory, *, as_ours: bool) -> Any:
 
 
 def source(pipe: Connection, as_ours: bool) -> None:
-    """The source: it takes notifications every millisecond."""
+    """Runs the source, which reads notifications every millisecond."""
     pool = huge_pages(POOL_BYTES)
     pool[:] = 7
     agent = agent_of("source", pool, as_ours=as_ours)
@@ -47,7 +47,7 @@ def source(pipe: Connection, as_ours: bool) -> None:
 
 
 def measure(agent: Any, peer: str, bases: tuple[int, int], size: int, count: int, *, scattered: bool) -> Row:
-    """Microseconds of READs of `count` pages of `size` bytes, each with a notification."""
+    """Microseconds of READs of `count` pages with `size` bytes, each READ with a notification."""
     pages = POOL_BYTES // size
     rng = np.random.default_rng(0)
     lists = [
@@ -76,12 +76,12 @@ def measure(agent: Any, peer: str, bases: tuple[int, int], size: int, count: int
 
 
 def rows(wanted: Sequence[tuple[int, ...]], *, as_ours: bool) -> Iterator[Row]:
-    """Two rows for each (bytes of a page, pages): contiguous, and random."""
+    """Two rows for each (bytes of a page, pages): contiguous and random."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=source, args=(theirs, as_ours), daemon=True)
     child.start()
-    theirs.close()  # else a process that dies is waited for without end
+    theirs.close()  # otherwise the parent would wait for a dead process for ever
     metadata, remote_base = ours.recv()
     pool = huge_pages(POOL_BYTES)
     agent = agent_of("reader", pool, as_ours=as_ours)

@@ -1,4 +1,4 @@
-"""What is pulled: pairs of engines, how many pages, and how they lie."""
+"""The cases of pulls: pairs of engines, numbers of pages, and their places."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Case(NamedTuple):
     """One pair of engines and one kind of pull.
 
     Attributes:
-        topology: of `TOPOLOGIES`.
-        order: of `ORDERS`, on both sides.
-        page_bytes: of a page of the whole model, 16 tokens.
-        pages: pages of 16 tokens that a pull reads.
-        scattered: they lie anywhere in both pools; else side by side.
-        huge: both pools lie in huge pages.
+        topology: key of `TOPOLOGIES`.
+        order: key of `ORDERS`, the same on both sides.
+        page_bytes: bytes of a page of 16 tokens of the whole model.
+        pages: number of such pages that a pull reads.
+        scattered: whether they lie anywhere in both pools instead of side by side.
+        huge: whether both pools lie in huge pages.
         heads: KV heads of the model.
     """
 
@@ -75,7 +75,7 @@ class Case(NamedTuple):
 
 
 def equal(*, quick: bool) -> Iterator[Case]:
-    """Equal layouts: sizes of pages, numbers of pages, in order and not."""
+    """Equal layouts with several page sizes and numbers of pages, in order and scattered."""
     sizes = (64 * KIB,) if quick else (16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
     for page_bytes in sizes:
         for pages in (1, 256) if quick else (1, 16, 256, 2048):
@@ -85,7 +85,7 @@ def equal(*, quick: bool) -> Iterator[Case]:
 
 
 def topologies(*, quick: bool) -> Iterator[Case]:
-    """Splits that differ, sized so that head-major runs of TP have 64 and 256 KiB; then the other orders."""
+    """Different splits, sized so that head-major runs with TP have 64 and 256 KiB; then the other orders."""
     parts = {"TP 2→1": 2, "TP 1→2": 2, "TP 1→4": 4}
     for run in (64 * KIB,) if quick else (64 * KIB, 256 * KIB):
         for topology, share in parts.items():
@@ -103,7 +103,7 @@ def topologies(*, quick: bool) -> Iterator[Case]:
 
 
 def shares(*, quick: bool) -> Iterator[Case]:
-    """What head-major pages and what huge pages contribute: each with and without, TP 1→2, page of 256 KiB."""
+    """The contributions of head-major and of huge pages: each with and without, for TP 1→2 and pages of 256 KiB."""
     for huge in (False, True):
         for order in ("HND", "head-major"):
             yield Case("TP 1→2", order, 256 * KIB, 64 if quick else 512, huge=huge)
@@ -115,7 +115,7 @@ QUICK_VLLM_BLOCKS = ((4, 4, 256),)
 
 
 def as_vllm(*, quick: bool) -> Iterator[Case]:
-    """What vLLM's connector is asked for, in 4 KiB pages, as torch allocates by itself, and in huge pages."""
+    """The cases that vLLM's connector runs too, in 4 KiB pages (torch's default) and in huge pages."""
     for layers, heads, blocks in QUICK_VLLM_BLOCKS if quick else VLLM_BLOCKS:
         for huge in (False, True):
             yield Case("equal", "a tensor a layer", layers * heads * HEAD_BYTES, blocks, huge=huge, heads=heads)

@@ -21,10 +21,10 @@ _readv.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.
 
 
 class Reads(NamedTuple):
-    """Calls of `process_vm_readv`, made ready: only the calls themselves are timed.
+    """Prepared calls of `process_vm_readv`, so that only the calls themselves are timed.
 
     Attributes:
-        calls: for each, address of the local iovecs, their number, address of the remote ones, and bytes.
+        calls: for each call, address of the local iovecs, their number, address of the remote ones, and bytes.
         held: the memory that these addresses point to.
     """
 
@@ -66,5 +66,5 @@ def read_process(pid: int, reads: Reads) -> None:
 
 
 def copy_pages(target: NDArray[np.uint8], pages: NDArray[np.uint8], ids: NDArray[np.int64]) -> None:
-    """Copies within this process: `pages[ids]`, whole pages of uint8 `[pages, bytes]`, into `target`."""
+    """Copies `pages[ids]` to `target` within this process; `pages` is uint8 `[pages, bytes]`."""
     np.take(pages, ids, axis=0, out=target, mode="clip")

@@ -1,4 +1,4 @@
-"""A source and a reader, each a process with pages on a device: which bytes arrive, and how soon."""
+"""Pulls between a source and a reader process with pages on devices: checks the bytes, and measures the time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bytes_of(name: str, count: int, device: str) -> torch.Tensor:
 
 
 def until(exchange: PageExchange, kind: type) -> Any:
-    """The next event of a kind."""
+    """Waits for the next event of a kind."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for happened in exchange.poll():
@@ -49,7 +49,7 @@ def until(exchange: PageExchange, kind: type) -> Any:
 
 
 def source(pipe: Connection, device: str, counts: list[int], order: bool) -> None:
-    """Compute a request of each number of pages, offer it, and wait until it was read."""
+    """Runs the source: computes a request of each number of pages, offers it, and waits until it was read."""
     manager = manager_on(device, max(counts), order)
     exchange = PageExchange(manager, "source")
     for number, count in enumerate(counts):
@@ -75,7 +75,10 @@ def source(pipe: Connection, device: str, counts: list[int], order: bool) -> Non
 
 
 def reader(pipe: Connection, device: str, counts: list[int], order: bool) -> None:
-    """Pull each request. Sends `(pages, seconds, wrong pages)` of each, and of those pulled again without the copy."""
+    """Runs the reader, which pulls each request.
+
+    It sends `(pages, seconds, wrong pages)` for each, and again for a pull without the copy.
+    """
     manager = manager_on(device, max(counts), order)
     exchange = PageExchange(manager, "reader")
     for number, count in enumerate(counts):
@@ -93,7 +96,8 @@ def reader(pipe: Connection, device: str, counts: list[int], order: bool) -> Non
             manager.commit_import(context, pending, happened.proof)
             seconds = time.perf_counter() - start
             pages = torch.tensor(manager.get_req_blocks(name), device=device)[:count]
-            read = manager.device_tensors[0][0][pages].clone()  # a kernel that is launched right after the commit
+            # simulates a kernel that is launched right after the commit
+            read = manager.device_tensors[0][0][pages].clone()
             wanted = bytes_of(name, count, device)
             wrong = int((read.view(torch.int16) != wanted).flatten(1).any(1).sum())
         pipe.send((count, seconds, wrong))

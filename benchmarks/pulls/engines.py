@@ -1,4 +1,4 @@
-"""Engines to pull between: their geometry, their pools, and elements whose values say where they belong."""
+"""Engines to pull between: their geometry, their pools, and elements whose values identify their places."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ Elements = NDArray[np.uint16]
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One engine. With what is given here as a default, a layer of a page has 16 KiB.
+    """The geometry of one engine. With the defaults, a layer of a page has 16 KiB.
 
     Attributes:
         name: engine id.
-        layers: of the model.
-        pages: of each rank's pool.
+        layers: layers of the model.
+        pages: pages of each rank's pool.
         heads: KV heads of the model.
         head_dim: elements of a head.
         tp: ranks that split the heads.
         pp: stages that split the layers; one of `tp` and `pp` is 1.
         page_size: tokens of a page.
-        order: of a pool over all layers; or, where it names the page, of a tensor for each layer
+        order: axes of a pool over all layers; if it names the page, axes of a tensor for each layer
             (`transfer.plan.shapes`).
-        huge: the pool lies in huge pages, as the manager allocates it; else in 4 KiB pages.
+        huge: whether the pool lies in huge pages, as the manager allocates it, instead of 4 KiB pages.
     """
 
     name: str
@@ -88,11 +88,11 @@ class Spec:
 
 
 class Engine(NamedTuple):
-    """A running one.
+    """A running engine.
 
     Attributes:
         replica: leases and pulls.
-        card: what its handshake tells.
+        card: its description for the handshake.
         shards: the layout of each rank.
         regions: the memory of each region of each rank.
     """
@@ -128,7 +128,7 @@ def _pool(layout: PageLayout, pages: int, *, huge: bool) -> Memory:
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_NOHUGEPAGE)
     memory = np.frombuffer(mapping, np.uint8)
-    memory[:: mmap.PAGESIZE] = 0  # an untouched page is slower still
+    memory[:: mmap.PAGESIZE] = 0  # touched now, because the first READ of an untouched page is slow
     return memory
 
 
@@ -140,7 +140,7 @@ def huge_pages(num_bytes: int) -> Memory:
 
 
 def fill(spec: Spec, engine: Engine) -> None:
-    """Gives every element of a source a value that tells its page, token, layer, side, head and dim from others."""
+    """Gives every element of a source a value that identifies its page, token, layer, side, head and dim."""
     slots = np.arange(spec.pages * spec.page_size).reshape(spec.pages, spec.page_size)
     for box, held in _boxes(engine):
         held[...] = _values(box, slots)
@@ -149,14 +149,14 @@ def fill(spec: Spec, engine: Engine) -> None:
 def verify(
     reader: tuple[Spec, Engine], source: Spec, local: Sequence[int], remote: Sequence[int], pages: int = 8
 ) -> None:
-    """Stops where the first or last pages that were pulled do not hold what the source's pages hold.
+    """Raises an error if the first or last pulled pages do not have the contents of the source's pages.
 
     Args:
-        reader: the engine that pulled whole pages from token 0 on.
-        source: what it pulled from.
+        reader: the engine that has pulled whole pages from token 0 on.
+        source: geometry of the source.
         local: its pages.
         remote: the source's pages.
-        pages: how many are looked at from either end.
+        pages: number of pages to check at either end.
     """
     spec, engine = reader
     remote_ids = np.asarray(remote)

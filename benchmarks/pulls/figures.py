@@ -1,4 +1,4 @@
-"""Single figures: latency, the price of the fence, what a caller waits for, first contact, and host time."""
+"""Single figures: latency, the cost of the fence, the caller's waiting time, first contact, and host time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Running = tuple[Reader, SourceProcess, list[Pages]]
 
 
 def row(question: str, values: Sequence[float], unit: str, goal: float | None = None) -> Row:
-    """A figure: minimum and median of its samples."""
+    """A row: minimum and median of the samples of a figure."""
     return {
         "question": question,
         "min": round(min(values), 3),
@@ -37,7 +37,7 @@ def row(question: str, values: Sequence[float], unit: str, goal: float | None = 
 
 @contextmanager
 def running(specs: tuple[Spec, Spec], pages: int, sets: int) -> Iterator[Running]:
-    """Source and reader, and sets of random pages that were pulled once."""
+    """Starts a source and a reader, and pulls some sets of random pages once."""
     source_spec, spec = specs
     with SourceProcess(source_spec) as source:
         reader = Reader(spec, source, source_spec)
@@ -53,7 +53,7 @@ def running(specs: tuple[Spec, Spec], pages: int, sets: int) -> Iterator[Running
 
 
 def latency(budget_s: float) -> Iterator[Row]:
-    """One page of 64 KiB."""
+    """The latency of one page of 64 KiB."""
     with running(Case("equal", "head-major", 64 * KIB, 1).specs(), 1, 256) as (reader, source, sets):
         pulls = _pulls({"spun": reader.pull, "thread": reader.pull_by_thread}, source, sets)
         spun = in_turn({"spun": pulls["spun"]}, len(sets), budget_s)["spun"]
@@ -81,7 +81,7 @@ def fence(budget_s: float) -> Iterator[Row]:
 
 
 def caller(budget_s: float) -> Iterator[Row]:
-    """What a serving loop notices of a pull of 2,048 pages by the transfer thread."""
+    """The delay of a serving loop by a pull of 2,048 pages in the transfer thread."""
     with running(Case("equal", "head-major", 64 * KIB, PAGES).specs(), PAGES, 8) as (reader, source, sets):
         reader.start_thread()
         times = in_turn(_pulls({"": reader.pull_by_thread}, source, sets), len(sets), budget_s)[""]
@@ -96,7 +96,7 @@ def caller(budget_s: float) -> Iterator[Row]:
 
 
 def host(budget_s: float) -> Iterator[Row]:
-    """Host time of 2,048 pages in 64 tensors, one for each layer: 131,072 runs of 4 KiB."""
+    """Host time for a pull of 2,048 pages in 64 tensors, one for each layer: 131,072 runs of 4 KiB."""
     fields: dict[str, Any] = {"layers": REGIONS, "heads": 1, "pages": PAGES * 5 // 4, "order": PACKED_HND}
     specs = Spec(name="source", **fields), Spec(name="reader", **fields)
     with running(specs, PAGES, 4) as (reader, source, sets):
@@ -111,7 +111,7 @@ def host(budget_s: float) -> Iterator[Row]:
 
 
 def first_contact(rounds: int) -> Iterator[Row]:
-    """Host time of what is done once for a peer: 64 layers, each a tensor of 100,000 pages."""
+    """Host time of the work that is done once for a peer with 64 layers, each a tensor of 100,000 pages."""
     fields: dict[str, Any] = {"layers": REGIONS, "heads": 1, "head_dim": 1, "pages": 100_000, "order": PACKED_HND}
     host_ms: list[float] = []
     total_ms: list[float] = []
@@ -130,7 +130,7 @@ def first_contact(rounds: int) -> Iterator[Row]:
 
 
 def _timed_method(owner: Any, name: str) -> list[float]:
-    """Times the calls of a method from now on; microseconds."""
+    """Records the microseconds of each call of a method from now on."""
     took: list[float] = []
     method = getattr(owner, name)
 

@@ -1,4 +1,4 @@
-"""Layouts of other engines, to plan and to pull against."""
+"""Layouts of other engines, for plans and pulls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def per_layer(layout: PageLayout, num_pages: int, axes: str, first_layer: int = 
     """One dense tensor and region for each layer.
 
     Args:
-        layout: what a page holds; its `order` is not used.
+        layout: contents of a page; its `order` is not used.
         num_pages: pages of each tensor.
         axes: order of a layer's tensor, as one of the names in `transfer.plan.shapes`.
         first_layer: the model's first layer that this pipeline stage holds.

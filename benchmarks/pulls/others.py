@@ -1,4 +1,4 @@
-"""Programs that run in processes of their own beside ours: NIXL as it comes, and vLLM's connector."""
+"""Other programs for comparison, in processes of their own: NIXL alone, and vLLM's connector."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 _VLLM_SCRIPT = "vllm_nixl_cpu_demo.py"
 
 
-_HUGE = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch allocates in huge pages, as ours does, which is not its default
+_HUGE = {"THP_MEM_ALLOC_ENABLE": "1"}  # makes torch allocate in huge pages, like ours; this is not its default
 VLLM: dict[str, dict[str, str]] = {
-    "vLLM": {"UCX_TLS": "all"},  # UCX's own default: the script would choose another one
+    "vLLM": {"UCX_TLS": "all"},  # UCX's own default, because the script would choose another transport
     "vLLM, huge pages": {"UCX_TLS": "all", **_HUGE},
     "vLLM, UCX as ours": {**effective_settings(environ={}), **_HUGE, "PAGEWIRE_VLLM_NIXL_THREADS": "1"},
 }
@@ -29,7 +29,7 @@ VLLM: dict[str, dict[str, str]] = {
 
 
 def nixl(sizes: Sequence[tuple[int, int]], *, as_ours: bool) -> list[Row]:
-    """A row for each (bytes of a page, pages), contiguous and random; agents as shipped, or made as ours are."""
+    """A row for each (bytes of a page, pages), contiguous and random, with agents as shipped or like ours."""
     command = [sys.executable, "-m", "benchmarks.pulls.as_shipped", *([AS_OURS] if as_ours else [])]
     name = "nixl as ours" if as_ours else "nixl as shipped"
     found = _run(name, [*command, *(f"{size},{pages}" for size, pages in sizes)], {})
@@ -37,7 +37,7 @@ def nixl(sizes: Sequence[tuple[int, int]], *, as_ours: bool) -> list[Row]:
 
 
 def _runs(row: Row) -> int:
-    """Runs as the limit counts them: pages that lie side by side on both sides are one."""
+    """The number of runs as the limit counts them: adjacent pages on both sides form one run."""
     return 1 if row["access"] == "contiguous" else row["pages"]
 
 
@@ -45,8 +45,8 @@ def vllm(sizes: Sequence[tuple[int, int, int]], way: str) -> list[Row]:
     """A row for each (layers, heads, blocks): random blocks of 16 tokens, a tensor for each layer, head_dim of 64.
 
     Args:
-        sizes: what is pulled.
-        way: of `VLLM`.
+        sizes: the sizes to pull.
+        way: key of `VLLM`.
 
     Raises:
         PeerError: vLLM's environment or script is missing, or it failed.

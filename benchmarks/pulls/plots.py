@@ -1,4 +1,4 @@
-"""Draws what `benchmarks.pull` found: rates against page size, number of pages and topology."""
+"""Draws the results of `benchmarks.pull`: rates by page size, number of pages and topology."""
 
 from __future__ import annotations
 

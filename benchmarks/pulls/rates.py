@@ -1,4 +1,4 @@
-"""Times a case: ours, the limit of the machine and what lies between, in turn in one loop, each on its own pages."""
+"""Times a case: our pull, its parts and the machine's limit alternate in one loop, each on its own pages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _limit(pid: int, reads: Sequence[Reads]) -> Program:
 
 
 def _others(case: Case, reader: Reader, sets: Sequence[Pages]) -> dict[str, Program]:
-    """What is of use to compare with where both sides are alike."""
+    """The further programs that make sense if both sides have equal layouts."""
     if case.topology != "equal" or len(reader.engine.regions[0]) > 1:
         return {}
     pool: Memory = reader.engine.regions[0][0]
@@ -82,9 +82,10 @@ def _timed(call: Callable[[], None]) -> Times:
 def in_turn(
     programs: dict[str, Program], sets: int, budget_s: float, source: SourceProcess | None = None
 ) -> dict[str, list[Times]]:
-    """Runs all programs in turn for some seconds. Each takes every set once in as many rounds as there are sets.
+    """Runs all programs alternately for some seconds.
 
-    The processor time of the source counts for ours: it leases and takes the notification. Nothing else needs it.
+    In as many rounds as there are sets, each program uses every set once. The source's processor time counts only for
+    our pull, which needs it for the lease and the notification.
     """
     times: dict[str, list[Times]] = {name: [] for name in programs}
     stride = max(sets // len(programs), 1)
@@ -111,7 +112,7 @@ def _rows(case: Case, page_bytes: int, runs: int, times: dict[str, list[Times]])
 
 def _each_row(case: Case, page_bytes: int, runs: int, times: dict[str, list[Times]]) -> Iterator[Row]:
     limits = [one.total for one in times[LIMIT]]
-    # The mean: what a thread of NIXL's or the source does for a pull may be charged to the next one.
+    # The mean, because work of a NIXL thread or of the source may be charged to the next pull.
     cpu = {name: max(1.0, statistics.mean(one.cpu for one in found)) for name, found in times.items()}
     for name, found in times.items():
         totals = [one.total for one in found]

@@ -1,4 +1,4 @@
-"""The reader: pulls under real leases, with a spinning poll, through the transfer thread, and with no fence."""
+"""The reader: it pulls under real leases, with a spinning poll, through the transfer thread, and without a fence."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Pages(NamedTuple):
 
     @property
     def groups(self) -> list[PagesOfGroup]:
-        """As a transfer takes them."""
+        """The pages in the form that a transfer takes."""
         return [PagesOfGroup(self.local, self.remote, (0, self.tokens))]
 
 
@@ -50,9 +50,9 @@ class Times(NamedTuple):
 
     Attributes:
         total: from the call to the event that says that the pages may be used.
-        host: until the calls that began it had returned.
-        stall: the longest time that a loop beside it stood still; 0 where none ran.
-        cpu: processor time of this process, all threads, and of the source where there is one that takes part.
+        host: until the calls that have begun it had returned.
+        stall: the longest time for which a concurrent loop stood still; 0 if none ran.
+        cpu: processor time of all threads of this process, and of the source if it takes part.
     """
 
     total: float
@@ -62,7 +62,7 @@ class Times(NamedTuple):
 
 
 def draw(rng: np.random.Generator, reader: Spec, source: Spec, tokens: int, *, scattered: bool) -> Pages:
-    """Pages for a pull: anywhere in both pools, or neighbours in both."""
+    """Pages for a pull: anywhere in both pools, or adjacent in both."""
     found: list[Ids] = []
     for spec in (reader, source):
         count = -(-tokens // spec.page_size)
@@ -95,7 +95,7 @@ class Reader:
         return Source(self._address.endpoint, self.source_spec.name, lease)
 
     def _tables(self, pages: Pages, lease: LeaseRef) -> tuple[BlockTable]:
-        """The block table that the source would have sent, of which the reader compares the seal."""
+        """The block table that the source would have sent, with the seal that the reader compares."""
         table = BlockTable(
             request_id="r",
             replica_idx=0,
@@ -142,7 +142,7 @@ class Reader:
         return Times((end - start) / 1e3, (begun - start) / 1e3)
 
     def pull_beside_loop(self, pages: Pages, lease: LeaseRef) -> Times:
-        """The same while this thread goes on in Python, as a serving loop does: what it loses is `stall`."""
+        """The same while this thread runs Python code like a serving loop. `stall` is its longest delay."""
         thread = self.thread or self.start_thread()
         key, source, groups, events = next(self._keys), self._source(lease), pages.groups, thread.events
         tables = self._tables(pages, lease)
@@ -158,7 +158,10 @@ class Reader:
         return Times((end - start) / 1e3, (begun - start) / 1e3, longest / 1e3)
 
     def pull_of_rank(self, pages: Pages, lease: LeaseRef, *, fenced: bool) -> Times:
-        """One pull of the first rank's puller alone: to its event, or to the arrival of the data before its fence."""
+        """One pull of the first rank's puller alone, until its event.
+
+        Without a fence, it ends when the data has arrived.
+        """
         rank = self.replica.ranks[0]
         key, puller, groups = next(self._keys), rank.puller, pages.groups
         remote = self._remote(rank)
@@ -179,14 +182,14 @@ class Reader:
         return Times((end - start) / 1e3, (begun - start) / 1e3)
 
     def parts(self, pages: Pages) -> list[Part]:
-        """The READs of all ranks for a pull, as the transfer builds them. There must have been one before."""
+        """The READs of all ranks for a pull, as the transfer builds them. An earlier pull must have been made."""
         found: list[Part] = []
         for rank in self.replica.ranks:
             found += self._remote(rank).parts("parts", pages.groups)
         return found
 
     def runs(self, pages: Pages) -> list[tuple[Rows, Rows]]:
-        """The same with no way round: runs from the source's pages into ours, uint64 `[runs, 3]` on both sides."""
+        """The same without staging: runs from the source's pages into ours, uint64 `[runs, 3]` on both sides."""
         found: list[tuple[Rows, Rows]] = []
         for rank in self.replica.ranks:
             there = self._remote(rank).ranks
@@ -203,7 +206,7 @@ class Reader:
         return remote
 
     def read_whole(self, size: int) -> Times:
-        """Reads the first `size` bytes of the source's pool as one descriptor: no pages, no lease, no fence."""
+        """Reads the first `size` bytes of the source's pool as one descriptor, without pages, lease and fence."""
         rank = self.replica.ranks[0]
         remote = self._remote(rank)
         agent, there = remote.agent, remote.ranks[0]

@@ -1,4 +1,4 @@
-"""The source of a pull as a process of its own: it leases, answers handshakes and polls, about every millisecond."""
+"""The source of a pull in its own process. It leases, answers handshakes, and polls about every millisecond."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BATCH = 32
 
 
 class Address(NamedTuple):
-    """Where a source is found: by readers, and by `process_vm_readv`."""
+    """The address of a source for readers and for `process_vm_readv`."""
 
     endpoint: str
     pid: int
@@ -31,10 +31,10 @@ class SourceProcess:
 
     Args:
         spec: its geometry.
-        filled: its pages hold what `engines.verify` expects.
+        filled: whether its pages have the contents that `engines.verify` expects.
 
     Attributes:
-        address: where it is.
+        address: its address.
     """
 
     def __init__(self, spec: Spec, *, filled: bool = True) -> None:
@@ -53,20 +53,20 @@ class SourceProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pipe.close()  # its end is what the process waits for
+        self._pipe.close()  # the process waits for the end of this pipe
         self._process.join(10)
         self._process.kill()
 
     def lease(self) -> LeaseRef:
-        """A new lease; all that were given before must have been read."""
+        """Returns a new lease. All earlier leases must have been read."""
         if not self._leases:
             self._pipe.send(_BATCH)
             self._leases = self._answer()
         return self._leases.pop()
 
     def cpu_ns(self) -> int:
-        """Processor time of the source so far, all threads."""
-        return time.clock_gettime_ns(~self.address.pid << 3 | 2)  # the kernel's name for the clock of a process
+        """The processor time of all threads of the source so far."""
+        return time.clock_gettime_ns(~self.address.pid << 3 | 2)  # the kernel's id of a process's clock
 
     def _answer(self) -> Any:
         expect(self._pipe.poll(300), "the source answers within five minutes")

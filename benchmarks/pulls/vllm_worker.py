@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-_ROUNDS = 24  # a minimum of about as many as ours is
+_ROUNDS = 24  # about as many samples as for ours, so that minima are comparable
 _TIMEOUT_S = 60
 
 
 def demo_of(scripts: str) -> Any:
-    """The script that makes engines. Importing it chooses the platform, and writes a model's configuration."""
+    """Imports the script that makes engines. That chooses the platform, and writes a model's configuration."""
     if scripts not in sys.path:
         sys.path.insert(0, scripts)
     import vllm_nixl_cpu_demo  # noqa: PLC0415
@@ -36,19 +36,20 @@ def engine(demo: Any, role: str, sizes: tuple[int, ...]) -> Any:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # vLLM pins itself to one core, which both would share
+    # undoes vLLM's pinning to one core, which both processes would share
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
     demo.L, demo.H, demo.DH = sizes[:3]
     if threads := os.environ.get("PAGEWIRE_VLLM_NIXL_THREADS"):
         configure = demo.d.vcfg
         demo.d.vcfg = lambda *given, **named: configure(*given, **named, extra={"num_threads": int(threads)})
-    demo.PORT[0] = port - 10  # it adds 10 for each engine
+    demo.PORT[0] = port - 10  # the script adds 10 for each engine
     return demo.NixlEngine(role, sizes[4])
 
 
 def produce(pipe: Any, scripts: str, model: str, sizes: tuple[int, ...]) -> None:
-    """The source: fills its blocks, says where it is, and polls."""
+    """Runs the source: fills its blocks, sends its address, and polls."""
     demo = demo_of(scripts)
-    demo.d.MODEL = model  # the path is part of what the two sides compare
+    demo.d.MODEL = model  # the two sides also compare this path
     made = engine(demo, "kv_producer", sizes)
     for tensor in made.kv.values():
         tensor.fill_(1)
@@ -61,7 +62,7 @@ def produce(pipe: Any, scripts: str, model: str, sizes: tuple[int, ...]) -> None
 
 
 def pull(worker: Any, name: str, params: dict[str, Any], ids: list[list[int]]) -> tuple[float, float]:
-    """Microseconds of one pull, and of the call that begins it."""
+    """Returns the microseconds of one pull, and of the call that begins it."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata  # noqa: PLC0415
 
     metadata = NixlConnectorMetadata()
@@ -73,7 +74,8 @@ def pull(worker: Any, name: str, params: dict[str, Any], ids: list[list[int]]) -
     end = time.monotonic() + _TIMEOUT_S
     while True:
         if name not in worker._recving_transfers:  # noqa: SLF001 - it tells nobody
-            worker.start_load_kv(NixlConnectorMetadata())  # after a handshake the next step's call begins the READ
+            # after a handshake, the call of the next step begins the READ
+            worker.start_load_kv(NixlConnectorMetadata())
         results = worker.get_transfer_results()
         if name in results.finished_recving:
             break
@@ -92,11 +94,11 @@ def consume(scripts: str, sizes: tuple[int, ...]) -> dict[str, Any]:
     demo = demo_of(scripts)
     child = context.Process(target=produce, args=(theirs, scripts, demo.d.MODEL, sizes), daemon=True)
     child.start()
-    theirs.close()  # else a process that dies is waited for without end
+    theirs.close()  # otherwise the parent would wait for a dead process for ever
     port, engine_id = ours.recv()
     made = engine(demo, "kv_consumer", sizes)
     for tensor in made.kv.values():
-        tensor.fill_(2)  # a page that was never touched would be slower
+        tensor.fill_(2)  # touches the pages, because untouched ones would be slower
     params = {
         "remote_engine_id": engine_id,
         "remote_host": "127.0.0.1",
@@ -115,7 +117,7 @@ def consume(scripts: str, sizes: tuple[int, ...]) -> dict[str, Any]:
     made.s.connector.shutdown()
     child.join(20)
     child.kill()
-    totals, hosts = zip(*times[1:], strict=True)  # the first makes contact
+    totals, hosts = zip(*times[1:], strict=True)  # leaves out the first pull, which makes contact
     keys = ("layers", "heads", "head_dim", "blocks", "pool")
     return {
         **dict(zip(keys, sizes, strict=True)),
@@ -132,4 +134,4 @@ if __name__ == "__main__":
         row = consume(sys.argv[1], tuple(map(int, argument.split(","))))
         print(json.dumps(row), flush=True)
     sys.stdout.flush()
-    os._exit(0)  # what vLLM leaves running does not end by itself
+    os._exit(0)  # vLLM leaves threads that do not end by themselves

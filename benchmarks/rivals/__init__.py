@@ -1,5 +1,6 @@
-"""Programs that fetch KV blocks from another process beside ours, in the same run: `python -m benchmarks.rivals`.
+"""Compares programs that fetch KV blocks from another process, ours and others.
 
-`lender.py` is our source, `fetcher.py` our reader. `ours.py` measures them. `faults.py` kills or empties the source in
-the middle of a fetch, and `others.py` does so to kvcr and Mooncake. `hosts.py` puts our two sides on two hosts.
+Run `python -m benchmarks.rivals`. `lender.py` is our source, and `fetcher.py` our reader. `ours.py` measures them.
+`faults.py` kills or empties the source during a fetch, and `others.py` does the same to kvcr and Mooncake. `hosts.py`
+puts our two sides on two hosts.
 """

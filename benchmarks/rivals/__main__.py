@@ -1,16 +1,17 @@
-"""Fetches blocks of 64 KiB from another process with kvcr, Mooncake and ours, in turn, in the same run; prints ratios.
+"""Fetches blocks of 64 KiB from another process with kvcr, Mooncake and ours alternately, and prints ratios.
 
 Ours is measured as users call it: from `PageExchange.ask` until the reader's manager finds the pages. Two more rows are
-the pull within that time, and plain pulls without managers, whose lease exists before. kvcr is timed from `deliver` to
-its result. For Mooncake only `batch_transfer_sync_read` is timed: its caller knows the addresses, nothing holds the
-memory, and nothing is published. A ratio is a program's time over ours: above 1 ours is quicker.
+the pull within that time, and plain pulls without managers, under an existing lease. kvcr is timed from `deliver` to
+its result. For Mooncake only `batch_transfer_sync_read` is timed: its caller knows the addresses, nothing protects the
+memory, and nothing is published. A ratio is a program's time divided by ours: above 1, ours is quicker.
 
-Then each source is killed, or evicts, in the middle of a fetch of 2,048 blocks. The rows say after how many seconds its
-reader is told, and what. `--link 1gbit` measures ours between two hosts, which are network namespaces of this machine,
-in turn with a bare socket; `share` is the socket's time over ours. A first contact includes metadata and connections.
+Then each source is killed, or evicts, during a fetch of 2,048 blocks. The rows say after how many seconds its reader is
+told, and which error. `--link 1gbit` measures ours between two hosts, which are network namespaces of this machine,
+alternating with a bare socket. `share` is the socket's time divided by ours. A first contact includes metadata and
+connections.
 
-Each rival runs in an environment of its own under `.venvs/`, made on the first run, by a script that is not part of
-this project (`--scripts`, its folder `rivals`).
+Each rival runs in its own environment under `.venvs/`, which the first run makes. Its script is not part of this
+project (folder `rivals` in `--scripts`).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def arguments() -> argparse.Namespace:
 
 
 def ours(*options: str, scattered: bool = True) -> list[Row]:
-    """The rows of our program, in a process of its own as the rivals are."""
+    """The rows of our program, which runs in its own process like the rivals."""
     setting = msgspec.json.encode(Setting(scattered=scattered)).decode()
     rows, error = output_of([sys.executable, "-m", "benchmarks.rivals.ours", "--setting", setting, *options])
     if error:
@@ -72,7 +73,7 @@ def ours(*options: str, scattered: bool = True) -> list[Row]:
 
 
 def take_turns(programs: Sequence[Program], rounds: int, seconds: float) -> list[Row]:
-    """Everything once a round; the rows of all rounds."""
+    """Run every program once in each round. Returns the rows of all rounds."""
     found: list[Row] = []
     for at in range(1, rounds + 1):
         turns: dict[str, Callable[[], list[Row]]] = {
@@ -90,7 +91,7 @@ def take_turns(programs: Sequence[Program], rounds: int, seconds: float) -> list
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """A row for each program and size over all rounds, with its ratio to ours from ask to published, and plain."""
+    """A row for each program and size over all rounds, with its ratios to our full fetch and to our plain pull."""
     every: dict[_Order, list[Row]] = {}
     for row in rows:
         every.setdefault((row["access"], row["block_bytes"], row["blocks"], row["program"]), []).append(row)
@@ -117,7 +118,10 @@ def _merged(key: _Order, rows: Sequence[Row]) -> Row:
 
 
 def shares(rows: Sequence[Row]) -> list[Row]:
-    """Rows of one link: `share` is the time of a bare socket over that of a fetch, by the medians of one run."""
+    """The rows for one link.
+
+    `share` is the time of a bare socket divided by that of a fetch, from medians of one run.
+    """
     through = {(row["block_bytes"], row["blocks"]): row["us_median"] for row in rows if row["program"] == SOCKET}
     columns = ("link", "block_bytes", "blocks", "program", "us_min", "us_median", "gbps", "cpu_s_per_gb", "n")
     return [
@@ -129,7 +133,7 @@ def shares(rows: Sequence[Row]) -> list[Row]:
 
 
 def linked(rate: str, seconds: float) -> list[Row]:
-    """The rows over a link; none, with a message, where there can be no hosts."""
+    """The rows over a link; empty, with a message, if hosts cannot be made."""
     try:
         return shares(
             [
@@ -148,7 +152,7 @@ def _listed(blocks: Sequence[int]) -> str:
 
 
 def main(fail: Callable[[str], None] = progress) -> int:
-    """Measure, print, write. Exit status 1 with one line where a rival cannot be run."""
+    """Measure, print and write. Exits with status 1 and one line if a rival cannot be run."""
     chosen = arguments()
     seconds = 0.5 if chosen.quick else 2.0
     try:

@@ -1,4 +1,4 @@
-"""A bare TCP socket between the two hosts: as many bytes as a pull reads, with nothing around them."""
+"""A bare TCP socket between the two hosts, which carries as many bytes as a pull, without any protocol."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BareSocket:
         self._memory = memoryview(bytearray(8 << 20))
 
     def receive(self, num_bytes: int) -> float:
-        """Microseconds from the request for so many bytes until all have come."""
+        """Microseconds from the request for this many bytes until all have arrived."""
         start = now()
         self._socket.sendall(num_bytes.to_bytes(8, "big"))
         left = num_bytes

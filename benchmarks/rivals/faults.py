@@ -17,7 +17,7 @@ _LOOK_S = 1e-4
 
 
 def faults(setting: Setting, prefix: Sequence[str], blocks: int) -> Iterator[Row]:
-    """A row for each: evicted before the question, while pages are lent, revoked, killed."""
+    """A row for each fault: eviction before the question, eviction while pages are lent, revocation, and a kill."""
     with LenderProcess(setting, prefix) as lender, Fetcher(setting, lender) as reader:
         lender("lay_out", min(4, setting.pages // blocks), blocks)
         reader.forget()
@@ -29,7 +29,7 @@ def faults(setting: Setting, prefix: Sequence[str], blocks: int) -> Iterator[Row
 
 
 def lent(reader: Fetcher, lender: LenderProcess, blocks: int) -> Iterator[Row]:
-    """The source goes on serving while its pages are lent."""
+    """The source continues to serve while its pages are lent."""
     asked = _asked(reader, 0, blocks)
     row = _in_a_pull(reader, asked, lambda _: lender.say("evict"), "evicts all it can while pages are lent")
     evicted = lender.answer()
@@ -47,7 +47,7 @@ def lent(reader: Fetcher, lender: LenderProcess, blocks: int) -> Iterator[Row]:
 
 
 def killed(reader: Fetcher, lender: LenderProcess, blocks: int, usual_s: float) -> Row:
-    """The source is killed in the middle of a pull, by SIGKILL: once the first of its bytes have come."""
+    """The source is killed by SIGKILL during a pull, after its first bytes have arrived."""
 
     def kill(fetch: Fetch) -> None:
         deadline = time.monotonic() + 20
@@ -60,7 +60,7 @@ def killed(reader: Fetcher, lender: LenderProcess, blocks: int, usual_s: float) 
 
 
 def _usual_s(reader: Fetcher, blocks: int) -> float:
-    """How long a pull takes."""
+    """The usual seconds of a pull."""
     seconds: list[float] = []
     for number in range(2):
         times, fetch = reader.fetch(number, blocks)
@@ -78,7 +78,10 @@ def _asked(reader: Fetcher, number: int, blocks: int) -> Fetch:
 
 
 def _in_a_pull(reader: Fetcher, fetch: Fetch, act: Callable[[Fetch], None], fault: str) -> Row:
-    """Begin the pull, do something to its source, and wait: seconds since then, and what the reader is told."""
+    """Begin the pull, cause a fault at its source, and wait.
+
+    Returns the seconds since the fault, and the reader's result.
+    """
     fetch.pull()
     act(fetch)
     begin = time.monotonic()
@@ -98,7 +101,7 @@ def _in_a_pull(reader: Fetcher, fetch: Fetch, act: Callable[[Fetch], None], faul
 
 
 def _evicted_before(reader: Fetcher, blocks: int) -> Row:
-    """The pages are gone when they are asked for."""
+    """The pages are evicted before they are asked for."""
     fetch = Fetch(reader, 1, blocks)
     begin = time.monotonic()
     fetch.ask()
@@ -114,7 +117,7 @@ def _evicted_before(reader: Fetcher, blocks: int) -> Row:
 
 
 def _held_by_source(lender: LenderProcess) -> Row:
-    """Pages that the source still holds, once it has heard that its reader is through."""
+    """The pages that the source still holds after its reader has finished."""
     deadline = time.monotonic() + 20
     while (held := lender("held")) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Our reader: asks a source for the pages of a prompt, pulls them, and has its manager find them."""
+"""Our reader: asks a source for the pages of a prompt, pulls them, and publishes them in its manager."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class FetchTimes(NamedTuple):
 
     Attributes:
         total: from the question until the manager finds the pages.
-        pull: the part of it from the answer on: import, pull, commit.
-        digests: before the question: hashing the prompt.
+        pull: the part from the answer on: import, pull, commit.
+        digests: time to hash the prompt, before the question.
     """
 
     total: float
@@ -49,12 +49,12 @@ class Fetch:
         self._exchange.ask(0, self.key, *self._fetcher.place, self.wanted, _TIMEOUT_S)
 
     def hear(self) -> Lent:
-        """Wait for its answer."""
+        """Wait for the source's answer."""
         self.lent = self._fetcher.until(Lent, lambda event: event.key == self.key)[0]
         return self.lent
 
     def pull(self) -> None:
-        """Begin to pull what was lent."""
+        """Begin to pull the lent pages."""
         pages = 0 if self.lent.table is None else len(self.lent.table.groups[0])
         if self.lent.source is None or self.lent.table is None or pages < self._pages:
             raise RuntimeError(
@@ -82,7 +82,7 @@ class Fetch:
         return found == self._pages * self.wanted.page_size
 
     def has_begun(self) -> bool:
-        """Whether the first bytes of any of some pages have come."""
+        """Whether the first bytes of any of these pages have arrived."""
         pool = self._manager.device_tensors[0][0]
         pages = enumerate(self._manager.get_req_blocks(self.key)[: self._pages])
         return any(
@@ -92,7 +92,7 @@ class Fetch:
         )
 
     def wrong_pages(self) -> int:
-        """How many pages of a request that was published do not hold what the source computed."""
+        """The number of published pages that do not have the contents that the source has computed."""
         pool = self._manager.device_tensors[0][0]
         pages = self._manager.get_req_blocks(self.key)[: self._pages]
         return sum(
@@ -101,7 +101,7 @@ class Fetch:
         )
 
     def num_runs(self) -> int:
-        """Stretches of pages that are neighbours in both pools."""
+        """The number of runs of pages that are adjacent in both pools."""
         if self.lent.table is None:
             return 0
         theirs = np.array(self.lent.table.groups[0])
@@ -109,7 +109,7 @@ class Fetch:
         return 1 + int(((np.diff(theirs) != 1) | (np.diff(ours) != 1)).sum())
 
     def release(self) -> None:
-        """The request is over. Its pages stay findable until they are evicted."""
+        """Release the request. Its pages stay cached until they are evicted."""
         self._manager.release(self.key)
 
 
@@ -117,7 +117,7 @@ class Fetcher:
     """The reader; a context manager.
 
     Args:
-        setting: of both sides.
+        setting: the setting of both sides.
         lender: the source.
     """
 
@@ -136,12 +136,12 @@ class Fetcher:
         self.manager.close()
 
     def forget(self) -> None:
-        """No prompt of the source is cached here any more."""
+        """Forget all prompts of the source that are cached here."""
         self.manager.reset_prefix_cache()
         use_up(self.manager, self._prompts, scattered=self._scattered)
 
     def until(self, kind: type[_Happened], wanted: Callable[[_Happened], bool]) -> tuple[_Happened, ExchangeEvent]:
-        """Poll, with a pause, until something has happened."""
+        """Poll, with pauses, until an event of this kind has happened."""
         while True:
             for happened in self.exchange.poll():
                 event = happened.event
@@ -150,7 +150,7 @@ class Fetcher:
             self.exchange.wait(replica=0, timeout_s=_PAUSE_S)
 
     def fetch(self, number: int, pages: int) -> tuple[FetchTimes, Fetch]:
-        """Fetch a prompt. The request is still claimed.
+        """Fetch a prompt. Returns the fetch, whose request is still claimed.
 
         Raises:
             RuntimeError: the source did not lend all pages, the pull failed, or the pages are not found afterwards.

@@ -1,4 +1,4 @@
-"""Our two sides on two hosts of one machine (`tests.hosts.network`): a link of a given rate, beside a bare socket."""
+"""Our two sides on two hosts of one machine (`tests.hosts.network`), over a link of a given rate, and a bare socket."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SECRET = "a secret of the benchmark, of enough bytes"  # noqa: S105 - nobody el
 
 
 def over_link(rate: str, setting: Setting, blocks: Sequence[int], seconds: float) -> list[Row]:
-    """Rows of fetches over the link, each in turn with as many bytes through a socket. Both sides get addresses.
+    """The rows of fetches over the link. Each alternates with the same number of bytes through a socket.
 
     Raises:
-        PeerError: there can be no hosts here, or the program on one of them failed.
+        PeerError: hosts cannot be made here, or the program on one of them failed.
     """
     if reason := why_not():
         raise PeerError(f"no link of {rate}: {reason}")

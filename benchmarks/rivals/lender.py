@@ -1,7 +1,7 @@
 """Our source: a process with a manager and an exchange of its own, which computes prompts and lends their pages.
 
-`python -m benchmarks.rivals.lender SETTING`, with a `Setting` as JSON. Each line of its standard input is a JSON array,
-a method of `Lender` and its arguments; each answer is a line of its standard output.
+Run `python -m benchmarks.rivals.lender SETTING`, with a `Setting` as JSON. Each line of standard input is a JSON array
+with a method of `Lender` and its arguments. Each answer is a line of standard output.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from transfer import PageExchange, Source
 
 PAGE_SIZE = 16
 NAME = "lender"
-_LAYER_BYTES = 16 << 10  # of a page: two sides, 4 heads, 16 tokens, 64 elements of two bytes
+_LAYER_BYTES = 16 << 10  # a layer of a page: two sides, 4 heads, 16 tokens, 64 elements of two bytes
 _ROWS = 1024
-_EVICTING = 32  # pages of the prompts that evict others
+_EVICTING = 32  # pages of each prompt that evicts others
 _POLL_S = 1e-3
 _LONGEST_S = 30.0
-_SUBNETS = ("10.213.7.0/24",)  # that the hosts of `tests.hosts.network` have
+_SUBNETS = ("10.213.7.0/24",)  # the subnets of the hosts in `tests.hosts.network`
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """The settings on which both sides agree.
 
     Attributes:
-        page_bytes: of a page; a multiple of 16 KiB.
-        pool_bytes: of the source's pool. The reader's is half of it, so that no prompt is still there when its turn
-            comes again.
-        scattered: pages that are handed out one after another lie anywhere in both pools.
-        address: of the source.
+        page_bytes: bytes of a page; a multiple of 16 KiB.
+        pool_bytes: bytes of the source's pool. The reader's pool is half as large, so that a prompt is evicted before
+            it is fetched again.
+        scattered: whether consecutively allocated pages lie anywhere in both pools.
+        address: address of the source.
         reader: address of the reader.
-        secret: for the sockets over which the two speak, where they are on two hosts; else empty.
+        secret: secret for the sockets if the sides are on two hosts; otherwise empty.
     """
 
     page_bytes: int = 64 << 10
@@ -62,24 +62,24 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def quiet() -> None:
-    """Pools are small here: the warning that a longest request would not fit says nothing new."""
+    """Suppress the warning that a longest request would not fit, because pools are small on purpose."""
     logging.getLogger("pagewire").setLevel(logging.ERROR)
 
 
 def tokens_of(number: int, pages: int) -> np.ndarray:
-    """The tokens of a prompt that fills so many pages, and one more. Prompts have no page in common."""
+    """The tokens of a prompt that fills this many pages, and one more token. Prompts share no page."""
     tokens = np.arange(pages * PAGE_SIZE + 1, dtype=np.int32)
     tokens[0] = number
     return tokens
 
 
 def stamp_of(number: int, column: int) -> int:
-    """The value of each element of a page, as 16 bits: neighbouring pages hold different values."""
+    """The 16-bit value of every element of a page. Adjacent pages have different values."""
     return (number * 7919 + column * 31) % 32_749
 
 
 def manager_of(setting: Setting, pages: int) -> PagedKVCacheManager:
-    """A manager with so many pages."""
+    """A manager with `pages` pages."""
     layers, rest = divmod(setting.page_bytes, _LAYER_BYTES)
     expect(layers > 0 and not rest, f"pages are of multiples of {_LAYER_BYTES} bytes, not {setting.page_bytes}")
     params = KVCacheParams(torch.bfloat16, n_kv_heads=4, head_dim=64, page_size=PAGE_SIZE, enable_prefix_caching=True)
@@ -88,13 +88,13 @@ def manager_of(setting: Setting, pages: int) -> PagedKVCacheManager:
 
 
 def exchange_of(setting: Setting, manager: PagedKVCacheManager, name: str, address: str) -> PageExchange:
-    """Its exchange, which lends all that it has."""
+    """The manager's exchange, which may lend all of its pages."""
     bind = f"tcp://{address}:0"
     return PageExchange(manager, name, bind=bind, secret=setting.secret, allowed_peers=_SUBNETS, lend=1.0)
 
 
 def use_up(manager: PagedKVCacheManager, prompts: Prompts, *, scattered: bool) -> None:
-    """Fill the pool with prompts of one page, which go in this order, or in any, when pages are needed."""
+    """Fill the pool with prompts of one page, which are evicted in this order, or scattered."""
     rng = np.random.default_rng(1)
     for first in range(0, manager.total_num_pages, _ROWS):
         count = min(_ROWS, manager.total_num_pages - first)
@@ -111,16 +111,16 @@ class Lender:
         self._prompts = Prompts()
         self.manager = manager_of(setting, setting.pages)
         self.exchange = exchange_of(setting, self.manager, NAME, setting.address)
-        self._others = 1 << 20  # numbers of prompts that nobody asks for
+        self._others = 1 << 20  # numbers of prompts that no reader asks for
 
     def place(self) -> tuple[str, str]:
-        """Where to ask, and for which engine."""
+        """The address to ask, and the engine there."""
         return self.exchange.address, self.exchange.engine_id(0)
 
     def lay_out(self, count: int, pages: int) -> None:
-        """Compute prompts 0 to `count`, which are idle and findable then. Nothing else is."""
+        """Compute prompts 0 to `count`. Afterwards only these are cached."""
         deadline = time.monotonic() + _LONGEST_S
-        while self.manager.num_leased_blocks:  # the last reader's word that it is through is on its way
+        while self.manager.num_leased_blocks:  # the last reader's note "done" is still in flight
             self.exchange.poll()
             time.sleep(_POLL_S)
             expect(time.monotonic() < deadline, "leases that were read are over")
@@ -139,7 +139,7 @@ class Lender:
             compute(self.manager, context)
 
     def evict(self) -> int:
-        """Forget every prompt and compute others in all pages that can be had: how many those are."""
+        """Forget every prompt, and compute others in all available pages. Returns the number of these pages."""
         self.manager.reset_prefix_cache()
         free = self.manager.total_num_pages - self.manager.num_held_blocks
         for _ in range(free // _EVICTING):
@@ -148,22 +148,22 @@ class Lender:
         return free // _EVICTING * _EVICTING
 
     def revoke(self, source: str) -> None:
-        """End a lease that its reader has been told of."""
+        """End a lease that its reader knows."""
         self.exchange.revoke(msgspec.msgpack.decode(bytes.fromhex(source), type=Source), "revoked")
 
     def held(self) -> int:
-        """Pages that are held, with all books in order."""
+        """The number of held pages, after a `check`."""
         self.manager.check()
         return self.manager.num_held_blocks
 
     def listen(self) -> int:
-        """A bare socket at this port sends as many bytes as it is asked for."""
+        """Open a bare socket, which sends as many bytes as it is asked for. Returns its port."""
         server = socket.create_server((self._setting.address, 0))
         threading.Thread(target=_send_bytes, args=(server,), daemon=True).start()
         return server.getsockname()[1]
 
     def serve(self) -> None:
-        """Do what is said until standard input ends; lend in between, as soon as somebody asks."""
+        """Carry out commands until standard input ends, and lend pages in between."""
         _say("ready")
         while True:
             self.exchange.poll()
@@ -192,11 +192,11 @@ def _send_bytes(server: socket.socket) -> None:
 
 
 class LenderProcess:
-    """Starts the source; a context manager that ends it. A call is a method of `Lender`, with its arguments.
+    """A context manager that starts and ends the source. A call names a method of `Lender` and its arguments.
 
     Args:
         setting: of both sides.
-        prefix: a command that runs another one, on another host say.
+        prefix: a command that runs another one, for example on another host.
     """
 
     def __init__(self, setting: Setting, prefix: Sequence[str] = ()) -> None:
@@ -205,7 +205,7 @@ class LenderProcess:
         expect(self.answer() == "ready", "the source starts")
 
     def say(self, *command: object) -> None:
-        """Tell it what to do."""
+        """Send a command."""
         if self._process.stdin is None:
             raise RuntimeError("the source was started with a pipe to it")
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -218,13 +218,13 @@ class LenderProcess:
         return json.loads(line)
 
     def __call__(self, *command: object) -> Any:
-        """Tell it, and wait for the answer."""
+        """Send a command, and wait for the answer."""
         self.say(*command)
         return self.answer()
 
     def cpu_ns(self) -> int:
-        """Its processor time so far, all threads."""
-        return time.clock_gettime_ns(~self._process.pid << 3 | 2)  # the kernel's name for the clock of a process
+        """The processor time of all its threads so far."""
+        return time.clock_gettime_ns(~self._process.pid << 3 | 2)  # the kernel's id of a process's clock
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -235,7 +235,7 @@ class LenderProcess:
 
     def __exit__(self, *_: object) -> None:
         if self._process.stdin is not None:
-            self._process.stdin.close()  # its end is what the process waits for
+            self._process.stdin.close()  # the process ends when its input ends
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
 """Faults that the scripts of kvcr and Mooncake do not test: a source that reuses its memory, or is killed.
 
-`python others.py kvcr|mooncake SCRIPT`, in the environment of that program. This file imports nothing of ours; the
-script gives the engines and their memory. One JSON line for each fault:
+Run `python others.py kvcr|mooncake SCRIPT` in the environment of that program. This file imports none of our code; the
+script makes the engines and their memory. It prints one JSON line for each fault:
 
     kvcr        its source deposits other blocks, which evict those that are read
     mooncake    its source writes other bytes to the memory that is read; its source is killed
@@ -29,14 +29,14 @@ _WARM, _TRIES = 3, 5
 
 
 def imported(path: str) -> Any:
-    """The script as a module, so that processes that are spawned find it by its name."""
+    """Imports the script as a module, so that spawned processes find it by its name."""
     folder, _, file = path.rpartition("/")
     sys.path.insert(0, folder)
     return importlib.import_module(file.removesuffix(".py"))
 
 
 def started(target: Any, options: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """A source as a process: the process, the pipe to it, and what it says of itself."""
+    """Starts a source process. Returns the process, the pipe to it, and its description."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, options), daemon=True)
@@ -54,7 +54,7 @@ def show(fault: str, told: str, seconds: float, wrong: int, usual_s: float) -> N
 
 
 def wrong_of(script: Any, local: int, blocks: Iterable[int] = range(BLOCKS)) -> int:
-    """How many of the blocks hold another value than their source gave them, somewhere."""
+    """The number of blocks that have a wrong value anywhere."""
     size: int = script.BLOCK
     held = ((at, ctypes.string_at(local + at * size, size)) for at in blocks)
     return sum(data != bytes([at % 251 + 1]) * size for at, data in held)
@@ -64,7 +64,7 @@ def wrong_of(script: Any, local: int, blocks: Iterable[int] = range(BLOCKS)) -> 
 
 
 def mooncake_source(pipe: Any, options: argparse.Namespace) -> None:
-    """Serves its memory; told to, it writes other bytes to all of it."""
+    """Serves its memory. On command it overwrites all of it with other bytes."""
     script = imported(options.script)
     engine, (_pool, start) = script.engine_of("tcp"), script.memory("huge")
     for number in range(BLOCKS):
@@ -88,7 +88,7 @@ def ask_mooncake(options: argparse.Namespace) -> None:
     if engine.register_memory(local, script.POOL):
         raise SystemExit("Mooncake does not register the memory")
     for fault in ("writes other bytes to the memory in the middle of the read", "is killed in the middle of the read"):
-        for _ in range(_TRIES):  # until what is done to the source is done before the read is over
+        for _ in range(_TRIES):  # repeats until the fault happens before the read is over
             status, seconds, usual_s = read_in_fault(fault, (script, engine, local), options)
             if seconds > 0:
                 show(fault, f"status {status}", seconds, 0 if status else wrong_of(script, local), usual_s)
@@ -96,7 +96,7 @@ def ask_mooncake(options: argparse.Namespace) -> None:
 
 
 def read_in_fault(fault: str, reader: tuple[Any, Any, int], options: argparse.Namespace) -> tuple[int, float, float]:
-    """The status of a read, how long it took from the fault on, and how long one takes without."""
+    """Returns the status of a read, its seconds after the fault, and the seconds of a read without a fault."""
     script, engine, local = reader
     process, pipe, (target, start) = started(mooncake_source, options)
     offsets = [number * script.BLOCK for number in range(BLOCKS)]
@@ -115,13 +115,13 @@ def read_in_fault(fault: str, reader: tuple[Any, Any, int], options: argparse.Na
 
 
 def timed(read: Callable[[], int]) -> tuple[int, float]:
-    """The status of a read, and how long it took."""
+    """Returns the status of a read, and its seconds."""
     begin = time.monotonic()
     return read(), time.monotonic() - begin
 
 
 def act_once_begun(fault: str, process: Any, pipe: Any, memory: tuple[int, int], acted: list[float]) -> None:
-    """Wait for the first bytes, then kill the source, or have it write to its memory."""
+    """Waits for the first bytes, and then kills the source or makes it overwrite its memory."""
     local, size = memory
     deadline = time.monotonic() + 60
     while not any(ctypes.string_at(local + at * size, 1) != b"\0" for at in range(0, BLOCKS, 64)):
@@ -139,14 +139,14 @@ def act_once_begun(fault: str, process: Any, pipe: Any, memory: tuple[int, int],
 
 
 def pinned_nothing(self: Any, _keys: Any) -> int:
-    """In place of the script's callback: the framework has no block that kvcr does not have."""
+    """Replaces the script's callback: the framework has no further blocks."""
     self.number += 1
     self.results.append((self.number, (f"pin {self.number}", {})))
     return self.number
 
 
 def kvcr_source(pipe: Any, options: argparse.Namespace) -> None:
-    """Deposits all its blocks; told to, it deposits as many others into the same slots."""
+    """Deposits all its blocks. On command it deposits the same number of others into the same slots."""
     script = imported(options.script)
     types = importlib.import_module("kvcr.types")
     _pool, start = script.memory("huge")
@@ -182,7 +182,7 @@ def kvcr_source(pipe: Any, options: argparse.Namespace) -> None:
 
 
 def ask_kvcr(options: argparse.Namespace) -> None:
-    """Delivers 2,048 blocks while the source evicts them, and once they are gone."""
+    """Delivers 2,048 blocks while the source evicts them, and again after the eviction."""
     script = imported(options.script)
     types = importlib.import_module("kvcr.types")
     _process, pipe, endpoint = started(kvcr_source, options)
@@ -201,7 +201,7 @@ def ask_kvcr(options: argparse.Namespace) -> None:
         results = script.finish(kvcr, handle, 1e-4)
         return {key: one.status.name for key, one in results.items()}, time.monotonic() - begin
 
-    for at in range(200):  # the first ones fail or wait while metadata is exchanged
+    for at in range(200):  # the first deliveries fail or wait while metadata is exchanged
         if [*deliver(f"first {at}", 1)[0].values()] == ["SUCCESS"]:
             break
     usual_s = min(deliver(f"warm {at}", BLOCKS)[1] for at in range(_WARM))
@@ -223,7 +223,7 @@ def ask_kvcr(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Ask one of them."""
+    """Run one of the programs."""
     name, script = sys.argv[1:3]
     options = argparse.Namespace(script=script, pool="huge", held="kvcr", timeout_ms=1000)
     {"kvcr": ask_kvcr, "mooncake": ask_mooncake}[name](options)

@@ -1,4 +1,7 @@
-"""Our side of `benchmarks.rivals`: fetches, plain pulls, and fetches whose source dies. Prints JSON lines."""
+"""Our side of `benchmarks.rivals`.
+
+It measures fetches, plain pulls, and fetches whose source dies, and prints JSON lines.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,11 @@ FIRST = "ours, first contact"
 PLAIN = {SPUN: "ours, plain pull", THREADED: "ours, plain pull by the thread"}
 _LEAST, _LEAST_OVER_LINK, _MOST = 9, 3, 2000
 _MOST_PROMPTS = 512
-_SPARE = 32  # pages of the pool, so that no prompt evicts another as it is computed
+_SPARE = 32  # spare pages of the pool, so that computing a prompt does not evict another
 
 
 def row_of(program: str, blocks: int, page_bytes: int, times: Sequence[float], cpu_s: float | None) -> Row:
-    """A row: microseconds, and processor seconds of both processes for a gigabyte."""
+    """A row: microseconds, and the processor seconds of both processes for a gigabyte."""
     size = blocks * page_bytes
     return {
         "program": program,
@@ -48,7 +51,7 @@ def row_of(program: str, blocks: int, page_bytes: int, times: Sequence[float], c
 def fetches(
     setting: Setting, reader: Fetcher, lender: LenderProcess, blocks: int, budget_s: float, bare: BareSocket | None
 ) -> Iterator[Row]:
-    """Fetches of prompts that are not cached here, each as long as others; in turn with a bare socket."""
+    """Fetches of uncached prompts of equal length, alternating with a bare socket."""
     count = min((setting.pages - _SPARE) // blocks, _MOST_PROMPTS)
     expect(count > 1, f"a pool of {setting.pages} pages has room for two prompts of {blocks}")
     lender("lay_out", count, blocks)
@@ -85,7 +88,7 @@ def fetches(
 
 
 def first_contacts(setting: Setting, lender: LenderProcess, blocks: int) -> Row:
-    """Fetches by readers that the source has never met, from the question to published pages."""
+    """Fetches by new readers, from the question to published pages."""
     times = list[float]()
     for _ in range(_LEAST_OVER_LINK):
         lender("lay_out", 2, blocks)
@@ -101,7 +104,7 @@ def _leased(pull: Callable[[Pages, LeaseRef], Times], pages: Sequence[Pages], so
 
 
 def plain(blocks: int, budget_s: float) -> Iterator[Row]:
-    """Pulls of random pages without managers: the lease was made before."""
+    """Pulls of random pages without managers, under a lease that was made before."""
     case = Case("equal", "head-major", 64 << 10, blocks)
     sets = min(max((48 << 20) // case.num_bytes, 8), 256)
     with running(case.specs(), blocks, sets) as (reader, source, pages):
@@ -149,7 +152,7 @@ def main() -> None:
 
 
 def show(rows: Iterator[Row]) -> None:
-    """Print them, one a line."""
+    """Print the rows, one in each line."""
     for row in rows:
         print(json.dumps(row), flush=True)
 

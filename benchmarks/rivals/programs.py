@@ -1,4 +1,4 @@
-"""The programs beside ours: where each is installed, how it is run, and what it prints, as rows."""
+"""The rival programs: how each is installed and run, and its output as rows."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Program:
     """A rival that can be run.
 
     Args:
-        name: of the rival.
-        folder: of the peers' scripts.
+        name: name of the rival.
+        folder: folder of the peers' scripts.
 
     Raises:
         PeerError: its script, a library or its environment is missing and cannot be made.
@@ -58,7 +58,7 @@ class Program:
         self._python = str(python_of(f"rival-{name}", arguments, path.read_bytes()))
 
     def fetches(self, blocks: Sequence[int], seconds: float) -> list[Row]:
-        """The measurements of its script: a row for each number of blocks. Rows that it does not reach are left out."""
+        """The measurements of its script: a row for each number of blocks that it completes."""
         options = ["--seconds", str(seconds), "--blocks", ",".join(map(str, blocks))]
         lines, error = output_of([self._python, self._script, *options])
         if error:
@@ -66,7 +66,7 @@ class Program:
         return [_row(self.title, line) for line in lines if "blocks" in line]
 
     def faults(self) -> list[Row]:
-        """The results that its reader gets when its source dies or reuses the memory."""
+        """The results of its reader if its source dies or reuses the memory."""
         return [*self._faults()]
 
     def _faults(self) -> Iterator[Row]:
@@ -81,7 +81,7 @@ class Program:
 
 
 def output_of(command: Sequence[str]) -> tuple[list[Row], str]:
-    """The lines of JSON that a program prints, and why it failed; empty where it did not."""
+    """The JSON lines that a program prints, and why it failed; empty if it did not."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(  # noqa: S603 - what the user pointed us to
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -121,7 +121,10 @@ def _row(title: str, line: Row) -> Row:
 
 
 def _killed(title: str, lines: Sequence[Row], error: str) -> Row:
-    """The row of kvcr's script: the result, what `close` says of the memory, and when a guard gave the blocks."""
+    """The row of kvcr's script.
+
+    It has the result, what `close` reports about the memory, and when a guard has freed the blocks.
+    """
     row: Row = {"program": title, "the source": "is killed in the middle of the fetch", "told": error or "nothing"}
     for line in lines:
         if "told_after_s" in line:
