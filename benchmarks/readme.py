@@ -403,7 +403,7 @@ def installed_table() -> list[str]:
             alike.setdefault(row["MB"], []).append(f"`{row['what']}`")
     made += [[", ".join(names), some(size)] for size, names in sorted(alike.items())]
     times = [f"`{row['what']}` {some(row['cpu_ms_min'], unit='ms')}" for row in rows if "ms_min" in row]
-    heading = "Megabytes that an extra adds, bytecode not counted:"
+    heading = "Megabytes that an extra adds, without bytecode:"
     return [
         heading,
         "",
