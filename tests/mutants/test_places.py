@@ -3,8 +3,9 @@ from pathlib import Path
 from tests.mutants.places import beside, elsewhere, sources
 
 
-def test_the_test_file_of_the_same_name_is_beside_a_file() -> None:
-    assert beside(Path("kvcache/pool/lru_order.py")) == ["tests/kvcache/pool/test_lru_order.py"]
+def test_the_test_files_of_the_same_name_are_beside_a_file() -> None:
+    names = ["test_pages.py", "test_pages_in_flight.py"]
+    assert beside(Path("kvcache/pool/pages.py")) == [f"tests/kvcache/pool/{name}" for name in names]
 
 
 def test_a_file_without_a_test_file_of_its_name_is_tested_through_its_doors() -> None:
