@@ -1,4 +1,4 @@
-"""Beam search with `fork`, and speculative decoding with guesses that are taken away again.
+"""Beam search with `fork`, and speculative decoding that drops wrong guesses.
 
 A fork shares the full pages of its parent and copies the last one, so beams cost little memory. A draft is a token that
 the model has not confirmed: the request runs it with the others, keeps it if it was right and drops it if not.
@@ -58,7 +58,7 @@ def speculate(manager: PagedKVCacheManager, model: Model, guesser: list[int]) ->
     end = len(PROMPT) + NEW_TOKENS
     with manager.claim(request):
         while request.end_idx < end:
-            # Put guesses behind the known tokens. `num_steps` reserves room for them.
+            # Append guesses to the known tokens. `num_steps` reserves room for them.
             known, start = request.end_idx, request.start_idx
             guesses = guesser[known : min(known + GUESSES, end - 1)]
             manager.maybe_reserve(request, num_steps=1 + len(guesses))
@@ -78,7 +78,7 @@ def speculate(manager: PagedKVCacheManager, model: Model, guesser: list[int]) ->
 
 
 def log_probability(model: Model, tokens: list[int]) -> float:
-    """The log probability of what follows the prompt, computed without a cache."""
+    """The log probability of the tokens after the prompt, computed without a cache."""
     scores = model.logits_without_cache(tokens[:-1])[len(PROMPT) - 1 :].log_softmax(-1)
     return float(scores.gather(1, torch.tensor(tokens[len(PROMPT) :])[:, None]).sum())
 

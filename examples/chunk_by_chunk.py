@@ -38,13 +38,13 @@ def wait_for(kind: type[Offered | PullEvent], exchange: PageExchange) -> Exchang
 
 
 def main() -> None:
-    """Three chunks, each told of and read after it has run."""
+    """Run three chunks. Each is offered and read after it has run."""
     (prefill, source), (decode, reader) = start("prefill"), start("decode")
     with prefill.claim(prompt := TextContext(range(96), max_length=2048, request_id="r")):
         decode.external_claim("r")
         request = TextContext(range(97), max_length=2048, request_id="r")
         pending: PendingImport | None = None
-        offer = source.offer("r", duration_s=10.0, running=True)  # its time does not run yet
+        offer = source.offer("r", duration_s=10.0, running=True)  # the lease's time does not run yet
         if offer is None:
             raise SystemExit("as many leases stand as can")
         wait_for(Offered, source)

@@ -23,7 +23,7 @@ PROMPT = Prompt(range(33))
 
 @dataclasses.dataclass
 class Engine:
-    """The caches and workers of its ranks, the scheduler's side, and all that is known of the requests."""
+    """The caches and workers of its ranks, the scheduler's side, and everything known about the requests."""
 
     caches: list[torch.Tensor]
     workers: list[NixlConnectorWorker]
@@ -38,11 +38,11 @@ class Engine:
         time.sleep(1e-3)  # the model runs
         for rank, worker in enumerate(self.workers):
             progress = self.scheduler.update(rank, worker.take_output())
-            for name in progress.__struct_fields__:  # keep every field: each thing is told once
+            for name in progress.__struct_fields__:  # keep every field, because each event is reported once
                 getattr(self.told, name).update(getattr(progress, name))
 
     def close(self) -> None:
-        """Workers first. The memory of the caches has to live until then."""
+        """Close the workers first. The memory of the caches must live until then."""
         for worker in self.workers:
             worker.shutdown()
         self.scheduler.close()
@@ -72,7 +72,7 @@ def engine(name: str, ranks: int) -> Engine:
 
 
 def prefill(pipe: Connection) -> None:
-    """Offer a lease, tell decode of it, and keep the blocks until the request is among the sent."""
+    """Offer a lease, tell decode of it, and keep the blocks until the request is in `sent`."""
     ours = engine("prefill", ranks=1)
     ours.caches[0][:, [3, 5]] = KV  # 32 tokens of a request are computed
     ours.scheduler.offer("request")
@@ -83,7 +83,7 @@ def prefill(pipe: Connection) -> None:
 
 
 def main() -> None:
-    """Decode loads the blocks, and uses them once the request is among the received and not among the failed."""
+    """Load the blocks at decode, and use them once the request is in `received` and not in `failed`."""
     pipe, theirs = multiprocessing.Pipe()
     multiprocessing.Process(target=prefill, args=(theirs,)).start()
     ours = engine("decode", ranks=2)

@@ -21,7 +21,7 @@ HEADS, HEAD_DIM, BLOCKS, WINDOW = 2, 4, 12, 20
 
 @dataclasses.dataclass
 class Engine:
-    """One rank's caches and worker, the scheduler's side, and all that is known of the requests."""
+    """One rank's caches and worker, the scheduler's side, and everything known about the requests."""
 
     caches: dict[str, torch.Tensor]
     worker: NixlConnectorWorker
@@ -33,7 +33,7 @@ class Engine:
         self.worker.start_load_kv(self.scheduler.build_metadata())
         time.sleep(1e-3)  # the model runs
         progress = self.scheduler.update(0, self.worker.take_output())
-        for name in progress.__struct_fields__:  # keep every field: each thing is told once
+        for name in progress.__struct_fields__:  # keep every field, because each event is reported once
             getattr(self.told, name).update(getattr(progress, name))
 
     def close(self) -> None:
@@ -58,14 +58,14 @@ def engine(name: str, layout: str, size: int) -> Engine:
 
 
 def main() -> None:
-    """One load comes whole, and the lease of the other is over before decode reads."""
+    """One load succeeds. The lease of the other ends before decode reads."""
     prefill, decode = engine("p", "HND", 16), engine("d", "NHD", 8)
     source, reader = prefill.scheduler, decode.scheduler
     source.offer("good")
     source.offer("late")
     good = source.params("good", Prompt(range(41)), [[3, 5, 7], [4, 6]], num_tokens=40, first_blocks=(0, 1))
     late = source.params("late", Prompt(range(17)), [[1], [2]], num_tokens=16)
-    source.abort("late", "its client has gone")  # the lease ends, whoever reads
+    source.abort("late", "its client has gone")  # the lease ends, even if a reader reads
     while "late" not in prefill.told.sent:
         prefill.step()
     if (wanted := reader.read("good", good, Prompt(range(41)))) is not None:  # None: the params name no pages

@@ -1,4 +1,4 @@
-"""An eviction order of one's own: most recently used first, for prompts that come round in a cycle.
+"""An eviction order of your own: most recently used first, for prompts that recur in a cycle.
 
 Ten prompts take turns, and the pool holds the pages of five. An order that evicts the least recently used page first
 finds nothing: each prompt is evicted just before its turn. The order below keeps the first prompts and finds those.

@@ -1,4 +1,6 @@
-"""Four requests between two exchanges: one is read. Three are given up: in the read, before it, by their source.
+"""Four requests between two exchanges.
+
+One is read, and three are given up: during the read, before it, or by their source.
 
 `b` may pass before it is cancelled; its last event says which. A loop decides by what it has done itself, not by the
 event. Both sides run in one process here.
@@ -77,7 +79,7 @@ def offers_of(prefill: PagedKVCacheManager, source: PageExchange) -> dict[str, t
 
 
 def main() -> None:
-    """Four leases and three pulls end."""
+    """Run until four leases and three pulls have ended."""
     (prefill, source), decode = start("prefill"), Decode()
     reader, offers, ended = decode.exchange, offers_of(prefill, source), dict[str, str]()
     while len(ended) < 7:

@@ -58,7 +58,7 @@ class Listener:
                 pass  # the pages of lower tiers
 
     def until(self, pages: int) -> None:
-        """Take messages until so many pages are cached."""
+        """Take messages until `pages` pages are cached."""
         while len(self.cached) != pages:
             if kinds := self.take_one():
                 print(f"{', '.join(sorted(set(kinds)))}: {len(self.cached)} pages are cached")

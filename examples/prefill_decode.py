@@ -33,7 +33,7 @@ MAX_LENGTH = 64
 
 
 def start(name: str) -> tuple[PagedKVCacheManager, PageExchange]:
-    """Make the pages of one process, and what moves them. The name of an exchange is unique among its peers."""
+    """Make the pages and the exchange of one process. The name of an exchange is unique among its peers."""
     params = KVCacheParams(torch.float32, HEADS, HEAD_DIM, page_size=PAGE_SIZE)
     manager = PagedKVCacheManager(
         params, max_batch_size=8, max_seq_len=MAX_LENGTH, num_layers=1, devices=["cpu"], available_cache_memory=1 << 20
@@ -69,7 +69,8 @@ def prefill(pipe: Connection) -> None:
         for happened in next_events(exchange):
             match happened.event:
                 case Offered(request_id=name, error=""):
-                    pipe.send((name, *tellable[name]))  # the lease stands: only now may the decode process know of it
+                    # the lease is granted: only now may the decode process know of it
+                    pipe.send((name, *tellable[name]))
                 case Offered(error=error):
                     raise SystemExit(error)
                 case LeaseOver():
@@ -99,7 +100,7 @@ def pull(manager: PagedKVCacheManager, exchange: PageExchange, pipe: Connection)
             if isinstance(event := happened.event, PullEvent) and event.safe:
                 if event.error:
                     raise SystemExit(event.error)
-                # The proof says that the lease still stood when the last byte had arrived.
+                # The proof says that the lease was still open when the last byte had arrived.
                 manager.commit_import(requests[event.key], pending.pop(event.key), happened.proof)
     return list(requests.values())
 

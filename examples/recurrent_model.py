@@ -29,12 +29,12 @@ class HybridModel(Model):
 
     def run_hybrid(self, context: TextContext, inputs: RaggedKVCacheInputs, states: StatePages) -> int:
         """Run `tokens[start_idx:active_idx]` of one request. Returns the greedy token after them."""
-        # `pages_at` refuses a request whose state has taken up other tokens than those before `start_idx`.
+        # `pages_at` refuses a request whose state does not have exactly the tokens before `start_idx`.
         pages = states.pages_at([context.request_id], [context.start_idx])
         self.state = states.read(0, pages, KIND)[0]  # of recurrent layer 0: [heads, d_state, head_dim]
         token = int(self.run(context, inputs, 0)[-1])
         states.write(0, pages, KIND, self.state[None])
-        states.advance(pages, [context.active_idx])  # the state has taken up so many tokens by now
+        states.advance(pages, [context.active_idx])  # the number of tokens in the state by now
         return token
 
     def run_without_cache(self, tokens: list[int]) -> int:

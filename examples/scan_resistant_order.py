@@ -1,7 +1,7 @@
-"""An eviction order that a scan does not empty: pages that were found again go after all that were used once.
+"""A scan-resistant eviction order: pages that were found again are evicted after all that were used once.
 
-A system prompt comes twice. Then 99 long prompts come that never come back. The default order evicts the system prompt
-for them, and the order below keeps it.
+A system prompt is served twice. Then 99 long one-off prompts follow. The default order evicts the system prompt for
+them, and the order below keeps it.
 
     python examples/scan_resistant_order.py
 """
@@ -13,7 +13,7 @@ from pagewire import EvictionOrder, KVCacheParams, LruOrder, PagedKVCacheManager
 
 
 class FoundAgainLast(EvictionOrder):
-    """Pages that were found again go after all that were used once."""
+    """Evicts pages that were found again after all pages that were used once."""
 
     def __init__(self, num_pages: int) -> None:
         self.once, self.again = LruOrder(num_pages), LruOrder(num_pages)

@@ -1,4 +1,4 @@
-"""What an attention kernel gets of a manager: requests whose keys and values lie in pages, and their new tokens.
+"""The inputs of an attention kernel: requests with keys and values in pages, and their new tokens.
 
 The kernels beside this file attend over such a batch. It holds what a serving loop has when attention runs: the inputs
 that `fetch` returned, and queries, keys and values of the new tokens, which the model has just computed.
@@ -57,7 +57,7 @@ class PagedBatch:
 
     @property
     def slots(self) -> torch.Tensor:
-        """Where each new token goes: int64 `[tokens]`, see `slots_of`."""
+        """The slot of each new token: int64 `[tokens]`, see `slots_of`."""
         return torch.cat([self.slots_of(row, int(start)) for row, start in enumerate(self.starts)])
 
     def slots_of(self, row: int, first: int = 0) -> torch.Tensor:
@@ -109,7 +109,10 @@ def make_batch(
     head_dim: int = 64,
     device: str = DEVICE,
 ) -> PagedBatch:
-    """A batch of four requests with random states. Whatever is not theirs in the pool is large: a wrong read shows."""
+    """A batch of four requests with random states.
+
+    All other values in the pool are large, so that a wrong read shows.
+    """
     params = KVCacheParams(dtype, kv_heads, head_dim, page_size=page_size, page_order=page_order)  # pyright: ignore[reportArgumentType] - one of PAGE_ORDERS
     memory = 24 * page_size * params.bytes_per_token(LAYERS)
     manager = PagedKVCacheManager(params, 8, 24 * page_size, LAYERS, [device], available_cache_memory=memory)

@@ -205,7 +205,7 @@ class SchedulerSide:
         elif request_id in self._waiting:
             fails = not self._load(request, self._waiting.pop(request_id), blocks, num_external_tokens)
             if not num_external_tokens:
-                self._end_span(request_id)  # all of it is here: there is nothing to load
+                self._end_span(request_id)  # all tokens are here, so there is nothing to load
             self._park(request_id, num_external_tokens, fails=fails)
 
     def _park(self, request_id: str, num_external_tokens: int, *, fails: bool) -> None:

@@ -1,4 +1,4 @@
-"""Converts bodies to requests, and tokens to answers."""
+"""How request bodies become requests, and tokens become answers."""
 
 import json
 from typing import Any
