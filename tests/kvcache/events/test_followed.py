@@ -16,11 +16,11 @@ import pytest
 from kvcache import KVEvents, LayerGroup
 from kvcache.events.wire import hashes_of
 from kvcache.replica.hashing import PrefixHasher
-from tests.kvcache.build import manager_of
+from tests.kvcache.build import manager_of, run_once
 from tests.kvcache.events import followed as program
 from tests.kvcache.events.followed import Followed, follow
 from tests.kvcache.events.mirror import Mirror
-from tests.kvcache.events.test_grouped_events import longest, run
+from tests.kvcache.events.test_grouped_events import longest
 
 pytest.importorskip("dynamo.llm")
 
@@ -50,7 +50,7 @@ def test_of_several_groups_dynamo_knows_the_first_and_promises_more_than_the_win
         await service.upsert_worker({**told, "kv_events_endpoint": events, "replay_endpoint": replay})
         for _ in range(8):
             for _ in range(12):
-                await asyncio.to_thread(run, made, chooser.choice(prompts))
+                await asyncio.to_thread(run_once, made, chooser.choice(prompts))
             await asyncio.to_thread(mirror.settle, made, 0)
             for tokens in prompts:
                 digests = PrefixHasher("sha256", 4, None, ()).digests(np.array(tokens, np.int32), 0, len(tokens) // 4)
