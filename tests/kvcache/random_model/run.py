@@ -114,6 +114,8 @@ class Model(AheadMoves):
         for one in self.live.values():
             one.first = [min(row, default=first) for row, first in zip(one.rows, one.first, strict=True)]
             one.ready = one.ready and one.room >= len(one.tokens)
+            if manager.states and manager.states[one.replica].is_promised(one.name):
+                one.state_told = one.cached  # an interrupted `block_table` may have named its state to readers
 
     def end_unknown(self, before: dict[Request, list[int]]) -> None:
         """Ends leases and imports that no caller was given, and those whose state the model does not know."""
