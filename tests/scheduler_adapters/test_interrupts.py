@@ -76,7 +76,8 @@ def test_the_demo_that_starts_with_keys_leaves_nothing_at_a_hangup(tmp_path: Pat
 
 @pytest.mark.long
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("number", EVERY, ids=lambda number: number.name)
+# SIGTERM only asks a process to drain: it first finishes its requests.
+@pytest.mark.parametrize("number", [one for one in EVERY if one != signal.SIGTERM], ids=lambda number: number.name)
 def test_a_child_that_is_ended_alone_takes_everything_along(tmp_path: Path, role: str, number: signal.Signals) -> None:
     run = Run(tmp_path / "t", "demo", "--requests", "2000", "--curve")
     run.wait_for(STAGES["serving"])
