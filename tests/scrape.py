@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 Scrape = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
-# What `promtool check metrics` rejects: units that are not base units, abbreviated units, and names of metric types.
+# `promtool check metrics` rejects these: units that are not base units, abbreviated units, and names of metric types.
 _UNITS = (
     "nanoseconds|microseconds|milliseconds|minutes|hours|days|weeks|kilobytes|megabytes|gigabytes|kibibytes|"
     "bits|percent|percents|pct|ms|us|ns|kb|mb|gb|kib|mib|gib|s|sec|secs|b|min|h"

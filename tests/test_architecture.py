@@ -102,7 +102,7 @@ ROOMS: dict[str, set[str]] = {
         *("pagewire.plan", "pagewire.replay", "pagewire.serve", "pagewire.top"),
     },
 }
-# What `transfer` may import of `kvcache`: the contract between the packages.
+# `transfer` may import these modules of `kvcache`: the contract between the packages.
 CONTRACT = {
     *("kvcache.arguments", "kvcache.errors", "kvcache.families", "kvcache.layer_groups", "kvcache.layout"),
     *("kvcache.gate", "kvcache.sockets", "kvcache.watched", "kvcache.replica.block_table"),

@@ -1,4 +1,4 @@
-"""What a real server logs about our connector when it starts, and that wrong options end the start."""
+"""A real server logs one line about our connector when it starts, and wrong options end the start."""
 
 from __future__ import annotations
 

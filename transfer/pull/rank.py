@@ -333,9 +333,9 @@ class RankTransfer:
             elif (lease := self.leases.hear(note)) is not None:
                 self.released.append(lease)
         self.released.extend(self.leases.expire())
-        for engine_id, failure in [(key, remote.failure) for key, remote in self._remotes.items()]:
-            if failure is not None:
-                self.disconnect(engine_id, failure)
+        lost = [(key, remote.failure) for key, remote in self._remotes.items() if remote.failure is not None]
+        for engine_id, failure in lost:
+            self.disconnect(engine_id, failure)
         for remote in self._to_poll():
             # No peer writes to this agent, but its own messages and the detection of dead peers need polls.
             with suppress(AgentError):

@@ -1,4 +1,4 @@
-"""What the index knows of a page beside its digest: its first word, its block table; what is left after `clear`."""
+"""The index also records the first word of a page's digest and its block table, and `clear` leaves nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may read a draft, and that opening files leaves nothing open."""
+"""Only its owner may read a draft, and opening files leaves no descriptor open."""
 
 from __future__ import annotations
 

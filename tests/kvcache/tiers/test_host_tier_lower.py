@@ -1,4 +1,4 @@
-"""What a replica asks of the tiers below the host, nearest first, and what it passes on to them."""
+"""A replica asks the tiers below the host, nearest first, and passes news of pages on to them."""
 
 from __future__ import annotations
 

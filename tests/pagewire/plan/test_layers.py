@@ -1,4 +1,4 @@
-"""What a model keeps, read from its config.json: public models, every kind of layer, and wrong configs."""
+"""`plan` reads from config.json what a model keeps: public models, every kind of layer, and wrong configs."""
 
 import json
 from collections.abc import Callable

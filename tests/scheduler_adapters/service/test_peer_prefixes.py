@@ -266,7 +266,7 @@ def forget_head(service: Service, name: str, tokens: list[int], pages: int) -> N
 
 
 def head_and_tail(start: Callable[..., Service]) -> Service:
-    """Of a prompt's thirteen pages, p0 has the first six, and p2 has all but the first four."""
+    """A prompt has thirteen pages: p0 has the first six, and p2 has all but the first four."""
     service = start(count=3)
     served(service, "head", FIRST[:100], "p0")
     served(service, "all", FIRST, "p2")

@@ -162,8 +162,9 @@ WANTED = {
     *(Reached("last offer", phase, "again") for phase in ("decoding", "over", "another attempt")),
     *(Reached("last offer", phase, "overtaken") for phase in ("over", "another attempt")),
     *(Reached("PagesOffer", phase, "again") for phase in ("offered", "pulling", "decoding", "over")),
-    *(Reached("PagesOffer", phase, "overtaken") for phase in ("offered, after the last", "pulling, after the last")),
-    *(Reached("PagesOffer", phase, "overtaken") for phase in ("decoding", "over", "another attempt")),
+    # The last offer waits for the offers that it has overtaken (`Offers.take`), so none of these comes after it.
+    *(Reached("PagesOffer", phase, "overtaken") for phase in ("asked", "offered, not smaller", "pulling, not smaller")),
+    *(Reached("PagesOffer", phase, "overtaken") for phase in ("over", "another attempt")),
     *(Reached("Failed", phase, "again") for phase in ("over", "another attempt")),
     *(Reached("Failed", phase, "late") for phase in ("asked", "offered", "pulling")),
     *(Reached("Prefill", phase, "again") for phase in ("queued", "leasing", "offered", "held", "over")),
