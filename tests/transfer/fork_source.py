@@ -7,19 +7,24 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
+import threading
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
+from tests.kvcache.build import manager_of
 from tests.transfer.replicas import TOKENS, Engine, run
 from transfer.engine.engine import KVTransferEngine
 from transfer.plan.page_lists import PagesOfGroup
+from transfer.pull.exchange import PageExchange
 from transfer.pull.thread import TransferThread
 
+_LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition)
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 SLOT = 2
 _TRIES = 1000
@@ -111,6 +116,49 @@ def goes_on(pipe: Connection, how: str) -> None:
     _pull(p, d, 2)
     _close(p, d, e, thread)
     _end(7)
+
+
+def locks_of_transfer() -> list[Any]:
+    """Every lock and condition that an object of `transfer` has."""
+    objects = [one for one in gc.get_objects() if type(one).__module__.startswith("transfer.")]
+    found = [getattr(one, name, None) for one in objects for name in (*vars_of(one),)]
+    return list({id(lock): lock for lock in found if isinstance(lock, _LOCKS)}.values())
+
+
+def vars_of(one: object) -> list[str]:
+    return [*getattr(one, "__dict__", {}), *getattr(type(one), "__slots__", ())]
+
+
+def closes_while_locks_are_held(pipe: Connection) -> None:
+    """A process forks while other threads hold every lock of its exchange. The child closes its copy and ends.
+
+    The alarm of the thread is left out: it is a lock that is held until it rings.
+    """
+    exchange = PageExchange(manager_of(), "p", lend=0.5)
+    locks = [lock for lock in locks_of_transfer() if lock is not exchange.threads[0]._alarm._quiet]
+    released = threading.Event()
+
+    def hold(lock: Any, is_held: threading.Event) -> None:
+        with lock:
+            is_held.set()
+            released.wait(60)
+
+    for lock in locks:
+        is_held = threading.Event()
+        threading.Thread(target=hold, args=(lock, is_held), daemon=True).start()
+        assert is_held.wait(20)
+    if not (fork := os.fork()):
+        exchange.close()
+        os._exit(3)
+    deadline = time.monotonic() + 20
+    while not (ended := os.waitpid(fork, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if not ended[0]:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
+    released.set()
+    exchange.close()
+    pipe.send((len(locks), os.waitstatus_to_exitcode(ended[1]) if ended[0] else "it waits for a lock"))
 
 
 def _end(status: int) -> NoReturn:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 
+from transfer.pull.fork_locks import free_in_forks
+
 
 class Bell:
     """Any thread rings it, and one thread hears it. Its descriptor is readable from a ring until `hear`.
@@ -16,7 +18,7 @@ class Bell:
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._rung = False
-        self._lock = threading.RLock()
+        self._lock = free_in_forks(threading.RLock())
 
     def fileno(self) -> int:
         """Returns the descriptor, which is readable from a ring until `hear`."""

@@ -28,6 +28,7 @@ import torch
 from transfer.errors import EngineClosedError, TransferError
 from transfer.memory import MemoryType
 from transfer.plan.page_lists import PageLists
+from transfer.pull.fork_locks import free_in_forks
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import Event, ReplicaTransfer
 from transfer.pull.shared_pull import SourcePages
@@ -53,7 +54,7 @@ def _close_open() -> None:
         thread.close()
 
 
-# A forked child has none of these threads, and their locks may be held there for ever.
+# A forked child has none of these threads.
 os.register_at_fork(after_in_child=_open.clear)
 
 
@@ -129,10 +130,10 @@ class TransferThread:
         self._busy, self._since = False, 0.0  # whether anything is under way, and since when
         self._early = False  # events of commands were delivered before this round's poll, which is still due
         self.replica = replica
-        self._turn = threading.Lock()  # held by the thread that uses the replica
+        self._turn = free_in_forks(threading.Lock())  # held by the thread that uses the replica
         self._commands: deque[Callable[[], object]] = deque()
         self._alarm = Alarm()  # rung for each command
-        self._changed = threading.Condition()
+        self._changed = free_in_forks(threading.Condition())
         self._stopping = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="transfer", daemon=True)

@@ -139,3 +139,12 @@ def test_a_fork_ends_as_any_process_does_and_its_parent_goes_on(how: str) -> Non
     conn.close()
     parent.join(100)
     assert parent.exitcode == 7
+
+
+def test_a_fork_closes_its_exchange_whatever_locks_threads_of_its_parent_held() -> None:
+    parent, conn = start(fork_source.closes_while_locks_are_held)
+    assert conn.poll(60), "the parent says nothing"
+    held, status = conn.recv()
+    parent.join(20)
+    assert held >= 4  # of the thread, the bell and the lending
+    assert status == 3
