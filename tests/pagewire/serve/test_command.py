@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -280,44 +281,46 @@ def test_one_command_starts_all_and_ends_all_when_nothing_is_on_its_way(tmp_path
         served.close()
 
 
+def answers_of_a_fleet_that_drains(folder: Path, prompts: list[str], *more: str) -> list[list[int]]:
+    """Preempts in a small pool. One client hangs up, and SIGTERM arrives while steps are in flight."""
+    served, figures = Served(folder), folder / "figures.json"
+    small = (*COMMON, "--cache-mb", "0.75", "--json", str(figures))
+    is_signalled, accepted = threading.Event(), threading.Semaphore(0)
+
+    def at_part(part: int) -> None:
+        if part == 15 and not is_signalled.is_set():
+            is_signalled.set()
+            for _ in prompts:  # a front that drains refuses connections
+                assert accepted.acquire(timeout=60)
+            served.signal("all", signal.SIGTERM)
+
+    try:
+        served.start("all", "all", "--address-file", str(served.addresses), "--http-port", "0", *small, *more)
+        served.until_there(1, 1)
+        client = served.client
+        leaving = complete(client, "hangs up", 300, stream=True)
+        assert next(iter(leaving)).choices
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            asked = [pool.submit(streamed, client, prompt, 150, at_part, accepted.release) for prompt in prompts]
+            leaving.close()
+            answers = [one.result()[0] for one in asked]
+        assert served.ended("all") == 0
+        for name in ("prefill-1", "decode-1"):
+            assert f"{name} has drained: 0 pages held" in served.log("all")
+    finally:
+        served.close()
+    decode = json.loads(figures.read_text())["processes"]["decode-1"]
+    assert decode.get("preemptions"), decode
+    assert "failed" not in decode, "which is 0"
+    return answers
+
+
 @pytest.mark.ci
-def test_steps_planned_ahead_give_the_same_tokens(tmp_path: Path, tiny_model: Any) -> None:
-    """With and without `--overlap`, in a pool that preempts.
-
-    One client hangs up, and SIGTERM arrives while steps are in flight.
-    """
+@pytest.mark.parametrize("more", [(), ("--overlap",)], ids=["each", "ahead"])
+def test_steps_planned_ahead_give_the_same_tokens(more: tuple[str, ...], tmp_path: Path, tiny_model: Any) -> None:
     prompts = [f"{number} to the stopped. {HEAD}" for number in range(8)]  # some have long answers
-    answers: list[list[list[int]]] = []
-    for more in ([], ["--overlap"]):
-        folder = tmp_path / f"with{''.join(more)}"
-        folder.mkdir()
-        served, figures = Served(folder), folder / "figures.json"
-        small = (*COMMON, "--cache-mb", "0.75", "--json", str(figures))
-        try:
-            served.start("all", "all", "--address-file", str(served.addresses), "--http-port", "0", *small, *more)
-            served.until_there(1, 1)
-            client, signalled = served.client, list[int]()
-
-            def at_part(part: int, served: Served = served, signalled: list[int] = signalled) -> None:
-                if part == 15 and not signalled:
-                    signalled.append(part)
-                    served.signal("all", signal.SIGTERM)
-
-            leaving = complete(client, "hangs up", 300, stream=True)
-            assert next(iter(leaving)).choices
-            with ThreadPoolExecutor(8) as pool:
-                asked = [pool.submit(streamed, client, prompt, 150, at_part) for prompt in prompts]
-                leaving.close()
-                answers.append([one.result()[0] for one in asked])
-            assert served.ended("all") == 0
-            for name in ("prefill-1", "decode-1"):
-                assert f"{name} has drained: 0 pages held" in served.log("all")
-        finally:
-            served.close()
-        decode = json.loads(figures.read_text())["processes"]["decode-1"]
-        assert decode.get("preemptions"), decode
-        assert "failed" not in decode, "which is 0"
-    assert answers == [[expected(tiny_model, prompt, 150) for prompt in prompts]] * 2
+    answers = answers_of_a_fleet_that_drains(tmp_path, prompts, *more)
+    assert answers == [expected(tiny_model, prompt, 150) for prompt in prompts]
 
 
 def test_recurrent_models_are_refused_with_overlap(tmp_path: Path, make_model: Any) -> None:

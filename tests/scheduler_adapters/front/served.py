@@ -106,11 +106,18 @@ def complete(client: openai.OpenAI, prompt: str | Sequence[int], new: int = 24, 
     return client.completions.create(model="pagewire", prompt=text, max_tokens=new, extra_body=extra, **more)
 
 
-def streamed(client: openai.OpenAI, prompt: str, new: int, on_part: Callable[[int], None] = lambda _: None) -> Any:
+def streamed(
+    client: openai.OpenAI,
+    prompt: str,
+    new: int,
+    on_part: Callable[[int], None] = lambda _: None,
+    on_accepted: Callable[[], None] = lambda: None,
+) -> Any:
     """The tokens and the text of a stream, and its last part."""
     tokens: list[int] = []
     text, last = "", None
     parts = complete(client, prompt, new, stream=True, stream_options={"include_usage": True})
+    on_accepted()  # the status has arrived, before any token
     for number, part in enumerate(parts):
         if part.choices:
             tokens += part.choices[0].token_ids
