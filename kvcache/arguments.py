@@ -6,7 +6,7 @@ Integers of numpy count as integers, a bool does not, and no value is rounded.
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, SupportsIndex, cast
+from typing import Any, SupportsIndex, TypeVar, cast
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from kvcache.errors import InvalidParamsError, InvalidRequestError, KVCacheError
 
 MOST = (1 << 31) - 1
 """The largest position, page id or count: models read them as int32."""
+
+_Kind = TypeVar("_Kind")
 
 _SHOWN = 120  # the most characters of a value in a message
 
@@ -45,7 +47,7 @@ def whole(
     """`value` as an int from `least` to `most`. Raises `error` otherwise."""
     found = integer(value)
     if found is None or not least <= found <= most:
-        raise error(f"{name} is {shown(value)}: an integer from {least} to {most} is needed")
+        raise _refusal(name, value, f"an integer from {least} to {most}", error)
     return found
 
 
@@ -58,33 +60,43 @@ def number(
 ) -> float:
     """`value`, which must be a finite number from `least` to `most`. Raises `error` otherwise."""
     given = cast("Any", value)
-    if isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool):
+    if isinstance(given, int | float | np.integer | np.floating) and type(value) is not bool:
         found = cast("float", given)
         if -(1 << 62) < found < 1 << 62 and least <= found <= most:  # a huge int does not fit a float
             return found
     limits = "a finite number" if math.isinf(least) else f"a number from {least} to {most}"
-    raise error(f"{name} is {shown(value)}: {limits} is needed")
+    raise _refusal(name, value, limits, error)
 
 
 def flag(name: str, value: object, error: type[KVCacheError] = InvalidParamsError) -> bool:
     """`value`, which must be True or False. Raises `error` otherwise."""
-    if not isinstance(value, bool | np.bool_):
-        raise error(f"{name} is {shown(value)}: True or False is needed")
-    return bool(cast("Any", value))
+    return bool(of_kind(name, value, (bool, np.bool_), "True or False", error))
 
 
 def one_of(name: str, value: object, choices: tuple[str, ...]) -> str:
     """`value`, which must be one of these texts. Raises `InvalidParamsError` otherwise."""
-    if not isinstance(value, str) or value not in choices:
-        raise InvalidParamsError(f"{name} is {shown(value)}: one of {', '.join(choices)} is needed")
-    return value
+    needed = f"one of {', '.join(choices)}"
+    text = of_kind(name, value, str, needed)
+    if text not in choices:
+        raise _refusal(name, value, needed, InvalidParamsError)
+    return text
 
 
-def of_kind(name: str, value: object, kind: Any, needed: str) -> object:
-    """`value`, which must be of this kind. Raises `InvalidParamsError` otherwise."""
-    if not isinstance(value, kind):
-        raise InvalidParamsError(f"{name} is {shown(value)}: {needed} is needed")
-    return value
+def of_kind(
+    name: str,
+    value: object,
+    kind: type[_Kind] | tuple[type[_Kind], ...],
+    needed: str,
+    error: type[KVCacheError] = InvalidParamsError,
+) -> _Kind:
+    """`value`, which must be of this kind. Raises `error` otherwise: "<name> is <value>: <needed> is needed"."""
+    if isinstance(value, kind):
+        return value
+    raise _refusal(name, value, needed, error)
+
+
+def _refusal(name: str, value: object, needed: str, error: type[KVCacheError]) -> KVCacheError:
+    return error(f"{name} is {shown(value)}: {needed} is needed")
 
 
 def optional(rule: Callable[[str, Any], object]) -> Callable[[str, Any], object]:
@@ -101,5 +113,5 @@ def steps(num_steps: object) -> int:
 
 def check_request_id(request_id: object, call: str) -> None:
     """Raise `InvalidRequestError` unless it is a string."""
-    if not isinstance(request_id, str):
-        raise InvalidRequestError(f"{call}: request_id is {shown(request_id)}: a string is needed")
+    if type(request_id) is not str:  # tested here, because the call would cost more than the test
+        of_kind(f"{call}: request_id", request_id, str, "a string", InvalidRequestError)

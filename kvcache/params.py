@@ -6,7 +6,6 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from types import NoneType
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -26,6 +25,7 @@ PageOrder = Literal["head,layer,side,token,dim", "layer,side,head,token,dim", "l
 
 MAX_DEVICES = 1 << 10
 _CACHING, _SWAPPING = "enable_prefix_caching", "enable_kvcache_swapping_to_host"
+_function = functools.partial(of_kind, kind=cast("type[object]", Callable))
 _share = functools.partial(number, least=0.0, most=1.0)
 _RULES: dict[str, Callable[[str, Any], object]] = {
     "dtype": functools.partial(of_kind, kind=torch.dtype, needed="a torch.dtype"),
@@ -39,23 +39,23 @@ _RULES: dict[str, Callable[[str, Any], object]] = {
     "routing": functools.partial(of_kind, kind=Routing, needed="a Routing"),
     **dict.fromkeys(("max_hint_share", "tenant_quota", "tier_state_share"), _share),
     "eviction_order": optional(
-        functools.partial(of_kind, kind=Callable, needed="a function that makes an `EvictionOrder` of so many pages")
+        functools.partial(_function, needed="a function that makes an `EvictionOrder` of so many pages")
     ),
     "tenant_quotas": functools.partial(of_kind, kind=Mapping, needed="a dict of salts and shares"),
     **dict.fromkeys(("host_kvcache_swap_space_gb", "file_tier_max_gb"), optional(number)),
-    "file_tier_dir": functools.partial(of_kind, kind=(NoneType, str, PathLike), needed="the name of a folder"),
+    "file_tier_dir": optional(functools.partial(of_kind, kind=(str, PathLike), needed="the name of a folder")),
     "file_tier_key": functools.partial(of_kind, kind=str, needed="a string"),
-    "kv_events": functools.partial(of_kind, kind=(NoneType, KVEvents), needed="KVEvents"),
+    "kv_events": optional(functools.partial(of_kind, kind=KVEvents, needed="KVEvents")),
     "file_tier_io": optional(
-        functools.partial(of_kind, kind=Callable, needed="a function that makes a `PageIO` of the tier's memory")
+        functools.partial(_function, needed="a function that makes a `PageIO` of the tier's memory")
     ),
     "object_tier_io": optional(
-        functools.partial(of_kind, kind=Callable, needed="a function that makes an `ObjectIO`, say a `NixlObjects`")
+        functools.partial(_function, needed="a function that makes an `ObjectIO`, say a `NixlObjects`")
     ),
-    "kvcache_quant_config": functools.partial(
-        of_kind, kind=(NoneType, KVCacheQuantizationConfig), needed="a KVCacheQuantizationConfig"
+    "kvcache_quant_config": optional(
+        functools.partial(of_kind, kind=KVCacheQuantizationConfig, needed="a KVCacheQuantizationConfig")
     ),
-    "states": functools.partial(of_kind, kind=(NoneType, StateShape), needed="a StateShape"),
+    "states": optional(functools.partial(of_kind, kind=StateShape, needed="a StateShape")),
     "state_copies": optional(functools.partial(whole, least=0)),
     "state_every_pages": functools.partial(whole, least=0),
     "share_state_memory": optional(flag),
