@@ -25,7 +25,7 @@ from kvcache.pool.index import PrefixIndex
 from kvcache.pool.over_order import CheckedOrder
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool
-from kvcache.replica.batch import UNKNOWN, Batch, BatchState, Gathered
+from kvcache.replica.batch import UNKNOWN, Batch, BatchState, Gathered, Share
 from kvcache.replica.context import Context, hasher_of, read_context
 from kvcache.replica.devices import PageMemory, PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
@@ -34,7 +34,6 @@ from kvcache.replica.peer_copies import PeerCopies
 from kvcache.replica.replica import Filled, Replica
 from kvcache.replica.resume import Found
 from kvcache.replica.rows import NEVER, AllRows, BlockRows, Ints, rows_at
-from kvcache.replica.shares import Share
 from kvcache.routing import Router
 from kvcache.sizing import Sizes
 from kvcache.states.hybrid_replica import HybridReplica, slab_pages_of, step_drafted

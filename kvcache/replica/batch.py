@@ -1,6 +1,7 @@
 """`Batch`: the requests of a step, looked up once and moved together. `Gathered`: the same for one call."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, overload
 
 import numpy as np
@@ -10,11 +11,18 @@ from kvcache.errors import InvalidRequestError, SequenceTooLongError
 from kvcache.events.log import EventLog
 from kvcache.replica.context import FUTURE_TOKEN, Context, TextContext, computed_of
 from kvcache.replica.hashing import PrefixHasher, next_digests, token_bytes
-from kvcache.replica.rows import NEVER, Ints, Rows
-from kvcache.replica.shares import Share, as_run, shares_at, shares_of_all
+from kvcache.replica.rows import NEVER, Ints, Rows, rows_at
 
 HasherOf = Callable[[int, int, Context], PrefixHasher]
 """Maps replica, row and context to the hasher of the request."""
+
+
+class Share(NamedTuple):
+    """The requests of a batch that are in one replica: their places in the batch, and their rows."""
+
+    replica: int
+    at: Rows  # a slice if they are consecutive, so that arrays are read without a copy
+    rows: Rows
 
 
 class BatchState(NamedTuple):
@@ -480,3 +488,38 @@ class Batch(Gathered, Sequence[Context]):
                 f"request {self.contexts[at].request_id!r}: token {array[at]} is not within 0 to 2**31 - 1"
             )
         return array
+
+
+def shares_of_all(replicas: Ints, rows: Ints, count: int) -> list[Share]:
+    """The share of each of `count` replicas, including empty ones. `replicas`, `rows`: by request, in batch order."""
+    order = np.argsort(replicas, kind="stable")
+    bounds = np.searchsorted(replicas[order], np.arange(count + 1)).tolist()
+    rows = rows[order]
+    return [
+        Share(replica, as_run(order[first:last]), as_run(rows[first:last]))
+        for replica, (first, last) in enumerate(pairwise(bounds))
+    ]
+
+
+def shares_at(replicas: Ints, rows: Rows, places: Ints) -> list[Share]:
+    """The share of each replica that has requests at these places of the batch."""
+    if not places.size:
+        return []
+    mine, own = replicas[places], rows_at(rows, places)
+    if np.count_nonzero(mine == mine[0]) == len(mine):
+        return [Share(mine.item(0), places, own)]
+    order = np.argsort(mine, kind="stable")
+    mine, own, places = mine[order], own[order], places[order]
+    bounds = [0, *(np.diff(mine).nonzero()[0] + 1).tolist(), len(mine)]
+    return [Share(mine.item(first), places[first:last], own[first:last]) for first, last in pairwise(bounds)]
+
+
+def as_run(indices: Ints) -> Rows:
+    """`indices` as a slice if they are consecutive."""
+    count = len(indices)
+    if not count:
+        return slice(0, 0)
+    first = indices.item(0)
+    if count > 1 and (indices.item(-1) - first != count - 1 or np.count_nonzero(indices[1:] - indices[:-1] != 1)):
+        return indices
+    return slice(first, first + count)

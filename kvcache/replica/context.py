@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from kvcache.arguments import check_request_id, integer, shown, whole
 from kvcache.errors import InvalidRequestError, SequenceTooLongError
 from kvcache.params import HashAlgorithm
-from kvcache.replica.hashing import PrefixHasher
-from kvcache.replica.keys import ExtraKeys, checked_keys, checked_salt
+from kvcache.replica.hashing import ExtraKeys, PrefixHasher
 from kvcache.types import RequestID, Retention
 
 _NEW_CAPACITY = 64
+_NO_KEYS: ExtraKeys = ()
 FUTURE_TOKEN = -999
 """Stands at the end of a request's tokens for the token of a step in flight."""
 
@@ -493,6 +493,41 @@ def checked_tokens(request_id: str, tokens: Sequence[int] | NDArray[np.integer])
             f"request {request_id!r}: token {low if low < 0 else high} is not within 0 to 2**31 - 1"
         )
     return array.astype(np.int32, copy=True)
+
+
+def checked_salt(request_id: str, salt: object) -> str | None:
+    """`salt` itself if it is None or valid UTF-8 text. Raises `InvalidRequestError` otherwise."""
+    if salt is None:
+        return None
+    try:
+        if isinstance(salt, str):
+            salt.encode()
+            return salt
+    except UnicodeEncodeError:
+        pass
+    raise InvalidRequestError(f"request {request_id!r}: cache_salt is {shown(salt)}: UTF-8 text or None is needed")
+
+
+def checked_keys(request_id: str, keys: object) -> ExtraKeys:
+    """`keys` as a tuple of `(position, bytes)`, position and length below 2**31. Raises `InvalidRequestError`."""
+    if keys is _NO_KEYS:  # nearly always: Python has one empty tuple
+        return _NO_KEYS
+    found: list[tuple[int, bytes]] = []
+    try:
+        pairs = [(position, key) for position, key in cast("Sequence[tuple[object, object]]", keys)]
+    except (TypeError, ValueError):
+        raise InvalidRequestError(
+            f"request {request_id!r}: extra_keys is {shown(keys)}: a list of (position, bytes) is needed"
+        ) from None
+    for position, key in pairs:
+        at = integer(position)
+        if at is None or not 0 <= at < 1 << 31 or not isinstance(key, bytes | bytearray) or len(key) >= 1 << 31:
+            raise InvalidRequestError(
+                f"request {request_id!r}: extra key {shown(key)} at token {shown(position)}: "
+                "bytes at a position are needed, with length and position below 2**31"
+            )
+        found.append((at, bytes(key)))
+    return tuple(found)
 
 
 HasherOfRow = Callable[[int, Context], PrefixHasher]

@@ -21,8 +21,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvcache.params import HashAlgorithm
-from kvcache.replica.keys import ExtraKeys
 
+ExtraKeys = tuple[tuple[int, bytes], ...]
+"""`(position, key)`: an input besides tokens on which the KV from this token on depends."""
 DIGEST_BYTES: dict[HashAlgorithm, int] = {"sha256": 32, "blake3": 32, "xxh3_128": 16}
 _TOKEN, _WORD = np.dtype("<i4"), np.dtype(np.uint64)
 _AT_ONCE = 1 << 17

@@ -23,7 +23,7 @@ from kvcache.replica.context import Context, hasher_of, salt_and_keys
 from kvcache.replica.copier import ImportProof
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, token_bytes
 from kvcache.replica.replica import Replica
-from kvcache.replica.reservation import Reservation
+from kvcache.replica.resume import Reservation
 from kvcache.replica.rows import Ints, Pages
 
 

@@ -22,13 +22,11 @@ from kvcache.pool.pages import PagePool
 from kvcache.replica.block_table import PendingImport
 from kvcache.replica.context import Context, chunk_end, hasher_of, salt_and_keys
 from kvcache.replica.copier import ImportBook
-from kvcache.replica.hashing import PrefixHasher
+from kvcache.replica.hashing import ExtraKeys, PrefixHasher
 from kvcache.replica.hints import ReplicaHints
-from kvcache.replica.keys import ExtraKeys
 from kvcache.replica.leases import HeldPages, PageLease, PageLeases
 from kvcache.replica.pages_below import PagesBelow
-from kvcache.replica.reservation import Reservation
-from kvcache.replica.resume import Asked, Found, FromBelow
+from kvcache.replica.resume import Asked, Found, FromBelow, Reservation
 from kvcache.replica.rows import NEVER, BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
 from kvcache.replica.tables import OneTable, RowTables
 from kvcache.state_shape import StateCopy

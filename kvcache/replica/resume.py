@@ -1,7 +1,7 @@
-"""`resume`: the last end of a prefix from which every block table of a request can resume.
+"""Where a request resumes: the pages that are found for it (`Found`, `FromBelow`), and the `Reservation` made of them.
 
-Callers differ only in where they look for pages (the device, the host and the tiers below it, other replicas, a peer).
-They pass the pages that they have found as `there`.
+`resume` gives the last end of a prefix from which every block table of a request can resume. Its callers differ only in
+where they look for pages: the device, the host and the tiers below it, other replicas, a peer.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,6 +67,52 @@ class FromBelow(NamedTuple):
     def tables(self) -> NDArray[np.int64]:
         """The block table of each of `digests`."""
         return self.lacking.T.nonzero()[1]
+
+
+class StatePlan(NamedTuple):
+    """The part of a reservation that concerns the request's recurrent state.
+
+    Attributes:
+        digest: `[1, words]`, of the page after whose cached state the request resumes; None: it keeps its own state.
+        ends: tokens after which chunks of its prompt end, so that its state is kept there; empty: not known yet.
+    """
+
+    digest: Digests | None
+    ends: tuple[int, ...]
+
+
+class Reservation(NamedTuple):
+    """The pages that a row takes and gives back. A field "by group" has an item for each group of block tables.
+
+    Attributes:
+        found: by group, the pages that were found; they go to the columns before `ends_found`.
+        ends_found: by group, the column after these.
+        firsts: by group, the first column that will have a page.
+        ends: by group, the column after the last that will have a page.
+        leaving: the pages that leave the row, in its order.
+        new: the number of pages to allocate.
+        committed: the number of columns that will be published.
+        cost: the most free pages that all this takes; negative if it gives more back.
+        start: the token from which the request runs; its context is set to it.
+        active: the token at which its chunk ends; likewise.
+        cached: the token up to which pages were found; 0 if none were found that the request did not have.
+        slots: host slots of the pages that `found` lacks, one table after the other.
+        state: the plan for recurrent layers, if there are any.
+    """
+
+    found: tuple[Pages, ...]
+    ends_found: tuple[int, ...]
+    firsts: tuple[int, ...]
+    ends: tuple[int, ...]
+    leaving: Pages
+    new: int
+    committed: int
+    cost: int
+    start: int
+    active: int
+    cached: int = 0
+    slots: Slots = NO_SLOTS
+    state: StatePlan | None = None
 
 
 def last_end(ends: Asked) -> int:

@@ -23,8 +23,7 @@ from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
 from kvcache.replica.context import Context, chunk_end
 from kvcache.replica.leases import PageLeases
-from kvcache.replica.reservation import Reservation
-from kvcache.replica.resume import Asked, Below, Found, FromBelow, Host, Slots, last_end, resume
+from kvcache.replica.resume import Asked, Below, Found, FromBelow, Host, Reservation, Slots, last_end, resume
 from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
 
 _NO_PAGES: Pages = np.zeros(0, np.int32)

@@ -27,8 +27,7 @@ from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.leases import HeldPages, PageLease
 from kvcache.replica.page_moves import ReplicaPageMoves
 from kvcache.replica.replica import Replica
-from kvcache.replica.reservation import Reservation
-from kvcache.replica.resume import Asked, Found, FromBelow
+from kvcache.replica.resume import Asked, Found, FromBelow, Reservation
 from kvcache.replica.rows import BlockRows, Ints, Pages, Rows
 from kvcache.state_shape import StateCopy, StateShape
 from kvcache.states.kept_states import KeptStates

@@ -16,7 +16,7 @@ from kvcache.errors import InvariantError
 from kvcache.pool.index import Digests
 from kvcache.replica.context import Context
 from kvcache.replica.replica import Replica
-from kvcache.replica.reservation import Reservation, StatePlan
+from kvcache.replica.resume import Reservation, StatePlan
 from kvcache.replica.rows import Ints, Rows, rows_at
 from kvcache.states.state_pages import StatePages
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from kvcache.params import HashAlgorithm
 from kvcache.replica import hashing
-from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, next_digests
-from kvcache.replica.keys import ExtraKeys
+from kvcache.replica.hashing import DIGEST_BYTES, ExtraKeys, PrefixHasher, next_digests
 from tests.kvcache.replica.compiled import compiled_chain
 
 ALGORITHMS: tuple[HashAlgorithm, ...] = get_args(HashAlgorithm)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvcache.replica.batch import Share, as_run, shares_at, shares_of_all
 from kvcache.replica.rows import as_rows
-from kvcache.replica.shares import Share, as_run, shares_at, shares_of_all
 
 
 def listed(shares: list[Share]) -> dict[int, list[tuple[int, int]]]:

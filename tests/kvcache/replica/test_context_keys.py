@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvcache import BlockTableMismatchError, InvalidRequestError, TextContext
-from kvcache.replica.keys import checked_keys, checked_salt
+from kvcache.replica.context import checked_keys, checked_salt
 from tests.kvcache.kv import KVTokens
 from tests.kvcache.served import SIZE, Keys, Served
 
