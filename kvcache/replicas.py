@@ -37,7 +37,7 @@ from kvcache.replica.rows import NEVER, AllRows, BlockRows, Ints, rows_at
 from kvcache.routing import Router
 from kvcache.sizing import Sizes
 from kvcache.states.hybrid_replica import HybridReplica, slab_pages_of, step_drafted
-from kvcache.states.state_layout import state_layouts
+from kvcache.states.state_memory import state_layouts
 from kvcache.states.state_tiers import divide_tiers, state_tiers
 from kvcache.steps_in_flight import StepInFlight, StepsInFlight
 from kvcache.tiers.tiers import Tiers, page_tiers

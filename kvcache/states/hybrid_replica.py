@@ -30,11 +30,9 @@ from kvcache.replica.replica import Replica
 from kvcache.replica.resume import Asked, Found, FromBelow, Reservation
 from kvcache.replica.rows import BlockRows, Ints, Pages, Rows
 from kvcache.state_shape import StateCopy, StateShape
-from kvcache.states.kept_states import KeptStates
-from kvcache.states.state_hints import StateHints
-from kvcache.states.state_layout import state_layouts
+from kvcache.states.kept_states import KeptStates, StateHints
+from kvcache.states.state_memory import StateSlabs, pages_of_slab, state_layouts
 from kvcache.states.state_pages import StatePages
-from kvcache.states.state_room import StateSlabs, pages_of_slab
 from kvcache.under_way import UnderWay
 
 Step = Callable[[Gathered, Callable[[], None] | None], None]

@@ -1,9 +1,9 @@
 """State pages: the states of a hybrid model's recurrent layers for a request, one page for each kind of state.
 
-`kvcache.states.state_layout` describes a page. A state covers all tokens before it, and each further token overwrites
+`kvcache.states.state_memory` describes a page. A state covers all tokens before it, and each further token overwrites
 it. So other requests can resume from a state only if a copy was kept. Copies are pages of the same pool, found by the
 digest of the last page of their tokens. They have no holder, and are evicted least recently used first, for other
-copies and for new requests. `kept_states` decides which states are kept, and `drafted_pages` describes how guessed
+copies and for new requests. `kept_states` decides which states are kept, and `DraftedPages` describes how guessed
 tokens run.
 """
 
@@ -25,9 +25,7 @@ from kvcache.replica.pages_below import PagesBelow
 from kvcache.replica.resume import Asked, last_end
 from kvcache.replica.rows import Ints
 from kvcache.state_shape import StateCopy, StateShape
-from kvcache.states.drafted_pages import DraftedPages
-from kvcache.states.state_layout import StateViews, state_layouts
-from kvcache.states.state_room import StateRoom, StateSlabs, one_page
+from kvcache.states.state_memory import StateRoom, StateSlabs, StateViews, state_layouts
 from kvcache.under_way import UnderWay
 
 _LOOKED_AT = 128  # pages of a prompt that are looked at together for the newest state
@@ -58,6 +56,72 @@ class PassingCopies(dict[str, Digests]):
         for at, request_id in enumerate(request_ids):
             self[request_id] = digests[at : at + 1]
         return True
+
+
+class DraftedPages:
+    """The second pages of requests that run drafted tokens, which may be taken away again.
+
+    A state cannot go back. So a run of drafted tokens reads the request's own page and writes the new state to a second
+    one. `StatePages.settle` then decides with which of the two pages the request continues. A speculating engine does
+    in each step:
+
+    1. Reserve as usual, for one step and one more for each possible guess: `maybe_reserve(context, 1 + guesses)`.
+    2. If all known tokens are active and `HFRunner.draft` returns True, append the guesses (`update`), and set
+       `start_idx` back to its former value. Otherwise the request runs without guesses.
+    3. `fetch`, then `HFRunner.verify`, which returns the model's own token before and after each guess.
+    4. Remove the wrong guesses (`set_token_indices(active_idx=..., end_idx=...)`), and `update` with the token after
+       the right ones.
+    5. `step`. If guesses were wrong, `start_idx` is then before all tokens that ran; those that stay run again next
+       time.
+
+    Guesses that end with the page cost no page, and leave the copies of states unchanged. If each step has a wrong
+    guess, more and more tokens run again; an occasional step without guesses brings the state up to date.
+
+    `tokens`: by page, the number of tokens in its state.
+    """
+
+    def __init__(self, tokens: NDArray[np.int64]) -> None:
+        self.page_of: dict[str, int] = {}
+        self._tokens = tokens
+
+    def goes_on_from(self, request_id: str, before: int, start: int) -> int:
+        """The token at which a request with a second page runs next if `start` tokens stay: `start`, or `before`.
+
+        It has two states: after `before` tokens, and after all drafted ones. If some drafted tokens are removed, those
+        that stay run again. Raises `StatePageError` if `start` is not between the two.
+        """
+        after = int(self._tokens[self.page_of[request_id]])
+        if not after:  # the drafted tokens did not run
+            return start
+        if not before <= start <= after:
+            raise StatePageError(
+                f"request {request_id!r}: {start} tokens are computed, but its state pages hold the states after "
+                f"{before} and {after}"
+            )
+        return start if start == after else before
+
+    def written(self, request_ids: Sequence[str], pages: torch.Tensor) -> torch.Tensor:
+        """The pages to which the next states of requests with these `pages` go, int64 `[requests]`."""
+        if not self.page_of:
+            return pages
+        own: list[int] = pages.cpu().numpy().tolist()
+        found = [self.page_of.get(request_id, page) for request_id, page in zip(request_ids, own, strict=True)]
+        return torch.tensor(found, device=pages.device)
+
+    def forget_run(self, request_id: str) -> None:
+        """The request resumes from another state, so the state in its second page is dropped."""
+        if (page := self.page_of.get(request_id)) is not None:
+            self._tokens[page] = 0
+
+    def check_booked(self, request_id: str) -> None:
+        """Raise `StatePageError` if drafted tokens ran and no `step` has said which of them stay."""
+        if (page := self.page_of.get(request_id)) is not None and self._tokens[page]:
+            raise StatePageError(f"request {request_id!r}: its drafted tokens ran, but step was not called for them")
+
+    def check(self, request_ids: Iterable[str]) -> None:
+        """Raise `InvariantError` unless all requests with a second page are among these, which have a first one."""
+        if odd := self.page_of.keys() - set(request_ids):
+            raise InvariantError(f"{sorted(odd)} have a second state page but no first one")
 
 
 class StatePages:
@@ -548,6 +612,11 @@ class StatePages:
         for tensor in chain.from_iterable(self.blocks):
             tensor[page] = 0
         self._tokens[page] = self._told[page] = 0
+
+
+def one_page(page: int) -> NDArray[np.int32]:
+    """The page as an array of one."""
+    return np.array([page], np.int32)
 
 
 def ask_newest(tier: PagesBelow, digests: Digests) -> bool:

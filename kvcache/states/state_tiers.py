@@ -21,9 +21,8 @@ from kvcache.errors import PoolTooSmallError
 from kvcache.layout import PageLayout, replica_fingerprint
 from kvcache.params import KVCacheParams
 from kvcache.replica.rows import Pages
-from kvcache.states.state_layout import state_layouts
+from kvcache.states.state_memory import kind_offsets, state_layouts
 from kvcache.states.state_pages import StatePages
-from kvcache.states.state_room import kind_offsets
 from kvcache.tiers.host_tier import HostTier, ReplicaTier
 from kvcache.tiers.object_tier import ObjectTier
 from kvcache.tiers.tiers import Kept, TierRoom, Tiers, make_tiers

@@ -13,7 +13,7 @@ import torch
 
 from kvcache import InvalidParamsError, PageLayout
 from kvcache.state_shape import StateForm, StateShape
-from kvcache.states.state_layout import page_bytes, state_layouts
+from kvcache.states.state_memory import page_bytes, state_layouts
 from scheduler_adapters.errors import MissingExtraError, PlanError
 
 CacheKind = Literal["full", "window", "chunked", "latent", "state", "conv"]

@@ -18,7 +18,7 @@ from kvcache import InvalidParamsError, KVCacheParams, LayerGroup
 from kvcache.layer_groups import layer_tables
 from kvcache.layout import shard_layouts
 from kvcache.sizing import page_bytes
-from kvcache.states.state_room import most_states, pages_of_slab
+from kvcache.states.state_memory import most_states, pages_of_slab
 from pagewire.plan.blocks import VllmBlocks, vllm_blocks
 from pagewire.plan.layers import AlikeLayers, CachedModel
 from scheduler_adapters.errors import PlanError

@@ -187,7 +187,7 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.states.state_hints",
+        "kvcache.states.kept_states",
         [
             Mutation("_said_of", "said[newest[newest >= 0]] = True", "said[:] = True"),
         ],

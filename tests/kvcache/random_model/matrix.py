@@ -14,8 +14,8 @@ from kvcache import KVCacheParams, LayerGroup, PagedKVCacheManager, Routing
 from kvcache.layer_groups import layer_tables
 from kvcache.sizing import page_bytes
 from kvcache.state_shape import StateShape
-from kvcache.states import state_layout
-from kvcache.states.state_room import kind_offsets
+from kvcache.states import state_memory
+from kvcache.states.state_memory import kind_offsets
 from tests.kvcache.tiers.stored_objects import StoredObjects
 
 T = TypeVar("T")
@@ -146,15 +146,15 @@ def build(
     dtype = told.pop("dtype", torch.int64)
     plain = KVCacheParams(dtype, tp, 2, **told)
     page = page_bytes(plain, layer_tables(groups, layers).layers_per_page, PAGE_SIZE)
-    of_tier = sum(kind_offsets(kinds)[-1] for kinds in state_layout.state_layouts(shape, tp)) if states else 0
+    of_tier = sum(kind_offsets(kinds)[-1] for kinds in state_memory.state_layouts(shape, tp)) if states else 0
     if "host" in features:
         told |= below(choose, features, world, page, of_tier, many=bool(groups))
     pages = choose.pick((12, 14, 17) if not groups else (24, 30, 36))
     memory = pages * page
     if apart:
-        memory += (ROWS + copies + 1) * state_layout.page_bytes(state_layout.state_layouts(shape, tp))
+        memory += (ROWS + copies + 1) * state_memory.page_bytes(state_memory.state_layouts(shape, tp))
     elif states:  # each request takes a slab in addition to its pages
-        slab_pages = -(-state_layout.page_bytes(state_layout.state_layouts(shape, tp)) // page)
+        slab_pages = -(-state_memory.page_bytes(state_memory.state_layouts(shape, tp)) // page)
         # At least a slab's number of pages remains for tokens.
         memory = (max(pages, slab_pages) + choose.pick((1, 2, 3)) * slab_pages) * page
     made = KVCacheParams(dtype, tp, 2, **told)

@@ -13,8 +13,7 @@ import torch
 from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.state_shape import StateShape
-from kvcache.states.state_layout import state_layouts
-from kvcache.states.state_room import kind_offsets
+from kvcache.states.state_memory import kind_offsets, state_layouts
 from kvcache.tiers.tiers import Tiers
 from tests.kvcache.kv import KVTokens, Run, kv_of
 from tests.kvcache.served import SIZE, Served

@@ -11,9 +11,8 @@ import torch
 from kvcache.errors import StatePageError
 from kvcache.pool.slabs import SlabPool
 from kvcache.state_shape import StateShape
-from kvcache.states.state_layout import state_layouts
+from kvcache.states.state_memory import StateSlabs, state_layouts
 from kvcache.states.state_pages import StatePages
-from kvcache.states.state_room import StateSlabs
 
 SHAPE = StateShape(1, 16, 1, 1, 1, 2, torch.uint8, torch.uint8, "short_conv")
 NAMES = ["a", "b", "c"]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvcache.states.state_memory import kind_offsets
 from kvcache.states.state_pages import StatePages, bring_newest
-from kvcache.states.state_room import kind_offsets
 from kvcache.states.state_tiers import StateTier, state_movers
 from kvcache.tiers.host_tier import HostTier
 from tests.kvcache.random_model.matrix import SHAPES

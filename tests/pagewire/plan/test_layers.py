@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcache.layout import PageLayout
-from kvcache.states.state_layout import page_bytes, state_layouts
+from kvcache.states.state_memory import page_bytes, state_layouts
 from pagewire.plan.layers import read_model
 from scheduler_adapters.errors import MissingExtraError, PlanError
 from scheduler_adapters.hf.recurrent import state_shape_of

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.sizing import page_bytes
-from kvcache.states.state_layout import state_layouts
-from kvcache.states.state_room import kind_offsets, pages_of_slab
+from kvcache.states.state_memory import kind_offsets, pages_of_slab, state_layouts
 from scheduler_adapters.hf.recurrent import state_shape_of
 from scheduler_adapters.hf.runner import kv_params_of, manager_for, num_layers_of
 from scheduler_adapters.loop import Request, ServingLoop

@@ -23,7 +23,7 @@ from kvcache.errors import (
 from kvcache.manager import PagedKVCacheManager
 from kvcache.params import KVCacheParams
 from kvcache.replica.context import TextContext
-from kvcache.states.state_layout import page_bytes, state_layouts
+from kvcache.states.state_memory import page_bytes, state_layouts
 from scheduler_adapters.errors import UnsupportedModelError
 from scheduler_adapters.hf.recurrent import PagedStates, state_shape_of
 from scheduler_adapters.hf.runner import (

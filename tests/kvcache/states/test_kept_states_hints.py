@@ -12,7 +12,7 @@ import torch
 from kvcache import KVCacheParams, PagedKVCacheManager, RangeRetention, Retention, TextContext
 from kvcache.pool.hinted_order import HintedOrder
 from kvcache.state_shape import StateShape
-from kvcache.states.state_layout import page_bytes, state_layouts
+from kvcache.states.state_memory import page_bytes, state_layouts
 from tests.kvcache.hinted_idle import trust
 from tests.kvcache.random_model.matrix import SHAPES
 from tests.kvcache.replica.test_hints import evidence

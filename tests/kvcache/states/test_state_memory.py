@@ -3,7 +3,7 @@ import torch
 
 from kvcache.errors import InvalidParamsError
 from kvcache.state_shape import CONV_KINDS, SSM_KIND, StateForm, StateShape
-from kvcache.states.state_layout import page_bytes, state_layouts
+from kvcache.states.state_memory import page_bytes, state_layouts
 from kvcache.states.state_pages import StatePages
 
 SHAPE = StateShape(layers=3, heads=8, head_dim=5, groups=2, d_state=6, kernel=4, conv_dtype=torch.float32)
