@@ -16,7 +16,7 @@ import torch
 from benchmarks.frame import now
 from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
 from kvcache.errors import NoFreeStatePageError
-from kvcache.state_shape import StateShape
+from kvcache.params import StateShape
 
 FOR = 8192
 MIXED = (200, 1500, 4000, 9000)

@@ -25,14 +25,12 @@ from kvcache.errors import (
     UnknownRequestError,
 )
 from kvcache.eviction_order import EvictionOrder
-from kvcache.kv_events import KVEvents
 from kvcache.layer_groups import GroupTable, LayerGroup, LayerTables
 from kvcache.layout import PageLayout
 from kvcache.manager import PagedKVCacheManager
 from kvcache.metrics import KVCacheMetrics
-from kvcache.params import KVCacheParams
+from kvcache.params import KVCacheParams, KVCacheQuantizationConfig, KVEvents, StateShape
 from kvcache.pool.lru_order import LruOrder
-from kvcache.quantization import KVCacheQuantizationConfig
 from kvcache.recovery import Recovered
 from kvcache.replica.batch import Batch
 from kvcache.replica.block_table import BlockTable, PageCopy, PageDigests, PendingImport
@@ -42,7 +40,6 @@ from kvcache.replica.hashing import SHA256_BY
 from kvcache.replica.inputs import RaggedKVCacheInputSymbols
 from kvcache.replica.leases import PageLease
 from kvcache.routing import Routing
-from kvcache.state_shape import StateShape
 from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight
 from kvcache.types import Admission, RaggedKVCacheInputs, RangeRetention, RequestID, Retention

@@ -1,4 +1,7 @@
-"""`KVCacheParams`: shape, placement and policy of a KV cache, with every check on them in one place."""
+"""`KVCacheParams`: shape, placement and policy of a KV cache, with every check on them in one place.
+
+Some parameters have parts of their own: `StateShape`, `KVCacheQuantizationConfig` and `KVEvents`.
+"""
 
 import functools
 import importlib.util
@@ -13,15 +16,163 @@ import torch
 from kvcache.arguments import flag, number, of_kind, one_of, optional, shown, whole
 from kvcache.errors import InvalidParamsError
 from kvcache.eviction_order import EvictionOrder
-from kvcache.kv_events import KVEvents
 from kvcache.layer_groups import LayerGroup
-from kvcache.quantization import KVCacheQuantizationConfig
 from kvcache.routing import Routing
-from kvcache.state_shape import StateShape
 from kvcache.types import MakeObjectIO, PageIO
 
 HashAlgorithm = Literal["sha256", "blake3", "xxh3_128"]
 PageOrder = Literal["head,layer,side,token,dim", "layer,side,head,token,dim", "layer,side,token,head,dim"]
+ScaleOf = Literal["token and head", "page and head", "page"]
+StateForm = Literal["mamba2", "gated_delta", "mamba1", "short_conv", "linear"]
+
+CONV_KINDS = ("conv.x", "conv.B", "conv.C")
+SSM_KIND = "ssm"
+# The inputs that the mixers of each form convolve, in order.
+_CONVOLVED: dict[StateForm, tuple[str, ...]] = {
+    "mamba2": CONV_KINDS,
+    "gated_delta": ("conv.B", "conv.C", "conv.x"),
+    "mamba1": ("conv.x",),
+    "short_conv": ("conv.x",),
+    "linear": (),
+}
+
+_TRANSPORTS = ("tcp://", "ipc://", "inproc://")
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """The recurrent layers of a model, which are all alike.
+
+    Raises `InvalidParamsError` if a number is below 1, a convolution has a kernel below 2, or the heads are no multiple
+    of the groups.
+    """
+
+    layers: int  # the number of recurrent layers
+    heads: int  # the heads of one layer
+    head_dim: int  # channels of x for each head
+    groups: int  # groups of heads that share one B and one C; 1 if these are not convolved
+    d_state: int  # elements of the state for each channel of x; also channels of B, and of C, for each group
+    kernel: int  # the width of the convolution, which keeps one input fewer; 1 if there is none
+    conv_dtype: torch.dtype  # the type of the convolution's inputs
+    ssm_dtype: torch.dtype = torch.float32  # the type of the matrices
+    form: StateForm = "mamba2"
+
+    @property
+    def conv_kinds(self) -> tuple[str, ...]:
+        """The convolved inputs, in the order of the mixers."""
+        return _CONVOLVED[self.form]
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """The shape of the matrix that the mixers keep for each head beside its inputs; empty if there is none."""
+        if self.form == "short_conv":
+            return ()
+        if self.form == "mamba1":
+            return (self.d_state,)
+        keys_first = self.form in {"gated_delta", "linear"}
+        return (self.d_state, self.head_dim) if keys_first else (self.head_dim, self.d_state)
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "head_dim", "groups", "d_state", "kernel"):
+            if getattr(self, name) < 1:
+                raise InvalidParamsError(f"{name} is {getattr(self, name)}: at least 1 is needed")
+        if self.conv_kinds and self.kernel < 2:
+            raise InvalidParamsError(
+                f"kernel is {self.kernel}: at least 2 is needed, because a kernel of 1 keeps no inputs"
+            )
+        if self.heads % self.groups:
+            raise InvalidParamsError(f"heads is {self.heads}: a multiple of the {self.groups} groups is needed")
+
+
+_SCALE_RULES: dict[str, Callable[[str, Any], object]] = {
+    "scale_dtype": functools.partial(of_kind, kind=torch.dtype, needed="a torch.dtype"),
+    "quantization_granularity": functools.partial(whole, least=1),
+    "scale_of": functools.partial(one_of, choices=get_args(ScaleOf)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheQuantizationConfig:
+    """The scales of quantised keys and values: which values of a page share one, for each layer and side.
+
+    The values have the 8-bit type `KVCacheParams.dtype`. The model writes and reads them: a value is the stored one
+    times its scale. Raises `InvalidParamsError` (a ValueError).
+    """
+
+    scale_dtype: torch.dtype = torch.float32  # the type of scales, which must be a floating-point type
+    quantization_granularity: int = 128  # elements of `head_dim` that share a scale; a divisor of it
+    # The values of a page that share a scale; "page": one scale for all heads of the model, the same on each shard.
+    # Scales of whole pages cannot be converted to another page size.
+    scale_of: ScaleOf = "token and head"
+
+    def __post_init__(self) -> None:
+        for name, rule in _SCALE_RULES.items():
+            object.__setattr__(self, name, rule(name, getattr(self, name)))
+        if not self.scale_dtype.is_floating_point:
+            raise InvalidParamsError(f"scale_dtype is {self.scale_dtype}: a floating-point type is needed")
+
+    def check(self, dtype: torch.dtype, head_dim: int) -> None:
+        """Raise `InvalidParamsError` unless values of `dtype` and heads of `head_dim` can have these scales."""
+        if dtype.itemsize != 1:
+            raise InvalidParamsError(f"dtype is {dtype}: kvcache_quant_config needs an 8-bit type")
+        if head_dim % self.quantization_granularity:
+            raise InvalidParamsError(
+                f"quantization_granularity is {self.quantization_granularity}: a divisor of head_dim {head_dim} is "
+                "needed"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class KVEvents:
+    """KV events in the wire format of vLLM 0.33: `KVCacheParams(..., kv_events=KVEvents())`.
+
+    Each replica is a data-parallel rank with its own stream. Its port is that of the endpoint plus the rank (0: any
+    free port); an address of another kind gets `_dp<rank>` appended. `PagedKVCacheManager.kv_event_endpoints` has the
+    bound addresses.
+
+    Events contain the tokens of prompts in clear, and a replay reveals everything that is cached. So the endpoints are
+    of this host by default. Use `secure` for others.
+
+    Raises `InvalidParamsError` (a ValueError) for a value that cannot work.
+    """
+
+    endpoint: str = "tcp://127.0.0.1:5557"  # bound by a PUB socket
+    replay_endpoint: str | None = None  # bound by a ROUTER socket, for subscribers that missed a batch; None: no replay
+    topic: str = ""  # the first frame of every message; some routers want `kv@<pod>@<model>`
+    buffer_steps: int = 10_000  # batches kept for replays; a request for older ones is answered with the whole state
+    hwm: int = 1_000  # batches that may wait for a slow subscriber; it misses later ones, and sees the gap
+    # Prepares each socket before it is bound: `Keyring.secure_server` of `transfer` turns CURVE on.
+    secure: Callable[[Any], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("endpoint", "replay_endpoint"):
+            address: object = getattr(self, name)
+            if address is None and name == "replay_endpoint":
+                continue
+            if not isinstance(address, str) or "\0" in address or not address.startswith(_TRANSPORTS):
+                raise InvalidParamsError(
+                    f"kv_events: {name} is {shown(address)}: an address of {', '.join(_TRANSPORTS)} is needed"
+                )
+            if address.startswith("tcp://") and not address.rpartition(":")[2].isdecimal():
+                raise InvalidParamsError(
+                    f"kv_events: {name} is {shown(address)}: a port is needed (0 picks a free one)"
+                )
+        if not isinstance(self.topic, str):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
+            raise InvalidParamsError(f"kv_events: topic is {shown(self.topic)}: text is needed")
+        whole("kv_events: buffer_steps", self.buffer_steps, 1)
+        whole("kv_events: hwm", self.hwm, 1)
+
+    def addresses(self, rank: int) -> tuple[str, str | None]:
+        """The addresses of a rank's events and of its replays."""
+        return _of_rank(self.endpoint, rank), self.replay_endpoint and _of_rank(self.replay_endpoint, rank)
+
+
+def _of_rank(address: str, rank: int) -> str:
+    host, _, port = address.rpartition(":")
+    if not address.startswith("tcp://"):
+        return f"{address}_dp{rank}" if rank else address
+    return f"{host}:{int(port) + rank}" if int(port) else address
+
 
 MAX_DEVICES = 1 << 10
 _CACHING, _SWAPPING = "enable_prefix_caching", "enable_kvcache_swapping_to_host"

@@ -16,11 +16,10 @@ from kvcache.events.book import EventBook
 from kvcache.events.log import FILES, HOST, EventLog
 from kvcache.events.publisher import EventPublisher
 from kvcache.events.wire import CacheSpec
-from kvcache.kv_events import KVEvents
 from kvcache.layer_groups import LayerGroup, LayerTables
 from kvcache.layout import PageLayout, replica_fingerprint
 from kvcache.metrics import KVCacheMetrics
-from kvcache.params import KVCacheParams
+from kvcache.params import KVCacheParams, KVEvents
 from kvcache.pool.index import PrefixIndex
 from kvcache.pool.over_order import CheckedOrder
 from kvcache.pool.pages import PagePool

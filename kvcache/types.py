@@ -100,6 +100,13 @@ class Admission(NamedTuple):
     fits: bool
 
 
+class StateCopy(NamedTuple):
+    """A cached state on a device: the tensor of each shard and kind, and the number of tokens that it covers."""
+
+    parts: Sequence[torch.Tensor]
+    tokens: int
+
+
 Part = NDArray[np.uint8]
 """Bytes of a part of a page in memory."""
 

@@ -22,8 +22,8 @@ MAX_FILE, MAX_FUNCTION = 700, 60  # lines
 # top.
 VALUES = {
     "kvcache": {
-        *("arguments", "copies", "errors", "eviction_order", "families", "gate", "kv_events", "layer_groups", "layout"),
-        *("metrics", "params", "quantization", "retention", "routing", "sockets", "state_shape", "storage", "types"),
+        *("arguments", "copies", "errors", "eviction_order", "families", "gate", "layer_groups", "layout"),
+        *("metrics", "params", "retention", "routing", "sockets", "storage", "types"),
         *("under_way", "version", "watched"),
     },
     "transfer": {"errors", "failures", "memory", "spans", "stats"},

@@ -25,7 +25,7 @@ from kvcache.errors import InvalidParamsError
 from kvcache.events.book import EventBook, Told
 from kvcache.events.log import MOST_ENTRIES, Entry, EventLog
 from kvcache.events.wire import END_OF_REPLAY, AllBlocksCleared, BlockStored, EventBatch, KVEvent, encode
-from kvcache.kv_events import KVEvents
+from kvcache.params import KVEvents
 from kvcache.pool.index import PrefixIndex
 from kvcache.sockets import SUBSCRIPTIONS, bound_socket
 

@@ -29,8 +29,7 @@ from kvcache.replica.pages_below import PagesBelow
 from kvcache.replica.resume import Asked, Found, FromBelow, Reservation
 from kvcache.replica.rows import NEVER, BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
 from kvcache.replica.tables import OneTable, RowTables
-from kvcache.state_shape import StateCopy
-from kvcache.types import RequestID
+from kvcache.types import RequestID, StateCopy
 from kvcache.under_way import UnderWay
 
 DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]

@@ -15,7 +15,7 @@ import numpy as np
 from kvcache.errors import NoFreeStatePageError, StatePageError
 from kvcache.layer_groups import LayerTables
 from kvcache.layout import PageLayout
-from kvcache.params import KVCacheParams
+from kvcache.params import KVCacheParams, StateShape
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool
@@ -29,10 +29,10 @@ from kvcache.replica.page_moves import ReplicaPageMoves
 from kvcache.replica.replica import Replica
 from kvcache.replica.resume import Asked, Found, FromBelow, Reservation
 from kvcache.replica.rows import BlockRows, Ints, Pages, Rows
-from kvcache.state_shape import StateCopy, StateShape
 from kvcache.states.kept_states import KeptStates, StateHints
 from kvcache.states.state_memory import StateSlabs, pages_of_slab, state_layouts
 from kvcache.states.state_pages import StatePages
+from kvcache.types import StateCopy
 from kvcache.under_way import UnderWay
 
 Step = Callable[[Gathered, Callable[[], None] | None], None]

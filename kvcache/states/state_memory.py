@@ -30,9 +30,9 @@ import torch
 
 from kvcache.errors import InvalidParamsError, InvariantError, PoolTooSmallError
 from kvcache.layout import KindPages, PageLayout
+from kvcache.params import CONV_KINDS, SSM_KIND, StateShape
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool, SlabStates, num_slabs
-from kvcache.state_shape import CONV_KINDS, SSM_KIND, StateShape
 from kvcache.storage import allocate_blocks
 
 _ALIGNED = 16  # alignment in bytes, of slabs and of the kinds in them

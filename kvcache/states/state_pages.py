@@ -18,14 +18,15 @@ from numpy.typing import NDArray
 
 from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError, UnknownRequestError
 from kvcache.layout import KindPages
+from kvcache.params import StateShape
 from kvcache.pool.index import NO_PAGE, Digests, Pages, PrefixIndex
 from kvcache.pool.pages import PagePool
 from kvcache.replica.leases import HeldPages
 from kvcache.replica.pages_below import PagesBelow
 from kvcache.replica.resume import Asked, last_end
 from kvcache.replica.rows import Ints
-from kvcache.state_shape import StateCopy, StateShape
 from kvcache.states.state_memory import StateRoom, StateSlabs, StateViews, state_layouts
+from kvcache.types import StateCopy
 from kvcache.under_way import UnderWay
 
 _LOOKED_AT = 128  # pages of a prompt that are looked at together for the newest state

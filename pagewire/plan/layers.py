@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import torch
 
 from kvcache import InvalidParamsError, PageLayout
-from kvcache.state_shape import StateForm, StateShape
+from kvcache.params import StateForm, StateShape
 from kvcache.states.state_memory import page_bytes, state_layouts
 from scheduler_adapters.errors import MissingExtraError, PlanError
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcache.layer_groups import LayerGroup, LayerKind
-from kvcache.state_shape import SSM_KIND, StateForm, StateShape
+from kvcache.params import SSM_KIND, StateForm, StateShape
 from kvcache.states.state_pages import StatePages
 from scheduler_adapters.errors import UnsupportedModelError
 from scheduler_adapters.hf.paged_attention import PagedBatch, PagedLatents

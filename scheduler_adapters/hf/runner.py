@@ -21,8 +21,7 @@ import torch
 
 from kvcache.layer_groups import layer_tables
 from kvcache.manager import PagedKVCacheManager
-from kvcache.params import KVCacheParams
-from kvcache.quantization import KVCacheQuantizationConfig
+from kvcache.params import KVCacheParams, KVCacheQuantizationConfig
 from kvcache.states.state_memory import page_bytes, state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.types import RaggedKVCacheInputs

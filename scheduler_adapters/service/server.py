@@ -22,8 +22,8 @@ import torch
 import zmq
 
 from kvcache.errors import InvariantError, KVCacheError
-from kvcache.kv_events import KVEvents
 from kvcache.manager import PagedKVCacheManager
+from kvcache.params import KVEvents
 from kvcache.watch.endpoint import ManagerWatch
 from scheduler_adapters.errors import IllegalMoveError, MessageError
 from scheduler_adapters.loop import ServingLoop

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvcache import ManagerClosedError, PagedKVCacheManager, TextContext
-from kvcache.state_shape import StateShape
+from kvcache.params import StateShape
 from tests.kvcache.build import manager_of
 
 KINDS: dict[str, dict[str, Any]] = {

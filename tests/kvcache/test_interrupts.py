@@ -20,10 +20,9 @@ from kvcache import (
     PagedKVCacheManager,
     TextContext,
 )
-from kvcache.params import HashAlgorithm
+from kvcache.params import HashAlgorithm, StateShape
 from kvcache.pool.index import NO_PAGE
 from kvcache.replica.hashing import PrefixHasher, next_digests
-from kvcache.state_shape import StateShape
 from tests.kvcache.build import manager_of
 from tests.kvcache.random_model.interrupts import interrupted
 from tests.kvcache.random_model.moves import OwnContext

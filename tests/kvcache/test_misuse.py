@@ -26,7 +26,7 @@ from kvcache import (
     TextContext,
     UnknownArgumentError,
 )
-from kvcache.state_shape import StateShape
+from kvcache.params import StateShape
 from tests.forged import forged
 from tests.kvcache.random_model.moves import OwnContext
 

@@ -11,7 +11,7 @@ import torch
 
 from kvcache import InvalidParamsError, KVCacheParams, KVCacheQuantizationConfig, PagedKVCacheManager, page_rows
 from kvcache.layout import kv_kind, shard_layout, shard_layouts
-from kvcache.quantization import ScaleOf
+from kvcache.params import ScaleOf
 from tests.kvcache.build import manager_of
 from tests.kvcache.random_model.run import Model
 from tests.kvcache.served import SIZE, Served

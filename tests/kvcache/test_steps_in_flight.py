@@ -16,7 +16,7 @@ from kvcache import (
     RaggedKVCacheInputs,
     TextContext,
 )
-from kvcache.state_shape import StateShape
+from kvcache.params import StateShape
 from kvcache.steps_in_flight import StepInFlight
 from tests.kvcache.random_model.interrupts import interrupted
 

@@ -215,7 +215,7 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "kvcache.state_shape",
+        "kvcache.params",
         [
             Mutation("_CONVOLVED", '("conv.B", "conv.C", "conv.x")', '("conv.x", "conv.B", "conv.C")'),
         ],

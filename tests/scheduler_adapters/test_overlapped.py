@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcache import InvalidRequestError, RaggedKVCacheInputs
-from kvcache.state_shape import StateShape
+from kvcache.params import StateShape
 from scheduler_adapters.base import RunTokens
 from scheduler_adapters.hf.runner import HFRunner
 from scheduler_adapters.loop import Output, Request

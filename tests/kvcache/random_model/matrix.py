@@ -12,8 +12,8 @@ import torch
 
 from kvcache import KVCacheParams, LayerGroup, PagedKVCacheManager, Routing
 from kvcache.layer_groups import layer_tables
+from kvcache.params import StateShape
 from kvcache.sizing import page_bytes
-from kvcache.state_shape import StateShape
 from kvcache.states import state_memory
 from kvcache.states.state_memory import kind_offsets
 from tests.kvcache.tiers.stored_objects import StoredObjects

@@ -18,7 +18,7 @@ from kvcache import (
     TextContext,
     UnknownRequestError,
 )
-from kvcache.state_shape import StateShape
+from kvcache.params import StateShape
 from tests.kvcache.build import proven
 
 PROMPT = list(range(100, 118))  # 18 tokens: 4 full pages of 4 and a partial one

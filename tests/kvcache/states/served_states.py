@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+from kvcache.params import StateShape
 from kvcache.replica.hashing import PrefixHasher
-from kvcache.state_shape import StateShape
 from kvcache.states.state_memory import kind_offsets, state_layouts
 from kvcache.tiers.tiers import Tiers
 from tests.kvcache.kv import KVTokens, Run, kv_of

@@ -17,7 +17,7 @@ from kvcache import (
     TextContext,
 )
 from kvcache.errors import NoFreeStatePageError
-from kvcache.state_shape import StateShape
+from kvcache.params import StateShape
 from tests.kvcache.books import books_of, first_difference
 from tests.kvcache.build import manager_of, proven, state_pages
 from tests.kvcache.kv import KVTokens, kv_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvcache import KVCacheParams, PagedKVCacheManager, RangeRetention, Retention, TextContext
+from kvcache.params import StateShape
 from kvcache.pool.hinted_order import HintedOrder
-from kvcache.state_shape import StateShape
 from kvcache.states.state_memory import page_bytes, state_layouts
 from tests.kvcache.hinted_idle import trust
 from tests.kvcache.random_model.matrix import SHAPES

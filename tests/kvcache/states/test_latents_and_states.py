@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
+from kvcache.params import SSM_KIND, StateShape
 from kvcache.sizing import page_bytes
-from kvcache.state_shape import SSM_KIND, StateShape
 
 DELTA = StateShape(3, 4, 8, 4, 8, 4, torch.float32, form="gated_delta")
 WIDTH, PAGE, LAYERS = 24, 4, 2

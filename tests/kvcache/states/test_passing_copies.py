@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvcache.errors import StatePageError
+from kvcache.params import StateShape
 from kvcache.pool.slabs import SlabPool
-from kvcache.state_shape import StateShape
 from kvcache.states.state_memory import StateSlabs, state_layouts
 from kvcache.states.state_pages import StatePages
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kvcache.errors import InvalidParamsError
-from kvcache.state_shape import CONV_KINDS, SSM_KIND, StateForm, StateShape
+from kvcache.params import CONV_KINDS, SSM_KIND, StateForm, StateShape
 from kvcache.states.state_memory import page_bytes, state_layouts
 from kvcache.states.state_pages import StatePages
 

@@ -3,10 +3,10 @@ import pytest
 import torch
 
 from kvcache.errors import InvariantError, NoFreeRowError, NoFreeStatePageError, StatePageError, UnknownRequestError
+from kvcache.params import CONV_KINDS, SSM_KIND, StateShape
 from kvcache.pool.index import Digests, Pages
 from kvcache.pool.journal import PageReader
 from kvcache.replica.leases import HeldPages
-from kvcache.state_shape import CONV_KINDS, SSM_KIND, StateShape
 from kvcache.states.state_pages import StatePages
 
 SHAPE = StateShape(layers=2, heads=4, head_dim=3, groups=2, d_state=5, kernel=4, conv_dtype=torch.float32)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcache.state_shape import StateShape
+from kvcache.params import StateShape
 from pagewire.plan.layers import AlikeLayers, CachedModel, read_model
 from pagewire.plan.link import Target, pulls
 

@@ -7,8 +7,8 @@ import torch
 
 from kvcache import KVCacheParams, LayerGroup, PagedKVCacheManager, TextContext
 from kvcache.errors import NoFreeRowError, NoFreeStatePageError, PoolTooSmallError, PromptTooLongError
+from kvcache.params import StateShape
 from kvcache.sizing import max_supported_sequence_length
-from kvcache.state_shape import StateShape
 from pagewire.plan.layers import AlikeLayers, CachedModel, read_model
 from pagewire.plan.memory import Choice, Room, choice, choices
 from pagewire.plan.ways import MemoryAsked

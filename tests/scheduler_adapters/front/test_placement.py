@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcache import KVCacheParams, PagedKVCacheManager, TextContext
-from kvcache.kv_events import KVEvents
+from kvcache.params import KVEvents
 from scheduler_adapters.front.placement import InTurns, Selected
 from scheduler_adapters.service import messages as msg
 

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from kvcache.state_shape import CONV_KINDS, SSM_KIND, StateShape
+from kvcache.params import CONV_KINDS, SSM_KIND, StateShape
 from kvcache.states.state_pages import StatePages
 from transfer.plan.boxes import ShardLayout, check
 from transfer.plan.plan import plan

@@ -11,7 +11,7 @@ import torch
 
 from kvcache import KVCacheParams, KVCacheQuantizationConfig
 from kvcache.layout import PageLayout, as_blocks, scales_of, shard_layouts
-from kvcache.quantization import ScaleOf
+from kvcache.params import ScaleOf
 from transfer.errors import MetadataError
 from transfer.plan.boxes import ShardLayout, check
 from transfer.plan.plan import plan

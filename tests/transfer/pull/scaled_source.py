@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from kvcache import KVCacheParams, KVCacheQuantizationConfig, PagedKVCacheManager, TextContext, page_rows
-from kvcache.quantization import ScaleOf
+from kvcache.params import ScaleOf
 from tests.transfer.plan.test_scales import HEAD_DIM, HEADS, LAYERS, fill
 from transfer.pull.exchange import ExchangeEvent, PageExchange
 from transfer.pull.replica import Offered

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvcache import BlockTable, TextContext
-from kvcache.quantization import ScaleOf
+from kvcache.params import ScaleOf
 from tests.forked import start
 from tests.transfer.pull.scaled_source import PROMPT, ScaledSide, serve
 from transfer import KVTransferEngine

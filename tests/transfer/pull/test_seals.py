@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 
 from kvcache import BlockTable, KVCacheError, LayerGroup, PagedKVCacheManager, TextContext
-from kvcache.state_shape import StateShape
+from kvcache.params import StateShape
 from tests.kvcache.build import manager_of
 from tests.kvcache.kv import KVTokens, kv_of
 from tests.transfer.pull.test_ownership import Reader, Side
