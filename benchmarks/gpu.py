@@ -24,7 +24,7 @@ from benchmarks.frame import Row, header, now, progress, settle, summary, table,
 from benchmarks.pulls.devices import between
 from kvcache import KVCacheParams, PagedKVCacheManager, RaggedKVCacheInputs, TextContext
 from kvcache.copies import PageMover
-from kvcache.storage import allocate_host_rows
+from kvcache.layout import allocate_host_rows
 from scheduler_adapters.base import RunTokens
 from scheduler_adapters.loop import Request, ServingLoop
 from scheduler_adapters.overlapped import OverlappedLoop, RunBatch

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from benchmarks.frame import Row, options, pin, report, samples, summary
 from benchmarks.pulls.layouts import per_layer
-from kvcache.layout import PageLayout
-from kvcache.storage import allocate_blocks
+from kvcache.layout import PageLayout, allocate_blocks
 from transfer.nixl.agent import Agent
 from transfer.plan.boxes import ShardLayout, check
 from transfer.plan.plan import Plan, plan

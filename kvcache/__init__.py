@@ -28,7 +28,6 @@ from kvcache.eviction_order import EvictionOrder
 from kvcache.layer_groups import GroupTable, LayerGroup, LayerTables
 from kvcache.layout import PageLayout
 from kvcache.manager import PagedKVCacheManager
-from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams, KVCacheQuantizationConfig, KVEvents, StateShape
 from kvcache.pool.lru_order import LruOrder
 from kvcache.recovery import Recovered
@@ -42,7 +41,7 @@ from kvcache.replica.leases import PageLease
 from kvcache.routing import Routing
 from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight
-from kvcache.types import Admission, RaggedKVCacheInputs, RangeRetention, RequestID, Retention
+from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RangeRetention, RequestID, Retention
 from kvcache.version import __version__
 
 __all__ = [

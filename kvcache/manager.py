@@ -13,7 +13,6 @@ from kvcache.check import check_around_calls
 from kvcache.claims import Claims
 from kvcache.layer_groups import layer_tables
 from kvcache.layout import shard_layouts
-from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams, resolve_page_size
 from kvcache.recovery import Recovered, recover
 from kvcache.replica import imports, inputs
@@ -27,7 +26,7 @@ from kvcache.replicas import place_replicas
 from kvcache.reset_endpoint import check_endpoint, open_endpoint
 from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight, check_step
-from kvcache.types import Admission, RaggedKVCacheInputs, RequestID
+from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID
 
 
 class PagedKVCacheManager:

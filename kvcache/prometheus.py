@@ -6,12 +6,12 @@ import numpy as np
 
 from kvcache.families import Family, FamilyCollector, Sample
 from kvcache.manager import PagedKVCacheManager
-from kvcache.metrics import KVCacheMetrics
 from kvcache.replica.replica import Replica
 from kvcache.replicas import Replicas
 from kvcache.states.state_pages import StatePages
 from kvcache.tiers.host_tier import ReplicaTier
 from kvcache.tiers.page_files import FileRefusal
+from kvcache.types import KVCacheMetrics
 
 _REPLICA = ("replica",)
 

@@ -18,7 +18,6 @@ from kvcache.events.publisher import EventPublisher
 from kvcache.events.wire import CacheSpec
 from kvcache.layer_groups import LayerGroup, LayerTables
 from kvcache.layout import PageLayout, replica_fingerprint
-from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams, KVEvents
 from kvcache.pool.index import PrefixIndex
 from kvcache.pool.over_order import CheckedOrder
@@ -40,7 +39,7 @@ from kvcache.states.state_memory import state_layouts
 from kvcache.states.state_tiers import divide_tiers, state_tiers
 from kvcache.steps_in_flight import StepInFlight, StepsInFlight
 from kvcache.tiers.tiers import Tiers, page_tiers
-from kvcache.types import Admission, RaggedKVCacheInputs, RequestID
+from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID
 from kvcache.under_way import UnderWay
 
 _FETCH, _STEP = ("fetch", None), ("step", None)

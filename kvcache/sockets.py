@@ -1,19 +1,470 @@
-"""Bound ZMQ sockets with limits. A socket that cannot be bound is closed."""
+"""Bound ZMQ sockets with limits. A socket that cannot be bound is closed.
 
+A `Gate` protects a bound socket from strangers: it passes on only messages of few frames. libzmq limits the size of a
+frame and the number of whole messages that wait, but not the number of frames in a message. It keeps all frames until
+the last one arrives. A peer that never ends its message can fill the process's memory, and one that does end it keeps
+the reader busy for seconds. So the gate's thread owns the address, and libzmq listens at an abstract Unix socket that
+only this process may connect to. Each outside connection has its own connection there. The gate follows a peer's
+traffic frame by frame (ZMTP 3 without encryption; CURVE needs no gate), stores none of it, and drops a peer that
+exceeds a limit. It passes traffic to a peer on unchanged.
+
+A gate limits the frames per second of each peer and of all peers together. Further frames wait at the peer.
+"""
+
+import contextlib
 import errno
+import fcntl
+import logging
 import os
+import resource
+import secrets
+import selectors
 import socket
+import struct
+import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import zmq
 
 from kvcache.arguments import shown
 from kvcache.errors import InvalidParamsError
-from kvcache.gate import Gate, Limits, remove_left
+
+Dropped = Literal["peers", "protocol", "frames", "bytes", "subscriptions"]
+"""The limit for which a peer was dropped."""
+
+_GREETING = 64  # bytes of a ZMTP 3 greeting
+_MORE, _LONG, _COMMAND = 1, 2, 4
+_SUBSCRIPTIONS = (b"SUBSCRIBE", b"CANCEL")
+_LONGEST_NAME = 10  # bytes of a command's name with its length; longer names need not be read
+_READ, _PASSED = 1 << 14, 1 << 18  # the most bytes at a time, from a peer and to it
+_FRAMES_AT_ONCE = 64  # the most frames of one peer before the others have their turn
+_ACCEPTS_PER_S = 500.0
+_REFILL_S = 0.002
+_SAID_S = 60.0  # the least time between two log messages
+_INTERFACE_ADDRESS = 0x8915  # the ioctl SIOCGIFADDR
+_log = logging.getLogger("pagewire")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits on the traffic of one peer and on the number of peers."""
+
+    message_bytes: int
+    frames: int = 8  # the most frames of one message
+    per_second: float = 300.0  # frames; twice as many in a burst; all peers together may send ten times that
+    peers: int = 1024
+    subscription_bytes: int | None = None  # the most for one connection in all; None: no limit
+
+    @property
+    def most_peers(self) -> int:
+        """The most peers at a time. Each takes three file descriptors; half of the process's limit stays free."""
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return self.peers if most == resource.RLIM_INFINITY else min(self.peers, max(8, most // 6))
+
+
+class GateError(Exception):
+    """A peer has sent something that is not allowed."""
+
+    def __init__(self, limit: Dropped, reason: str) -> None:
+        super().__init__(reason)
+        self.limit: Dropped = limit
+
+
+class FrameCounter:
+    """Follows the bytes that one peer sends through its greeting, frames and messages."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._greeted = 0
+        self._left = 0  # bytes that are left of the present frame
+        self._frames = self._bytes = 0  # frames and bytes so far of the present message
+        self._subscribed = 0
+
+    def passes(self, data: bytes, most: int) -> tuple[int, int]:
+        """How many bytes of `data` may be passed on, and how many frames, at most `most`, begin in them.
+
+        If both are less than possible, the rest is an incomplete header, and more data must come. Raises `GateError`.
+        """
+        at = self._greeting(data) if self._greeted < _GREETING else 0
+        frames = 0
+        while True:
+            taken = min(self._left, len(data) - at)
+            self._left -= taken
+            at += taken
+            if frames == most or not (header := self._header(data, at)):
+                return at, frames
+            at += header
+            frames += 1
+
+    def _greeting(self, data: bytes) -> int:
+        """Check the greeting as it arrives. Returns how many bytes of `data` belong to it."""
+        part = data[: _GREETING - self._greeted]
+        for at, byte in enumerate(part, self._greeted):
+            expected = {0: (0xFF,), 9: (0x7F,), 10: range(3, 256)}.get(at)
+            expected = b"NULL\0"[at - 12 : at - 11] if 12 <= at < 17 else expected
+            if expected is not None and byte not in expected:
+                raise GateError("protocol", "the peer does not speak ZMTP 3 without encryption")
+        self._greeted += len(part)
+        return len(part)
+
+    def _header(self, data: bytes, at: int) -> int:
+        """Begin the frame at index `at`. Returns the bytes of its header; 0 if the header is incomplete."""
+        if self._greeted < _GREETING or at >= len(data):
+            return 0
+        flags = data[at]
+        if flags > (_MORE | _LONG | _COMMAND):
+            raise GateError("protocol", f"a frame has the unknown flags {flags:#x}")
+        length = 9 if flags & _LONG else 2
+        if len(data) - at < length:
+            return 0
+        size = int.from_bytes(data[at + 1 : at + length], "big")
+        if size > self._limits.message_bytes:
+            raise GateError("bytes", f"a frame of {size} bytes; at most {self._limits.message_bytes} are allowed")
+        begin = data[at + length : at + length + min(size, _LONGEST_NAME)]
+        if self._limits.subscription_bytes is not None and len(begin) < min(size, _LONGEST_NAME):
+            return 0
+        self._count(flags, size, begin)
+        self._left = size
+        return length
+
+    def _count(self, flags: int, size: int, begin: bytes) -> None:
+        limits = self._limits
+        is_command = flags & _COMMAND
+        if not is_command:
+            self._frames += 1
+            self._bytes += size
+            if self._frames > limits.frames:
+                raise GateError("frames", f"a message of more than {limits.frames} frames")
+            if self._bytes > limits.message_bytes:
+                raise GateError("bytes", f"a message of more than {limits.message_bytes} bytes")
+            if not flags & _MORE:
+                self._frames = self._bytes = 0
+        if limits.subscription_bytes is not None and (not is_command or _name(begin) in _SUBSCRIPTIONS):
+            self._subscribed += 1 + size
+            if self._subscribed > limits.subscription_bytes:
+                raise GateError("subscriptions", f"subscriptions of more than {limits.subscription_bytes} bytes")
+
+
+def _name(begin: bytes) -> bytes:
+    return begin[1 : 1 + begin[0]] if begin else b""
+
+
+class FrameAllowance:
+    """A rate limit: `per_second`, with bursts of two seconds' worth."""
+
+    def __init__(self, per_second: float) -> None:
+        self._rate = per_second
+        self._left, self._since = 2 * per_second, time.monotonic()
+
+    def left(self) -> float:
+        """The present allowance."""
+        now = time.monotonic()
+        self._left = min(2 * self._rate, self._left + (now - self._since) * self._rate)
+        self._since = now
+        return self._left
+
+    def take(self, count: int) -> None:
+        """Use up `count` of the allowance, which may become negative."""
+        self._left -= count
+
+
+class _Connection:
+    """A connection from outside, and its own connection to the ZMQ socket."""
+
+    def __init__(self, client: socket.socket, inner: socket.socket, limits: Limits) -> None:
+        self.client, self.inner = client, inner
+        self.counter = FrameCounter(limits)
+        self.tokens = FrameAllowance(limits.per_second)
+        self.unread = b""  # has arrived, and is not checked yet
+        self.up = b""  # may be passed on, and waits for the ZMQ socket
+        self.down = memoryview(b"")  # waits for the peer
+        self.is_held = False  # the peer has used up its allowance
+        self.is_ending = False  # the ZMQ socket has closed, and only the rest goes to the peer
+
+    def interest(self) -> tuple[int, int]:
+        """The events for which each of the two connections is to be polled; 0 for none."""
+        reads, writes = selectors.EVENT_READ, selectors.EVENT_WRITE
+        client = (reads if not (self.up or self.is_held) else 0) | (writes if self.down else 0)
+        inner = (reads if not (self.down or self.is_ending) else 0) | (writes if self.up else 0)
+        return client, inner
+
+    def read(self) -> None:
+        """Read from the peer. Raises `OSError` if it is gone."""
+        with contextlib.suppress(BlockingIOError):
+            data = self.client.recv(_READ)
+            if not data:
+                raise ConnectionResetError
+            self.unread += data
+
+    def pass_up(self, most: int) -> int:
+        """Pass on at most `most` frames. Returns the used allowance. Raises `GateError` or `OSError`."""
+        passed, frames = self.counter.passes(self.unread, most)
+        self.up, self.unread = self.unread[:passed], self.unread[passed:]
+        self.is_held = frames == most and bool(self.unread)
+        self.send_up()
+        return 1 + frames
+
+    def send_up(self) -> None:
+        """Send to the ZMQ socket as much as it takes."""
+        with contextlib.suppress(BlockingIOError):
+            self.up = self.up[self.inner.send(self.up) :] if self.up else b""
+
+    def send_down(self) -> None:
+        """Send to the peer as much as it takes of the ZMQ socket's data."""
+        with contextlib.suppress(BlockingIOError):
+            if not self.down:
+                data = self.inner.recv(_PASSED)
+                self.is_ending = not data
+                self.down = memoryview(data)
+            if self.down:
+                self.down = self.down[self.client.send(self.down) :]
+
+
+class Gate:
+    """Listens at `address` until it is closed, and passes peers on to the ZMQ socket that listens at `inner`.
+
+    Attributes:
+        address: the address as bound, with the chosen port if the port was 0.
+        inner: the address for the ZMQ socket, which must set `zmq.IPC_FILTER_PID` to this process's id.
+        dropped: the number of dropped peers by the limit that they exceeded.
+
+    Raises `OSError` if the address cannot be bound.
+    """
+
+    def __init__(self, what: str, address: str, limits: Limits) -> None:
+        self.dropped: Counter[Dropped] = Counter()
+        self._inner_name = f"pagewire-gate-{secrets.token_hex(16)}"
+        self.inner = f"ipc://@{self._inner_name}"
+        self._listener, self.address = listener(address)
+        self._what, self._limits = what, limits
+        self._tokens, self._accepts = FrameAllowance(10 * limits.per_second), FrameAllowance(_ACCEPTS_PER_S)
+        self._peers: dict[_Connection, tuple[int, int]] = {}  # with the events to poll for
+        self._held: deque[_Connection] = deque()
+        self._said_at = -_SAID_S
+        # After `close`: until when the rest is passed on, as set by the caller, and as read by the thread.
+        self._ends_at: float | None = None
+        self._deadline: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="pagewire-gate", daemon=True)
+        self._thread.start()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Stop listening, and end. Messages already sent are delivered for up to `linger_s` seconds. Safe twice."""
+        if self._listener.fileno() < 0:
+            return
+        if self._thread.is_alive():  # False in a fork, which must not end its parent's gate
+            self._ends_at = time.monotonic() + linger_s
+            os.eventfd_write(self._wake, 1)
+            self._thread.join(linger_s + 2.0)
+        self._listener.close()
+        if self._ends_at is not None and self.address.startswith("ipc://") and not self.address.startswith("ipc://@"):
+            with contextlib.suppress(OSError):
+                Path(self.address.removeprefix("ipc://")).unlink()
+
+    def _run(self) -> None:
+        try:
+            while self._deadline is None or (self._peers and time.monotonic() < self._deadline):
+                try:
+                    self._turn()
+                except Exception:  # noqa: BLE001 - one peer must not stop the service of others
+                    _log.exception("%s: a turn of its gate failed", self._what)
+                    time.sleep(_REFILL_S)
+        finally:
+            for peer in list(self._peers):
+                self._drop(peer)
+            self._selector.close()
+            self._listener.close()
+            os.close(self._wake)
+
+    def _turn(self) -> None:
+        wait = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        for key, events in self._selector.select(_REFILL_S if self._held else wait):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.data is not None:
+                peer, which = key.data
+                self._serve(peer, which, events)
+            elif self._deadline is None:  # `close` was called
+                self._deadline = self._ends_at
+                self._selector.unregister(self._wake)
+                self._selector.unregister(self._listener)
+                self._listener.close()
+        for _ in range(len(self._held)):
+            self._serve((peer := self._held.popleft()), peer.client, 0)
+
+    def _accept(self) -> None:
+        if self._accepts.left() < 1:
+            time.sleep(_REFILL_S)
+            return
+        try:
+            client, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(_REFILL_S)
+            return
+        self._accepts.take(1)
+        if len(self._peers) >= self._limits.most_peers:
+            client.close()
+            self._say("peers", f"more than {self._limits.most_peers} peers")
+            return
+        try:
+            inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        except OSError:
+            client.close()
+            return
+        try:
+            client.setblocking(False)
+            if client.family != socket.AF_UNIX:
+                keep_connected(client)
+            inner.connect("\0" + self._inner_name)
+        except OSError:  # the peer will connect again
+            client.close()
+            inner.close()
+            return
+        peer = _Connection(client, inner, self._limits)
+        self._peers[peer] = (0, 0)
+        self._poll(peer)
+
+    def _serve(self, peer: _Connection, which: socket.socket, events: int) -> None:
+        if peer not in self._peers:  # dropped earlier in this turn
+            return
+        try:
+            is_inner = which is peer.inner
+            if events & (selectors.EVENT_READ if is_inner else selectors.EVENT_WRITE):
+                peer.send_down()
+            if events & (selectors.EVENT_WRITE if is_inner else selectors.EVENT_READ):
+                peer.send_up() if is_inner else peer.read()
+            if peer.unread and not peer.up:
+                self._pass_up(peer)
+        except (GateError, OSError) as error:
+            self._drop(peer)
+            if isinstance(error, GateError):
+                self._say(error.limit, str(error))
+            return
+        if peer.is_ending and not peer.down:
+            self._drop(peer)
+        else:
+            self._poll(peer)
+
+    def _pass_up(self, peer: _Connection) -> None:
+        most = int(min(_FRAMES_AT_ONCE, peer.tokens.left(), self._tokens.left()))
+        if most < 1:
+            peer.is_held = True
+        else:
+            cost = peer.pass_up(most)
+            peer.tokens.take(cost)
+            self._tokens.take(cost)
+        if peer.is_held:
+            self._held.append(peer)
+
+    def _poll(self, peer: _Connection) -> None:
+        before, wanted = self._peers[peer], peer.interest()
+        self._peers[peer] = wanted
+        for which, was, now in zip((peer.client, peer.inner), before, wanted, strict=True):
+            if was == now:
+                continue
+            if not was:
+                self._selector.register(which, now, (peer, which))
+            elif not now:
+                self._selector.unregister(which)
+            else:
+                self._selector.modify(which, now, (peer, which))
+
+    def _drop(self, peer: _Connection) -> None:
+        polled = self._peers.pop(peer)
+        for which, was in zip((peer.client, peer.inner), polled, strict=True):
+            if was:
+                self._selector.unregister(which)
+            which.close()
+
+    def _say(self, limit: Dropped, reason: str) -> None:
+        self.dropped[limit] += 1
+        if (now := time.monotonic()) - self._said_at >= _SAID_S:
+            self._said_at = now
+            total = self.dropped.total()
+            _log.warning("%s: dropped a peer of %s: %s (%d dropped so far)", self._what, self.address, reason, total)
+
+
+def keep_connected(client: socket.socket) -> None:
+    """Notice within half a minute that a host is gone without a word, and send small messages at once."""
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_NODELAY: 1}
+    options[socket.TCP_USER_TIMEOUT] = 15_000  # for data without acknowledgement, as in `keep_alive`
+    for option, value in options.items():
+        client.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def listener(address: str) -> tuple[socket.socket, str]:
+    """A listening socket at a ZMQ address of tcp or ipc, and the address as bound. Raises `OSError`."""
+    transport, _, place = address.partition("://")
+    if transport == "ipc":
+        return _listener_at(socket.AF_UNIX, "\0" + place[1:] if place.startswith("@") else place), address
+    host, _, port = place.rpartition(":")
+    if not host or not (port.isdecimal() or port == "*"):
+        raise OSError(errno.EINVAL, "Invalid argument")
+    host = _numeric(host.strip("[]"))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = _listener_at(family, (host, 0 if port == "*" else int(port)))
+    shown = f"[{host}]" if family == socket.AF_INET6 else host
+    return made, f"tcp://{shown}:{made.getsockname()[1]}"
+
+
+def _numeric(host: str) -> str:
+    if host == "*":
+        return "0.0.0.0"  # noqa: S104 - the caller asks for it
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError):
+            socket.inet_pton(family, host.partition("%")[0])
+            return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:  # `host` is the name of an interface
+        try:
+            found = fcntl.ioctl(asked, _INTERFACE_ADDRESS, struct.pack("256s", host.encode()[:15]))
+        except OSError as error:
+            raise OSError(errno.ENODEV, "No such device") from error
+    return socket.inet_ntoa(found[20:24])
+
+
+def remove_left(place: str) -> None:
+    """Remove the socket file that a killed process has left at an ipc address.
+
+    libzmq would remove any file there, and so take over the address of a live process. Raises `OSError` if a process
+    listens there, or if the file is no socket. Abstract addresses (`@name`) have no file.
+    """
+    path = Path(place)
+    if place.startswith("@") or not path.exists():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asked:
+        found = asked.connect_ex(str(path))  # 0, or EAGAIN if many connections wait there
+    if found != errno.ECONNREFUSED or not path.is_socket():
+        raise OSError(errno.EADDRINUSE, "Address already in use")
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+
+
+def _listener_at(family: socket.AddressFamily, at: str | tuple[str, int]) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        if isinstance(at, str):
+            remove_left(at.replace("\0", "@", 1))
+        else:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        made.bind(at)
+        made.listen(128)
+    except (OSError, OverflowError, ValueError) as error:
+        made.close()
+        raise error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error)) from error
+    return made
+
 
 _MAX_QUESTION_BYTES = 1 << 10
 """The most bytes of a message to such a socket. Messages are short; those of CURVE's handshake are the longest."""
@@ -72,7 +523,7 @@ def _await_free(address: str) -> None:
     while time.monotonic() < deadline:
         if transport == "tcp":
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            with suppress(OSError), socket.socket(family) as tried:
+            with contextlib.suppress(OSError), socket.socket(family) as tried:
                 tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 tried.bind((host.strip("[]"), int(port)))  # it does not listen, so no peer gets to it
                 return

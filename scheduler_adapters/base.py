@@ -29,13 +29,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.layer_groups import LayerTables
-from kvcache.metrics import KVCacheMetrics
 from kvcache.replica.block_table import BlockTable, PageCopy, PendingImport
 from kvcache.replica.contents import PageContents
 from kvcache.replica.context import Context
 from kvcache.replica.copier import ImportProof
 from kvcache.steps_in_flight import StepInFlight
-from kvcache.types import RaggedKVCacheInputs, RequestID
+from kvcache.types import KVCacheMetrics, RaggedKVCacheInputs, RequestID
 
 
 class RunTokens(Protocol):

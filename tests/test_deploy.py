@@ -58,8 +58,7 @@ def properties_of(name: str, path: str) -> list[str]:
 
 
 COUNTERS = {
-    "metrics": fields_of("KVCacheMetrics", "kvcache/metrics.py")
-    + properties_of("KVCacheMetrics", "kvcache/metrics.py"),
+    "metrics": fields_of("KVCacheMetrics", "kvcache/types.py") + properties_of("KVCacheMetrics", "kvcache/types.py"),
     "manager": [
         name
         for name in properties_of("PagedKVCacheManager", "kvcache/manager.py")

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks.pools import expect
 from benchmarks.pulls.layouts import per_layer
-from kvcache.layout import PageLayout
-from kvcache.storage import allocate_blocks
+from kvcache.layout import PageLayout, allocate_blocks
 from transfer.plan.boxes import Box, ShardLayout
 from transfer.plan.shapes import dense
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation

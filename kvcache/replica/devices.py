@@ -8,12 +8,11 @@ import numpy as np
 import torch
 
 from kvcache.copies import copy_pages, page_rows
-from kvcache.layout import PageLayout, scales_of
+from kvcache.layout import PageLayout, allocate_blocks, scales_of
 from kvcache.replica.batch import BatchState
 from kvcache.replica.inputs import DeviceTables, StepTables, build_inputs
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Pages
-from kvcache.storage import allocate_blocks
 from kvcache.types import RaggedKVCacheInputs
 
 

@@ -15,7 +15,6 @@ from kvcache.errors import (
 )
 from kvcache.events.log import EventLog
 from kvcache.layer_groups import LayerTables
-from kvcache.metrics import KVCacheMetrics
 from kvcache.params import HashAlgorithm, KVCacheParams
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
@@ -29,7 +28,7 @@ from kvcache.replica.pages_below import PagesBelow
 from kvcache.replica.resume import Asked, Found, FromBelow, Reservation
 from kvcache.replica.rows import NEVER, BlockRows, Ints, Pages, PromptCounter, Rows, as_rows, rows_at
 from kvcache.replica.tables import OneTable, RowTables
-from kvcache.types import RequestID, StateCopy
+from kvcache.types import KVCacheMetrics, RequestID, StateCopy
 from kvcache.under_way import UnderWay
 
 DigestsOf = Callable[[Ints, Ints, Ints], NDArray[np.uint64]]

@@ -29,11 +29,10 @@ import numpy as np
 import torch
 
 from kvcache.errors import InvalidParamsError, InvariantError, PoolTooSmallError
-from kvcache.layout import KindPages, PageLayout
+from kvcache.layout import KindPages, PageLayout, allocate_blocks
 from kvcache.params import CONV_KINDS, SSM_KIND, StateShape
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool, SlabStates, num_slabs
-from kvcache.storage import allocate_blocks
 
 _ALIGNED = 16  # alignment in bytes, of slabs and of the kinds in them
 

@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.copies import CopyMark, PageMover
+from kvcache.layout import allocate_host_rows
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
 from kvcache.replica.pages_below import PagesBelow
 from kvcache.replica.resume import NO_SLOTS, Asked, Slots
 from kvcache.replica.rows import Pages, Rows, as_rows
-from kvcache.storage import allocate_host_rows
 from kvcache.tiers.page_files import FileRefusals
 
 _BROUGHT_BYTES = 8 << 20  # copied between two steps for readers of pages, and not for rows

@@ -11,7 +11,6 @@ from kvcache.copies import PageMover
 from kvcache.errors import InvariantError, PoolTooSmallError
 from kvcache.layer_groups import LayerTables
 from kvcache.layout import PageLayout, replica_fingerprint
-from kvcache.metrics import KVCacheMetrics
 from kvcache.params import KVCacheParams
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES
@@ -22,6 +21,7 @@ from kvcache.tiers.object_tier import ObjectTier
 from kvcache.tiers.page_files import FileFormat, FileRefusal, SystemIO
 from kvcache.tiers.page_folder import PageFolder, namespace_of
 from kvcache.tiers.page_objects import ObjectFormat
+from kvcache.types import KVCacheMetrics
 
 _SHARE = 0.05  # the share of the time that copies in the loop's thread may take
 _MOST_CREDIT_S = 0.005  # the most unused time of that share that may be spent at once

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.metrics import KVCacheMetrics
+from kvcache.types import KVCacheMetrics
 from kvcache.watch.log import EvictionBook, PoolLog, PrefixTree
 from kvcache.watch.names import WatchNames
 from kvcache.watch.pools import WatchedPool

@@ -21,9 +21,9 @@ import zmq
 from kvcache.arguments import shown
 from kvcache.errors import InvalidParamsError, InvariantError
 from kvcache.manager import PagedKVCacheManager
-from kvcache.metrics import KVCacheMetrics
 from kvcache.replicas import Replicas
 from kvcache.sockets import BoundSocket, bound_socket
+from kvcache.types import KVCacheMetrics
 from kvcache.watch.book import WatchBook, counted
 from kvcache.watch.names import WatchNames
 from kvcache.watch.pools import WatchedPool, pools_of

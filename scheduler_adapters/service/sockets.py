@@ -9,8 +9,7 @@ from typing import Protocol, TypeAlias, TypeVar, cast
 
 import zmq
 
-from kvcache.gate import Limits
-from kvcache.sockets import BoundSocket, keep_alive
+from kvcache.sockets import BoundSocket, Limits, keep_alive
 from scheduler_adapters.errors import ServiceError
 from scheduler_adapters.service import messages as msg
 from transfer.errors import HandshakeError

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sglang.srt.runtime_context import get_parallel
 
-from kvcache.metrics import KVCacheMetrics
 from kvcache.pool.pages import PagePool
+from kvcache.types import KVCacheMetrics
 from kvcache.watch.book import WatchBook
 from kvcache.watch.cells import pool_cells
 from kvcache.watch.endpoint import Watch

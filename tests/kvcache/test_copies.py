@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcache.copies import PageMover, copy_pages, page_rows
-from kvcache.storage import allocate_host_rows
+from kvcache.layout import allocate_host_rows
 from tests.kvcache.summing_model import wait_on_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

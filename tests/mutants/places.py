@@ -16,11 +16,10 @@ _DOORS: dict[str, dict[str, str]] = {
     "kvcache": {
         "arguments": "misuse million_moves params",
         "claims": "misuse check manager replica/batch",
-        "copies": "quantization storage",
+        "copies": "quantization layout",
         "events/log": "events/grouped_events events/events",
         "families": "prometheus",
-        "layout": "quantization",
-        "metrics": "manager",
+        "layout": "layout quantization",
         "params": "params quantization states/state_memory",
         "pool/index": "pool/pages",
         "pool/hinted_order": "eviction_order",

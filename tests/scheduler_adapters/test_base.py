@@ -7,8 +7,8 @@ import pytest
 
 from kvcache.layer_groups import LayerTables
 from kvcache.manager import PagedKVCacheManager
-from kvcache.metrics import KVCacheMetrics
 from kvcache.replica.contents import PageContents
+from kvcache.types import KVCacheMetrics
 from scheduler_adapters.base import Pages, PulledPages
 from tests.kvcache.build import manager_of
 

@@ -23,8 +23,7 @@ from typing import Literal, NamedTuple, Self, TypeAlias
 import msgspec
 import zmq
 
-from kvcache.gate import Limits
-from kvcache.sockets import keep_alive, listening
+from kvcache.sockets import Limits, keep_alive, listening
 from transfer.errors import HandshakeError, MetadataError, TransferError
 from transfer.wire.allowed_peers import AllowedPeers
 from transfer.wire.keys import Throttle

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from kvcache import KVCacheParams, PoolTooSmallError
-from kvcache.layout import PageLayout, replica_fingerprint, shard_layout
+from kvcache.layout import HUGE_PAGE_BYTES, PageLayout, allocate_blocks, replica_fingerprint, shard_layout
 from kvcache.params import PageOrder
-from kvcache.storage import HUGE_PAGE_BYTES, allocate_blocks
 
 
 def layout(order: PageOrder = "head,layer,side,token,dim", **changes: int) -> PageLayout:

@@ -16,9 +16,18 @@ import pytest
 import zmq
 
 from kvcache import InvalidParamsError, KVEvents
-from kvcache.gate import FrameCounter, Gate, GateError, Limits, listen
 from kvcache.reset_endpoint import ResetEndpoint
-from kvcache.sockets import QUESTIONS, SUBSCRIPTIONS, BoundSocket, bound_socket
+from kvcache.sockets import (
+    QUESTIONS,
+    SUBSCRIPTIONS,
+    BoundSocket,
+    FrameCounter,
+    Gate,
+    GateError,
+    Limits,
+    bound_socket,
+    listener,
+)
 from kvcache.watch.endpoint import ManagerWatch
 from kvcache.watch.follower import WatchClient
 from kvcache.watched import AskLook
@@ -241,10 +250,10 @@ def test_one_peer_too_many_is_closed_at_once_and_the_others_go_on(echo: Any, cap
 
 
 def test_peers_leave_the_process_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.gate.resource.getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr("kvcache.sockets.resource.getrlimit", lambda _: (1024, 4096))
     assert Limits(message_bytes=1).most_peers == 170
     assert SUBSCRIPTIONS.most_peers == 170
-    monkeypatch.setattr("kvcache.gate.resource.getrlimit", lambda _: (1 << 20, 1 << 20))
+    monkeypatch.setattr("kvcache.sockets.resource.getrlimit", lambda _: (1 << 20, 1 << 20))
     assert Limits(message_bytes=1).most_peers == 1024
 
 
@@ -315,7 +324,7 @@ def test_it_listens_where_zmq_would(tmp_path: Path) -> None:
         f"ipc://{tmp_path}/{'x' * 200}",
     ):
         with pytest.raises(OSError, match=r"^\[Errno|Invalid|too long"):
-            listen(address)
+            listener(address)
         with pytest.raises(InvalidParamsError, match="cannot bind"):
             bound_socket("echo", zmq.ROUTER, address)
 
