@@ -4,6 +4,8 @@ Imports no other package of the project. Start reading at `manager.py`, which ca
 which has the rules. `docs/concepts/architecture.md` is the map.
 """
 
+from importlib.metadata import distributions
+
 from kvcache.copies import page_rows
 from kvcache.errors import (
     AlreadyClaimedError,
@@ -42,7 +44,9 @@ from kvcache.routing import Routing
 from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight
 from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RangeRetention, RequestID, Retention
-from kvcache.version import __version__
+
+# "unknown": it runs from a folder and was never installed.
+__version__ = next((found.version for found in distributions(name="pagewire")), "unknown")
 
 __all__ = [
     "FUTURE_TOKEN",

@@ -1,5 +1,6 @@
 """`PagedKVCacheManager`: the cache manager that a serving loop calls."""
 
+import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache import arguments, sizing
-from kvcache.check import check_around_calls
 from kvcache.claims import Claims
+from kvcache.errors import InterruptedCallError, KVCacheError
 from kvcache.layer_groups import layer_tables
 from kvcache.layout import shard_layouts
 from kvcache.params import KVCacheParams, resolve_page_size
@@ -27,6 +28,12 @@ from kvcache.reset_endpoint import check_endpoint, open_endpoint
 from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight, check_step
 from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID
+
+_CHANGES_SOMETHING = (
+    *("external_claim", "release", "maybe_reserve", "reserve_batch", "fork", "fetch", "step", "lease", "end_lease"),
+    *("import_block_table", "extend_import", "commit_import", "cancel_import", "reset_prefix_cache"),
+    *("fetch_ahead", "end_step"),
+)
 
 
 class PagedKVCacheManager:
@@ -112,7 +119,7 @@ class PagedKVCacheManager:
         self._metrics_before = KVCacheMetrics()
         self._reset_endpoint = open_endpoint(zmq_endpoint_base, caching=params.enable_prefix_caching)
         if enable_runtime_checks:
-            check_around_calls(self)
+            _check_around_calls(self)
 
     # ---- claiming
 
@@ -640,3 +647,26 @@ class PagedKVCacheManager:
         if right:
             mark.end()
         mark.close()
+
+
+def _check_around_calls(manager: PagedKVCacheManager) -> None:
+    """Make every call of this manager that changes something run `check` before and after it, also after an error."""
+    for name in _CHANGES_SOMETHING:
+        setattr(manager, name, _checked_around(getattr(manager, name), manager.check))
+
+
+def _checked_around(method: Callable[..., Any], check: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        check()
+        try:
+            result = method(*args, **kwargs)
+        except InterruptedCallError:
+            raise
+        except KVCacheError:  # after another exception, the next call checks the state first
+            check()
+            raise
+        check()
+        return result
+
+    return run

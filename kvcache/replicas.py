@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvcache.check import check_replica
 from kvcache.claims import One
-from kvcache.errors import InvalidRequestError
+from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.events.book import EventBook
 from kvcache.events.log import FILES, HOST, EventLog
 from kvcache.events.publisher import EventPublisher
@@ -442,7 +441,7 @@ class Replicas:
     def check(self) -> None:
         """Recount every replica, then the tiers below. Raises `InvariantError` at the first discrepancy."""
         for replica in self.each:
-            check_replica(replica)
+            _check_replica(replica)
         self.steps.check()
         for tiers in self._all_tiers:
             tiers.check()
@@ -527,3 +526,41 @@ def _learn(partial: Sequence[PartialReuse], gathered: Gathered, full: Sequence[t
     for (replica_idx, _, _), pages in full:
         for row, first, last in zip(pages.rows.tolist(), pages.firsts.tolist(), pages.lasts.tolist(), strict=True):
             partial[replica_idx].learn(row, contexts[replica_idx, row], first, last)
+
+
+def _check_replica(replica: Replica) -> None:
+    """Raise `InvariantError` at the first discrepancy: rows, then holders, writers and free pages, then the index.
+
+    `Replica.counted` recounts holders and writers from rows, leases, imports, copies and parked pages. A page without
+    either must be fresh or idle.
+    """
+    rows = replica.rows
+    for request_id, row in rows.row_of.items():
+        if rows.request_ids[row] != request_id:
+            raise InvariantError(f"request {request_id!r}: its row {row} belongs to {rows.request_ids[row]!r}")
+        _check_row(replica, row)
+    for row, request_id in enumerate(rows.request_ids):
+        if request_id is None and (rows.num_pages[row] or rows.table[:, row].any()):
+            raise InvariantError(f"row {row} is free, but holds {rows.num_pages[row]} pages")
+    replica.check()
+
+
+def _check_row(replica: Replica, row: int) -> None:
+    pool, rows = replica.pool, replica.rows
+    request_id, committed, end = rows.request_ids[row], int(rows.committed[row]), int(rows.num_pages[row])
+    pages = replica.tables.pages(row, end)
+    if len(np.unique(pages)) != len(pages):
+        raise InvariantError(f"request {request_id!r}: names a page twice")
+    if pages.size and not (pages.min() >= 1 and pages.max() <= pool.num_pages):
+        raise InvariantError(f"request {request_id!r}: names a page that is not within 1 to {pool.num_pages}")
+    if rows.table[:, row, end:].any():
+        raise InvariantError(f"request {request_id!r}: has page numbers after its last page {end}")
+    if committed > end or not pool.index.published[replica.tables.pages(row, committed)].all():
+        raise InvariantError(f"request {request_id!r}: not all of its {committed} committed pages are published")
+    # A fork may have published the pages that it shares with this row. With several tables, a pending import may have
+    # found more pages in the first table than in all of them. A row may also have published pages after one from a
+    # lower tier.
+    alone = pool.holders[pages[committed:]] == 1
+    found = not replica.tables.is_plain or replica.tier.keeps
+    if not found and (pool.index.published[pages[committed:]] & alone).any():
+        raise InvariantError(f"request {request_id!r}: a page past its {committed} committed ones is published")

@@ -24,7 +24,7 @@ VALUES = {
     "kvcache": {
         *("arguments", "copies", "errors", "eviction_order", "families", "layer_groups", "layout"),
         *("params", "retention", "routing", "sockets", "types"),
-        *("under_way", "version", "watched"),
+        *("under_way", "watched"),
     },
     "transfer": {"errors", "failures", "memory", "spans", "stats"},
     "scheduler_adapters": {"base", "errors", "interrupts", "loop", "overlapped"},

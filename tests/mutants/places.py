@@ -15,7 +15,7 @@ PACKAGES = ("kvcache", "transfer", "scheduler_adapters", "pagewire")
 _DOORS: dict[str, dict[str, str]] = {
     "kvcache": {
         "arguments": "misuse million_moves params",
-        "claims": "misuse check manager replica/batch",
+        "claims": "misuse replicas manager replica/batch",
         "copies": "quantization layout",
         "events/log": "events/grouped_events events/events",
         "families": "prometheus",
@@ -38,7 +38,7 @@ _DOORS: dict[str, dict[str, str]] = {
         "replica/resume": "replica/further_tables replica/pages_below states/grouped_states replica/lent_tables",
         "replica/rows": "replica/batch replica/fork handover million_moves",
         "replica/tables": "replica/further_tables replica/further_imports manager million_moves replica/leases",
-        "replicas": "manager admission handover replica/batch million_moves",
+        "replicas": "replicas manager admission handover replica/batch million_moves",
         "states/kept_states": "million_moves states/grouped_states",
         "states/hybrid_replica": "million_moves states/grouped_states",
         "states/state_pages": "million_moves states/kept_states_hints states/state_pages",
@@ -110,7 +110,7 @@ _DOORS: dict[str, dict[str, str]] = {
 }
 # The tests of a package's interface, where its faults show too.
 _ELSEWHERE = {
-    "kvcache": ("manager", "handover", "million_moves", "misuse", "check"),
+    "kvcache": ("manager", "handover", "million_moves", "misuse", "replicas"),
     "transfer": ("pull/ownership", "pull/exchange", "pull/replica", "connector/worker_pairs"),
     "scheduler_adapters": (),
     "pagewire": ("cli",),
