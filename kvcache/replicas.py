@@ -26,6 +26,7 @@ from kvcache.replica.batch import UNKNOWN, Batch, BatchState, Gathered, Share
 from kvcache.replica.context import Context, hasher_of, read_context
 from kvcache.replica.devices import PageMemory, PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
+from kvcache.replica.page_moves import ReplicaPageMoves
 from kvcache.replica.partial import PartialReuse
 from kvcache.replica.peer_copies import PeerCopies
 from kvcache.replica.replica import Filled, Replica
@@ -33,8 +34,9 @@ from kvcache.replica.resume import Found
 from kvcache.replica.rows import NEVER, AllRows, BlockRows, Ints, rows_at
 from kvcache.routing import Router
 from kvcache.sizing import Sizes
-from kvcache.states.hybrid_replica import HybridReplica, slab_pages_of, step_drafted
-from kvcache.states.state_memory import state_layouts
+from kvcache.states.hybrid_replica import HybridReplica, step_drafted
+from kvcache.states.state_memory import room_apart, room_in_slabs, slab_pages_of, state_layouts
+from kvcache.states.state_pages import StatePages
 from kvcache.states.state_tiers import divide_tiers, state_tiers
 from kvcache.steps_in_flight import StepInFlight, StepsInFlight
 from kvcache.tiers.tiers import Tiers, page_tiers
@@ -66,12 +68,19 @@ def place_replicas(
         block_rows = BlockRows(every, own, sizes.max_seq_len, page_size, tables.groups, pinned=pinned)
         make_order = params.eviction_order
         order = None if make_order is None else CheckedOrder(pages, make_order(pages))
-        pool = SlabPool(pages, words, slab_pages, order) if slab_pages else PagePool(pages, words, order)
         memory = PageMemory(layouts, pages, group, stream)
         if params.states is None:
-            replica = Replica(params, tables, block_rows, pool, mark)
+            replica = Replica(params, tables, block_rows, PagePool(pages, words, order), mark)
+        elif slab_pages:
+            pool = SlabPool(pages, words, slab_pages, order)
+            states = StatePages(params.states, room_in_slabs(params.states, pool, memory.rows), mark)
+            replica = HybridReplica(params, states, tables, block_rows, pool, mark)
+            hybrid.append(replica)
+            replica.moves = pool.moves = ReplicaPageMoves(replica, functools.partial(memory.copy_pages_of, memory))
         else:
-            replica = HybridReplica(params, params.states, tables, block_rows, pool, mark, memory)
+            apart = room_apart(params.states, params.states_apart(rows), group, words)
+            states, pool = StatePages(params.states, apart, mark), PagePool(pages, words, order)
+            replica = HybridReplica(params, states, tables, block_rows, pool, mark)
             hybrid.append(replica)
         placed.append(PlacedReplica(replica, memory))
     of_states = state_layouts(params.states, len(layouts))

@@ -20,9 +20,8 @@ from kvcache.layer_groups import LayerTables, layer_tables
 from kvcache.layout import shard_layouts
 from kvcache.params import KVCacheParams, resolve_page_size
 from kvcache.pool.slabs import num_slabs
-from kvcache.states.hybrid_replica import slab_pages_of
 from kvcache.states.state_memory import page_bytes as state_bytes
-from kvcache.states.state_memory import state_layouts
+from kvcache.states.state_memory import slab_pages_of, state_layouts
 
 MOST_REQUESTS = 512  # the most that `infer_optimal_batch_size` returns; larger steps gain nothing
 MOST_ROWS = 1 << 20

@@ -101,8 +101,31 @@ class PagePool:
         return page
 
     def next_evicted(self) -> int:
-        """The page that `allocate_one` would evict; 0 if a page is fresh, or if none is free."""
+        """The page that `allocate_one` would evict; 0 if a page is fresh, if none is free, or if it cannot be known."""
         return 0 if self._fresh_count or not self.idle.count else self.idle.first()
+
+    # ---- room for one page, which `SlabStates` takes from another pool
+
+    @property
+    def num_held(self) -> int:
+        """Pages with a holder or a writer."""
+        return self.num_pages - self.free_count
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `make_room` would find a page, if it may move pages."""
+        return self.free_count > 0
+
+    @property
+    def room_may_cost(self) -> bool:
+        """Whether making room may evict pages of the other pool."""
+        return False
+
+    def make_room(self, *, moving: bool) -> bool:  # noqa: ARG002 - all pages are here
+        """Whether a page can be allocated now, perhaps by evicting one. `moving`: pages of the other may be moved."""
+        return self.free_count > 0
+
+    # ---- holders and writers
 
     def hold(self, pages: Pages) -> None:
         """Add a holder to each of `pages`, which are distinct and published or held."""

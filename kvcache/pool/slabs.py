@@ -38,7 +38,19 @@ class CachedSlabs:
 
 
 class PageMoves:
-    """Moves held pages: it owns all records of page ids. This base moves none."""
+    """Moves held pages: it owns all records of page ids. This base moves none, for a pool without slabs."""
+
+    def claimed(self, row: int) -> None:
+        """Record that a new request has claimed the row."""
+
+    def fetched(self, rows: NDArray[np.int64] | slice) -> None:
+        """Record that a model reads the pages of these rows until their `step`."""
+
+    def stepped(self, rows: NDArray[np.int64] | slice) -> None:
+        """Record that the model has run these rows."""
+
+    def told(self, row: int) -> None:
+        """Record that another process knows the row's pages. They are not moved while the row is claimed."""
 
     def staying(self) -> NDArray[np.bool_] | np.bool_:
         """Which pages cannot be moved while held, bool `[num_pages + 1]`; one bool stands for all pages."""
@@ -56,7 +68,11 @@ def num_slabs(num_pages: int, slab_pages: int) -> int:
 class SlabPool(PagePool):
     """A pool in which pages can be taken as slabs. Slab s is `slab_pages` pages from `s * slab_pages` on; s > 0.
 
-    Each page of a taken slab has one holder. The caller that takes slabs sets `cached`, and calls `move_by`.
+    Each page of a taken slab has one holder. The caller that takes slabs sets `cached` and `moves`.
+
+    Attributes:
+        cached: the cached slabs.
+        moves: moves held pages to make room for slabs.
     """
 
     def __init__(self, num_pages: int, digest_words: int, slab_pages: int, order: EvictionOrder | None = None) -> None:
@@ -102,10 +118,6 @@ class SlabPool(PagePool):
         page = super().allocate_one()
         self._last_evicted = max(self._last_evicted, self._used.item(page))
         return page
-
-    def move_by(self, moves: PageMoves) -> None:
-        """Let `moves` move held pages from now on, to make room for slabs."""
-        self.moves = moves
 
     # ---- slabs
 
@@ -354,15 +366,27 @@ class SlabStates(PagePool, CachedSlabs):
     def give_up_oldest(self) -> None:
         self.release(np.array([self.allocate_one()], np.int32))
 
-    def take(self, *, moving: bool) -> bool:
-        """Take a slab from the pages of tokens. Returns False if a copy has to go first, or if there is no slab.
+    @property
+    def num_held(self) -> int:
+        return int(np.count_nonzero(self._slabs.taken)) - self.num_idle
 
-        `moving`: held pages may be moved to clear one.
-        """
+    @property
+    def has_room(self) -> bool:
+        return self._slabs.can_take_slab()
+
+    @property
+    def room_may_cost(self) -> bool:
+        return not self._slabs.has_fresh_slab
+
+    def next_evicted(self) -> int:
+        return 0
+
+    def make_room(self, *, moving: bool) -> bool:
+        """As the base. Takes a slab from the pages of tokens, unless a copy has to go first."""
         if slab := self._slabs.take_slab(moving=moving):
             self.holders[slab] = 0
             super()._push_fresh(np.array([slab], np.int32))
-        return slab > 0
+        return self.free_count > 0
 
     def check(self, holders: NDArray[np.int64], writers: NDArray[np.int64]) -> None:
         """As the base, for the taken slabs. Also checks that none of them is fresh."""

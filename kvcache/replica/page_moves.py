@@ -23,19 +23,15 @@ class ReplicaPageMoves(PageMoves):
         self._runs, self._told = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
 
     def claimed(self, row: int) -> None:
-        """Record that a new request has claimed the row."""
         self._runs[row] = self._told[row] = False
 
     def fetched(self, rows: Rows | list[int]) -> None:
-        """Record that a model reads the pages of these rows until their `step`."""
         self._runs[rows] = True
 
     def stepped(self, rows: Rows) -> None:
-        """Record that the model has run these rows."""
         self._runs[rows] = False
 
     def told(self, row: int) -> None:
-        """Record that another process knows the row's pages. They are not moved while the row is claimed."""
         self._told[row] = True
 
     def staying(self) -> NDArray[np.bool_]:

@@ -14,36 +14,25 @@ import numpy as np
 
 from kvcache.errors import NoFreeStatePageError, StatePageError
 from kvcache.layer_groups import LayerTables
-from kvcache.layout import PageLayout
-from kvcache.params import KVCacheParams, StateShape
+from kvcache.params import KVCacheParams
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
-from kvcache.pool.slabs import SlabPool
+from kvcache.pool.slabs import PageMoves
 from kvcache.replica.batch import Gathered
 from kvcache.replica.block_table import ImportPart, PendingImport
 from kvcache.replica.context import Context
-from kvcache.replica.devices import PageMemory
-from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
+from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.leases import HeldPages, PageLease
-from kvcache.replica.page_moves import ReplicaPageMoves
 from kvcache.replica.replica import Replica
 from kvcache.replica.resume import Asked, Found, FromBelow, Reservation
 from kvcache.replica.rows import BlockRows, Ints, Pages, Rows
 from kvcache.states.kept_states import KeptStates, StateHints
-from kvcache.states.state_memory import StateSlabs, pages_of_slab, state_layouts
 from kvcache.states.state_pages import StatePages
 from kvcache.types import StateCopy
 from kvcache.under_way import UnderWay
 
 Step = Callable[[Gathered, Callable[[], None] | None], None]
 """Steps the gathered requests. The second argument is called once their tokens are published."""
-
-
-def slab_pages_of(params: KVCacheParams, layouts: Sequence[PageLayout]) -> int:
-    """The pages that a request's state takes among the token pages; 0: none. `layouts`: of a page on each shard."""
-    if not params.has_states_in_pages:
-        return 0
-    return pages_of_slab(state_layouts(params.states, len(layouts)), layouts)
 
 
 class HybridReplica(Replica):
@@ -53,7 +42,8 @@ class HybridReplica(Replica):
     (`SlabPool`), held token pages may be moved to make room for a state that is claimed or forked. Pages that a model
     reads (from `fetch` to `step`), or that a lease, an import or a block table names, are never moved.
 
-    Raises `InvalidParamsError` if the shards cannot share the heads, `PoolTooSmallError` if there is no room.
+    Attributes:
+        moves: records which pages a slab of states must not move; with slabs, the caller sets it.
     """
 
     state_groups = 1
@@ -61,24 +51,16 @@ class HybridReplica(Replica):
     def __init__(
         self,
         params: KVCacheParams,
-        shape: StateShape,
+        states: StatePages,
         tables: LayerTables,
         rows: BlockRows,
         pool: PagePool,
         mark: UnderWay,
-        memory: PageMemory,
     ) -> None:
         super().__init__(params, tables, rows, pool, mark)
         self._run = self.tables.run  # `up_to_state` finds the pages of the other tables
-        words, devices = DIGEST_BYTES[params.hash_algorithm] // 8, memory.devices
-        self._moves = ReplicaPageMoves(self, functools.partial(memory.copy_pages_of, memory))
-        if isinstance(pool, SlabPool):
-            pool.move_by(self._moves)
-            slabs = StateSlabs(state_layouts(shape, len(devices)), pool, memory.rows)
-            self.states = StatePages(shape, pool.num_slabs, devices, words, slabs, mark)
-        else:
-            apart = params.states_apart(len(rows.request_ids))
-            self.states = StatePages(shape, apart, devices, words, None, mark)
+        self.moves = PageMoves()
+        self.states = states
         self._kept = KeptStates(self.states, self, params.state_every_pages)
         self.hints.lead(StateHints(self.states, self, params))
 
@@ -93,7 +75,7 @@ class HybridReplica(Replica):
 
     @property
     def has_state_room(self) -> bool:
-        return self.states.num_free > 0
+        return self.states.pool.has_room
 
     def check_free(self, request_id: str) -> None:
         """As the base. Raises `NoFreeStatePageError` if there is no room for a state."""
@@ -104,7 +86,7 @@ class HybridReplica(Replica):
     def claim(self, request_id: str) -> int:
         row = super().claim(request_id)
         self.states.allocate(request_id)
-        self._moves.claimed(row)
+        self.moves.claimed(row)
         return row
 
     def release(self, row: int, context: Context | None) -> None:
@@ -129,7 +111,7 @@ class HybridReplica(Replica):
     @property
     def hit_may_change(self) -> bool:
         """As the base. With slabs the state of a new request may also evict pages that it would find."""
-        return super().hit_may_change or (self.caching and self.states.room.may_lose_pages)
+        return super().hit_may_change or (self.caching and self.states.pool.room_may_cost)
 
     @property
     def generation(self) -> int:
@@ -142,7 +124,7 @@ class HybridReplica(Replica):
         states = self.states
         digests = (hasher or self.hasher(row, context)).digests(context.tokens, found.first, found.end)
         ends = (
-            states.kept_after(digests, but=states.room.goes_next)
+            states.kept_after(digests, but=states.pool.next_evicted())
             if row is None
             else self.ends(digests, self._name(row))
         )
@@ -231,11 +213,11 @@ class HybridReplica(Replica):
 
     def fetched(self, rows: Rows) -> None:
         """A model reads the pages of these rows until their `step`, so they are not moved."""
-        self._moves.fetched(rows)
+        self.moves.fetched(rows)
 
     def stepped(self, rows: Rows, computed: Ints) -> None:
         """The rows have run up to these tokens. States at the end of a page are copied as `KeptStates` decides."""
-        self._moves.stepped(rows)
+        self.moves.stepped(rows)
         if self.caching:
             self._kept.computed(rows, computed)
 
@@ -282,7 +264,7 @@ class HybridReplica(Replica):
                     f"request {request_id!r}: its pages hold {num_tokens} tokens, but its state covers {tokens}"
                 )
             states.tell(request_id)
-        self._moves.told(row)
+        self.moves.told(row)
         groups = super().page_groups(row, num_tokens, first=first, full_pages=full_pages)
         return *groups, (states.page_of(request_id),)
 

@@ -15,22 +15,22 @@ A shard holds a range of the heads, the channels of x that belong to these heads
 belong to their groups. All layers of a request lie in one page of each pool, head-major as pages of keys and values
 do: a transfer moves a state as it moves any page, and any range of heads or channels is one run.
 
-The pages have memory of their own (`StateRoom`), or share one budget with the pages of tokens (`StateSlabs`). A slab
-(`kvcache.pool.slabs`) is a run of as many pages of tokens as hold a state on every shard. State page s is slab s. Its
-kinds lie one behind the other from the slab's first byte on, each aligned.
+The pages have memory of their own (`room_apart`), or share one budget with the pages of tokens (`room_in_slabs`). A
+slab (`kvcache.pool.slabs`) is a run of as many pages of tokens as hold a state on every shard. State page s is slab s.
+Its kinds lie one behind the other from the slab's first byte on, each aligned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from kvcache.errors import InvalidParamsError, InvariantError, PoolTooSmallError
 from kvcache.layout import KindPages, PageLayout, allocate_blocks
-from kvcache.params import CONV_KINDS, SSM_KIND, StateShape
+from kvcache.params import CONV_KINDS, SSM_KIND, KVCacheParams, StateShape
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool, SlabStates, num_slabs
 
@@ -79,6 +79,13 @@ def _page(layers: int, first: int, count: int, dim: int, dtype: torch.dtype) -> 
     return PageLayout(name, dtype.itemsize, layers, 1, first, count, 1, dim, "head,layer,side,token,dim")
 
 
+def slab_pages_of(params: KVCacheParams, layouts: Sequence[PageLayout]) -> int:
+    """The pages that a request's state takes among the token pages; 0: none. `layouts`: of a page on each shard."""
+    if not params.has_states_in_pages:
+        return 0
+    return pages_of_slab(state_layouts(params.states, len(layouts)), layouts)
+
+
 def pages_of_slab(states: StateLayouts, pages: Sequence[PageLayout]) -> int:
     """The least number of pages that hold a state on each shard, and whose bytes are a multiple of the alignment."""
     count = max(-(-kind_offsets(kinds)[-1] // page.page_bytes) for kinds, page in zip(states, pages, strict=True))
@@ -92,128 +99,68 @@ def most_states(num_pages: int, slab_pages: int) -> int:
     return num_slabs(num_pages, slab_pages)
 
 
-class StateRoom:
-    """Memory of their own for the states of one replica, of `num_pages` pages, and the holders of each page.
+class StateRoom(NamedTuple):
+    """The memory of one replica's states, and the pool of its pages.
 
-    Copies have no holder and are evicted least recently used first. They are found by digests of `digest_words` words.
-    Raises `PoolTooSmallError` if a device is too small.
+    Attributes:
+        layouts: the page layout of each kind, per shard.
+        blocks: the states, `[shard][kind]`: tensors `[pages + 1, ...]`. Page 0 is the null page.
+        tensors: those of `blocks` that are no part of the pages of tokens, `[shard][kind]`.
+        kinds: the location of each kind, `[shard][kind]`.
+        pool: holders of pages, and copies, which are found by their digests and evicted least recently used first.
     """
 
-    def __init__(
-        self, layouts: StateLayouts, num_pages: int, devices: Sequence[torch.device | str], digest_words: int
-    ) -> None:
-        self.layouts = layouts  # the page layout of each kind, per shard
-        # The blocks of each shard and kind, `[pages + 1, ...]`; page 0 is never used.
-        self.blocks = [
-            [allocate_blocks(layout, num_pages + 1, torch.device(device)) for layout in kinds.values()]
-            for kinds, device in zip(layouts, devices, strict=True)
-        ]
-        self.pool = PagePool(num_pages, digest_words)
-
-    @property
-    def tensors(self) -> list[list[torch.Tensor]]:
-        """The memory of the states, `[shard][kind]`."""
-        return self.blocks
-
-    @property
-    def num_free(self) -> int:
-        """Pages that can be allocated, including those of copies."""
-        return self.pool.free_count
-
-    @property
-    def num_idle(self) -> int:
-        """Copies without a holder."""
-        return self.pool.idle.count
-
-    @property
-    def num_held(self) -> int:
-        """Pages that have a holder, or that a transfer writes."""
-        return self.pool.num_pages - self.pool.free_count
-
-    @property
-    def goes_next(self) -> int:
-        """The page whose copy is evicted for the next request; 0 if none is, or if it cannot be known."""
-        return self.pool.next_evicted()
-
-    @property
-    def may_lose_pages(self) -> bool:
-        """Whether token pages or copies may be evicted for the next request, and it cannot be known which."""
-        return False
-
-    def make_room(self, *, moving: bool) -> bool:  # noqa: ARG002 - no token pages lie here
-        """Whether a page can be allocated, perhaps by evicting a copy. `moving`: token pages may be moved for it."""
-        return self.pool.free_count > 0
-
-    def kinds(self, shard: int) -> list[KindPages]:
-        """The layout of each kind of state on a shard."""
-        return [
-            KindPages(kind, layout, region, offset=0, stride=layout.page_bytes)
-            for region, (kind, layout) in enumerate(self.layouts[shard].items())
-        ]
+    layouts: StateLayouts
+    blocks: list[list[torch.Tensor]]
+    tensors: list[list[torch.Tensor]]
+    kinds: list[list[KindPages]]
+    pool: PagePool
 
     def check(self) -> None:
-        """Raise `InvariantError` if page 0 was written."""
-        if any(tensor[0].any() for tensor in chain.from_iterable(self.blocks)):
+        """Raise `InvariantError` if page 0 was written. In the pages of tokens it belongs to these."""
+        if any(tensor[0].any() for tensor in chain.from_iterable(self.tensors)):
             raise InvariantError("state page 0, the null page, was written")
 
 
-class StateSlabs(StateRoom):
-    """The slabs of one replica's token pages as the memory of its states.
+def room_apart(
+    shape: StateShape | None, num_pages: int, devices: Sequence[torch.device | str], digest_words: int
+) -> StateRoom:
+    """Memory of their own for `num_pages` states on these devices, one for each shard.
 
-    `rows`: these token pages by shard, `[pages, words]`. `SlabStates` takes slabs and gives them back. Raises
-    `PoolTooSmallError` if the pool has no slab.
+    Raises `InvalidParamsError` if the shards cannot share the heads, `PoolTooSmallError` if a device is too small.
     """
+    layouts = state_layouts(shape, len(devices))
+    blocks = [
+        [allocate_blocks(layout, num_pages + 1, torch.device(device)) for layout in kinds.values()]
+        for kinds, device in zip(layouts, devices, strict=True)
+    ]
+    where = [
+        [KindPages(kind, page, region, 0, page.page_bytes) for region, (kind, page) in enumerate(kinds.items())]
+        for kinds in layouts
+    ]
+    return StateRoom(layouts, blocks, blocks, where, PagePool(num_pages, digest_words))
 
-    def __init__(self, layouts: StateLayouts, slabs: SlabPool, rows: Sequence[torch.Tensor]) -> None:
-        if slabs.num_slabs < 1:
-            raise PoolTooSmallError(
-                f"available_cache_memory holds {slabs.num_pages} pages, and a state takes {slabs.slab_pages} of them: "
-                f"at least {2 * slabs.slab_pages} pages are needed"
-            )
-        self._slabs = slabs
-        self._slab_bytes = [slabs.slab_pages * row.shape[1] * row.element_size() for row in rows]
-        self.layouts = layouts
-        self.blocks = [
-            _views(kinds, shard, slabs.num_slabs + 1, size)
-            for kinds, shard, size in zip(layouts, rows, self._slab_bytes, strict=True)
-        ]
-        self.pool = self._states = SlabStates(slabs)
 
-    @property
-    def tensors(self) -> list[list[torch.Tensor]]:
-        """Empty lists, as states lie in the token pages."""
-        return [[] for _ in self.blocks]
+def room_in_slabs(shape: StateShape | None, slabs: SlabPool, rows: Sequence[torch.Tensor]) -> StateRoom:
+    """The slabs of token pages as the memory of states. `rows`: these token pages by shard, `[pages, words]`.
 
-    @property
-    def num_free(self) -> int:
-        """1 if a page can be allocated, else 0."""
-        return int(self._slabs.can_take_slab())
-
-    @property
-    def num_held(self) -> int:
-        return int(np.count_nonzero(self._slabs.taken)) - self.num_idle
-
-    @property
-    def goes_next(self) -> int:
-        return 0
-
-    @property
-    def may_lose_pages(self) -> bool:
-        return not self._slabs.has_fresh_slab
-
-    def make_room(self, *, moving: bool) -> bool:
-        self._states.take(moving=moving)
-        return self.pool.free_count > 0
-
-    def kinds(self, shard: int) -> list[KindPages]:
-        kinds, stride = self.layouts[shard], self._slab_bytes[shard]
-        return [
-            KindPages(kind, page, None, offset, stride)
-            for (kind, page), offset in zip(kinds.items(), kind_offsets(kinds), strict=False)
-        ]
-
-    def check(self) -> None:
-        """As the base, except that page 0 belongs to the token pages and is not checked."""
+    Raises as `room_apart`, and `PoolTooSmallError` if the pool has no slab.
+    """
+    if slabs.num_slabs < 1:
+        raise PoolTooSmallError(
+            f"available_cache_memory holds {slabs.num_pages} pages, and a state takes {slabs.slab_pages} of them: "
+            f"at least {2 * slabs.slab_pages} pages are needed"
+        )
+    layouts = state_layouts(shape, len(rows))
+    sizes = [slabs.slab_pages * row.shape[1] * row.element_size() for row in rows]
+    blocks = [
+        _views(kinds, shard, slabs.num_slabs + 1, size) for kinds, shard, size in zip(layouts, rows, sizes, strict=True)
+    ]
+    where = [
+        [KindPages(kind, kinds[kind], None, at, size) for kind, at in zip(kinds, kind_offsets(kinds), strict=False)]
+        for kinds, size in zip(layouts, sizes, strict=True)
+    ]
+    return StateRoom(layouts, blocks, [[] for _ in blocks], where, SlabStates(slabs))
 
 
 def kind_offsets(kinds: Mapping[str, PageLayout]) -> list[int]:

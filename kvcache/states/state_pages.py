@@ -9,7 +9,7 @@ tokens run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
@@ -25,7 +25,7 @@ from kvcache.replica.leases import HeldPages
 from kvcache.replica.pages_below import PagesBelow
 from kvcache.replica.resume import Asked, last_end
 from kvcache.replica.rows import Ints
-from kvcache.states.state_memory import StateRoom, StateSlabs, StateViews, state_layouts
+from kvcache.states.state_memory import StateRoom, StateViews
 from kvcache.types import StateCopy
 from kvcache.under_way import UnderWay
 
@@ -132,27 +132,18 @@ class StatePages:
     transfer writes to it. This class adds the rules of states. A state cannot go back, and a leased state does not
     advance past the tokens that its reader knows. The manager checks which calls a request may make (`HybridReplica`).
 
-    Each shard's device has `num_pages` pages: one for each request that may hold a state at a time, and the rest for
-    copies. Copies are found by digests of `digest_words` words. Raises `InvalidParamsError` if the shards cannot share
-    the heads, and `PoolTooSmallError` if a device is too small.
+    `room` has the memory, with one page for each request that may hold a state at a time, and the rest for copies. In
+    slabs of token pages, a slab is taken for a state, and given back when the state has no holder and is not a copy.
 
-    With `slabs` the pages are these slabs in the memory of token pages, and `num_pages` has no effect. A slab is taken
-    for a state, and given back when the state has no holder and is not a copy. Token pages use the other slabs.
+    Attributes:
+        tensors: the states' own memory, `[shard][kind]`; empty lists if they lie in the token pages.
+        hits: requests that resumed from a copy.
     """
 
-    def __init__(
-        self,
-        shape: StateShape,
-        num_pages: int,
-        devices: Sequence[torch.device | str] = ("cpu",),
-        digest_words: int = 1,
-        slabs: StateSlabs | None = None,
-        mark: UnderWay | None = None,
-    ) -> None:
-        self._mark = mark or UnderWay()  # the manager's
-        room = slabs or StateRoom(state_layouts(shape, len(devices)), num_pages, devices, digest_words)
-        self.shape, self.room, self.pool = shape, room, room.pool
-        self.layouts, self.blocks, self.num_pages = room.layouts, room.blocks, room.pool.num_pages
+    def __init__(self, shape: StateShape, room: StateRoom, mark: UnderWay) -> None:
+        self._mark = mark  # the manager's
+        self.shape, self._room, self.pool, self.num_pages = shape, room, room.pool, room.pool.num_pages
+        self.layouts, self.blocks, self.tensors = room.layouts, room.blocks, room.tensors
         self._views = StateViews(self.layouts, self.blocks, shape.matrix)
         self.read, self.write = self._views.read, self._views.write
         self._tokens = np.zeros(self.num_pages + 1, np.int64)
@@ -162,28 +153,18 @@ class StatePages:
         self._before: dict[int, int] = {}  # by page that a transfer writes: the copy from which its request resumed
         self._saved: dict[int, list[torch.Tensor]] = {}  # without such a copy: its former content, in host memory
         self._passing = PassingCopies()
-        self.hits = 0  # requests that resumed from a copy
+        self.hits = 0
         self.drafts = DraftedPages(self._tokens)
-
-    @property
-    def tensors(self) -> list[list[torch.Tensor]]:
-        """The states' own memory, `[shard][kind]`; empty lists if they lie in the token pages."""
-        return self.room.tensors
-
-    @property
-    def num_free(self) -> int:
-        """Pages that `allocate` can give, including those of copies. With slabs: 1 if it can give one, else 0."""
-        return self.room.num_free
 
     @property
     def num_held(self) -> int:
         """Pages that a request or a lease holds, or that a transfer writes."""
-        return self.room.num_held
+        return self.pool.num_held
 
     @property
     def num_idle(self) -> int:
         """Copies without a holder."""
-        return self.room.num_idle
+        return self.pool.idle.count
 
     @property
     def index(self) -> PrefixIndex:
@@ -204,7 +185,7 @@ class StatePages:
 
     def allocate(self, request_id: str) -> int:
         """Give a request a zeroed page, the state before its first token. Raises `NoFreeStatePageError`."""
-        if not self.room.make_room(moving=True):
+        if not self.pool.make_room(moving=True):
             raise NoFreeStatePageError(f"request {request_id!r}: all {self.num_pages} state pages are held")
         page = self._page_of[request_id] = self.pool.allocate_one()
         self._reset(page)
@@ -267,14 +248,48 @@ class StatePages:
 
     def ask(self, digests: Digests) -> bool:
         """Ask the lower tiers for the last copies that are not known yet. Returns whether an answer is on its way."""
-        return ask_newest(self.below, digests[self.longest(digests) :])
+        before = self.below.answers
+        for _, some, there in self._below_host(digests):
+            if self._ask_later(some, there):
+                return True
+            if there.any():  # whether there are earlier ones does not matter
+                break
+        return self.below.answers != before  # an answer that has just come may allow a further question
 
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
         """Bring the last copy below host memory up to the host, if it is later than `longest`. True if one is coming.
 
-        `wait`: wait a while for it.
+        If it cannot be read, the one before it is tried, and so on. `wait`: wait a while for it, and not for answers.
         """
-        return bring_newest(self.below, digests[self.longest(digests) :], wait=wait)
+        before = self.below.answers
+        for first, some, there in self._below_host(digests):
+            if self._ask_later(some, there) and not wait:
+                return True
+            for at in np.flatnonzero(there[0])[::-1].tolist():
+                one = np.zeros_like(there)
+                one[0, at] = True
+                if self.below.to_host(some, one, first + at + 1, wait=wait):
+                    return True
+                if self.below.slots(some[0, at : at + 1]).all():
+                    return False
+        return self.below.answers != before  # as above
+
+    def _below_host(self, digests: Digests) -> Iterator[tuple[int, Digests, Asked]]:
+        """The digests after `longest`, some at a time, the last ones first: `[1, digests, words]`.
+
+        Yields the number of those before them, they themselves, and which of them the tiers are known to have.
+        """
+        digests = digests[self.longest(digests) :]
+        for end in range(len(digests), 0, -_LOOKED_AT):
+            first = max(0, end - _LOOKED_AT)
+            some = digests[None, first:end]
+            yield first, some, self.below.has(some, np.ones(some.shape[:2], np.bool_))
+
+    def _ask_later(self, digests: Digests, there: Asked) -> bool:
+        """Ask for the states later than the last one of `there`. Returns whether an answer is on its way."""
+        later = np.ones_like(there)
+        later[0, : last_end(there[0])] = False
+        return self.below.ask(digests, later)
 
     # ---- copies that other requests resume from
 
@@ -289,7 +304,7 @@ class StatePages:
         if (before := self._passing.pop(request_id, None)) is not None:
             self._forget(before)
         if not (copy := self._found(digest)):
-            if not self.room.make_room(moving=False):
+            if not pool.make_room(moving=False):
                 return
             copy = pool.allocate_one()
             self._copy(page, copy)
@@ -321,7 +336,7 @@ class StatePages:
 
     def take_copy(self, copy: StateCopy, digest: Digests) -> HeldPages | None:
         """Keep another replica's copy here, too. Returns its page, held for the caller; None if no page is left."""
-        if not self.room.make_room(moving=True):
+        if not self.pool.make_room(moving=True):
             return None
         page = self.pool.allocate_one()
         for ours, theirs in zip(chain.from_iterable(self.blocks), copy.parts, strict=True):
@@ -337,7 +352,7 @@ class StatePages:
         Returns whether it is on its way: False if the device has it, the host has not, or no page is left.
         """
         absent, slots = self.pool.index.find(digest)[0] == NO_PAGE, self.below.slots(digest)
-        if not absent or not slots.all() or not self.room.make_room(moving=False):
+        if not absent or not slots.all() or not self.pool.make_room(moving=False):
             return False
         page = self.pool.allocate_one()
         self._tokens[page] = tokens
@@ -382,7 +397,7 @@ class StatePages:
         if request_id in self.drafts.page_of:
             return True
         self._mark.call = ("draft", request_id)
-        there = self.room.make_room(moving=False)  # after a fetch, token pages must stay where they are
+        there = self.pool.make_room(moving=False)  # after a fetch, token pages must stay where they are
         if there:
             page = self.pool.allocate_one()
             self._tokens[page] = self._told[page] = 0
@@ -506,7 +521,7 @@ class StatePages:
 
     def kinds(self, shard: int) -> list[KindPages]:
         """The layout of each kind of state on a shard, including page 0."""
-        return self.room.kinds(shard)
+        return self._room.kinds[shard]
 
     def mend(self, request_ids: Iterable[str], written: Sequence[int], leased: Ints) -> None:
         """Rebuild the holders after an interrupt, from the claimed requests, pages in transfer, and open leases.
@@ -554,7 +569,7 @@ class StatePages:
             self.pool.check(*self._counted(written, leased))
         except InvariantError as error:
             raise InvariantError(f"state pages: {error}") from error
-        self.room.check()
+        self._room.check()
         published = self.pool.index.published
         for page in (page for page in self._own if published[page]):
             raise InvariantError(f"state page {page} can be found by other requests, but a request writes to it")
@@ -618,48 +633,3 @@ class StatePages:
 def one_page(page: int) -> NDArray[np.int32]:
     """The page as an array of one."""
     return np.array([page], np.int32)
-
-
-def ask_newest(tier: PagesBelow, digests: Digests) -> bool:
-    """Ask for the last states that are not known yet. Returns whether an answer is on its way.
-
-    Asks further back only if no later state is known to be there.
-    """
-    before = tier.answers
-    for end in range(len(digests), 0, -_LOOKED_AT):
-        some = digests[None, max(0, end - _LOOKED_AT) : end]
-        there = tier.has(some, np.ones(some.shape[:2], np.bool_))
-        if _ask(tier, some, there):
-            return True
-        if there.any():
-            break
-    return tier.answers != before  # an answer that has just come may allow a further question
-
-
-def bring_newest(tier: PagesBelow, digests: Digests, *, wait: bool) -> bool:
-    """Bring the last of these states that a lower tier has to the host, which has none. True if it is on its way.
-
-    If it cannot be read, the one before it is tried, and so on. `wait`: wait a while for it, and not for answers.
-    """
-    before = tier.answers
-    for end in range(len(digests), 0, -_LOOKED_AT):
-        first = max(0, end - _LOOKED_AT)
-        some = digests[None, first:end]
-        there = tier.has(some, np.ones(some.shape[:2], np.bool_))
-        if _ask(tier, some, there) and not wait:
-            return True
-        for at in np.flatnonzero(there[0])[::-1].tolist():
-            one = np.zeros_like(there)
-            one[0, at] = True
-            if tier.to_host(some, one, first + at + 1, wait=wait):
-                return True
-            if tier.slots(some[0, at : at + 1]).all():
-                return False
-    return tier.answers != before  # an answer that has just come may allow a further question
-
-
-def _ask(tier: PagesBelow, digests: Digests, there: Asked) -> bool:
-    """Ask for the states later than the last one of `there`. Returns whether an answer is on its way."""
-    later = np.ones_like(there)
-    later[:, : there.shape[1] - int(there[0, ::-1].argmax()) if there.any() else 0] = False
-    return tier.ask(digests, later)

@@ -12,9 +12,7 @@ A store is asked for the newest state: from the last page backwards, a few pages
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, pairwise
-
-import torch
+from itertools import chain
 
 from kvcache.copies import PageMover
 from kvcache.errors import PoolTooSmallError
@@ -98,13 +96,7 @@ def state_tiers(
 def state_movers(states: StatePages, host: HostTier) -> list[PageMover]:
     """The movers of each shard and kind: they copy states between their pages and the slots of a host tier."""
     return [
-        PageMover(blocks, memory[:, first:last], None)
+        PageMover(blocks, memory[:, first : first + layout.page_bytes], None)
         for kinds, layouts, memory in zip(states.blocks, states.layouts, host.memory, strict=True)
-        for blocks, (first, last) in zip(kinds, _bounds(kinds, kind_offsets(layouts)), strict=True)
+        for blocks, layout, first in zip(kinds, layouts.values(), kind_offsets(layouts), strict=False)
     ]
-
-
-def _bounds(kinds: Sequence[torch.Tensor], offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """The first byte and the end of each kind in a slot."""
-    sizes = [blocks[0].numel() * blocks.element_size() for blocks in kinds]
-    return [(first, first + size) for (first, _), size in zip(pairwise(offsets), sizes, strict=True)]

@@ -8,7 +8,11 @@ import torch
 
 from kvcache import ImportProof, KVCacheParams, PagedKVCacheManager, PendingImport, TextContext
 from kvcache.layer_groups import layer_tables
+from kvcache.params import StateShape
 from kvcache.sizing import page_bytes
+from kvcache.states.state_memory import room_apart
+from kvcache.states.state_pages import StatePages
+from kvcache.under_way import UnderWay
 
 _LOWER = ("file_tier", "object_tier")
 
@@ -87,3 +91,10 @@ def state_pages(pending: PendingImport) -> tuple[int, int]:
     part = pending.parts[-1]
     assert part.is_state
     return int(part.src_pages[0]), int(part.dst_pages[0])
+
+
+def states_of(
+    shape: StateShape, num_pages: int, devices: Sequence[str] = ("cpu",), digest_words: int = 1
+) -> StatePages:
+    """Pages for states, in memory of their own, outside a manager."""
+    return StatePages(shape, room_apart(shape, num_pages, devices, digest_words), UnderWay())

@@ -54,7 +54,7 @@ def test_whoever_moves_pages_is_asked_from_then_on() -> None:
     pages = pool.allocate(15)
     pool.release(pages[[0, 1, 3, 4, 5, 7, 8]])
     assert pool.take_slab() == 0
-    pool.move_by(moves := Moved())
+    pool.moves = moves = Moved()
     assert pool.can_take_slab()
     assert pool.take_slab() == 1
     assert (moves.sources, pool.moved) == ([7], 1)
@@ -142,7 +142,7 @@ def test_a_slab_is_fresh_while_none_of_its_pages_is_held_or_cached() -> None:
 def test_states_take_no_slab_where_pages_are_held_or_a_copy_is_older() -> None:
     pool = SlabPool(15, 1, 4)
     states = SlabStates(pool)
-    assert states.take(moving=True)
+    assert states.make_room(moving=True)
     copy = states.allocate(1)
     states.index.publish(copy, np.array([[7]], np.uint64))
     pool.release(pool.allocate(3))
@@ -153,19 +153,20 @@ def test_states_take_no_slab_where_pages_are_held_or_a_copy_is_older() -> None:
     pool.release(pages)
     assert (states.num_idle, states.oldest_use) == (1, released)
     assert released < pool.clock
-    assert not states.take(moving=True), "the copy goes first"
+    assert states.make_room(moving=True)
+    assert np.count_nonzero(pool.taken) == 1, "the copy goes first"
     states.give_up_oldest()
-    assert states.take(moving=True)
+    assert states.make_room(moving=True)
     one = states.allocate_one()
     pool.allocate(11)
-    assert not states.take(moving=False)
+    assert not states.make_room(moving=False)
     states.check(counts(pool, one)[: states.num_pages + 1], none(states))
 
 
 def test_after_an_interrupt_slabs_that_are_held_or_found_are_taken_and_no_others() -> None:
     pool = SlabPool(31, 1, 4)
     states = SlabStates(pool)
-    held, found, lost = (states.allocate_one() for _ in range(3) if states.take(moving=False))
+    held, found, lost = (states.allocate_one() for _ in range(3) if states.make_room(moving=False))
     states.index.publish(ids(found), np.array([[7]], np.uint64))
     states.release(ids(found))
     pages = pool.allocate(9)
@@ -207,6 +208,6 @@ def test_check_names_a_broken_column(column: str, at: int, value: int, message: 
 def test_check_names_a_slab_that_states_kept_without_need() -> None:
     pool = SlabPool(15, 1, 4)
     states = SlabStates(pool)
-    assert states.take(moving=False)
+    assert states.make_room(moving=False)
     with pytest.raises(InvariantError, match="1 pages are free, but were not returned to their slabs"):
         states.check(none(states), none(states))

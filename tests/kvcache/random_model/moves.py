@@ -224,7 +224,7 @@ class Moves:
         """Whether a replica has room for a state. None if that depends on the places of pages that cannot be moved."""
         replica = self.books.replicas[at]
         if not self.slabs:
-            return not self.manager.states or self.manager.states[at].num_free > 0
+            return not self.manager.states or self.manager.states[at].pool.has_room
         return None if self.stay(at) and replica.has_slab() else replica.has_slab()
 
     def stay(self, at: int) -> bool:

@@ -127,7 +127,7 @@ def test_where_every_state_page_is_held_pages_come_as_far_as_a_state_is_here() -
         it.manager.release(context.request_id)
     waiting = [it.claim([400 + at, 1]) for at in range(3)]
     late = it.claim(PROMPT)
-    assert it.manager.states[0].num_free == 0
+    assert not it.manager.states[0].pool.has_room
     assert it.manager.maybe_reserve(late)
     assert late.start_idx == 0
     assert copied(it) == (0, 0, 0)

@@ -11,8 +11,10 @@ import torch
 from kvcache.errors import StatePageError
 from kvcache.params import StateShape
 from kvcache.pool.slabs import SlabPool
-from kvcache.states.state_memory import StateSlabs, state_layouts
+from kvcache.states.state_memory import room_in_slabs
 from kvcache.states.state_pages import StatePages
+from kvcache.under_way import UnderWay
+from tests.kvcache.build import states_of
 
 SHAPE = StateShape(1, 16, 1, 1, 1, 2, torch.uint8, torch.uint8, "short_conv")
 NAMES = ["a", "b", "c"]
@@ -24,7 +26,7 @@ def digests(*words: int) -> np.ndarray:
 
 def made(copies: int = 4, tokens: int = 8) -> StatePages:
     """Three requests that have run `tokens` tokens, each with a copy (1 to 3) that goes along with it."""
-    states = StatePages(SHAPE, len(NAMES) + copies)
+    states = states_of(SHAPE, len(NAMES) + copies)
     for at, name in enumerate(NAMES):
         states.allocate(name)
         run(states, name, tokens, at)
@@ -124,8 +126,7 @@ def test_one_by_one_where_two_come_to_the_same_tokens() -> None:
 def test_in_slabs_they_are_as_young_as_what_was_let_go_last() -> None:
     pool = SlabPool(63, 1, 4)
     rows = torch.zeros((64, 4), dtype=torch.uint8)
-    slabs = StateSlabs(state_layouts(SHAPE, 1), pool, [rows])
-    states = StatePages(SHAPE, 0, slabs=slabs)
+    states = StatePages(SHAPE, room_in_slabs(SHAPE, pool, [rows]), UnderWay())
     for at, name in enumerate(NAMES):
         states.allocate(name)
         run(states, name, 8, at)

@@ -4,7 +4,7 @@ import torch
 from kvcache.errors import InvalidParamsError
 from kvcache.params import CONV_KINDS, SSM_KIND, StateForm, StateShape
 from kvcache.states.state_memory import page_bytes, state_layouts
-from kvcache.states.state_pages import StatePages
+from tests.kvcache.build import states_of
 
 SHAPE = StateShape(layers=3, heads=8, head_dim=5, groups=2, d_state=6, kernel=4, conv_dtype=torch.float32)
 
@@ -33,7 +33,7 @@ def test_each_form_has_what_its_mixers_keep(form: StateForm, kinds: tuple[str, .
     (layout,) = state_layouts(shape, 1)
     assert (shape.conv_kinds, shape.matrix) == (kinds, matrix)
     assert set(layout) == {*kinds, *([SSM_KIND] if matrix else [])}
-    pages = StatePages(shape, 1, ["cpu", "cpu"])
+    pages = states_of(shape, 1, ["cpu", "cpu"])
     if kinds:
         conv = torch.randn(1, dim * 8 + (24 if len(kinds) > 1 else 0), 3)
         pages.write(2, torch.tensor([1]), kinds, conv)
@@ -65,7 +65,7 @@ def test_the_shards_hold_every_channel_and_each_its_own_heads(shards: int) -> No
 @pytest.mark.parametrize(("dtype", "kernel"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.bfloat16, 4)])
 def test_what_is_written_is_all_that_a_page_has_and_no_byte_of_another(dtype: torch.dtype, kernel: int) -> None:
     shape = StateShape(3, 3, 5, 1, 1, kernel, dtype)
-    pages = StatePages(shape, 2)
+    pages = states_of(shape, 2)
     for layer in range(3):
         pages.write(layer, torch.tensor([2]), CONV_KINDS, torch.ones(1, 15 + 1 + 1, kernel - 1))
         pages.write(layer, torch.tensor([2]), (SSM_KIND,), torch.ones(1, 3, 5, 1))

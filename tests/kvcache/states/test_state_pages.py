@@ -8,6 +8,7 @@ from kvcache.pool.index import Digests, Pages
 from kvcache.pool.journal import PageReader
 from kvcache.replica.leases import HeldPages
 from kvcache.states.state_pages import StatePages
+from tests.kvcache.build import states_of
 
 SHAPE = StateShape(layers=2, heads=4, head_dim=3, groups=2, d_state=5, kernel=4, conv_dtype=torch.float32)
 
@@ -20,9 +21,9 @@ def held(states: StatePages, request_id: str) -> HeldPages:
 
 
 def test_a_request_holds_one_page_until_it_releases_it() -> None:
-    states = StatePages(SHAPE, 2)
+    states = states_of(SHAPE, 2)
     assert [states.allocate("a"), states.allocate("b")] == [1, 2]
-    assert (states.num_free, states.num_held) == (0, 2)
+    assert (states.pool.free_count, states.num_held) == (0, 2)
     with pytest.raises(NoFreeRowError, match="'c': all 2 state pages"):
         states.allocate("c")
     states.release("a")
@@ -33,7 +34,7 @@ def test_a_request_holds_one_page_until_it_releases_it() -> None:
 
 
 def test_a_page_begins_at_zero_whatever_it_held() -> None:
-    states = StatePages(SHAPE, 1)
+    states = states_of(SHAPE, 1)
     page = states.allocate("a")
     for tensor in states.tensors[0]:
         tensor[page] = 7
@@ -47,7 +48,7 @@ def test_a_page_begins_at_zero_whatever_it_held() -> None:
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_states_come_back_as_written_from_any_number_of_shards(shards: int) -> None:
-    whole, split = StatePages(SHAPE, 3), StatePages(SHAPE, 3, ["cpu"] * shards)
+    whole, split = states_of(SHAPE, 3), states_of(SHAPE, 3, ["cpu"] * shards)
     pages = torch.tensor([3, 1])
     for layer in range(2):
         conv, ssm = torch.randn(2, 12 + 10 + 10, 3), torch.randn(2, 4, 3, 5)
@@ -66,7 +67,7 @@ def test_states_come_back_as_written_from_any_number_of_shards(shards: int) -> N
 
 
 def test_a_step_that_ran_already_is_refused() -> None:
-    states = StatePages(SHAPE, 2)
+    states = states_of(SHAPE, 2)
     states.allocate("a")
     states.allocate("b")
     pages = states.pages_at(["a", "b"], [0, 0])
@@ -78,7 +79,7 @@ def test_a_step_that_ran_already_is_refused() -> None:
 
 
 def test_a_page_that_a_transfer_writes_is_nobodys() -> None:
-    states = StatePages(SHAPE, 2)
+    states = states_of(SHAPE, 2)
     states.allocate("a")
     page = states.begin_import("a")
     for asked in (lambda: states.tokens_of("a"), lambda: states.pages_at(["a"], [0])):
@@ -91,12 +92,12 @@ def test_a_page_that_a_transfer_writes_is_nobodys() -> None:
 
 
 def test_a_page_released_while_it_is_written_waits_for_the_transfer() -> None:
-    states = StatePages(SHAPE, 2)
+    states = states_of(SHAPE, 2)
     states.allocate("a")
     page = states.begin_import("a")
     states.release("a")
     states.check([], [page])
-    assert (states.num_free, states.num_held) == (1, 1)
+    assert (states.pool.free_count, states.num_held) == (1, 1)
     assert states.allocate("a") == 2, "the page being written was given out"
     with pytest.raises(NoFreeRowError, match="request 'b': all 2 state pages are held"):
         states.allocate("b")
@@ -106,7 +107,7 @@ def test_a_page_released_while_it_is_written_waits_for_the_transfer() -> None:
 
 
 def test_a_cancelled_import_leaves_the_page_as_allocated() -> None:
-    states = StatePages(SHAPE, 1)
+    states = states_of(SHAPE, 1)
     states.allocate("a")
     page = states.begin_import("a")
     states.tensors[0][3][page] = 9  # half of the state had arrived
@@ -117,7 +118,7 @@ def test_a_cancelled_import_leaves_the_page_as_allocated() -> None:
 
 
 def test_a_fork_goes_on_with_a_copy() -> None:
-    states = StatePages(SHAPE, 2, ["cpu", "cpu"])
+    states = states_of(SHAPE, 2, ["cpu", "cpu"])
     pages = torch.tensor([states.allocate("parent"), states.allocate("child")])
     states.write(1, pages[:1], (SSM_KIND,), torch.randn(1, 4, 3, 5))
     states.advance(pages[:1], [5])
@@ -130,7 +131,7 @@ def test_a_fork_goes_on_with_a_copy() -> None:
 
 def test_check_names_what_does_not_add_up() -> None:
     def broken() -> StatePages:
-        states = StatePages(SHAPE, 3)
+        states = states_of(SHAPE, 3)
         states.allocate("a")
         states.check(["a"])
         return states
@@ -156,7 +157,7 @@ def test_check_names_what_does_not_add_up() -> None:
 
 
 def test_a_leased_page_outlives_its_request_and_is_not_run_on_once_it_was_told() -> None:
-    states = StatePages(SHAPE, 2)
+    states = states_of(SHAPE, 2)
     page = states.allocate("a")
     first = held(states, "a")
     states.advance(states.pages_at(["a"], [0]), [5])
@@ -178,7 +179,7 @@ def test_a_leased_page_outlives_its_request_and_is_not_run_on_once_it_was_told()
 
 
 def test_a_lease_that_ends_first_lets_the_request_go_on() -> None:
-    states = StatePages(SHAPE, 1)
+    states = states_of(SHAPE, 1)
     states.allocate("a")
     lease = held(states, "a")
     states.advance(states.pages_at(["a"], [0]), [5])
@@ -186,7 +187,7 @@ def test_a_lease_that_ends_first_lets_the_request_go_on() -> None:
     lease.release()
     states.pages_at(["a"], [5])
     states.release("a")
-    assert states.num_free == 1
+    assert states.pool.free_count == 1
 
 
 def digest(number: int) -> Digests:
@@ -194,14 +195,14 @@ def digest(number: int) -> Digests:
 
 
 def test_a_copy_is_found_by_its_digest_and_copied_into_the_page_of_who_goes_on() -> None:
-    states = StatePages(SHAPE, 4)
+    states = states_of(SHAPE, 4)
     first, second = states.allocate("a"), states.allocate("b")
     states.write(1, torch.tensor([first]), (SSM_KIND,), torch.randn(1, 4, 3, 5))
     states.advance(torch.tensor([first]), [8])
     states.keep("a", digest(1), 7, passing=False)
     assert states.num_kept == 0  # the state covers 8 tokens
     states.keep("a", digest(1), 8, passing=False)
-    assert (states.num_kept, states.num_held, states.num_free) == (1, 2, 2)
+    assert (states.num_kept, states.num_held, states.pool.free_count) == (1, 2, 2)
     assert [states.longest(np.concatenate(each)) for each in ([digest(3), digest(1), digest(2)], [digest(2)])] == [2, 0]
     states.resume("b", digest(1), 8)
     assert states.tokens_of("b") == 8
@@ -212,7 +213,7 @@ def test_a_copy_is_found_by_its_digest_and_copied_into_the_page_of_who_goes_on()
 
 
 def test_a_passing_copy_goes_with_the_next_one_and_never_with_anothers() -> None:
-    states = StatePages(SHAPE, 5)
+    states = states_of(SHAPE, 5)
     pages = [states.allocate(name) for name in "ab"]
     states.advance(torch.tensor(pages), [8, 8])
     states.keep("a", digest(1), 8, passing=True)
@@ -241,7 +242,7 @@ class Came(PageReader):
 
 
 def test_of_passing_copies_the_last_one_goes_to_the_tiers_below_when_its_request_ends() -> None:
-    states, came = StatePages(SHAPE, 5), Came()
+    states, came = states_of(SHAPE, 5), Came()
     states.pool.journal.read(came)
     page = states.allocate("a")
     for number, tokens in ((1, 8), (2, 16)):
@@ -263,7 +264,7 @@ def test_of_passing_copies_the_last_one_goes_to_the_tiers_below_when_its_request
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_request_runs_on_from_the_state_that_it_settles_on(kept: bool, leased: bool) -> None:
     """If others know the page's number, the drafted state is copied to it. Otherwise the two pages are exchanged."""
-    states = StatePages(SHAPE, 3)
+    states = states_of(SHAPE, 3)
     page = states.allocate("a")
     states.advance(torch.tensor([page]), [8])
     lease = held(states, "a") if leased else None
@@ -284,14 +285,14 @@ def test_a_request_runs_on_from_the_state_that_it_settles_on(kept: bool, leased:
 
 
 def test_copies_give_way_to_requests_and_to_newer_ones() -> None:
-    states = StatePages(SHAPE, 3)
+    states = states_of(SHAPE, 3)
     states.advance(torch.tensor([states.allocate("a")]), [8])
     for number in (1, 2, 1, 3):  # copy 1 is used again before copy 3 is made
         states.keep("a", digest(number), 8, passing=False)
     assert [states.longest(digest(number)) for number in (1, 2, 3)] == [1, 0, 1]
     states.allocate("b")
     states.allocate("c")
-    assert (states.num_kept, states.evictions, states.num_free) == (0, 3, 0)
+    assert (states.num_kept, states.evictions, states.pool.free_count) == (0, 3, 0)
     states.keep("a", digest(4), 8, passing=False)
     assert states.num_kept == 0
     states.check(["a", "b", "c"])
@@ -300,7 +301,7 @@ def test_copies_give_way_to_requests_and_to_newer_ones() -> None:
 @pytest.mark.parametrize("end", ["committed", "cancelled"])
 def test_what_a_page_held_before_an_import_comes_back_at_its_own_cancellation_alone(end: str) -> None:
     """After its release the page belongs to another request, and its state starts at zero."""
-    states = StatePages(SHAPE, 2)
+    states = states_of(SHAPE, 2)
     page = states.allocate("a")
     for tensor in states.blocks[0]:
         tensor[page] = 5
@@ -321,5 +322,5 @@ def test_what_a_page_held_before_an_import_comes_back_at_its_own_cancellation_al
     states.cancel_import(page)
     assert all((tensor[page] == 0).all() for tensor in states.blocks[0])
     states.release("b")
-    assert states.num_free == 2
+    assert states.pool.free_count == 2
     states.check([])

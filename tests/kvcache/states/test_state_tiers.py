@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from kvcache.states.state_memory import kind_offsets
-from kvcache.states.state_pages import StatePages, bring_newest
+from kvcache.states.state_pages import StatePages
 from kvcache.states.state_tiers import StateTier, state_movers
 from kvcache.tiers.host_tier import HostTier
+from tests.kvcache.build import states_of
 from tests.kvcache.random_model.matrix import SHAPES
 
 
@@ -25,7 +26,7 @@ def tier_below(states: StatePages) -> StateTier:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_passing_copy_that_another_request_lets_stay(together: bool) -> None:
-    states = StatePages(SHAPES[1], 5)
+    states = states_of(SHAPES[1], 5)
     states.below = tier_below(states)
     pages = torch.tensor([states.allocate(name) for name in "ab"])
     for tensor in states.blocks[0]:
@@ -47,24 +48,6 @@ def test_a_passing_copy_that_another_request_lets_stay(together: bool) -> None:
     states.check(["a", "b"])
 
 
-def test_files_are_asked_for_later_states_than_those_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    states, asked = StatePages(SHAPES[1], 3), list[list[int]]()
-
-    def bring_newest(_tier: object, digests: np.ndarray, *, wait: bool) -> bool:
-        asked.append(digests[:, 0].tolist())
-        return wait
-
-    states.below = tier_below(states)
-    monkeypatch.setattr("kvcache.states.state_pages.bring_newest", bring_newest)
-    page = torch.tensor([states.allocate("a")])
-    states.advance(page, [16])
-    prompt = np.concatenate([digest(number) for number in (1, 2, 3)])
-    assert not states.bring_newest(prompt, wait=False)
-    states.keep("a", digest(2), 16, passing=False)
-    assert states.bring_newest(prompt, wait=True)
-    assert asked == [[1, 2, 3], [3]]
-
-
 class Lower:
     """A tier below the host that says it has the states of these digests, but never delivers one."""
 
@@ -73,7 +56,7 @@ class Lower:
 
     def __init__(self, *there: int) -> None:
         self.there = there
-        self.fetched: list[tuple[int, int]] = []  # the wanted digest, and the number of tokens that it saves
+        self.fetched: list[tuple[int, int]] = []  # the wanted digest, and the number of pages that it saves
 
     def has_of(self, digests: np.ndarray, asked: np.ndarray, *, perhaps: bool) -> np.ndarray:  # noqa: ARG002
         return asked & np.isin(digests[:, :, 0], self.there)
@@ -90,8 +73,21 @@ class Lower:
 
 def test_a_state_saves_every_page_before_it_however_many_are_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.states.state_pages._LOOKED_AT", 4)
-    tier = tier_below(StatePages(SHAPES[1], 3))
+    states = states_of(SHAPES[1], 3)
+    states.below = tier = tier_below(states)
     tier.host.lower.append(lower := Lower(2, 6, 7, 10))  # type: ignore[arg-type]
     prompt = np.concatenate([digest(number) for number in range(1, 11)])
-    assert not bring_newest(tier, prompt, wait=False)
+    assert not states.bring_newest(prompt, wait=False)
     assert lower.fetched == [(10, 10), (7, 7), (6, 6), (2, 2)]
+
+
+def test_files_are_asked_for_later_states_than_those_at_hand() -> None:
+    states = states_of(SHAPES[1], 3)
+    states.below = tier = tier_below(states)
+    tier.host.lower.append(lower := Lower(1, 2, 3))  # type: ignore[arg-type]
+    states.advance(torch.tensor([states.allocate("a")]), [16])
+    prompt = np.concatenate([digest(number) for number in (1, 2, 3)])
+    assert not states.bring_newest(prompt, wait=False)
+    states.keep("a", digest(2), 16, passing=False)
+    assert not states.bring_newest(prompt, wait=True)
+    assert lower.fetched == [(3, 3), (2, 2), (1, 1), (3, 1)]

@@ -163,7 +163,7 @@ def test_a_fork_that_is_refused_evicts_nothing(model: Any) -> None:
         others = np.append(others, pool.allocate_one())
     found = manager.metrics.evictions, states.evictions, states.num_kept, pool.moved
     child = parent.fork("child")
-    assert manager.states[0].num_free
+    assert manager.states[0].pool.has_room
     assert not manager.fork(parent, child), "pages are left for a state alone"
     assert (manager.metrics.evictions, states.evictions, states.num_kept, pool.moved) == found
     assert not manager.contains("child")
@@ -245,7 +245,7 @@ def test_a_request_fits_where_its_pages_are_left_beside_its_slab(model: Any, bes
     pages = manager.total_num_pages - 2 * manager.slab_pages - beside
     with manager.claim(context := TextContext([5] * (pages * PAGE), 4096, "r")):
         assert manager.maybe_reserve(context)
-        assert manager.states[0].num_free
+        assert manager.states[0].pool.has_room
         assert manager.admission(TextContext([5], 4096, "other")).fits == bool(beside)
 
 

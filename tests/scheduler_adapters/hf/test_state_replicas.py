@@ -222,7 +222,7 @@ def test_a_fork_without_room_for_its_state_changes_nothing(model: Any, monkeypat
 def test_a_replica_without_room_for_a_state_is_not_recommended(model: Any, way: str) -> None:
     manager = two_replicas(model, way, tokens=120)
     states, rows, leases = manager.states[0], manager._replicas.each[0].rows, []
-    while states.num_free:  # a lease holds the state after its request is released
+    while states.pool.has_room:  # a lease holds the state after its request is released
         manager.external_claim("gone", 0)
         leases.append(manager.lease("gone"))
         manager.release("gone")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcache.params import CONV_KINDS, SSM_KIND, StateShape
-from kvcache.states.state_pages import StatePages
+from tests.kvcache.build import states_of
 from transfer.plan.boxes import ShardLayout, check
 from transfer.plan.plan import plan
 from transfer.plan.shapes import dense, with_states
@@ -17,7 +17,7 @@ SHAPE = StateShape(layers=3, heads=8, head_dim=5, groups=2, d_state=6, kernel=4,
 @pytest.mark.parametrize(("there", "here"), [(1, 1), (1, 2), (2, 1), (4, 2), (2, 8)])
 def test_a_transfer_plans_over_the_pages_between_any_numbers_of_shards(there: int, here: int) -> None:
     """Carrying out the plan's copies with torch gives the expected state on the reading shards."""
-    source, target = (StatePages(SHAPE, 3, ["cpu"] * shards) for shards in (there, here))
+    source, target = (states_of(SHAPE, 3, ["cpu"] * shards) for shards in (there, here))
     states = [(torch.randn(1, 64, 3), torch.randn(1, 8, 5, 6)) for _ in range(3)]
     for layer, (conv, ssm) in enumerate(states):
         source.write(layer, torch.tensor([2]), CONV_KINDS, conv)
@@ -43,7 +43,7 @@ def test_a_transfer_plans_over_the_pages_between_any_numbers_of_shards(there: in
 
 
 def test_states_have_regions_of_their_own_or_lie_in_that_of_the_pages() -> None:
-    (kind, *_) = StatePages(SHAPE, 3).kinds(0)
+    (kind, *_) = states_of(SHAPE, 3).kinds(0)
     of_tokens = dense(kind.layout, 7)
     own = with_states(of_tokens, [kind, kind._replace(kind="more", region=1)], 4)
     assert own.region_bytes == (7 * kind.stride, 4 * kind.stride, 4 * kind.stride)
