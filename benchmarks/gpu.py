@@ -219,7 +219,7 @@ def copies() -> Iterator[Row]:
 def _calls(kib: int, count: int) -> Iterator[tuple[str, str, Callable[[], object]]]:
     pages = torch.zeros((1024, kib << 7), dtype=torch.int64, device="cuda")
     slots = allocate_host_rows(1024, kib << 10, pages)
-    mover = PageMover(pages, slots, None)
+    mover = PageMover([(pages, slots)], None)
     dense, host = torch.zeros(count, kib << 7, dtype=torch.int64, device="cuda"), slots.view(torch.int64)[:count]
     taken = np.sort(np.random.default_rng(0).choice(1024, count, replace=False)).astype(np.int32)
     yield "to the host", "cudaMemcpyAsync", lambda: host.copy_(dense, non_blocking=True)

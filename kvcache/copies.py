@@ -6,9 +6,9 @@ for a run of slots and not once for a page.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -139,70 +139,127 @@ def _copy_batched(call: Any, source: torch.Tensor, taken: Ids, target: torch.Ten
     torch.cuda.check_error(error)
 
 
-class CopyMark:
+class _Mark:
     """The point in a device's work at which a copy ends."""
 
     def __init__(self, side: Any, main: Callable[[], Any]) -> None:
-        self._event: Any = torch.cuda.Event()  # pyright: ignore[reportUnknownMemberType] - torch's has no types
-        self._event.record(side)
-        self._main = main
+        self.event: Any = torch.cuda.Event()  # pyright: ignore[reportUnknownMemberType] - torch's has no types
+        self.event.record(side)
+        self.main = main
+
+
+class Copy:
+    """One copy of pages between memories. `PageMover` says when it begins.
+
+    `make` makes or launches the copy, and returns a mark for each device that runs it beside the calling thread. If an
+    exception interrupts it, the copy has not begun.
+    """
+
+    def __init__(self, make: Callable[[], Sequence[_Mark]]) -> None:
+        self._make = make
+        self._marks: Sequence[_Mark] = ()
+        self.begun = False
+
+    def begin(self) -> None:
+        """Begin the copy. A no-op if it has begun. Returns after its end if no device runs it."""
+        if not self.begun:
+            self._marks = self._make()
+            self.begun = True
 
     def over(self) -> bool:
-        """Whether the copy is over. Never waits."""
-        return bool(self._event.query())
+        """Whether the copy has ended. Never waits."""
+        return self.begun and all(mark.event.query() for mark in self._marks)
 
     def wait(self) -> None:
-        """Wait until the copy is over."""
-        self._event.synchronize()
+        """Begin the copy if it has not begun, and wait until it is over."""
+        self.begin()
+        for mark in self._marks:
+            mark.event.synchronize()
 
     def order(self) -> None:
-        """Let work that is launched from now on start after the copy. Never waits."""
-        self._main().wait_event(self._event)
+        """Begin the copy if it has not begun, and let work that is launched from now on start after it. Never waits."""
+        self.begin()
+        for mark in self._marks:
+            mark.main().wait_event(mark.event)
 
 
 class PageMover:
-    """Copies between the pages of a shard, `[pages, ...]`, and slots of the host tier, uint8 `[slots, page_bytes]`.
+    """Copies between the pages of a replica and slots of the host tier.
 
-    On the CPU the calling thread copies, at the rate of memcpy. A second thread was rejected: it releases the GIL while
-    it copies, but whenever it takes the GIL back, the loop may wait for a scheduler tick. One of a hundred steps of
-    0.2 ms then took 4.3 ms (two cores, decode steps of 64 and 1,024 requests). A thread also saves no work if the model
-    runs on the same cores. A GPU copies between pages and pinned slots on its own stream, in order with `stream` (None:
-    the current one), and the calls return marks. Without a GPU the copies are done when the call returns (`at_once`).
+    `shards`: the pages of each shard, `[pages, ...]`, and its slots, uint8 `[slots, page_bytes]`. The size of a slot is
+    the number of bytes copied for each page. Pages may lie further apart, and slots may be parts of larger ones, with
+    other data between them.
 
-    The size of a slot is the number of bytes copied for each page. Pages may lie further apart, and slots may be parts
-    of larger ones, with other data between them.
+    A GPU copies between pages and pinned slots on a stream of its own, in order with `stream` (None: the current one),
+    beside the calling thread. So every copy begins at once.
+
+    On the CPU the calling thread copies, at the rate of memcpy. Copies to pages begin only when they are needed, so
+    that those for a request which is given up cost nothing. A second thread was rejected: it releases the GIL while it
+    copies, but whenever it takes the GIL back, the loop may wait for a scheduler tick. One of a hundred steps of 0.2 ms
+    then took 4.3 ms (two cores, decode steps of 64 and 1,024 requests). A thread also saves no work if the model runs
+    on the same cores.
+
+    Attributes:
+        stored, loaded: pages that were copied to slots and back so far.
     """
 
-    def __init__(self, blocks: torch.Tensor, host: torch.Tensor, stream: Any) -> None:
-        self._pages = _as_words(blocks, host.shape[1] // blocks.element_size())
-        self._slots = host.view(self._pages.dtype)
+    def __init__(self, shards: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: Any) -> None:
+        rows = [(_as_words(blocks, slots.shape[1] // blocks.element_size()), slots) for blocks, slots in shards]
+        self._pages = [pages for pages, _ in rows]
+        self._slots = [slots.view(pages.dtype) for pages, slots in rows]
         self._stream = stream
-        self._side: Any = None
-        if blocks.is_cuda:
-            self._side = torch.cuda.Stream(blocks.device)  # pyright: ignore[reportUnknownMemberType] - as above
-        self.at_once = self._side is None
+        self._sides: dict[torch.device, Any] = {
+            device: torch.cuda.Stream(device)  # pyright: ignore[reportUnknownMemberType] - as above
+            for device in {pages.device for pages in self._pages if pages.is_cuda}
+        }
+        self.stored = self.loaded = 0
 
-    def store(self, pages: Ids, slots: Ids) -> list[CopyMark]:
-        """Copy device pages to distinct host slots, one to one."""
-        return self._copy(self._pages, pages, self._slots, slots)
+    def store(self, pages: Ids, slots: Ids) -> Copy:
+        """Begin to copy pages to distinct host slots, one to one."""
+        copy = Copy(partial(self._store, pages, slots))
+        copy.begin()
+        return copy
 
-    def load(self, slots: Ids, pages: Ids) -> list[CopyMark]:
-        """Copy host slots to distinct device pages, one to one."""
-        return self._copy(self._slots, slots, self._pages, pages)
+    def load(self, slots: Ids, pages: Ids) -> Copy:
+        """A copy of host slots to distinct pages, one to one. It has begun if a GPU makes it."""
+        copy = Copy(partial(self._load, slots, pages))
+        if self._sides:
+            copy.begin()
+        return copy
 
-    def _copy(self, source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Ids) -> list[CopyMark]:
-        if self._side is None:
-            copy_pages(source, taken, target, given)
-            return []
+    def _store(self, pages: Ids, slots: Ids) -> list[_Mark]:
+        marks = self._copy(self._pages, pages, self._slots, slots)
+        self.stored += len(pages)
+        return marks
+
+    def _load(self, slots: Ids, pages: Ids) -> list[_Mark]:
+        marks = self._copy(self._slots, slots, self._pages, pages)
+        self.loaded += len(pages)
+        return marks
+
+    def _copy(
+        self, sources: Sequence[torch.Tensor], taken: Ids, targets: Sequence[torch.Tensor], given: Ids
+    ) -> list[_Mark]:
+        mains = {device: partial(self._main, device) for device in self._sides}
         # Kernels launched earlier may still write the pages to be copied, or read those to be overwritten.
-        self._side.wait_stream(self._main())
-        with torch.cuda.stream(self._side):
-            if (batched := _batched_copy()) is None:
+        for device, side in self._sides.items():
+            side.wait_stream(mains[device]())
+        for pages, source, target in zip(self._pages, sources, targets, strict=True):
+            if pages.is_cuda:
+                _launch(source, taken, target, given, self._sides[pages.device])
+            else:
                 copy_pages(source, taken, target, given)
-            elif len(taken):
-                _copy_batched(batched, source, taken, target, given, self._side.cuda_stream)
-            return [CopyMark(self._side, self._main)]
+        return [_Mark(side, mains[device]) for device, side in self._sides.items()]
 
-    def _main(self) -> Any:
+    def _main(self, device: torch.device) -> Any:
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            return torch.cuda.current_stream(self._pages.device)
+            return torch.cuda.current_stream(device)
+
+
+def _launch(source: torch.Tensor, taken: Ids, target: torch.Tensor, given: Ids, side: Any) -> None:
+    """Copy rows between device memory and pinned memory on the stream `side`."""
+    with torch.cuda.stream(side):
+        if (batched := _batched_copy()) is None:
+            copy_pages(source, taken, target, given)
+        elif len(taken):
+            _copy_batched(batched, source, taken, target, given, side.cuda_stream)

@@ -85,7 +85,7 @@ def state_tiers(
 
     def sides(host: HostTier, _objects: ObjectTier | None) -> list[ReplicaTier]:
         for one in states:
-            one.below = StateTier(host, one.pool, state_movers(one, host))
+            one.below = StateTier(host, one.pool, state_mover(one, host))
             made.append(one.below)
         return made
 
@@ -93,10 +93,11 @@ def state_tiers(
     return make_tiers(params, kept, pages[0].page_size, sides, pinned=on_gpu)
 
 
-def state_movers(states: StatePages, host: HostTier) -> list[PageMover]:
-    """The movers of each shard and kind: they copy states between their pages and the slots of a host tier."""
-    return [
-        PageMover(blocks, memory[:, first : first + layout.page_bytes], None)
+def state_mover(states: StatePages, host: HostTier) -> PageMover:
+    """The mover of states between their pages and the slots of a host tier. Each kind has a part of a slot."""
+    parts = [
+        (blocks, memory[:, first : first + layout.page_bytes])
         for kinds, layouts, memory in zip(states.blocks, states.layouts, host.memory, strict=True)
         for blocks, layout, first in zip(kinds, layouts.values(), kind_offsets(layouts), strict=False)
     ]
+    return PageMover(parts, None)

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.copies import CopyMark, PageMover
+from kvcache.copies import Copy, PageMover
 from kvcache.layout import allocate_host_rows
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.journal import PageReader
@@ -58,23 +58,17 @@ class HostTier:
         return [[rows[slot] for rows in self._rows] for slot in slots.tolist()]
 
 
-@dataclass(eq=False, slots=True)
-class HostLoad:
-    """Pages that are being copied back to the device. No other request finds them, and none may read them yet."""
+@dataclass(frozen=True, eq=False, slots=True)
+class HostCopy:
+    """Pages that are copied into host slots, or back from there. Until that is over, both are held.
 
-    slots: Slots
-    pages: Pages
-    marks: list[CopyMark] | None = None  # None until the copy begins, then one for each shard's asynchronous copy
-    digests: Digests | None = None  # for pages that no row has: they are published when the copy is over
-
-
-class HostStore(NamedTuple):
-    """Pages whose copies into host slots run asynchronously."""
+    Pages that come back for a row are found by no other request. Others are published when the copy is over.
+    """
 
     pages: Pages
     slots: Slots
-    digests: Digests
-    marks: list[CopyMark]
+    digests: Digests  # to be published when the copy is over; empty for pages that come back for a row
+    copy: Copy
 
 
 @dataclass(eq=False, slots=True)
@@ -237,7 +231,7 @@ class ReplicaTier(PagesBelow, PageReader):
         self,
         host: HostTier,
         pool: PagePool,
-        movers: Sequence[PageMover],
+        mover: PageMover,
         *,
         every: Callable[[Digests], Digests] | None = None,
         longest_tail: int = 0,
@@ -251,17 +245,15 @@ class ReplicaTier(PagesBelow, PageReader):
         self.pool = pool
         self.lower = host.lower
         self._every, self.longest_tail = every, longest_tail
-        self._movers = movers
-        self._at_once = all(mover.at_once for mover in movers)
+        self.mover = mover
         self._no_digests: Digests = pool.index.digests_of(NO_SLOTS)
         self.storing = np.zeros(pool.num_pages + 1, np.bool_)  # by page: its copy is queued or runs
         # Published pages to be copied to the host, oldest first, with their digests. An entry without pages says that
         # these digests were used, or, with `[tables, pages, words]`, that their request has ended.
         self.waiting: deque[tuple[Pages, Digests]] = deque()
-        self._loads: dict[int, list[HostLoad]] = {}  # by row: its pages that are to be copied back
-        self._left: list[HostLoad] = []  # running copies for which no row waits any more
-        self.stores: deque[HostStore] = deque()  # running copies to the host, oldest first
-        self.stored = self.loaded = 0  # pages so far
+        self._loads: dict[int, list[HostCopy]] = {}  # by row: its pages that are to be copied back
+        self._left: list[HostCopy] = []  # running copies for which no row waits any more
+        self.stores: deque[HostCopy] = deque()  # running copies to the host, oldest first
         self.brought_at_once = max(1, _BROUGHT_BYTES // sum(memory.shape[1] for memory in host.memory))
         pool.journal.read(self, saves=True)
 
@@ -289,9 +281,7 @@ class ReplicaTier(PagesBelow, PageReader):
         if fits:
             slots = pool.allocate(fits)
             pool.index.say_tables(slots, self.pool.index.tables_of(new[:fits]))
-            marks = [mark for mover in self._movers for mark in mover.store(new[:fits], slots)]
-            self.stores.append(HostStore(new[:fits], slots, names[:fits], marks))
-            self.stored += fits
+            self.stores.append(HostCopy(new[:fits], slots, names[:fits], self.mover.store(new[:fits], slots)))
         kept = np.ones(len(pages), np.bool_)
         kept[np.flatnonzero(absent)[:fits]] = False
         self.storing[pages[kept]] = False
@@ -314,17 +304,17 @@ class ReplicaTier(PagesBelow, PageReader):
 
     def poll(self) -> None:
         """Handle the ends of asynchronous copies."""
-        while self.stores and all(mark.over() for mark in self.stores[0].marks):
-            pages, slots, digests, _ = self.stores.popleft()
-            self.storing[pages] = False
+        while self.stores and self.stores[0].copy.over():
+            store = self.stores.popleft()
+            self.storing[store.pages] = False
             # If another replica has stored the same content meanwhile, this slot is free again.
-            self.host.pool.index.publish(slots, digests)
-            self.host.pool.release(slots)
+            self.host.pool.index.publish(store.slots, store.digests)
+            self.host.pool.release(store.slots)
             for lower in self.lower:
-                lower.offer(digests)
-        for load in [load for load in self._left if all(mark.over() for mark in load.marks or ())]:
+                lower.offer(store.digests)
+        for load in [load for load in self._left if load.copy.over()]:
             self._left.remove(load)
-            if load.digests is not None:
+            if load.digests.size:
                 self.pool.index.publish(load.pages, load.digests)  # if a row has brought the same, these are free
             self._end(load)
 
@@ -340,10 +330,10 @@ class ReplicaTier(PagesBelow, PageReader):
         than the first ones, without which they are useless.
         """
         for load in self._loads.pop(row, ()):
-            if load.marks is None:
-                self._end(load)
-            else:
+            if load.copy.begun:
                 self._left.append(load)
+            else:
+                self._end(load)
         if pages.size:
             self.waiting.append((NO_SLOTS, self.pool.index.digests_of(pages)))
             if self._every is not None and len(names):
@@ -370,11 +360,9 @@ class ReplicaTier(PagesBelow, PageReader):
         self._pass_uses()
 
     def restore(self, row: int, pages: Pages, slots: Slots) -> None:
-        load = HostLoad(slots, pages)
         self._keep(pages)
+        load = HostCopy(pages, slots, self._no_digests, self.mover.load(slots, pages))
         self._loads.setdefault(row, []).append(load)
-        if not self._at_once:
-            self._begin(load)
 
     # ---- the tiers below the host
 
@@ -397,7 +385,7 @@ class ReplicaTier(PagesBelow, PageReader):
     @property
     def is_bringing(self) -> bool:
         self.poll()
-        return any(load.digests is not None for load in self._left)
+        return any(load.digests.size for load in self._left)
 
     def has(self, digests: Digests, asked: Asked, *, perhaps: bool = False) -> Asked:
         found = self.host_has(digests, asked)
@@ -437,21 +425,18 @@ class ReplicaTier(PagesBelow, PageReader):
         return coming
 
     def bring(self, pages: Pages, slots: Slots, digests: Digests) -> None:
-        load = HostLoad(slots, pages, digests=digests)
         self._keep(pages)
-        self._begin(load)
+        load = HostCopy(pages, slots, digests, self.mover.load(slots, pages))
+        load.copy.begin()
         self._left.append(load)
-        self.poll()  # a synchronous copy is already over
+        self.poll()  # the copy is already over if the calling thread has made it
 
     def arrive(self, rows: Rows) -> None:
-        """Synchronous copies are made only now, so that a request which is given up before costs none."""
         asked = as_rows(rows) if self._loads else np.zeros(0, np.int64)
         for row in [row for row in self._loads if (asked == row).any()]:
             for load in self._loads[row]:
-                for mark in self._begin(load):
-                    mark.order()
-                self._left.append(load)
-            del self._loads[row]  # last, so that an interrupted load is begun again
+                load.copy.order()
+            self._left += self._loads.pop(row)  # last, so that an interrupted copy is begun again
         self.poll()
 
     def coming(self, row: int | None = None) -> list[Pages]:
@@ -465,12 +450,11 @@ class ReplicaTier(PagesBelow, PageReader):
     def load_all(self) -> None:
         self.arrive(np.array(list(self._loads), np.int64))
         for load in self._left:
-            for mark in load.marks or ():
-                mark.wait()
+            load.copy.wait()
         self.poll()
 
     @property
-    def open_loads(self) -> list[HostLoad]:
+    def open_loads(self) -> list[HostCopy]:
         """Every load that is not over; `check` recounts them."""
         return [*self._left, *(load for loads in self._loads.values() for load in loads)]
 
@@ -529,17 +513,10 @@ class ReplicaTier(PagesBelow, PageReader):
 
     def _await_stores(self) -> None:
         for store in self.stores:
-            for mark in store.marks:
-                mark.wait()
+            store.copy.wait()
         self.poll()
 
-    def _begin(self, load: HostLoad) -> list[CopyMark]:
-        if load.marks is None:
-            load.marks = [mark for mover in self._movers for mark in mover.load(load.slots, load.pages)]
-            self.loaded += len(load.pages)
-        return load.marks
-
-    def _end(self, load: HostLoad) -> None:
+    def _end(self, load: HostCopy) -> None:
         self._let_go(load.pages)
         self.host.pool.release(load.slots)
 

@@ -73,8 +73,8 @@ class Tiers:
     def metrics(self) -> KVCacheMetrics:
         noun, files, objects = self._noun, self._counted, self._counted_objects
         counts = {
-            f"h2d_{noun}_copied": sum(tier.loaded for tier in self.replicas),
-            f"d2h_{noun}_copied": sum(tier.stored for tier in self.replicas),
+            f"h2d_{noun}_copied": sum(tier.mover.loaded for tier in self.replicas),
+            f"d2h_{noun}_copied": sum(tier.mover.stored for tier in self.replicas),
             f"file_{noun}_written": sum(one.written for one in files),
             f"file_{noun}_read": sum(one.read for one in files),
             f"file_{noun}_refused": sum(one.refusals.total() for one in files),
@@ -272,11 +272,11 @@ def page_tiers(
 
     def sides(host: HostTier, objects: ObjectTier | None) -> list[ReplicaTier]:
         for place in placed:
-            replica, shards = place.replica, zip(place.memory.blocks, host.memory, strict=True)
-            movers = [PageMover(shard, memory, stream) for shard, memory in shards]
+            replica = place.replica
+            mover = PageMover([*zip(place.memory.blocks, host.memory, strict=True)], stream)
             every = replica.tables.every if objects is not None else None
             tail = 0 if objects is None else objects.longest_tail
-            replica.tier = ReplicaTier(host, replica.pool, movers, every=every, longest_tail=tail)
+            replica.tier = ReplicaTier(host, replica.pool, mover, every=every, longest_tail=tail)
             made.append(replica.tier)
         return made
 

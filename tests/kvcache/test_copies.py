@@ -26,7 +26,7 @@ class Pools:
         self.main: Any = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
         self.pages = torch.zeros((COUNT, words), dtype=dtype, device="cuda")
         self.slots = allocate_host_rows(COUNT, words * dtype.itemsize, self)
-        self.mover = PageMover(self.pages, self.slots, self.main if own_stream else None)
+        self.mover = PageMover([(self.pages, self.slots)], self.main if own_stream else None)
         torch.cuda.synchronize()
 
     def values(self, first: int) -> torch.Tensor:
@@ -53,19 +53,19 @@ def test_a_copy_to_the_host_has_what_a_kernel_was_still_to_write(pools: Pools) -
     new = pools.values(100).clone()
     torch.cuda.synchronize()
     pools.late(pools.main, lambda: pools.pages.copy_(new))
-    (mark,) = pools.mover.store(TAKEN, GIVEN)
-    assert not mark.over()
-    mark.wait()
-    assert mark.over()
+    copy = pools.mover.store(TAKEN, GIVEN)
+    assert not copy.over()
+    copy.wait()
+    assert copy.over()
     assert [first_words(pools.slots)[slot] for slot in GIVEN] == [100 + page for page in TAKEN]
 
 
 def test_a_kernel_that_is_launched_after_a_load_was_ordered_reads_what_was_loaded(pools: Pools) -> None:
     pools.slots.view(torch.int64)[:] = torch.arange(500, 500 + COUNT)[:, None]
-    pools.late(pools.mover._side, lambda: None)
-    (mark,) = pools.mover.load(TAKEN, GIVEN)
-    assert not mark.over()
-    mark.order()
+    pools.late(pools.mover._sides[pools.pages.device], lambda: None)
+    copy = pools.mover.load(TAKEN, GIVEN)
+    assert not copy.over()
+    copy.order()
     with torch.cuda.stream(pools.main):
         read = pools.pages.clone()
     torch.cuda.synchronize()
@@ -77,8 +77,8 @@ def test_a_load_leaves_to_a_kernel_what_it_has_yet_to_read(pools: Pools) -> None
     pools.slots.view(torch.int64)[:] = 7
     torch.cuda.synchronize()
     read = pools.late(pools.main, pools.pages.clone)
-    (mark,) = pools.mover.load(TAKEN, GIVEN)
-    mark.wait()
+    copy = pools.mover.load(TAKEN, GIVEN)
+    copy.wait()
     torch.cuda.synchronize()
     assert read[:, 0].tolist() == [*range(100, 100 + COUNT)]
     assert set(pools.pages[GIVEN].flatten().tolist()) == {7}
@@ -92,9 +92,9 @@ def test_memory_that_a_copy_stages_is_its_own_until_it_is_over() -> None:
         pools.pages.copy_(pools.values(1000 * round_))
         pools.mover.store(pages, slots)
         noise = [torch.full((1 << 22,), -1, device="cuda") for _ in range(4)]
-        (mark,) = pools.mover.load(slots, pages + 40)
+        copy = pools.mover.load(slots, pages + 40)
         del noise
-        mark.order()
+        copy.order()
         assert torch.equal(pools.pages[40:56], pools.pages[:16])
 
 
@@ -104,21 +104,21 @@ def test_every_byte_goes_there_and_back(dtype: torch.dtype, words: int) -> None:
     pools.pages.copy_(torch.randint(0, 100, pools.pages.shape, device="cuda"))
     wanted = pools.pages[TAKEN].clone()
     pools.mover.store(TAKEN, GIVEN)
-    (mark,) = pools.mover.load(GIVEN, GIVEN)
-    mark.order()
+    copy = pools.mover.load(GIVEN, GIVEN)
+    copy.order()
     assert torch.equal(pools.pages[GIVEN], wanted)
 
 
 def test_rows_that_lie_apart_and_empty_lists_are_copied_too() -> None:
     pools = Pools(words=8)
     slots = pools.slots.view(COUNT // 2, -1)[:, 64:]  # the second halves of half as many slots
-    mover = PageMover(pools.pages, slots, None)
+    mover = PageMover([(pools.pages, slots)], None)
     pools.pages.copy_(pools.values(100))
     taken, given = np.array([3, 4, 5], np.int32), np.array([7, 8, 9], np.int32)
-    (mark,) = mover.store(taken, given)
-    mark.wait()
-    (mark,) = mover.load(taken[:0], given[:0])
-    mark.wait()
+    copy = mover.store(taken, given)
+    copy.wait()
+    copy = mover.load(taken[:0], given[:0])
+    copy.wait()
     assert first_words(pools.slots)[14:20] == [0, 103, 0, 104, 0, 105]
 
 

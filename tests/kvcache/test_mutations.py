@@ -10,7 +10,7 @@ import pytest
 
 import kvcache.replica.batch
 import kvcache.replica.replica
-from kvcache.copies import CopyMark, PageMover
+from kvcache.copies import Copy, PageMover
 from kvcache.pool.index import PrefixIndex
 from kvcache.pool.lru_order import LruOrder
 from kvcache.pool.pages import PagePool
@@ -109,7 +109,7 @@ def hits_free_pages_twice(_pool: PagePool, _pages: np.ndarray) -> int:
 
 def arrives_without_a_copy(tier: ReplicaTier, rows: Any) -> None:
     for load in tier.open_loads:
-        load.marks = []
+        load.copy.begun = True
     ARRIVE(tier, rows)
 
 
@@ -118,7 +118,7 @@ def evicts_without_a_copy(tier: ReplicaTier, pages: np.ndarray) -> None:
         tier.forget_waiting()
 
 
-def copies_another_page(mover: PageMover, pages: np.ndarray, slots: np.ndarray) -> list[CopyMark]:
+def copies_another_page(mover: PageMover, pages: np.ndarray, slots: np.ndarray) -> Copy:
     return STORE(mover, pages[::-1], slots)
 
 

@@ -155,9 +155,13 @@ def test_few_at_a_time(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert brought(it) == PAGES
 
 
-class Mark:
+class Copy:
+    begun = True
+
     def __init__(self) -> None:
         self.is_over = False
+
+    def begin(self) -> None: ...
 
     def over(self) -> bool:
         return self.is_over
@@ -169,26 +173,23 @@ class Mark:
         self.is_over = True
 
 
-def copied_beside_us(it: Any, monkeypatch: pytest.MonkeyPatch) -> Mark:
-    """Makes a copy that no request waits for end only when its mark says so, as on a GPU. Returns the mark."""
+def copied_beside_us(it: Any, monkeypatch: pytest.MonkeyPatch) -> Copy:
+    """Makes copies to the device begin at once and end only when the returned one says so, as on a GPU."""
     (tier,) = it.tiers.replicas
-    mark, begin = Mark(), tier._begin
-    monkeypatch.setattr(tier, "_at_once", False)
+    copy, load = Copy(), tier.mover.load
 
-    def beside_us(load: Any) -> Any:
-        begin(load)
-        if load.digests is not None:
-            load.marks = [mark]
-        return load.marks
+    def beside_us(slots: Any, pages: Any) -> Copy:
+        load(slots, pages).begin()
+        return copy
 
-    monkeypatch.setattr(tier, "_begin", beside_us)
-    return mark
+    monkeypatch.setattr(tier.mover, "load", beside_us)
+    return copy
 
 
 def test_pages_that_are_on_their_way_are_found_by_nobody(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     it = served()
     evicted(it)
-    mark = copied_beside_us(it, monkeypatch)
+    copy = copied_beside_us(it, monkeypatch)
     contents = it.manager.contents
     assert contents.bring("theirs", 0, wanted(it), 100)
     assert contents.bring("theirs", 0, wanted(it), 100)
@@ -196,7 +197,7 @@ def test_pages_that_are_on_their_way_are_found_by_nobody(served: Any, monkeypatc
     assert it.manager.metrics.h2d_blocks_copied == PAGES  # once
     assert contents.lease("theirs", 0, wanted(it), 100) is None
     assert it.manager.num_free_blocks == 16 - PAGES
-    mark.is_over = True
+    copy.is_over = True
     assert not contents.bring("theirs", 0, wanted(it), 100)
     assert cached(it) == PAGES
     assert it.manager.num_free_blocks == 16
@@ -209,13 +210,13 @@ def test_a_loop_that_only_waits_sees_that_copies_for_nobody_are_over(
     """No step runs that would notice their end. Without this rule the pages would stay held for ever."""
     it = served()
     evicted(it)
-    mark = copied_beside_us(it, monkeypatch)
+    copy = copied_beside_us(it, monkeypatch)
     assert it.manager.contents.bring("theirs", 0, wanted(it), 100)
     all_pages = TextContext([*range(5000, 5000 + 16 * SIZE - 1)], 16 * SIZE)
     it.manager.external_claim(all_pages.request_id)
     assert not it.manager.admission(all_pages).fits
     assert not it.manager.maybe_reserve(all_pages)
-    mark.is_over = True
+    copy.is_over = True
     if asked == "admission":
         assert it.manager.admission(all_pages).fits
     assert it.manager.maybe_reserve(all_pages)
@@ -240,10 +241,10 @@ def test_what_a_request_has_computed_meanwhile_is_there_once(served: Any, monkey
     it.serve(PROMPT)
     it.fill(24)
     it.fill(24)
-    mark = copied_beside_us(it, monkeypatch)
+    copy = copied_beside_us(it, monkeypatch)
     assert it.manager.contents.bring("theirs", 0, wanted(it), 100)
     assert it.serve(PROMPT) == PAGES * SIZE  # it gets the pages from the host, too
-    mark.is_over = True
+    copy.is_over = True
     assert not it.manager.contents.bring("theirs", 0, wanted(it), 100)
     it.manager.check()
     assert cached(it) == PAGES

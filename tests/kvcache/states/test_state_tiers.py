@@ -8,7 +8,7 @@ import torch
 
 from kvcache.states.state_memory import kind_offsets
 from kvcache.states.state_pages import StatePages
-from kvcache.states.state_tiers import StateTier, state_movers
+from kvcache.states.state_tiers import StateTier, state_mover
 from kvcache.tiers.host_tier import HostTier
 from tests.kvcache.build import states_of
 from tests.kvcache.random_model.matrix import SHAPES
@@ -21,7 +21,7 @@ def digest(number: int) -> np.ndarray:
 def tier_below(states: StatePages) -> StateTier:
     """Host memory with room for four states on one shard."""
     host = HostTier([kind_offsets(states.layouts[0])[-1]], 4, 1, pinned=False)
-    return StateTier(host, states.pool, state_movers(states, host))
+    return StateTier(host, states.pool, state_mover(states, host))
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvcache import InvariantError, KVCacheParams, PagedKVCacheManager, PoolTooSmallError, TextContext
+from kvcache.copies import PageMover
 from kvcache.pool.pages import PagePool
 from kvcache.tiers.host_tier import HostTier, ReplicaTier
 from tests.kvcache.build import manager_of, proven
@@ -236,13 +237,13 @@ def test_a_use_counts_once_the_pages_before_it_are_there(served: Any, monkeypatc
     it = served(16, 40)
     tier, over = it.tiers.replicas[0], [False]
     below: Any = Below()
-    store = tier._movers[0].store
-    mark = SimpleNamespace(over=lambda: over[0], wait=lambda: None)
+    store = tier.mover.store
 
-    def beside(pages: Any, slots: Any) -> list[Any]:
-        return [*store(pages, slots), mark]
+    def beside(pages: Any, slots: Any) -> Any:
+        store(pages, slots)
+        return SimpleNamespace(over=lambda: over[0], wait=lambda: None)
 
-    monkeypatch.setattr(tier, "_movers", [SimpleNamespace(store=beside, load=tier._movers[0].load)])
+    monkeypatch.setattr(tier, "mover", SimpleNamespace(store=beside, load=tier.mover.load))
     it.tiers.share = 0.0
     it.serve(PROMPT)
     monkeypatch.setattr(tier, "lower", (below,))
@@ -522,7 +523,7 @@ class OnePageBelow:
 
 def test_a_page_that_comes_from_below_evicts_none_that_is_needed_with_it() -> None:
     host = HostTier([8], 3, 1, pinned=False)
-    tier = ReplicaTier(host, PagePool(8, 1), [])
+    tier = ReplicaTier(host, PagePool(8, 1), PageMover([], None))
     slots, words = host.pool.allocate(3), np.array([[1], [2], [3]], np.uint64)
     host.pool.index.publish(slots, words)
     for at in range(3):  # the first one is the oldest

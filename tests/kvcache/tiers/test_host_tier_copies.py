@@ -21,11 +21,13 @@ def names(*pages: int) -> Digests:
     return np.array([[page, ~page & 0xFF] for page in pages], np.uint64)
 
 
-class Mark:
-    """The end of a copy: over when the test says so, or when somebody waits."""
+class Copy:
+    """A copy that has begun. It is over when the test says so, or when somebody waits."""
 
     def __init__(self) -> None:
-        self.ended, self.ordered = False, False
+        self.begun, self.ended, self.ordered = True, False, False
+
+    def begin(self) -> None: ...
 
     def over(self) -> bool:
         return self.ended
@@ -40,22 +42,20 @@ class Mark:
 class Mover:
     """Begins copies, and notes them."""
 
-    at_once = False
-
     def __init__(self) -> None:
         self.begun: list[tuple[str, list[int], list[int]]] = []
-        self.marks: list[Mark] = []
+        self.copies: list[Copy] = []
 
-    def store(self, pages: Pages, slots: Pages) -> list[Mark]:
+    def store(self, pages: Pages, slots: Pages) -> Copy:
         return self._begin("store", pages, slots)
 
-    def load(self, slots: Pages, pages: Pages) -> list[Mark]:
+    def load(self, slots: Pages, pages: Pages) -> Copy:
         return self._begin("load", pages, slots)
 
-    def _begin(self, what: str, pages: Pages, slots: Pages) -> list[Mark]:
+    def _begin(self, what: str, pages: Pages, slots: Pages) -> Copy:
         self.begun.append((what, pages.tolist(), slots.tolist()))
-        self.marks.append(Mark())
-        return self.marks[-1:]
+        self.copies.append(Copy())
+        return self.copies[-1]
 
 
 class Beside:
@@ -65,8 +65,8 @@ class Beside:
         self.mover = Mover()
         self.host = HostTier([8], slots, 2, pinned=False)
         self.pool = PagePool(8, 2)
-        movers: Any = [self.mover]
-        self.tier = ReplicaTier(self.host, self.pool, movers)
+        mover: Any = self.mover
+        self.tier = ReplicaTier(self.host, self.pool, mover)
 
     def publish(self, *pages: int) -> Pages:
         """Pages that a request has computed, and still holds."""
@@ -85,9 +85,9 @@ def test_a_page_is_found_in_the_host_once_its_copy_is_over() -> None:
     assert it.tier.store(8) == 2
     assert it.mover.begun == [("store", [1, 2], [1, 2])]
     assert (it.found(11, 12), it.tier.storing.nonzero()[0].tolist()) == ([False, False], [1, 2])
-    it.mover.marks[0].ended = True
+    it.mover.copies[0].ended = True
     it.tier.poll()
-    assert (it.found(11, 12), it.tier.storing.any(), it.tier.stored) == ([True, True], False, 2)
+    assert (it.found(11, 12), it.tier.storing.any()) == ([True, True], False)
 
 
 def test_pages_for_which_the_host_has_no_slot_are_not_copied_and_wait_for_nothing() -> None:
@@ -98,9 +98,8 @@ def test_pages_for_which_the_host_has_no_slot_are_not_copied_and_wait_for_nothin
     assert it.mover.begun == [("store", [1, 2], [1, 2])]
     assert it.host.pool.index.tables.tolist() == [0, 1, 2]
     assert it.tier.storing.nonzero()[0].tolist() == [1, 2]
-    assert it.tier.stored == 2
     it.tier.came(pages[2:], names(13))  # as where a fork publishes it again
-    it.mover.marks[0].ended = True
+    it.mover.copies[0].ended = True
     it.tier.poll()
     assert it.tier.storing.nonzero()[0].tolist() == [3], "it waits"
 
@@ -110,7 +109,7 @@ def test_a_page_that_is_about_to_be_written_over_waits_for_the_end_of_its_copy()
     pages = it.publish(11, 12)
     it.tier.store(1)
     it.tier.going(pages[:1])
-    assert it.mover.marks[0].ended, "it was waited for"
+    assert it.mover.copies[0].ended, "it was waited for"
     assert (it.found(11, 12), len(it.mover.begun)) == ([True, False], 1)
     it.tier.going(pages[1:])
     assert it.found(11, 12) == [True, True]
@@ -120,7 +119,7 @@ def test_a_use_that_was_noted_after_a_page_counts_after_its_copy() -> None:
     it = Beside()
     it.publish(11, 12)
     it.tier.store(8)
-    it.mover.marks[0].ended = True
+    it.mover.copies[0].ended = True
     it.tier.poll()
     assert it.host.pool.idle.pages().tolist() == [2, 1]
     it.publish(13)
@@ -147,19 +146,18 @@ def test_pages_come_back_beside_the_model_and_are_kept_until_the_copy_is_over(le
         it.tier.leave(3, ids(), names(), lambda found: np.zeros(len(found), np.bool_))
     else:
         it.tier.arrive(slice(2, 4))
-        assert it.mover.marks[-1].ordered, "what reads it runs after the copy"
+        assert it.mover.copies[-1].ordered, "what reads it runs after the copy"
     assert it.tier.is_loading
     assert (it.tier.coming(3), [pages.tolist() for pages in it.tier.coming()]) == ([], [[2]])
     it.pool.release(own)
     assert (it.pool.writers[2], it.host.pool.holders[1], it.pool.free_count) == (1, 1, 6)
     if left:
-        it.mover.marks[-1].ended = True
+        it.mover.copies[-1].ended = True
         it.tier.poll()
     else:
         it.tier.load_all()
     assert not it.tier.is_loading
     assert (it.pool.writers[2], it.host.pool.holders[1], it.pool.free_count) == (0, 0, 7)
-    assert it.tier.loaded == 1
 
 
 def test_pages_that_are_brought_for_no_row_are_published_when_their_copy_is_over() -> None:
@@ -176,7 +174,7 @@ def test_pages_that_are_brought_for_no_row_are_published_when_their_copy_is_over
     assert it.tier.brought_at_once == 1 << 20, "8 MiB of these pages"
     assert it.pool.index.find(names(11, 12)).tolist() == [0, 0]
     assert it.pool.free_count == 6
-    it.mover.marks[-1].ended = True
+    it.mover.copies[-1].ended = True
     assert not it.tier.is_bringing
     assert it.pool.index.find(names(11, 12)).tolist() == pages.tolist()
     assert (it.pool.free_count, it.pool.idle.count, it.host.pool.idle.count) == (8, 2, 2)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
+from kvcache.copies import PageMover
 from kvcache.pool.index import Digests
 from kvcache.pool.pages import PagePool
 from kvcache.replica.resume import Asked
@@ -81,7 +82,7 @@ class Below:
         self.host.pool.release(slot)
         self.files = Tier(self.host, [FILE])
         self.objects = Tier(self.host, [OBJECT, FILE], [UNKNOWN], asks=True)
-        self.tier = ReplicaTier(self.host, PagePool(8, 2), [])
+        self.tier = ReplicaTier(self.host, PagePool(8, 2), PageMover([], None))
         self.tier.lower.extend([self.files, self.objects])  # the host's own list
 
 
@@ -163,7 +164,9 @@ def test_of_a_request_that_ends_every_tier_is_told_its_pages_and_with_tails_each
     tail: int, ends: list[list[int]]
 ) -> None:
     below = Below()
-    tier = ReplicaTier(below.host, PagePool(8, 2), [], every=lambda digests: digests[None], longest_tail=tail)
+    tier = ReplicaTier(
+        below.host, PagePool(8, 2), PageMover([], None), every=lambda digests: digests[None], longest_tail=tail
+    )
     pages = tier.pool.allocate(3)
     tier.pool.index.publish(pages, names(FILE, OBJECT, UNKNOWN)[0])
     tier.lower[:] = [below.objects]
