@@ -14,7 +14,9 @@ A gate limits the frames per second of each peer and of all peers together. Furt
 import contextlib
 import errno
 import fcntl
+import functools
 import logging
+import math
 import os
 import resource
 import secrets
@@ -45,6 +47,7 @@ _READ, _PASSED = 1 << 14, 1 << 18  # the most bytes at a time, from a peer and t
 _FRAMES_AT_ONCE = 64  # the most frames of one peer before the others have their turn
 _ACCEPTS_PER_S = 500.0
 _REFILL_S = 0.002
+_IDLE_S = 3600.0  # the longest wait for an event
 _SAID_S = 60.0  # the least time between two log messages
 _INTERFACE_ADDRESS = 0x8915  # the ioctl SIOCGIFADDR
 _log = logging.getLogger("pagewire")
@@ -58,7 +61,7 @@ class Limits:
     frames: int = 8  # the most frames of one message
     per_second: float = 300.0  # frames; twice as many in a burst; all peers together may send ten times that
     peers: int = 1024
-    subscription_bytes: int | None = None  # the most for one connection in all; None: no limit
+    subscription_bytes: float = math.inf  # the most for one connection in all
 
     @property
     def most_peers(self) -> int:
@@ -126,7 +129,7 @@ class FrameCounter:
         if size > self._limits.message_bytes:
             raise GateError("bytes", f"a frame of {size} bytes; at most {self._limits.message_bytes} are allowed")
         begin = data[at + length : at + length + min(size, _LONGEST_NAME)]
-        if self._limits.subscription_bytes is not None and len(begin) < min(size, _LONGEST_NAME):
+        if len(begin) < min(size, _LONGEST_NAME):  # the name of a command must be whole
             return 0
         self._count(flags, size, begin)
         self._left = size
@@ -144,7 +147,7 @@ class FrameCounter:
                 raise GateError("bytes", f"a message of more than {limits.message_bytes} bytes")
             if not flags & _MORE:
                 self._frames = self._bytes = 0
-        if limits.subscription_bytes is not None and (not is_command or _name(begin) in _SUBSCRIPTIONS):
+        if not is_command or _name(begin) in _SUBSCRIPTIONS:
             self._subscribed += 1 + size
             if self._subscribed > limits.subscription_bytes:
                 raise GateError("subscriptions", f"subscriptions of more than {limits.subscription_bytes} bytes")
@@ -246,13 +249,13 @@ class Gate:
         self._peers: dict[_Connection, tuple[int, int]] = {}  # with the events to poll for
         self._held: deque[_Connection] = deque()
         self._said_at = -_SAID_S
-        # After `close`: until when the rest is passed on, as set by the caller, and as read by the thread.
-        self._ends_at: float | None = None
-        self._deadline: float | None = None
+        self._is_listening = True
+        self._ends_at = math.inf  # until when the rest is passed on after `close`
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wake, selectors.EVENT_READ)
+        # The data of each registered connection is the function that serves its events.
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._stop_listening)
         self._thread = threading.Thread(target=self._run, name="pagewire-gate", daemon=True)
         self._thread.start()
 
@@ -260,18 +263,19 @@ class Gate:
         """Stop listening, and end. Messages already sent are delivered for up to `linger_s` seconds. Safe twice."""
         if self._listener.fileno() < 0:
             return
-        if self._thread.is_alive():  # False in a fork, which must not end its parent's gate
+        is_own = self._thread.is_alive()  # False in a fork, which must not end its parent's gate
+        if is_own:
             self._ends_at = time.monotonic() + linger_s
             os.eventfd_write(self._wake, 1)
             self._thread.join(linger_s + 2.0)
         self._listener.close()
-        if self._ends_at is not None and self.address.startswith("ipc://") and not self.address.startswith("ipc://@"):
+        if is_own and self.address.startswith("ipc://") and not self.address.startswith("ipc://@"):
             with contextlib.suppress(OSError):
                 Path(self.address.removeprefix("ipc://")).unlink()
 
     def _run(self) -> None:
         try:
-            while self._deadline is None or (self._peers and time.monotonic() < self._deadline):
+            while self._is_listening or (self._peers and time.monotonic() < self._ends_at):
                 try:
                     self._turn()
                 except Exception:  # noqa: BLE001 - one peer must not stop the service of others
@@ -285,22 +289,19 @@ class Gate:
             os.close(self._wake)
 
     def _turn(self) -> None:
-        wait = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-        for key, events in self._selector.select(_REFILL_S if self._held else wait):
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.data is not None:
-                peer, which = key.data
-                self._serve(peer, which, events)
-            elif self._deadline is None:  # `close` was called
-                self._deadline = self._ends_at
-                self._selector.unregister(self._wake)
-                self._selector.unregister(self._listener)
-                self._listener.close()
+        wait = _REFILL_S if self._held else min(_IDLE_S, self._ends_at - time.monotonic())
+        for key, events in self._selector.select(max(0.0, wait)):
+            key.data(events)
         for _ in range(len(self._held)):
             self._serve((peer := self._held.popleft()), peer.client, 0)
 
-    def _accept(self) -> None:
+    def _stop_listening(self, _: int) -> None:
+        self._is_listening = False
+        self._selector.unregister(self._wake)
+        self._selector.unregister(self._listener)
+        self._listener.close()
+
+    def _accept(self, _: int) -> None:
         if self._accepts.left() < 1:
             time.sleep(_REFILL_S)
             return
@@ -344,15 +345,16 @@ class Gate:
                 peer.send_up() if is_inner else peer.read()
             if peer.unread and not peer.up:
                 self._pass_up(peer)
-        except (GateError, OSError) as error:
+        except GateError as error:
             self._drop(peer)
-            if isinstance(error, GateError):
-                self._say(error.limit, str(error))
-            return
-        if peer.is_ending and not peer.down:
+            self._say(error.limit, str(error))
+        except OSError:
             self._drop(peer)
         else:
-            self._poll(peer)
+            if peer.is_ending and not peer.down:
+                self._drop(peer)
+            else:
+                self._poll(peer)
 
     def _pass_up(self, peer: _Connection) -> None:
         most = int(min(_FRAMES_AT_ONCE, peer.tokens.left(), self._tokens.left()))
@@ -372,11 +374,11 @@ class Gate:
             if was == now:
                 continue
             if not was:
-                self._selector.register(which, now, (peer, which))
+                self._selector.register(which, now, functools.partial(self._serve, peer, which))
             elif not now:
                 self._selector.unregister(which)
             else:
-                self._selector.modify(which, now, (peer, which))
+                self._selector.modify(which, now, functools.partial(self._serve, peer, which))
 
     def _drop(self, peer: _Connection) -> None:
         polled = self._peers.pop(peer)
@@ -406,6 +408,7 @@ def listener(address: str) -> tuple[socket.socket, str]:
     """A listening socket at a ZMQ address of tcp or ipc, and the address as bound. Raises `OSError`."""
     transport, _, place = address.partition("://")
     if transport == "ipc":
+        remove_left(place)
         return _listener_at(socket.AF_UNIX, "\0" + place[1:] if place.startswith("@") else place), address
     host, _, port = place.rpartition(":")
     if not host or not (port.isdecimal() or port == "*"):
@@ -452,17 +455,18 @@ def remove_left(place: str) -> None:
 def _listener_at(family: socket.AddressFamily, at: str | tuple[str, int]) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        if isinstance(at, str):
-            remove_left(at.replace("\0", "@", 1))
-        else:
+        if family != socket.AF_UNIX:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         made.bind(at)
         made.listen(128)
-    except (OSError, OverflowError, ValueError) as error:
+    except OSError:
         made.close()
-        raise error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error)) from error
+        raise
+    except (OverflowError, ValueError) as error:
+        made.close()
+        raise OSError(errno.EINVAL, str(error)) from error
     return made
 
 
@@ -476,15 +480,29 @@ SUBSCRIPTIONS = Limits(message_bytes=_MAX_QUESTION_BYTES, peers=256, subscriptio
 """The limits of a PUB socket. libzmq stores 40 bytes for each byte of a topic, so a peer takes at most 640 KiB."""
 
 
+class NoGate:
+    """In place of a gate where no stranger can connect: libzmq listens at the address itself."""
+
+    def __init__(self, address: str = "") -> None:
+        self.address = address  # empty: the socket is not bound
+        self._is_bound = bool(address)
+
+    def close(self, linger_s: float = 0.0) -> None:  # noqa: ARG002 - as `Gate.close`
+        """Wait until nothing listens at the address any more. Safe to call twice."""
+        if self._is_bound:
+            self._is_bound = False
+            _await_free(self.address)
+
+
 class BoundSocket(zmq.Socket[bytes]):
     """A socket that listens, behind a `Gate` if strangers can reach it."""
 
-    _gate: Gate | None = None
+    _gate: Gate | NoGate = NoGate()
 
     @property
     def address(self) -> str:
         """The address as bound, with the chosen port if the port was 0."""
-        return self.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") if self._gate is None else self._gate.address
+        return self._gate.address
 
     def listen(self, what: str, address: str, limits: Limits | None) -> None:
         """Bind the socket. `limits` is None if strangers cannot reach it, so it needs no gate. Raises `ZMQError`."""
@@ -493,23 +511,20 @@ class BoundSocket(zmq.Socket[bytes]):
                 if address.startswith("ipc://"):
                     remove_left(address.removeprefix("ipc://"))
                 self.bind(address)
+                self._gate = NoGate(self.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
                 return
             self.setsockopt(zmq.IPC_FILTER_PID, os.getpid())
-            self._gate = Gate(what, address, limits)
+            self._gate = gate = Gate(what, address, limits)
         except zmq.ZMQError:
             raise
         except OSError as error:
             raise zmq.ZMQError(error.errno or errno.EINVAL, error.strerror or str(error)) from error
-        self.bind(self._gate.inner)
+        self.bind(gate.inner)
 
     def close(self, linger: int | None = None) -> None:
         """Close the socket. Sent messages are delivered for up to `linger` milliseconds. Safe to call twice."""
-        bound = "" if self.closed or self._gate is not None else self.address
         super().close(linger)
-        if self._gate is not None:
-            self._gate.close((linger or 0) / 1000)
-        elif bound:
-            _await_free(bound)
+        self._gate.close((linger or 0) / 1000)
 
 
 def _await_free(address: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import socket
@@ -97,7 +98,7 @@ def test_however_it_comes_all_that_is_within_the_limits_is_passed_on() -> None:
 )
 def test_whoever_exceeds_a_limit_is_told_from_the_others(data: bytes, limit: str) -> None:
     for seed in range(20):
-        limits = Limits(message_bytes=1024, subscription_bytes=4096 if limit == "subscriptions" else None)
+        limits = Limits(message_bytes=1024, subscription_bytes=4096 if limit == "subscriptions" else math.inf)
         with pytest.raises(GateError) as error:
             passed(limits, GREETING + READY + data, random.Random(seed))
         assert error.value.limit == limit
@@ -224,7 +225,7 @@ def echo() -> Iterator[Callable[[Limits], BoundSocket]]:
 
 def gate_of(bound: BoundSocket) -> Gate:
     gate = bound._gate
-    assert gate is not None
+    assert isinstance(gate, Gate)
     return gate
 
 

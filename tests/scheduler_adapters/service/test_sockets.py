@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 import zmq
 
+from kvcache.sockets import NoGate
 from scheduler_adapters.service import messages as msg
 from scheduler_adapters.service.sockets import (
     FrontendQueue,
@@ -96,7 +97,7 @@ def test_a_stranger_at_a_port_without_keys_fills_no_memory_and_keeps_nobody(tmp_
                 assert [frames[1:] for frames in received(router)] == [[b"a request"]]
             assert rss() - before < 3 * MORE_RSS
         with closing(bind_router(context, f"ipc://{tmp_path}/p")) as private:
-            assert private._gate is None, "nobody else gets into a folder of our own"
+            assert isinstance(private._gate, NoGate), "nobody else gets into a folder of our own"
 
 
 @pytest.mark.slow
