@@ -17,6 +17,7 @@ Slots = NDArray[np.int32]
 """Places of pages in a lower tier; the tier defines the numbers."""
 
 NO_SLOTS: Slots = np.zeros(0, np.int32)
+NO_STATE: Digests = np.zeros((0, 1), np.uint64)
 
 Asked = NDArray[np.bool_]
 """A mask over the pages of block tables, `[tables, pages]`: pages that are asked for, or that are found."""
@@ -69,18 +70,6 @@ class FromBelow(NamedTuple):
         return self.lacking.T.nonzero()[1]
 
 
-class StatePlan(NamedTuple):
-    """The part of a reservation that concerns the request's recurrent state.
-
-    Attributes:
-        digest: `[1, words]`, of the page after whose cached state the request resumes; None: it keeps its own state.
-        ends: tokens after which chunks of its prompt end, so that its state is kept there; empty: not known yet.
-    """
-
-    digest: Digests | None
-    ends: tuple[int, ...]
-
-
 class Reservation(NamedTuple):
     """The pages that a row takes and gives back. A field "by group" has an item for each group of block tables.
 
@@ -97,7 +86,9 @@ class Reservation(NamedTuple):
         active: the token at which its chunk ends; likewise.
         cached: the token up to which pages were found; 0 if none were found that the request did not have.
         slots: host slots of the pages that `found` lacks, one table after the other.
-        state: the plan for recurrent layers, if there are any.
+        state: the digest, `[1, words]`, of the page after whose cached recurrent state the request resumes; empty if it
+            keeps its own state, or has none.
+        stops: tokens at which chunks of its prompt end, so that its state is kept there; empty: not known yet.
     """
 
     found: tuple[Pages, ...]
@@ -112,7 +103,8 @@ class Reservation(NamedTuple):
     active: int
     cached: int = 0
     slots: Slots = NO_SLOTS
-    state: StatePlan | None = None
+    state: Digests = NO_STATE
+    stops: tuple[int, ...] = ()
 
 
 def last_end(ends: Asked) -> int:

@@ -86,17 +86,16 @@ class HybridReplica(Replica):
     def claim(self, request_id: str) -> int:
         row = super().claim(request_id)
         self.states.allocate(request_id)
+        self._kept.begin(row)
         self.moves.claimed(row)
         return row
 
     def release(self, row: int, context: Context | None) -> None:
         """As the base. The state is freed, unless a transfer still writes it or a lease holds it."""
-        request_id = self.rows.request_ids[row]
+        request_id = self._name(row)
         super().release(row, context)
-        if request_id is not None:
-            self._kept.leave(request_id)
-            if self.states.holds(request_id):  # False if its claim was interrupted
-                self.states.release(request_id)
+        if self.states.holds(request_id):  # False if its claim was interrupted
+            self.states.release(request_id)
 
     def forget_idle(self) -> None:
         super().forget_idle()
@@ -203,12 +202,11 @@ class HybridReplica(Replica):
     # ---- reservations and steps
 
     def planned(self, row: int, context: Context, plan: Reservation, reached: int) -> Reservation:
-        return self._kept.planned(self._name(row), context, plan, reached) if self.caching else plan
+        return self._kept.planned(row, context, plan, reached) if self.caching else plan
 
     def take(self, row: int, plan: Reservation) -> Pages:
         """As the base. The state from which the request resumes is copied first, as taking pages may evict it."""
-        if plan.state is not None:
-            self._kept.reserved(self._name(row), plan.state, plan.start)
+        self._kept.reserved(row, self._name(row), plan)
         return super().take(row, plan)
 
     def fetched(self, rows: Rows) -> None:
@@ -269,9 +267,8 @@ class HybridReplica(Replica):
         return *groups, (states.page_of(request_id),)
 
     def begin_state_import(self, context: Context, pending: PendingImport) -> None:
-        had = context.start_idx
-        digest = self._kept.digest_at(context, had) if had else None
-        page = self.states.begin_import(context.request_id, digest)
+        row = self.rows.row_of[context.request_id]
+        page = self.states.begin_import(context.request_id, self._kept.digest_at(row, context, context.start_idx))
         pending.parts.append(ImportPart(0, np.array([page], np.int32), is_state=True))
         pending.on_free = functools.partial(self._cancel_state_import, context.request_id, page)
 
@@ -280,7 +277,7 @@ class HybridReplica(Replica):
         self.states.cancel_import(page)
         if self.states.holds(request_id) and self.states.page_of(request_id) == page:
             # By the time that it computes its prompt itself, more of it may be cached: other chunks may be right.
-            self._kept.leave(request_id)
+            self._kept.begin(self.rows.row_of[request_id])
 
     def commit_state_import(self, request_id: str, tokens: int) -> None:
         self.states.commit_import(request_id, tokens)
@@ -292,7 +289,6 @@ class HybridReplica(Replica):
     def mend(self, over: object) -> list[str]:
         """As the base. A request whose import is over cannot continue."""
         ended = super().mend(over)
-        self._kept.mend()
         below = self.states.below
         below.mend(())  # copies on their way hold pages, so they are ended first
         self.states.mend(self.rows.row_of, self._written, self.leases.holders(self.states.pool))
@@ -312,7 +308,6 @@ class HybridReplica(Replica):
 
     def check(self) -> None:
         super().check()
-        self._kept.check()
         self.states.check(self.rows.row_of, self._written, self.leases.holders(self.states.pool))
 
 

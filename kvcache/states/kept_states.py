@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.errors import InvariantError
 from kvcache.eviction_order import EvictionOrder
 from kvcache.params import KVCacheParams
 from kvcache.pool.hinted_order import HintedOrder
@@ -26,8 +25,8 @@ from kvcache.pool.quotas import QuotaOrder, SlabQuotas, TenantQuotas
 from kvcache.replica.context import Context
 from kvcache.replica.hints import HintFollower
 from kvcache.replica.replica import Replica
-from kvcache.replica.resume import Reservation, StatePlan
-from kvcache.replica.rows import Ints, Rows, rows_at
+from kvcache.replica.resume import NO_STATE, Reservation
+from kvcache.replica.rows import NEVER, Ints, Rows, rows_at
 from kvcache.retention import LEVEL_OF, NEUTRAL, PageHints
 from kvcache.states.state_pages import StatePages
 
@@ -37,27 +36,29 @@ class KeptStates:
 
     def __init__(self, pages: StatePages, replica: Replica, every: int) -> None:
         self._pages, self._replica = pages, replica
-        self._spacing = every * replica.page_size
-        self._ends: dict[str, tuple[int, ...]] = {}  # by request: tokens after which chunks of its prompt end
+        self._spacing = every * replica.page_size or NEVER
+        self._stops: list[tuple[int, ...]] = [()] * len(replica.rows.request_ids)  # by row, see `Reservation.stops`
 
-    def planned(self, request_id: str, context: Context, plan: Reservation, reached: int) -> Reservation:
+    def begin(self, row: int) -> None:
+        """Forget the former request of the row, or what was known about the present one."""
+        self._stops[row] = ()
+
+    def planned(self, row: int, context: Context, plan: Reservation, reached: int) -> Reservation:
         """The reservation, its chunk cut where a state is to be kept. `reached`: columns whose pages were found."""
-        start, active, of_prompt = plan.start, plan.active, self._ends.get(request_id, ())
+        start, active, of_prompt = plan.start, plan.active, self._stops[row]
         # Chunks of one token had no lookup: a first chunk of one token, or a fork that decodes.
         if not of_prompt and (plan.cached or active - start > 1):
             last, size = context.current_length - 1, self._replica.page_size
             of_prompt = (reached * size, last - last % size)
-        ends = [*of_prompt, start - start % self._spacing + self._spacing if self._spacing else 0]
-        digest = self.digest_at(context, plan.cached) if plan.cached else None
-        active = min((end for end in ends if start < end < active), default=active)
-        return plan._replace(active=active, state=StatePlan(digest, of_prompt))
+        stops = [*of_prompt, start - start % self._spacing + self._spacing]
+        active = min((stop for stop in stops if start < stop < active), default=active)
+        return plan._replace(active=active, state=self.digest_at(row, context, plan.cached), stops=of_prompt)
 
-    def reserved(self, request_id: str, plan: StatePlan, start: int) -> None:
-        """The request runs from `start`: the state that was found, if any, is copied into its page."""
-        if plan.digest is not None:
-            self._pages.resume(request_id, plan.digest, start)
-        if plan.ends:
-            self._ends[request_id] = plan.ends
+    def reserved(self, row: int, request_id: str, plan: Reservation) -> None:
+        """The request runs as planned: the state that was found, if any, is copied into its page."""
+        if len(plan.state):
+            self._pages.resume(request_id, plan.state, plan.start)
+        self._stops[row] = plan.stops
 
     def computed(self, stepped: Rows, computed: Ints) -> None:
         """After a step: keep the states of the rows whose `computed` tokens now end a page."""
@@ -72,36 +73,23 @@ class KeptStates:
         of_rows: list[int] = ended.tolist()
         counts: list[int] = tokens.tolist()
         names = [rows.request_ids[row] or "" for row in of_rows]
-        stay = [self._stays(name, count) for name, count in zip(names, counts, strict=True)]
+        stay = [self._stays(row, count) for row, count in zip(of_rows, counts, strict=True)]
         digests = self._replica.pool.index.digests_of(pages)
         if not any(stay) and self._pages.keep_passing(names, digests, tokens):
             return
         for place, (name, count) in enumerate(zip(names, counts, strict=True)):
             self._pages.keep(name, digests[place : place + 1], count, passing=not stay[place])
 
-    def _stays(self, request_id: str, tokens: int) -> bool:
+    def _stays(self, row: int, tokens: int) -> bool:
         """Whether the copy of a state after so many tokens stays once the request has gone further."""
-        return tokens in self._ends.get(request_id, ()) or (self._spacing > 0 and tokens % self._spacing == 0)
+        return tokens in self._stops[row] or tokens % self._spacing == 0
 
-    def digest_at(self, context: Context, tokens: int) -> Digests:
-        """The digest of a request's first `tokens` tokens, which are full pages: `[1, words]`."""
+    def digest_at(self, row: int, context: Context, tokens: int) -> Digests:
+        """The digest of the page that ends a request's first `tokens` tokens: `[1, words]`; empty without tokens."""
+        if not tokens:
+            return NO_STATE
         last = tokens // self._replica.page_size
-        hasher = self._replica.hasher(self._replica.rows.row_of[context.request_id], context)
-        return hasher.digests(context.tokens, last - 1, last)
-
-    def leave(self, request_id: str) -> None:
-        """Forget a released request."""
-        self._ends.pop(request_id, None)
-
-    def mend(self) -> None:
-        """Forget requests that no mended row has."""
-        for request_id in self._ends.keys() - self._replica.rows.row_of.keys():
-            del self._ends[request_id]
-
-    def check(self) -> None:
-        """Raise `InvariantError` if there are ends for a request that is not claimed."""
-        if odd := self._ends.keys() - self._replica.rows.row_of.keys():
-            raise InvariantError(f"the ends of chunks are recorded for requests that are not claimed: {sorted(odd)}")
+        return self._replica.hasher(row, context).digests(context.tokens, last - 1, last)
 
 
 class StateHints(HintFollower):

@@ -23,7 +23,7 @@ from kvcache.pool.index import NO_PAGE, Digests, Pages, PrefixIndex
 from kvcache.pool.pages import PagePool
 from kvcache.replica.leases import HeldPages
 from kvcache.replica.pages_below import PagesBelow
-from kvcache.replica.resume import Asked, last_end
+from kvcache.replica.resume import NO_STATE, Asked, last_end
 from kvcache.replica.rows import Ints
 from kvcache.states.state_memory import StateRoom, StateViews
 from kvcache.types import StateCopy
@@ -421,18 +421,19 @@ class StatePages:
 
     # ---- pages that a transfer writes
 
-    def begin_import(self, request_id: str, digest: Digests | None = None) -> int:
+    def begin_import(self, request_id: str, digest: Digests = NO_STATE) -> int:
         """Hand the request's page to a transfer. The request cannot run until the import ends.
 
-        `digest`: of the copy from which the page was resumed, if any. The copy is held as long as the page is written.
+        `digest`: of the copy from which the page was resumed; empty: there is none. The copy is held as long as the
+        page is written.
         """
         page = self.page_of(request_id)
         self._drop_drafted(request_id)
         self.pool.add_writer(one_page(page))
-        if digest is not None and (copy := self._found(digest)):
+        if len(digest) and (copy := self._found(digest)):
             self.pool.hold(one_page(copy))
             self._before[page] = copy
-        elif digest is not None:  # the copy was evicted for the import's own pages, or the state came from below
+        elif len(digest):  # the copy was evicted for the import's own pages, or the state came from below
             self._saved[page] = [blocks[page].to("cpu", copy=True) for blocks in chain.from_iterable(self.blocks)]
         return page
 
