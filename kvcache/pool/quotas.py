@@ -8,6 +8,7 @@ If the pool also caches states in slabs, a slab counts as all its pages, and its
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,31 @@ MOST_TENANTS = 1024  # the most tenants with idle pages that have their own quot
 _NOBODY, _OTHERS = 0, 1
 
 
-class TenantQuotas:
+class NoQuotas:
+    """The quotas of a pool whose tenants may keep any number of idle pages: none."""
+
+    limited = False
+
+    def of_pool(self, num_pages: int) -> "NoQuotas":  # noqa: ARG002 - there are none for any pool
+        """The same quotas for another pool."""
+        return self
+
+    def over(self, order: EvictionOrder, slab_pages: int = 0) -> EvictionOrder:  # noqa: ARG002 - as above
+        """The order in which pages above the quotas go before those of `order`. `slab_pages`: see `QuotaOrder`."""
+        return order
+
+    def ownerless(self, pages: Pages) -> NDArray[np.bool_]:
+        """Which of `pages` have no tenant, though a tenant may be named for them."""
+        return np.zeros(len(pages), np.bool_)
+
+    def clear(self) -> None:
+        """Empty the orders of idle pages and slabs. Pages keep their tenants."""
+
+
+class TenantQuotas(NoQuotas):
     """The idle pages of each tenant, oldest first, and its quota: a share of the pool, for all tenants or by salt."""
+
+    limited = True
 
     def __init__(self, num_pages: int, share: float, shares: Mapping[str, float]) -> None:
         self._num_pages = num_pages
@@ -39,13 +63,18 @@ class TenantQuotas:
         self._is_slab = np.zeros(num_pages + 1, np.bool_)
         self._slabs: Counter[int] = Counter()  # by tenant
 
+    def of_pool(self, num_pages: int) -> "TenantQuotas":
+        return TenantQuotas(num_pages, self._share, self._shares)
+
+    def over(self, order: EvictionOrder, slab_pages: int = 0) -> EvictionOrder:
+        return QuotaOrder(order, self, slab_pages)
+
     def own(self, pages: Pages, salt: str | None) -> None:
         """Assign `pages`, which are not idle, to the tenant of `salt`; None: to no tenant."""
         self._owner[pages] = _NOBODY if salt is None else self._id_of(salt)
 
-    def owned(self, pages: Pages) -> NDArray[np.bool_]:
-        """Which of `pages` have a tenant."""
-        return self._owner[pages] != _NOBODY
+    def ownerless(self, pages: Pages) -> NDArray[np.bool_]:
+        return self._owner[pages] == _NOBODY
 
     def disown(self, pages: Pages) -> None:
         """`pages` have left the cache. They have no tenant until `own` names one."""
@@ -104,7 +133,6 @@ class TenantQuotas:
         return next((page for page in firsts if self._is_slab[page] == slabs), 0)
 
     def clear(self) -> None:
-        """Empty the orders of idle pages and slabs. Pages keep their tenants."""
         known = {_OTHERS, *self._ids.values()}
         for owner in self._orders.keys() - known:
             del self._orders[owner]
@@ -167,64 +195,29 @@ class TenantQuotas:
         return free
 
 
-class SlabQuotas:
-    """The quotas of slabs, by slab number. They share the quotas of the pages in `quotas`."""
-
-    def __init__(self, quotas: TenantQuotas, slab_pages: int) -> None:
-        self._quotas, self._slab_pages = quotas, slab_pages
-        quotas.slab_pages = slab_pages
-
-    def own(self, slabs: Pages, salt: str | None) -> None:
-        """As `TenantQuotas.own`; the other methods correspond likewise."""
-        self._quotas.own(slabs * self._slab_pages, salt)
-
-    def owned(self, slabs: Pages) -> NDArray[np.bool_]:
-        return self._quotas.owned(slabs * self._slab_pages)
-
-    def disown(self, slabs: Pages) -> None:
-        self._quotas.disown(slabs * self._slab_pages)
-
-    def moved(self, sources: Pages, targets: Pages) -> None:
-        self._quotas.moved(sources * self._slab_pages, targets * self._slab_pages)
-
-    def append(self, slabs: Pages | Indices) -> None:
-        self._quotas.append(slabs * self._slab_pages, slabs=True)
-
-    def remove(self, slabs: Pages | Indices) -> None:
-        self._quotas.remove(slabs * self._slab_pages)
-
-    def pop_surplus(self, most: int) -> Pages:
-        return self._quotas.pop_surplus(most, slabs=True) // np.int32(self._slab_pages)
-
-    def first(self) -> int:
-        return self._quotas.first(slabs=True) // self._slab_pages
-
-    def clear(self) -> None:
-        self._quotas.clear()
-
-    def check(self, idle: Pages) -> None:
-        self._quotas.check(idle * self._slab_pages, slabs=True)
-
-
 class QuotaOrder(OverOrder):
-    """Wraps `order`: pages above the `quotas` are evicted before any page of `order`."""
+    """Wraps `order`: pages above the `quotas` are evicted before any page of `order`.
 
-    def __init__(self, order: EvictionOrder, quotas: TenantQuotas | SlabQuotas) -> None:
+    With `slab_pages` its pages are slabs of so many pages of another pool, whose quotas these are.
+    """
+
+    def __init__(self, order: EvictionOrder, quotas: TenantQuotas, slab_pages: int = 0) -> None:
         super().__init__(order)
-        self._quotas = quotas
+        self._quotas, self._of_slabs, self._unit = quotas, slab_pages > 0, max(1, slab_pages)
+        quotas.slab_pages = max(quotas.slab_pages, slab_pages)
 
     def own(self, pages: Pages, salt: str | None) -> None:
-        self._quotas.own(pages, salt)
+        self._quotas.own(self._named(pages), salt)
 
     def append(self, pages: Pages | Indices) -> None:
         if not len(pages):
             return
-        self._quotas.append(pages)
+        self._quotas.append(self._named(pages), slabs=self._of_slabs)
         self._order.append(pages)
         self.count = self._order.count
 
     def remove(self, pages: Pages | Indices) -> None:
-        self._quotas.remove(pages)
+        self._quotas.remove(self._named(pages))
         self._order.remove(pages)
         self.count = self._order.count
 
@@ -241,35 +234,40 @@ class QuotaOrder(OverOrder):
 
     def forget(self, pages: Pages) -> None:
         self._order.forget(pages)
-        self._quotas.disown(pages)
+        self._quotas.disown(self._named(pages))
 
     def moved(self, sources: Pages, targets: Pages) -> None:
         self._order.moved(sources, targets)
-        self._quotas.moved(sources, targets)
-        self._quotas.disown(sources)
+        self._quotas.moved(self._named(sources), self._named(targets))
+        self._quotas.disown(self._named(sources))
 
     def due(self) -> int:
-        return self._quotas.first()
+        return self._quotas.first(slabs=self._of_slabs) // self._unit
 
     def first(self) -> int:
-        return self._quotas.first() or self._order.first()
+        return self.due() or self._order.first()
 
     def mend(self, pages: Indices) -> None:
         """As the base. The caller must have cleared the quotas before."""
         self._order.mend(pages)
-        self._quotas.append(pages[np.argsort(self._order.positions(pages), kind="stable")])
+        oldest_first = pages[np.argsort(self._order.positions(pages), kind="stable")]
+        self._quotas.append(self._named(oldest_first), slabs=self._of_slabs)
         self.count = self._order.count
 
     def check(self) -> None:
         self._order.check()
         if self.count != self._order.count:
             raise InvariantError(f"idle order: holds {self._order.count} pages, but count is {self.count}")
-        self._quotas.check(self.pages())
+        self._quotas.check(self._named(self.pages()), slabs=self._of_slabs)
+
+    def _named(self, pages: Pages | Indices) -> NDArray[Any]:
+        """The numbers of these pages in the quotas: a slab's is that of its first page."""
+        return pages * self._unit if self._of_slabs else pages
 
     def _pop_surplus(self, count: int) -> Pages:
         if count > self.count:
             raise InvariantError(f"idle order: {count} pages were asked for, but it holds {self.count}")
-        surplus = self._quotas.pop_surplus(count)
+        surplus = self._quotas.pop_surplus(count, slabs=self._of_slabs) // np.int32(self._unit)
         if surplus.size:
             self._order.remove(surplus)
             self.forget(surplus)
@@ -278,7 +276,7 @@ class QuotaOrder(OverOrder):
 
     def _with(self, surplus: Pages, rest: Pages) -> Pages:
         """Join the popped pages: the surplus, and `rest`, which the wrapped order gave."""
-        self._quotas.remove(rest)
-        self._quotas.disown(rest)
+        self._quotas.remove(self._named(rest))
+        self._quotas.disown(self._named(rest))
         self.count = self._order.count
         return np.concatenate((surplus, rest)) if surplus.size else rest

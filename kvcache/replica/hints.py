@@ -12,7 +12,7 @@ from kvcache.pool.hinted_order import HintedOrder
 from kvcache.pool.index import Digests
 from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
-from kvcache.pool.quotas import QuotaOrder, TenantQuotas
+from kvcache.pool.quotas import NoQuotas, TenantQuotas
 from kvcache.replica.context import Context, HasherOfRow
 from kvcache.replica.rows import BlockRows, Ints, Pages
 from kvcache.replica.tables import RowTables
@@ -23,8 +23,8 @@ from kvcache.types import Retention
 class HintFollower(Protocol):
     """Something else that requests leave cached, and that hints and quotas apply to as well."""
 
-    def begin(self, quotas: TenantQuotas | None) -> None:
-        """Apply hints from now on, and `quotas` if there are any."""
+    def begin(self, quotas: NoQuotas) -> None:
+        """Apply hints and `quotas` from now on."""
         ...
 
     def clear(self) -> None:
@@ -79,11 +79,11 @@ class ReplicaHints(PageReader):
         # The pages that plain LRU, and hints at their largest share, would hold; they exist from the first hint on.
         self._baselines: tuple[LruBaseline, HintedBaseline] | tuple[()] = ()
         self._share = HintShare(pool.num_pages, params.max_hint_share)
-        self._quotas: TenantQuotas | None = None
+        self._quotas = NoQuotas()
         if caching and (params.tenant_quota < 1.0 or params.tenant_quotas):
             self._quotas = TenantQuotas(pool.num_pages, params.tenant_quota, params.tenant_quotas)
             order = pool.idle if self._has_own else HintedOrder(pool.num_pages, pool.idle)
-            pool.follow(QuotaOrder(order, self._quotas))
+            pool.follow(self._quotas.over(order))
             pool.journal.read(self)
 
     def left(self, rows: Ints, pages: Pages) -> None:
@@ -98,7 +98,7 @@ class ReplicaHints(PageReader):
     def lead(self, follower: HintFollower) -> None:
         """Apply hints and quotas to this as well."""
         self._followers.append(follower)
-        if self._quotas is not None:
+        if self._quotas.limited:
             follower.begin(self._quotas)
 
     @property
@@ -134,7 +134,7 @@ class ReplicaHints(PageReader):
 
         `words`: of all the pages of the prompt that it finds. Plain LRU would have these now, too.
         """
-        if self._quotas is not None:
+        if self._quotas.limited:
             self._pool.idle.own(pages, salt)
         for baseline in self._baselines:
             baseline.touch(words)
@@ -149,8 +149,7 @@ class ReplicaHints(PageReader):
 
         The records of tenants' idle pages are cleared, because the pools report all of them next.
         """
-        if self._quotas is not None:
-            self._quotas.clear()
+        self._quotas.clear()
         for follower in self._followers:
             follower.clear()
         if self._baselines:
@@ -175,7 +174,7 @@ class ReplicaHints(PageReader):
         retention = hint if isinstance(hint, Retention) else None  # an invalid hint must not refuse a release
         if not self._baselines and retention is not None:
             self._start()
-        if not self._baselines and self._quotas is None and not self._has_own:
+        if not (self._baselines or self._quotas.limited or self._has_own):
             return
         digests, size = self._digests_of(row, context), self._rows.page_size
         said = bool(self._baselines) or self._has_own
@@ -184,7 +183,7 @@ class ReplicaHints(PageReader):
         columns, pages = self._tables.needed(row, digests, of_ranges)
         self._pool.hold(pages)
         order, hints = self._pool.idle, None
-        if self._quotas is not None:
+        if self._quotas.limited:
             order.own(pages, self._salt_of(row))
         if said:
             hints = retention and page_hints(retention, len(digests), size)

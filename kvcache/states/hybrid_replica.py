@@ -62,7 +62,7 @@ class HybridReplica(Replica):
         self.moves = PageMoves()
         self.states = states
         self._kept = KeptStates(self.states, self, params.state_every_pages)
-        self.hints.lead(StateHints(self.states, self, params))
+        self.hints.lead(StateHints(self.states, self))
 
     def _name(self, row: int) -> str:
         return self.rows.request_ids[row] or ""

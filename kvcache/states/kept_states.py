@@ -17,11 +17,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.eviction_order import EvictionOrder
-from kvcache.params import KVCacheParams
 from kvcache.pool.hinted_order import HintedOrder
 from kvcache.pool.index import NO_PAGE, Digests
-from kvcache.pool.quotas import QuotaOrder, SlabQuotas, TenantQuotas
+from kvcache.pool.quotas import NoQuotas
 from kvcache.replica.context import Context
 from kvcache.replica.hints import HintFollower
 from kvcache.replica.replica import Replica
@@ -108,28 +106,21 @@ class StateHints(HintFollower):
     copies: pages show what hints are worth.
     """
 
-    def __init__(self, pages: StatePages, replica: Replica, params: KVCacheParams) -> None:
+    def __init__(self, pages: StatePages, replica: Replica) -> None:
         self._replica = replica
         self._slab_pages = replica.pool.beside  # pages of a slab; 0 if states have memory of their own
         self._pool = pages.pool
-        self._params = params
-        self._quotas: TenantQuotas | SlabQuotas | None = None
+        self._quotas = NoQuotas()
 
-    def begin(self, quotas: TenantQuotas | None) -> None:
+    def begin(self, quotas: NoQuotas) -> None:
         """As the base: give the copies such an eviction order."""
-        pool, params = self._pool, self._params
-        if not pool.idle.by_age:  # they have one
-            return
-        order: EvictionOrder = HintedOrder(pool.num_pages, pool.idle)
-        if quotas is not None:
-            apart = (pool.num_pages, params.tenant_quota, params.tenant_quotas)
-            self._quotas = SlabQuotas(quotas, self._slab_pages) if self._slab_pages else TenantQuotas(*apart)
-            order = QuotaOrder(order, self._quotas)
-        pool.follow(order)
+        pool = self._pool
+        if pool.idle.by_age:  # otherwise they have one
+            self._quotas = quotas if self._slab_pages else quotas.of_pool(pool.num_pages)
+            pool.follow(self._quotas.over(HintedOrder(pool.num_pages, pool.idle), self._slab_pages))
 
     def clear(self) -> None:
-        if self._quotas is not None:
-            self._quotas.clear()
+        self._quotas.clear()
 
     def leave(self, row: int, digests: Digests, hints: PageHints | None, ends: Sequence[int], share: float) -> None:
         """As the base. Later requests likely resume at the end of a hinted range, of the prompt, or of all tokens."""
@@ -152,9 +143,9 @@ class StateHints(HintFollower):
 
     def _owned(self, salt: str | None, copies: NDArray[np.int32]) -> NDArray[np.bool_]:
         """A mask of the copies that have no owner yet, if the tenant is to own them."""
-        if self._quotas is None or salt is None:
+        if salt is None:
             return np.zeros(len(copies), np.bool_)
-        return ~self._quotas.owned(copies)
+        return self._quotas.ownerless(copies * max(1, self._slab_pages))
 
 
 def _said_of(hints: PageHints | None, columns: NDArray[np.intp], ends: Sequence[int]) -> NDArray[np.bool_]:

@@ -364,7 +364,7 @@ def test_a_page_that_is_written_anew_has_no_hint_and_no_tenant_of_its_former_con
     assert found == [(held[:1].tolist(), [0])], "nobody finds it while it is written"
     assert pool.index.find(digests([3, 2])).tolist() == held.tolist()
     assert hinted.codes[held].tolist() == [NEUTRAL, NEUTRAL - 1]
-    assert quotas.owned(held).tolist() == [False, True]
+    assert quotas.ownerless(held).tolist() == [True, False]
 
 
 def test_the_page_that_goes_next_is_named_while_no_page_is_fresh() -> None:

@@ -8,7 +8,7 @@ import pytest
 from kvcache import InvariantError, LruOrder, Retention
 from kvcache.eviction_order import BY_HINT, BY_QUOTA, BY_TURN
 from kvcache.pool.hinted_order import HintedOrder
-from kvcache.pool.quotas import QuotaOrder, SlabQuotas, TenantQuotas
+from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 from kvcache.retention import page_hints
 
 POOL = 30
@@ -51,16 +51,15 @@ def test_pages_in_use_count_for_no_quota() -> None:
 
 def test_of_a_tenants_pages_and_slabs_those_go_that_are_older_than_its_first_of_the_other_kind() -> None:
     quotas = TenantQuotas(POOL, 0.0, {})
-    slabs = SlabQuotas(quotas, 4)
     quotas.own(pages(1, 2, 3), "a")
-    slabs.own(pages(2), "a")
+    quotas.own(pages(8), "a")
     quotas.append(pages(1, 2))
-    slabs.append(pages(2))
+    quotas.append(pages(8), slabs=True)
     quotas.append(pages(3))
-    assert slabs.pop_surplus(10).size == 0
+    assert quotas.pop_surplus(10, slabs=True).size == 0
     assert quotas.pop_surplus(10).tolist() == [1, 2]
     assert quotas.pop_surplus(10).size == 0
-    assert slabs.pop_surplus(10).tolist() == [2]
+    assert quotas.pop_surplus(10, slabs=True).tolist() == [8]
     assert quotas.pop_surplus(10).tolist() == [3]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvcache import InvariantError, LruOrder
 from kvcache.eviction_order import Pages
-from kvcache.pool.quotas import QuotaOrder, SlabQuotas, TenantQuotas
+from kvcache.pool.quotas import QuotaOrder, TenantQuotas
 
 SLAB_PAGES, SLABS, PAGES = 4, 10, 43
 QUOTAS = {"a": 0.2, "b": 0.4, "c": 0.0}  # of 43 pages: two slabs, four, none
@@ -24,9 +24,8 @@ class Moves:
 
     def __init__(self) -> None:
         self.rng = random.Random(0)
-        quotas = TenantQuotas(PAGES, 1.0, QUOTAS)
-        self.quotas = SlabQuotas(quotas, SLAB_PAGES)
-        self.order = QuotaOrder(LruOrder(SLABS), self.quotas)
+        self.quotas = TenantQuotas(PAGES, 1.0, QUOTAS)
+        self.order = QuotaOrder(LruOrder(SLABS), self.quotas, SLAB_PAGES)
         self.idle: list[int] = []
         self.tenants: dict[int, str] = {}
         self.known: list[str] = []  # in the order in which they came
@@ -103,7 +102,8 @@ class Moves:
         if self.idle:
             assert self.order.first() == (self.due() or self.idle[0])
         every = [*range(1, SLABS + 1)]
-        assert self.quotas.owned(ids(*every)).tolist() == [slab in self.tenants for slab in every]
+        named = ids(*every) * SLAB_PAGES
+        assert self.quotas.ownerless(named).tolist() == [slab not in self.tenants for slab in every]
 
 
 def test_any_sequence_goes_as_lists_say() -> None:
@@ -118,31 +118,26 @@ def test_any_sequence_goes_as_lists_say() -> None:
 
 @pytest.mark.parametrize("most", range(6))
 def test_of_several_tenants_no_more_goes_than_is_asked_for(most: int) -> None:
-    quotas = TenantQuotas(PAGES, 0.0, {})
-    slabs = SlabQuotas(quotas, SLAB_PAGES)
-    for first, salt in ((1, "a"), (4, "b")):
-        slabs.own(ids(first, first + 1, first + 2), salt)
-        slabs.append(ids(first, first + 1, first + 2))
-    assert slabs.pop_surplus(most).tolist() == [1, 2, 3, 4, 5, 6][:most]
-    pages = TenantQuotas(PAGES, 0.0, {})
-    for first, salt in ((1, "a"), (4, "b")):
-        pages.own(ids(first, first + 1, first + 2), salt)
-        pages.append(ids(first, first + 1, first + 2))
-    assert pages.pop_surplus(most).tolist() == [1, 2, 3, 4, 5, 6][:most]
+    for slabs in (True, False):
+        quotas = TenantQuotas(PAGES, 0.0, {})
+        for first, salt in ((1, "a"), (4, "b")):
+            quotas.own(ids(first, first + 1, first + 2), salt)
+            quotas.append(ids(first, first + 1, first + 2), slabs=slabs)
+        assert quotas.pop_surplus(most, slabs=slabs).tolist() == [1, 2, 3, 4, 5, 6][:most]
 
 
 def test_a_wrong_count_of_slabs_is_named() -> None:
     moves = Moves()
     moves.order.own(ids(3), "b")
     moves.order.append(ids(3))
-    moves.quotas.disown(ids(3))
+    moves.quotas.disown(ids(3 * SLAB_PAGES))
     with pytest.raises(InvariantError, match="0 idle pages have a tenant, but 1 are counted"):
         moves.order.check()
 
 
 def test_what_is_wrong_in_the_order_below_is_named() -> None:
     below = LruOrder(SLABS)
-    order = QuotaOrder(below, SlabQuotas(TenantQuotas(PAGES, 1.0, QUOTAS), SLAB_PAGES))
+    order = QuotaOrder(below, TenantQuotas(PAGES, 1.0, QUOTAS), SLAB_PAGES)
     order.append(ids(3))
     below.log.live[:] = 0
     with pytest.raises(InvariantError, match="1 live entries, 1 stamped pages, count 1, 0 by chunk"):

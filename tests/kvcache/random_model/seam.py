@@ -175,7 +175,7 @@ def hint_share(manager: PagedKVCacheManager, replica: int) -> float:
 def tenants(manager: PagedKVCacheManager, replica: int) -> dict[str, int]:
     """The salts that have had idle pages, in the order in which they are checked, with their numbers of idle pages."""
     quotas = manager._replicas.each[replica].hints._quotas
-    if quotas is None:
+    if not quotas.limited:
         return {}
     in_order = sorted(quotas._ids, key=lambda salt: quotas._ids[salt])
     return {salt: quotas._orders[quotas._ids[salt]].count for salt in in_order}

@@ -119,7 +119,7 @@ def test_all_tables_pages_of_a_tenant_count() -> None:
     serve(manager, prompt(50, 4), cache_salt="b")
     replica = manager._replicas.each[0]
     quotas = replica.hints._quotas
-    assert quotas is not None
+    assert quotas.limited
     assert {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items()} == {"a": 32, "b": 8}
     # 42 more pages without a tenant: 26 are free, and the rest are those that "a" has above its quota of 16
     for name in range(60, 65):
@@ -145,7 +145,7 @@ def test_what_decodes_gives_back_is_its_tenants() -> None:
         manager.check()
     replica = manager._replicas.each[0]
     quotas, idle = replica.hints._quotas, replica.pool.idle
-    assert quotas is not None
+    assert quotas.limited
     gone = {f"t{name}": int(replica.rows.firsts[1, replica.rows.row_of[f"r{name}"]]) for name in range(3)}
     assert idle.count == sum(gone.values())
     assert len(set(gone.values())) == 3

@@ -249,7 +249,7 @@ def test_a_sample_speaks_for_all_pages() -> None:
 def owned(manager: PagedKVCacheManager, replica: int = 0) -> dict[str, int]:
     """The number of each tenant's idle pages."""
     quotas = manager._replicas.each[replica].hints._quotas
-    assert quotas is not None
+    assert quotas.limited
     return {salt: quotas._orders[owner].count for salt, owner in quotas._ids.items() if quotas._orders[owner].count}
 
 

@@ -291,7 +291,7 @@ def test_in_one_memory_a_tenants_copies_count_as_many_pages_as_they_take(slab_pa
         serve(manager, prompt(name), cache_salt="small")
     assert [found(manager, prompt(name)) for name in range(3)] == [2] * 3
     quotas = manager._replicas.each[0].hints._quotas
-    assert quotas is not None
+    assert quotas.limited
     mine, more = quotas._ids["small"], 200
     while quotas._surplus(mine) > 0:
         serve(manager, prompt(more := more + 1))
