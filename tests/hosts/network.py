@@ -223,10 +223,13 @@ class Host:
         with suppress(OSError):
             other._ip("neighbour", "delete", self.address, "dev", "net0")
 
-    def shape(self, rate: str) -> None:
-        """Limits each direction of the link to a rate in the notation of `tc`."""
+    def shape(self, rate: str, burst: str = "256kb") -> None:
+        """Limits each direction of the link to a rate in the notation of `tc`.
+
+        After a pause, `burst` bytes go through without a limit.
+        """
         for namespace, device in ((self._namespace, "net0"), (self._wire, self._port)):
-            bucket = ("burst", "256kb", "latency", "20ms")
+            bucket = ("burst", burst, "latency", "20ms")
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *bucket)
 
     def move(self, number: int) -> None:
