@@ -8,7 +8,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from kvcache.errors import InvariantError, PoolTooSmallError
 from kvcache.pool.index import NO_PAGE, Digests, PrefixIndex
 from kvcache.replica.resume import Asked, Slots
 from kvcache.tiers.file_index import NO_ENTRY, Entries, FileIndex
-from kvcache.tiers.host_tier import HostTier, Job, LowerTier
+from kvcache.tiers.host_tier import HostTier, LowerTier
 from kvcache.tiers.page_files import FileFormat, FileRefusal, read_pages, write_pages
 from kvcache.tiers.page_folder import PageFolder, Scan
 from kvcache.types import PageIO, Part
@@ -62,7 +61,6 @@ class FileTier(LowerTier):
         if layout.tables > 1:
             self._index.pages.tables = np.zeros(len(self._index.pages.published), np.intp)
         self._queue: deque[tuple[float, Digests]] = deque()  # the time of each offer, and its pages
-        self._scan: Future[Scan] | None = None
         self._scanned = self._clock()
         self._take_up_scan(folder.scan(layout, frozenset(), first=True))
 
@@ -111,34 +109,33 @@ class FileTier(LowerTier):
 
     def tick(self) -> None:
         self._take_up()
-        if self._queue and not self._writes:
+        if self._writes:
+            return
+        if self._clock() - self._scanned > _RESCAN_S:
+            self._scanned = self._clock()
+            scan = partial(self._folder.scan, self._layout, self._index.names)
+            self._begin_job(self._writer, scan, self._take_up_scan)
+        elif self._queue:
             queued = sum(len(digests) for _, digests in self._queue)
             if queued >= self.pages_a_file or self._clock() - self._queue[0][0] > _LONGEST_QUEUED_S:
                 self._begin_write()
-        if self._scan is not None and self._scan.done():
-            self._take_up_scan(self._scan.result())
-            self._scan = None
-        if self._scan is None and self._clock() - self._scanned > _RESCAN_S:
-            self._scanned = self._clock()
-            self._scan = self._writer.submit(self._folder.scan, self._layout, self._index.names)
 
     def flush(self) -> None:
         """Write everything that was offered, and wait for it."""
         while self._writes or self._queue:
             if not self._writes:
                 self._begin_write()
-            wait([job.done for job in self._writes])
+            for job in self._writes:
+                job.wait()
             self._take_up()
 
     def reset(self) -> None:
         """Forget every file, and start a new epoch, so that no process finds the old files."""
         self._queue.clear()
         self.flush()
-        wait([job.done for job in self._jobs])
+        for job in self._jobs:
+            job.wait()
         self._take_up_reads()
-        if self._scan is not None:
-            self._scan.exception()
-            self._scan = None
         for name in self._index.names:
             self._index.forget(name)
         self._writer.submit(self._folder.remove, self._folder.renew())
@@ -162,7 +159,6 @@ class FileTier(LowerTier):
     def mend(self) -> None:
         """As the base. The next scan of the folder finds its files again."""
         super().mend()
-        self._scan = None
         self._queue.clear()
         self._index.clear()
         self._scanned = self._clock() - _RESCAN_S
@@ -183,9 +179,9 @@ class FileTier(LowerTier):
             path, parts = self._folder.path / name, self._host.parts(slots[at])
             tables = self._index.pages.tables_of(entries[at])
             names = self._layout.names(digests[at], tables)
-            done = self._reader.submit(self._read_file, path, first, names, parts)
-            take = partial(self._take_read, done, entries[at], slots[at], digests[at], tables)
-            self._jobs.append(Job(done, take, slots[at]))
+            read = partial(self._read_file, path, first, names, parts)
+            take = partial(self._take_read, entries[at], slots[at], digests[at], tables)
+            self._begin_job(self._reader, read, take, slots[at])
 
     def _read_file(self, path: Path, first: int, names: Digests, pages: list[list[Part]]) -> list[FileRefusal | None]:
         """Runs in the read thread. Also marks the file as just used, for other processes and for the next start."""
@@ -195,21 +191,20 @@ class FileTier(LowerTier):
         return refusals
 
     def _await_reads(self) -> None:
-        wait([job.done for job in self._jobs], _LONGEST_WAIT_S)
+        self._jobs[-1].wait(_LONGEST_WAIT_S)  # the thread reads in order
 
     def _take_read(
         self,
-        done: Future[list[FileRefusal | None]],
         entries: Entries,
         slots: Slots,
         digests: Digests,
         tables: NDArray[np.intp] | None,
+        refusals: list[FileRefusal | None],
     ) -> None:
         """End a read into `slots`: publish the pages that were read, and drop the entries of those that were refused.
 
         `tables`: the block table of each page, if there are several.
         """
-        refusals = done.result()
         right = np.array([refusal is None for refusal in refusals], np.bool_)
         self._index.reading[entries] = False
         self._host.pool.index.say_tables(slots, tables)
@@ -247,8 +242,8 @@ class FileTier(LowerTier):
         self._make_room(self._layout.size_of(len(slots)))
         parts = self._host.parts(slots)
         names = self._layout.names(digests, self._host.pool.index.tables_of(slots))
-        named = self._writer.submit(_write, self._folder, self._layout, names, parts, self._write_io)
-        self._writes.append(Job(named, partial(self._take_written, named, names), slots))
+        write = partial(_write, self._folder, self._layout, names, parts, self._write_io)
+        self._begin_job(self._writer, write, partial(self._take_written, names), slots)
 
     def _unqueue(self, count: int) -> None:
         while count:
@@ -257,8 +252,8 @@ class FileTier(LowerTier):
                 self._queue.appendleft((when, offered[count:]))
             count -= min(count, len(offered))
 
-    def _take_written(self, named: Future[tuple[str, int]], names: Digests) -> None:
-        name, size = named.result()
+    def _take_written(self, names: Digests, written: tuple[str, int]) -> None:
+        name, size = written
         self.written += len(names)
         self._add(name, size, names)
 

@@ -9,10 +9,11 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ from kvcache.replica.resume import NO_SLOTS, Asked, Slots
 from kvcache.replica.rows import Pages, Rows, as_rows
 from kvcache.tiers.page_files import FileRefusals
 
+_T = TypeVar("_T")
 _BROUGHT_BYTES = 8 << 20  # copied between two steps for readers of pages, and not for rows
 
 
@@ -73,13 +75,24 @@ class HostCopy:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """Work of a thread of a tier."""
+    """Work of a thread of a tier, which returns what the loop's thread does next."""
 
-    done: Future[Any]
-    take: Callable[[], None]  # handles the result in the loop's thread, if the work raised nothing
-    slots: Slots  # held until the work is done
+    work: Future[Callable[[], None]]
+    slots: Slots  # held until the work is over
     names: Sequence[bytes] = ()  # objects that are looked up or read
-    era: int = 0  # the number of resets of its tier before it
+    dropped: bool = False  # whether its result counts no more
+
+    def over(self) -> bool:
+        """Whether the work has ended. Never waits."""
+        return self.work.done()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until the work has ended, at most so long."""
+        wait([self.work], seconds)
+
+    def drop(self) -> None:
+        """Do nothing with the result."""
+        self.names, self.dropped = (), True
 
 
 class LowerTier:
@@ -167,7 +180,7 @@ class LowerTier:
         """Wait until both threads have done all their work."""
         for thread in (self._reader, self._writer):
             with suppress(RuntimeError):  # the thread has ended
-                thread.submit(_nothing).result()
+                thread.submit(nothing).result()
 
     def mend(self) -> None:
         """Forget which pages the tier has. The threads must have settled."""
@@ -189,33 +202,43 @@ class LowerTier:
         self._take_up_from(self._writes)
 
     def _take_up_from(self, jobs: deque[Job]) -> None:
-        while jobs and jobs[0].done.done():
+        while jobs and jobs[0].over():
             self._end(jobs.popleft())
 
-    def _end(self, job: Job) -> None:
-        # What `take` raises is not caught: a TimeoutError of a signal handler, an OSError too, must reach the caller.
-        try:
-            error = CancelledError() if job.done.cancelled() else job.done.exception()
-            if error is None:
-                job.take()
-            elif isinstance(error, OSError):
-                self._fail(error)
-            elif not isinstance(error, CancelledError):
-                raise error
-        finally:
-            self._give_back(job)
+    def _begin_job(
+        self,
+        thread: ThreadPoolExecutor,
+        work: Callable[[], _T],
+        take: Callable[[_T], None],
+        slots: Slots = NO_SLOTS,
+        names: Sequence[bytes] = (),
+    ) -> None:
+        """Let a thread work. Then the loop's thread passes the result to `take`, or an `OSError` to `_fail`."""
+        jobs = self._jobs if thread is self._reader else self._writes
+        jobs.append(Job(thread.submit(self._work, work, take), slots, names))
 
-    def _give_back(self, job: Job) -> None:
-        if job.slots.size:
-            self._host.pool.release(job.slots)
+    def _work(self, work: Callable[[], _T], take: Callable[[_T], None]) -> Callable[[], None]:
+        """Runs in a thread of the tier."""
+        try:
+            return partial(take, work())
+        except OSError as error:
+            return partial(self._fail, error)
+
+    def _end(self, job: Job) -> None:
+        try:
+            if not (job.dropped or job.work.cancelled()):
+                job.work.result()()
+        finally:
+            if job.slots.size:
+                self._host.pool.release(job.slots)
 
     @abstractmethod
     def _fail(self, error: OSError) -> None:
         """A thread has raised this error: pause."""
 
 
-def _nothing() -> None:
-    """Marks the end of a thread's queued work."""
+def nothing() -> None:
+    """The rest of work that leaves nothing to do."""
 
 
 class ReplicaTier(PagesBelow, PageReader):

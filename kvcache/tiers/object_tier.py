@@ -22,7 +22,6 @@ import math
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -32,7 +31,7 @@ from numpy.typing import NDArray
 from kvcache.errors import InvariantError
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.replica.resume import NO_SLOTS, Asked, Slots
-from kvcache.tiers.host_tier import HostTier, Job, LowerTier
+from kvcache.tiers.host_tier import HostTier, Job, LowerTier, nothing
 from kvcache.tiers.page_files import FileRefusal
 from kvcache.tiers.page_objects import ObjectFormat
 from kvcache.types import MakeObjectIO, ObjectIO, ObjectRange, Part
@@ -63,34 +62,27 @@ class ObjectPiece(NamedTuple):
     table: int  # the block table of these pages
 
 
-class _LeftAloneError(CancelledError):
-    """The store was not called because it had just failed."""
-
-
 class ReadRates:
     """The recent cost of reading, and whether reading pays. The read thread supplies the figures."""
 
-    def __init__(self, compute_page_s: float | None) -> None:
+    def __init__(self, compute_page_s: float) -> None:
         self._compute_page_s = compute_page_s
         self.answer_s = 0.0  # running mean of the seconds for an answer about objects
-        self.page_s: float | None = None  # running mean of the further seconds for each page of a read
+        self.page_s = 0.0  # running mean of the further seconds for each page of a read
         self._tried = -math.inf  # when pages were last read although that did not pay
 
     def asked(self, seconds: float) -> None:
-        self.answer_s = _mean(self.answer_s or None, seconds)
+        self.answer_s = _mean(self.answer_s, seconds)
 
     def fetched(self, pages: int, seconds: float) -> None:
         self.page_s = _mean(self.page_s, max(0.0, seconds - self.answer_s) / pages)
 
-    def pays(self, pages: int, before: int, now: float, gain: int | None = None) -> bool:
-        """Whether reading `pages`, after `before` others that are under way, is faster than computing them.
+    def pays(self, pages: int, before: int, gain: int, now: float) -> bool:
+        """Whether reading `pages`, after `before` others that are under way, is faster than computing `gain` pages.
 
-        `gain`: the number of pages whose tokens then need not be computed; None: as many as are read. Returns True
-        every `_TRY_S` seconds even if reading is slower, as the store may have become faster.
+        Returns True every `_TRY_S` seconds even if reading is slower, as the store may have become faster.
         """
-        if self._compute_page_s is None or self.page_s is None:
-            return True
-        if self.answer_s + (before + pages) * self.page_s < (pages if gain is None else gain) * self._compute_page_s:
+        if (self.answer_s + (before + pages) * self.page_s) / self._compute_page_s < gain:
             return True
         if now - self._tried < _TRY_S:
             return False
@@ -98,8 +90,9 @@ class ReadRates:
         return True
 
 
-def _mean(before: float | None, newest: float) -> float:
-    return newest if before is None else before + _WEIGHT * (newest - before)
+def _mean(before: float, newest: float) -> float:
+    """The running mean after one more figure. `before`: 0 if this is the first one."""
+    return before + _WEIGHT * (newest - before) if before else newest
 
 
 class ObjectTier(LowerTier):
@@ -107,7 +100,7 @@ class ObjectTier(LowerTier):
 
     `make_io` is called once for each of the two threads. A request waits at most `timeout_s` to learn which objects
     exist, and then at most `timeout_s` for their pages. `compute_page_s`: seconds that the model takes for a page's
-    tokens; None: reading always pays. `windows`: for each block table, whether later queries see only some of its
+    tokens; infinite: reading always pays. `windows`: for each block table, whether later queries see only some of its
     pages. `apart`: the pages are states. A request reads only one of them, however long its prompt is, and each is
     written as soon as the host has it.
     """
@@ -120,7 +113,7 @@ class ObjectTier(LowerTier):
         host: HostTier,
         make_io: MakeObjectIO,
         timeout_s: float,
-        compute_page_s: float | None = None,
+        compute_page_s: float = math.inf,
         windows: Sequence[bool] = (False,),
         *,
         apart: bool = False,
@@ -135,8 +128,7 @@ class ObjectTier(LowerTier):
         size = max(layout.object_bytes, MEMORY_BYTES)
         self._objects_at_once = size // layout.object_bytes
         self._read_io, self._write_io = make_io(size, timeout_s), make_io(size, timeout_s)
-        self._era = 0  # resets so far
-        self._epoch: str | None = None  # None: not known yet
+        self._epoch = ""  # the name of the present epoch; empty until the store has said it
         self._untold = False  # whether a new epoch is still to be written to the store
         self._known: OrderedDict[bytes, float | None] = OrderedDict()  # by object: None if present, else absent until
         self._broken: set[bytes] = set()  # objects to be overwritten
@@ -178,8 +170,6 @@ class ObjectTier(LowerTier):
         return self._waits(digests, unknown)
 
     def fetch(self, digests: Digests, wanted: Asked, *, wait: bool, gain: int) -> None:  # noqa: ARG002 - it never waits
-        if self._epoch is None or not wanted.any():
-            return
         count, room, pieces = self._layout.count, self._host.pool.free_count // 2, list[ObjectPiece]()
         for at, table in np.argwhere(self._over(wanted).T).tolist():
             begin = at * count
@@ -192,7 +182,7 @@ class ObjectTier(LowerTier):
             if len(run):
                 pieces.append(ObjectPiece(name, int(missing[0]), run, table))
                 room -= len(run)
-        self._read_pieces(self._epoch, pieces, gain)
+        self._read_pieces(pieces, gain)
 
     def brings(self, digests: Digests, wanted: Asked) -> bool:
         return self._waits(digests, self._over(wanted))
@@ -224,14 +214,12 @@ class ObjectTier(LowerTier):
         self._take_up()
         if self._writes or self._clock() < self._paused_until:
             return
-        if self._epoch is None:
-            if self._queue and not self._jobs:
-                self._ask([])
-        elif self._untold:
-            tell = partial(self._tell, self._epoch)
-            self._writes.append(self._job(self._writer, tell, self._take_told, [], NO_SLOTS))
-        elif self._queue:
-            self._begin_write(self._epoch)
+        if self._untold:
+            self._begin_job(self._writer, partial(self._tell, self._epoch), self._take_told)
+        elif self._queue and self._epoch:
+            self._begin_write()
+        elif self._queue and not self._jobs:
+            self._ask([])
 
     def flush(self) -> None:
         """Write the queued objects, and wait for that: at most `_LONGEST_FLUSH_S`, and only while the store answers."""
@@ -241,11 +229,12 @@ class ObjectTier(LowerTier):
             if self._clock() < self._paused_until:
                 return
             if jobs := self._writes or self._jobs:
-                wait([jobs[0].done], max(0.0, deadline - self._clock()))
+                jobs[0].wait(max(0.0, deadline - self._clock()))
 
     def reset(self) -> None:
         """Forget all earlier objects. Processes that start later ignore them too, once the store has the new epoch."""
-        self._era += 1
+        for job in (*self._jobs, *self._writes):
+            job.drop()
         self._epoch = secrets.token_hex(8)
         self._untold = True
         self._queue.clear()
@@ -273,7 +262,7 @@ class ObjectTier(LowerTier):
         self._answers += 1
 
     def check(self) -> None:
-        busy = {name for job in self._jobs if job.era == self._era for name in job.names}
+        busy = {name for job in self._jobs for name in job.names}
         if busy != self._busy.keys():
             raise InvariantError(
                 f"object tier: {len(busy)} objects are being looked up or read, but {len(self._busy)} are marked as "
@@ -282,21 +271,13 @@ class ObjectTier(LowerTier):
 
     # ---- inside
 
-    def _job(
-        self,
-        thread: ThreadPoolExecutor,
-        work: Callable[[], _T],
-        take: Callable[[_T], None],
-        names: list[bytes],
-        slots: Slots,
-    ) -> Job:
-        done = thread.submit(self._tried, work)
-        return Job(done, lambda: take(done.result()), slots, names, self._era)
+    def _work(self, work: Callable[[], _T], take: Callable[[_T], None]) -> Callable[[], None]:
+        """As the base. After a failure of the store, queued work is skipped for a while."""
+        if self._clock() < self._paused_until:
+            return nothing
+        return super()._work(partial(self._tried, work), take)
 
     def _tried(self, work: Callable[[], _T]) -> _T:
-        """Runs in a thread of the tier. After a failure of the store, queued work is skipped for a while."""
-        if self._clock() < self._paused_until:
-            raise _LeftAloneError
         try:
             return work()
         except OSError:
@@ -304,10 +285,6 @@ class ObjectTier(LowerTier):
             raise
 
     def _end(self, job: Job) -> None:
-        """As the base. The result of a job from before a reset is dropped."""
-        if job.era != self._era:
-            self._give_back(job)
-            return
         for name in job.names:
             self._busy.pop(name, None)
         super()._end(job)
@@ -324,10 +301,12 @@ class ObjectTier(LowerTier):
         if len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
 
-    def _begin(self, work: Callable[[], _T], take: Callable[[_T], None], names: list[bytes], slots: Slots) -> None:
-        """Queue work for the read thread."""
+    def _begin_read(
+        self, work: Callable[[], _T], take: Callable[[_T], None], names: list[bytes], slots: Slots = NO_SLOTS
+    ) -> None:
+        """Let the read thread look up or read these objects."""
         self._busy.update(dict.fromkeys(names, self._clock() + self._timeout_s))
-        self._jobs.append(self._job(self._reader, work, take, names, slots))
+        self._begin_job(self._reader, work, take, slots, names)
 
     # ---- lookups in the store
 
@@ -339,11 +318,11 @@ class ObjectTier(LowerTier):
             for name, known in zip(names, there, strict=True):
                 self._know(name, None if known else self._clock() + _ABSENT_S)
 
-        self._begin(partial(self._asked, self._epoch, names), take, names, NO_SLOTS)
+        self._begin_read(partial(self._asked, self._epoch, names), take, names)
 
-    def _asked(self, epoch: str | None, names: list[bytes]) -> tuple[str, list[bool]]:
+    def _asked(self, epoch: str, names: list[bytes]) -> tuple[str, list[bool]]:
         """The epoch, and whether each object exists. Runs in the read thread."""
-        epoch = self._find_epoch(self._read_io) if epoch is None else epoch
+        epoch = epoch or self._find_epoch(self._read_io)
         began = self._clock()
         there = self._read_io.exist([self._layout.key(epoch, name) for name in names]) if names else []
         if names:
@@ -400,18 +379,18 @@ class ObjectTier(LowerTier):
 
     # ---- reads
 
-    def _read_pieces(self, epoch: str, pieces: list[ObjectPiece], gain: int) -> None:
+    def _read_pieces(self, pieces: list[ObjectPiece], gain: int) -> None:
         pool = self._host.pool
         before, count = (sum(map(len, each)) for each in (self.held_slots, [piece.digests for piece in pieces]))
-        if not pieces or not self.rates.pays(count, before, self._clock(), gain):
+        if not pieces or not self.rates.pays(count, before, gain, self._clock()):
             return
         for at in range(0, len(pieces), self._objects_at_once):
             batch = pieces[at : at + self._objects_at_once]
             names = np.concatenate([piece.digests for piece in batch])
             slots = pool.allocate(len(names))
-            work = partial(self._read, epoch, batch, self._host.parts(slots))
+            read = partial(self._read, self._epoch, batch, self._host.parts(slots))
             take = partial(self._take_pages, batch, names, slots)
-            self._begin(work, take, [piece.name for piece in batch], slots)
+            self._begin_read(read, take, [piece.name for piece in batch], slots)
 
     def _read(self, epoch: str, pieces: list[ObjectPiece], pages: list[list[Part]]) -> list[list[FileRefusal | None]]:
         """Runs in the read thread. Returns the fault of each page of each piece; None if its slot has the page."""
@@ -452,7 +431,7 @@ class ObjectTier(LowerTier):
 
     # ---- writes
 
-    def _begin_write(self, epoch: str) -> None:
+    def _begin_write(self) -> None:
         """Write the objects that have waited longest, if the host still has all their pages."""
         pool, batch, held = self._host.pool, dict[bytes, Digests](), list[Slots]()
         while self._queue and len(batch) < self._objects_at_once:
@@ -465,8 +444,8 @@ class ObjectTier(LowerTier):
             slots = np.unique(np.concatenate(held))  # a page may be in a tail and in a full object
             pool.hold(slots)
             pages = [self._host.parts(each) for each in held]
-            work = partial(self._write, epoch, batch, pages, frozenset(self._broken & batch.keys()))
-            self._writes.append(self._job(self._writer, work, partial(self._take_written, batch), [], slots))
+            write = partial(self._write, self._epoch, batch, pages, frozenset(self._broken & batch.keys()))
+            self._begin_job(self._writer, write, partial(self._take_written, batch), slots)
 
     def _write(
         self, epoch: str, batch: dict[bytes, Digests], pages: list[list[list[Part]]], broken: frozenset[bytes]

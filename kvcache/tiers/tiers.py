@@ -1,5 +1,6 @@
 """All tiers below the device pools: when copies are made, and the tiers' counters."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -234,7 +235,7 @@ def make_tiers(params: KVCacheParams, kept: Kept, page_size: int, sides: Sides, 
     if params.object_tier_io is not None:
         of_objects = ObjectFormat(layout(*kept.objects_named), kept.an_object, kept.tails)
         speed = params.object_tier_tokens_per_s
-        seconds = None if speed is None else page_size / speed  # in which the model computes a page's tokens
+        seconds = page_size / speed if speed else math.inf  # in which the model computes a page's tokens
         io, timeout = params.object_tier_io, params.object_tier_timeout_s
         objects = ObjectTier(of_objects, host, io, timeout, seconds, kept.windows, apart=kept.apart)
     return Tiers(host, sides(host, objects), files, objects, share=kept.share, counted_as=kept.noun)

@@ -351,7 +351,6 @@ def longest(it: ServedStates, prompt: list[int], store: StoredObjects) -> int:
         return any(index.find(digests[at : at + 1])[0] for index in indexes)
 
     def stored(tier: ObjectTier, end: int) -> bool:
-        assert tier._epoch is not None
         return end <= last and tier._layout.key(tier._epoch, digests[end - 1].tobytes()) in store.objects
 
     def has_page(at: int, end: int) -> bool:
@@ -424,7 +423,7 @@ class Late:
         if perhaps:
             self._store.may.set()
             for job in [*self._tier._jobs]:
-                job.done.exception()
+                job.work.exception()
         return self._has_of(digests, asked, perhaps=perhaps)
 
 

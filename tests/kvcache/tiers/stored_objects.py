@@ -121,9 +121,8 @@ def forget_host(it: Served) -> None:
 def key_of(it: Served, prompt: Iterable[int], pages: int, table: int = 0, *, state: bool = False) -> str:
     """The key of a table's object that ends after this many pages of a prompt, or of the state at that place."""
     tier, tables, digests = tiers_of(it)[state], it.manager._replicas.each[0].tables, it.digests(prompt)
-    if tier._epoch is None:
+    if not tier._epoch:
         settled(it)
-    assert tier._epoch is not None
     own = tables.every(digests)[table] if tables.count > 1 else digests
     return tier._layout.key(tier._epoch, own[pages - 1].tobytes())
 

@@ -615,7 +615,7 @@ def test_a_page_found_wrong_costs_none_that_has_taken_its_place_meanwhile(served
     files._index.forget(path.name)  # it is removed for a file whose pages get its entries
     files._index.add("f" * 32 + ".pages", size, others)
     SlowReads.may.set()
-    job.done.result()
+    job.work.result()
     files._take_up_reads()
     assert again.manager.metrics.file_blocks_refused == 1
     assert (files._index.find(others) > 0).all()
@@ -633,7 +633,7 @@ def test_a_reservation_does_not_wait_long_and_a_later_chunk_takes_what_has_come(
     assert context.start_idx == 0
     again.run(context)
     SlowReads.may.set()
-    files_of(again)._jobs[0].done.result()
+    files_of(again)._jobs[0].work.result()
     assert again.manager.maybe_reserve(context)
     assert context.start_idx == 16
     again.run(context)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,30 @@ class Failing(Tier):
         self.noted.append(("failed", str(error)))
 
 
+class Thread:
+    """Runs work when the test says so, in any order."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, call: Callable[..., Any], *given: Any) -> Future[Any]:
+        self.begun.append((Future(), partial(call, *given)))
+        return self.begun[-1][0]
+
+
+class Begun:
+    """One read or write."""
+
+    def __init__(self, job: Job, work: Callable[[], Any]) -> None:
+        self.job, self._work = job, work
+
+    def run(self) -> None:
+        try:
+            self.job.work.set_result(self._work())
+        except BaseException as error:  # noqa: BLE001 - as a thread does
+            self.job.work.set_exception(error)
+
+
 class Work:
     """A tier over a host of five slots, whose work ends when the test says so."""
 
@@ -27,21 +53,38 @@ class Work:
         self.host = HostTier([8, 4], 5, 2, pinned=False)
         self.tier = Failing(self.host, [])
 
-    def begin(self, name: str, slots: int = 1, *, writes: bool = False, error: BaseException | None = None) -> Any:
-        """A read or a write that holds as many slots. `error`: raised by whoever takes its result."""
+    def begin(
+        self,
+        name: str,
+        slots: int = 1,
+        *,
+        writes: bool = False,
+        raises: Exception | None = None,
+        take_raises: Exception | None = None,
+    ) -> Begun:
+        """A read or a write that holds as many slots. `raises`, `take_raises`: raised by the work, or by `take`."""
 
-        def take() -> None:
-            self.tier.noted.append(("took", name))
-            if error is not None:
-                raise error
+        def work() -> str:
+            if raises is not None:
+                raise raises
+            return name
 
-        done: Future[Any] = Future()
-        jobs = self.tier._writes if writes else self.tier._jobs  # pyright: ignore[reportPrivateUsage]
-        jobs.append(Job(done, take, self.host.pool.allocate(slots)))
-        return done
+        def take(found: str) -> None:
+            self.tier.noted.append(("took", found))
+            if take_raises is not None:
+                raise take_raises
+
+        thread: Any = Thread()
+        jobs = self.tier._jobs
+        if writes:
+            jobs, self.tier._writer = self.tier._writes, thread
+        else:
+            self.tier._reader = thread
+        self.tier._begin_job(thread, work, take, self.host.pool.allocate(slots))
+        return Begun(jobs[-1], thread.begun[0][1])
 
     def take_up(self) -> None:
-        self.tier._take_up()  # pyright: ignore[reportPrivateUsage]
+        self.tier._take_up()
 
     @property
     def free(self) -> int:
@@ -59,13 +102,13 @@ def test_results_are_taken_in_the_order_in_which_the_work_began() -> None:
     work = Work()
     first, second, write = work.begin("first"), work.begin("second", 2), work.begin("write", writes=True)
     assert [slots.tolist() for slots in work.tier.held_slots] == [[1], [2, 3], [4]]
-    second.set_result(None)
+    second.run()
     work.take_up()
     assert (work.tier.noted, work.free) == ([], 1)
-    write.set_result(None)
+    write.run()
     work.take_up()
     assert (work.tier.noted, work.free) == ([("took", "write")], 2)
-    first.set_result(None)
+    first.run()
     work.take_up()
     assert work.tier.noted[1:] == [("took", "first"), ("took", "second")]
     assert (work.free, work.tier.held_slots) == (5, [])
@@ -73,24 +116,45 @@ def test_results_are_taken_in_the_order_in_which_the_work_began() -> None:
 
 def test_work_that_holds_no_slot_gives_none_back() -> None:
     work = Work()
-    work.begin("looks up", 0).set_result(None)
+    work.begin("looks up", 0).run()
     work.take_up()
     assert (work.tier.noted, work.free) == ([("took", "looks up")], 5)
 
 
 def test_an_error_of_the_system_pauses_the_tier_and_frees_the_slots() -> None:
     work = Work()
-    work.begin("reads", 2).set_exception(OSError("no device"))
+    work.begin("reads", 2, raises=OSError("no device")).run()
     work.take_up()
     assert (work.tier.noted, work.free) == ([("failed", "no device")], 5)
 
 
 def test_work_that_was_cancelled_is_passed_over() -> None:
     work = Work()
-    assert work.begin("cancelled").cancel()
-    work.begin("next").set_result(None)
+    assert work.begin("cancelled").job.work.cancel()
+    work.begin("next").run()
     work.take_up()
     assert (work.tier.noted, work.free) == ([("took", "next")], 5)
+
+
+@pytest.mark.parametrize("error", [None, OSError("no device"), ValueError("of a thread")])
+def test_a_result_that_was_dropped_is_not_taken_and_its_slots_are_free(error: Exception | None) -> None:
+    work = Work()
+    begun = work.begin("reads", 2, raises=error)
+    begun.job.names = (b"object",)
+    begun.job.drop()
+    begun.run()
+    work.take_up()
+    assert (work.tier.noted, work.free, begun.job.names) == ([], 5, ())
+
+
+def test_work_is_waited_for_as_long_as_it_says() -> None:
+    work = Work()
+    begun = work.begin("reads")
+    begun.job.wait(0.001)
+    assert not begun.job.over()
+    begun.run()
+    begun.job.wait()
+    assert begun.job.over()
 
 
 @pytest.mark.parametrize("taking", [True, False])
@@ -98,10 +162,10 @@ def test_any_other_error_reaches_the_caller_and_frees_the_slots(taking: bool) ->
     """An error of the system, too, if it comes of taking the result."""
     work = Work()
     if taking:
-        work.begin("raises", 2, error=OSError("of a signal handler")).set_result(None)
+        work.begin("raises", 2, take_raises=OSError("of a signal handler")).run()
     else:
-        work.begin("raises", 2).set_exception(ValueError("of a thread"))
-    work.begin("next").set_result(None)
+        work.begin("raises", 2, raises=ValueError("of a thread")).run()
+    work.begin("next").run()
     with pytest.raises(OSError if taking else ValueError, match="of a"):
         work.take_up()
     assert work.free == 4
@@ -112,15 +176,17 @@ def test_any_other_error_reaches_the_caller_and_frees_the_slots(taking: bool) ->
 
 def test_after_an_interrupt_work_is_forgotten_and_settling_needs_no_thread() -> None:
     work = Work()
+    threads = work.tier._reader, work.tier._writer
     work.begin("read")
     work.begin("write", writes=True)
+    work.tier._reader, work.tier._writer = threads
     ran: list[int] = []
-    work.tier._reader.submit(ran.append, 1)  # pyright: ignore[reportPrivateUsage]
+    work.tier._reader.submit(ran.append, 1)
     work.tier.settle()
     assert ran == [1]
     work.tier.mend()
     assert work.tier.held_slots == []
-    for thread in (work.tier._reader, work.tier._writer):  # pyright: ignore[reportPrivateUsage]
+    for thread in threads:
         thread.shutdown()
     work.tier.settle()
 

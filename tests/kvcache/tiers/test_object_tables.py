@@ -184,7 +184,6 @@ def test_the_objects_of_a_prompts_first_pages_are_written_first(
     it.serve(PROMPT, chunk=8)
     it.tiers.settle()
     tier = objects_of(it)
-    assert tier._epoch is not None
     queued = [tier._layout.key(tier._epoch, name) for name in tier._queue]
     assert queued == [key_of(it, table, number) for number in (0, 1) for table in (0, 1)]
     store.may.set()
@@ -211,7 +210,7 @@ def test_an_answer_that_comes_between_two_looks_is_another_question(
         coming = ask(*given)
         store.may.set()
         for job in [*tier._jobs]:
-            job.done.exception()
+            job.work.exception()
         return coming
 
     with monkeypatch.context() as patched:
@@ -229,11 +228,11 @@ def test_reading_is_weighed_against_the_tokens_that_need_not_be_computed(
     served: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written(served)
-    again, weighed = served(), list[tuple[int, int | None]]()
+    again, weighed = served(), list[tuple[int, int]]()
     again.serve(PROMPT[:27], chunk=8)  # six pages in each table
     again.tiers.settle()
 
-    def pays(pages: int, _before: int, _now: float, gain: int | None = None) -> bool:
+    def pays(pages: int, _before: int, gain: int, _now: float) -> bool:
         weighed.append((pages, gain))
         return False
 
@@ -263,7 +262,6 @@ def longest(it: Served, prompt: list[int], store: StoredObjects) -> int:
     tier.
     """
     replica, tier = it.manager._replicas.each[0], objects_of(it)
-    assert tier._epoch is not None
     last = (len(prompt) - 1) // SIZE
     every = replica.tables.every(it.digests(prompt)[:last])
     indexes = [replica.pool.index, it.tiers.host.pool.index]
@@ -276,7 +274,6 @@ def longest(it: Served, prompt: list[int], store: StoredObjects) -> int:
         if any(index.find(digests[column : column + 1])[0] for index in indexes):
             return True
         end = (column // COUNT + 1) * COUNT
-        assert tier._epoch is not None
         key = tier._layout.key(tier._epoch, digests[end - 1].tobytes()) if end <= min(last, most) else ""
         return key in store.objects
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -81,7 +82,7 @@ def test_what_waits_to_be_written_is_given_up_with_a_store_that_fails(served: Ma
     it.tiers.settle()
     assert len(objects_of(it)._queue) == 2
     store.may.set()
-    objects_of(it)._jobs[0].done.exception()
+    objects_of(it)._jobs[0].work.exception()
     objects_of(it).tick()
     assert not objects_of(it)._queue
 
@@ -193,7 +194,7 @@ def test_a_reset_drops_what_is_being_read(served: Make, store: StoredObjects) ->
     assert again.manager.prefetch(context)  # this call would have handled an immediate answer
     asked = tier._jobs[0]
     store.may.set()
-    asked.done.result()
+    asked.work.result()
     store.may.clear()
     assert again.manager.prefetch(context)  # handles the answer, and reads
     assert tier.held_slots[0].size == 8
@@ -217,16 +218,17 @@ def test_an_answer_from_before_a_reset_leaves_what_was_asked_after_it(served: Ma
     context = again.claim(PROMPT)
     assert again.manager.prefetch(context)
     first = tier._jobs[0]
+    names = first.names
     again.manager.reset_prefix_cache()
     assert again.manager.prefetch(context)  # asks again, for the same objects
     busy = dict(tier._busy)
     assert busy
-    assert first.names == [*busy]
-    assert [job.names for job in tier._jobs] == [first.names, first.names]
+    assert names == [*busy]
+    assert [job.names for job in tier._jobs] == [(), names]
     again.manager.check()
     held = tier._jobs.popleft()  # only the earlier answer arrives
     store.may.set()
-    held.done.result()
+    held.work.result()
     tier._end(held)
     assert tier._busy == busy
     assert not tier._known
@@ -276,19 +278,19 @@ def test_an_epoch_that_is_broken_is_a_miss_until_a_reset(served: Make, store: St
 
 def test_reading_is_done_where_it_pays() -> None:
     rates = ReadRates(0.010)
-    assert rates.pays(100, 0, 0.0)  # nothing is known yet
+    assert rates.pays(100, 0, 100, 0.0)  # nothing is known yet
     rates.asked(0.020)
     rates.fetched(10, 0.070)
     assert rates.page_s == pytest.approx(0.005)
-    assert rates.pays(5, 0, 1.0)
-    assert not rates.pays(5, 5, 1000.0) or not rates.pays(5, 5, 1000.0)
-    assert rates.pays(3, 0, 2000.0)  # sometimes it pays nevertheless
-    assert not rates.pays(3, 0, 2029.0)
-    assert rates.pays(3, 0, 2031.0)
+    assert rates.pays(5, 0, 5, 1.0)
+    assert not rates.pays(5, 5, 5, 1000.0) or not rates.pays(5, 5, 5, 1000.0)
+    assert rates.pays(3, 0, 3, 2000.0)  # sometimes it pays nevertheless
+    assert not rates.pays(3, 0, 3, 2029.0)
+    assert rates.pays(3, 0, 3, 2031.0)
     for _ in range(40):
         rates.fetched(10, 0.020 + 10 * 0.001)
-    assert rates.pays(3, 0, 2032.0)
-    assert ReadRates(None).pays(1, 10**9, 0.0)
+    assert rates.pays(3, 0, 3, 2032.0)
+    assert ReadRates(math.inf).pays(1, 10**9, 1, 0.0)
 
 
 def test_a_store_slower_than_the_model_is_not_read(served: Make) -> None:

@@ -147,11 +147,11 @@ def test_a_manager_closes_while_an_answer_is_on_its_way(served: Make, kind: Kind
     store.may.clear()
     assert again.manager.maybe_reserve(again.claim(kind.prompt))
     (job,) = objects_of(again)._jobs
-    while not job.done.running():
+    while not job.work.running():
         time.sleep(0.001)
     threading.Timer(0.05, store.may.set).start()
     again.manager.close()  # waits for the answer, after which pages would have been read
-    assert job.done.done()
+    assert job.work.done()
     assert again.manager.metrics.object_blocks_read == 0
 
 

@@ -5,12 +5,14 @@ Now and then reading is tried again.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from kvcache.tiers.object_tier import ReadRates
 
 
-def rates(answer_s: float = 0.5, page_s: float = 0.125, compute_page_s: float | None = 0.25) -> ReadRates:
+def rates(answer_s: float = 0.5, page_s: float = 0.125, compute_page_s: float = 0.25) -> ReadRates:
     made = ReadRates(compute_page_s)
     made.asked(answer_s)
     made.fetched(4, answer_s + 4 * page_s)
@@ -18,44 +20,44 @@ def rates(answer_s: float = 0.5, page_s: float = 0.125, compute_page_s: float | 
 
 
 def test_what_has_no_figures_yet_pays() -> None:
-    assert ReadRates(None).pays(1, 0, 0.0)
-    assert ReadRates(1e-9).pays(1, 1 << 20, 0.0), "nothing was read so far"
-    unknown = rates(compute_page_s=None)
-    assert all(unknown.pays(1, 1 << 20, now) for now in (0.0, 1.0))
+    assert ReadRates(math.inf).pays(1, 0, 1, 0.0)
+    assert ReadRates(1e-9).pays(1, 1 << 20, 1, 0.0), "nothing was read so far"
+    always = rates(compute_page_s=math.inf)
+    assert all(always.pays(1, 1 << 20, 1, now) for now in (0.0, 1.0))
 
 
 @pytest.mark.parametrize(
     ("pages", "before", "gain", "pays"),
     [
-        (4, 0, None, False),  # 0.5 + 0.5 s to read and 1 s to compute: no gain
-        (5, 0, None, True),
-        (5, 1, None, False),  # the previous page is read first
-        (6, 1, None, True),
+        (4, 0, 4, False),  # 0.5 + 0.5 s to read and 1 s to compute: no gain
+        (5, 0, 5, True),
+        (5, 1, 5, False),  # the previous page is read first
+        (6, 1, 6, True),
         (5, 0, 4, False),  # one of the pages saves nothing
         (4, 0, 5, True),
         (1, 0, 0, False),
     ],
 )
-def test_it_pays_where_all_are_here_sooner_than_computed(pages: int, before: int, gain: int | None, pays: bool) -> None:
+def test_it_pays_where_all_are_here_sooner_than_computed(pages: int, before: int, gain: int, pays: bool) -> None:
     made = rates()
     made._tried = 0.0
-    assert made.pays(pages, before, 1.0, gain) == pays
+    assert made.pays(pages, before, gain, 1.0) == pays
 
 
 def test_what_does_not_pay_is_tried_once_in_thirty_seconds() -> None:
     made = rates()
-    assert [made.pays(1, 0, now) for now in (100.0, 101.0, 129.5, 130.0, 130.5, 159.5, 160.0)] == [
+    assert [made.pays(1, 0, 1, now) for now in (100.0, 101.0, 129.5, 130.0, 130.5, 159.5, 160.0)] == [
         *(True, False, False),
         *(True, False, False),
         True,
     ]
-    assert made.pays(5, 0, 160.5), "what pays is no try"
-    assert made.pays(1, 0, 190.0)
+    assert made.pays(5, 0, 5, 160.5), "what pays is no try"
+    assert made.pays(1, 0, 1, 190.0)
 
 
 def test_figures_follow_what_it_costs_now_a_quarter_at_a_time() -> None:
     made = ReadRates(1.0)
-    assert (made.answer_s, made.page_s) == (0.0, None)
+    assert (made.answer_s, made.page_s) == (0.0, 0.0)
     for seconds, mean in ((0.5, 0.5), (0.1, 0.4), (0.4, 0.4)):
         made.asked(seconds)
         assert made.answer_s == pytest.approx(mean)
