@@ -40,10 +40,11 @@ from kvcache.replica.copier import ImportCopier, ImportProof
 from kvcache.replica.hashing import SHA256_BY
 from kvcache.replica.inputs import RaggedKVCacheInputSymbols
 from kvcache.replica.leases import PageLease
+from kvcache.retention import RangeRetention, Retention
 from kvcache.routing import Routing
 from kvcache.states.state_pages import StatePages
 from kvcache.steps_in_flight import StepInFlight
-from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RangeRetention, RequestID, Retention
+from kvcache.types import Admission, KVCacheMetrics, RaggedKVCacheInputs, RequestID
 
 # "unknown": it runs from a folder and was never installed.
 __version__ = next((found.version for found in distributions(name="pagewire")), "unknown")

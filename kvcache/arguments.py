@@ -5,7 +5,7 @@ Integers of numpy count as integers, a bool does not, and no value is rounded.
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex, TypeVar, cast
 
 import numpy as np
@@ -47,7 +47,7 @@ def whole(
     """`value` as an int from `least` to `most`. Raises `error` otherwise."""
     found = integer(value)
     if found is None or not least <= found <= most:
-        raise _refusal(name, value, f"an integer from {least} to {most}", error)
+        raise refusal(name, value, f"an integer from {least} to {most}", error)
     return found
 
 
@@ -65,7 +65,7 @@ def number(
         if -(1 << 62) < found < 1 << 62 and least <= found <= most:  # a huge int does not fit a float
             return found
     limits = "a finite number" if math.isinf(least) else f"a number from {least} to {most}"
-    raise _refusal(name, value, limits, error)
+    raise refusal(name, value, limits, error)
 
 
 def flag(name: str, value: object, error: type[KVCacheError] = InvalidParamsError) -> bool:
@@ -78,7 +78,7 @@ def one_of(name: str, value: object, choices: tuple[str, ...]) -> str:
     needed = f"one of {', '.join(choices)}"
     text = of_kind(name, value, str, needed)
     if text not in choices:
-        raise _refusal(name, value, needed, InvalidParamsError)
+        raise refusal(name, value, needed)
     return text
 
 
@@ -92,10 +92,19 @@ def of_kind(
     """`value`, which must be of this kind. Raises `error` otherwise: "<name> is <value>: <needed> is needed"."""
     if isinstance(value, kind):
         return value
-    raise _refusal(name, value, needed, error)
+    raise refusal(name, value, needed, error)
 
 
-def _refusal(name: str, value: object, needed: str, error: type[KVCacheError]) -> KVCacheError:
+def tuple_of(
+    name: str, value: object, kind: type[_Kind], needed: str, error: type[KVCacheError] = InvalidParamsError
+) -> tuple[_Kind, ...]:
+    """The items of `value`, a tuple or a list, which must all be of this kind. Raises `error` otherwise."""
+    items = cast("Sequence[object]", of_kind(name, value, (tuple, list), needed, error))
+    return tuple(of_kind(name, item, kind, needed, error) for item in items)
+
+
+def refusal(name: str, value: object, needed: str, error: type[KVCacheError] = InvalidParamsError) -> KVCacheError:
+    """The error that refuses `value`, to be raised."""
     return error(f"{name} is {shown(value)}: {needed} is needed")
 
 

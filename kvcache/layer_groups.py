@@ -6,19 +6,21 @@ group with more layers has several block tables. A table with fewer layers leave
 the loss.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.arguments import one_of, shown, whole
+from kvcache.arguments import of_kind, one_of, refusal, whole
 from kvcache.errors import InvalidParamsError
 
 LayerKind = Literal["full", "window", "chunked"]
 
 _Positions = TypeVar("_Positions", int, NDArray[np.int64])
 
+_NEEDED = "one or more layer numbers"
 MOST_LOST = 0.05  # the share of a request's pages that may be empty
 
 
@@ -37,16 +39,14 @@ class LayerGroup:
 
     def __post_init__(self) -> None:
         one_of("kind", self.kind, get_args(LayerKind))
-        if self.kind == "full":
-            if self.window != 0:
-                raise InvalidParamsError(
-                    f"window is {shown(self.window)}: a group with full attention has no window; leave it at 0"
-                )
-        else:
+        if self.kind == "full" and self.window != 0:
+            raise refusal("window", self.window, "0 (a group with full attention has no window)")
+        if self.kind != "full":
             object.__setattr__(self, "window", whole("window", self.window, 1))
-        if not isinstance(cast("object", self.layers), tuple | list | range) or not self.layers:
-            raise InvalidParamsError(f"layers is {shown(self.layers)}: one or more layer numbers are needed")
-        object.__setattr__(self, "layers", tuple(whole("layers", layer, 0) for layer in self.layers))
+        layers = cast("Sequence[object]", of_kind("layers", self.layers, (tuple, list, range), _NEEDED))
+        object.__setattr__(self, "layers", tuple(whole("layers", layer, 0) for layer in layers))
+        if not layers:
+            raise refusal("layers", self.layers, _NEEDED)
 
     @property
     def keeps_all(self) -> bool:

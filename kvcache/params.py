@@ -13,7 +13,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from kvcache.arguments import flag, number, of_kind, one_of, optional, shown, whole
+from kvcache.arguments import flag, number, of_kind, one_of, optional, refusal, tuple_of, whole
 from kvcache.errors import InvalidParamsError
 from kvcache.eviction_order import EvictionOrder
 from kvcache.layer_groups import LayerGroup
@@ -149,16 +149,13 @@ class KVEvents:
             address: object = getattr(self, name)
             if address is None and name == "replay_endpoint":
                 continue
-            if not isinstance(address, str) or "\0" in address or not address.startswith(_TRANSPORTS):
-                raise InvalidParamsError(
-                    f"kv_events: {name} is {shown(address)}: an address of {', '.join(_TRANSPORTS)} is needed"
-                )
-            if address.startswith("tcp://") and not address.rpartition(":")[2].isdecimal():
-                raise InvalidParamsError(
-                    f"kv_events: {name} is {shown(address)}: a port is needed (0 picks a free one)"
-                )
-        if not isinstance(self.topic, str):  # pyright: ignore[reportUnnecessaryIsInstance] - callers need no types
-            raise InvalidParamsError(f"kv_events: topic is {shown(self.topic)}: text is needed")
+            needed = f"an address of {', '.join(_TRANSPORTS)}"
+            text = of_kind(f"kv_events: {name}", address, str, needed)
+            if "\0" in text or not text.startswith(_TRANSPORTS):
+                raise refusal(f"kv_events: {name}", address, needed)
+            if text.startswith("tcp://") and not text.rpartition(":")[2].isdecimal():
+                raise refusal(f"kv_events: {name}", address, "an address with a port (0: any free one)")
+        of_kind("kv_events: topic", self.topic, str, "text")
         whole("kv_events: buffer_steps", self.buffer_steps, 1)
         whole("kv_events: hwm", self.hwm, 1)
 
@@ -335,16 +332,16 @@ class KVCacheParams:
             f"n_kv_heads is {self.n_kv_heads}: {tp} shards can neither split these heads evenly nor share them evenly",
         )
         for salt, share in self.tenant_quotas.items():
-            _check(isinstance(cast("object", salt), str), f"tenant_quotas names {shown(salt)}: a salt is a string")
+            of_kind("a salt of tenant_quotas", salt, str, "a string")
             _share(f"tenant_quotas[{salt!r}]", share)
         _check(
             self.hash_algorithm in usable_hashes(),
             f"hash_algorithm is {self.hash_algorithm!r}: its package is not installed, pip install 'pagewire[blake3]'",
         )
         self._check_tiers()
-        self._check_groups()
+        object.__setattr__(self, "groups", tuple_of("groups", self.groups, LayerGroup, "a tuple of LayerGroup"))
         self._check_states()
-        if self.kvcache_quant_config is not None:
+        if self.kvcache_quant_config:
             self.kvcache_quant_config.check(self.dtype, self.head_dim)
 
     @property
@@ -365,16 +362,15 @@ class KVCacheParams:
     @property
     def has_states_in_pages(self) -> bool:
         """Whether there are recurrent states that share the memory of token pages."""
-        if self.states is None:
-            return False
-        return self.state_copies is None if self.share_state_memory is None else self.share_state_memory
+        copies, share = self.state_copies, self.share_state_memory
+        return self.states is not None and (copies is None if share is None else share)
 
     def states_apart(self, requests: int) -> int:
         """The state pages, in memory of their own, of a replica with so many requests."""
-        if self.states is None or self.has_states_in_pages:
+        if not self.states or self.has_states_in_pages:
             return 0
-        copies = 2 * requests * self.enable_prefix_caching if self.state_copies is None else self.state_copies
-        return requests + copies
+        copies = self.state_copies
+        return requests + (2 * requests * self.enable_prefix_caching if copies is None else copies)
 
     def heads_of_shard(self, shard: int) -> range:
         """The model's heads that shard `shard` of a replica holds."""
@@ -403,28 +399,20 @@ class KVCacheParams:
             _check(getattr(self, name) in (None, False, 0) or getattr(self, needed), f"{name} needs {needed}")
         space, most = self.host_kvcache_swap_space_gb, self.file_tier_max_gb
         _check(
-            not self.enable_kvcache_swapping_to_host or (space is not None and space > 0),
+            not self.enable_kvcache_swapping_to_host or (space or 0) > 0,
             f"host_kvcache_swap_space_gb is {space}: swapping to the host needs a size above 0",
         )
         has_files = self.file_tier_dir is not None
-        _check(
-            not has_files or (most is not None and most > 0), f"file_tier_max_gb is {most}: files need a size above 0"
-        )
+        _check(not has_files or (most or 0) > 0, f"file_tier_max_gb is {most}: files need a size above 0")
         _check(
             bool(self.file_tier_key) or not (has_files or self.object_tier_io),
             "file_tier_key is not given: without the name of the model and its weights, pages of another model "
             "would be taken for this one's",
         )
 
-    def _check_groups(self) -> None:
-        given = cast("tuple[object, ...]", self.groups)
-        if not isinstance(cast("object", given), tuple | list) or not all(isinstance(one, LayerGroup) for one in given):
-            raise InvalidParamsError(f"groups is {shown(given)}: a tuple of LayerGroup is needed")
-        object.__setattr__(self, "groups", tuple(given))
-
     def _check_states(self) -> None:
         """Raise if other parameters are incompatible with recurrent states."""
-        if self.states is None:
+        if not self.states:
             return
         copies, every = self.state_copies, self.state_every_pages
         if self.has_states_in_pages and copies is not None:
@@ -455,13 +443,12 @@ def resolve_page_size(params: KVCacheParams, page_size: int | None) -> int:
     Raises `InvalidParamsError` if both are given and differ. An argument equal to the default counts as not given.
     """
     page_size = whole("page_size", _DEFAULT_PAGE_SIZE if page_size is None else page_size, 1)
-    if params.page_size is None or params.page_size == page_size:
-        return page_size
+    own = page_size if params.page_size is None else params.page_size
     _check(
-        page_size == _DEFAULT_PAGE_SIZE,
-        f"page_size is {page_size} in the call and {params.page_size} in the params: give one of them",
+        page_size in (own, _DEFAULT_PAGE_SIZE),
+        f"page_size is {page_size} in the call and {own} in the params: give one of them",
     )
-    return params.page_size
+    return own
 
 
 def _read(params: KVCacheParams, name: str) -> Any:

@@ -1,12 +1,18 @@
-"""Retention hints as one-byte codes for each page, which `kvcache.pool.hinted_order` uses."""
+"""`Retention`: hints of clients about the future use of pages; and their one-byte codes for each page.
 
+`kvcache.pool.hinted_order` uses the codes.
+"""
+
+import functools
 import math
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.types import RangeRetention, Retention
+from kvcache.arguments import flag, integer, number, optional, shown, tuple_of, whole
+from kvcache.errors import InvalidRequestError
 
 Codes = NDArray[np.uint8]
 """Kinds of hint: a level, from 0 (goes first) to 4 (goes last), and a class of time to live."""
@@ -17,6 +23,63 @@ NEUTRAL = 2  # the level, and the code, of a page without a hint
 _TTL_CLASSES = 7  # no limit; up to 4, 16, 64, 256, 1024 seconds; longer
 SHARED = LEVELS * _TTL_CLASSES  # neutral, and never evicted first by a later hint: see `merge_codes`
 LEVEL_OF = np.array([*[code % LEVELS for code in range(SHARED)], NEUTRAL], np.uint8)
+
+
+class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A `Retention` for some of a request's tokens, such as a system prompt or tools. Raises as `Retention`."""
+
+    start: int  # the first of these tokens
+    end: int | None = None  # the token after the last one; None: all tokens from `start` on
+    session_continues: bool | None = None
+    priority: int = 50
+    ttl_s: float | None = None
+
+    def __post_init__(self) -> None:
+        start, end = integer(self.start), math.inf if self.end is None else integer(self.end)
+        if start is None or start < 0 or end is None or end <= start:
+            raise InvalidRequestError(
+                f"retention: a range from token {shown(self.start)} to {shown(self.end)} has no tokens"
+            )
+        _check_hint(self)
+
+    def columns(self, pages: int, page_size: int) -> slice:
+        """Those of a request's first `pages` pages that lie entirely in the range."""
+        return slice(-(-self.start // page_size), pages if self.end is None else self.end // page_size)
+
+
+class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A client's knowledge about the future use of a request's pages. It biases the eviction order, and pins no page.
+
+    It is read when the request is admitted and when it is released; the second reading counts for its pages. A wrong
+    hint costs little (see `merge_codes`); a true `session_continues` can be worth twice the pool. Raises
+    `InvalidRequestError` (a ValueError) if a value is out of range.
+    """
+
+    session_continues: bool | None = None  # whether another request is expected to extend this one; None: unknown
+    priority: int = 50  # 0 (first to go) to 100 (last to go), in steps of 25
+    ttl_s: float | None = None  # seconds after the release for which the hint holds; None: it decays
+    ranges: tuple[RangeRetention, ...] = ()  # hints for some tokens; the last range that contains a page counts for it
+
+    def __post_init__(self) -> None:
+        _check_hint(self)
+        ranges = tuple_of(
+            "retention: ranges", self.ranges, RangeRetention, "a tuple of RangeRetention", InvalidRequestError
+        )
+        msgspec.structs.force_setattr(self, "ranges", ranges)
+
+    def columns(self, pages: int, page_size: int) -> slice:  # noqa: ARG002 - as `RangeRetention.columns`
+        """All of a request's pages."""
+        return slice(0, pages)
+
+
+_optional_flag = optional(functools.partial(flag, error=InvalidRequestError))
+
+
+def _check_hint(hint: Retention | RangeRetention) -> None:
+    _optional_flag("retention: session_continues", hint.session_continues)
+    whole("retention: priority", hint.priority, 0, 100, InvalidRequestError)
+    if hint.ttl_s is not None and number("retention: ttl_s", hint.ttl_s, error=InvalidRequestError) <= 0:
+        raise InvalidRequestError(f"retention: ttl_s is {hint.ttl_s}, a number of seconds above 0 is needed, or None")
 
 
 class PageHints(NamedTuple):
@@ -34,20 +97,23 @@ def page_hints(retention: Retention, pages: int, page_size: int) -> PageHints:
     """The hints for a request's first `pages` pages. A range applies to pages that lie entirely in it."""
     codes, lives = np.zeros(pages, np.uint8), np.zeros(pages)
     for hint in (retention, *retention.ranges):  # a range overrides the hint for the whole request
-        first, last = 0, pages
-        if isinstance(hint, RangeRetention):
-            first, last = -(-hint.start // page_size), pages if hint.end is None else hint.end // page_size
-        codes[first:last] = _code_of(hint)
-        lives[first:last] = math.inf if hint.ttl_s is None else hint.ttl_s
+        columns = hint.columns(pages, page_size)
+        codes[columns], lives[columns] = _code_of(hint), _life_of(hint)
     return PageHints(codes, lives if np.isfinite(lives).any() else None)
 
 
 def _code_of(hint: Retention | RangeRetention) -> int:
     lean = {True: 2, False: -2, None: 0}[hint.session_continues]
     level = min(LEVELS - 1, max(0, NEUTRAL + lean + round((hint.priority - 50) / 25)))
-    if hint.ttl_s is None:
+    life = _life_of(hint)
+    if math.isinf(life):
         return level
-    return level + LEVELS * min(_TTL_CLASSES - 1, max(1, math.ceil(math.log(hint.ttl_s, 4))))
+    return level + LEVELS * min(_TTL_CLASSES - 1, max(1, math.ceil(math.log(life, 4))))
+
+
+def _life_of(hint: Retention | RangeRetention) -> float:
+    """The seconds for which the hint holds."""
+    return math.inf if hint.ttl_s is None else hint.ttl_s
 
 
 def merge_codes(old: Codes, new: Codes | None) -> Codes:

@@ -1,15 +1,12 @@
 """Small values that callers of the manager pass or receive."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-from kvcache.arguments import flag, integer, number, shown, whole
-from kvcache.errors import InvalidRequestError
 
 RequestID = str
 """The name of a request: any string, unique among the claimed requests of one manager."""
@@ -39,52 +36,6 @@ class RaggedKVCacheInputs(NamedTuple):
     lookup_table: torch.Tensor
     max_lengths: torch.Tensor
     kv_scales: torch.Tensor | None = None
-
-
-class RangeRetention(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A `Retention` for some of a request's tokens, such as a system prompt or tools. Raises as `Retention`."""
-
-    start: int  # the first of these tokens
-    end: int | None = None  # the token after the last one; None: all tokens from `start` on
-    session_continues: bool | None = None
-    priority: int = 50
-    ttl_s: float | None = None
-
-    def __post_init__(self) -> None:
-        start, end = integer(self.start), integer(self.end)
-        if start is None or start < 0 or (self.end is not None and (end is None or end <= start)):
-            raise InvalidRequestError(
-                f"retention: a range from token {shown(self.start)} to {shown(self.end)} has no tokens"
-            )
-        _check_hint(self)
-
-
-class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A client's knowledge about the future use of a request's pages. It biases the eviction order, and pins no page.
-
-    It is read when the request is admitted and when it is released; the second reading counts for its pages. A wrong
-    hint costs little (see `kvcache.retention`); a true `session_continues` can be worth twice the pool. Raises
-    `InvalidRequestError` (a ValueError) if a value is out of range.
-    """
-
-    session_continues: bool | None = None  # whether another request is expected to extend this one; None: unknown
-    priority: int = 50  # 0 (first to go) to 100 (last to go), in steps of 25
-    ttl_s: float | None = None  # seconds after the release for which the hint holds; None: it decays
-    ranges: tuple[RangeRetention, ...] = ()  # hints for some tokens; the last range that contains a page counts for it
-
-    def __post_init__(self) -> None:
-        _check_hint(self)
-        ranges = cast("tuple[object, ...]", self.ranges)
-        if not isinstance(cast("object", ranges), tuple) or not all(isinstance(one, RangeRetention) for one in ranges):
-            raise InvalidRequestError(f"retention: ranges is {shown(ranges)}, a tuple of RangeRetention is needed")
-
-
-def _check_hint(hint: Retention | RangeRetention) -> None:
-    if hint.session_continues is not None:
-        flag("retention: session_continues", hint.session_continues, InvalidRequestError)
-    whole("retention: priority", hint.priority, 0, 100, InvalidRequestError)
-    if hint.ttl_s is not None and number("retention: ttl_s", hint.ttl_s, error=InvalidRequestError) <= 0:
-        raise InvalidRequestError(f"retention: ttl_s is {hint.ttl_s}, a number of seconds above 0 is needed, or None")
 
 
 class Admission(NamedTuple):

@@ -11,7 +11,8 @@ from kvcache.arguments import check_request_id, integer, shown, whole
 from kvcache.errors import InvalidRequestError, SequenceTooLongError
 from kvcache.params import HashAlgorithm
 from kvcache.replica.hashing import ExtraKeys, PrefixHasher
-from kvcache.types import RequestID, Retention
+from kvcache.retention import Retention
+from kvcache.types import RequestID
 
 _NEW_CAPACITY = 64
 _NO_KEYS: ExtraKeys = ()

@@ -16,8 +16,7 @@ from kvcache.pool.quotas import NoQuotas, TenantQuotas
 from kvcache.replica.context import Context, HasherOfRow
 from kvcache.replica.rows import BlockRows, Ints, Pages
 from kvcache.replica.tables import RowTables
-from kvcache.retention import PageHints, page_hints
-from kvcache.types import Retention
+from kvcache.retention import PageHints, Retention, page_hints
 
 
 class HintFollower(Protocol):

@@ -384,7 +384,7 @@ def test_only_who_has_a_key_hears_anything() -> None:
     [
         ({"endpoint": "127.0.0.1:1"}, "endpoint is '127.0.0.1:1': an address"),
         ({"endpoint": None}, "endpoint is None"),
-        ({"replay_endpoint": "tcp://127.0.0.1"}, "replay_endpoint is .* a port is needed"),
+        ({"replay_endpoint": "tcp://127.0.0.1"}, "replay_endpoint is .* with a port"),
         ({"topic": b"x"}, "topic is b'x': text is needed"),
         ({"buffer_steps": 0}, "buffer_steps is 0"),
         ({"hwm": 0}, "hwm is 0"),
