@@ -76,10 +76,7 @@ class FamilyCollector(Collector):
             try:
                 for values, figure in family.read(look()):
                     labels = [*self._values, *map(str, values)]
-                    if isinstance(figure, tuple):
-                        metric.add_metric(labels, *_cumulative(figure))
-                    else:
-                        metric.add_metric(labels, figure)
+                    metric.add_metric(labels, *_FORMS[family.kind](figure))
             except Exception:  # noqa: BLE001  (an unreadable family must not cost the host its other metrics)
                 if family.name not in self._unread:
                     _log.exception("metric %s cannot be read", family.name)
@@ -99,3 +96,10 @@ def _cumulative(figure: Histogram) -> tuple[list[tuple[str, float]], float]:
     """Prometheus's form: the number of values up to each bound, and up to infinity."""
     bounds, counts, total = figure
     return list(zip([*map(repr, map(float, bounds)), "+Inf"], accumulate(counts), strict=True)), total
+
+
+def _alone(figure: float) -> tuple[float]:
+    return (figure,)
+
+
+_FORMS: dict[str, Callable[[Any], tuple[Any, ...]]] = {"counter": _alone, "gauge": _alone, "histogram": _cumulative}

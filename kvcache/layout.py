@@ -56,12 +56,12 @@ class PageLayout(msgspec.Struct, frozen=True, omit_defaults=True, tag="page_layo
     def scales_offset(self) -> int:
         """Bytes from the start of a page to its scales; without scales, the bytes of its values."""
         values = self.page_elements * self.itemsize
-        return values if self.scales is None else _aligned(values)
+        return _aligned(values) if self.scales else values
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, including its scales."""
-        return self.scales_offset + (0 if self.scales is None else _aligned(self.scales.page_bytes))
+        return self.scales_offset + (_aligned(self.scales.page_bytes) if self.scales else 0)
 
     @property
     def strides(self) -> dict[str, int]:
@@ -143,7 +143,7 @@ def kv_kind(layouts: Sequence[PageLayout]) -> str:
     """A description of what a replica keeps for a token, whatever the split of heads and the page layout."""
     one, heads = layouts[0], max(layout.first_head + layout.num_heads for layout in layouts)
     kind = f"{one.dtype}, {one.num_layers} layers of {one.sides} x {heads} heads of {one.head_dim}"
-    return kind + (f", {scales_kind(layouts)}" if one.scales is not None else "")
+    return ", ".join(filter(None, (kind, scales_kind(layouts))))
 
 
 def scales_kind(layouts: Sequence[PageLayout]) -> str:

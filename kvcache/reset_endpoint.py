@@ -9,8 +9,7 @@ from contextlib import closing, suppress
 
 import zmq
 
-from kvcache.arguments import shown
-from kvcache.errors import InvalidParamsError
+from kvcache.arguments import of_kind, refusal
 from kvcache.sockets import BoundSocket, bound_socket
 
 _PAUSE_S = 0.005  # after reading messages
@@ -21,10 +20,10 @@ _log = logging.getLogger("pagewire")
 
 def check_endpoint(endpoint_base: object) -> None:
     """Raise `InvalidParamsError` unless this is None or can be the beginning of an address."""
-    if endpoint_base is not None and (not isinstance(endpoint_base, str) or "\0" in endpoint_base):
-        raise InvalidParamsError(
-            f"zmq_endpoint_base is {shown(endpoint_base)}: the start of a ZMQ address is needed, such as ipc:///tmp/cache"
-        )
+    needed = "the start of a ZMQ address, such as ipc:///tmp/cache,"
+    base = "" if endpoint_base is None else of_kind("zmq_endpoint_base", endpoint_base, str, needed)
+    if "\0" in base:
+        raise refusal("zmq_endpoint_base", base, needed)
 
 
 def open_endpoint(endpoint_base: str | None, *, caching: bool) -> "NoEndpoint":

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from kvcache.arguments import MOST, shown, whole
+from kvcache.arguments import MOST, of_kind, refusal, shown, whole
 from kvcache.errors import InvalidParamsError, PoolTooSmallError, UnknownArgumentError
 from kvcache.layer_groups import LayerTables, layer_tables
 from kvcache.layout import shard_layouts
@@ -226,8 +226,7 @@ def warn_of_what_falls_short(
 
 def check_params(params: object) -> None:
     """Raise `InvalidParamsError` unless these are `KVCacheParams`."""
-    if not isinstance(params, KVCacheParams):
-        raise InvalidParamsError(f"params is {shown(params)}: KVCacheParams are needed")
+    of_kind("params", params, KVCacheParams, "a KVCacheParams")
 
 
 def check_sizes(params: KVCacheParams, max_batch_size: object, max_seq_len: object, num_layers: object) -> Sizes:
@@ -247,9 +246,10 @@ def check_layers(num_layers: object) -> int:
 
 def check_devices(params: KVCacheParams, devices: object, *, here: bool = False) -> list[torch.device]:
     """The device of each shard, the CPU or a GPU. `here`: it must exist. Raises `InvalidParamsError`."""
-    if isinstance(devices, str) or not isinstance(devices, Sequence):
-        raise InvalidParamsError(f"devices is {shown(devices)}: a list of torch devices or their names is needed")
-    named = cast("Sequence[Any]", devices)
+    needed = "a list of torch devices or their names"
+    if isinstance(devices, str):  # also a sequence
+        raise refusal("devices", devices, needed)
+    named = cast("Sequence[object]", of_kind("devices", devices, Sequence, needed))
     if len(named) != params.n_devices:
         raise InvalidParamsError(
             f"{len(named)} devices given, params.n_devices is {params.n_devices} "
@@ -259,12 +259,13 @@ def check_devices(params: KVCacheParams, devices: object, *, here: bool = False)
 
 
 def _checked_device(device: object, *, here: bool) -> torch.device:
+    needed = "a device of 'cpu' or 'cuda', or its name,"
     try:
-        found = device if isinstance(device, torch.device) else torch.device(cast("str", device))
-    except (TypeError, RuntimeError, ValueError, OverflowError):
-        found = None
-    if isinstance(device, bool | int) or found is None or found.type not in ("cpu", "cuda"):
-        raise InvalidParamsError(f"device {shown(device)}: pages are kept on 'cpu' or 'cuda' devices")
+        found = torch.device(of_kind("device", device, (torch.device, str), needed))
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise refusal("device", device, needed) from error
+    if found.type not in ("cpu", "cuda"):
+        raise refusal("device", device, needed)
     there = 1 if found.type == "cpu" else torch.cuda.device_count() if here else MOST
     if (found.index or 0) >= there:
         raise InvalidParamsError(f"device {shown(device)}: this process sees {there} of its kind")
@@ -274,11 +275,10 @@ def _checked_device(device: object, *, here: bool) -> torch.device:
 def stream_of(session: object, devices: Sequence[torch.device]) -> Any:
     """The CUDA stream that `session` is, or has as `stream`; None if that is None. Raises `InvalidParamsError`."""
     stream = getattr(session, "stream", session)
-    if stream is not None and not isinstance(stream, torch.cuda.Stream):
-        raise InvalidParamsError(
-            f"session is {shown(session)}: a torch.cuda.Stream, an object with one as `stream`, or None is needed"
-        )
-    if stream is not None and devices[0].type == "cpu":
+    if stream is None:
+        return None
+    of_kind("session", stream, torch.cuda.Stream, "a torch.cuda.Stream, an object with one as `stream`, or None")
+    if devices[0].type == "cpu":
         _log.warning("session has no effect, because the cache is not on a GPU")
     return stream
 

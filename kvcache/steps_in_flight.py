@@ -6,6 +6,7 @@ is released meanwhile is parked until the step has ended, because the step may s
 
 from collections.abc import Sequence
 
+from kvcache.arguments import of_kind
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.pool.index import INDEX
 from kvcache.replica.devices import PlacedReplica
@@ -25,23 +26,23 @@ class StepInFlight:
     __slots__ = ("inputs", "num_requests", "number", "owner")
 
     def __init__(self, owner: "StepsInFlight", number: int, num_requests: int) -> None:
-        self.owner: object = owner  # none of the manager's if a caller has made the step
+        self.owner = of_kind(
+            "owner", owner, StepsInFlight, "a manager, whose fetch_ahead makes the step,", InvalidRequestError
+        )
         self.number = number  # the number of its set of tables
         self.num_requests = num_requests
         self.inputs: list[RaggedKVCacheInputs] = []
 
     @property
     def is_over(self) -> bool:
-        """Whether `end_step` was called for the step, or no manager has fetched it."""
-        return not (isinstance(self.owner, StepsInFlight) and self in self.owner.open)
+        """Whether `end_step` was called for the step."""
+        return self not in self.owner.open
 
     def padded(self, batch_size: int) -> list[RaggedKVCacheInputs]:
         """`inputs` with `batch_size` rows and all columns, for a captured graph. Added rows have no tokens or pages.
 
         Raises `InvalidRequestError` if a replica has more requests in the step, or fewer rows, or the step is over.
         """
-        if not isinstance(self.owner, StepsInFlight):
-            raise InvalidRequestError(f"padded to a batch of {batch_size}: no manager has fetched the step")
         return self.owner.padded(self, batch_size)
 
     def __repr__(self) -> str:
@@ -118,8 +119,7 @@ class StepsInFlight:
 
 def check_step(step: object, owner: StepsInFlight) -> StepInFlight:
     """Raise `InvalidRequestError` unless the step is one of this manager's."""
-    if not isinstance(step, StepInFlight):
-        raise InvalidRequestError(f"end_step: {type(step).__name__} is not a step: pass one that fetch_ahead returned")
-    if step.owner is not owner:
-        raise InvalidRequestError(f"end_step: another manager fetched this step of {step.num_requests} requests")
-    return step
+    found = of_kind("end_step: step", step, StepInFlight, "a step that fetch_ahead returned", InvalidRequestError)
+    if found.owner is not owner:
+        raise InvalidRequestError(f"end_step: another manager fetched this step of {found.num_requests} requests")
+    return found

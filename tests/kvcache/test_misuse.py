@@ -298,13 +298,17 @@ def test_a_waiting_request_of_a_callers_own_context_may_have_another_salt(make: 
     assert running(manager, range(100, 117), "one", cache_salt="one").start_idx == 0
 
 
-def test_a_forged_lease_or_step_is_over_and_no_call_accepts_it(make: Any) -> None:
+def test_a_forged_lease_is_over_and_no_call_accepts_it(make: Any) -> None:
     manager = make(16)
-    for kind, call in ((PageLease, manager.end_lease), (StepInFlight, manager.end_step)):
-        for one, _ in forged(kind):
-            assert one.is_over  # type: ignore[attr-defined]
-            with pytest.raises(InvalidRequestError):
-                call(one)
-    for step, _ in forged(StepInFlight):
-        with pytest.raises(InvalidRequestError, match="no manager has fetched the step"):
-            step.padded(4)  # type: ignore[attr-defined]
+    for one, _ in forged(PageLease):
+        assert one.is_over  # type: ignore[attr-defined]
+        with pytest.raises(InvalidRequestError):
+            manager.end_lease(one)
+
+
+def test_only_a_manager_makes_a_step() -> None:
+    assert list(forged(StepInFlight)) == []
+    with pytest.raises(
+        InvalidRequestError, match="owner is None: a manager, whose fetch_ahead makes the step, is needed"
+    ):
+        StepInFlight(None, 0, 1)  # type: ignore[arg-type]

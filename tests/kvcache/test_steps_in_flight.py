@@ -193,7 +193,7 @@ def test_no_step_and_another_managers_step_are_refused(make: Make) -> None:
     step = other.fetch_ahead([ran(other, range(6))])
     with pytest.raises(InvalidRequestError, match="another manager"):
         manager.end_step(step)
-    with pytest.raises(InvalidRequestError, match="int is not a step"):
+    with pytest.raises(InvalidRequestError, match="end_step: step is 3: a step that fetch_ahead returned is needed"):
         manager.end_step(3)
     assert not step.is_over
 

@@ -21,9 +21,9 @@ from kvcache import (
     RangeRetention,
     Retention,
     Routing,
-    StepInFlight,
     TextContext,
 )
+from kvcache.steps_in_flight import StepsInFlight
 from tests.kvcache.books import Books, books_of, first_difference
 from tests.kvcache.build import manager_of
 from tests.kvcache.random_model import seam
@@ -302,8 +302,7 @@ class WrongCalls:
 
     def wrong_end_of_a_step(self) -> Wrong:
         """`end_step` of something that is no step, or of an unknown one."""
-        stray: Any = object()
-        return lambda: self.manager.end_step(self.pick([*nothing_right(), None, StepInFlight(stray, 0, 1)]))
+        return lambda: self.manager.end_step(self.pick([*nothing_right(), None, StepsInFlight([]).make(1)]))
 
     def wrong_foreign_handover(self) -> Wrong | None:
         """Valid arguments, passed to another manager."""
