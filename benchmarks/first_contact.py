@@ -17,8 +17,8 @@ import numpy as np
 from benchmarks.frame import Row, options, pin, report, samples, summary
 from benchmarks.pulls.layouts import per_layer
 from kvcache.layout import PageLayout
+from kvcache.replica.block_table import PageCopy
 from transfer.plan.boxes import ShardLayout
-from transfer.plan.page_lists import PagesOfGroup
 from transfer.plan.shapes import PACKED_HND
 from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
 from transfer.pull.remote import RemoteEngine
@@ -58,7 +58,7 @@ def contact(pages: int, tp: int, repeats: int, layers: int = LAYERS) -> list[Row
         metadata = [rank.metadata for rank in source]
         mine = open_rank(reader.metadata)
         rng = np.random.default_rng(0)
-        groups = [PagesOfGroup(rng.permutation(pages)[:PULLED], rng.permutation(pages)[:PULLED], (0, PULLED * 16))]
+        groups = [PageCopy(rng.permutation(pages)[:PULLED], rng.permutation(pages)[:PULLED], (0, PULLED * 16))]
         steps = {
             "connect": lambda _: reader.load(reader.inspect(metadata)),
             "decode and check": lambda _: [open_rank(data) for data in metadata],

@@ -33,7 +33,7 @@ from benchmarks.pulls.cases import KIB, Case
 from benchmarks.pulls.engines import TOKENS, Engine, Spec, make
 from benchmarks.pulls.rates import LIMIT, SPUN, THREADED
 from benchmarks.pulls.rates import measure as rates_of
-from transfer.plan.page_lists import PagesOfGroup
+from kvcache.replica.block_table import PageCopy
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, ReplicaTransfer
@@ -169,7 +169,7 @@ class Peers:
         replica, ids = self._replica, np.array([self._pulls % _POOL], np.int32)
         self._pulls += 1
         start = now()
-        replica.pull("pull", self._source(number, lease), _TIMEOUT_S, [PagesOfGroup(ids, ids, (0, TOKENS))])
+        replica.pull("pull", self._source(number, lease), _TIMEOUT_S, [PageCopy(ids, ids, (0, TOKENS))])
         while not replica.events:
             replica.poll()
         took = (now() - start) / 1e3

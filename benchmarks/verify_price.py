@@ -17,7 +17,7 @@ from benchmarks.frame import header, now, options, table, write
 from benchmarks.pools import expect
 from benchmarks.pulls.engines import HEAD_MAJOR, huge_pages
 from kvcache.layout import PageLayout
-from transfer.plan.page_lists import PagesOfGroup
+from kvcache.replica.block_table import PageCopy
 from transfer.plan.shapes import dense
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
@@ -97,7 +97,7 @@ def measure(count: int, rounds: int) -> list[Price]:
                 source.offer("r", lease)
                 start = now()
                 reader.pull("r", Source(server.endpoint, "source", lease), 60.0)
-                reader.add_pages("r", [PagesOfGroup(ours, theirs, (0, 16 * count))], last=True)
+                reader.add_pages("r", [PageCopy(ours, theirs, (0, 16 * count))], last=True)
                 while not reader.events:
                     reader.poll()
                     if number < 2:

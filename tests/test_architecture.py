@@ -44,7 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "kvcache.states": {"kvcache values", "kvcache.pool", "kvcache.replica", "kvcache.tiers"},
     "kvcache.watch": {"kvcache values", "kvcache.pool", "kvcache.replica", "kvcache"},
     "transfer values": {"kvcache values"},
-    "transfer.plan": {"kvcache values", "transfer values"},
+    "transfer.plan": {"kvcache values", "kvcache.replica", "transfer values"},
     "transfer.wire": {"kvcache values", "transfer values", "transfer.plan"},
     "transfer.nixl": {"kvcache values", "transfer values"},
     "transfer.pull": {

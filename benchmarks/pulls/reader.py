@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from benchmarks.pools import expect
 from benchmarks.pulls.engines import TABLE_KEY, Engine, Spec, make
 from benchmarks.pulls.source import SourceProcess
-from kvcache.replica.block_table import BlockTable
-from transfer.plan.page_lists import PagesOfGroup
+from kvcache.replica.block_table import BlockTable, PageCopy
 from transfer.plan.plan import plan
 from transfer.plan.source_ranks import sources
 from transfer.pull.lease import LeaseRef
@@ -40,9 +39,9 @@ class Pages(NamedTuple):
     tokens: int
 
     @property
-    def groups(self) -> list[PagesOfGroup]:
+    def groups(self) -> list[PageCopy]:
         """The pages in the form that a transfer takes."""
-        return [PagesOfGroup(self.local, self.remote, (0, self.tokens))]
+        return [PageCopy(self.local, self.remote, (0, self.tokens))]
 
 
 class Times(NamedTuple):

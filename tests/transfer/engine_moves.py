@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvcache.layout import PageLayout
+from kvcache.replica.block_table import PageCopy
 from transfer.memory import MemoryType
 from transfer.nixl.chaos import ChaosAgent, Rates
-from transfer.plan.page_lists import PagesOfGroup
 from transfer.plan.shapes import dense
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
@@ -190,11 +190,11 @@ class World:
         reader.replica.pull(
             key, Source(self.server.endpoint, "source", held.lease, held.incarnation), self._random.choice((0.5, 5.0))
         )
-        groups = [PagesOfGroup(pages, held.pages, (0, PAGE_SIZE * len(pages)))]
+        groups = [PageCopy(pages, held.pages, (0, PAGE_SIZE * len(pages)))]
         if len(pages) > 1 and self._random.random() < 0.3:
-            first = [PagesOfGroup(pages[:1], held.pages[:1], (0, PAGE_SIZE))]
+            first = [PageCopy(pages[:1], held.pages[:1], (0, PAGE_SIZE))]
             reader.replica.add_pages(key, first, last=False)
-            groups = [PagesOfGroup(pages[1:], held.pages[1:], (0, PAGE_SIZE * (len(pages) - 1)))]
+            groups = [PageCopy(pages[1:], held.pages[1:], (0, PAGE_SIZE * (len(pages) - 1)))]
         reader.replica.add_pages(key, groups, last=True)
         self.counts["pulls"] += 1
         self.take_reader_events(at)

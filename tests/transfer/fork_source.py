@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 
 import torch
 
+from kvcache.replica.block_table import PageCopy
 from tests.kvcache.build import manager_of
 from tests.transfer.replicas import TOKENS, Engine, run
 from transfer.engine.engine import KVTransferEngine
-from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.exchange import PageExchange
 from transfer.pull.thread import TransferThread
 
@@ -170,7 +170,7 @@ def _end(status: int) -> NoReturn:
 def _pull(p: Engine, d: Engine, slot: int) -> None:
     key = f"r{slot}"
     d.replica.pull(key, p.source(p.offer(key, slot)), 20.0)
-    d.replica.add_pages(key, [PagesOfGroup([1], [4], (0, TOKENS))], last=True)
+    d.replica.add_pages(key, [PageCopy([1], [4], (0, TOKENS))], last=True)
     run(p, d, until=lambda: any(event.key == key and event.safe for event in d.pulls))
     assert d.pulls[-1].error == "", d.pulls[-1]
 

@@ -14,17 +14,17 @@ from typing import Any
 
 import msgspec
 
+from kvcache.replica.block_table import PageCopy
 from tests.forked import start
 from tests.transfer.replicas import TOKENS, Engine
 from transfer.failures import Failure, FailureKind
-from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.lease import LeaseRef
 from transfer.pull.source import Source
 from transfer.wire.handshake import EngineCard, HandshakeServer
 from transfer.wire.messages import RankMetadata, open_rank, sealed_rank
 
 AT_ONCE = 16
-_WHOLE = [PagesOfGroup([1, 2], [4, 5], (0, 2 * TOKENS))]
+_WHOLE = [PageCopy([1, 2], [4, 5], (0, 2 * TOKENS))]
 
 
 def serve(pipe: Connection) -> None:

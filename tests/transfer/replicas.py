@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.layout import PageLayout
+from kvcache.replica.block_table import PageCopy
 from transfer.errors import AgentError
 from transfer.nixl.agent import Agent
-from transfer.plan.page_lists import PagesOfGroup
 from transfer.plan.shapes import dense
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
@@ -193,7 +193,7 @@ class Engine:
 
 
 LOCAL, REMOTE = [1, 2, 3], [5, 6, 9]
-WHOLE = [PagesOfGroup(LOCAL, REMOTE, (0, 3 * TOKENS))]
+WHOLE = [PageCopy(LOCAL, REMOTE, (0, 3 * TOKENS))]
 
 
 def pull(reader: Engine, source: Source | Wanted, key: str = "r", groups: Any = WHOLE, timeout_s: float = 20.0) -> None:

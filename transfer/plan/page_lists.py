@@ -8,23 +8,10 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvcache.replica.block_table import PageCopy
 from transfer.errors import InvalidTransferError
 from transfer.plan.boxes import Group
 from transfer.plan.intersection import Ints
-
-
-class PagesOfGroup(NamedTuple):
-    """What a pull reads of one group of layers. Any tuple of this shape serves as well, such as `kvcache`'s `PageCopy`.
-
-    Attributes:
-        local: the local pages that the tokens touch, counted in our page size.
-        remote: the source's pages that the tokens touch, counted in its page size.
-        tokens: the first token, and the one after the last. Nothing before the first token is written.
-    """
-
-    local: ArrayLike
-    remote: ArrayLike
-    tokens: tuple[int, int]
 
 
 class BlocksOfGroup(NamedTuple):
@@ -47,12 +34,10 @@ class BlocksOfGroup(NamedTuple):
     end: int = 0
 
 
-PageList: TypeAlias = tuple[ArrayLike, ArrayLike, tuple[int, int]]
-"""A `PagesOfGroup`, or a tuple of its shape."""
-PageLists: TypeAlias = Sequence[PageList | BlocksOfGroup]
+PageLists: TypeAlias = Sequence[PageCopy | BlocksOfGroup]
 """One entry for each group of a layout, in order."""
 
-NOTHING = PagesOfGroup((), (), (0, 0))
+NOTHING = PageCopy((), (), (0, 0))
 
 
 class _NamedBlocks(Protocol):
@@ -81,7 +66,7 @@ def with_blocks(where: str, groups: PageLists, there: _NamedBlocks) -> PageLists
     ]
 
 
-def pages_of(where: str, named: PageList | BlocksOfGroup, local: Group, remote: Group) -> PageList:
+def pages_of(where: str, named: PageCopy | BlocksOfGroup, local: Group, remote: Group) -> PageCopy:
     """Returns the pages of both sides, starting at the first token that the source has.
 
     A source may leave out the blocks that a sliding window does not reach, so its list is counted from the end.
@@ -102,7 +87,7 @@ def pages_of(where: str, named: PageList | BlocksOfGroup, local: Group, remote: 
             raise InvalidTransferError(f"{where}: the source names 0 blocks for a state; 1 is needed")
         if stop != named.end:
             raise InvalidTransferError(f"{where}: the source's state covers {named.end} tokens, but {stop} are needed")
-        return PagesOfGroup(named.local, blocks[-1:], named.tokens)
+        return PageCopy(named.local, blocks[-1:], named.tokens)
     size = remote.page_size * remote.block_pages
     first = -(-named.end // size) - len(blocks)
     if first < 0:
@@ -119,7 +104,7 @@ def pages_of(where: str, named: PageList | BlocksOfGroup, local: Group, remote: 
     at = kept // size
     there = kernel_pages(blocks[at - first :], remote.block_pages)[(kept - at * size) // remote.page_size :]
     here = np.asarray(named.local)[kept // local.page_size - start // local.page_size :]
-    return PagesOfGroup(here, there, (kept, stop))
+    return PageCopy(here, there, (kept, stop))
 
 
 def first_read(named: BlocksOfGroup, remote: Group) -> int:

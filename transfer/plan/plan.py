@@ -13,11 +13,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvcache.replica.block_table import PageCopy
 from transfer.errors import MetadataError
 from transfer.plan.boxes import Group, ShardLayout
 from transfer.plan.group_plan import GroupPlan, PieceKind
 from transfer.plan.intersection import common
-from transfer.plan.page_lists import NOTHING, BlocksOfGroup, PageList, PageLists, first_read, pages_of
+from transfer.plan.page_lists import NOTHING, BlocksOfGroup, PageLists, first_read, pages_of
 from transfer.plan.runs import LONGEST_RUN, Runs, keep_memory
 from transfer.plan.staging import MAX_COPIES, StagingPlan, copies_of, copy_us, wire_us
 
@@ -58,7 +59,7 @@ class Plan:
         self._staging: dict[int, StagingPlan] = {}
         self._runs_of_page: list[tuple[_Run, ...]] | None = None
 
-    def pages(self, named: PageLists) -> list[PageList]:
+    def pages(self, named: PageLists) -> list[PageCopy]:
         """Returns the page lists of a pull, with blocks turned into pages by `pages_of`.
 
         A group that is named by blocks and has nothing in common with this remote shard gets no pages.
@@ -217,7 +218,7 @@ def _check_of_page(where: str, local: Group, remote: Group) -> None:
             )
 
 
-def _few_pages(group: GroupPlan, num_runs: int, named: PageList | BlocksOfGroup) -> tuple[list[int], list[int]] | None:
+def _few_pages(group: GroupPlan, num_runs: int, named: PageCopy | BlocksOfGroup) -> tuple[list[int], list[int]] | None:
     """The local and the remote pages, paired, if they are few and valid; else None."""
     if not num_runs or isinstance(named, BlocksOfGroup):
         return None

@@ -13,19 +13,18 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import ArrayLike, NDArray
 
+from kvcache.replica.block_table import PageCopy
 from transfer.errors import HandshakeError, InvalidEngineError, InvalidTransferError, PullFailedError
 from transfer.failures import FailureKind
 from transfer.memory import MemoryType
 from transfer.nixl.agent import WORD_BYTES, Agent
 from transfer.plan.boxes import Box, Group, ShardLayout
-from transfer.plan.intersection import Ints
-from transfer.plan.page_lists import PageList
 from transfer.plan.plan import Plan
 from transfer.plan.runs import concatenated
 from transfer.pull.lease import make_words
@@ -114,13 +113,6 @@ def same_pages(local: ShardLayout, remote: ShardLayout) -> bool:
     return shape(local) == shape(remote)
 
 
-class _Pair(NamedTuple):
-    """Pages of one group that must be equal: int64 `[pages]` each."""
-
-    local: Ints
-    remote: Ints
-
-
 class Verifier:
     """Compares pages that came from one rank with its page checks.
 
@@ -149,61 +141,61 @@ class Verifier:
         self._words = [make_words(group.num_pages) for group in there.layout.groups]
         agent.register([(words.ctypes.data, words.nbytes, 0) for words in self._words], MemoryType.DRAM)
 
-    def part(self, key: str, plan: Plan, groups: Sequence[PageList]) -> Part | None:
+    def part(self, key: str, plan: Plan, groups: Sequence[PageCopy]) -> Part | None:
         """Returns the part to read, with the checks of its pages; None if nothing is to be read."""
-        pairs: list[_Pair] = []
+        read: list[PageCopy] = []
         for group, (local, remote, (start, stop)) in zip(self._groups, groups, strict=True):
             count = max(0, math.ceil(stop / group.page_size) - start // group.page_size)
             count = min(count, 1) if group.state else count
-            pairs.append(_Pair(np.asarray(local, np.int64)[:count], np.asarray(remote, np.int64)[:count]))
-        return self._part(key, plan, groups, pairs, ATTEMPTS)
+            here, there = np.asarray(local, np.int64)[:count], np.asarray(remote, np.int64)[:count]
+            read.append(PageCopy(here, there, (start, stop)))
+        return self._part(key, plan, read, ATTEMPTS)
 
-    def _part(self, key: str, plan: Plan, groups: Sequence[PageList], pairs: list[_Pair], attempts: int) -> Part | None:
+    def _part(self, key: str, plan: Plan, groups: list[PageCopy], attempts: int) -> Part | None:
+        """As `part`, for arrays of just the pages to read."""
         runs = concatenated([plan.runs(group, *pages) for group, pages in enumerate(groups)])
         if not len(runs):
             return None
-        spans = np.array([self._span(group, pair) for group, pair in enumerate(pairs) if len(pair.remote)], np.uint64)
+        spans = np.array([self._span(at, pages) for at, pages in enumerate(groups) if _count(pages)], np.uint64)
         local, remote = runs.descriptors(*plan.devices)
         return Part(
             plan.rank,
             np.concatenate([local, spans[:, [0, 2, 3]]]),
             np.concatenate([remote, spans[:, [1, 2, 3]]]),
             runs.num_bytes,
-            lambda: self._compare(key, plan, pairs, attempts - 1),
+            lambda: self._compare(key, plan, groups, attempts - 1),
         )
 
-    def _span(self, group: int, pair: _Pair) -> tuple[int, int, int, int]:
+    def _span(self, group: int, pages: PageCopy) -> tuple[int, int, int, int]:
         # All words from the first page to the last, as one run; selecting them would take a run for each page.
-        first, last = int(pair.remote.min()), int(pair.remote.max())
+        first, last = int(np.min(pages.src_pages)), int(np.max(pages.src_pages))
         here, there = self._words[group].ctypes.data, self._there.checks_addrs[group]
         return here + WORD_BYTES * first, there + WORD_BYTES * first, WORD_BYTES * (last - first + 1), 0
 
-    def _compare(self, key: str, plan: Plan, pairs: list[_Pair], attempts: int) -> Part | None:
+    def _compare(self, key: str, plan: Plan, groups: list[PageCopy], attempts: int) -> Part | None:
         """Compares the pages that have arrived. Returns the part that must be read again, if any."""
-        bad: list[_Pair] = []
-        for group, pair in enumerate(pairs):
-            drawn = self._draw(pair)
-            wrong = self._checks.bad(group, drawn.local, self._words[group][drawn.remote])
-            bad.append(_Pair(drawn.local[wrong], drawn.remote[wrong]))
-        count = sum(len(pair.local) for pair in bad)
+        again: list[PageCopy] = []
+        for at, (group, (local, remote, _)) in enumerate(zip(self._groups, groups, strict=True)):
+            here, there = np.asarray(local), np.asarray(remote)
+            if self._share < 1:
+                drawn = self._random.random(len(here)) < self._share
+                here, there = here[drawn], there[drawn]
+            wrong = self._checks.bad(at, here, self._words[at][there])
+            again.append(PageCopy(here[wrong], there[wrong], (0, len(wrong) * group.page_size)))
+        count = sum(map(_count, again))
         if not count:
             return None
         if not attempts:
-            group, pair = next((at, pair) for at, pair in enumerate(bad) if len(pair.local))
+            group, pages = next((at, pages) for at, pages in enumerate(again) if _count(pages))
             raise PullFailedError(
                 f"request {key!r}: {count} pages still differ from their source after {ATTEMPTS} reads, group {group} "
-                f"page {pair.remote[0]} of engine {self._there.engine_id!r} rank {plan.rank} among them",
+                f"page {np.asarray(pages.src_pages)[0]} of engine {self._there.engine_id!r} rank {plan.rank} among "
+                "them",
                 FailureKind.CHECKS,
             )
         self.repeated += count
-        again = [
-            (pair.local, pair.remote, (0, len(pair.local) * group.page_size))
-            for group, pair in zip(self._groups, bad, strict=True)
-        ]
-        return self._part(key, plan, again, bad, attempts)
+        return self._part(key, plan, again, attempts)
 
-    def _draw(self, pair: _Pair) -> _Pair:
-        if self._share >= 1:
-            return pair
-        drawn = self._random.random(len(pair.local)) < self._share
-        return _Pair(pair.local[drawn], pair.remote[drawn])
+
+def _count(pages: PageCopy) -> int:
+    return len(np.asarray(pages.dst_pages))

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvcache.replica.block_table import PageCopy
 from transfer.plan.intersection import Ints
-from transfer.plan.page_lists import NOTHING, PageList, PagesOfGroup
+from transfer.plan.page_lists import NOTHING
 from transfer.pull.pull_state import PullEvent, PullShare
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class SourcePages(NamedTuple):
     """
 
     source: Source
-    groups: Sequence[PageList]
+    groups: Sequence[PageCopy]
     tables: Sequence[BlockTable]
 
 
@@ -189,10 +190,10 @@ class SharedPull:
         first, stop = run
         return int(self._ends[stop] - self._ends[first])
 
-    def pages(self, holding: SourcePages, run: tuple[int, int]) -> list[PageList]:
+    def pages(self, holding: SourcePages, run: tuple[int, int]) -> list[PageCopy]:
         """Returns the pages of a run, as a source names them."""
         first, stop = self._origin + run[0] * self._column, self._origin + run[1] * self._column
-        found: list[PageList] = []
+        found: list[PageCopy] = []
         for group, pages in zip(self._groups, holding.groups, strict=True):
             local, remote, (begin, end) = pages
             if group.state:
@@ -204,7 +205,7 @@ class SharedPull:
                 continue
             ours, theirs = self._sizes
             here, there = _of_tokens(local, begin, token, after, ours), _of_tokens(remote, begin, token, after, theirs)
-            found.append(PagesOfGroup(here, there, (token, after)))
+            found.append(PageCopy(here, there, (token, after)))
         return found
 
     def next_run(self, part: _SourcePart, now: float) -> tuple[int, int] | None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.replica.block_table import PageCopy
 from transfer.plan.boxes import ShardLayout
-from transfer.plan.page_lists import PageList
 from transfer.plan.plan import Plan
 from transfer.pull.parts import Part
 
@@ -65,7 +65,7 @@ class StagedPart(Part):
 
     __slots__ = ("_area", "_pages", "_rows", "_slab", "_staging")
 
-    def __init__(self, area: StagingArea, plan: Plan, group: int, pages: PageList) -> None:
+    def __init__(self, area: StagingArea, plan: Plan, group: int, pages: PageCopy) -> None:
         self._staging = plan.staging(group)
         runs = self._staging.runs(*pages[1:], 0, plan.bases[1])
         local, remote = runs.descriptors(0, plan.devices[1])
@@ -93,7 +93,7 @@ class StagedPart(Part):
             self._staging.permute(local, tokens, self._area.view(self._slab), self._area.regions)
 
 
-def staged_parts(area: StagingArea, plan: Plan, group: int, pages: PageList) -> list[Part] | None:
+def staged_parts(area: StagingArea, plan: Plan, group: int, pages: PageCopy) -> list[Part] | None:
     """Returns parts that fit a slab each and read a group's pages; None if direct runs are preferred.
 
     Raises:
@@ -116,11 +116,12 @@ def staged_parts(area: StagingArea, plan: Plan, group: int, pages: PageList) -> 
     return [StagedPart(area, plan, group, cut) for cut in _cut(pages, sides[0].page_size, sides[1].page_size, step)]
 
 
-def _cut(pages: PageList, ours: int, theirs: int, step: int) -> Iterator[PageList]:
+def _cut(pages: PageCopy, ours: int, theirs: int, step: int) -> Iterator[PageCopy]:
     """Yields the pages of `step` tokens at a time."""
     local, remote, (start, stop) = np.asarray(pages[0]), np.asarray(pages[1]), pages[2]
     first = start
     while first < stop:
         last = min(stop, (first // step + 1) * step)
-        yield local[first // ours - start // ours :], remote[first // theirs - start // theirs :], (first, last)
+        here, there = local[first // ours - start // ours :], remote[first // theirs - start // theirs :]
+        yield PageCopy(here, there, (first, last))
         first = last

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 
+from kvcache.replica.block_table import PageCopy
 from tests.transfer.pair_model import GroupSpec, Pair, Side
 from tests.transfer.pair_ranks import EngineUnderTest, children, run_until, transfer
 from tests.transfer.replicas import Engine, run
@@ -19,7 +20,7 @@ from transfer.errors import HandshakeError, MetadataError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import Agent
 from transfer.plan.boxes import Group, ShardLayout
-from transfer.plan.page_lists import BlocksOfGroup, PagesOfGroup
+from transfer.plan.page_lists import BlocksOfGroup
 from transfer.plan.shapes import SPLIT_HND, dense_strides, from_tensor
 from transfer.pull.lease import LeaseRef
 from transfer.pull.remote import RemoteEngine
@@ -113,7 +114,7 @@ def test_5_clocks_of_two_processes_need_not_agree() -> None:
     try:
         lease = source.offer(duration_s=20.0)
         reader.replica.pull("r", source.source(lease), 20.0)
-        reader.replica.add_pages("r", [PagesOfGroup([1], [2], (0, 16))], last=True)
+        reader.replica.add_pages("r", [PageCopy([1], [2], (0, 16))], last=True)
         run(source, reader, until=lambda: reader.pulls and source.overs)
         assert (reader.pulls[0].error, source.overs[0].reason) == ("", "read")
     finally:
@@ -170,7 +171,7 @@ def test_10_a_failed_request_is_not_over_while_a_sibling_read_runs() -> None:
     try:
         reader.hindrances[0].held, reader.hindrances[0].refuse = True, {1}
         reader.replica.pull("r", source.source(source.offer()), 20.0)
-        reader.replica.add_pages("r", [PagesOfGroup([1], [2], (0, 16))], last=True)
+        reader.replica.add_pages("r", [PageCopy([1], [2], (0, 16))], last=True)
         run(source, reader, until=lambda: reader.pulls)
         for _ in range(50):
             reader.poll()

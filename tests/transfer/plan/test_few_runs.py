@@ -10,10 +10,11 @@ import pytest
 
 from benchmarks.pulls.layouts import per_layer
 from kvcache.layout import PageLayout
+from kvcache.replica.block_table import PageCopy
 from tests.transfer.plan_oracle import mamba_boxes
 from transfer.errors import InvalidTransferError
 from transfer.plan.boxes import ShardLayout
-from transfer.plan.page_lists import NOTHING, BlocksOfGroup, PageList, PagesOfGroup
+from transfer.plan.page_lists import NOTHING, BlocksOfGroup
 from transfer.plan.plan import MOST_FEW, Plan, RunRows, plan
 from transfer.plan.shapes import PACKED_HND, dense
 
@@ -53,7 +54,7 @@ def test_the_runs_are_those_of_the_plan(local: ShardLayout, remote: ShardLayout)
         ([3, 4, 5, 9], [6, 7, 8, 9], (0, 64)),
         ([3, 4, 5, 6], [6, 7, 9, 10], (0, 50)),
     ):
-        found = planned.few([PagesOfGroup(here, there, tokens)])
+        found = planned.few([PageCopy(here, there, tokens)])
         runs = planned.runs(0, here, there, tokens)
         if found is None:
             assert len(runs) > MOST_FEW
@@ -85,25 +86,25 @@ def test_the_runs_are_those_of_the_plan(local: ShardLayout, remote: ShardLayout)
     ],
 )
 def test_what_is_unusual_or_wrong_is_left_to_the_plan(local: object, remote: object, tokens: tuple[int, int]) -> None:
-    named: Any = [PagesOfGroup(local, remote, tokens)]  # pyright: ignore[reportArgumentType]
+    named: Any = [PageCopy(local, remote, tokens)]  # pyright: ignore[reportArgumentType]
     assert made_of(shard(), shard()).few(named) is None
 
 
 def test_other_page_sizes_states_and_a_sources_blocks_are_left_to_the_plan() -> None:
-    page = [PagesOfGroup([1], [1], (0, 16))]
+    page = [PageCopy([1], [1], (0, 16))]
     assert made_of(shard(), shard(page_size=32)).few(page) is None
     sizes = {"x": range(4), "b": range(2), "c": range(2), "conv_length": 3, "ssm_heads": range(2), "ssm_dims": 8}
     boxes = mamba_boxes(layer=0, page_stride=4096, **sizes)
     state = shard()
     state = ShardLayout((type(state.groups[0])(1, 8, boxes, state=True),), (8 * 4096,))
-    assert made_of(state, state).few([PagesOfGroup([1], [1], (0, 1))]) is None
+    assert made_of(state, state).few([PageCopy([1], [1], (0, 1))]) is None
     blocks = BlocksOfGroup([1], (0, 16), 0, [1], 16)
     assert made_of(shard(), shard()).few([blocks]) is None
     assert made_of(shard(), shard()).few(page) is not None
 
 
 def test_blocks_become_pages_and_a_group_with_nothing_in_common_needs_none() -> None:
-    named: PageList = PagesOfGroup([1], [2], (0, 16))
+    named: PageCopy = PageCopy([1], [2], (0, 16))
     assert made_of(shard(), shard()).pages([named])[0] is named
     blocks = BlocksOfGroup([1], (0, 16), 0, [1], 8)  # the source has computed too few tokens
     assert made_of(shard(range(2)), shard(range(2, 4))).pages([blocks]) == [NOTHING]
@@ -138,14 +139,14 @@ def test_blocks_are_counted_in_the_source_s_pages_and_ours_in_ours() -> None:
     assert np.asarray(second[1]).tolist() == [14, 15, 16, 17]
     assert second[2] == (128, 256)
     assert planned.begins([whole, window]) == [0, 128]
-    page = PagesOfGroup([1], [1], (16, 32))
+    page = PageCopy([1], [1], (16, 32))
     assert planned.begins([page, window]) == [0, 128], "what we have named ourselves begins where we know"
     assert planned.pages([page, window])[0] is page
 
 
 def test_a_group_with_nothing_in_common_takes_what_we_have_named_and_begins_nowhere() -> None:
     planned = made_of(with_window(shard(range(2)), 80), with_window(shard(range(2, 4)), 80))
-    blocks, page = BlocksOfGroup([1], (16, 32), 16, [1], 32), PagesOfGroup([1], [1], (16, 32))
+    blocks, page = BlocksOfGroup([1], (16, 32), 16, [1], 32), PageCopy([1], [1], (16, 32))
     assert planned.pages([blocks, page]) == [NOTHING, page]
     assert planned.begins([blocks, page]) == [0, 0]
     assert len(planned.runs(1, *page)) == 0

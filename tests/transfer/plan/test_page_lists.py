@@ -8,18 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from kvcache.replica.block_table import PageCopy
 from tests.transfer.plan_oracle import page_layout, shard
 from transfer.errors import InvalidTransferError, MetadataError
 from transfer.plan.boxes import Group, ShardLayout, check
-from transfer.plan.page_lists import (
-    BlocksOfGroup,
-    PageList,
-    PagesOfGroup,
-    first_read,
-    kernel_pages,
-    pages_of,
-    with_blocks,
-)
+from transfer.plan.page_lists import BlocksOfGroup, first_read, kernel_pages, pages_of, with_blocks
 from transfer.plan.plan import plan
 from transfer.plan.shapes import dense
 
@@ -32,13 +25,13 @@ def pages(local: list[int], blocks: list[int], end: int, tokens: tuple[int, int]
     return BlocksOfGroup(local, tokens, tokens[0] if needed < 0 else needed, blocks, end)
 
 
-def lists(found: PageList) -> tuple[list[int], list[int], tuple[int, int]]:
+def lists(found: PageCopy) -> tuple[list[int], list[int], tuple[int, int]]:
     local, remote, tokens = found
     return np.asarray(local).tolist(), np.asarray(remote).tolist(), tokens
 
 
 def test_pages_that_are_named_already_stay_as_they_are() -> None:
-    named = PagesOfGroup([1], [2], (0, 4))
+    named = PageCopy([1], [2], (0, 4))
     assert pages_of("group 0", named, group(), group()) is named
 
 
@@ -165,7 +158,7 @@ def test_a_state_is_that_after_all_tokens_of_the_source_and_its_newest() -> None
 
 
 def test_blocks_that_the_source_has_named_are_those_of_each_group() -> None:
-    blocks, fixed = BlocksOfGroup([1, 2], (0, 8), 0), PagesOfGroup([3], [4], (0, 4))
+    blocks, fixed = BlocksOfGroup([1, 2], (0, 8), 0), PageCopy([3], [4], (0, 4))
     assert blocks.end == 0  # before the source has stated its number of tokens
     there = SimpleNamespace(num_tokens=8, block_ids=[[5, 6], [7]])
     found = with_blocks("request 'r'", [blocks, fixed], there)

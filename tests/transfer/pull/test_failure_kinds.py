@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvcache.replica.block_table import BlockTable
+from kvcache.replica.block_table import BlockTable, PageCopy
 from tests.transfer.pull.test_replica import ASKED, answering, wanted
 from tests.transfer.replicas import REMOTE, WHOLE, Engine, pull, run, settled
 from transfer.failures import Failure, FailureKind
-from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.lease import LeaseRef
 from transfer.pull.source import Source
 
@@ -103,7 +102,7 @@ def shut_down(p: Engine, d: Engine) -> None:
 
 
 def impossible_pages(p: Engine, d: Engine) -> None:
-    pull(d, p.source(p.offer()), groups=[PagesOfGroup([1, 2, 1], REMOTE, (0, 48))])
+    pull(d, p.source(p.offer()), groups=[PageCopy([1, 2, 1], REMOTE, (0, 48))])
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from kvcache.replica.block_table import PageCopy
 from tests.forked import start
 from tests.transfer import fork_source
 from tests.transfer.replicas import TOKENS, Engine, run
-from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.lease import LeaseRef, make_words
 from transfer.pull.source import Source
 
@@ -117,12 +117,12 @@ def test_a_pull_from_a_fork_that_has_got_its_parent_s_pid_fails_at_the_fence(for
     source = forking(reborn=True)
     reader.replica.directory.add(source.address, source.ranks)
     reader.replica.pull("r", source.source, 10.0)
-    reader.replica.add_pages("r", [PagesOfGroup(LOCAL[:1], REMOTE[:1], (0, TOKENS))], last=False)
+    reader.replica.add_pages("r", [PageCopy(LOCAL[:1], REMOTE[:1], (0, TOKENS))], last=False)
     run(reader, until=lambda: reader.ranks[0].puller.passed("r"))
     source.fork()
     source.kill()
     assert source.told() == source.pid
-    reader.replica.add_pages("r", [PagesOfGroup(LOCAL[1:], REMOTE[1:], (TOKENS, 2 * TOKENS))], last=True)
+    reader.replica.add_pages("r", [PageCopy(LOCAL[1:], REMOTE[1:], (TOKENS, 2 * TOKENS))], last=True)
     run(reader, until=lambda: any(event.safe for event in reader.pulls))
     assert reader.pulls[-1].error.endswith(
         f"its lease word {fork_source.SLOT} holds 0x0 instead of {source.lease.lease_id:#x}"

@@ -11,12 +11,12 @@ import pytest
 
 from benchmarks.pulls.layouts import per_layer
 from kvcache.layout import PageLayout
+from kvcache.replica.block_table import PageCopy
 from tests.transfer.wire.test_messages import rank
 from transfer.errors import HandshakeError, InvalidEngineError, InvalidTransferError, PullFailedError
 from transfer.memory import MemoryType
 from transfer.nixl.agent import WORD_BYTES
 from transfer.plan.boxes import Box, Group, ShardLayout, check, sub_box
-from transfer.plan.page_lists import PageList
 from transfer.plan.plan import plan
 from transfer.plan.shapes import BLOCKS_FIRST_NHD, PACKED_NHD, dense
 from transfer.pull.page_checks import ATTEMPTS, PageChecks, Verifier, same_pages
@@ -248,7 +248,7 @@ def test_the_words_of_exactly_the_pages_read_come_along_group_by_group() -> None
     assert [len(one) for one in words] == [PAGES, PAGES + 2]
     planned = plan(mine.layout, there.layout, (mine.bases, there.bases), (5, 6), rank=3)
 
-    def read(groups: list[PageList]) -> tuple[list[list[int]], list[list[int]]]:
+    def read(groups: list[PageCopy]) -> tuple[list[list[int]], list[list[int]]]:
         part = verifier.part("r", planned, groups)
         assert part is not None
         assert part.rank == 3
@@ -259,7 +259,7 @@ def test_the_words_of_exactly_the_pages_read_come_along_group_by_group() -> None
         return np.asarray(part.local)[runs:].tolist(), np.asarray(part.remote)[runs:].tolist()
 
     here = [one.ctypes.data for one in words]
-    nothing: PageList = ([], [], (0, 0))
+    nothing = PageCopy([], [], (0, 0))
     assert read([([1, 2], [4, 2], (0, 32)), ([3], [5], (0, 40))]) == (
         [[here[0] + 2 * WORD_BYTES, 3 * WORD_BYTES, 0], [here[1] + 5 * WORD_BYTES, WORD_BYTES, 0]],
         [[(1 << 40) + 2 * WORD_BYTES, 3 * WORD_BYTES, 0], [(2 << 40) + 5 * WORD_BYTES, WORD_BYTES, 0]],
@@ -268,7 +268,7 @@ def test_the_words_of_exactly_the_pages_read_come_along_group_by_group() -> None
     assert read([([1], [1], (0, 1)), nothing])[1] == [[(1 << 40) + WORD_BYTES, WORD_BYTES, 0]]
     assert verifier.part("r", planned, [nothing, nothing]) is None
     for empty in ((0, 0), (16, 16), (48, 16)):  # with any pages named for them
-        tokens: PageList = ([1, 2, 3, 4], [1, 2, 3, 4], empty)
+        tokens = PageCopy([1, 2, 3, 4], [1, 2, 3, 4], empty)
         assert read([tokens, ([3], [6], (0, 1))])[1] == [[(2 << 40) + 6 * WORD_BYTES, WORD_BYTES, 0]]
         assert read([([1], [1], (0, 1)), ([3], [6], empty)])[1] == [[(1 << 40) + WORD_BYTES, WORD_BYTES, 0]]
 
@@ -287,7 +287,7 @@ def test_only_what_differs_is_read_again_and_the_pull_goes_on_once_it_is_right()
     tokens, states = verifier._words  # as if the words had arrived: pages 1 to 3 are the source's pages 4, 0 and 2
     tokens[[4, 0, 2]] = checks._sums(0, np.array([1, 2, 3]))
     states[6] = checks._sums(1, np.array([3]))[0]
-    groups: list[PageList] = [([1, 2, 3], [4, 0, 2], (0, 48)), ([3, 4], [6, 1], (0, 48))]
+    groups = [PageCopy([1, 2, 3], [4, 0, 2], (0, 48)), PageCopy([3, 4], [6, 1], (0, 48))]
     assert arrived(verifier.part("r", planned, groups)) is None
     assert verifier.repeated == 0
     tokens[[4, 2]] ^= np.uint64(1)

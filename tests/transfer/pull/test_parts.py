@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kvcache.replica.block_table import PageCopy
 from tests.transfer.replicas import Engine
 from transfer.errors import AgentError
 from transfer.nixl.agent import BACKGROUND_RUNS
-from transfer.plan.page_lists import PagesOfGroup
 from transfer.plan.runs import LONGEST_RUN, Runs
 from transfer.pull.parts import BACKGROUND_BYTES, FOREGROUND_BYTES, Part, is_over, longest_run
 from transfer.pull.pull_state import PullEvent
@@ -135,7 +135,7 @@ def test_a_pull_of_many_runs_goes_on_in_both_threads_and_between_polls(pair: tup
     p, d = pair
     pages = np.arange(0, 2048, 2)
     d.replica.pull("r", p.source(p.offer()), 20.0)
-    d.replica.add_pages("r", [PagesOfGroup(pages, pages[::-1], (0, 1024 * 16))], last=True)
+    d.replica.add_pages("r", [PageCopy(pages, pages[::-1], (0, 1024 * 16))], last=True)
     while not d.pulls:
         p.poll()
         d.poll()
@@ -152,7 +152,7 @@ def test_a_pull_that_fails_between_its_transfers_posts_no_more_of_them(pair: tup
     pages = np.arange(0, 2048, 2)
     d.hindrances[0].refuse = {2}
     d.replica.pull("r", p.source(p.offer()), 20.0)
-    d.replica.add_pages("r", [PagesOfGroup(pages, pages, (0, 1024 * 16))], last=True)
+    d.replica.add_pages("r", [PageCopy(pages, pages, (0, 1024 * 16))], last=True)
     while not d.pulls or not d.pulls[-1].safe:
         p.poll()
         d.poll()

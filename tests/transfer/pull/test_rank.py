@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from kvcache.replica.block_table import PageCopy
 from tests.transfer.replicas import TOKENS, WHOLE, Clock, run
 from transfer.errors import AgentError, InvalidEngineError
 from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
 from transfer.plan.boxes import ShardLayout
-from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull import rank
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, make_rank
@@ -47,7 +47,7 @@ def test_copies_that_never_end_are_given_up_at_the_limit_with_the_agent_that_mak
     d.hindrances[0].held = False
     d.replica.add_pages("other", WHOLE, last=True)
     d.replica.pull("again", p.source(p.offer("again", 1)), 20.0)
-    d.replica.add_pages("again", [PagesOfGroup([7], [9], (0, TOKENS))], last=True)
+    d.replica.add_pages("again", [PageCopy([7], [9], (0, TOKENS))], last=True)
     run(p, q, d, until=lambda: len(d.pulls) == 4)
     assert {*d.pulls[2:]} == {PullEvent("other", "", safe=True), PullEvent("again", "", safe=True)}
 

@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvcache.replica.block_table import PageCopy
 from tests.transfer.replicas import KEY, LOCAL, PAGES, REMOTE, TOKENS, WHOLE, Clock, Engine, pull, run, settled
 from transfer.errors import HandshakeError, InvalidTransferError, MetadataError, PullFailedError, SettingsMismatchError
 from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
-from transfer.plan.page_lists import BlocksOfGroup, PagesOfGroup
+from transfer.plan.page_lists import BlocksOfGroup
 from transfer.plan.plan import Plan
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
@@ -67,7 +68,7 @@ def test_pages_arrive_and_the_lease_ends_when_every_rank_has_read(engine: Any, t
 def test_what_is_there_already_is_not_written(engine: Any) -> None:
     p, d = engine("p"), engine("d")
     d.blank()
-    pull(d, p.source(p.offer()), groups=[PagesOfGroup([7], [9], (2 * TOKENS, 3 * TOKENS))])
+    pull(d, p.source(p.offer()), groups=[PageCopy([7], [9], (2 * TOKENS, 3 * TOKENS))])
     run(p, d, until=settled(d))
     assert np.array_equal(d.heads([7]), p.heads([9]))
     assert (d.heads([1, 2, 3]) == 0x5A).all()
@@ -76,7 +77,7 @@ def test_what_is_there_already_is_not_written(engine: Any) -> None:
 def test_nothing_left_to_read_is_a_notification_alone(engine: Any) -> None:
     p, d = engine("p", 2), engine("d", 2)
     lease = p.offer()
-    pull(d, p.source(lease), groups=[PagesOfGroup([], [], (48, 48))])
+    pull(d, p.source(lease), groups=[PageCopy([], [], (48, 48))])
     run(p, d, until=lambda: settled(d)() and p.overs)
     assert p.overs == [LeaseOver("r", lease.lease_id, "read")]
     assert [hindrance.reads for hindrance in d.hindrances] == [[], []]
@@ -103,7 +104,7 @@ def test_a_lease_that_has_ended_fails_the_pull(engine: Any, when: str) -> None:
         run(p, d, until=lambda: all(len(rank.puller) and not rank.puller.get("r").reading for rank in d.ranks))
         p.replica.revoke(lease.lease_id, "aborted")
         assert not d.pulls
-        d.replica.add_pages("r", [PagesOfGroup([], [], (48, 48))], last=True)
+        d.replica.add_pages("r", [PageCopy([], [], (48, 48))], last=True)
     run(p, d, until=settled(d))
     assert d.pulls[-1].error.endswith(f"its lease word 2 holds 0x0 instead of {lease.lease_id:#x}")
     assert "engine 'p' rank" in d.pulls[-1].error
@@ -131,7 +132,7 @@ def test_pages_come_chunk_by_chunk_and_the_lease_is_renewed_meanwhile(engine: An
     run(p, d, until=lambda: all(len(rank.puller) for rank in d.ranks))  # from here on the lease is renewed
     for at, (local, remote) in enumerate(zip(LOCAL, REMOTE, strict=True)):
         tokens = (at * TOKENS, (at + 1) * TOKENS)
-        d.replica.add_pages("r", [PagesOfGroup([local], [remote], tokens)], last=at == 2)
+        d.replica.add_pages("r", [PageCopy([local], [remote], tokens)], last=at == 2)
         for _ in range(5):
             clock.now += 1.1
             before = sum(p.ranks[0].leases.counts.values())
@@ -152,10 +153,10 @@ def test_a_prefill_s_chunks_are_read_while_it_computes_and_its_lease_does_not_ru
     p.poll()
     assert not p.overs
     pull(d, p.source(lease), groups=None, timeout_s=1e6)
-    d.replica.add_pages("r", [PagesOfGroup([1], [5], (0, TOKENS))], last=False)
+    d.replica.add_pages("r", [PageCopy([1], [5], (0, TOKENS))], last=False)
     run(p, d, until=lambda: np.array_equal(d.heads([1]), p.heads([5])))
     p.pools[0][6] = 7  # the next chunk is computed
-    d.replica.add_pages("r", [PagesOfGroup([2], [6], (TOKENS, 2 * TOKENS))], last=True)
+    d.replica.add_pages("r", [PageCopy([2], [6], (TOKENS, 2 * TOKENS))], last=True)
     p.replica.start_clock(lease.lease_id)
     run(p, d, until=lambda: settled(d)() and p.overs)
     assert p.overs[0].reason == "read"
@@ -494,11 +495,11 @@ def test_what_was_to_be_refused_is_forgotten_where_nobody_answers(engine: Any) -
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([PagesOfGroup(LOCAL, [5, 6], (0, 48))], "remote pages: got 2, but tokens 0 to 48 take 3 pages"),
-        ([PagesOfGroup([1], REMOTE, (0, 48))], "local pages: got 1, but tokens 0 to 48"),
-        ([PagesOfGroup(LOCAL, [5, 6, PAGES], (0, 48))], f"remote page is {PAGES}: 0 to {PAGES - 1}"),
-        ([PagesOfGroup(LOCAL, [5, -6, 7], (0, 48))], "remote page is -6: 0 to"),
-        ([PagesOfGroup([1, 2, 1], REMOTE, (0, 48))], "local page 1 is named twice"),
+        ([PageCopy(LOCAL, [5, 6], (0, 48))], "remote pages: got 2, but tokens 0 to 48 take 3 pages"),
+        ([PageCopy([1], REMOTE, (0, 48))], "local pages: got 1, but tokens 0 to 48"),
+        ([PageCopy(LOCAL, [5, 6, PAGES], (0, 48))], f"remote page is {PAGES}: 0 to {PAGES - 1}"),
+        ([PageCopy(LOCAL, [5, -6, 7], (0, 48))], "remote page is -6: 0 to"),
+        ([PageCopy([1, 2, 1], REMOTE, (0, 48))], "local page 1 is named twice"),
         ([], "got pages for 0 groups, but the layout has 1"),
         (WHOLE * 2, "got pages for 2 groups, but the layout has 1"),
     ],

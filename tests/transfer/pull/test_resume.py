@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvcache.replica.block_table import PageCopy
 from tests.transfer.replicas import TOKENS, Engine, run
-from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.replica import LeaseOver
 
 OURS, FIRST, SECOND = [3, 9, 1, 12], [5, 2, 8, 14], [7, 6, 11, 4]
 
 
-def chunk(theirs: list[int], at: int) -> list[PagesOfGroup]:
-    return [PagesOfGroup(OURS[at : at + 1], theirs[at : at + 1], (at * TOKENS, (at + 1) * TOKENS))]
+def chunk(theirs: list[int], at: int) -> list[PageCopy]:
+    return [PageCopy(OURS[at : at + 1], theirs[at : at + 1], (at * TOKENS, (at + 1) * TOKENS))]
 
 
 def test_pages_that_passed_are_kept_and_only_the_rest_is_pulled_from_another_source(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from transfer.plan.page_lists import PagesOfGroup
+from kvcache.replica.block_table import PageCopy
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.shared_pull import SharedPull, SourcePages
 
@@ -17,7 +17,7 @@ SIZE, BYTES = 16, 1 << 16
 
 def held(name: str, pages: int) -> SourcePages:
     source: Any = SimpleNamespace(place=("tcp://there", name))
-    return SourcePages(source, [PagesOfGroup(range(pages), range(pages), (0, pages * SIZE))], ())
+    return SourcePages(source, [PageCopy(range(pages), range(pages), (0, pages * SIZE))], ())
 
 
 def pull_of(pages: list[int]) -> SharedPull:

@@ -7,15 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcache.replica.block_table import PageCopy
 from tests.transfer.replicas import PAGES, TOKENS, Engine, run
 from transfer.errors import PullFailedError
-from transfer.plan.page_lists import BlocksOfGroup, PagesOfGroup
+from transfer.plan.page_lists import BlocksOfGroup
 from transfer.pull.lease import LeaseRef
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver
 
 LOCAL, REMOTE = [1, 2, 3], [5, 6, 9]
-GROUPS = [PagesOfGroup(LOCAL, REMOTE, (0, 3 * TOKENS))]
+GROUPS = [PageCopy(LOCAL, REMOTE, (0, 3 * TOKENS))]
 
 
 def pair(engine: Any, tp: tuple[int, int] = (1, 1), **options: Any) -> tuple[Engine, Engine]:
@@ -150,7 +151,7 @@ def test_what_is_wrong_fails_it_in_the_words_of_any_other(engine: Any, wrong: st
     elif wrong == "id":
         lease = lease._replace(lease_id=0, slot=1)  # the content of a word without a lease
     else:
-        groups = [PagesOfGroup(LOCAL, [5, 6, PAGES], (0, 3 * TOKENS))]
+        groups = [PageCopy(LOCAL, [5, 6, PAGES], (0, 3 * TOKENS))]
     pull(p, d, lease, groups=groups)
     run(p, d, until=lambda: d.pulls and d.pulls[-1].safe)
     assert "request 'r'" in d.pulls[-1].error

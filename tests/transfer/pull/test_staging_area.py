@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from kvcache.layout import PageLayout, as_blocks
+from kvcache.replica.block_table import PageCopy
 from tests.transfer.pull.test_pull import Rig
 from tests.transfer.replicas import run
 from transfer.errors import AgentError
-from transfer.plan.page_lists import PagesOfGroup
 from transfer.plan.plan import plan
 from transfer.plan.shapes import dense
 from transfer.pull import staging_area
@@ -91,7 +91,7 @@ def test_what_is_staged_is_what_was_sent(pools: tuple[Pool, Pool], slab_bytes: i
     monkeypatch.setattr(area, "take", lambda take=area.take: read.append(1) or take())
     with HandshakeServer([source.card]) as server:
         reader.replica.pull("r", Source(server.endpoint, "p", lease), 30.0)
-        pages = PagesOfGroup(ours[start // reader.page_size :], theirs[start // source.page_size :], (start, stop))
+        pages = PageCopy(ours[start // reader.page_size :], theirs[start // source.page_size :], (start, stop))
         reader.replica.add_pages("r", [pages], last=True)
         run(source, reader, until=lambda: reader.events and len(source.events) > 1)
     assert reader.events == [PullEvent("r", "", safe=True)]

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvcache.replica.block_table import PageCopy
 from tests.transfer.replicas import TOKENS, Engine
 from transfer.errors import EngineClosedError
-from transfer.plan.page_lists import PagesOfGroup
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, ReplicaTransfer
@@ -48,7 +48,7 @@ class Threaded:
         """Pulls a page under a new, open lease of another engine."""
         lease = p.offer(slot)
         p.until(lambda: any(event.lease_id == lease.lease_id for event in list(p.thread.events)))  # type: ignore[union-attr]
-        self.thread.pull(f"r{slot}", p.engine.source(lease), [PagesOfGroup([1], [4], (0, TOKENS))], 20.0)
+        self.thread.pull(f"r{slot}", p.engine.source(lease), [PageCopy([1], [4], (0, TOKENS))], 20.0)
 
     def ended(self, slot: int) -> bool:
         return PullEvent(f"r{slot}", "", safe=True) in self.thread.events
@@ -96,7 +96,7 @@ def test_a_thread_without_leases_and_pulls_comes_to_rest_and_polls_on_while_ther
     # At the idle rate this many polls would take a minute.
     p.until(lambda: p.polls - started > 60 / IDLE_POLL_S)
     source = p.engine.source(lease)
-    d.thread.pull("r0", source, [PagesOfGroup([1], [4], (0, TOKENS))], 20.0)
+    d.thread.pull("r0", source, [PageCopy([1], [4], (0, TOKENS))], 20.0)
     d.until(lambda: bool(d.thread.events))
     assert list(d.thread.events) == [PullEvent("r0", "", safe=True)]
     p.until(lambda: any(isinstance(event, LeaseOver) for event in p.thread.events))
@@ -113,7 +113,7 @@ def test_a_pull_that_waits_for_its_owner_to_name_pages_is_polled_seldom(threaded
     while d.polls_within(20 * AWAIT_POLL_S) > 25:  # a busy machine can only delay polls, never add some
         assert time.monotonic() < deadline, "a pull of which no page is named yet is polled as often as any other"
     assert d.polls_within(2 * IDLE_POLL_S) > 4, "it is renewed, and ends, in time"
-    d.thread.add_pages("r0", [PagesOfGroup([1], [4], (0, TOKENS))], last=True)
+    d.thread.add_pages("r0", [PageCopy([1], [4], (0, TOKENS))], last=True)
     d.until(lambda: d.ended(0))
 
 
