@@ -381,7 +381,7 @@ class WrongCalls:
 
     def wrong_range(self) -> Wrong:
         if self.choose.integer(0, 1):
-            wrong = self.pick([None, [], 1, "x", (1,), Wild()])
+            wrong = self.pick([None, [1], {}, 1, "x", (1,), Wild()])
             return lambda: Retention(ranges=wrong)
         start, end = self.pick([*no_integer(0), 5]), 5
         return lambda: RangeRetention(start, end)
