@@ -83,14 +83,14 @@ def _check_hint(hint: Retention | RangeRetention) -> None:
 
 
 class PageHints(NamedTuple):
-    """The hints of a request for its pages, and the seconds for which each holds; None: no hint expires."""
+    """The hints of a request for its pages, and the seconds for which each holds, infinity for most."""
 
     codes: Codes
-    lives: Times | None
+    lives: Times
 
     def of(self, at: NDArray[np.intp]) -> "PageHints":
         """The hints for the pages at these indices."""
-        return PageHints(self.codes[at], None if self.lives is None else self.lives[at])
+        return PageHints(self.codes[at], self.lives[at])
 
 
 def page_hints(retention: Retention, pages: int, page_size: int) -> PageHints:
@@ -99,7 +99,7 @@ def page_hints(retention: Retention, pages: int, page_size: int) -> PageHints:
     for hint in (retention, *retention.ranges):  # a range overrides the hint for the whole request
         columns = hint.columns(pages, page_size)
         codes[columns], lives[columns] = _code_of(hint), _life_of(hint)
-    return PageHints(codes, lives if np.isfinite(lives).any() else None)
+    return PageHints(codes, lives)
 
 
 def _code_of(hint: Retention | RangeRetention) -> int:

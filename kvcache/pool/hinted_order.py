@@ -67,7 +67,7 @@ class HintedOrder(EvictionOrder):
 
     def hint(self, pages: Pages, hints: PageHints | None) -> None:
         self.codes[pages] = merge_codes(self.codes[pages], None if hints is None else hints.codes)
-        if hints is not None and hints.lives is not None:
+        if hints is not None:
             self._expires[pages] = self._clock() + hints.lives
 
     def forget(self, pages: Pages) -> None:

@@ -85,8 +85,8 @@ class SlabPool(PagePool):
         self.moved = 0  # pages, so far
         self.clock = 1  # the number of pages released so far
         self._used = np.zeros(num_pages + 1, np.int64)  # by page, in that clock: idle ones' last use; 0 if fresh
-        # By page: the lead of its hint when it was released, added to `_used`; None: eviction is by age alone.
-        self._later: Indices | None = None
+        # By page: `_used`, shifted by the lead of its hint at its release; the same array while no order has leads.
+        self._turn = self._used
         self._last_evicted = 0  # the last use of the page that was evicted last
         # A lower bound on the last use of each slab's youngest page. Uses do not update it, so the oldest slab is
         # checked before it is taken. `_ages_back` has the last slab first.
@@ -98,11 +98,17 @@ class SlabPool(PagePool):
         self._bottom = 0
         self._place = np.arange(num_pages, -1, -1)  # by fresh page: its place in `_stack`
         self._fresh: Pages = self._stack
+        self.follow(self.idle)
 
     @property
     def free_count(self) -> int:
         """Pages that `allocate` can hand out: fresh and idle ones, and those of slabs that can be given up."""
         return self._fresh_count + self.idle.count + self.cached.num_idle * self.slab_pages
+
+    def follow(self, order: EvictionOrder) -> None:
+        super().follow(order)
+        if not order.by_age:
+            self._turn = self._turn.copy()
 
     def allocate(self, count: int) -> Pages:
         if count == 1:
@@ -171,9 +177,8 @@ class SlabPool(PagePool):
         if self._bottom < self.slab_pages:
             self._push_fresh(pages[::-1])
             return
-        if self._later is not None:
-            self._later[pages] = 0
-        self._ages[slab] = self._used[pages] = 0  # at the bottom of the stack: handed out as single pages last
+        self._ages[slab] = self._used[pages] = self._turn[pages] = 0
+        # At the bottom of the stack, so that they are handed out as single pages last.
         self._lie_from(self._bottom - self.slab_pages, self._fresh_count + self.slab_pages)
         self._fresh[: self.slab_pages] = pages[::-1]
         self._place[pages[::-1]] = np.arange(self._bottom, self._bottom + self.slab_pages)
@@ -210,7 +215,8 @@ class SlabPool(PagePool):
     def _begin_with(self, fresh: NDArray[np.intp], idle: NDArray[np.intp]) -> None:
         self._lie_from(0, 0)
         self._ages[:] = 0
-        self._used[idle[self._used[idle] == 0]] = self.clock
+        unknown = idle[self._used[idle] == 0]
+        self._used[unknown] = self._turn[unknown] = self.clock
         super()._begin_with(fresh, idle)
 
     # ---- inside
@@ -219,17 +225,12 @@ class SlabPool(PagePool):
         self.clock += max(1, len(pages))
         self._used[pages] = self._ages[pages // self.slab_pages] = self.clock
         if not self.idle.by_age:
-            if self._later is None:
-                self._later = np.zeros(self.num_pages + 1, np.int64)
             leads = (self.idle.leads(pages) * self.num_pages).astype(np.int64)
-            self._later[pages] = np.maximum(leads, 1 - self.clock)
-            self._ages[pages // self.slab_pages] = self.clock + self._later[pages]
+            self._turn[pages] = self._ages[pages // self.slab_pages] = np.maximum(self.clock + leads, 1)
         super()._free(pages)
 
     def _push_fresh(self, pages: Pages | Indices) -> None:
-        self._used[pages] = self._ages[pages // self.slab_pages] = 0
-        if self._later is not None:
-            self._later[pages] = 0
+        self._used[pages] = self._turn[pages] = self._ages[pages // self.slab_pages] = 0
         top = self._bottom + self._fresh_count
         self._place[pages] = np.arange(top, top + len(pages))
         super()._push_fresh(pages)
@@ -259,7 +260,7 @@ class SlabPool(PagePool):
 
     def _next_use(self) -> int:
         """The last use of the page to be evicted next. Without hints that of the last evicted page is close enough."""
-        return self.use_of(self.idle, self._used) if self._later is not None else self._last_evicted
+        return self._last_evicted if self.idle.by_age else self.use_of(self.idle, self._used)
 
     def _oldest_slab(self) -> tuple[int, int]:
         """The slab whose youngest page has the oldest use, and that use; `_HELD` if every slab has a held page."""
@@ -275,8 +276,7 @@ class SlabPool(PagePool):
         pages = slice(slab * self.slab_pages, (slab + 1) * self.slab_pages)
         if np.count_nonzero(self.holders[pages]) or np.count_nonzero(self.writers[pages]):
             return _HELD
-        used = self._used[pages] if self._later is None else self._used[pages] + self._later[pages]
-        return int(used.max())
+        return int(self._turn[pages].max())
 
     def _cheapest_to_move(self) -> int:
         """The slab with the fewest held pages, if all of them can move to free pages elsewhere; 0 if there is none."""

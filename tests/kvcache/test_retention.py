@@ -62,11 +62,10 @@ def test_a_range_speaks_for_the_pages_that_lie_in_it() -> None:
     hints = page_hints(hint, 7, 4)
     # Page 2 holds token 11, page 4 token 16: neither lies in a range.
     assert LEVEL_OF[hints.codes].tolist() == [4, 4, 0, 0, 0, 3, 3]
-    assert hints.lives is not None
     assert hints.lives.tolist() == [math.inf] * 5 + [3.0, 3.0]
-    assert page_hints(LAST, 3, 4).lives is None
+    assert page_hints(LAST, 3, 4).lives.tolist() == [math.inf] * 3
     without_a_time = page_hints(Retention(ranges=(RangeRetention(5, 16, priority=100),)), 5, 4)
-    assert without_a_time.lives is None
+    assert without_a_time.lives.tolist() == [math.inf] * 5
     assert LEVEL_OF[without_a_time.codes].tolist() == [2, 2, 4, 4, 2]
     assert page_hints(Retention(ranges=(RangeRetention(100, 200),)), 3, 4).codes.tolist() == [NEUTRAL] * 3
     assert LEVEL_OF[page_hints(Retention(ranges=(RangeRetention(5, 6, priority=0),)), 3, 4).codes].tolist() == [2, 2, 2]

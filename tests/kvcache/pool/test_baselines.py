@@ -131,7 +131,7 @@ def baseline_of(pages: int, share: float = 0.5) -> HintedBaseline:
 
 
 def said(level: int, count: int) -> PageHints:
-    return PageHints(np.full(count, level, np.uint8), None)
+    return PageHints(np.full(count, level, np.uint8), np.full(count, np.inf))
 
 
 def test_the_hinted_one_keeps_what_is_hinted() -> None:

@@ -18,7 +18,7 @@ def words(*ids: int) -> Words:
 
 
 def said(level: int, count: int) -> PageHints:
-    return PageHints(np.full(count, level, np.uint8), None)
+    return PageHints(np.full(count, level, np.uint8), np.full(count, np.inf))
 
 
 def hinted(pages: int, share: float) -> HintedBaseline:

@@ -163,7 +163,7 @@ def test_whatever_the_hints_say_it_holds_what_lru_holds_in_a_pool_smaller_by_the
         else:
             order.remove(pages(page))
         lru = [*[other for other in lru if other != page], page]
-        order.hint(pages(page), PageHints(rng.integers(0, 5, 1).astype(np.uint8), None))
+        order.hint(pages(page), PageHints(rng.integers(0, 5, 1).astype(np.uint8), np.full(1, np.inf)))
         order.append(pages(page))
         assert set(lru[-int((1 - share) * order.count) :]) <= set(order.pages().tolist())
 

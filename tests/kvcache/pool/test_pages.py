@@ -353,7 +353,7 @@ def test_a_page_that_is_written_anew_has_no_hint_and_no_tenant_of_its_former_con
     held = pool.allocate(2)
     pool.index.publish(held, digests([1, 2]))
     pool.idle.own(held, "tenant")
-    pool.idle.hint(held, PageHints(np.full(2, NEUTRAL - 1, np.uint8), None))
+    pool.idle.hint(held, PageHints(np.full(2, NEUTRAL - 1, np.uint8), np.full(2, np.inf)))
     pool.release(held)
     found: list[tuple[list[int], list[int]]] = []
 

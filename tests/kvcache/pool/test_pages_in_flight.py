@@ -120,7 +120,7 @@ def test_readers_are_told_the_reason_that_the_order_gives_for_each_page() -> Non
     pool = PagePool(SIZE, 2)
     pool.follow(HintedOrder(SIZE, pool.idle, share=1.0))
     pages = published(pool, SIZE)
-    pool.idle.hint(pages[5:6], PageHints(np.zeros(1, np.uint8), None))
+    pool.idle.hint(pages[5:6], PageHints(np.zeros(1, np.uint8), np.full(1, np.inf)))
     pool.release(pages)
     pool.journal.read(reader := Reader())
     pool.allocate(2)

@@ -311,8 +311,7 @@ def test_a_page_was_used_so_much_earlier_or_later_as_its_hint_says_and_is_truste
     pool.idle.remove(np.array([1], np.int32))
     pool.index.withdraw(np.array([1], np.int32))
     pool._push_fresh(np.array([1], np.int32))
-    assert pool._later is not None
-    assert pool._later[1] == 0
+    assert (pool._used[1], pool._turn[1]) == (0, 0)
 
 
 def test_the_pages_of_a_slab_that_comes_back_are_fresh_whatever_was_said_of_them_before() -> None:
