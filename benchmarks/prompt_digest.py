@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.frame import Row, options, pin, report, samples, summary
 from transfer.connector.config import GroupConfig, WorkerConfig
-from transfer.connector.offer import Held, Offer
+from transfer.connector.scheduler import Offer, OfferedPages
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.source import check_tokens, source_in
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
@@ -47,7 +47,7 @@ def answers(tokens: int, repeats: int) -> list[Row]:
     """A source's answer about a lease over `tokens` tokens."""
     prompt = Prompt(np.random.default_rng(0).integers(0, 150_000, tokens, np.int32))
     blocks = tuple(np.random.default_rng(1).permutation(tokens).tolist()[: -(-tokens // 16)])
-    offer = Offer(LeaseRef(new_lease_id(), 0, 30.0), 1, Held(prompt, tokens, (blocks,)), offered={0})
+    offer = Offer(LeaseRef(new_lease_id(), 0, 30.0), 1, OfferedPages(prompt, tokens, (blocks,)), offered={0})
     query = LeaseQuery(query_id=0, engine_id="p", lease_id=offer.lease.lease_id, num_tokens=tokens)
 
     def leased(query: LeaseQuery) -> LeaseReply:

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from transfer.connector.cache_layout import Cache, cache_layout
+from transfer.connector.cache_layout import Cache, LayerView, cache_layout
 from transfer.connector.config import GroupConfig, WorkerConfig
-from transfer.connector.layer_view import LayerView
 from transfer.errors import InvalidEngineError
 
 _FEW, _MANY = 8, 128

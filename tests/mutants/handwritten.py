@@ -307,7 +307,7 @@ HANDWRITTEN: tuple[Module, ...] = (
         ],
     ),
     Module(
-        "transfer.engine.notifications",
+        "transfer.engine.peers",
         [
             Mutation("NotificationBook.accept", "self.is_complete(peer, name)", "name in transfers"),
         ],
@@ -327,11 +327,6 @@ HANDWRITTEN: tuple[Module, ...] = (
                 "if len(offer.over) == self.config.ranks:",
                 "if len(offer.over) == 1:",
             ),
-        ],
-    ),
-    Module(
-        "transfer.connector.offer",
-        [
             Mutation("Offer.answer", "held.prompt.digest(count)", "held.prompt.digest(held.num_tokens)"),
         ],
     ),

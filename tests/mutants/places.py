@@ -57,9 +57,9 @@ _DOORS: dict[str, dict[str, str]] = {
     },
     "transfer": {
         "connector/metadata": "connector/scheduler connector/worker",
-        "connector/offer": "connector/scheduler",
+        "connector/cache_layout": "connector/cache_layout connector/layer_view",
         "engine/checks": "engine/engine",
-        "engine/peers": "engine/engine engine/metadata",
+        "engine/peers": "engine/notifications engine/engine engine/metadata",
         "engine/tensor_agent": "engine/engine",
         "nixl/object_store": "nixl/object_io",
         "nixl/settings": "nixl/agent",

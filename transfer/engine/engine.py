@@ -21,8 +21,7 @@ import torch
 
 from transfer.engine.checks import check_replica, check_request, check_tensors, page_indices
 from transfer.engine.metadata import WIRE_VERSION, KVTransferEngineMetadata, TransferReqData, sealed
-from transfer.engine.notifications import NotificationBook
-from transfer.engine.peers import Peers
+from transfer.engine.peers import NotificationBook, Peers
 from transfer.engine.postings import Posting, Postings, page_runs
 from transfer.engine.tensor_agent import TensorAgent
 from transfer.errors import (

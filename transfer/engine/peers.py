@@ -1,11 +1,14 @@
-"""The engines that an engine is connected to, their metadata, and connections that are still draining."""
+"""The engines that an engine is connected to, those that are still draining, and the notifications from them."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter, OrderedDict
 from contextlib import suppress
 from itertools import chain, product
+from typing import Literal
 
-from transfer.engine.metadata import KVTransferEngineMetadata, check_metadata
+from transfer.engine.metadata import KVTransferEngineMetadata, TransferReqData, check_metadata
 from transfer.engine.tensor_agent import TensorAgent
 from transfer.errors import (
     AgentError,
@@ -22,7 +25,7 @@ from transfer.nixl.settings import reaches_other_hosts
 from transfer.wire.handshake import differences
 
 
-class Connection:
+class LoadedPeer:
     """A loaded peer. Each local replica is connected to each replica of the peer, shard i to shard i.
 
     Attributes:
@@ -60,10 +63,10 @@ class Peers:
     """
 
     def __init__(self, engine: str) -> None:
-        self.connected: dict[str, Connection] = {}
+        self.connected: dict[str, LoadedPeer] = {}
         self.sender: dict[str, tuple[str, int]] = {}
         self._here = f"engine {engine!r}"
-        self._retiring: list[Connection] = []
+        self._retiring: list[LoadedPeer] = []
 
     def connect(
         self, mine: KVTransferEngineMetadata, agents: list[list[TensorAgent]], remote: KVTransferEngineMetadata
@@ -72,7 +75,7 @@ class Peers:
         remote = check_metadata(remote)
         self._check_free(remote)
         _check_fit(mine, remote)
-        self.connected[remote.name] = Connection(agents, remote)
+        self.connected[remote.name] = LoadedPeer(agents, remote)
         for shards in remote.agents_meta:
             self.sender |= {agent.agent_name: (remote.name, shard) for shard, agent in enumerate(shards)}
         return remote.name
@@ -92,7 +95,7 @@ class Peers:
                 owner, _ = self.sender[agent.agent_name]
                 raise MetadataError(f"{self._here}: agent {agent.agent_name!r} of {remote.name!r} belongs to {owner!r}")
 
-    def connection(self, remote: KVTransferEngineMetadata) -> Connection:
+    def connection(self, remote: KVTransferEngineMetadata) -> LoadedPeer:
         """Returns the live connection to this incarnation of a peer. Raises if there is none."""
         if not isinstance(remote, KVTransferEngineMetadata):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
             raise InvalidTransferError(f"{self._here}: expected a peer's metadata, got {type(remote).__name__}")
@@ -108,7 +111,7 @@ class Peers:
             raise PeerFailedError(f"{self._here}: peer {remote.name!r} was lost: {connection.failure}")
         return connection
 
-    def disconnect(self, name: str) -> Connection:
+    def disconnect(self, name: str) -> LoadedPeer:
         """Forgets a peer, and returns its connection. `reap` unloads it once nothing moves over it."""
         connection = self.connected.pop(name, None)
         if connection is None:
@@ -117,7 +120,7 @@ class Peers:
         self._retiring.append(connection)
         return connection
 
-    def reap(self, moving: set[Connection]) -> None:
+    def reap(self, moving: set[LoadedPeer]) -> None:
         """Unloads each forgotten connection that is not in `moving`."""
         for connection in [old for old in self._retiring if old not in moving]:
             self._retiring.remove(connection)
@@ -148,3 +151,80 @@ def _check_fit(mine: KVTransferEngineMetadata, remote: KVTransferEngineMetadata)
             f"{pair} are on hosts {mine.hostname!r} and {remote.hostname!r}, and "
             f"UCX_TLS={mine.settings.get('UCX_TLS')} cannot reach another host: set UCX_TLS and UCX_NET_DEVICES"
         )
+
+
+_NAME = re.compile(rb"[0-9a-f]{32}")
+_MAX_OPEN = 1 << 16
+_MAX_ENDED = 1 << 16
+
+Verdict = Literal["accepted", "unknown", "malformed", "duplicate", "late"]
+
+
+class NotificationBook:
+    """Records completed shards. Unexpected notifications are counted and dropped, because peers are not trusted.
+
+    Attributes:
+        completed: engine name to transfer name to the shards that have ended. Each peer has at most 65,536 entries; the
+            oldest is dropped.
+        counts: number of notifications by verdict.
+        given_up: request by transfer name of the transfers that were given up here before their end was known.
+    """
+
+    def __init__(self, tp: int) -> None:
+        self.completed: dict[str, dict[str, set[int]]] = {}
+        self.counts: Counter[str] = Counter()
+        self.given_up: dict[str, TransferReqData] = {}
+        self._shards = set(range(tp))
+        self._ended: OrderedDict[str, None] = OrderedDict()
+
+    def connect(self, peer: str) -> None:
+        """Starts to record notifications of a peer."""
+        self.completed.setdefault(peer, {})
+
+    def disconnect(self, peer: str) -> None:
+        """Forgets a peer's transfers, except those that are complete and not yet cleaned up."""
+        left = {name: shards for name, shards in self.completed.pop(peer, {}).items() if shards == self._shards}
+        if left:
+            self.completed[peer] = left
+
+    def accept(self, peer: str | None, shard: int, message: bytes) -> None:
+        """Records a notification that our agent of `shard` received. The last one ends a transfer that was given up.
+
+        `peer` is None if the sending agent belongs to no connected engine on this shard.
+        """
+        verdict = self._verdict(peer, shard, message)
+        self.counts[verdict] += 1
+        if peer is None or verdict != "accepted":
+            return
+        transfers, name = self.completed[peer], message.decode()
+        transfers.setdefault(name, set()).add(shard)
+        if len(transfers) > _MAX_OPEN:
+            del transfers[next(iter(transfers))]
+        if name in self.given_up and self.is_complete(peer, name):
+            self.end(peer, name)
+
+    def _verdict(self, peer: str | None, shard: int, message: bytes) -> Verdict:
+        if peer is None or peer not in self.completed:
+            return "unknown"
+        if not _NAME.fullmatch(message):
+            return "malformed"
+        name = message.decode()
+        if name in self._ended:
+            return "late"
+        return "duplicate" if shard in self.completed[peer].get(name, ()) else "accepted"
+
+    def is_complete(self, peer: str, transfer_name: str) -> bool:
+        """Whether every shard of a transfer has ended."""
+        return self.completed.get(peer, {}).get(transfer_name) == self._shards
+
+    def has_ended(self, transfer_name: str) -> bool:
+        """Whether a transfer was given up, or was ended recently by `end`."""
+        return transfer_name in self.given_up or transfer_name in self._ended
+
+    def end(self, peer: str, transfer_name: str) -> None:
+        """Forgets a transfer. Later notifications for it are dropped."""
+        self.completed.get(peer, {}).pop(transfer_name, None)
+        self.given_up.pop(transfer_name, None)
+        self._ended[transfer_name] = None
+        if len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)

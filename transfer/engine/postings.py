@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from transfer.engine.metadata import TransferReqData
-from transfer.engine.peers import Connection
+from transfer.engine.peers import LoadedPeer
 from transfer.engine.tensor_agent import TensorAgent
 from transfer.errors import AgentError, InvalidTransferError, PeerFailedError, TransferFailedError, UnknownTransferError
 from transfer.nixl.agent import Agent, Handle
@@ -53,7 +53,7 @@ class Posting:
     """
 
     request: TransferReqData
-    connection: Connection
+    connection: LoadedPeer
     failure: TransferFailedError | None = None
     pending: list[tuple[Agent, Handle]] = field(default_factory=list["tuple[Agent, Handle]"])
 
@@ -167,7 +167,7 @@ class Postings:
         posting.is_moving()
         self._park(posting)
 
-    def disconnect(self, connection: Connection) -> None:
+    def disconnect(self, connection: LoadedPeer) -> None:
         """Fails the transfers that are in flight over a connection."""
         for name, posting in self.started.items():
             if posting.connection is not connection or posting.failure is not None:
@@ -183,7 +183,7 @@ class Postings:
                 )
                 self._park(posting)
 
-    def reap(self) -> set[Connection]:
+    def reap(self) -> set[LoadedPeer]:
         """Polls the parked transfers, forgets those that have ended, and returns the connections of the others."""
         self.parked = {name: posting for name, posting in self.parked.items() if posting.is_moving()}
         return {posting.connection for posting in self.parked.values()}

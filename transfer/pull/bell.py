@@ -1,11 +1,55 @@
-"""`Bell`: wakes a serving loop that sleeps on file descriptors when another thread has events for it."""
+"""Two ways to wake a thread that sleeps, and locks that a forked child finds free.
+
+A forked child has only the thread that forked. A lock that another thread of its parent held would stay held in the
+child, which would wait for it for ever, for example when it closes its copy of an exchange.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from typing import Any, TypeVar
+from weakref import WeakSet
 
-from transfer.pull.fork_locks import free_in_forks
+_locks: WeakSet[Any] = WeakSet()
+AnyLock = TypeVar("AnyLock")
+
+
+def free_in_forks(lock: AnyLock) -> AnyLock:
+    """Returns the lock, or condition, which forked children will find free."""
+    _locks.add(lock)
+    return lock
+
+
+def _free() -> None:
+    for lock in _locks:
+        lock._at_fork_reinit()  # noqa: SLF001  (as `threading` and `logging` do)
+
+
+os.register_at_fork(after_in_child=_free)
+
+
+class Alarm:
+    """Wakes a thread that sleeps. Any thread, and a signal handler, may ring it; one thread sleeps.
+
+    It is a lock that is held until the next ring. `SimpleQueue.get` and its timeout cannot be used: before CPython 3.13
+    it sleeps for ever if the time is over before it begins to wait. With our shortest pauses that happened within
+    minutes on a busy machine, and a pull then neither ended nor timed out.
+    """
+
+    def __init__(self) -> None:
+        self._quiet = threading.Lock()
+        self._quiet.acquire()
+
+    def ring(self) -> None:
+        """Ends the sleep in progress, or the next one. Rings before that count once."""
+        with contextlib.suppress(RuntimeError):  # released already: it has rung
+            self._quiet.release()
+
+    def sleep(self, seconds: float) -> bool:
+        """Sleeps until a ring, at most for some seconds. Returns whether it has rung since the last sleep."""
+        return self._quiet.acquire(timeout=seconds)
 
 
 class Bell:

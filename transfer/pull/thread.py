@@ -12,7 +12,6 @@ lease or a pull begins with a command, which wakes this thread. Without either i
 from __future__ import annotations
 
 import atexit
-import contextlib
 import math
 import os
 import threading
@@ -28,7 +27,7 @@ import torch
 from transfer.errors import EngineClosedError, TransferError
 from transfer.memory import MemoryType
 from transfer.plan.page_lists import PageLists
-from transfer.pull.fork_locks import free_in_forks
+from transfer.pull.bell import Alarm, free_in_forks
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import Event, ReplicaTransfer
 from transfer.pull.shared_pull import SourcePages
@@ -76,28 +75,6 @@ AWAIT_POLL_S = 1e-2
 # The last two intervals apply only this long after the last lease or pull, because a reader may still wait for an
 # answer of NIXL.
 LINGER_S = 1.0
-
-
-class Alarm:
-    """Wakes a thread that sleeps. Any thread, and a signal handler, may ring it; one thread sleeps.
-
-    It is a lock that is held until the next ring. `SimpleQueue.get` and its timeout cannot be used: before CPython 3.13
-    it sleeps for ever if the time is over before it begins to wait. With our shortest pauses that happened within
-    minutes on a busy machine, and a pull then neither ended nor timed out.
-    """
-
-    def __init__(self) -> None:
-        self._quiet = threading.Lock()
-        self._quiet.acquire()
-
-    def ring(self) -> None:
-        """Ends the sleep in progress, or the next one. Rings before that count once."""
-        with contextlib.suppress(RuntimeError):  # released already: it has rung
-            self._quiet.release()
-
-    def sleep(self, seconds: float) -> bool:
-        """Sleeps until a ring, at most for some seconds. Returns whether it has rung since the last sleep."""
-        return self._quiet.acquire(timeout=seconds)
 
 
 class TransferThread:

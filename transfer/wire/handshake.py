@@ -114,7 +114,7 @@ def differences(
     return ", ".join(found)
 
 
-class _Held(NamedTuple):
+class _HeldQuery(NamedTuple):
     """A content query whose answer is held until the engine has more to say than "waiting", or until `until`."""
 
     envelope: list[bytes]
@@ -144,7 +144,7 @@ class HandshakeServer:
         self._lease_throttle = Throttle(_LEASES_PER_S, time.monotonic)
         self._cards = {card.engine_id: card for card in cards}
         self._stopping = False
-        self._held: dict[tuple[bytes, int], _Held] = {}  # by the asker's identity and the query id
+        self._held: dict[tuple[bytes, int], _HeldQuery] = {}  # by the asker's identity and the query id
         # ZMQ drops an answer if this many already wait for its peer.
         options = {zmq.MAXMSGSIZE: MAX_QUERY_BYTES, zmq.RCVHWM: _UNREAD, zmq.SNDHWM: 1000}
         try:
@@ -236,7 +236,7 @@ class HandshakeServer:
             self.counts["malformed"] += 1
         answer = query if isinstance(query, QueryRefusal) else self._answer_to(query)
         if isinstance(query, ContentQuery) and _is_waiting(answer) and len(self._held) < _MOST_HELD:
-            held = _Held(envelope, msgspec.structs.replace(query, digests=b""), time.monotonic() + _HOLD_S)
+            held = _HeldQuery(envelope, msgspec.structs.replace(query, digests=b""), time.monotonic() + _HOLD_S)
             self._held[identity, query.query_id] = held
         else:
             self._say(envelope, answer)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from transfer.connector.cache_layout import Cache, cache_layout
+from transfer.connector.cache_layout import Cache, LayerView, cache_layout
 from transfer.connector.config import GroupConfig, WorkerConfig
-from transfer.connector.layer_view import LayerView
 
 PAGES, HEADS, TOKENS, DIM = 5, 3, 4, 8
 NAMES = ("0.attn", "1.attn")

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from transfer.engine import notifications
-from transfer.engine.notifications import NotificationBook
+from transfer.engine import peers
+from transfer.engine.peers import NotificationBook
 
 NAME = "0123456789abcdef" * 2
 
@@ -64,8 +64,8 @@ def test_what_was_given_up_ends_with_its_last_notification():
 
 
 def test_a_peer_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(notifications, "_MAX_OPEN", 10)
-    monkeypatch.setattr(notifications, "_MAX_ENDED", 10)
+    monkeypatch.setattr(peers, "_MAX_OPEN", 10)
+    monkeypatch.setattr(peers, "_MAX_ENDED", 10)
     book = NotificationBook(2)
     book.connect("p")
     for number in range(25):

@@ -12,10 +12,11 @@ import pytest
 from kvcache.replica.block_table import PageCopy
 from tests.transfer.replicas import TOKENS, Engine
 from transfer.errors import EngineClosedError
+from transfer.pull.bell import Alarm
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import LeaseOver, ReplicaTransfer
-from transfer.pull.thread import AWAIT_POLL_S, BUSY_POLL_S, IDLE_POLL_S, LINGER_S, POLL_S, Alarm, TransferThread
+from transfer.pull.thread import AWAIT_POLL_S, BUSY_POLL_S, IDLE_POLL_S, LINGER_S, POLL_S, TransferThread
 
 
 class Threaded:
