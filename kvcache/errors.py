@@ -4,9 +4,17 @@ Each error also subclasses the built-in that code written for the documented API
 `RuntimeError`). None is an `AssertionError`: an assert is for our own mistakes, these errors are for a caller's.
 """
 
+from typing import ClassVar
+
 
 class KVCacheError(Exception):
-    """Base of every error that pagewire raises on purpose. When one is raised, no change is half done."""
+    """Base of every error that pagewire raises on purpose.
+
+    Attributes:
+        nothing_changed: whether no change is half done when it is raised. Only two errors do not promise that.
+    """
+
+    nothing_changed: ClassVar[bool] = True
 
     def __str__(self) -> str:
         # KeyError would print the repr of its argument; these messages are sentences.
@@ -68,6 +76,8 @@ class BlockTableMismatchError(KVCacheError, ValueError):
 class InterruptedCallError(KVCacheError, RuntimeError):
     """A call was interrupted while it changed the manager's state: other calls fail until `recover()` mends it."""
 
+    nothing_changed = False
+
 
 class ManagerClosedError(KVCacheError, RuntimeError):
     """The manager was closed, and only an open manager can answer this call."""
@@ -75,6 +85,8 @@ class ManagerClosedError(KVCacheError, RuntimeError):
 
 class InvariantError(KVCacheError, RuntimeError):
     """`check()` found an inconsistency in the manager's state. It is always a bug of ours: please report it."""
+
+    nothing_changed = False
 
 
 class WatchError(KVCacheError, ValueError):

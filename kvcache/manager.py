@@ -130,7 +130,7 @@ class PagedKVCacheManager:
         subclass `NoFreeStatePageError` means that the request's recurrent state has no room.
         """
         mark = self._mark
-        if mark.call is not None:
+        if mark.call:
             mark.refuse("external_claim")
         chosen = self._claims.free_at(request_id, replica_idx)
         mark.call = ("external_claim", request_id)  # instead of `changing`: saves a seventh of the call
@@ -205,7 +205,7 @@ class PagedKVCacheManager:
         Pages under a lease stay unchanged and are not reused until the lease has ended.
         """
         mark = self._mark
-        if mark.call is not None:  # tested here, at a third of the cost of a method call
+        if mark.call:  # tested here, at a third of the cost of a method call
             mark.check_books("release")
         place, context = self._claims.leaving(request_id)
         mark.call = ("release", request_id)
@@ -227,7 +227,7 @@ class PagedKVCacheManager:
         beyond the tokens that it can have computed, or would recompute tokens that a lease promises to readers.
         """
         mark = self._mark
-        if mark.call is not None:
+        if mark.call:
             mark.refuse("maybe_reserve")
         # The usual decode step, without a new page: 15 of 16 calls end here.
         try:
@@ -307,7 +307,7 @@ class PagedKVCacheManager:
 
         Each replica sees its own requests, in batch order. Raises `NotReservedError` if a request has too few pages.
         """
-        if self._mark.call is not None:
+        if self._mark.call:
             self._mark.refuse("fetch")
         num_steps = arguments.steps(num_steps)
         self._look_for_reset()
@@ -321,7 +321,7 @@ class PagedKVCacheManager:
         request may be released while the device runs it, and `maybe_reserve` may return False until the step has ended.
         Two steps may be in flight. A third raises `InvalidRequestError`, and so does a step with recurrent states.
         """
-        if self._mark.call is not None:
+        if self._mark.call:
             self._mark.refuse("fetch_ahead")
         num_steps = arguments.steps(num_steps)
         self._look_for_reset()
@@ -340,7 +340,7 @@ class PagedKVCacheManager:
         A request's page ids may change: if equal content was published before, that page is shared and the duplicate
         freed. Raises `NotReservedError` if a request computed more tokens than it has pages for.
         """
-        if self._mark.call is not None:
+        if self._mark.call:
             self._mark.refuse("step")
         if not self._replicas.step_one(self._claims.one(batch)):
             self._replicas.step(self._claims.gather(batch, "step"))

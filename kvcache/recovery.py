@@ -51,13 +51,13 @@ class Recovered:
 
 def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
     """Mend the state if `mark` says that it may be half changed. See `PagedKVCacheManager.recover`."""
-    if mark.call is None or not mark.is_interrupted:
+    if not mark.is_interrupted:
         mark.leaving.clear()
         return _report(replicas, claims, None, ())
-    call, about = mark.call
+    call, about = mark.call or ("", None)
     replicas.stop()
     claims.mend()
-    _close_unknown(replicas, claims, mark)
+    _close_unknown(replicas, claims, mark, call, about)
     lost = replicas.mend(about)
     # Recorded before the first is released, so that a repeated `recover` releases the rest after an interrupt.
     mark.leaving += sorted({*lost, *_doubtful(claims, call, about)} - {*mark.leaving})
@@ -75,26 +75,25 @@ def recover(replicas: Replicas, claims: Claims, mark: UnderWay) -> Recovered:
     return report
 
 
-def _close_unknown(replicas: Replicas, claims: Claims, mark: UnderWay) -> None:
+def _close_unknown(replicas: Replicas, claims: Claims, mark: UnderWay, call: str, about: object) -> None:
     """Cancel an import, or forget a copier, that an interrupted call has made and not returned."""
-    call, about = mark.call or ("", None)
-    if call == "import_block_table" and isinstance(about, str) and about in claims.places:
-        replica, _, row = claims.locate(about, call)
+    if call == "import_block_table" and (request_id := cast("RequestID", about)) in claims.places:
+        replica, _, row = claims.locate(request_id, call)
         if (pending := replica.imports.of_row.get(row)) is not None:
             pending.closed = True
-            mark.leaving.append(about)
-    if call == "copier" and isinstance(about, PendingImport):
+            mark.leaving.append(request_id)
+    if call == "copier":
         for replica in replicas.each:
-            replica.imports.copiers.pop(about, None)
+            replica.imports.copiers.pop(cast("PendingImport", about), None)
 
 
 def _doubtful(claims: Claims, call: str, about: object) -> Iterable[RequestID]:
     """Requests that are claimed and cannot continue, or whose claim was not reported to the caller."""
     named: list[RequestID] = []
-    if call in _OF_A_REQUEST and isinstance(about, str):
-        yield about
-    elif call in ("maybe_reserve", "import_block_table") and isinstance(about, str):
-        named = [about]
+    if call in _OF_A_REQUEST:
+        yield cast("RequestID", about)
+    elif call in ("maybe_reserve", "import_block_table"):
+        named = [cast("RequestID", about)]
     elif call == "reserve_batch" or (call == "step" and about is not None):  # a step with drafted tokens
         named = claims.names_at(as_rows(cast("Rows", about)).tolist())
     for request_id, place in claims.places.items():

@@ -8,7 +8,7 @@ A closed manager has its own mark, which is never cleared. Calls that only relea
 
 from typing import NoReturn, Protocol, Self
 
-from kvcache.errors import InterruptedCallError, InvariantError, KVCacheError, ManagerClosedError
+from kvcache.errors import InterruptedCallError, KVCacheError, ManagerClosedError
 
 _CLOSED: tuple[str, object] = ("close", "is over")
 
@@ -65,7 +65,7 @@ class UnderWay:
             raise ManagerClosedError(
                 f"{call}: the manager is closed: it only gives back what is held (release, end_lease, cancel_import)"
             )
-        before = "a call" if self.call is None else self.call[0]
+        before, _ = self.call or ("a call", None)
         raise InterruptedCallError(
             f"{call}: {before} was interrupted while it changed the manager's books (or it still runs): "
             "call recover() first"
@@ -73,7 +73,7 @@ class UnderWay:
 
     def check(self, call: str) -> None:
         """Raise `InterruptedCallError` or `ManagerClosedError` if the mark is set."""
-        if self.call is not None:
+        if self.call:
             self.refuse(call)
 
     def changing(self, call: str, about: object = None, context: Refusing | None = None) -> Self:
@@ -98,9 +98,9 @@ class UnderWay:
     def fail(self, error: BaseException) -> None:
         """Handle an error of a call that changes the state and may move `context`: see `changing`."""
         if isinstance(error, KVCacheError):
-            nothing_changed = not isinstance(error, InvariantError | InterruptedCallError)
+            nothing_changed = error.nothing_changed
         else:
-            nothing_changed = isinstance(error, Exception) and self.context is not None and self.context.refused
+            nothing_changed = isinstance(error, Exception) and bool(self.context and self.context.refused)
         self.context = None
         if nothing_changed:
             self.call = self._rest
