@@ -7,8 +7,7 @@ import numpy as np
 
 from kvcache.eviction_order import BY_QUOTA, Reasons
 from kvcache.params import KVCacheParams
-from kvcache.pool.baselines import HintedBaseline, HintShare, LruBaseline, Words
-from kvcache.pool.hinted_order import HintedOrder
+from kvcache.pool.hinted_order import HintedBaseline, HintedOrder, HintShare, LruBaseline, Words
 from kvcache.pool.index import Digests
 from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool

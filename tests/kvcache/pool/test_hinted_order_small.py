@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kvcache.pool.baselines import HintedBaseline, LruBaseline, Words
+from kvcache.pool.hinted_order import HintedBaseline, LruBaseline, Words
 from kvcache.retention import PageHints
 
 FIRST, LAST = 0, 4

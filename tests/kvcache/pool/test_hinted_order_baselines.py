@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvcache import PagedKVCacheManager, Retention, TextContext
-from kvcache.pool.baselines import HintedBaseline, HintShare, LruBaseline
+from kvcache.pool.hinted_order import HintedBaseline, HintShare, LruBaseline
 from kvcache.retention import NEUTRAL, PageHints
 from tests.kvcache.build import manager_of
 
