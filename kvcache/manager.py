@@ -184,7 +184,7 @@ class PagedKVCacheManager:
         if self._replicas.is_loading:
             with self._mark.changing("admission"):
                 self._replicas.take_up()
-        return self._replicas.admission(context, num_steps)
+        return self._replicas.admission(read_context(context), num_steps)
 
     def prefetch(self, context: Context) -> bool:
         """Begin to load the request's pages from files into the host tier. Returns whether some are on their way.
@@ -291,7 +291,7 @@ class PagedKVCacheManager:
             return False
         with self._mark.changing("fork", read.request_id, read):
             # First, because a caller's own context may refuse. Nothing after this raises.
-            replica.move(read, replica.rows.cached.item(parent_row), read.end_idx)
+            read.run_from(replica.rows.cached.item(parent_row), read.end_idx)
             row = self._claims.claim(read.request_id, replica_idx)
             self._replicas.fork(replica_idx, parent_row, row, end)
             self._claims.bind(child, replica_idx, row)

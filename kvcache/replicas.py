@@ -23,7 +23,7 @@ from kvcache.pool.over_order import CheckedOrder
 from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import SlabPool
 from kvcache.replica.batch import UNKNOWN, Batch, BatchState, Gathered, Share
-from kvcache.replica.context import Context, hasher_of, read_context
+from kvcache.replica.context import Context, SafeContext, hasher_of, read_context
 from kvcache.replica.devices import PageMemory, PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.page_moves import ReplicaPageMoves
@@ -139,7 +139,7 @@ class Replicas:
             below += KVCacheMetrics(d2d_blocks_copied=copies.pages, d2d_states_copied=copies.states)
         return sum((replica.metrics for replica in self.each), below)
 
-    def admission(self, context: Context, num_steps: int = 1) -> Admission:
+    def admission(self, context: SafeContext, num_steps: int = 1) -> Admission:
         """The best replica for a new request."""
         one = self.each[0]
         length = one.length_of(context, num_steps, 0)
@@ -166,16 +166,16 @@ class Replicas:
         for tiers in self._all_tiers:
             tiers.take_up()
 
-    def prefetch(self, context: Context) -> bool:
+    def prefetch(self, context: SafeContext) -> bool:
         """Begin to bring the request's pages to the host tier. Returns whether some are on their way."""
         if not self.each[0].fetches:
             return False
         hasher = hasher_of(context, self.each[0].hash_algorithm, self.each[0].page_size)
-        most = max(self.each, key=lambda replica: replica.published_run(context, hasher=hasher).end)
-        digests = hasher.digests(context.tokens, 0, (context.current_length - 1) // hasher.page_size)
+        most = max(self.each, key=lambda replica: replica.find(context, hasher=hasher).reached)
+        digests = hasher.digests(context.tokens, 0, (context.end_idx - 1) // hasher.page_size)
         return most.fetch_prefix(digests, wait=False)
 
-    def reserve(self, replica_idx: int, row: int, context: Context, num_steps: int) -> bool:
+    def reserve(self, replica_idx: int, row: int, context: SafeContext, num_steps: int) -> bool:
         """Give one request its pages. Returns False, with nothing changed, if there are too few."""
         replica = self.each[replica_idx]
         first_time = replica.rows.prompt.item(row) < 0  # then cached pages are looked up even for one token
@@ -190,7 +190,7 @@ class Replicas:
         if first_time:
             self._router.admitted(replica_idx, new_pages)
         # A step in flight may still write to the page that would get the copy.
-        if self._partial and (first_time or (context.active_length > 1 and not self.steps.open)):
+        if self._partial and (first_time or (context.active_idx - context.start_idx > 1 and not self.steps.open)):
             self._reuse_part(self._partial[replica_idx], replica_idx, row, context)
         return True
 
@@ -210,8 +210,8 @@ class Replicas:
         for (replica_idx, row), context in zip(places, contexts, strict=True):
             replica = self.each[replica_idx]
             replica.refuse_pending(row, "reserve_batch")
-            replica.refuse_rewrite(row, context)
-            replica.refuse_ahead(row, context)
+            replica.refuse_rewrite(row, context.start_idx)
+            replica.refuse_ahead(row, context.start_idx)
             replica.length_of(context, num_steps, replica.start_of(row, context))
         reserved = np.zeros(len(contexts), np.bool_)
         with self.mark.changing("reserve_batch", gathered.places) as mark:
@@ -455,7 +455,7 @@ class Replicas:
         for tiers in self._all_tiers:
             tiers.check()
 
-    def _reuse_part(self, partial: PartialReuse, replica_idx: int, row: int, context: Context) -> None:
+    def _reuse_part(self, partial: PartialReuse, replica_idx: int, row: int, context: SafeContext) -> None:
         """Copy a cached page, of which the request shares a part, into the request's own page."""
         found = partial.find(row, context)
         if found is not None:
@@ -503,20 +503,21 @@ class Replicas:
     def _digests(self, gathered: Gathered, share: Share, at: Ints, firsts: Ints, lasts: Ints) -> NDArray[np.uint64]:
         return gathered.digests(rows_at(share.at, at), firsts, lasts, self._hasher_of, self._log)
 
-    def _fits(self, replica_idx: int, context: Context, length: int, found: Found) -> tuple[int, bool]:
+    def _fits(self, replica_idx: int, context: SafeContext, length: int, found: Found) -> tuple[int, bool]:
         """Pages that a new request would need in addition to those `found`, and whether they and a row are free now."""
         replica = self.each[replica_idx]
-        plan = replica.tables.plan(None, context, length, found.end * replica.page_size, found)
+        plan = replica.tables.plan(None, context.indices, length, found.end * replica.page_size, found)
         if not replica.has_room:
             return plan.new, False
         free = replica.pool.free_count - replica.pool.beside
         if replica.hit_may_change:
-            return plan.new, replica.tables.most(context, length) <= free
+            return plan.new, replica.tables.most(context.indices, length) <= free
         return plan.new, replica.tables.fits(None, plan, free)
 
     def _hasher_of(self, replica_idx: int, row: int, context: Context) -> PrefixHasher:
-        self.each[replica_idx].refuse_renamed(row, context)
-        return self.each[replica_idx].hasher(row, context)
+        read = read_context(context)
+        self.each[replica_idx].refuse_renamed(row, read)
+        return self.each[replica_idx].hasher(row, read)
 
 
 def _spec_of(group: LayerGroup, params: KVCacheParams) -> CacheSpec:
@@ -534,7 +535,7 @@ def _learn(partial: Sequence[PartialReuse], gathered: Gathered, full: Sequence[t
     contexts = dict(zip(places, gathered.contexts, strict=True))
     for (replica_idx, _, _), pages in full:
         for row, first, last in zip(pages.rows.tolist(), pages.firsts.tolist(), pages.lasts.tolist(), strict=True):
-            partial[replica_idx].learn(row, contexts[replica_idx, row], first, last)
+            partial[replica_idx].learn(row, read_context(contexts[replica_idx, row]), first, last)
 
 
 def _check_replica(replica: Replica) -> None:

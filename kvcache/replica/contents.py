@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import BlockTableMismatchError
 from kvcache.replica.block_table import BlockTable, PageDigests
-from kvcache.replica.context import Context, check_context, hasher_of
+from kvcache.replica.context import Context, check_context, hasher_of, read_context
 from kvcache.replica.hashing import DIGEST_BYTES
 from kvcache.replica.leases import PageLease
 from kvcache.replica.replica import Replica
@@ -31,11 +31,11 @@ class PageContents:
         window, or another state. Raises `InvalidRequestError` if `context` is no request context.
         """
         check_context(context, "digests")
-        one = self._replicas[0]
-        last = (context.current_length - 1) // one.page_size if one.caching else 0
+        one, read = self._replicas[0], read_context(context)
+        last = (read.end_idx - 1) // one.page_size if one.caching else 0
         first_page = first_page if one.lends_any_part else 0
-        hasher = hasher_of(context, one.hash_algorithm, one.page_size)
-        digests = hasher.digests(context.tokens, min(first_page, last), last).tobytes()
+        hasher = hasher_of(read, one.hash_algorithm, one.page_size)
+        digests = hasher.digests(read.tokens, min(first_page, last), last).tobytes()
         return PageDigests(one.page_size, one.hash_algorithm, digests, first_page)
 
     def cached(self, replica_idx: int, wanted: PageDigests) -> int:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.arguments import check_request_id, integer, shown, whole
+from kvcache.arguments import check_request_id, integer, of_kind, shown, whole
 from kvcache.errors import InvalidRequestError, SequenceTooLongError
 from kvcache.params import HashAlgorithm
 from kvcache.replica.hashing import ExtraKeys, PrefixHasher
@@ -16,6 +16,8 @@ from kvcache.types import RequestID
 
 _NEW_CAPACITY = 64
 _NO_KEYS: ExtraKeys = ()
+ContextIndices = tuple[int, int, int]
+"""`start_idx`, `active_idx` and `end_idx` of a context."""
 FUTURE_TOKEN = -999
 """Stands at the end of a request's tokens for the token of a step in flight."""
 
@@ -57,6 +59,33 @@ class Context(Protocol):
     ) -> None: ...
 
 
+class Leader(Protocol):
+    """A `Batch`: moves many contexts at once, and lets each catch up when it is read.
+
+    `end`: the number of tokens that the context at `place` has at present.
+    """
+
+    def catch_up(self, place: int, end: int) -> None: ...
+    def lose(self, place: int, end: int) -> None: ...
+
+
+class _NoLeader:
+    """Leads contexts that move alone."""
+
+    def catch_up(self, place: int, end: int) -> None:
+        """They lack nothing."""
+
+    def lose(self, place: int, end: int) -> None:
+        """Nothing is lost."""
+
+    def __reduce__(self) -> str:
+        """Let a copied or unpickled context have this same object."""
+        return "NO_LEADER"
+
+
+NO_LEADER = _NoLeader()
+
+
 class TextContext:
     """One request: its tokens, and which of them are cached, run now, or wait for a later chunk.
 
@@ -85,8 +114,8 @@ class TextContext:
     """
 
     __slots__ = (
-        *("__weakref__", "_active", "_buffer", "_end", "_flight", "_follows", "_place", "_retention", "_start"),
-        *("max_length", "named", "prefix_hasher", "request_id"),
+        *("__weakref__", "_active", "_buffer", "_end", "_flight", "_follows", "_in_flight", "_leader", "_place"),
+        *("_start", "hint", "max_length", "named", "prefix_hasher", "request_id"),
     )
 
     refused = False  # `set_token_indices` moves all indices, or raises an error of this package
@@ -104,9 +133,11 @@ class TextContext:
             check_request_id(request_id, "TextContext")
         self.request_id: RequestID = uuid.uuid4().hex if request_id is None else request_id
         self.max_length = whole(f"request {self.request_id!r}: max_length", max_length, 1, error=InvalidRequestError)
-        self._follows: Leader | None = None
+        self._follows = False
+        self._leader: Leader = NO_LEADER
         self._place = 0
-        self._flight: int | None = None  # the start of the step in flight whose token has not come yet
+        self._in_flight = False  # whether a step is in flight whose token has not come yet
+        self._flight = 0  # the start of that step
         self.prefix_hasher: PrefixHasher | None = None
         # Salt and keys, on which pages depend besides tokens. In one tuple, so that an identity test usually suffices.
         self.named = (checked_salt(self.request_id, cache_salt), checked_keys(self.request_id, extra_keys))
@@ -141,67 +172,78 @@ class TextContext:
 
     @property
     def retention(self) -> Retention | None:
-        return self._retention
+        return self.hint
 
     @retention.setter
     def retention(self, retention: Retention | None) -> None:
-        if retention is not None and not isinstance(cast("object", retention), Retention):
-            raise InvalidRequestError(
-                f"request {self.request_id!r}: retention is {shown(retention)}: a Retention or None is needed"
-            )
-        self._retention = retention
+        name = f"request {self.request_id!r}: retention"
+        kinds = (Retention, type(None))
+        # The manager reads this attribute, at a third of the cost of the property.
+        self.hint = of_kind(name, retention, kinds, "a Retention or None", InvalidRequestError)
 
     @property
     def tokens(self) -> NDArray[np.int32]:
         """All known tokens, int32 `[end_idx]`; a view, valid until the next `update`."""
-        if self._follows is not None:
-            self._follows.catch_up(self._place, self._end)
+        if self._follows:
+            self._leader.catch_up(self._place, self._end)
         return self._buffer[: self._end]
 
     @property
     def start_idx(self) -> int:
-        if self._follows is not None:
-            self._follows.catch_up(self._place, self._end)
+        if self._follows:
+            self._leader.catch_up(self._place, self._end)
         return self._start
 
     @property
     def computed_idx(self) -> int:
         """The number of computed tokens: those before `start_idx`, without those that a step in flight computes."""
-        if self._follows is not None:
-            self._follows.catch_up(self._place, self._end)
-        return self._start if self._flight is None else min(self._start, self._flight)
+        if self._follows:
+            self._leader.catch_up(self._place, self._end)
+        return min(self._start, self._flight) if self._in_flight else self._start
 
     @property
     def has_future_token(self) -> bool:
         """Whether `realize_future_token` has yet to be called for a step in flight."""
-        if self._follows is not None:
-            self._follows.catch_up(self._place, self._end)
-        return self._flight is not None
+        if self._follows:
+            self._leader.catch_up(self._place, self._end)
+        return self._in_flight
 
     @property
     def active_idx(self) -> int:
-        if self._follows is not None:
-            self._follows.catch_up(self._place, self._end)
+        if self._follows:
+            self._leader.catch_up(self._place, self._end)
         return self._active
 
     @property
     def end_idx(self) -> int:
-        if self._follows is not None:
-            self._follows.catch_up(self._place, self._end)
+        if self._follows:
+            self._leader.catch_up(self._place, self._end)
         return self._end
 
     @property
     def active_length(self) -> int:
-        if self._follows is not None:
-            self._follows.catch_up(self._place, self._end)
+        if self._follows:
+            self._leader.catch_up(self._place, self._end)
         return self._active - self._start
 
     current_length = end_idx
 
+    @property
+    def indices(self) -> ContextIndices:
+        """`start_idx`, `active_idx` and `end_idx`, at the cost of one of them."""
+        if self._follows:
+            self._leader.catch_up(self._place, self._end)
+        return self._start, self._active, self._end
+
+    def run_from(self, start: int, active: int) -> None:
+        """Set `start_idx` and `active_idx`, which are ordered within the tokens."""
+        self.leave()
+        self._start, self._active = start, active
+
     def decodes_within(self, most: int) -> bool:
         """Whether exactly one token is to run, and at most `most` are known."""
-        if self._follows is not None:
-            self._follows.catch_up(self._place, self._end)
+        if self._follows:
+            self._leader.catch_up(self._place, self._end)
         return self._active - self._start == 1 and self._end <= most
 
     def update(self, token: int) -> None:
@@ -211,9 +253,9 @@ class TextContext:
         meaningless: `token` is dropped, and the rest of the known tokens becomes active. Raises `InvalidRequestError`
         if the token is out of range, `SequenceTooLongError` if the request has `max_length` tokens already.
         """
-        if self._follows is not None:
+        if self._follows:
             self.leave()
-        if self._flight is not None:
+        if self._in_flight:
             self._refuse_future("update")
         if self._active < self._end:
             self._start, self._active = self._active, self._end
@@ -235,14 +277,14 @@ class TextContext:
         called before another update. Raises as `update`.
         """
         self.leave()
-        if self._flight is not None:
+        if self._in_flight:
             self._refuse_future("update_with_future_token")
         if self._active == self._end:
             self._refuse_full()
-            self._flight = self._start  # first: an interrupt must not leave a FUTURE_TOKEN without a flight
+            self._flight, self._in_flight = self._start, True  # first, as a future token must never be without a flight
             self.append_one(FUTURE_TOKEN, self._active, self._end + 1)
         else:
-            self._flight = self._start
+            self._flight, self._in_flight = self._start, True
             self._start, self._active = self._active, self._end
 
     def realize_future_token(self, token: int) -> None:
@@ -252,13 +294,13 @@ class TextContext:
         `InvalidRequestError` if the token is out of range, or if there is no step in flight.
         """
         self.leave()
-        if self._flight is None:
+        if not self._in_flight:
             raise InvalidRequestError(
                 f"request {self.request_id!r}: realize_future_token was called, but no future token is outstanding"
             )
         if self._buffer[self._end - 1] == FUTURE_TOKEN:
             self._buffer[self._end - 1] = self._checked_token(token)
-        self._flight = None
+        self._in_flight = False
 
     def set_token_indices(
         self, start_idx: int | None = None, active_idx: int | None = None, end_idx: int | None = None
@@ -277,7 +319,7 @@ class TextContext:
                 f"request {self.request_id!r}: start {shown(start)}, active {shown(active)}, end {shown(end)} "
                 f"are not ordered within its {self._end} tokens"
             )
-        if end < self._end and self._flight is not None and self._buffer[self._end - 1] == FUTURE_TOKEN:
+        if end < self._end and self._in_flight and self._buffer[self._end - 1] == FUTURE_TOKEN:
             self._refuse_future(f"set_token_indices with end_idx {end} of {self._end}")
         if end < self._end and self.prefix_hasher is not None and self.prefix_hasher.num_tokens > end:
             self.prefix_hasher = None  # its pages cover dropped tokens
@@ -290,10 +332,10 @@ class TextContext:
 
     def __getstate__(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         tokens = self.tokens.copy()  # first, because this catches up with a batch that the copy does not follow
-        if self._flight is not None:
+        if self._in_flight:
             self._refuse_future("a copy")
         plain, slots = cast("tuple[dict[str, Any] | None, dict[str, Any]]", super().__getstate__())
-        return plain, {**slots, "_buffer": tokens, "_follows": None, "prefix_hasher": None}
+        return plain, {**slots, "_buffer": tokens, "_follows": False, "_leader": NO_LEADER, "prefix_hasher": None}
 
     def fork(self, request_id: RequestID | None = None) -> "TextContext":
         """A context of another request with the same tokens, indices, salt and keys (beam search, several answers).
@@ -311,18 +353,19 @@ class TextContext:
     def follow(self, leader: "Leader", place: int) -> None:
         """Let `leader` move this context, at `place` in it, until `leave`. A previous leader loses it."""
         self.leave()
-        self._place, self._follows = place, leader  # in this order, as a leader needs the place
+        self._place, self._leader = place, leader
+        self._follows = True  # last, as a leader needs the place
 
     def catch_up(self, leader: "Leader", place: int) -> None:
         """Apply the updates of `leader`, if this context follows it."""
-        if self._follows is leader:
+        if self._leader is leader:
             leader.catch_up(place, self._end)
 
     def leave(self) -> None:
         """Catch up with the leader, if any, and stop following it."""
-        if self._follows is not None:
-            self._follows.lose(self._place, self._end)
-            self._follows = None  # last, so that it catches up again after an interrupt
+        self._leader.lose(self._place, self._end)
+        self._leader = NO_LEADER  # after the line above, so that it catches up again after an interrupt
+        self._follows = False
 
     def append_one(self, token: int, start: int, active: int) -> None:
         """`append` for one token, at half the cost."""
@@ -344,14 +387,14 @@ class TextContext:
 
     def append_future(self, start: int, end: int) -> None:
         """`append_one` for the token of a step in flight, which began at `start`."""
-        self._flight = start
+        self._flight, self._in_flight = start, True
         self.append_one(FUTURE_TOKEN, end - 1, end)
 
     def realize(self, token: int) -> None:
         """Replace the future token, if there is one, by the token that the leader knows."""
-        if self._flight is not None:
+        if self._in_flight:
             self._buffer[self._end - 1] = token
-            self._flight = None
+            self._in_flight = False
 
     def _refuse_future(self, call: str) -> NoReturn:
         raise InvalidRequestError(
@@ -384,22 +427,25 @@ class TextContext:
         self._buffer = grown
 
 
-def chunk_end(context: Context, start: int) -> int:
-    """The end of the chunk that runs from `start`. If a hit covers the whole chunk, the next one is as long."""
-    active = context.active_idx
-    return active if start < active else min(context.end_idx, start + context.active_length)
+def chunk_end(indices: ContextIndices, start: int) -> int:
+    """The end of the chunk that runs from `start`. If a hit covers the whole chunk, the next one is as long.
+
+    `indices`: those of the context, with its own start.
+    """
+    before, active, end = indices
+    return active if start < active else min(end, start + active - before)
 
 
 class ReadContext:
     """A snapshot of a caller's own context at the start of a call, so that the call cannot fail on it later.
 
-    `set_token_indices` reaches the caller's context. If that raises, its indices are set back. `refused` says whether
-    they are back where they were.
+    `run_from` reaches the caller's context. If that raises, its indices are set back. `refused` says whether they are
+    back where they were.
     """
 
     __slots__ = (
-        *("_began", "_carries_hasher", "_hasher", "active_idx", "cache_salt", "end_idx", "extra_keys", "own"),
-        *("refused", "request_id", "retention", "start_idx", "tokens"),
+        *("_began", "_carries_hasher", "_hasher", "active_idx", "end_idx", "hint", "named", "own", "refused"),
+        *("request_id", "start_idx", "tokens"),
     )
 
     def __init__(self, own: Context) -> None:
@@ -407,50 +453,51 @@ class ReadContext:
         self.request_id: RequestID = own.request_id
         self.start_idx, self.active_idx, self.end_idx = self._began = _indices_of(own)
         self.tokens: NDArray[np.integer[Any]] = own.tokens
-        self.cache_salt, self.extra_keys = salt_and_keys(own)
-        self.retention: object = getattr(own, "retention", None)
+        self.named = salt_and_keys(own)
+        hint: object = getattr(own, "retention", None)
+        self.hint = hint if isinstance(hint, Retention) else None  # an invalid hint must not refuse a call
         self._carries_hasher = hasattr(own, "prefix_hasher")
         self._hasher: object = getattr(own, "prefix_hasher", None)
         self.refused = False
 
     @property
-    def active_length(self) -> int:
-        return self.active_idx - self.start_idx
+    def indices(self) -> ContextIndices:
+        return self.start_idx, self.active_idx, self.end_idx
 
     @property
-    def current_length(self) -> int:
-        return self.end_idx
-
-    @property
-    def prefix_hasher(self) -> object:
-        if not self._carries_hasher:
-            raise AttributeError("prefix_hasher")
-        return self._hasher
+    def prefix_hasher(self) -> PrefixHasher | None:
+        """The hasher that the caller's context carries; None also if it cannot carry one."""
+        kept = self._hasher
+        return kept if self._carries_hasher and isinstance(kept, PrefixHasher) else None
 
     @prefix_hasher.setter
     def prefix_hasher(self, hasher: PrefixHasher) -> None:
-        try:
-            self.own.prefix_hasher = hasher  # pyright: ignore[reportAttributeAccessIssue] - an optional attribute
-        except Exception:  # noqa: BLE001 - the caller's code: if it cannot carry the hasher, the manager keeps it
-            self._carries_hasher = False
+        if self._carries_hasher:
+            try:
+                self.own.prefix_hasher = hasher  # pyright: ignore[reportAttributeAccessIssue] - an optional attribute
+            except Exception:  # noqa: BLE001 - the caller's code: if it cannot carry the hasher, the manager keeps it
+                self._carries_hasher = False
         self._hasher = hasher
 
-    def update(self, token: int) -> None:
-        self.own.update(token)
-
-    def set_token_indices(
-        self, start_idx: int | None = None, active_idx: int | None = None, end_idx: int | None = None
-    ) -> None:
-        named = {"start_idx": start_idx, "active_idx": active_idx, "end_idx": end_idx}
+    def run_from(self, start: int, active: int) -> None:
+        """Set `start_idx` and `active_idx`. Raises `InvalidRequestError` if the start is another afterwards."""
         own = self.own
         try:
-            own.set_token_indices(**{name: value for name, value in named.items() if value is not None})
+            own.set_token_indices(start_idx=start, active_idx=active)
             self.start_idx, self.active_idx, self.end_idx = _indices_of(own)
         except Exception:
             if _indices_of(own) != self._began:
                 own.set_token_indices(start_idx=self._began[0], active_idx=self._began[1])
             self.refused = _indices_of(own) == self._began
             raise
+        if self.start_idx != start:
+            raise InvalidRequestError(
+                f"request {self.request_id!r}: set_token_indices({start}) left start_idx at {self.start_idx}"
+            )
+
+
+SafeContext = TextContext | ReadContext
+"""A context that a call may read while it changes state: reading it cannot raise."""
 
 
 def computed_of(context: Context) -> int:
@@ -458,23 +505,13 @@ def computed_of(context: Context) -> int:
     return getattr(context, "computed_idx", context.start_idx)
 
 
-def read_context(context: Context) -> "TextContext | ReadContext":
-    """A view of a context that a call may read while it changes state: reading it cannot raise."""
+def read_context(context: Context) -> SafeContext:
+    """The context itself, or a snapshot of a caller's own."""
     return context if type(context) is TextContext else ReadContext(context)
 
 
-def _indices_of(context: Context) -> tuple[int, int, int]:
+def _indices_of(context: Context) -> ContextIndices:
     return context.start_idx, context.active_idx, context.end_idx
-
-
-class Leader(Protocol):
-    """A `Batch`: moves many contexts at once, and lets each catch up when it is read.
-
-    `end`: the number of tokens that the context at `place` has at present.
-    """
-
-    def catch_up(self, place: int, end: int) -> None: ...
-    def lose(self, place: int, end: int) -> None: ...
 
 
 def checked_tokens(request_id: str, tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
@@ -531,40 +568,27 @@ def checked_keys(request_id: str, keys: object) -> ExtraKeys:
     return tuple(found)
 
 
-HasherOfRow = Callable[[int, Context], PrefixHasher]
+HasherOfRow = Callable[[int, SafeContext], PrefixHasher]
 """Maps row and context to the hasher of the request."""
 
 
 def salt_and_keys(context: Context) -> tuple[str | None, ExtraKeys]:
     """The salt and extra keys that the context's pages depend on. Raises `InvalidRequestError` if they are invalid."""
-    if isinstance(context, TextContext):
-        return context.named
     name, keys = context.request_id, getattr(context, "extra_keys", None)
     return checked_salt(name, getattr(context, "cache_salt", None)), checked_keys(name, () if keys is None else keys)
 
 
-def hasher_of(
-    context: Context, algorithm: HashAlgorithm, page_size: int, named: tuple[str | None, ExtraKeys] | None = None
-) -> PrefixHasher:
-    """The hasher that the context carries, if it fits, else a new one, stored in the context if that has the attribute.
-
-    `named`: salt and keys, if the caller has them.
-    """
-    salt, keys = named or (context.named if type(context) is TextContext else salt_and_keys(context))
-    kept: object = getattr(context, "prefix_hasher", None)
-    if isinstance(kept, PrefixHasher):
-        wanted = (algorithm, page_size, salt, keys)
-        if (kept.algorithm, kept.page_size, kept.salt, kept.extra_keys) == wanted:
-            return kept
-    made = PrefixHasher(algorithm, page_size, salt, keys)
-    if hasattr(context, "prefix_hasher"):
-        context.prefix_hasher = made  # pyright: ignore[reportAttributeAccessIssue] - an optional attribute
-    return made
+def hasher_of(context: SafeContext, algorithm: HashAlgorithm, page_size: int) -> PrefixHasher:
+    """The hasher that the context carries, if it fits, else a new one, which the context then carries if it can."""
+    kept = context.prefix_hasher
+    if kept is None or not kept.fits(algorithm, page_size, context.named):
+        kept = context.prefix_hasher = PrefixHasher(algorithm, page_size, *context.named)
+    return kept
 
 
 def check_context(context: object, call: str) -> None:
     """Raise `InvalidRequestError` unless `context` has the members of a `Context`, with ordered indices."""
-    if isinstance(context, TextContext):
+    if type(context) is TextContext:
         return
     check_request_id(getattr(context, "request_id", None), f"{call} of {shown(context)}")
     names = ("start_idx", "active_idx", "end_idx", "active_length", "current_length")

@@ -75,23 +75,29 @@ class PrefixHasher:
         self.salt = salt
         self.extra_keys = extra_keys
         self.width = DIGEST_BYTES[algorithm]
-        # The running hash after all pages in `known`. It is None while pages are hashed; if it stays None, that was
-        # interrupted, and the hash is begun anew.
-        self.running: Any = None
-        self.known = bytearray()  # the digests, one after another
-        # The extra keys of later pages as `(page, bytes to hash)`, the next one last. -1 is no token: it marks a key
-        # in the place of a token, and the length says where the key ends.
-        self.keys_left: list[tuple[int, bytes]] = []
-        self.begin()
+        self._begin()
         # By index: its generation, the first and last page, and the result of the lookup (see `Replica.find`).
         self.matches: dict[object, tuple[int, int, int, Any]] = {}
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Start over, with no page hashed."""
         running = _seeded(self.algorithm, self.page_size, self.salt).copy()
+        # The extra keys of later pages as `(page, bytes to hash)`, the next one last. -1 is no token: it marks a key
+        # in the place of a token, and the length says where the key ends.
         self.keys_left = self._keys_to_come() if self.extra_keys else []
-        self.known = _known(running, b"")
-        self.running = running
+        self.known = _known(running, b"")  # the digests, one after another
+        # The running hash after all pages in `known`. It is None while pages are hashed.
+        self.running: Any = running
+
+    def begin_if_interrupted(self) -> None:
+        """Start over if hashing was interrupted, which has left `running` at None."""
+        if self.running is None:
+            self._begin()
+
+    def fits(self, algorithm: HashAlgorithm, page_size: int, named: tuple[str | None, ExtraKeys]) -> bool:
+        """Whether it makes the digests of this algorithm, page size, and salt and keys."""
+        made_for = (self.algorithm, self.page_size, self.salt, self.extra_keys)
+        return made_for == (algorithm, page_size, *named)
 
     @property
     def num_tokens(self) -> int:
@@ -105,8 +111,7 @@ class PrefixHasher:
         ]
 
     def copy(self) -> "PrefixHasher":
-        if self.running is None:
-            self.begin()
+        self.begin_if_interrupted()
         twin = copy(self)
         twin.running = twin.running.copy()
         twin.known = _known(twin.running, self.known)
@@ -116,19 +121,16 @@ class PrefixHasher:
     def digests(self, tokens: NDArray[np.integer[Any]], first: int, last: int) -> NDArray[np.uint64]:
         """Digests of pages `first` to `last` (excluded) of all known `tokens`: uint64 `[pages, DIGEST_BYTES / 8]`."""
         width = self.width
-        known = len(self.known) // width
-        if known < last:
-            if self.running is None:
-                self.begin()
-                known = 0
-            self._extend(tokens, known, last)
+        if len(self.known) < last * width:
+            self._extend(tokens, last)
         wanted = bytes(self.known[first * width : last * width])
         return np.ndarray((last - first, width // 8), _WORD, wanted)
 
-    def _extend(self, tokens: NDArray[np.integer[Any]], page: int, last: int) -> None:
-        """Hash the pages from `page`, the first unknown one, to `last`, given all known `tokens`."""
-        size, keys, running = self.page_size, self.keys_left, self.running
-        self.running = None
+    def _extend(self, tokens: NDArray[np.integer[Any]], last: int) -> None:
+        """Hash the pages from the first unknown one to `last`, given all known `tokens`."""
+        self.begin_if_interrupted()
+        running, self.running = self.running, None
+        size, keys, page = self.page_size, self.keys_left, len(self.known) // self.width
         while page < last:
             while keys and keys[-1][0] == page:
                 running.update(keys.pop()[1])
@@ -142,10 +144,9 @@ class PrefixHasher:
         size = self.page_size
         if type(running) is _Chain:
             at_once = max(1, _AT_ONCE // (size + 16)) * size
-            while len(tokens) > at_once:
-                running.extend(np.ascontiguousarray(tokens[:at_once], _TOKEN), size * _TOKEN.itemsize)
-                tokens = tokens[at_once:]
-            running.extend(np.ascontiguousarray(tokens, _TOKEN), size * _TOKEN.itemsize)
+            for first in range(0, len(tokens), at_once):
+                part = np.ascontiguousarray(tokens[first : first + at_once], _TOKEN)
+                running.extend(part, size * _TOKEN.itemsize)
             return
         digest = running.digest
         # Only these two calls a page: a prompt has thousands of pages.
@@ -199,8 +200,7 @@ def next_digests(
     `pages` is `[requests, page_size]`; the result is uint64 `[requests, words]`. `slow(i)` must return the digest if
     earlier pages of request i are not hashed yet, or if it has an extra key to come.
     """
-    if hashers[0].running is None:
-        hashers[0].begin()
+    hashers[0].begin_if_interrupted()
     if type(hashers[0].running) is _Chain:
         return _next_in_c(hashers, firsts, np.ascontiguousarray(pages, _TOKEN), slow)
     found: list[bytes] = []
@@ -234,7 +234,7 @@ def _next_in_c(
             return np.frombuffer(digests, np.uint64).reshape(len(hashers), -1)
     found: list[bytes] = []
     for at, hasher in enumerate(hashers):
-        slowly = hasher.keys_left or hasher.running is None
-        digest = None if slowly else _Chain.extend_each([hasher.running], [firsts[at]], pages[at])
+        hasher.begin_if_interrupted()
+        digest = None if hasher.keys_left else _Chain.extend_each([hasher.running], [firsts[at]], pages[at])
         found.append(slow(at) if digest is None else digest)
     return np.frombuffer(b"".join(found), np.uint64).reshape(len(found), -1)

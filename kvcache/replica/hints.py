@@ -12,10 +12,10 @@ from kvcache.pool.index import Digests
 from kvcache.pool.journal import PageReader
 from kvcache.pool.pages import PagePool
 from kvcache.pool.quotas import NoQuotas, TenantQuotas
-from kvcache.replica.context import Context, HasherOfRow
+from kvcache.replica.context import HasherOfRow, SafeContext
 from kvcache.replica.rows import BlockRows, Ints, Pages
 from kvcache.replica.tables import RowTables
-from kvcache.retention import PageHints, Retention, page_hints
+from kvcache.retention import PageHints, page_hints
 
 
 class HintFollower(Protocol):
@@ -56,7 +56,7 @@ class ReplicaHints(PageReader):
         rows: BlockRows,
         tables: RowTables,
         hasher_of: HasherOfRow,
-        digests_of: Callable[[int, Context], Digests],
+        digests_of: Callable[[int, SafeContext], Digests],
         salt_of: Callable[[int], str | None],
         params: KVCacheParams,
     ) -> None:
@@ -76,6 +76,7 @@ class ReplicaHints(PageReader):
         self._expected: dict[int, tuple[int, int, int]] = {}
         # The pages that plain LRU, and hints at their largest share, would hold; they exist from the first hint on.
         self._baselines: tuple[LruBaseline, HintedBaseline] | tuple[()] = ()
+        self.has_begun = False  # whether the baselines exist
         self._share = HintShare(pool.num_pages, params.max_hint_share)
         self._quotas = NoQuotas()
         if caching and (params.tenant_quota < 1.0 or params.tenant_quotas):
@@ -104,17 +105,19 @@ class ReplicaHints(PageReader):
         """The share of idle pages that follows the hints; 0.0 before the first hint."""
         return self._share.value if self._baselines else 0.0
 
-    def come(self, row: int, context: Context, found: int) -> None:
-        """The row's request asks for pages, of which `found` were published."""
-        if found:
-            self._found[row] += found
+    def come(self, row: int, context: SafeContext, found: int) -> None:
+        """The row's request asks for pages, of which `found` were published.
+
+        The call may be left out until `has_begun`, for a request without a hint.
+        """
+        self._found[row] += found
         if self._rows.prompt.item(row) >= 0:  # the request has asked before
             return
-        if not self._baselines and getattr(context, "retention", None) is not None:
+        if not self._baselines and context.hint:
             self._start()
         if self._baselines:
             plain, hinted = self._baselines
-            last = (context.current_length - 1) // self._rows.page_size
+            last = (context.end_idx - 1) // self._rows.page_size
             words = self._hasher_of(row, context).digests(context.tokens, 0, last)[:, 0]
             room = self._pool.num_pages - self._unfindable()
             hinted.widen(width := self._width())
@@ -163,13 +166,12 @@ class ReplicaHints(PageReader):
             self._begin_baselines()
             self._begin_with_what_is_there()
 
-    def leave(self, row: int, context: Context | None) -> None:
+    def leave(self, row: int, context: SafeContext | None) -> None:
         """The row is about to be released. `context` is None if it never got pages."""
         self._found[row], found = 0, self._found[row]
         if context is None:
             return
-        hint: object = getattr(context, "retention", None)
-        retention = hint if isinstance(hint, Retention) else None  # an invalid hint must not refuse a release
+        retention = context.hint
         if not self._baselines and retention is not None:
             self._start()
         if not (self._baselines or self._quotas.limited or self._has_own):
@@ -191,7 +193,7 @@ class ReplicaHints(PageReader):
         for follower in self._followers if len(digests) and not self._has_own else ():
             follower.leave(row, digests, hints, of_ranges, self.share)
 
-    def _learn(self, row: int, context: Context, words: Words, hints: PageHints | None, found: int) -> None:
+    def _learn(self, row: int, context: SafeContext, words: Words, hints: PageHints | None, found: int) -> None:
         """Update the baselines: the row leaves pages of these digests with `hints`; the first `found` were hits."""
         if not self._baselines:
             return
@@ -212,7 +214,7 @@ class ReplicaHints(PageReader):
         self._share.learn(gained * scale, promised * scale, looked)
         self._pool.idle.trust(self._share.value)
 
-    def _forget_given_up(self, row: int, context: Context, computed: int) -> None:
+    def _forget_given_up(self, row: int, context: SafeContext, computed: int) -> None:
         """Forget pages of a prompt that was given up half computed: the baselines have them, but the pool does not."""
         last = (int(self._rows.prompt[row]) - 1) // self._rows.page_size
         if computed < last:
@@ -243,7 +245,7 @@ class ReplicaHints(PageReader):
         self._begin_with_what_is_there()
 
     def _begin_baselines(self) -> None:
-        plain = LruBaseline(self._pool.num_pages)
+        self.has_begun, plain = True, LruBaseline(self._pool.num_pages)
         self._baselines = plain, HintedBaseline(self._pool.num_pages, plain.rate, plain.mask, self._most_hinted)
 
     def _begin_with_what_is_there(self) -> None:

@@ -19,7 +19,7 @@ from kvcache.errors import BlockTableMismatchError, InvalidRequestError
 from kvcache.params import HashAlgorithm, usable_hashes
 from kvcache.pool.index import Digests
 from kvcache.replica.block_table import BlockTable, ImportPart, PageCopy, PendingImport
-from kvcache.replica.context import Context, hasher_of, salt_and_keys
+from kvcache.replica.context import SafeContext, hasher_of
 from kvcache.replica.copier import ImportProof
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher, token_bytes
 from kvcache.replica.replica import Replica
@@ -31,7 +31,7 @@ def export_table(
     replica: Replica,
     replica_idx: int,
     row: int,
-    context: Context | None,
+    context: SafeContext | None,
     fingerprint: str,
     *,
     full_pages: bool,
@@ -73,7 +73,7 @@ def export_table(
 
 
 def check_table(
-    replica: Replica, context: Context, table: BlockTable, hasher: PrefixHasher | None = None, *, last: bool
+    replica: Replica, context: SafeContext, table: BlockTable, hasher: PrefixHasher | None = None, *, last: bool
 ) -> PrefixHasher | None:
     """Raise `BlockTableMismatchError` unless the table holds a proper prefix of the context's tokens.
 
@@ -108,7 +108,7 @@ def check_table(
 
 
 def check_others(
-    replica: Replica, context: Context, table: BlockTable, others: Sequence[BlockTable], *, partial: bool
+    replica: Replica, context: SafeContext, table: BlockTable, others: Sequence[BlockTable], *, partial: bool
 ) -> None:
     """Raise `BlockTableMismatchError` unless the further tables hold a prefix of the context too, in equal pages."""
     hasher: PrefixHasher | None = None
@@ -130,7 +130,7 @@ def _has_types(table: BlockTable) -> bool:
     return all(type(pages) is tuple and {*map(type, pages)} <= {int} for pages in table.groups)
 
 
-def _check_pages(replica: Replica, context: Context, table: BlockTable) -> None:
+def _check_pages(replica: Replica, context: SafeContext, table: BlockTable) -> None:
     """Raise unless the table names the pages of our groups of layers: all for its tokens, or fewer of a window."""
     kinds, named = replica.tables.kinds, replica.tables.kinds_named
     beside = table.groups[len(kinds) :]
@@ -161,12 +161,12 @@ def _check_pages(replica: Replica, context: Context, table: BlockTable) -> None:
         raise _mismatch(context, f"names page {bad}" if bad is not None else "names a page twice")
 
 
-def _mismatch(context: Context, reason: str) -> BlockTableMismatchError:
+def _mismatch(context: SafeContext, reason: str) -> BlockTableMismatchError:
     return BlockTableMismatchError(f"request {context.request_id!r}: the block table {reason}")
 
 
 def _check_digests(
-    replica: Replica, context: Context, table: BlockTable, hasher: PrefixHasher | None
+    replica: Replica, context: SafeContext, table: BlockTable, hasher: PrefixHasher | None
 ) -> PrefixHasher | None:
     """Raise unless the digests are those of the context's own tokens, so that the pages hold this prompt.
 
@@ -190,7 +190,7 @@ def _check_digests(
     if (algorithm, table.page_size) == (replica.hash_algorithm, replica.page_size):
         hasher = hasher_of(context, algorithm, replica.page_size)
     elif hasher is None or (hasher.algorithm, hasher.page_size) != (algorithm, table.page_size):
-        hasher = PrefixHasher(algorithm, table.page_size, *salt_and_keys(context))
+        hasher = PrefixHasher(algorithm, table.page_size, *context.named)
     own = hasher.digests(context.tokens, first, last)
     if own.tobytes() == table.digests:
         return hasher
@@ -201,7 +201,7 @@ def _check_digests(
     return hasher
 
 
-def _refuse_hole(replica: Replica, row: int, context: Context, table: BlockTable) -> None:
+def _refuse_hole(replica: Replica, row: int, context: SafeContext, table: BlockTable) -> None:
     """Raise if pages that the table leaves out are not here: pages after a hole are no prefix."""
     here = replica.find(context, row).end * replica.page_size
     if here < table.first_page * table.page_size:
@@ -213,7 +213,7 @@ def begin_import(
     replica: Replica,
     replica_idx: int,
     row: int,
-    context: Context,
+    context: SafeContext,
     table: BlockTable,
     num_steps: int,
     *,
@@ -234,7 +234,7 @@ def begin_import(
         _refuse_hole(replica, row, context, table)
     size, end = replica.page_size, -(-(context.end_idx if partial else table.num_tokens) // replica.page_size)
     plan = _plan(replica, row, context, table, num_steps, partial=partial)
-    if replica.act(row, context, replica.refuse_renamed(row, context), plan) is None:
+    if replica.act(row, context, context.indices, plan) is None:
         return None
     firsts = [min(found, end) for found in replica.tables.by_table(plan.ends_found)]
     tables = zip(replica.tables.kinds, firsts, replica.rows.table[:, row], strict=True)
@@ -256,25 +256,24 @@ def begin_import(
 
 
 def _plan(
-    replica: Replica, row: int, context: Context, table: BlockTable, num_steps: int, *, partial: bool
+    replica: Replica, row: int, context: SafeContext, table: BlockTable, num_steps: int, *, partial: bool
 ) -> Reservation:
     """Plan the reservation of an import: each table's own hits, and pages for the tokens that it sees after them."""
     tables, size = replica.tables, replica.page_size
     num_tokens = context.end_idx if partial else table.num_tokens
     length = replica.length_of(context, num_steps, num_tokens)
-    here, reached = replica.look_up(row, context, 0)
+    here = replica.look_up(row, context, 0)
 
     def digests_of(last: int) -> Digests:
         return replica.hasher(row, context).digests(context.tokens, 0, last)
 
-    plan = tables.plan_import(row, context, length, num_tokens, here, digests_of, replica.tier.slots)
-    plan = replica.planned(row, context, plan, reached)
+    plan = tables.plan_import(row, context.indices, length, num_tokens, here, digests_of, replica.tier.slots)
     if tables.in_chunks and not partial:
         _check_reach(context, table, tables.kinds, [at * size for at in tables.by_table(plan.ends_found)])
     return plan
 
 
-def _check_reach(context: Context, table: BlockTable, kinds: Sequence[str], firsts: Sequence[int]) -> None:
+def _check_reach(context: SafeContext, table: BlockTable, kinds: Sequence[str], firsts: Sequence[int]) -> None:
     """Raise unless the pages named for each window hold all tokens from the first one to copy."""
     wanted = -(-table.num_tokens // table.page_size)
     for kind, pages, first in zip(kinds, table.groups[: len(kinds)], firsts, strict=True):
@@ -286,7 +285,7 @@ def _check_reach(context: Context, table: BlockTable, kinds: Sequence[str], firs
 
 
 def extend_import(
-    replica: Replica, row: int, context: Context, pending: PendingImport, table: BlockTable, *, last: bool
+    replica: Replica, row: int, context: SafeContext, pending: PendingImport, table: BlockTable, *, last: bool
 ) -> PageCopy:
     """Accept a table that covers more tokens than the last one. Returns the additional pages to copy."""
     _check_open(replica, row, context, pending, "extend_import")
@@ -318,7 +317,7 @@ def extend_import(
     return parts[0].copy_from(before, pending.page_size, pending.src_page_size)
 
 
-def _named(context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> list[Pages]:
+def _named(context: SafeContext, pending: PendingImport, table: BlockTable, *, last: bool) -> list[Pages]:
     """The other manager's pages to copy by now. Raises if they differ from those that its earlier tables named."""
     named = pending.named(table, last=last) if pending.src_replica_idx == table.replica_idx else None
     if named is None:
@@ -347,7 +346,7 @@ def own_import(replicas: Sequence[Replica], pending: PendingImport, call: str, *
     return owner
 
 
-def _check_open(replica: Replica, row: int, context: Context, pending: PendingImport, call: str) -> None:
+def _check_open(replica: Replica, row: int, context: SafeContext, pending: PendingImport, call: str) -> None:
     own_import([replica], pending, call, is_open=True)
     if replica.imports.of_row.get(row) is not pending:
         raise InvalidRequestError(f"request {context.request_id!r}: {call}: this import belongs to another request")
@@ -373,7 +372,7 @@ def _check_proof(replica: Replica, pending: PendingImport, proof: ImportProof | 
 
 
 def finish_import(
-    replica: Replica, row: int, context: Context, pending: PendingImport, proof: ImportProof | None
+    replica: Replica, row: int, context: SafeContext, pending: PendingImport, proof: ImportProof | None
 ) -> None:
     """End an import whose bytes have all arrived: its tokens count as cached, and its full pages are published."""
     _check_open(replica, row, context, pending, "commit_import")
@@ -382,7 +381,7 @@ def finish_import(
     if context.start_idx > there:
         raise replica.counter.ahead(row, context.start_idx, there)
     cached = max(pending.num_tokens, context.start_idx)
-    context.set_token_indices(start_idx=cached, active_idx=context.end_idx)
+    context.run_from(cached, context.end_idx)
     replica.imports.commit(pending)
     replica.counter.ran_elsewhere(row, cached)
     if replica.log is None and not replica.tier.keeps:
@@ -403,7 +402,7 @@ def finish_import(
         replica.log.end_call()
 
 
-def _publish_plain(replica: Replica, row: int, context: Context, cached: int) -> None:
+def _publish_plain(replica: Replica, row: int, context: SafeContext, cached: int) -> None:
     """As `publish`, if only the row records the pages. It avoids arrays of one item, and takes half the time.
 
     Leases know no page of the row yet, because no block table is exported while its import is pending.

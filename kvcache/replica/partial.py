@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.replica.context import Context
+from kvcache.replica.context import SafeContext
 from kvcache.replica.replica import Replica
 from kvcache.replica.rows import Pages
 
@@ -32,7 +32,7 @@ class PartialReuse:
         self._siblings: dict[bytes, dict[int, tuple[bytes, NDArray[np.int32]]]] = {}  # prefix → page → digest, tokens
         self._prefix_of: dict[int, bytes] = {}
 
-    def learn(self, row: int, context: Context, first: int, last: int) -> None:
+    def learn(self, row: int, context: SafeContext, first: int, last: int) -> None:
         """Pages `first` to `last` of the row were published."""
         size, index = self._replica.page_size, self._replica.pool.index
         for at in range(first, last):
@@ -52,7 +52,7 @@ class PartialReuse:
         self._siblings.clear()
         self._prefix_of.clear()
 
-    def find(self, row: int, context: Context) -> tuple[Pages, Pages, int] | None:
+    def find(self, row: int, context: SafeContext) -> tuple[Pages, Pages, int] | None:
         """The pages that the reserved row can copy: sources and its own, one a table, and the tokens cached then."""
         size, rows, start = self._replica.page_size, self._replica.rows, context.start_idx
         at = start // size
@@ -61,7 +61,7 @@ class PartialReuse:
         own, pool, tables = rows.table[:, row, at].copy(), self._replica.pool, self._replica.tables
         # The last token has to run; with chunks the last of the chunk, as windows have no pages for more. A shared or
         # published page of the row must not be overwritten.
-        last = (context.active_idx if tables.in_chunks else context.current_length) - 1
+        last = (context.active_idx if tables.in_chunks else context.end_idx) - 1
         wanted = np.asarray(context.tokens[at * size : min((at + 1) * size, last)])
         if len(wanted) < self._min_tokens or (pool.holders[own] != 1).any() or pool.index.published[own].any():
             return None
@@ -73,11 +73,11 @@ class PartialReuse:
                 best, length = pages[:, 0], same
         return None if best is None else (best, own, at * size + length)
 
-    def _prefix(self, row: int, context: Context, at: int) -> bytes:
+    def _prefix(self, row: int, context: SafeContext, at: int) -> bytes:
         """A name for what page `at` continues: the digest of the page before, or the salt. Empty if unknown."""
         if at:
             return self._replica.published_digests(row, context, at - 1, at).tobytes()
-        salt: str | None = getattr(context, "cache_salt", None)
+        salt, _ = context.named
         return b"-" if salt is None else b"=" + salt.encode()
 
 
@@ -86,7 +86,6 @@ def _common(tokens: NDArray[np.int32], wanted: NDArray[np.integer[Any]]) -> int:
     return int(differ[0]) if differ.size else len(wanted)
 
 
-def _has_key(context: Context, page: int, page_size: int) -> bool:
+def _has_key(context: SafeContext, page: int, page_size: int) -> bool:
     """Whether the KV of this page depends on an extra key in it, so that equal tokens do not suffice."""
-    keys: tuple[tuple[int, bytes], ...] = getattr(context, "extra_keys", ())
-    return any(position // page_size == page for position, _ in keys)
+    return any(position // page_size == page for position, _ in context.named[1])

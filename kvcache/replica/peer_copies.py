@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcache.pool.index import NO_PAGE, Digests
-from kvcache.replica.context import Context
+from kvcache.replica.context import SafeContext
 from kvcache.replica.devices import PlacedReplica
 from kvcache.replica.replica import Replica
 from kvcache.replica.resume import Asked, FromBelow
@@ -28,7 +28,7 @@ class PeerCopies:
         self._placed = placed
         self.pages = self.states = 0
 
-    def bring(self, replica_idx: int, row: int, context: Context, num_steps: int) -> None:
+    def bring(self, replica_idx: int, row: int, context: SafeContext, num_steps: int) -> None:
         """Copy what the row's new request will look up, if other replicas have more of it. Reserves nothing.
 
         Copies only if the request then fits, because a refused request must leave everything as it was. Raises as
@@ -36,7 +36,7 @@ class PeerCopies:
         """
         place = self._placed[replica_idx]
         mine, others = place.replica, [other for other in self._placed if other is not place]
-        last = (context.current_length - 1) // mine.page_size
+        last = (context.end_idx - 1) // mine.page_size
         if not mine.caching or not last:
             return
         mine.length_of(context, num_steps, 0)
@@ -58,7 +58,7 @@ class PeerCopies:
         self,
         place: PlacedReplica,
         others: Sequence[PlacedReplica],
-        context: Context,
+        context: SafeContext,
         num_steps: int,
         wanted: FromBelow,
         after: Digests,
@@ -128,12 +128,12 @@ def _wanted(mine: Replica, others: Sequence[PlacedReplica], digests: Digests, en
     return wanted._replace(lacking=copied)
 
 
-def _fits(replica: Replica, context: Context, num_steps: int, wanted: FromBelow, beside: int = 0) -> bool:
+def _fits(replica: Replica, context: SafeContext, num_steps: int, wanted: FromBelow, beside: int = 0) -> bool:
     """Whether a request without pages could be reserved if the `wanted` pages were on the device.
 
     `beside`: pages that are taken before that.
     """
     start, pool = wanted.pages * replica.page_size, replica.pool
-    needed = replica.tables.least(context, context.current_length + num_steps - 1, start) - len(wanted.here)
+    needed = replica.tables.least(context.indices, context.end_idx + num_steps - 1, start) - len(wanted.here)
     needed = max(needed, len(wanted.digests) + beside)
     return needed + pool.would_be_taken(wanted.here) <= pool.free_count

@@ -19,7 +19,7 @@ from kvcache.params import HashAlgorithm, KVCacheParams
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
 from kvcache.replica.block_table import PendingImport
-from kvcache.replica.context import Context, chunk_end, hasher_of, salt_and_keys
+from kvcache.replica.context import ContextIndices, SafeContext, chunk_end
 from kvcache.replica.copier import ImportBook
 from kvcache.replica.hashing import ExtraKeys, PrefixHasher
 from kvcache.replica.hints import ReplicaHints
@@ -67,8 +67,10 @@ class Replica:
         one = tables.kinds == ("full",)
         self.imports = ImportBook(self.pool, rows, self.mark, shares_ahead=not one)
         self.leases = PageLeases(self.pool, rows)
-        self._hashers: dict[int, PrefixHasher] = {}  # by row: hashers of contexts that cannot carry them
-        self._named: dict[int, tuple[str | None, ExtraKeys]] = {}  # by row: salt and keys of the request's pages
+        # By row: hashers of contexts that cannot carry them, and the salt and keys of the request's pages. There is
+        # never an entry for None, which stands for a request without a row.
+        self._hashers: dict[int | None, PrefixHasher] = {}
+        self._named: dict[int | None, tuple[str | None, ExtraKeys]] = {}
         self.counter = PromptCounter(rows)
         self.tables = (OneTable if one else RowTables)(tables, pool, rows, self.leases, caching=self.caching)
         # A request of up to so many tokens fits in any case, so that its pages need not be counted.
@@ -122,108 +124,133 @@ class Replica:
         """Bind a row to the request and return it. `check_free` must have found room."""
         return self.rows.claim(request_id)
 
-    def reserve(self, row: int, context: Context, num_steps: int) -> int | None:
+    def reserve(self, row: int, context: SafeContext, num_steps: int) -> int | None:
         """Give the row pages for all known tokens and `num_steps` steps. Cached pages are used if they match.
 
         Returns the number of newly allocated pages, or None, with nothing changed, if there are too few.
         """
-        have = self.rows.num_pages.item(row)
-        start = context.start_idx if have else 0
-        length = context.current_length + num_steps - 1
+        rows, size = self.rows, self.page_size
+        have = rows.num_pages.item(row)
+        start, active, known = indices = context.indices
+        length, decodes = known + num_steps - 1, active - start == 1
+        if not have:
+            start = 0
         if length > self._always_fits:
             self.refuse_long(context, length, start)
-        decodes = context.active_length == 1
-        if decodes:
-            if have and -(-length // self.page_size) == have + 1 and self.tables.is_plain:  # it needs one more page
-                if start > self.rows.capacity.item(row):  # also true in the pages of an import, whose capacity is -1
+        if have and decodes:
+            if -(-length // size) == have + 1 and self.tables.is_plain:  # it needs one more page
+                if start > rows.capacity.item(row):  # also true in the pages of an import, whose capacity is -1
                     self.refuse_pending(row, "maybe_reserve")
-                    self.refuse_ahead(row, context)
+                    self.refuse_ahead(row, start)
                 if not self.pool.free_count:
                     return None
-                self.counter.admit(row, context.end_idx)
-                self.rows.table[0, row, have] = self.pool.allocate_one()
-                self.rows.grow(row, have + 1)
+                rows.table[0, row, have] = self.pool.allocate_one()
+                rows.grow(row, have + 1)
                 return 1
-            if length <= self.rows.capacity[row]:
+            if length <= rows.capacity.item(row):
                 return 0  # the row's last page has room; `fetch` and `step` check the context
         self.refuse_pending(row, "maybe_reserve")
-        named = self.refuse_renamed(row, context)
         if have:  # a row without pages has no leases and nothing computed
-            self.refuse_rewrite(row, context)
-            self.refuse_ahead(row, context)
-        # One active token after computed ones is a decode step: there is nothing to look up.
-        found = self.tables.nothing(self.rows.committed.item(row)) if have and decodes else None
-        return self.act(row, context, named, self._plan(row, context, length, start, found))
+            self.refuse_renamed(row, context)
+            self.refuse_rewrite(row, start)
+            self.refuse_ahead(row, start)
+            if decodes:  # one active token after computed ones: there is nothing to look up
+                found = self.tables.nothing(rows.committed.item(row))
+                return self.act(row, context, indices, self.tables.plan(row, indices, length, start, found))
+        return self.act(row, context, indices, self._plan(row, context, indices, length, start))
 
-    def act(self, row: int, context: Context, named: tuple[str | None, ExtraKeys], plan: Reservation) -> int | None:
-        """Carry out a reservation. Returns the number of new pages; None, and changes nothing, if too few are free."""
-        free = self.pool.free_count
+    def act(self, row: int, context: SafeContext, indices: ContextIndices, plan: Reservation) -> int | None:
+        """Carry out a reservation. Returns the number of new pages; None, and changes nothing, if too few are free.
+
+        `indices`: the context's.
+        """
+        free, (before, active, known) = self.pool.free_count, indices
         if plan.cost > free and not self.tables.fits(row, plan, free):
             return None
-        before = context.start_idx
-        if plan.start != before or plan.active != context.active_idx:
+        if plan.start != before or plan.active != active:
             # First, because a caller's own context may refuse. Nothing after this raises.
-            self.move(context, plan.start, plan.active)
-        if plan.cached:
-            before = before if self.rows.num_pages.item(row) else 0
-            self.counter.hit(row, context.end_idx, before, plan.start)
+            context.run_from(plan.start, plan.active)
+        if not self.rows.num_pages.item(row):
+            before = 0
         if plan.slots.size:  # first, as evictions below may need host slots
             self.tier.hold(plan.slots)
         found = plan.found[0].shape[-1] if self.tables.keeps_prefix else plan.committed - self.rows.committed.item(row)
         restored = self.take(row, plan)
         if plan.slots.size:
             self.tier.restore(row, restored, plan.slots)
-        self._named[row] = named
-        self.hints.come(row, context, found)
-        self.counter.admit(row, context.end_idx)
+        self._named[row] = context.named
+        if self.hints.has_begun or context.hint:
+            self.hints.come(row, context, found)
+        self.counter.admit(row, known)
+        if plan.cached:
+            self.counter.hit(row, before, plan.start)
         return plan.new
 
     def take(self, row: int, plan: Reservation) -> Pages:
         """Give the row the planned pages. Returns those for the content of the plan's slots."""
         return self.tables.take(row, plan)
 
-    def start_of(self, row: int, context: Context) -> int:
+    def start_of(self, row: int, context: SafeContext) -> int:
         """The token from which the request runs if no more cached pages are found.
 
         A row without pages has computed nothing, whatever its context says: the request may have been preempted.
         """
         return context.start_idx if self.rows.num_pages.item(row) else 0
 
-    def length_of(self, context: Context, num_steps: int, start: int) -> int:
+    def length_of(self, context: SafeContext, num_steps: int, start: int) -> int:
         """Known tokens plus those of `num_steps` steps, without the last one, whose KV no step stores.
 
         Raises if the pool can never hold them. `start`: the token from which the request runs.
         """
-        length = context.current_length + num_steps - 1
+        length = context.end_idx + num_steps - 1
         if length > self._always_fits:
             self.refuse_long(context, length, start)
         return length
 
-    def refuse_long(self, context: Context, length: int, start: int) -> None:
+    def refuse_long(self, context: SafeContext, length: int, start: int) -> None:
         """Raise if a request that runs from token `start` can never have so many tokens."""
         if length > self.max_seq_len:
-            steps = length + 1 - context.current_length
+            steps = length + 1 - context.end_idx
             raise SequenceTooLongError(
                 f"request {context.request_id!r}: needs {length} tokens (with {steps} steps), "
                 f"but max_seq_len is {self.max_seq_len}"
             )
-        needed = self.tables.least(context, length, start)
+        needed = self.tables.least(context.indices, length, start)
         if needed + self.pool.beside > self.pool.num_pages:
             raise PromptTooLongError(
                 f"request {context.request_id!r}: {length} tokens need {needed + self.pool.beside} pages, "
                 f"but the pool has {self.pool.num_pages} pages of {self.page_size} tokens"
             )
 
-    def find(self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
+    def find(self, context: SafeContext, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
         """The published pages with which a request can resume, after those that its row has published.
 
         The last known token is never covered, because it has to run to give the next one. `hasher`: the context's, if
         known.
         """
-        return self.up_to_state(self.published_run(context, row, hasher), row, context, hasher)
+        first = 0 if row is None else self.rows.committed.item(row)
+        last = (context.end_idx - 1) // self.page_size
+        if not self.caching or last <= first:
+            return self.tables.nothing(first)
+        hasher, index = hasher or self.hasher(row, context), self.pool.index
+        kept = hasher.matches.get(index)
+        if kept is not None and kept[:3] == (index.generation, first, last):
+            return kept[3]  # a waiting request is looked up again and again; the index has not changed since
+        found = self._run(first, hasher.digests(context.tokens, first, last))
+        hasher.matches[index] = (index.generation, first, last, found)
+        return found
 
-    def up_to_state(self, found: Found, row: int | None, context: Context, hasher: PrefixHasher | None = None) -> Found:  # noqa: ARG002
-        """The part of a published run with which the request resumes. `hasher`: the context's, if known."""
+    def look_up(self, row: int, context: SafeContext, start: int) -> Found:
+        """Find the pages, on the device and below it, with which the row's request can resume.
+
+        `start`: the token from which it runs so far. The pages come after the row's own columns.
+        """
+        found = self.find(context, row)
+        if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):  # else after `step`
+            last = (context.end_idx - 1) // self.page_size
+            if found.end < last:
+                below = self._with_below(row, context, max(found.first, start // self.page_size), last)
+                return below or self.find(context, row)  # again, as a state may have come to the host
         return found
 
     def ends(self, digests: Digests, request_id: RequestID | None = None, *, anywhere: bool = False) -> Asked:  # noqa: ARG002
@@ -232,19 +259,6 @@ class Replica:
         `anywhere`: also with a state that only the tiers below the host have, as far as is known.
         """
         return np.ones(len(digests), np.bool_)
-
-    def published_run(self, context: Context, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
-        """`find` without regard to states. With states, only the pages of the first table."""
-        first = 0 if row is None else self.rows.committed.item(row)
-        last = (context.current_length - 1) // self.page_size
-        if not self.caching or last <= first:
-            return self.tables.nothing(first)
-        hasher, index = hasher or self.hasher(row, context), self.pool.index
-        if (kept := hasher.matches.get(index)) is not None and kept[:3] == (index.generation, first, last):
-            return kept[3]  # a waiting request is looked up again and again; the index has not changed since
-        found = self._run(first, hasher.digests(context.tokens, first, last))
-        hasher.matches[index] = (index.generation, first, last, found)
-        return found
 
     def fetch_prefix(self, digests: Digests, first: int = 0, *, wait: bool) -> bool:
         """Bring the pages that the longest prefix of these digests needs to the host. Returns whether any are coming.
@@ -295,7 +309,7 @@ class Replica:
         """
         return False
 
-    def plan_fork(self, parent: int, child: Context, num_steps: int) -> int | None:
+    def plan_fork(self, parent: int, child: SafeContext, num_steps: int) -> int | None:
         """The columns of a request that shares the computed pages of row `parent`. Returns None if pages are too few.
 
         Changes nothing.
@@ -362,7 +376,7 @@ class Replica:
         """Keep another replica's copy here, too. Returns its page, held for the caller; None if no page is left."""
         return None
 
-    def begin_state_import(self, context: Context, pending: PendingImport) -> None:
+    def begin_state_import(self, context: SafeContext, pending: PendingImport) -> None:
         """Import also the state that the last group of a block table names."""
 
     def commit_state_import(self, request_id: RequestID, tokens: int) -> None:
@@ -434,19 +448,18 @@ class Replica:
         self._publish(rows, columns, digests, None)
         self.rows.commit(row, first + count)
 
-    def hasher(self, row: int | None, context: Context) -> PrefixHasher:
+    def hasher(self, row: int | None, context: SafeContext) -> PrefixHasher:
         """The hasher of the request: an attribute of its context, or kept here if the context cannot carry one."""
-        kept = None if row is None else self._hashers.get(row)
         # Before its first pages a request may get another salt or other keys; later `refuse_renamed` refuses that.
-        if kept is not None and (row in self._named or (kept.salt, kept.extra_keys) == salt_and_keys(context)):
-            return kept
-        named = None if row is None else self._named.get(row)
-        hasher = hasher_of(context, self.hash_algorithm, self.page_size, named)
-        if row is not None and getattr(context, "prefix_hasher", None) is not hasher:
-            self._hashers[row] = hasher
-        return hasher
+        named = self._named.get(row, context.named)
+        kept = context.prefix_hasher or self._hashers.get(row)
+        if kept is None or not kept.fits(self.hash_algorithm, self.page_size, named):
+            kept = context.prefix_hasher = PrefixHasher(self.hash_algorithm, self.page_size, *named)
+            if row is not None and context.prefix_hasher is not kept:
+                self._hashers[row] = kept
+        return kept
 
-    def published_digests(self, row: int, context: Context | None, first: int = 0, last: int = NEVER) -> Digests:
+    def published_digests(self, row: int, context: SafeContext | None, first: int = 0, last: int = NEVER) -> Digests:
         """The digests of tokens of the row's published columns `first` to `last`.
 
         If no table keeps all pages, they come from the context; the result is empty if that has fewer tokens by now.
@@ -454,7 +467,7 @@ class Replica:
         last = max(first, min(last, self.rows.committed.item(row)))
         if self.tables.keeps_prefix:
             return self.pool.index.digests_of(self.rows.pages(row)[first:last])
-        if context is None or not self.caching or context.current_length < last * self.page_size:
+        if context is None or not self.caching or context.end_idx < last * self.page_size:
             return self.pool.index.digests_of(_NO_PAGES)
         return self.hasher(row, context).digests(context.tokens, first, last)
 
@@ -462,7 +475,7 @@ class Replica:
         """The salt of the row's pages. Any thread may call this."""
         return self._named.get(row, (None, ()))[0]
 
-    def release(self, row: int, context: Context | None) -> None:
+    def release(self, row: int, context: SafeContext | None) -> None:
         """Free the row and its pages. `context`: the request's, None if it has no pages.
 
         Pages of a pending import stay with the transfer until it is closed, and leased pages with the lease.
@@ -487,19 +500,11 @@ class Replica:
         self.pool.forget_idle()
         self.hints.reset()
 
-    def move(self, context: Context, start: int, active: int) -> None:
-        """Make the context run from `start` to `active`. Raises if it refuses."""
-        context.set_token_indices(start_idx=start, active_idx=active)
-        if context.start_idx != start:
-            raise InvalidRequestError(
-                f"request {context.request_id!r}: set_token_indices({start}) left start_idx at {context.start_idx}"
-            )
-
-    def move_start(self, row: int, context: Context, start: int) -> None:
+    def move_start(self, row: int, context: SafeContext, start: int) -> None:
         """Move the context, whose row has pages, to run from `start`: the tokens before it need not run."""
-        before = context.start_idx
-        self.move(context, start, chunk_end(context, start))
-        self.counter.hit(row, context.end_idx, before, start)
+        indices = context.indices
+        context.run_from(start, chunk_end(indices, start))
+        self.counter.hit(row, indices[0], start)
 
     def mend(self, over: object) -> list[RequestID]:
         """After an interrupt, with the claims and rows mended: restore everything that follows from rows and leases.
@@ -570,9 +575,9 @@ class Replica:
 
     # ---- refusals
 
-    def refuse_renamed(self, row: int, context: Context) -> tuple[str | None, ExtraKeys]:
-        """The salt and keys of the context. Raises `InvalidRequestError` if the row's pages have others."""
-        found = salt_and_keys(context)
+    def refuse_renamed(self, row: int, context: SafeContext) -> None:
+        """Raise `InvalidRequestError` if the row's pages have another salt or other keys than the context."""
+        found = context.named
         named = self._named.get(row, found)
         if found is not named and found != named:
             field = "cache_salt" if found[0] != named[0] else "extra_keys"
@@ -580,19 +585,17 @@ class Replica:
                 f"request {self.rows.request_ids[row]!r}: its {field} changed while it holds pages: "
                 f"release it first, or change it back"
             )
-        return found
 
-    def refuse_rewrite(self, row: int, context: Context) -> None:
+    def refuse_rewrite(self, row: int, start: int) -> None:
         """Raise `InvalidRequestError` if the row would recompute tokens that a lease promises to its readers."""
         if row in self.leases.of_row:
-            self.leases.refuse_rewrite(np.array([row]), np.array([context.start_idx]))
+            self.leases.refuse_rewrite(np.array([row]), np.array([start]))
 
-    def refuse_ahead(self, row: int, context: Context) -> None:
-        """Raise `InvalidRequestError` if the context's start is after all tokens that the row can have computed.
+    def refuse_ahead(self, row: int, start: int) -> None:
+        """Raise `InvalidRequestError` if `start` is after all tokens that the row can have computed.
 
         In a prompt these are the tokens that were found, fetched or stepped; later, those for which it has pages.
         """
-        start = context.start_idx
         if start > self.rows.capacity.item(row) and self.rows.num_pages.item(row):
             raise self.counter.ahead(row, start, self.rows.capacity.item(row))
         self.counter.refuse_ahead(row, start)
@@ -633,44 +636,19 @@ class Replica:
 
     # ---- inside
 
-    def _plan(self, row: int, context: Context, length: int, start: int, found: Found | None) -> Reservation:
-        """The reservation that gives the row pages for `length` tokens. `start`: the token from which it runs so far.
+    def _plan(self, row: int, context: SafeContext, indices: ContextIndices, length: int, start: int) -> Reservation:
+        """The reservation that gives the row pages for `length` tokens, after a lookup.
 
-        `found`: the hit after the row's own columns; None: look it up.
+        `start`: the token from which it runs if no more pages are found.
         """
-        reached = 0  # columns whose pages are cached, whether or not there is a state after the last of them
-        if found is None:
-            found, reached = self.look_up(row, context, start)
-            if found.end * self.page_size > start:
-                start = found.end * self.page_size
-            elif found.end > found.first:  # the hit saves no token; `step` will find the duplicates
-                found = self.tables.nothing(found.first)
-        plan = self.tables.plan(row, context, length, start, found)
-        return self.planned(row, context, plan, reached)
+        found = self.look_up(row, context, start)
+        if found.end * self.page_size > start:
+            start = found.end * self.page_size
+        elif found.end > found.first:  # the hit saves no token; `step` will find the duplicates
+            found = self.tables.nothing(found.first)
+        return self.tables.plan(row, indices, length, start, found)
 
-    def planned(self, row: int, context: Context, plan: Reservation, reached: int) -> Reservation:  # noqa: ARG002
-        """The reservation plus the state from which the request resumes; its chunk ends where a state is to be kept.
-
-        `reached`: columns whose pages were found, whether or not there is a state after the last of them.
-        """
-        return plan
-
-    def look_up(self, row: int, context: Context, start: int) -> tuple[Found, int]:
-        """Find the pages, on the device and below it, with which the row's request can resume.
-
-        `start`: the token from which it runs so far. The pages come after the row's own columns. Also returns the
-        column up to which pages are cached, whether or not there is a state after the last of them.
-        """
-        run = self.published_run(context, row)
-        if self.tier.keeps and (self.tables.is_plain or not self.rows.num_pages.item(row)):  # else after `step`
-            last = (context.current_length - 1) // self.page_size
-            if self.up_to_state(run, row, context).end < last:
-                below = self._with_below(row, context, max(run.first, start // self.page_size), last)
-                if below is not None:
-                    return below
-        return self.up_to_state(run, row, context), run.end  # again, as a state may have come to the host
-
-    def _with_below(self, row: int, context: Context, first: int, last: int) -> tuple[Found, int] | None:
+    def _with_below(self, row: int, context: SafeContext, first: int, last: int) -> Found | None:
         """`look_up` for pages `first` to `last`. Returns None if the request needs none from below the device."""
         tables, tier, hasher = self.tables, self.tier, self.hasher(row, context)
         now = self.generation, first, last
@@ -682,7 +660,8 @@ class Replica:
         coming = self.fetch_prefix(digests, first, wait=self.rows.prompt.item(row) < 0)
         wanted = tables.from_below(digests, tier.host_has, self.ends(digests, self.rows.request_ids[row]), first)
         if wanted.lacking.any():
-            return Found(first, wanted.pages, wanted.found, tier.slots(wanted.every[wanted.lacking])), wanted.reach
+            slots = tier.slots(wanted.every[wanted.lacking])
+            return Found(first, wanted.pages, wanted.found, wanted.reach, slots)
         if not coming:
             hasher.matches[tier] = *now, None
         return None

@@ -35,12 +35,14 @@ class Found(NamedTuple):
         end: the column after the last of them.
         pages: by group of tables, `[tables, pages]` (`[pages]` for one table without `slots`): the columns before `end`
             that are seen from there and are not the row's own.
+        reached: the column up to which pages are cached, whether or not there is a recurrent state after the last one.
         slots: host slots of the pages that `pages` lacks, one table after the other.
     """
 
     first: int
     end: int
     pages: tuple[Pages, ...]
+    reached: int
     slots: Slots = NO_SLOTS
 
     @property
@@ -85,6 +87,7 @@ class Reservation(NamedTuple):
         start: the token from which the request runs; its context is set to it.
         active: the token at which its chunk ends; likewise.
         cached: the token up to which pages were found; 0 if none were found that the request did not have.
+        reached: as in `Found`.
         slots: host slots of the pages that `found` lacks, one table after the other.
         state: the digest, `[1, words]`, of the page after whose cached recurrent state the request resumes; empty if it
             keeps its own state, or has none.
@@ -102,6 +105,7 @@ class Reservation(NamedTuple):
     start: int
     active: int
     cached: int = 0
+    reached: int = 0
     slots: Slots = NO_SLOTS
     state: Digests = NO_STATE
     stops: tuple[int, ...] = ()

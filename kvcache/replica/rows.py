@@ -199,16 +199,16 @@ class PromptCounter:
         return bool(self.open)
 
     def admit(self, row: int, known: int) -> None:
-        """The `known` tokens of a request when it is first reserved are its prompt."""
+        """Record that the `known` tokens of a request that is reserved for the first time are its prompt."""
         if self._rows.prompt.item(row) < 0:
             self._rows.prompt[row] = known
             self.open.add(row)
 
-    def hit(self, row: int, known: int, start: int, cached: int) -> None:
-        """Count the tokens `start` to `cached` of a request with `known` tokens, which need not run."""
+    def hit(self, row: int, start: int, cached: int) -> None:
+        """Count the tokens `start` to `cached` of an admitted request, which need not run."""
         rows = self._rows
-        prompt, counted = rows.prompt.item(row), rows.counted.item(row)
-        self.found += max(0, min(cached, known if prompt < 0 else prompt) - max(start, counted))
+        counted = rows.counted.item(row)
+        self.found += max(0, min(cached, rows.prompt.item(row)) - max(start, counted))
         rows.counted[row] = max(cached, counted)
 
     def run(self, rows: Rows, starts: Ints | int, ends: Ints) -> None:

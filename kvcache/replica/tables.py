@@ -21,7 +21,7 @@ from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.layer_groups import LayerGroup, LayerTables, TableGroup
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.pages import PagePool
-from kvcache.replica.context import Context, chunk_end
+from kvcache.replica.context import ContextIndices, chunk_end
 from kvcache.replica.leases import PageLeases
 from kvcache.replica.resume import Asked, Below, Found, FromBelow, Host, Reservation, Slots, last_end, resume
 from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
@@ -29,7 +29,7 @@ from kvcache.replica.rows import BlockRows, Ints, Pages, Rows, as_rows
 _NO_PAGES: Pages = np.zeros(0, np.int32)
 _NONE_FOUND = (_NO_PAGES,)
 _FIRST = (0,)
-_NOTHING = Found(0, 0, _NONE_FOUND)
+_NOTHING = Found(0, 0, _NONE_FOUND, 0)
 _NO_ROWS: Ints = np.zeros(0, np.int64)
 _MIX = 0x9E3779B97F4A7C15  # odd, so that its multiples for all tables differ in 64 bits
 
@@ -74,20 +74,22 @@ class RowTables:
         If no table keeps all pages, these are all columns.
         """
         if not self.keeps_prefix:
-            return self.nothing(first)._replace(end=first + len(digests))
+            end = first + len(digests)
+            return Found(first, end, self._no_pages, end)
         if len(digests) and self._pool.index.may_have(digests):
             pages = self._pool.index.match(digests)
             if pages.size:
-                return Found(first, first + len(pages), (pages,))
+                end = first + len(pages)
+                return Found(first, end, (pages,), end)
         return self.nothing(first)
 
     def nothing(self, first: int) -> Found:
         """An empty result after the first `first` columns."""
-        return Found(first, first, self._no_pages)
+        return Found(first, first, self._no_pages, first)
 
     def shortened(self, run: Found, digests: Digests, ends: Asked) -> Found:
         """The part of a run with these `digests` that `find` would return."""
-        return self.find(run.first, digests, ends)
+        return self.find(run.first, digests, ends)._replace(reached=run.reached)
 
     def find(self, first: int, digests: Digests, ends: Asked | None = None) -> Found:
         """The pages of the longest prefix from which all tables can resume. `digests`: of the pages after `first` ones.
@@ -102,7 +104,7 @@ class RowTables:
             there = self._find(slice(None), digests) != NO_PAGE
             end = first + resume(there, self.groups, self._page_size, first, ends)
             found = self._seen_pages(first, end, digests)
-        return Found(first, end, found)
+        return Found(first, end, found, end)
 
     def every(self, digests: Digests) -> Digests:
         """The digests of the pages of all tables, `[tables, pages, words]`, given the digests of their tokens."""
@@ -149,11 +151,11 @@ class RowTables:
 
     # ---- reservations
 
-    def plan(self, row: int | None, context: Context, length: int, start: int, found: Found) -> Reservation:
+    def plan(self, row: int | None, indices: ContextIndices, length: int, start: int, found: Found) -> Reservation:
         """The reservation with which the row, or with None a future one, runs from token `start`. Changes nothing.
 
-        `length`: the number of tokens that need pages. `found`: after the row's published columns. A chunk that would
-        end before `start` keeps its length.
+        `indices`: the context's. `length`: the number of tokens that need pages. `found`: after the row's published
+        columns. A chunk that would end before `start` keeps its length.
         """
         firsts: list[int] = []
         for number, (group, _) in enumerate(self.groups):
@@ -161,15 +163,23 @@ class RowTables:
             # Pages that are not published yet stay for `step`.
             firsts.append(max(before, min(now, found.end) if self._caching else now))
         ends_found = [max(now, found.end) for now in firsts]
-        until = [self._to_hold(group, context, length, start) for group, _ in self.groups]
+        until = [self._to_hold(group, indices, length, start) for group, _ in self.groups]
         plan = self._planned(row, found.pages, ends_found, firsts, until)
         if row is not None and found.first > (own := self._rows.committed.item(row)):
             plan = plan._replace(committed=own)  # the row has computed pages that it has not published
         cached = start if found.num_columns else 0
-        return plan._replace(start=start, active=chunk_end(context, start), cached=cached, slots=found.slots)
+        active = chunk_end(indices, start)
+        return plan._replace(start=start, active=active, cached=cached, slots=found.slots, reached=found.reached)
 
     def plan_import(
-        self, row: int, context: Context, length: int, num_tokens: int, here: Found, digests_of: DigestsTo, host: Host
+        self,
+        row: int,
+        indices: ContextIndices,
+        length: int,
+        num_tokens: int,
+        here: Found,
+        digests_of: DigestsTo,
+        host: Host,
     ) -> Reservation:
         """`plan` for a row without pages, if the tokens before `num_tokens` come from elsewhere or are `here`.
 
@@ -178,7 +188,7 @@ class RowTables:
         """
         cached = here.end * self._page_size  # all tables have these tokens, so nothing before them is copied
         start = max(num_tokens, cached)
-        digests = digests_of(min(start, context.current_length - 1) // self._page_size if self._caching else 0)
+        digests = digests_of(min(start, indices[2] - 1) // self._page_size if self._caching else 0)
         found, slots, firsts = list[Pages](), list[Slots](), list[int]()
         for group, tables in self.groups:
             firsts.append(self._seen(group, start))
@@ -192,7 +202,11 @@ class RowTables:
         ends_found = [now + pages.shape[1] for now, pages in zip(firsts, found, strict=True)]
         until = [-(-length // self._page_size)] * len(firsts)
         return self._planned(row, tuple(found), ends_found, firsts, until)._replace(
-            start=cached, active=chunk_end(context, cached), cached=cached, slots=np.concatenate(slots)
+            start=cached,
+            active=chunk_end(indices, cached),
+            cached=cached,
+            slots=np.concatenate(slots),
+            reached=here.reached,
         )
 
     def _planned(
@@ -230,19 +244,18 @@ class RowTables:
         """Whether `free` pages are enough for the plan. `cost` free pages always are."""
         return plan.cost <= free
 
-    def least(self, context: Context, length: int, start: int) -> int:
+    def least(self, indices: ContextIndices, length: int, start: int) -> int:
         """The pages that the request takes if nothing is found, and it runs from `start`."""
         return sum(
-            tables.num_tables * (self._to_hold(tables.group, context, length, start) - self._seen(tables.group, start))
+            tables.num_tables * (self._to_hold(tables.group, indices, length, start) - self._seen(tables.group, start))
             for tables in self.groups
         )
 
-    def most(self, context: Context, length: int) -> int:
+    def most(self, indices: ContextIndices, length: int) -> int:
         """The most pages that a request without pages takes, over all ends from which it may resume."""
-        size, known = self._page_size, context.end_idx
+        size, (start, active, known) = self._page_size, indices
         starts: Ints = np.arange(0, known, size)
-        next_chunk = np.minimum(known, starts + context.active_length)
-        active = np.where(starts < context.active_idx, context.active_idx, next_chunk)
+        active = np.where(starts < active, active, np.minimum(known, starts + active - start))
         tokens = np.where(active < known, active, length)
         pages = 0
         for group, tables in self.groups:
@@ -518,11 +531,11 @@ class RowTables:
         mixed[:, :, 0] ^= self._mixed[tables, None]
         return mixed
 
-    def _to_hold(self, group: LayerGroup, context: Context, length: int, start: int) -> int:
+    def _to_hold(self, group: LayerGroup, indices: ContextIndices, length: int, start: int) -> int:
         """Columns that need pages if the request runs from `start`: for `length` tokens, or in windows for a chunk."""
         if not group.keeps_all:
-            active = chunk_end(context, start)
-            length = active if active < context.end_idx else length
+            active = chunk_end(indices, start)
+            length = active if active < indices[2] else length
         return -(-length // self._page_size)
 
 
@@ -541,7 +554,7 @@ class OneTable(RowTables):
         """The index needs no table numbers: all pages belong to this table."""
 
     def nothing(self, first: int) -> Found:
-        return Found(first, first, _NONE_FOUND) if first else _NOTHING
+        return Found(first, first, _NONE_FOUND, first) if first else _NOTHING
 
     def find(self, first: int, digests: Digests, ends: Asked | None = None) -> Found:
         run = self.run(first, digests)
@@ -549,15 +562,15 @@ class OneTable(RowTables):
 
     def shortened(self, run: Found, digests: Digests, ends: Asked) -> Found:  # noqa: ARG002 - the run has its pages
         pages = run.pages[0][: last_end(ends)]
-        return Found(run.first, run.first + len(pages), (pages,))
+        return Found(run.first, run.first + len(pages), (pages,), run.reached)
 
     def whole(self, digests: Digests, most: int, ends: Asked | None = None) -> tuple[int, list[Pages]]:
         (pages,) = self.find(0, digests[: max(0, most)], ends).pages
         return len(pages), [pages]
 
-    def plan(self, row: int | None, context: Context, length: int, start: int, found: Found) -> Reservation:
+    def plan(self, row: int | None, indices: ContextIndices, length: int, start: int, found: Found) -> Reservation:
         if found.slots.size:
-            return super().plan(row, context, length, start, found)
+            return super().plan(row, indices, length, start, found)
         first, end = found.first, found.end
         needed, count = -(-length // self._page_size), end - first
         have, leaving = 0, _NO_PAGES
@@ -567,16 +580,18 @@ class OneTable(RowTables):
                 leaving = self._rows.pages(row)[first:end].copy()
         behind = max(have, end)
         new = needed - behind if needed > behind else 0
-        cached, active = start if count else 0, context.active_idx
+        cached, active = start if count else 0, indices[1]
         if start >= active:
-            active = chunk_end(context, start)
+            active = chunk_end(indices, start)
         ends, cost = (max(needed, have),), new + count  # an upper bound: some found pages may not be idle
-        return Reservation(found.pages, (end,), _FIRST, ends, leaving, new, end, cost, start, active, cached)
+        return Reservation(
+            found.pages, (end,), _FIRST, ends, leaving, new, end, cost, start, active, cached, found.reached
+        )
 
     def plan_import(
         self,
         row: int,
-        context: Context,
+        indices: ContextIndices,
         length: int,
         num_tokens: int,  # noqa: ARG002 - one table needs only `here`
         here: Found,
@@ -585,7 +600,7 @@ class OneTable(RowTables):
     ) -> Reservation:
         # Pages after the state from which it resumes are not used. If the import is cancelled, the request computes
         # these tokens, and would overwrite shared pages.
-        return self.plan(row, context, length, here.end * self._page_size, here)
+        return self.plan(row, indices, length, here.end * self._page_size, here)
 
     def by_table(self, of_groups: Sequence[int]) -> list[int]:
         return [*of_groups]
@@ -600,11 +615,11 @@ class OneTable(RowTables):
         freed = self._pool.would_be_freed(plan.leaving[kept:])
         return plan.new + self._pool.would_be_taken(found) - freed <= free
 
-    def least(self, context: Context, length: int, start: int) -> int:  # noqa: ARG002 - as above
+    def least(self, indices: ContextIndices, length: int, start: int) -> int:  # noqa: ARG002 - as above
         return -(-length // self._page_size)
 
-    def most(self, context: Context, length: int) -> int:
-        return self.least(context, length, 0)
+    def most(self, indices: ContextIndices, length: int) -> int:
+        return self.least(indices, length, 0)
 
     def take(self, row: int, plan: Reservation) -> Pages:
         if plan.slots.size:
@@ -617,7 +632,6 @@ class OneTable(RowTables):
                     self._leases.replace(row, end - len(found), plan.leaving, int(rows.cached[row]))
                 pool.release(plan.leaving)
             rows.table[0, row, end - len(found) : end] = found
-            rows.commit(row, end)
             for tell in pool.journal.found:
                 tell(found)
         new, last = plan.new, plan.ends[0]
@@ -626,6 +640,8 @@ class OneTable(RowTables):
         elif new:
             rows.table[0, row, last - new : last] = pool.allocate(new)
         rows.grow(row, last)
+        if found.size:
+            rows.commit(row, end)
         return _NO_PAGES
 
     def pages(self, row: int, end: int) -> Pages:

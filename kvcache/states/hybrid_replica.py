@@ -20,7 +20,7 @@ from kvcache.pool.pages import PagePool
 from kvcache.pool.slabs import PageMoves
 from kvcache.replica.batch import Gathered
 from kvcache.replica.block_table import ImportPart, PendingImport
-from kvcache.replica.context import Context
+from kvcache.replica.context import Context, ContextIndices, SafeContext
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.leases import HeldPages, PageLease
 from kvcache.replica.replica import Replica
@@ -58,7 +58,7 @@ class HybridReplica(Replica):
         mark: UnderWay,
     ) -> None:
         super().__init__(params, tables, rows, pool, mark)
-        self._run = self.tables.run  # `up_to_state` finds the pages of the other tables
+        self._run = self.tables.run  # `find` finds the pages of the other tables
         self.moves = PageMoves()
         self.states = states
         self._kept = KeptStates(self.states, self, params.state_every_pages)
@@ -90,7 +90,7 @@ class HybridReplica(Replica):
         self.moves.claimed(row)
         return row
 
-    def release(self, row: int, context: Context | None) -> None:
+    def release(self, row: int, context: SafeContext | None) -> None:
         """As the base. The state is freed, unless a transfer still writes it or a lease holds it."""
         request_id = self._name(row)
         super().release(row, context)
@@ -116,18 +116,19 @@ class HybridReplica(Replica):
     def generation(self) -> int:
         return super().generation + self.states.generation
 
-    def up_to_state(self, found: Found, row: int | None, context: Context, hasher: PrefixHasher | None = None) -> Found:
+    def find(self, context: SafeContext, row: int | None = None, hasher: PrefixHasher | None = None) -> Found:
         """As the base. Claiming a request evicts a copy to make room for its state; that copy does not count."""
-        if not found.num_columns:
-            return found
+        run = super().find(context, row, hasher)
+        if not run.num_columns:
+            return run
         states = self.states
-        digests = (hasher or self.hasher(row, context)).digests(context.tokens, found.first, found.end)
+        digests = (hasher or self.hasher(row, context)).digests(context.tokens, run.first, run.end)
         ends = (
             states.kept_after(digests, but=states.pool.next_evicted())
             if row is None
             else self.ends(digests, self._name(row))
         )
-        return self.tables.shortened(found, digests, ends)
+        return self.tables.shortened(run, digests, ends)
 
     def ends(self, digests: Digests, request_id: str | None = None, *, anywhere: bool = False) -> Asked:
         """As the base: where there is a copy. Nowhere for a request whose own state is promised to readers."""
@@ -201,8 +202,11 @@ class HybridReplica(Replica):
 
     # ---- reservations and steps
 
-    def planned(self, row: int, context: Context, plan: Reservation, reached: int) -> Reservation:
-        return self._kept.planned(row, context, plan, reached) if self.caching else plan
+    def act(self, row: int, context: SafeContext, indices: ContextIndices, plan: Reservation) -> int | None:
+        """As the base. A chunk ends where a state is to be kept."""
+        if self.caching:
+            plan = self._kept.planned(row, context, plan)
+        return super().act(row, context, indices, plan)
 
     def take(self, row: int, plan: Reservation) -> Pages:
         """As the base. The state from which the request resumes is copied first, as taking pages may evict it."""
@@ -219,7 +223,7 @@ class HybridReplica(Replica):
         if self.caching:
             self._kept.computed(rows, computed)
 
-    def plan_fork(self, parent: int, child: Context, num_steps: int) -> int | None:
+    def plan_fork(self, parent: int, child: SafeContext, num_steps: int) -> int | None:
         """As the base. Raises `StatePageError` unless the parent's state covers exactly its computed tokens."""
         self.refuse_pending(parent, "fork")
         request_id, cached = self._name(parent), self.rows.cached.item(parent)
@@ -266,7 +270,7 @@ class HybridReplica(Replica):
         groups = super().page_groups(row, num_tokens, first=first, full_pages=full_pages)
         return *groups, (states.page_of(request_id),)
 
-    def begin_state_import(self, context: Context, pending: PendingImport) -> None:
+    def begin_state_import(self, context: SafeContext, pending: PendingImport) -> None:
         row = self.rows.row_of[context.request_id]
         page = self.states.begin_import(context.request_id, self._kept.digest_at(row, context, context.start_idx))
         pending.parts.append(ImportPart(0, np.array([page], np.int32), is_state=True))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvcache.pool.hinted_order import HintedOrder
 from kvcache.pool.index import NO_PAGE, Digests
 from kvcache.pool.quotas import NoQuotas
-from kvcache.replica.context import Context
+from kvcache.replica.context import SafeContext
 from kvcache.replica.hints import HintFollower
 from kvcache.replica.replica import Replica
 from kvcache.replica.resume import NO_STATE, Reservation
@@ -41,13 +41,13 @@ class KeptStates:
         """Forget the former request of the row, or what was known about the present one."""
         self._stops[row] = ()
 
-    def planned(self, row: int, context: Context, plan: Reservation, reached: int) -> Reservation:
-        """The reservation, its chunk cut where a state is to be kept. `reached`: columns whose pages were found."""
+    def planned(self, row: int, context: SafeContext, plan: Reservation) -> Reservation:
+        """The reservation, its chunk cut where a state is to be kept."""
         start, active, of_prompt = plan.start, plan.active, self._stops[row]
         # Chunks of one token had no lookup: a first chunk of one token, or a fork that decodes.
         if not of_prompt and (plan.cached or active - start > 1):
-            last, size = context.current_length - 1, self._replica.page_size
-            of_prompt = (reached * size, last - last % size)
+            last, size = context.end_idx - 1, self._replica.page_size
+            of_prompt = (plan.reached * size, last - last % size)
         stops = [*of_prompt, start - start % self._spacing + self._spacing]
         active = min((stop for stop in stops if start < stop < active), default=active)
         return plan._replace(active=active, state=self.digest_at(row, context, plan.cached), stops=of_prompt)
@@ -82,7 +82,7 @@ class KeptStates:
         """Whether the copy of a state after so many tokens stays once the request has gone further."""
         return tokens in self._stops[row] or tokens % self._spacing == 0
 
-    def digest_at(self, row: int, context: Context, tokens: int) -> Digests:
+    def digest_at(self, row: int, context: SafeContext, tokens: int) -> Digests:
         """The digest of the page that ends a request's first `tokens` tokens: `[1, words]`; empty without tokens."""
         if not tokens:
             return NO_STATE

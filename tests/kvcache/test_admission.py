@@ -122,9 +122,11 @@ class Plain:
 @pytest.mark.parametrize("make", [Plain, lambda: TextContext(range(30), 64)])
 def test_the_prompt_is_hashed_once_for_all_replicas(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
-    extend = PrefixHasher._extend
+    take = PrefixHasher._take
     monkeypatch.setattr(
-        PrefixHasher, "_extend", lambda self, *pages: (hashed.append(pages[2] - pages[1]), extend(self, *pages))
+        PrefixHasher,
+        "_take",
+        lambda self, running, tokens: (hashed.append(len(tokens) // 4), take(self, running, tokens)),
     )
     manager = manager_of(20, dp=4)
     run_once(manager, range(30), 2)

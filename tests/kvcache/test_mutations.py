@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 import kvcache.replica.batch
-import kvcache.replica.replica
 from kvcache.copies import Copy, PageMover
 from kvcache.pool.index import PrefixIndex
 from kvcache.pool.lru_order import LruOrder
 from kvcache.pool.pages import PagePool
 from kvcache.replica.batch import Batch
-from kvcache.replica.context import salt_and_keys
 from kvcache.replica.hashing import PrefixHasher
 from kvcache.replica.leases import PageLease, PageLeases
 from kvcache.replica.replica import Replica
@@ -52,7 +50,7 @@ def idle_before_fresh(pool: PagePool, count: int) -> np.ndarray:
 
 def full_hits(replica: Replica, context: Any, row: int | None = None, hasher: Any = None) -> Found:
     first = 0 if row is None else int(replica.rows.committed[row])
-    last = context.current_length // replica.page_size
+    last = context.end_idx // replica.page_size
     if not replica.caching or last <= first:
         return replica.tables.nothing(first)
     hasher = hasher or replica.hasher(row, context)
@@ -137,11 +135,11 @@ def head_of_a_prompt_first(tier: HostTier, slots: np.ndarray) -> None:
 
 
 def restores_the_last_token(self: Replica, row: int, context: Any, start: int) -> Any:
-    found, reached = LOOK_UP(self, row, context, start)
-    last, below = context.current_length // self.page_size, None
+    found = LOOK_UP(self, row, context, start)
+    last, below = context.end_idx // self.page_size, None
     if self.tier.keeps and found.end < last and not self.rows.num_pages[row]:
         below = self._with_below(row, context, found.first, last)
-    return below or (found, reached)
+    return below or found
 
 
 def forgets_keys_to_come(hashers: Any, firsts: Any, rows: Any, slow: Any) -> np.ndarray:
@@ -150,18 +148,15 @@ def forgets_keys_to_come(hashers: Any, firsts: Any, rows: Any, slow: Any) -> np.
     return NEXT_DIGESTS(hashers, firsts, rows, slow)
 
 
-def takes_changed_keys(_replica: Replica, _row: int, context: Any) -> Any:
-    return salt_and_keys(context)
+def takes_changed_keys(_replica: Replica, _row: int, _context: Any) -> None:
+    pass
 
 
-def kept_by_salt_alone(context: Any, algorithm: Any, page_size: int, named: Any = None) -> PrefixHasher:
-    kept = getattr(context, "prefix_hasher", None)
-    if kept is not None and (kept.algorithm, kept.page_size, kept.salt) == (algorithm, page_size, context.cache_salt):
-        return kept
-    return HASHER_OF(context, algorithm, page_size, named)
+def fits_by_salt_alone(hasher: PrefixHasher, algorithm: Any, page_size: int, named: Any) -> bool:
+    return (hasher.algorithm, hasher.page_size, hasher.salt) == (algorithm, page_size, named[0])
 
 
-NEXT_DIGESTS, HASHER_OF = kvcache.replica.batch.next_digests, kvcache.replica.replica.hasher_of
+NEXT_DIGESTS = kvcache.replica.batch.next_digests
 
 
 def leaves_nothing_to_leases(leases: PageLeases, row: int, pages_before: Any) -> None:
@@ -191,11 +186,11 @@ ARRIVE, RESTORE, STORE = ReplicaTier.arrive, ReplicaTier.restore, PageMover.stor
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a key that lies on the page to come is forgotten": (kvcache.replica.batch, "next_digests", forgets_keys_to_come),
     "keys may change under pages": (Replica, "refuse_renamed", takes_changed_keys),
-    "changed keys keep the digests of the old ones": (kvcache.replica.replica, "hasher_of", kept_by_salt_alone),
+    "changed keys keep the digests of the old ones": (PrefixHasher, "fits", fits_by_salt_alone),
     "pages are freed head first": (PagePool, "release", without_tail_first),
     "a hit adds no holder to a page in use": (PagePool, "hold", without_hold),
     "useful pages go before fresh ones": (PagePool, "allocate", idle_before_fresh),
-    "the last token may be hit": (Replica, "published_run", full_hits),
+    "the last token may be hit": (Replica, "find", full_hits),
     "a duplicate is not shared": (Replica, "_publish", forgets_duplicates),
     "a duplicate is shared but never freed": (Replica, "_publish", keeps_duplicates),
     "a released row keeps its entries": (BlockRows, "unbind", leaves_entries),

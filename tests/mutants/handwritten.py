@@ -29,21 +29,19 @@ HANDWRITTEN: tuple[Module, ...] = (
     Module(
         "kvcache.replica.replica",
         [
-            Mutation(
-                "Replica.published_run", "kept[:3] == (index.generation, first, last)", "kept[1:3] == (first, last)"
-            ),
+            Mutation("Replica.find", "kept[:3] == (index.generation, first, last)", "kept[1:3] == (first, last)"),
         ],
     ),
     Module(
         "kvcache.replica.context",
         [
             Mutation("check_fork", '("cache_salt", "extra_keys")', '("cache_salt",)'),
-            Mutation("hasher_of", "kept.salt, kept.extra_keys", "kept.salt, keys"),
         ],
     ),
     Module(
         "kvcache.replica.hashing",
         [
+            Mutation("PrefixHasher.fits", "self.salt, self.extra_keys", "self.salt, named[1]"),
             Mutation("PrefixHasher.copy", "_known(twin.running, self.known)", "bytearray(self.known)"),
             Mutation("_compiled", "except ImportError", "except OSError"),
         ],

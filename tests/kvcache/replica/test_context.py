@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvcache import FUTURE_TOKEN, InvalidRequestError, Retention, SequenceTooLongError, TextContext
-from kvcache.replica.context import hasher_of
+from kvcache.replica.context import hasher_of, read_context
 from kvcache.replica.hashing import PrefixHasher
 
 
@@ -116,12 +116,21 @@ def test_a_context_carries_its_hasher_as_long_as_it_fits() -> None:
 
 
 def test_a_hasher_kept_for_other_keys_is_not_used() -> None:
-    context = SimpleNamespace(request_id="one", prefix_hasher=None, cache_salt=None, extra_keys=((1, b"one"),))
-    kept = hasher_of(context, "sha256", 4)  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(
+        request_id="one",
+        tokens=np.arange(8),
+        start_idx=0,
+        active_idx=8,
+        end_idx=8,
+        prefix_hasher=None,
+        cache_salt=None,
+        extra_keys=((1, b"one"),),
+    )
+    kept = hasher_of(read_context(context), "sha256", 4)
     assert context.prefix_hasher is kept
     for keys in (((1, b"two"),), ((2, b"one"),), ((1, b"one"), (5, b"late")), (), None):
         context.extra_keys = keys
-        other = hasher_of(context, "sha256", 4)  # type: ignore[arg-type]
+        other = hasher_of(read_context(context), "sha256", 4)
         assert other is not kept
         assert other.extra_keys == (keys or ())
         fresh = PrefixHasher("sha256", 4, None, keys).digests(np.arange(8), 0, 2)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvcache.replica.context import TextContext
 from kvcache.replica.replica import Replica
 from tests.kvcache.books import Books, books_of, first_difference
 from tests.kvcache.random_model.matrix import with_needed
@@ -45,7 +46,7 @@ def test_a_plan_changes_nothing_and_the_move_of_the_context_comes_first(
     features.
     """
     seen: Counter[str] = Counter()
-    before: list[Books] = []
+    before: list[tuple[Replica, Books]] = []
 
     def same(what: str, books: Books, replica: Replica) -> None:
         changed = first_difference(books, books_of(replica))  # type: ignore[arg-type]
@@ -63,25 +64,26 @@ def test_a_plan_changes_nothing_and_the_move_of_the_context_comes_first(
 
         monkeypatch.setattr(Replica, name, plan)
 
-    acted, moved = Replica.act, Replica.move
+    acted, moved = Replica.act, TextContext.run_from
 
     def act(self: Replica, *args: Any) -> Any:
-        before.append(books_of(self))  # type: ignore[arg-type]
+        before.append((self, books_of(self)))  # type: ignore[arg-type]
         try:
             return acted(self, *args)
         finally:
             before.clear()
 
-    def move(self: Replica, context: Any, start: int, active: int) -> None:
+    def move(context: TextContext, start: int, active: int) -> None:
         if before:
-            same("move", before[0], self)
+            replica, books = before[0]
+            same("move", books, replica)
             seen["cut"] += active < context.active_idx
-        moved(self, context, start, active)
+        moved(context, start, active)
 
     pure("_plan")
     pure("plan_fork")
     monkeypatch.setattr(Replica, "act", act)
-    monkeypatch.setattr(Replica, "move", move)
+    monkeypatch.setattr(TextContext, "run_from", move)
     run = Run(with_needed(features))
     for seed in range(8):
         run.manager(seed, 100)
@@ -100,12 +102,12 @@ def test_a_context_that_refuses_to_be_moved_leaves_everything_as_it_was(
     tried.
     """
     seen: Counter[str] = Counter()
-    reserved, moved, refuses = Replica.act, Replica.move, [False]
+    reserved, moved, refuses = Replica.act, TextContext.run_from, [False]
 
-    def move(self: Replica, *args: Any) -> None:
+    def move(context: TextContext, start: int, active: int) -> None:
         if refuses[0]:
             raise RuntimeError("not now")
-        moved(self, *args)
+        moved(context, start, active)
 
     def act(self: Replica, *args: Any) -> Any:
         books = books_of(self)  # type: ignore[arg-type]
@@ -120,7 +122,7 @@ def test_a_context_that_refuses_to_be_moved_leaves_everything_as_it_was(
         return reserved(self, *args)
 
     monkeypatch.setattr(Replica, "act", act)
-    monkeypatch.setattr(Replica, "move", move)
+    monkeypatch.setattr(TextContext, "run_from", move)
     run = Run(with_needed((*COMMON, states)))
     for seed in range(8):
         run.manager(seed, 100)

@@ -32,9 +32,9 @@ def test_a_prompt_token_that_ran_is_not_counted_again_when_it_is_found(alone: bo
     count.admit(1, 12)
     run(count, 1, 0, 8, alone=alone)
     assert (count.ran, count.found, count.is_open) == (8, 0, True)
-    count.hit(1, 12, 0, 8)  # the request has been set back to its beginning
+    count.hit(1, 0, 8)  # the request has been set back to its beginning
     assert (count.ran, count.found) == (8, 0)
-    count.hit(1, 12, 4, 10)
+    count.hit(1, 4, 10)
     assert (count.ran, count.found) == (8, 2)
     run(count, 1, 0, 12, alone=alone)
     assert (count.ran, count.found, count.is_open) == (10, 2, False)
@@ -51,7 +51,8 @@ def test_whatever_a_request_does_each_token_of_its_prompt_is_counted_once(seed: 
         start = rng.randint(0, min(20, len(by_hand)))
         end = rng.randint(start, 25)
         if step % 2:
-            count.hit(2, prompt, start, end)
+            count.admit(2, prompt)
+            count.hit(2, start, end)
         else:
             count.admit(2, prompt)
             run(count, 2, start, end, alone=alone)

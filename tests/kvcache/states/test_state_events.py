@@ -44,7 +44,7 @@ def found(manager: PagedKVCacheManager, replica_idx: int, context: TextContext) 
     replica = manager._replicas.each[replica_idx]
     hasher = replica.hasher(None, context)
     digests = hasher.digests(context.tokens, 0, (context.current_length - 1) // replica.page_size)
-    (pages,) = replica.published_run(context).pages
+    (pages,) = replica.tables.run(0, digests).pages
     # Leaves out that the request's own claim may evict a state: `match` foresees that, but no reader can.
     return last_end(replica.ends(digests[: len(pages)])), hashes_of(digests).tolist()
 

@@ -85,9 +85,9 @@ def test_a_request_that_asks_again_hashes_no_page_anew(monkeypatch: pytest.Monke
     prompt = list(range(70))
     request = DecodeRequest("r", 1, "waiting", 1.0, spec=Request("r", prompt, 20, cache_salt="s"))
     hashed = list[int]()
-    extend = PrefixHasher._extend
+    take = PrefixHasher._take
     monkeypatch.setattr(
-        PrefixHasher, "_extend", lambda self, *pages: (hashed.append(pages[2] - pages[1]), extend(self, *pages))[1]
+        PrefixHasher, "_take", lambda self, *what: (hashed.append(len(what[1]) // 16), take(self, *what))[1]
     )
     for token in range(70, 82):
         for _ in range(2):
