@@ -51,7 +51,7 @@ ROOMS: dict[str, set[str]] = {
         *("kvcache values", "kvcache.replica"),
         *("transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"),
     },
-    "transfer.engine": {"transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"},
+    "transfer.engine": {"kvcache values", "transfer values", "transfer.plan", "transfer.wire", "transfer.nixl"},
     "transfer.connector": {"kvcache values", "transfer values", "transfer.plan", "transfer.wire", "transfer.pull"},
     "transfer": {
         *("kvcache values", "transfer values", "transfer.wire", "transfer.nixl", "transfer.pull", "transfer.engine"),

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvcache.arguments import integer, whole
 from transfer.engine.metadata import TransferReqData
 from transfer.errors import InvalidEngineError, InvalidTransferError
 from transfer.memory import MemoryType
@@ -19,18 +20,12 @@ from transfer.plan.intersection import Ints
 _MEMORY_OF = {"cpu": MemoryType.DRAM, "cuda": MemoryType.VRAM}
 
 
-def is_index(value: Any) -> bool:
-    """Whether a value is a Python or numpy integer, but not a bool."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
 def check_tensors(name: str, tensors: Sequence[Sequence[torch.Tensor]], total_num_pages: int) -> MemoryType:
     """Checks that an engine can be built over `tensors`, `[replica][tp_shard]`. Returns the kind of their memory."""
     if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
         raise InvalidEngineError(f"an engine needs a name, got {name!r}")
     engine = f"engine {name!r}"
-    if not is_index(total_num_pages) or not 0 < total_num_pages <= MAX_PAGES:
-        raise InvalidEngineError(f"{engine}: total_num_pages is {total_num_pages!r}: 1 to {MAX_PAGES} is needed")
+    whole(f"{engine}: total_num_pages", total_num_pages, 1, MAX_PAGES, InvalidEngineError)
     if not all(isinstance(rows, list | tuple) for rows in (tensors, *tensors)):
         raise InvalidEngineError(
             f"{engine}: tensors must be a list with one list for each replica, each with one tensor for each shard"
@@ -94,11 +89,6 @@ def _check_apart(engine: str, flat: list[tuple[str, torch.Tensor]]) -> None:
             raise InvalidEngineError(f"{engine}: {label} and {next_label} share memory")
 
 
-def _all_indices(values: Sequence[Any]) -> bool:
-    # The first test is three times as fast, and suffices for lists from a block table.
-    return {int}.issuperset(map(type, values)) or all(map(is_index, values))
-
-
 def page_indices(label: str, idxs: Sequence[int] | npt.NDArray[Any], total_num_pages: int) -> Ints:
     """Returns page ids as int64 `[pages]`. Raises `InvalidTransferError` if one is no page of the engine."""
     try:
@@ -110,8 +100,9 @@ def page_indices(label: str, idxs: Sequence[int] | npt.NDArray[Any], total_num_p
             f"{label} has shape {list(values.shape)}; one dimension with at least one page is needed"
         )
     # numpy turns [True, 7] into integers, so the input is checked too.
-    if values.dtype.kind not in "iu" or (not isinstance(idxs, np.ndarray) and not _all_indices(idxs)):
-        wrong = next((value for value in idxs if not is_index(value)), "an integer beyond 64 bits")
+    are_integers = isinstance(idxs, np.ndarray) or {int}.issuperset(map(type, idxs)) or None not in map(integer, idxs)
+    if values.dtype.kind not in "iu" or not are_integers:
+        wrong = next((value for value in idxs if integer(value) is None), "an integer beyond 64 bits")
         raise InvalidTransferError(f"{label} holds {wrong!r}, which is not a page number")
     low, high = values.min(), values.max()
     if low < 0 or high >= total_num_pages:
@@ -122,8 +113,7 @@ def page_indices(label: str, idxs: Sequence[int] | npt.NDArray[Any], total_num_p
 
 def check_replica(label: str, replica_idx: int, dp: int) -> None:
     """Raises `InvalidTransferError` for an invalid replica index."""
-    if not is_index(replica_idx) or not 0 <= replica_idx < dp:
-        raise InvalidTransferError(f"{label} is {replica_idx!r}; the engine has replicas 0 to {dp - 1}")
+    whole(label, replica_idx, 0, dp - 1, InvalidTransferError)
 
 
 def check_request(where: str, engine: str, request: TransferReqData, dp: int) -> None:

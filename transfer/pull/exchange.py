@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvcache.arguments import integer, number, shown
+from kvcache.arguments import number, whole
 from kvcache.errors import InvalidRequestError
 from kvcache.layout import kv_kind, scales_kind
 from transfer.errors import InvalidLeaseError
@@ -217,12 +217,7 @@ class PageExchange:
 
     def _thread(self, replica: int) -> TransferThread:
         """Returns the thread of a replica. Raises `InvalidRequestError` if there is no such replica."""
-        at = integer(replica)
-        if at is None or not 0 <= at < len(self.threads):
-            raise InvalidRequestError(
-                f"replica is {shown(replica)}: an integer from 0 to {len(self.threads) - 1} is needed"
-            )
-        return self.threads[at]
+        return self.threads[whole("replica", replica, 0, len(self.threads) - 1, InvalidRequestError)]
 
     @property
     def pull_seconds(self) -> float:

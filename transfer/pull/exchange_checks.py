@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from kvcache.arguments import flag, integer, number, shown
+from kvcache.arguments import flag, integer, number, of_kind, shown
 from kvcache.errors import InvalidRequestError, KVCacheError
 from kvcache.replica.block_table import PageDigests
 from transfer.errors import InvalidEngineError, InvalidLeaseError
@@ -22,8 +22,7 @@ _SECONDS = ("handshake_timeout_s", "heartbeat_s", "dead_after_s", "idle_s")
 
 def check_text(name: str, value: object, error: type[KVCacheError] = InvalidRequestError) -> None:
     """Raises `error` unless `value` is a string."""
-    if not isinstance(value, str):
-        raise error(f"{name} is {shown(value)}: a string is needed")
+    of_kind(name, value, str, "a string", error)
 
 
 def check_exchange(owner: object, given: object, options: Mapping[str, Any]) -> None:
@@ -36,37 +35,34 @@ def check_exchange(owner: object, given: object, options: Mapping[str, Any]) -> 
     check_text(f"{where}bind", options["bind"], InvalidEngineError)
     if not isinstance(options["secret"], str):  # whatever it is, it is not shown
         raise InvalidEngineError(f"{where}secret is a {type(options['secret']).__name__}: a string is needed")
-    _check_compatibility(f"{where}compatibility", options["compatibility"])
+    agreed = options["compatibility"]
+    if agreed is not None and not (
+        isinstance(agreed, Mapping) and _are_texts([*agreed, *cast("Any", agreed).values()])
+    ):
+        raise InvalidEngineError(
+            f"{where}compatibility is {shown(cast('object', agreed))}: strings by string are needed"
+        )
     _check_replica_options(f"{where}replica_options", options["replica_options"])
     flag(f"{where}verify", options["verify"], InvalidEngineError)
     if not callable(options["agent"]):
         raise InvalidEngineError(f"{where}agent is {shown(options['agent'])}: a function that makes one is needed")
-    allowed: object = options["allowed_peers"]
-    if not isinstance(allowed, list | tuple) or not _are_texts(cast("Any", allowed)):
+    if not _are_texts(options["allowed_peers"]):
         raise InvalidEngineError(
-            f"{where}allowed_peers is {shown(cast('object', allowed))}: a list of strings is needed"
+            f"{where}allowed_peers is {shown(options['allowed_peers'])}: a list of strings is needed"
         )
     number(f"{where}lend", options["lend"], 0.0, 1.0, InvalidEngineError)
 
 
 def _are_texts(values: Any) -> bool:
-    return all(isinstance(value, str) for value in values)
-
-
-def _check_compatibility(name: str, given: Any) -> None:
-    if given is None:
-        return
-    entries = cast("Mapping[object, object]", given)
-    if not isinstance(given, Mapping) or not (_are_texts(entries) and _are_texts(entries.values())):
-        raise InvalidEngineError(f"{name} is {shown(entries)}: strings by string are needed")
+    return isinstance(values, list | tuple) and all(isinstance(value, str) for value in cast("Any", values))
 
 
 def _check_replica_options(name: str, given: Any) -> None:
-    if given is None:
-        return
-    if not isinstance(given, Mapping):
-        raise InvalidEngineError(f"{name} is {shown(given)}: options by name are needed")
-    for option, value in cast("Mapping[object, object]", given).items():
+    options = cast(
+        "Mapping[object, object]",
+        {} if given is None else of_kind(name, given, Mapping, "a dict of options", InvalidEngineError),
+    )
+    for option, value in options.items():
         if option == "timed":
             flag(f"{name}['timed']", value, InvalidEngineError)
         elif option not in _SECONDS:
@@ -77,8 +73,7 @@ def _check_replica_options(name: str, given: Any) -> None:
 
 def check_source(name: str, source: object, error: type[KVCacheError] = InvalidLeaseError) -> None:
     """Raises `error` unless `source` is an offer of a source."""
-    if not isinstance(source, Source) or not isinstance(source.lease, LeaseRef):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise error(f"{name} is {shown(source)}: a Source is needed")
+    of_kind(name, of_kind(name, source, Source, "a Source", error).lease, LeaseRef, "a Source", error)
 
 
 def check_pull(key: object, source: object, pending: object, timeout_s: object, replicas: int) -> None:
@@ -102,11 +97,9 @@ def check_pending(pending: object, replicas: int) -> None:
 
 def check_question(key: object, place: tuple[object, object], wanted: object, timeout_s: object) -> None:
     """Raises `InvalidRequestError` unless a source can be asked for pages with these arguments."""
-    check_text("key", key)
-    check_text("address", place[0])
-    check_text("engine_id", place[1])
-    if not isinstance(wanted, PageDigests) or not isinstance(wanted.digests, bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidRequestError(
-            f"wanted is {shown(wanted)}: the digests of pages are needed, as from `contents.digests`"
-        )
+    for name, text in (("key", key), ("address", place[0]), ("engine_id", place[1])):
+        check_text(name, text)
+    needed = "a result of `contents.digests`"
+    digests = of_kind("wanted", wanted, PageDigests, needed, InvalidRequestError).digests
+    of_kind("wanted.digests", digests, bytes, needed, InvalidRequestError)
     number("timeout_s", timeout_s, error=InvalidRequestError)
