@@ -20,7 +20,7 @@ from kvcache.layout import PageLayout
 from kvcache.replica.block_table import PageCopy
 from transfer.plan.boxes import ShardLayout
 from transfer.plan.shapes import PACKED_HND
-from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, new_incarnation
 from transfer.pull.remote import RemoteEngine
 from transfer.wire.messages import open_rank
 
@@ -45,7 +45,7 @@ def ranks(engine_id: str, pages: int, tp: int, layers: int = LAYERS) -> Iterator
                 memories.append(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
                 bases.append(np.frombuffer(memories[-1], np.uint8).ctypes.data)
             identity = RankIdentity(engine_id=engine_id, incarnation=incarnation, rank=rank, ranks=tp)
-            made.append(RankTransfer(identity, layout, bases))
+            made.append(RankTransfer(identity, ShardMemory(layout, bases)))
         yield made
     finally:
         for one in made:

@@ -21,7 +21,7 @@ from kvcache.replica.block_table import PageCopy
 from transfer.plan.shapes import dense
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, new_incarnation
 from transfer.pull.replica import ReplicaTransfer
 from transfer.pull.source import Source
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
@@ -55,7 +55,7 @@ def make(name: str, pages: int, *, checks: bool, verify: float) -> tuple[Replica
     pool[:] = np.random.default_rng(0).integers(0, 256, 1 << 16, np.uint8).repeat(len(pool) >> 16)
     incarnation = new_incarnation()
     identity = RankIdentity(engine_id=name, incarnation=incarnation)
-    rank = RankTransfer(identity, dense(PAGE, pages), [pool.ctypes.data], checks=checks, verify=verify)
+    rank = RankTransfer(identity, ShardMemory(dense(PAGE, pages), [pool.ctypes.data]), checks=checks, verify=verify)
     _POOLS.append(pool)
     return ReplicaTransfer([rank], HandshakeClient()), EngineCard(name, incarnation, (rank.metadata,))
 

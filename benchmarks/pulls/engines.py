@@ -17,7 +17,7 @@ from benchmarks.pulls.layouts import per_layer
 from kvcache.layout import PageLayout, allocate_blocks
 from transfer.plan.boxes import Box, ShardLayout
 from transfer.plan.shapes import dense
-from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, new_incarnation
 from transfer.pull.replica import ReplicaTransfer
 from transfer.wire.handshake import EngineCard, HandshakeClient
 
@@ -114,7 +114,7 @@ def make(spec: Spec) -> Engine:
         identity = RankIdentity(
             engine_id=spec.name, incarnation=incarnation, rank=number, ranks=len(shards), table_key=TABLE_KEY
         )
-        ranks.append(RankTransfer(identity, shard, [region.ctypes.data for region in regions]))
+        ranks.append(RankTransfer(identity, ShardMemory(shard, [region.ctypes.data for region in regions])))
         every.append(regions)
     card = EngineCard(spec.name, incarnation, tuple(rank.metadata for rank in ranks))
     return Engine(ReplicaTransfer(ranks, HandshakeClient()), card, [shard for _, shard in shards], every)

@@ -25,7 +25,7 @@ from transfer.nixl.chaos import ChaosAgent, Rates
 from transfer.plan.shapes import dense
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, new_incarnation
 from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer
 from transfer.pull.source import Source
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
@@ -87,8 +87,7 @@ def make_side(engine_id: str, tp: int, seed: int, rates: Rates, clock: Clock, ve
         ranks.append(
             RankTransfer(
                 identity,
-                dense(page, PAGES),
-                [address],
+                ShardMemory(dense(page, PAGES), [address]),
                 checks=True,
                 verify=verify,
                 stuck_s=60.0,

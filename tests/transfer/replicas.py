@@ -17,7 +17,7 @@ from transfer.nixl.agent import Agent
 from transfer.plan.shapes import dense
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, new_incarnation
 from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer
 from transfer.pull.source import Source
 from transfer.wire.handshake import EngineCard, HandshakeClient, HandshakeServer
@@ -131,8 +131,7 @@ class Engine:
             self.ranks.append(
                 RankTransfer(
                     identity,
-                    layout,
-                    [self.pools[-1].ctypes.data],
+                    ShardMemory(layout, [self.pools[-1].ctypes.data]),
                     stuck_s=stuck_s,
                     agent=partial(Hindered, self.hindrances[rank]),
                     clock=clock,

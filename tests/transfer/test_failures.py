@@ -41,7 +41,6 @@ OTHER = {
     ("errors.py", "TransferError"): 1,
     ("errors.py", "PullFailedError"): 1,
     ("pull/pull.py", "Puller"): 2,
-    ("pull/replica.py", "ReplicaTransfer"): 1,
 }
 
 

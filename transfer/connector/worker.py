@@ -21,7 +21,7 @@ from transfer.connector.worker_book import WorkerBook
 from transfer.errors import EngineClosedError, InvalidEngineError, InvalidTransferError
 from transfer.plan.page_lists import kernel_pages
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, make_rank
+from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory
 from transfer.pull.replica import Event, ReplicaTransfer
 from transfer.pull.thread import TransferThread, start_thread
 from transfer.stats import StatsSnapshot
@@ -111,7 +111,7 @@ class NixlConnectorWorker:
             compatibility=config.fingerprint(),
             key=self._key,
         )
-        self._rank = make_rank(identity, memory, checks=config.page_checks, verify=config.verify)
+        self._rank = RankTransfer(identity, memory, checks=config.page_checks, verify=config.verify)
         secure = None if self._keyring is None else self._keyring.secure_client
         replica = ReplicaTransfer(
             [self._rank],

@@ -30,7 +30,7 @@ from transfer.pull.exchange_checks import (
 from transfer.pull.lease import LEASE_SLOTS, LENT_SLOTS, LeaseRef, LeaseSlots, new_lease_id
 from transfer.pull.lending import LENT_S, PageLending
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, make_rank, new_incarnation
+from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, new_incarnation
 from transfer.pull.replica import LeaseOver, Offered, ReplicaTransfer
 from transfer.pull.seals import TableSeals, new_table_key
 from transfer.pull.shared_pull import SourcePages, shares
@@ -200,7 +200,7 @@ class PageExchange:
             )
             memory = ShardMemory(layout, [tensor.data_ptr() for tensor in tensors], tensors[0].device)
             ranks.append(
-                make_rank(
+                RankTransfer(
                     identity,
                     memory,
                     checks=self._verify,
@@ -408,8 +408,8 @@ class PageExchange:
             thread.pull(key, sources[0], copies, timeout_s, copier.tables)
             return
         holdings = [SourcePages(source, *pages) for source, pages in zip(sources, named, strict=True)]
-        sizes = pending.page_size, pending.src_page_size
-        thread.pull_shared(key, holdings, sizes, timeout_s, can_shorten=pending.can_shorten)
+        sizes, shared = (pending.page_size, pending.src_page_size), ReplicaTransfer.pull_shared
+        thread.call_soon(shared, key, holdings, sizes, timeout_s, can_shorten=pending.can_shorten)
 
     def reads_several(self, num_tokens: int) -> bool:
         """Whether a pull of `num_tokens` tokens from several sources reads from more than one."""

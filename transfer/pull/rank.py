@@ -63,11 +63,27 @@ def new_incarnation() -> str:
 
 
 class ShardMemory(NamedTuple):
-    """The memory that a rank registers: the layout of its shard, the address of each region, and their device."""
+    """The memory that a rank registers. It must stay mapped while any peer lives.
+
+    Attributes:
+        layout: geometry of the pages of its shard.
+        bases: address of each region of the layout.
+        device: device of the regions.
+    """
 
     layout: ShardLayout
     bases: Sequence[int]
-    device: torch.device
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def memory_type(self) -> MemoryType:
+        """The kind of memory of the regions."""
+        return MemoryType.VRAM if self.device.type == "cuda" else MemoryType.DRAM
+
+    @property
+    def device_index(self) -> int:
+        """Index of the device; 0 for host memory."""
+        return self.device.index or 0
 
 
 class ReaderAgents:
@@ -125,10 +141,7 @@ class RankTransfer:
 
     Args:
         identity: the identity of this rank.
-        layout: geometry of its pages.
-        bases: address of each region of the layout. The memory must stay mapped while any peer lives.
-        memory_type: memory of the regions.
-        device: index of the device of the regions; 0 for host memory.
+        memory: its pages.
         checks: whether to make page checks of leased pages, for readers that verify.
         verify: share of the pages, 0 to 1, that are compared with their page checks after they were read.
         stuck_s: seconds that copies of a failed pull may go on. After that their agent is destroyed, and everything
@@ -151,10 +164,7 @@ class RankTransfer:
     def __init__(
         self,
         identity: RankIdentity,
-        layout: ShardLayout,
-        bases: Sequence[int],
-        memory_type: MemoryType = MemoryType.DRAM,
-        device: int = 0,
+        memory: ShardMemory,
         *,
         checks: bool = False,
         verify: float = 0.0,
@@ -162,6 +172,7 @@ class RankTransfer:
         agent: Callable[[str, MemoryType], Agent] = Agent,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        layout, bases, memory_type = memory.layout, memory.bases, memory.memory_type
         if len(bases) != len(layout.region_bytes):
             raise InvalidEngineError(
                 f"engine {identity.engine_id!r} rank {identity.rank}: got {len(bases)} addresses, but the layout has "
@@ -176,7 +187,7 @@ class RankTransfer:
         self.layout = layout
         self.bases = tuple(bases)
         self.memory_type = memory_type
-        self.device = device
+        self.device = memory.device_index
         self.leases = LeaseBook(LEASE_SLOTS + LENT_SLOTS, clock)
         self._verify = verify
         self._checks = PageChecks(layout, bases) if checks or verify else None
@@ -425,20 +436,3 @@ class RankTransfer:
             agent.close()
         except AgentError as error:
             log.warning("engine %r rank %d: %s", self.identity.engine_id, self.identity.rank, error)
-
-
-def make_rank(
-    identity: RankIdentity,
-    memory: ShardMemory,
-    *,
-    checks: bool = False,
-    verify: float = 0.0,
-    stuck_s: float = 30.0,
-    agent: Callable[[str, MemoryType], Agent] = Agent,
-) -> RankTransfer:
-    """Registers the memory of a rank with NIXL. Options and errors are those of `RankTransfer`."""
-    kind = MemoryType.VRAM if memory.device.type == "cuda" else MemoryType.DRAM
-    index = memory.device.index or 0
-    return RankTransfer(
-        identity, memory.layout, memory.bases, kind, index, checks=checks, verify=verify, stuck_s=stuck_s, agent=agent
-    )

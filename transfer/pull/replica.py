@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpy.typing import ArrayLike
 
-from transfer.errors import PullFailedError, TransferError
+from transfer.errors import TransferError
 from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
 from transfer.nixl.settings import effective_settings, reaches_other_hosts
@@ -191,14 +191,13 @@ class ReplicaTransfer:
     ) -> None:
         """Begins a pull by all ranks, of all pages in `groups`; None means that `add_pages` names them later.
 
-        `PullEvent`s report its outcome, even for invalid input. For a `Wanted`, the source says which pages it holds.
-        If their tokens are wrong or too few, the pull fails and gives back the useless lease. If
-        block `tables` name the pages, the pull fails unless the source has sealed each of them under this lease.
-
-        Raises:
-            PullFailedError: a pull of this name is open. The open pull continues.
+        `PullEvent`s report its outcome, even for invalid input and for the name of an open pull, which continues. For a
+        `Wanted`, the source says which pages it holds. If their tokens are wrong or too few, the pull fails and gives
+        back the useless lease. If block `tables` name the pages, the pull fails unless the source has sealed each of
+        them under this lease.
         """
-        self._refuse_open(key)
+        if self._is_taken(key):
+            return
         if groups is not None and not refusal and self._pull_at_once(key, source, timeout_s, groups, tables):
             return
         pull = self._pulls[key] = ReplicaPull(source, self._clock() + timeout_s, refusal=refusal)
@@ -229,11 +228,9 @@ class ReplicaTransfer:
             page_sizes: tokens of our pages, and of the sources' pages.
             timeout_s: seconds until the pull fails.
             can_shorten: whether the pull may pass with the pages before the first that no source has any more.
-
-        Raises:
-            PullFailedError: a pull of this name is open. The open pull continues.
         """
-        self._refuse_open(key)
+        if self._is_taken(key):
+            return
         groups = self.ranks[0].layout.groups
         shared = SharedPull(key, holdings, groups, self._page_bytes, page_sizes, can_shorten=can_shorten)
         self._shared.begin(shared, holdings, timeout_s)
@@ -243,11 +240,14 @@ class ReplicaTransfer:
         while happened := self._shared.step(self._clock()):
             self.events.extend(happened)
 
-    def _refuse_open(self, key: str) -> None:
-        if key in self._pulls or key in self._shared:
-            # The new pull has no state yet, so it cannot have events. The older pull goes on.
-            open_one = f"request {key!r}: an earlier pull of the same name has not ended yet"
-            raise PullFailedError(open_one, FailureKind.OTHER)
+    def _is_taken(self, key: str) -> bool:
+        """Whether a pull of this name is open. If so, an event says that another one cannot be opened."""
+        is_taken = key in self._pulls or key in self._shared
+        if is_taken:
+            self.events.append(
+                PullEvent(key, f"request {key!r}: an earlier pull of the same name has not ended yet", safe=True)
+            )
+        return is_taken
 
     def look_up(self, key: str) -> ReplicaPull | None:
         """Returns an open pull, or None."""

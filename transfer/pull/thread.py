@@ -24,13 +24,12 @@ from weakref import WeakSet
 
 import torch
 
-from transfer.errors import EngineClosedError, TransferError
+from transfer.errors import EngineClosedError
 from transfer.memory import MemoryType
 from transfer.plan.page_lists import PageLists
 from transfer.pull.bell import Alarm, free_in_forks
 from transfer.pull.pull_state import PullEvent
 from transfer.pull.replica import Event, ReplicaTransfer
-from transfer.pull.shared_pull import SourcePages
 from transfer.pull.source import Source
 from transfer.stats import StatsSnapshot
 from transfer.wire.messages import Wanted
@@ -160,32 +159,10 @@ class TransferThread:
         """Begins a pull, with all its pages unless `groups` is None. `PullEvent`s report its outcome."""
 
         def run() -> None:
-            try:
-                self.replica.pull(key, source, timeout_s, groups, tables=tables)
-            except TransferError as error:
-                self.events.append(PullEvent(key, str(error), safe=True))
+            self.replica.pull(key, source, timeout_s, groups, tables=tables)
 
         if groups is None or not self._run_here(lambda: self.replica.is_small(source, groups), run):
             self._hand_over(run)
-
-    def pull_shared(
-        self,
-        key: str,
-        holdings: Sequence[SourcePages],
-        page_sizes: tuple[int, int],
-        timeout_s: float,
-        *,
-        can_shorten: bool,
-    ) -> None:
-        """Begins a pull from several sources; see `ReplicaTransfer.pull_shared`."""
-
-        def run() -> None:
-            try:
-                self.replica.pull_shared(key, holdings, page_sizes, timeout_s, can_shorten=can_shorten)
-            except TransferError as error:
-                self.events.append(PullEvent(key, str(error), safe=True))
-
-        self._hand_over(run)
 
     def add_pages(self, key: str, groups: PageLists, *, last: bool, tables: Sequence[BlockTable] = ()) -> None:
         """Reads pages of a pull; see `ReplicaTransfer.add_pages`."""

@@ -232,24 +232,29 @@ class Endless:
 
     is_over = False
 
-    def over(self) -> bool:
+    @property
+    def event(self) -> Endless:
+        return self
+
+    def query(self) -> bool:
         return self.is_over
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self.is_over = True
 
 
 def copied_beside(source: Side, monkeypatch: pytest.MonkeyPatch) -> Endless:
     """Makes copies from the host take until the mark ends, as on a GPU."""
     (tier,) = source.manager._replicas.tiers.replicas  # type: ignore[union-attr]
-    begin, mark = tier._begin, Endless()
+    load, mark = tier.mover.load, Endless()
 
-    def beside_us(load: Any) -> Any:
-        begin(load)
-        load.marks = [mark]
-        return load.marks
+    def beside_us(slots: Any, pages: Any) -> Any:
+        copy = load(slots, pages)
+        copy.begin()
+        copy._marks = [mark]
+        return copy
 
-    monkeypatch.setattr(tier, "_begin", beside_us)
+    monkeypatch.setattr(tier.mover, "load", beside_us)
     return mark
 
 

@@ -13,9 +13,8 @@ from transfer.errors import AgentError, InvalidEngineError
 from transfer.failures import Failure, FailureKind
 from transfer.memory import MemoryType
 from transfer.plan.boxes import ShardLayout
-from transfer.pull import rank
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, make_rank
+from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory
 
 STUCK_S = 7.0
 
@@ -104,20 +103,22 @@ def test_leases_are_counted_by_how_they_ended(engine: Any) -> None:
     ("device", "expected"),
     [("cpu", (MemoryType.DRAM, 0)), ("cuda", (MemoryType.VRAM, 0)), ("cuda:3", (MemoryType.VRAM, 3))],
 )
-def test_a_rank_has_the_memory_of_its_device(
-    monkeypatch: pytest.MonkeyPatch, device: str, expected: tuple[MemoryType, int]
-) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(rank, "RankTransfer", lambda *args, **options: made.append((args, options)))
+def test_a_rank_has_the_memory_of_its_device(device: str, expected: tuple[MemoryType, int]) -> None:
+    kinds: list[MemoryType] = []
+
+    def agent(_: str, memory_type: MemoryType) -> Any:
+        kinds.append(memory_type)
+        raise AgentError("there may be no such device here")
+
     memory = ShardMemory(ShardLayout((), (64,)), (4096,), torch.device(device))
-    make_rank(RankIdentity(engine_id="e", incarnation="i"), memory, verify=0.5)
-    ((args, options),) = made
-    assert args[1:] == (memory.layout, memory.bases, *expected)
-    assert options["verify"] == 0.5
+    assert (memory.memory_type, memory.device_index) == expected
+    with pytest.raises(AgentError):
+        RankTransfer(RankIdentity(engine_id="e", incarnation="i"), memory, agent=agent)
+    assert kinds == [expected[0]]
 
 
 @pytest.mark.parametrize("options", [{"checks": True}, {"verify": 0.01}])
 def test_page_checks_of_pages_on_a_gpu_are_refused_as_the_host_cannot_read_them(options: dict[str, Any]) -> None:
     identity, layout = RankIdentity(engine_id="e", incarnation="i"), ShardLayout((), (64,))
     with pytest.raises(InvalidEngineError, match="engine 'e' rank 0: page checks .* these are in VRAM"):
-        RankTransfer(identity, layout, (4096,), MemoryType.VRAM, **options)
+        RankTransfer(identity, ShardMemory(layout, (4096,), torch.device("cuda")), **options)

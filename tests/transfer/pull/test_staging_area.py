@@ -18,7 +18,7 @@ from transfer.plan.shapes import dense
 from transfer.pull import staging_area
 from transfer.pull.lease import LeaseRef, new_lease_id
 from transfer.pull.pull_state import PullEvent
-from transfer.pull.rank import RankIdentity, RankTransfer, new_incarnation
+from transfer.pull.rank import RankIdentity, RankTransfer, ShardMemory, new_incarnation
 from transfer.pull.replica import LeaseOver, ReplicaTransfer
 from transfer.pull.source import Source
 from transfer.pull.staging_area import _cut
@@ -38,7 +38,8 @@ class Pool:
         self.blocks = as_blocks(flat, page, PAGES)
         incarnation = new_incarnation()
         self.rank = RankTransfer(
-            RankIdentity(engine_id=engine_id, incarnation=incarnation), dense(page, PAGES), [flat.data_ptr()]
+            RankIdentity(engine_id=engine_id, incarnation=incarnation),
+            ShardMemory(dense(page, PAGES), [flat.data_ptr()]),
         )
         self.replica = ReplicaTransfer([self.rank], HandshakeClient())
         self.card = EngineCard(engine_id, incarnation, (self.rank.metadata,))
