@@ -577,13 +577,13 @@ class PagedKVCacheManager:
     @property
     def total_num_host_pages(self) -> int:
         """Pages of the host tier, which all replicas share; 0 if there is none."""
-        return 0 if self._replicas.tiers is None else self._replicas.tiers.host.pool.num_pages
+        return self._replicas.host_pages[0]
 
     @property
     def host_committed_block_pct(self) -> float:
         """The share of the host pages that hold a cached page, 0.0 to 1.0; 0.0 if there is no host tier."""
-        tiers = self._replicas.tiers
-        return 0.0 if tiers is None else float(tiers.host.pool.index.published[1:].mean())
+        most, held = self._replicas.host_pages
+        return held / most if most else 0.0
 
     @property
     def hint_share(self) -> float:

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
 from kvcache.families import Family, FamilyCollector, Sample
 from kvcache.manager import PagedKVCacheManager
 from kvcache.replica.replica import Replica
@@ -72,12 +70,9 @@ def _host(read: Callable[[ReplicaTier], float]) -> Callable[[Replicas], Iterator
     return samples
 
 
-def _host_pages(all_of: Replicas) -> Iterator[Sample]:
-    yield (), 0 if all_of.tiers is None else all_of.tiers.host.pool.num_pages
-
-
-def _host_cached(all_of: Replicas) -> Iterator[Sample]:
-    yield (), 0 if all_of.tiers is None else int(np.count_nonzero(all_of.tiers.host.pool.index.published[1:]))
+def _host_pages(at: int) -> Callable[[Replicas], Iterator[Sample]]:
+    """A figure of `Replicas.host_pages`."""
+    return lambda all_of: iter([((), all_of.host_pages[at])])
 
 
 def _refused_pages(all_of: Replicas) -> Iterator[Sample]:
@@ -170,8 +165,8 @@ FAMILIES = (
         _REPLICA,
         _host(lambda tier: tier.mover.loaded),
     ),
-    Family("pagewire_host_pages", "gauge", "Pages that the host tier has room for.", (), _host_pages),
-    Family("pagewire_host_cached_pages", "gauge", "Pages of the host tier that can be found.", (), _host_cached),
+    Family("pagewire_host_pages", "gauge", "Pages that the host tier has room for.", (), _host_pages(0)),
+    Family("pagewire_host_cached_pages", "gauge", "Pages of the host tier that can be found.", (), _host_pages(1)),
     Family(
         "pagewire_file_written_pages_total",
         "counter",

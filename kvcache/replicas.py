@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from kvcache.claims import One
 from kvcache.errors import InvalidRequestError, InvariantError
 from kvcache.events.book import EventBook
-from kvcache.events.log import FILES, HOST, EventLog
-from kvcache.events.publisher import EventPublisher
+from kvcache.events.log import FILES, HOST, AnyLog, EventLog, NoLog
+from kvcache.events.publisher import EventPublisher, NoEvents
 from kvcache.events.wire import CacheSpec
 from kvcache.layer_groups import LayerGroup, LayerTables
 from kvcache.layout import PageLayout, replica_fingerprint
@@ -28,7 +28,7 @@ from kvcache.replica.devices import PageMemory, PlacedReplica
 from kvcache.replica.hashing import DIGEST_BYTES, PrefixHasher
 from kvcache.replica.page_moves import ReplicaPageMoves
 from kvcache.replica.partial import PartialReuse
-from kvcache.replica.peer_copies import PeerCopies
+from kvcache.replica.peer_copies import NoPeerCopies, PeerCopies
 from kvcache.replica.replica import Filled, Replica
 from kvcache.replica.resume import Found
 from kvcache.replica.rows import NEVER, AllRows, BlockRows, Ints, rows_at
@@ -119,14 +119,14 @@ class Replicas:
         self._most = self.each[0].max_seq_len
         self._router = Router(len(placed), params.routing)
         copies = params.routing.copy_pages and len(placed) > 1
-        self._copies = PeerCopies(placed) if copies else None
+        self._copies = PeerCopies(placed) if copies else NoPeerCopies()
         least = params.partial_reuse_min_tokens
         self._partial = [PartialReuse(replica, least) for replica in self.each] if least else []
-        self._events: EventPublisher | None = None
+        self._events: EventPublisher | NoEvents = NoEvents()
         self._indexes: dict[int, PrefixIndex] = {}  # by source of events: its index
-        self._log: EventLog | None = None  # the record for events
+        self._log: AnyLog = NoLog()  # the record for events
         # Whether a step of one request needs only its row: there are no tiers, events or further tables.
-        self._is_plain = self.tiers is None and self.each[0].tables.is_plain
+        self._is_plain = not self._all_tiers and self.each[0].tables.is_plain
 
     @property
     def metrics(self) -> KVCacheMetrics:
@@ -134,9 +134,7 @@ class Replicas:
         below = sum((tiers.metrics for tiers in self._all_tiers), KVCacheMetrics())
         for replica in self.hybrid:
             below += KVCacheMetrics(state_hits=replica.states.hits, state_evictions=replica.states.evictions)
-        if self._copies is not None:
-            copies = self._copies
-            below += KVCacheMetrics(d2d_blocks_copied=copies.pages, d2d_states_copied=copies.states)
+        below += KVCacheMetrics(d2d_blocks_copied=self._copies.pages, d2d_states_copied=self._copies.states)
         return sum((replica.metrics for replica in self.each), below)
 
     def admission(self, context: SafeContext, num_steps: int = 1) -> Admission:
@@ -182,8 +180,7 @@ class Replicas:
         if first_time:
             if self._all_tiers:
                 self.take_up()
-            if self._copies is not None:
-                self._copies.bring(replica_idx, row, context, num_steps)
+            self._copies.bring(replica_idx, row, context, num_steps)
         new_pages = replica.reserve(row, context, num_steps)
         if new_pages is None:
             return False
@@ -367,8 +364,7 @@ class Replicas:
             gathered.due = 1  # with many requests, others fill a page at the next token
         elif isinstance(gathered, Batch):
             gathered.due = self._rows.due(gathered.places, computed) if self.each[0].caching else NEVER
-        if self._log is not None:
-            self._log.end_call()
+        self._log.end_call()
 
     def publish_events(self, options: KVEvents, params: KVCacheParams, tables: LayerTables) -> None:
         """Report to subscribers what the pools and the tiers below them hold, from now on. Each replica is a rank.
@@ -415,8 +411,7 @@ class Replicas:
             tiers.mend()
         for partial in self._partial:
             partial.clear()
-        if self._events is not None:
-            self._events.agree(self._indexes, self.each[0].tables.count)
+        self._events.agree(self._indexes, self.each[0].tables.count)
         return lost
 
     def forget_idle(self) -> None:
@@ -429,7 +424,15 @@ class Replicas:
     @property
     def event_endpoints(self) -> list[tuple[str, str | None]]:
         """The addresses of each replica's KV events and of their replays."""
-        return [] if self._events is None else self._events.endpoints
+        return self._events.endpoints
+
+    @property
+    def host_pages(self) -> tuple[int, int]:
+        """The pages that the host tier has room for, and those that it holds; zeros if there is none."""
+        if not self.tiers:
+            return 0, 0
+        pool = self.tiers.host.pool
+        return pool.num_pages, int(np.count_nonzero(pool.index.published[1:]))
 
     def flush(self) -> None:
         """Copy and write all pages and states that the tiers lack."""
@@ -444,8 +447,7 @@ class Replicas:
         """Close the tiers, with `flush` after writing everything published, and the events. Safe to call twice."""
         for tiers in self._all_tiers:
             tiers.close(flush=flush)
-        if self._events is not None:
-            self._events.close()
+        self._events.close()
 
     def check(self) -> None:
         """Recount every replica, then the tiers below. Raises `InvariantError` at the first discrepancy."""

@@ -5,7 +5,7 @@ The loop looks up, encodes and copies no single pages here. `EventBook` makes ev
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,10 +45,25 @@ If one index holds pages of several block tables, the source is an array with a 
 """
 Entry = Change | Described | None
 """A change of an index; a description of pages, before they come; or None at the end of a call, when they have come."""
+AnyLog: TypeAlias = "EventLog | NoLog"
+
+
+class NoLog:
+    """The log of a manager whose events nobody reads: it records nothing."""
+
+    is_read = False
+
+    def describe(self, described: Described, /) -> None:
+        """Record nothing."""
+
+    def end_call(self) -> None:
+        """Record nothing."""
 
 
 class EventLog:
     """The entries of one manager, oldest first. Its loop appends; `take` of the thread removes them."""
+
+    is_read = True
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque()

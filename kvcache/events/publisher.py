@@ -391,6 +391,19 @@ class EventPublisher:
         self._thread.join(_END_S)
 
 
+class NoEvents:
+    """The publisher of a manager without events."""
+
+    def __init__(self) -> None:
+        self.endpoints = list[tuple[str, str | None]]()
+
+    def agree(self, indexes: Mapping[int, PrefixIndex], tables: int) -> None:
+        """As `EventPublisher.agree`: there is nothing to agree with."""
+
+    def close(self) -> None:
+        """As `EventPublisher.close`: nothing is open."""
+
+
 def batched(events: Iterable[KVEvent]) -> Iterable[list[KVEvent]]:
     """Split events into parts with a bounded number of tokens."""
     part: list[KVEvent] = []

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import InvalidRequestError, SequenceTooLongError
-from kvcache.events.log import EventLog
+from kvcache.events.log import AnyLog
 from kvcache.replica.context import FUTURE_TOKEN, Context, TextContext, computed_of
 from kvcache.replica.hashing import PrefixHasher, next_digests, token_bytes
 from kvcache.replica.rows import NEVER, Ints, Rows, rows_at
@@ -117,9 +117,7 @@ class Gathered:
             rows, starts, actives, ends, int((actives - starts).max()), int(actives.max()), int(ends.max())
         )
 
-    def digests(
-        self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: EventLog | None = None
-    ) -> NDArray[np.uint64]:
+    def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: AnyLog) -> NDArray[np.uint64]:
         """The digests of pages `firsts` to `lasts` of each context at `places`, one after another.
 
         `log`: also record the request of each digest, and its tokens.
@@ -134,7 +132,7 @@ class Gathered:
                     for place, hasher, (first, last) in zip(at, hashers, pages, strict=True)
                 ]
             )
-            if log is not None:
+            if log.is_read:
                 runs = [
                     token_bytes(self.tokens(place)[first * size : last * size])
                     for place, (first, last) in zip(at, pages, strict=True)
@@ -146,8 +144,7 @@ class Gathered:
             np.int32,
         )
         digests = self.digest_pages(at, hashers, firsts.tolist(), tokens)
-        if log is not None:
-            log.describe((hashers, firsts, lasts, tokens))
+        log.describe((hashers, firsts, lasts, tokens))
         return digests
 
     def digest_pages(
@@ -351,9 +348,7 @@ class Batch(Gathered, Sequence[Context]):
         self.computed = self.starts
         self._stale = False
 
-    def digests(
-        self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: EventLog | None = None
-    ) -> NDArray[np.uint64]:
+    def digests(self, places: Ints, firsts: Ints, lasts: Ints, hasher_of: HasherOf, log: AnyLog) -> NDArray[np.uint64]:
         steps = self._count - self.ends[places] + firsts * self._page_size
         step = steps.item(0)
         differ = np.count_nonzero(steps != step) or np.count_nonzero(lasts - firsts != 1)
@@ -364,8 +359,7 @@ class Batch(Gathered, Sequence[Context]):
         at = places.tolist()
         hashers = self.hashers(at, hasher_of)
         digests = self.digest_pages(at, hashers, firsts.tolist(), tokens)
-        if log is not None:
-            log.describe((hashers, firsts, lasts, tokens))
+        log.describe((hashers, firsts, lasts, tokens))
         return digests
 
     def hashers(self, at: list[int], hasher_of: HasherOf) -> list[PrefixHasher]:

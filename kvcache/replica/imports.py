@@ -384,22 +384,21 @@ def finish_import(
     context.run_from(cached, context.end_idx)
     replica.imports.commit(pending)
     replica.counter.ran_elsewhere(row, cached)
-    if replica.log is None and not replica.tier.keeps:
+    if not (replica.log.is_read or replica.tier.keeps):
         _publish_plain(replica, row, context, cached)
         return
 
     def digests_of(_at: Ints, firsts: Ints, lasts: Ints) -> NDArray[np.uint64]:
         hasher, first, last = replica.hasher(row, context), int(firsts[0]), int(lasts[0])
         digests = hasher.digests(context.tokens, first, last)
-        if replica.log is not None:
+        if replica.log.is_read:
             run = token_bytes(context.tokens[first * replica.page_size : last * replica.page_size])
             replica.log.describe(([hasher], firsts, lasts, [run]))
         return digests
 
     rows, computed = np.array([row]), np.array([cached])
     replica.publish(rows, computed, replica.filled(rows, computed, digests_of))
-    if replica.log is not None:
-        replica.log.end_call()
+    replica.log.end_call()
 
 
 def _publish_plain(replica: Replica, row: int, context: SafeContext, cached: int) -> None:

@@ -13,7 +13,7 @@ from kvcache.errors import (
     PromptTooLongError,
     SequenceTooLongError,
 )
-from kvcache.events.log import EventLog
+from kvcache.events.log import AnyLog, NoLog
 from kvcache.layer_groups import LayerTables
 from kvcache.params import HashAlgorithm, KVCacheParams
 from kvcache.pool.index import NO_PAGE, Digests
@@ -78,7 +78,7 @@ class Replica:
         self.hints = ReplicaHints(pool, rows, self.tables, self.hasher, self.published_digests, self.salt, params)
         self.tier = PagesBelow()
         self._run = self.tables.find  # the published pages after the first columns, see `published_run`
-        self.log: EventLog | None = None  # the record for KV events, None if they are off
+        self.log: AnyLog = NoLog()  # the record for KV events
 
     @property
     def metrics(self) -> KVCacheMetrics:
