@@ -373,7 +373,7 @@ class Replicas:
         """
         specs = [_spec_of(table.group, params) for table in tables.tables] + [CacheSpec("mamba")] * bool(self.hybrid)
         indexes = {at * len(specs): replica.pool.index for at, replica in enumerate(self.each)}
-        indexes |= {at * len(specs) + len(specs) - 1: one.states.index for at, one in enumerate(self.hybrid)}
+        indexes |= {at * len(specs) + len(specs) - 1: one.states.pool.index for at, one in enumerate(self.hybrid)}
         for group, tiers in ((0, self.tiers), (len(specs) - 1, self.state_tiers)):
             if tiers is not None:
                 indexes[HOST * len(specs) + group] = tiers.host.pool.index

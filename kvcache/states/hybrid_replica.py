@@ -177,7 +177,7 @@ class HybridReplica(Replica):
     # ---- copies for other requests, replicas and readers
 
     def copies(self, digests: Digests) -> Asked:
-        return self.states.index.find(digests) != NO_PAGE
+        return self.states.pool.index.find(digests) != NO_PAGE
 
     def held_copy(self, digest: Digests) -> list[HeldPages]:
         return [self.states.held_copy(digest)]
@@ -322,29 +322,24 @@ def step_drafted(each: Sequence[HybridReplica], gathered: Gathered, step: Step) 
     `StatePageError` if a `start_idx` is before or after all tokens that ran, and what `step` raises. Nothing has
     changed then.
     """
-    drafted: list[tuple[Context, StatePages]] = []
+    drafted: list[tuple[Context, str, StatePages, int, int]] = []
     owners: list[int] = gathered.replicas.tolist()
     for context, replica_idx in zip(gathered.contexts, owners, strict=True):
-        pages = each[replica_idx].states
-        if context.request_id in pages.drafts.page_of:
-            drafted.append((context, pages))
-    starts = [context.start_idx for context, _ in drafted]
-    names = [context.request_id for context, _ in drafted]
-    goes_on = [
-        pages.drafts.goes_on_from(name, pages.tokens_of(name), start)
-        for name, (_, pages), start in zip(names, drafted, starts, strict=True)
-    ]
+        name, states, start = context.request_id, each[replica_idx].states, context.start_idx
+        if name in states.drafts.page_of:
+            goes_on = states.drafts.goes_on_from(name, states.tokens_of(name), start)
+            drafted.append((context, name, states, start, goes_on))
 
     def settle() -> None:
-        for name, (_, pages), at in zip(names, drafted, goes_on, strict=True):
-            pages.settle(name, at)
+        for _, name, states, _, goes_on in drafted:
+            states.settle(name, goes_on)
 
     try:
-        for (context, _), at in zip(drafted, goes_on, strict=True):
-            context.set_token_indices(start_idx=at)
+        for context, _, _, _, goes_on in drafted:
+            context.set_token_indices(start_idx=goes_on)
         gathered.gather(starts_only=True)
         step(gathered, settle)
     except BaseException:
-        for (context, _), start in zip(drafted, starts, strict=True):
+        for context, _, _, start, _ in drafted:
             context.set_token_indices(start_idx=start)
         raise

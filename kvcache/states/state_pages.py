@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError, UnknownRequestError
 from kvcache.layout import KindPages
 from kvcache.params import StateShape
-from kvcache.pool.index import NO_PAGE, Digests, Pages, PrefixIndex
+from kvcache.pool.index import NO_PAGE, Digests, Pages
 from kvcache.pool.pages import PagePool
 from kvcache.replica.leases import HeldPages
 from kvcache.replica.pages_below import PagesBelow
@@ -167,11 +167,6 @@ class StatePages:
         return self.pool.idle.count
 
     @property
-    def index(self) -> PrefixIndex:
-        """The copies that can be found, by the digest of the last page before each."""
-        return self.pool.index
-
-    @property
     def num_kept(self) -> int:
         """Copies that can be found."""
         return int(np.count_nonzero(self.pool.index.published))
@@ -237,17 +232,16 @@ class StatePages:
         """Counts the copies that have come and gone, on the device and below it."""
         return self.pool.index.generation + self.below.generation
 
-    def longest(self, digests: Digests) -> int:
-        """The length, in pages, of the longest prefix of these pages after which there is a copy of the state."""
-        return last_end(self.kept_after(digests))
-
     def there(self, digests: Digests) -> NDArray[np.bool_]:
         """`kept_after`, plus copies that are known to be in files or objects."""
         found = self.kept_after(digests)
         return found | self.below.has(digests[None], ~found[None])[0]
 
     def ask(self, digests: Digests) -> bool:
-        """Ask the lower tiers for the last copies that are not known yet. Returns whether an answer is on its way."""
+        """Ask the lower tiers for the last copies that are not known yet. Returns whether an answer is on its way.
+
+        Nobody asks for copies before the last one on the device or the host.
+        """
         before = self.below.answers
         for _, some, there in self._below_host(digests):
             if self._ask_later(some, there):
@@ -257,9 +251,10 @@ class StatePages:
         return self.below.answers != before  # an answer that has just come may allow a further question
 
     def bring_newest(self, digests: Digests, *, wait: bool) -> bool:
-        """Bring the last copy below host memory up to the host, if it is later than `longest`. True if one is coming.
+        """Bring the last copy below the host up to it, if the device and the host have only earlier ones.
 
-        If it cannot be read, the one before it is tried, and so on. `wait`: wait a while for it, and not for answers.
+        If it cannot be read, the one before it is tried, and so on. Returns whether one is on its way. `wait`: wait a
+        while for it, and not for answers.
         """
         before = self.below.answers
         for first, some, there in self._below_host(digests):
@@ -275,11 +270,11 @@ class StatePages:
         return self.below.answers != before  # as above
 
     def _below_host(self, digests: Digests) -> Iterator[tuple[int, Digests, Asked]]:
-        """The digests after `longest`, some at a time, the last ones first: `[1, digests, words]`.
+        """The digests after the last copy on the device or the host, some at a time, the last ones first.
 
-        Yields the number of those before them, they themselves, and which of them the tiers are known to have.
+        Yields the index of the first of them, the digests `[1, digests, words]`, and which of them lower tiers have.
         """
-        digests = digests[self.longest(digests) :]
+        digests = digests[last_end(self.kept_after(digests)) :]
         for end in range(len(digests), 0, -_LOOKED_AT):
             first = max(0, end - _LOOKED_AT)
             some = digests[None, first:end]

@@ -93,7 +93,7 @@ def parked(manager: PagedKVCacheManager, replica: int) -> list[int]:
 
 def kept(manager: PagedKVCacheManager, replica: int) -> dict[Digest, int]:
     """The state copies that a prompt finds on a replica, by the digest of the last page before each."""
-    return _found(manager.states[replica].index)
+    return _found(manager.states[replica].pool.index)
 
 
 def lent_states(manager: PagedKVCacheManager, replica: int) -> set[int]:

@@ -130,7 +130,7 @@ def test_a_state_that_comes_on_the_device_while_a_request_waits_is_seen() -> Non
     manager = below(20, checks=False)
     served(manager, PROMPT)
     manager.flush_tiers()
-    pool, states = manager._replicas.each[0].pool, manager.states[0].index
+    pool, states = manager._replicas.each[0].pool, manager.states[0].pool.index
     pool.release(pool.allocate(pool.free_count))  # the pages are only in the host
     _, _, digest = gone_from_host(manager, 9)
     page = states.find(digest)

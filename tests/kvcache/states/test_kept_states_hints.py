@@ -89,7 +89,7 @@ def copies_of(manager: PagedKVCacheManager, tokens: list[int], **options: Any) -
     replica = manager._replicas.each[0]
     last = len(tokens) // SIZE
     digests = replica.hasher(None, TextContext(tokens, 4096, **options)).digests(tokens, 0, last)  # pyright: ignore[reportArgumentType]
-    return (manager.states[0].index.find(digests).nonzero()[0] + 1).tolist()
+    return (manager.states[0].pool.index.find(digests).nonzero()[0] + 1).tolist()
 
 
 @pytest.mark.parametrize("said", [LAST, Retention(priority=100), None])
@@ -178,12 +178,12 @@ def test_what_comes_into_a_copys_place_has_no_hint_of_it(*, together: bool) -> N
     child.retention = LAST
     assert manager.fork(parent, child)
     manager.release(child.request_id)
-    (copy,) = manager.states[0].index.published.nonzero()[0].tolist()
+    (copy,) = manager.states[0].pool.index.published.nonzero()[0].tolist()
     assert order.codes[copy] == 4
     while parent.end_idx < 13:
         assert manager.maybe_reserve(parent)
         run(manager, [parent])
-    assert not order.codes[manager.states[0].index.published.nonzero()[0]].tolist().count(4)
+    assert not order.codes[manager.states[0].pool.index.published.nonzero()[0]].tolist().count(4)
     manager.release(parent.request_id)
     manager.check()
 

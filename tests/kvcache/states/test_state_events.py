@@ -73,7 +73,7 @@ def test_what_a_reader_expects_of_a_prompt_is_what_is_found(seed: int, features:
             for replica, mirror in enumerate(mirrors):
                 mirror.settle(manager, replica)
                 assert told_of(mirror, 0) == there(manager._replicas.each[replica].pool.index)
-                assert told_of(mirror, 1) == there(manager.states[replica].index)
+                assert told_of(mirror, 1) == there(manager.states[replica].pool.index)
                 of_groups = (manager._replicas.tiers, manager._replicas.state_tiers) if "host" in features else ()
                 for group, tiers in enumerate(of_groups):
                     assert tiers is not None
@@ -106,7 +106,7 @@ def test_a_reader_of_events_knows_the_pages_of_each_table_and_the_states_behind_
             for replica, mirror in enumerate(mirrors):
                 mirror.settle(manager, replica)
                 mirror.check_same(manager, replica)
-                index = manager.states[replica].index
+                index = manager.states[replica].pool.index
                 states = mirror.groups.get(len(manager.layer_tables.tables), Known())
                 published = np.flatnonzero(index.published).astype(np.int32)
                 assert set(states.there.get("GPU", {})) == set(hashes_of(index.digests_of(published)).tolist())

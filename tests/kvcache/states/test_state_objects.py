@@ -358,7 +358,7 @@ def longest(it: ServedStates, prompt: list[int], store: StoredObjects) -> int:
         return there(it.tiers, of_pages, at) or stored(pages, whole) or (end < whole and stored(pages, end))
 
     for end in range(last, 0, -1):
-        has_state = there(it.state_tiers, it.manager.states[0].index, end - 1) or stored(states, end)
+        has_state = there(it.state_tiers, it.manager.states[0].pool.index, end - 1) or stored(states, end)
         if has_state and all(has_page(at, end) for at in range(end)):
             return end * SIZE
     return 0

@@ -203,7 +203,7 @@ def test_a_copy_is_found_by_its_digest_and_copied_into_the_page_of_who_goes_on()
     assert states.num_kept == 0  # the state covers 8 tokens
     states.keep("a", digest(1), 8, passing=False)
     assert (states.num_kept, states.num_held, states.pool.free_count) == (1, 2, 2)
-    assert [states.longest(np.concatenate(each)) for each in ([digest(3), digest(1), digest(2)], [digest(2)])] == [2, 0]
+    assert [states.kept_after(digest(number)).item() for number in (1, 2, 3)] == [True, False, False]
     states.resume("b", digest(1), 8)
     assert states.tokens_of("b") == 8
     assert torch.equal(states.tensors[0][3][first], states.tensors[0][3][second])
@@ -221,12 +221,12 @@ def test_a_passing_copy_goes_with_the_next_one_and_never_with_anothers() -> None
     states.keep("b", digest(2), 8, passing=True)
     assert states.num_kept == 2
     states.keep("a", digest(3), 8, passing=False)
-    assert [states.longest(digest(number)) for number in (1, 2, 3)] == [0, 1, 1]
+    assert [int(states.kept_after(digest(number))[0]) for number in (1, 2, 3)] == [0, 1, 1]
     states.forget_copies()
     assert states.num_kept == 0
     states.keep("a", digest(2), 8, passing=False)
     states.keep("b", digest(4), 8, passing=False)  # the copy that b passed was forgotten; this one is a's
-    assert [states.longest(digest(number)) for number in (2, 4)] == [1, 1]
+    assert [int(states.kept_after(digest(number))[0]) for number in (2, 4)] == [1, 1]
     states.check(["a", "b"])
 
 
@@ -289,7 +289,7 @@ def test_copies_give_way_to_requests_and_to_newer_ones() -> None:
     states.advance(torch.tensor([states.allocate("a")]), [8])
     for number in (1, 2, 1, 3):  # copy 1 is used again before copy 3 is made
         states.keep("a", digest(number), 8, passing=False)
-    assert [states.longest(digest(number)) for number in (1, 2, 3)] == [1, 0, 1]
+    assert [int(states.kept_after(digest(number))[0]) for number in (1, 2, 3)] == [1, 0, 1]
     states.allocate("b")
     states.allocate("c")
     assert (states.num_kept, states.evictions, states.pool.free_count) == (0, 3, 0)
