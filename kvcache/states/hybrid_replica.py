@@ -61,8 +61,8 @@ class HybridReplica(Replica):
         self._run = self.tables.run  # `find` finds the pages of the other tables
         self.moves = PageMoves()
         self.states = states
-        self._kept = KeptStates(self.states, self, params.state_every_pages)
-        self.hints.lead(StateHints(self.states, self))
+        self._kept = KeptStates(states, self, params.state_every_pages)
+        self.hints.lead(StateHints(states, self))
 
     def _name(self, row: int) -> str:
         return self.rows.request_ids[row] or ""
@@ -121,14 +121,11 @@ class HybridReplica(Replica):
         run = super().find(context, row, hasher)
         if not run.num_columns:
             return run
-        states = self.states
         digests = (hasher or self.hasher(row, context)).digests(context.tokens, run.first, run.end)
-        ends = (
-            states.kept_after(digests, but=states.pool.next_evicted())
-            if row is None
-            else self.ends(digests, self._name(row))
-        )
-        return self.tables.shortened(run, digests, ends)
+        if row is not None:
+            return self.tables.shortened(run, digests, self.ends(digests, self._name(row)))
+        goes = self.states.pool.next_evicted()
+        return self.tables.shortened(run, digests, self.states.kept_after(digests, but=goes))
 
     def ends(self, digests: Digests, request_id: str | None = None, *, anywhere: bool = False) -> Asked:
         """As the base: where there is a copy. Nowhere for a request whose own state is promised to readers."""

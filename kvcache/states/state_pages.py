@@ -9,7 +9,7 @@ tokens run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
@@ -20,7 +20,6 @@ from kvcache.errors import InvariantError, NoFreeStatePageError, StatePageError,
 from kvcache.layout import KindPages
 from kvcache.params import StateShape
 from kvcache.pool.index import NO_PAGE, Digests, Pages
-from kvcache.pool.pages import PagePool
 from kvcache.replica.leases import HeldPages
 from kvcache.replica.pages_below import PagesBelow
 from kvcache.replica.resume import NO_STATE, Asked, last_end
@@ -30,33 +29,6 @@ from kvcache.types import StateCopy
 from kvcache.under_way import UnderWay
 
 _LOOKED_AT = 128  # pages of a prompt that are looked at together for the newest state
-
-
-class PassingCopies(dict[str, Digests]):
-    """By request, the digest `[1, words]` of its passing copy in `pool`, the copy of its last full page.
-
-    The next copy replaces it. If the copy has no holder, the next one is written to the same page. So a step of many
-    requests allocates no page.
-    """
-
-    def renew(
-        self, pool: PagePool, request_ids: Sequence[str], digests: Digests, write: Callable[[Pages], None]
-    ) -> bool:
-        """Let `write` overwrite the copies of all these requests, and publish them under `digests` as the newest.
-
-        Returns False, and changes nothing, if a request has no copy, a copy has a holder, or a digest is already kept.
-        """
-        before = [self[request_id] for request_id in request_ids if request_id in self]
-        if not before:
-            return False
-        index, copies = pool.index, pool.index.find(np.concatenate(before))
-        several = min(len(set(copies.tolist())), len(set(digests[:, 0].tolist()))) < len(digests)
-        if several or (copies == NO_PAGE).any() or pool.holders[copies].any() or index.find(digests).any():
-            return False
-        pool.rewrite(copies, digests, write)
-        for at, request_id in enumerate(request_ids):
-            self[request_id] = digests[at : at + 1]
-        return True
 
 
 class DraftedPages:
@@ -152,7 +124,8 @@ class StatePages:
         self._page_of: dict[str, int] = {}
         self._before: dict[int, int] = {}  # by page that a transfer writes: the copy from which its request resumed
         self._saved: dict[int, list[torch.Tensor]] = {}  # without such a copy: its former content, in host memory
-        self._passing = PassingCopies()
+        # By request: the digest `[1, words]` of its passing copy, that of its last full page, until the next one comes.
+        self._passing: dict[str, Digests] = {}
         self.hits = 0
         self.drafts = DraftedPages(self._tokens)
 
@@ -311,17 +284,28 @@ class StatePages:
             self._keep_below(copy, digest)
 
     def keep_passing(self, request_ids: Sequence[str], digests: Digests, tokens: NDArray[np.int64]) -> bool:
-        """`keep` with `passing` for several requests at once. Returns False if `keep` must be called for each."""
-        pages = [self.page_of(request_id) for request_id in request_ids]
-        if np.count_nonzero(self._tokens[pages] != tokens):
+        """`keep` with `passing` for several requests at once, into the pages of their former copies: none is allocated.
+
+        Returns False, and changes nothing, if `keep` must be called for each: a request has no such copy, a copy has a
+        holder, a digest is already kept, or a state covers other tokens.
+        """
+        pages, index = [self.page_of(request_id) for request_id in request_ids], self.pool.index
+        before = [self._passing[request_id] for request_id in request_ids if request_id in self._passing]
+        if not before or np.count_nonzero(self._tokens[pages] != tokens):
+            return False
+        copies = index.find(np.concatenate(before))
+        several = min(len(set(copies.tolist())), len(set(digests[:, 0].tolist()))) < len(digests)
+        if several or (copies == NO_PAGE).any() or self.pool.holders[copies].any() or index.find(digests).any():
             return False
 
-        def write(copies: NDArray[np.int32]) -> None:
+        def write(copies: Pages) -> None:
             self._spare(copies)
             for page, copy in zip(pages, copies.tolist(), strict=True):
                 self._copy(page, copy)
 
-        return self._passing.renew(self.pool, request_ids, digests, write)
+        self.pool.rewrite(copies, digests, write)
+        self._passing |= {request_id: digests[at : at + 1] for at, request_id in enumerate(request_ids)}
+        return True
 
     def copy_of(self, digest: Digests) -> StateCopy | None:
         """The copy under this digest, for another replica; None if the device has none."""
@@ -615,7 +599,7 @@ class StatePages:
             for tell in self.pool.journal.came:
                 tell(one_page(copy), digest)
 
-    def _spare(self, copies: NDArray[np.int32]) -> None:
+    def _spare(self, copies: Pages) -> None:
         """These copies are about to be overwritten: make their pending copies to the lower tiers now."""
         for save in self.pool.journal.going:
             save(copies)
@@ -626,6 +610,6 @@ class StatePages:
         self._tokens[page] = self._told[page] = 0
 
 
-def one_page(page: int) -> NDArray[np.int32]:
+def one_page(page: int) -> Pages:
     """The page as an array of one."""
     return np.array([page], np.int32)
