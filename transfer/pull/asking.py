@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec.structs import replace
 
 from kvcache.replica.block_table import BlockTable, PageDigests
-from transfer.errors import MetadataError, TransferError
+from transfer.errors import TransferError
 from transfer.pull.lease import LeaseRef
 from transfer.pull.source import Source
-from transfer.wire.messages import MAX_DIGEST_BYTES, ContentQuery, LeaseReply, open_pages
+from transfer.wire.messages import MAX_DIGEST_BYTES, ContentQuery, LeasedPages, LeaseReply, open_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -76,7 +76,8 @@ class PageAsks:
         tables: number of block tables of a request.
         kinds: kind of each table, as in a `BlockTable`.
         beside: number of further groups of a block table, each with one page: the state of a request.
-        give_back: called with the asking replica, a lease that was granted too late, and a reason.
+        give_back: called with the asking replica, a lease that is of no use, and a reason: it was granted too late, or
+            holds other pages.
     """
 
     def __init__(
@@ -163,30 +164,48 @@ class PageAsks:
             ask.waits_for = answer.waits_for[:200]
             ask.query = replace(ask.query, digests=b"")
         else:
-            try:
-                self._end(ask, *self._lent(ask, answer.pages))
-            except TransferError as error:
-                self._end(ask, error=f"{where}: {error}")
+            self._on_pages(ask, where, answer.pages)
 
-    def _lent(self, ask: _Question, data: bytes) -> tuple[Source, BlockTable] | tuple[None, None]:
-        """Returns the leased pages, or raises `MetadataError` if they are not those that were asked for."""
-        pages = open_pages(data, ask.place[1], None, self._key)
+    def _on_pages(self, ask: _Question, where: str, data: bytes) -> None:
+        """Ends a question with the leased pages. Gives back a lease of other pages than those that were asked for."""
+        try:
+            pages = open_pages(data, ask.place[1], None, self._key)
+        except TransferError as error:
+            self._end(ask, error=f"{where}: {error}")
+            return
         if not any(pages.block_ids) and not pages.num_tokens:
-            return None, None
+            self._end(ask)
+            return
+        source = Source(*ask.place, LeaseRef(pages.lease_id, pages.slot, pages.duration_s), pages.incarnation)
+        if fault := self._fault(ask, pages):
+            self._end(ask, error=f"{where}: lease {pages.lease_id:#018x} {fault}")
+            self._give_back(ask.replica, source, fault)
+        else:
+            self._end(ask, source, self._table(ask, pages))
+
+    def _fault(self, ask: _Question, pages: LeasedPages) -> str:
+        """Says in what the leased pages differ from those that were asked for; empty if they are the same."""
         count, rest = divmod(pages.num_tokens, ask.query.page_size)
         groups, beside = pages.block_ids[: self._tables], pages.block_ids[self._tables :]
         most = max(map(len, groups), default=0)
         others = len(groups) != self._tables or [*map(len, beside)] != [1] * self._beside
         if rest or others or most > count or not (most == count or self._kinds):
-            raise MetadataError(
-                f"lease {pages.lease_id:#018x} covers {pages.num_tokens} tokens in {most} pages of {len(groups)} "
-                f"tables and {len(beside)} states; this engine has {self._tables} tables and {self._beside} states"
+            return (
+                f"covers {pages.num_tokens} tokens in {most} pages of {len(groups)} tables and {len(beside)} states; "
+                f"this engine has {self._tables} tables and {self._beside} states"
             )
-        width = len(pages.prompt_digest)
-        own = ask.digests[: count * width]
-        if not width or len(own) != count * width or own[-width:] != pages.prompt_digest:
-            raise MetadataError(f"lease {pages.lease_id:#018x} holds other pages than this engine asked for")
-        table = BlockTable(
+        own = self._digests(ask, pages)
+        if not own or own[-len(pages.prompt_digest) :] != pages.prompt_digest:
+            return "holds other pages than this engine asked for"
+        return ""
+
+    def _digests(self, ask: _Question, pages: LeasedPages) -> bytes:
+        """Returns the digests of the leased pages, as this engine asked for them; empty if it asked for fewer."""
+        size = pages.num_tokens // ask.query.page_size * len(pages.prompt_digest)
+        return ask.digests[:size] if size <= len(ask.digests) else b""
+
+    def _table(self, ask: _Question, pages: LeasedPages) -> BlockTable:
+        return BlockTable(
             request_id=ask.key,
             replica_idx=0,
             num_tokens=ask.query.first_page * ask.query.page_size + pages.num_tokens,
@@ -195,12 +214,10 @@ class PageAsks:
             kinds=self._kinds,
             fingerprint="",  # the plan compares the layouts
             hash_algorithm=ask.query.hash_algorithm,
-            digests=own,
+            digests=self._digests(ask, pages),
             first_page=ask.query.first_page,
             seals=(pages.table_seal,),
         )
-        lease = LeaseRef(pages.lease_id, pages.slot, pages.duration_s)
-        return Source(*ask.place, lease, pages.incarnation), table
 
     def _end(
         self, ask: _Question, source: Source | None = None, table: BlockTable | None = None, error: str = ""

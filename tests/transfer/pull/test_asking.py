@@ -148,6 +148,23 @@ def test_a_lease_that_is_granted_after_the_end_of_its_question_is_given_back(rig
     assert len(rig.given_back) == 1
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    "other", [{"num_tokens": 7}, {"block_ids": ((5,),)}, {"block_ids": ((5, 6), (7,))}, {"prompt_digest": bytes(32)}]
+)
+def test_a_lease_of_other_pages_is_given_back_once(rig: Rig, other: dict[str, Any], late: bool) -> None:
+    rig.ask()
+    if late:
+        rig.now += 1.0
+        assert len(rig.polled()) == 1
+    rig.client.answer(pages=sealed_pages(replace(TWO_PAGES, **other)))
+    ((replica, source, reason),) = rig.given_back
+    assert (replica, source) == (3, Source(*PLACE, LeaseRef(77, 3, 10.0), "i"))
+    errors = [error for _, _, error in rig.polled()]
+    assert errors == ([] if late else [f"engine 'p/0' at {PLACE[0]}: lease 0x000000000000004d {reason}"])
+    assert rig.asks._open == {}
+
+
 def test_a_source_is_listened_to_for_a_while_after_the_end_of_a_question(rig: Rig) -> None:
     rig.ask()
     rig.now += 1.0
