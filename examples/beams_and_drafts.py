@@ -18,7 +18,7 @@ PROMPT = list(range(14))
 
 
 def beam_search(manager: PagedKVCacheManager, model: Model) -> list[tuple[float, list[int]]]:
-    """The `BEAMS` best continuations of the prompt, each with its log probability, the likeliest first."""
+    """Returns the `BEAMS` best continuations of the prompt, the likeliest first, each with its log probability."""
     beams = [(0.0, TextContext(PROMPT, MAX_LENGTH, request_id="beam"))]
     manager.external_claim("beam")
     for step in range(NEW_TOKENS):
@@ -33,7 +33,7 @@ def beam_search(manager: PagedKVCacheManager, model: Model) -> list[tuple[float,
             candidates += [(float(total), row, int(token)) for total, token in more]
         best = sorted(candidates, reverse=True)[:BEAMS]
 
-        # The model has computed these tokens; `step` tells the manager, which can then fork what was computed.
+        # The model has computed these tokens. `step` reports that to the manager, which can then fork the requests.
         for request in requests:
             request.update(0)  # a placeholder for the token that each beam chooses below
         manager.step(requests)
@@ -53,7 +53,7 @@ def beam_search(manager: PagedKVCacheManager, model: Model) -> list[tuple[float,
 
 
 def speculate(manager: PagedKVCacheManager, model: Model, guesser: list[int]) -> tuple[list[int], int]:
-    """Decode greedily with guesses. Returns the tokens and how many runs of the model they took."""
+    """Decodes greedily with guesses. Returns the tokens, and how many runs of the model they took."""
     request, runs = TextContext(PROMPT, MAX_LENGTH, request_id="draft"), 0
     end = len(PROMPT) + NEW_TOKENS
     with manager.claim(request):
@@ -66,10 +66,11 @@ def speculate(manager: PagedKVCacheManager, model: Model, guesser: list[int]) ->
                 request.update(guess)
             request.set_token_indices(start_idx=start)  # run the last known token and every guess
             (inputs,) = manager.fetch([request])
-            found = model.run(request, inputs, 0)[-1 - len(guesses) :].numpy().tolist()  # before and after each guess
+            # The model's own tokens: one in place of each guess, and one after the last.
+            found = model.run(request, inputs, 0)[-1 - len(guesses) :].numpy().tolist()
             runs += 1
 
-            # Keep the guesses that the model would have chosen. Its own token follows them.
+            # Keep the guesses up to the first one that the model would not have chosen. Append the model's own token.
             right = next((at for at, guess in enumerate(guesses) if guess != found[at]), len(guesses))
             request.set_token_indices(active_idx=known + right, end_idx=known + right)
             request.update(found[right])
@@ -78,13 +79,13 @@ def speculate(manager: PagedKVCacheManager, model: Model, guesser: list[int]) ->
 
 
 def log_probability(model: Model, tokens: list[int]) -> float:
-    """The log probability of the tokens after the prompt, computed without a cache."""
+    """Returns the log probability of the tokens after the prompt, computed without a cache."""
     scores = model.logits_without_cache(tokens[:-1])[len(PROMPT) - 1 :].log_softmax(-1)
     return float(scores.gather(1, torch.tensor(tokens[len(PROMPT) :])[:, None]).sum())
 
 
 def main() -> None:
-    """Run both and compare the drafted tokens with those that the model decodes without guesses."""
+    """Runs beam search and speculative decoding, and compares both with the model's results without a cache."""
     params = KVCacheParams(torch.float32, HEADS, HEAD_DIM, enable_prefix_caching=True, page_size=PAGE_SIZE)
     manager = PagedKVCacheManager(
         params, max_batch_size=8, max_seq_len=MAX_LENGTH, num_layers=1, devices=["cpu"], available_cache_memory=1 << 20

@@ -1,7 +1,8 @@
-"""A prompt that prefill computes in chunks is read while the next chunk runs. Both sides run in one process here.
+"""Prefill computes a prompt in chunks, and decode reads the pages of one chunk while the next one runs.
 
-The lease begins before anything is computed (`running=True`). Each further block table names pages that are new. `last`
-says that no table follows: only then may a page be named that is not full.
+The lease begins before anything is computed (`running=True`). After each chunk prefill sends a block table with the new
+pages. `last` marks the last table, the only one that may name a page that is not full. In this example both sides run
+in one process.
 
     python examples/chunk_by_chunk.py
 """
@@ -20,38 +21,38 @@ from pagewire import (
 )
 
 CHUNKS = (40, 72, 96)
-"""Tokens that are known before each chunk ends."""
+"""The number of prompt tokens that are computed after each chunk."""
 
 
 def start(name: str) -> tuple[PagedKVCacheManager, PageExchange]:
-    """A manager, and its exchange."""
+    """Returns a manager and its exchange."""
     params = KVCacheParams(torch.float32, n_kv_heads=4, head_dim=64, page_size=16)
     manager = PagedKVCacheManager(params, 8, 2048, 2, ["cpu"], available_cache_memory=64 << 20)
     return manager, PageExchange(manager, name)
 
 
 def wait_for(kind: type[Offered | PullEvent], exchange: PageExchange) -> ExchangeEvent:
-    """The next event of a kind."""
+    """Waits for the next event of a kind, and returns it."""
     while not (found := [one for one in exchange.poll() if isinstance(one.event, kind)]):
         exchange.wait(replica=0, timeout_s=1.0)
     return found[0]
 
 
 def main() -> None:
-    """Run three chunks. Each is offered and read after it has run."""
+    """Runs a prompt in three chunks. Each chunk is offered and read once it has run."""
     (prefill, source), (decode, reader) = start("prefill"), start("decode")
     with prefill.claim(prompt := TextContext(range(96), max_length=2048, request_id="r")):
         decode.external_claim("r")
         request = TextContext(range(97), max_length=2048, request_id="r")
         pending: PendingImport | None = None
-        offer = source.offer("r", duration_s=10.0, running=True)  # the lease's time does not run yet
+        offer = source.offer("r", duration_s=10.0, running=True)  # its time begins later, at `start_clock`
         if offer is None:
             raise SystemExit("as many leases stand as can")
         wait_for(Offered, source)
         for end in CHUNKS:
-            prompt.set_token_indices(active_idx=end)  # of the known tokens, those before `end` run now
+            prompt.set_token_indices(active_idx=end)  # only the tokens before `end` run now
             prefill.maybe_reserve(prompt)
-            prompt.update(token=96)  # the model; only what it makes of the last chunk becomes a token
+            prompt.update(token=96)  # a model would run here; `update` keeps only the token after the last chunk
             prefill.step([prompt])
             table, last = prefill.block_table("r", full_pages=True), end == CHUNKS[-1]
             if pending is None:  # decode: the first pages

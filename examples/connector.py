@@ -1,7 +1,8 @@
-"""A hand-over between connectors: prefill on one rank, decode on two, each engine in its process.
+"""A hand-over between two engines that own their pages: prefill on one rank, decode on two, each in its own process.
 
-Workers and the scheduler's side may be processes of their own, too: they exchange plain data (`ConnectorMetadata`,
-`WorkerOutput`, `kv_transfer_params`). Prefill wrote 32 tokens. Decode's request has one more, which decode runs.
+Prefill has written the KV of 32 tokens. Decode's request has one token more, which decode itself runs. The workers and
+the scheduler's side of an engine may also be separate processes, because they exchange plain data
+(`ConnectorMetadata`, `WorkerOutput`, `kv_transfer_params`).
 
     python examples/connector.py
 """
@@ -23,7 +24,7 @@ PROMPT = Prompt(range(33))
 
 @dataclasses.dataclass
 class Engine:
-    """The caches and workers of its ranks, the scheduler's side, and everything known about the requests."""
+    """One engine: the caches and workers of its ranks, its scheduler's side, and the reported events of requests."""
 
     caches: list[torch.Tensor]
     workers: list[NixlConnectorWorker]
@@ -31,7 +32,7 @@ class Engine:
     told: Progress = dataclasses.field(default_factory=Progress)
 
     def step(self) -> None:
-        """Run one step, as a serving loop does."""
+        """Runs one step, as a serving loop does."""
         metadata = self.scheduler.build_metadata()
         for worker in self.workers:
             worker.start_load_kv(metadata)
@@ -42,14 +43,14 @@ class Engine:
                 getattr(self.told, name).update(getattr(progress, name))
 
     def close(self) -> None:
-        """Close the workers first. The memory of the caches must live until then."""
+        """Closes the workers, and then the scheduler's side. The memory of the caches must live until then."""
         for worker in self.workers:
             worker.shutdown()
         self.scheduler.close()
 
 
 def engine(name: str, ranks: int) -> Engine:
-    """An engine with 8 blocks on each rank, of this rank's heads."""
+    """Returns an engine with 8 blocks on each rank. A rank's blocks hold the heads of that rank."""
     incarnation = uuid.uuid4().hex
     configs = [
         WorkerConfig(
@@ -72,7 +73,7 @@ def engine(name: str, ranks: int) -> Engine:
 
 
 def prefill(pipe: Connection) -> None:
-    """Offer a lease, tell decode of it, and keep the blocks until the request is in `sent`."""
+    """Offers a lease, tells decode of it, and keeps the blocks until the request is in `sent`."""
     ours = engine("prefill", ranks=1)
     ours.caches[0][:, [3, 5]] = KV  # 32 tokens of a request are computed
     ours.scheduler.offer("request")
@@ -83,7 +84,7 @@ def prefill(pipe: Connection) -> None:
 
 
 def main() -> None:
-    """Load the blocks at decode, and use them once the request is in `received` and not in `failed`."""
+    """Loads the blocks at decode, and uses them once the request is in `received` and not in `failed`."""
     pipe, theirs = multiprocessing.Pipe()
     multiprocessing.Process(target=prefill, args=(theirs,)).start()
     ours = engine("decode", ranks=2)

@@ -1,8 +1,9 @@
-"""Two connectors with two groups of layers, other block sizes and other layouts, and a load that fails.
+"""Two engines with two groups of layers, whose block sizes and layouts differ, and a load that fails.
 
 One layer sees all tokens, the other one the last 20. Prefill has blocks of 16 tokens, heads first. Decode has blocks of
-8, tokens first. The second layer needs tokens 21 to 39 of 40. `first_blocks` says for each group which block of the
-request is the first that is given; leave it out if all are given. Both sides run in one process here.
+8, tokens first. The second layer needs tokens 21 to 39 of 40, so its first blocks are not given. `first_blocks` has,
+for each group, the index of the first block that is given; leave it out if all are given. In this example both sides
+run in one process.
 
     python examples/connector_groups.py
 """
@@ -21,7 +22,7 @@ HEADS, HEAD_DIM, BLOCKS, WINDOW = 2, 4, 12, 20
 
 @dataclasses.dataclass
 class Engine:
-    """One rank's caches and worker, the scheduler's side, and everything known about the requests."""
+    """An engine of one rank: its caches, its worker, its scheduler's side, and the reported events of requests."""
 
     caches: dict[str, torch.Tensor]
     worker: NixlConnectorWorker
@@ -29,7 +30,7 @@ class Engine:
     told: Progress = dataclasses.field(default_factory=Progress)
 
     def step(self) -> None:
-        """Run one step, as a serving loop does."""
+        """Runs one step, as a serving loop does."""
         self.worker.start_load_kv(self.scheduler.build_metadata())
         time.sleep(1e-3)  # the model runs
         progress = self.scheduler.update(0, self.worker.take_output())
@@ -42,7 +43,7 @@ class Engine:
 
 
 def engine(name: str, layout: str, size: int) -> Engine:
-    """An engine with blocks of `size` tokens."""
+    """Returns an engine with blocks of `size` tokens."""
     shared = functools.partial(
         GroupConfig, block_size=size, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float32", layout=layout
     )
@@ -58,14 +59,14 @@ def engine(name: str, layout: str, size: int) -> Engine:
 
 
 def main() -> None:
-    """One load succeeds. The lease of the other ends before decode reads."""
+    """Loads one request. The load of another one fails, because its lease ends before decode reads."""
     prefill, decode = engine("p", "HND", 16), engine("d", "NHD", 8)
     source, reader = prefill.scheduler, decode.scheduler
     source.offer("good")
     source.offer("late")
     good = source.params("good", Prompt(range(41)), [[3, 5, 7], [4, 6]], num_tokens=40, first_blocks=(0, 1))
     late = source.params("late", Prompt(range(17)), [[1], [2]], num_tokens=16)
-    source.abort("late", "its client has gone")  # the lease ends, even if a reader reads
+    source.abort("late", "its client has gone")  # ends the lease at once, whether or not a reader is reading
     while "late" not in prefill.told.sent:
         prefill.step()
     if (wanted := reader.read("good", good, Prompt(range(41)))) is not None:  # None: the params name no pages

@@ -1,7 +1,7 @@
-"""An eviction order of your own: most recently used first, for prompts that recur in a cycle.
+"""A custom eviction order: it evicts the most recently used page first, for prompts that recur in a cycle.
 
-Ten prompts take turns, and the pool holds the pages of five. An order that evicts the least recently used page first
-finds nothing: each prompt is evicted just before its turn. The order below keeps the first prompts and finds those.
+Ten prompts take turns, and the pool holds the pages of five. With least recently used first, each prompt is evicted
+just before its turn, so there is no hit. The order below keeps the pages of the first prompts, which are hits.
 
     python examples/eviction_order.py
 """
@@ -13,14 +13,14 @@ from pagewire import EvictionOrder, KVCacheParams, LruOrder, PagedKVCacheManager
 
 
 class MostRecentFirst(EvictionOrder):
-    """The page that became idle last is evicted first. A dict keeps pages in the order in which they came."""
+    """Evicts the page that became idle last. The dict keeps pages in the order in which they became idle."""
 
     def __init__(self, num_pages: int) -> None:  # noqa: ARG002 - an order that keeps arrays needs the number
         self.idle: dict[int, None] = {}
 
     def append(self, pages: np.ndarray) -> None:
-        # The pages of a request come with the end of its prompt first. A prefix is worth more than what follows it, so
-        # the end has to go first here, too: it is put in last.
+        # `pages` begins with the end of a prompt. The end has to be evicted before the prefix, because more prompts
+        # can share the prefix. `pop` takes the page that was put in last, so the end is put in last.
         self.idle.update(dict.fromkeys(pages[::-1].tolist()))
         self.count = len(self.idle)
 
@@ -43,7 +43,7 @@ class MostRecentFirst(EvictionOrder):
 
 
 def hit_rate(order: type[EvictionOrder]) -> float:
-    """The share of prompt tokens that are found in the cache over five rounds."""
+    """Returns the share of prompt tokens that were found in the cache, over five rounds."""
     params = KVCacheParams(torch.float32, 2, 16, enable_prefix_caching=True, page_size=16, eviction_order=order)
     manager = PagedKVCacheManager(
         params, 4, 256, num_layers=1, devices=["cpu"], available_cache_memory=45 * 16 * params.bytes_per_token(1)
@@ -63,7 +63,7 @@ def hit_rate(order: type[EvictionOrder]) -> float:
 
 
 def main() -> None:
-    """Compare the order with the default one."""
+    """Compares the order with the default one."""
     print(f"least recently used first: {hit_rate(LruOrder):.0%} of the tokens are cached")
     print(f"most recently used first: {hit_rate(MostRecentFirst):.0%} of the tokens are cached")
 

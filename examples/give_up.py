@@ -1,9 +1,7 @@
-"""Four requests between two exchanges.
+"""Gives up three of four requests: during the read, before the read, and at the source. The fourth is read.
 
-One is read, and three are given up: during the read, before it, or by their source.
-
-`b` may pass before it is cancelled; its last event says which. A loop decides by what it has done itself, not by the
-event. Both sides run in one process here.
+The pull of `b` may succeed before it is cancelled. The last event of the pull says whether it did. A serving loop
+remembers what it has given up, and does not rely on the event for that. In this example both sides run in one process.
 
     python examples/give_up.py
 """
@@ -28,21 +26,21 @@ GONE = "its client has gone"
 
 
 def start(name: str) -> tuple[PagedKVCacheManager, PageExchange]:
-    """A manager, and its exchange."""
+    """Returns a manager and its exchange."""
     params = KVCacheParams(torch.float32, n_kv_heads=4, head_dim=64, page_size=16)
     manager = PagedKVCacheManager(params, 8, 2048, 2, ["cpu"], available_cache_memory=64 << 20)
     return manager, PageExchange(manager, name)
 
 
 class Decode:
-    """The reader's side of the requests."""
+    """The decode side, which reads the pages of the requests."""
 
     def __init__(self) -> None:
         self.manager, self.exchange = start("decode")
         self.imports: dict[str, tuple[TextContext, PendingImport]] = {}
 
     def begin(self, name: str, offer: Source, table: BlockTable) -> None:
-        """Reserve pages for a request, and read them."""
+        """Reserves pages for a request, and starts to read them."""
         self.manager.external_claim(name)
         request = TextContext(range(97), max_length=2048, request_id=name)
         pending = self.manager.import_block_table(request, table)
@@ -52,7 +50,7 @@ class Decode:
         self.exchange.pull(name, offer, pending, timeout_s=30.0)
 
     def finish(self, name: str, error: str, proof: ImportProof | None) -> None:
-        """Commit or cancel: nothing of the pull is in flight."""
+        """Commits or cancels the import. Call it when nothing of the pull is in flight any more."""
         if name not in self.imports:
             return  # given up before pages were reserved for it
         request, pending = self.imports[name]
@@ -64,7 +62,7 @@ class Decode:
 
 
 def offers_of(prefill: PagedKVCacheManager, source: PageExchange) -> dict[str, tuple[Source, BlockTable]]:
-    """Prefill computes each request, leases its pages and releases it."""
+    """Computes each request at prefill, leases its pages and releases it. Returns the leases and block tables."""
     offers: dict[str, tuple[Source, BlockTable]] = {}
     for name in "abcd":
         with prefill.claim(request := TextContext(range(96), max_length=2048, request_id=name)):
@@ -79,7 +77,7 @@ def offers_of(prefill: PagedKVCacheManager, source: PageExchange) -> dict[str, t
 
 
 def main() -> None:
-    """Run until four leases and three pulls have ended."""
+    """Runs until four leases and three pulls have ended."""
     (prefill, source), decode = start("prefill"), Decode()
     reader, offers, ended = decode.exchange, offers_of(prefill, source), dict[str, str]()
     while len(ended) < 7:

@@ -1,8 +1,8 @@
-"""A listener of KV events: what a router does to know which server has the pages of a prompt.
+"""A listener of KV events, as a router has one to learn which server has the pages of a prompt.
 
-The manager publishes vLLM's messages over ZeroMQ, so this listener works with either. A message has three frames: the
-topic, a sequence number and a batch in msgpack. The listener keeps the set of cached pages and notices a gap in the
-numbers. In real use it runs in another process and only needs the endpoint.
+The manager publishes messages in vLLM's format over ZeroMQ, so this listener works with either. A message has three
+frames: the topic, a sequence number and a batch in msgpack. The listener keeps the set of cached pages and notices a
+gap in the numbers. In real use it runs in another process and only needs the endpoint.
 
     python examples/kv_events.py
 """
@@ -29,7 +29,7 @@ class Listener:
         self.sequence: int | None = None
 
     def take_one(self) -> list[str]:
-        """Wait for a message and apply it. Returns the kinds of its events."""
+        """Waits for a message and applies it. Returns the kinds of its events."""
         if not self.socket.poll(10_000):
             raise SystemExit("no message for 10 seconds: the manager sends at least one a second")
         _topic, number, payload = self.socket.recv_multipart()
@@ -43,9 +43,9 @@ class Listener:
         return [event["type"] for event in events]
 
     def apply(self, event: dict[str, Any]) -> None:
-        """Take up one event."""
+        """Applies one event to the set of cached pages."""
         match event["type"]:
-            case "BlockStored" if event["medium"] == "GPU":  # the pages of the pool, wherever it lies
+            case "BlockStored" if event["medium"] == "GPU":  # pages of the pool, even in host memory
                 size, tokens = event["block_size"], event["token_ids"]
                 for at, name in enumerate(event["block_hashes"]):
                     self.cached[name] = tokens[at * size : (at + 1) * size]
@@ -58,14 +58,14 @@ class Listener:
                 pass  # the pages of lower tiers
 
     def until(self, pages: int) -> None:
-        """Take messages until `pages` pages are cached."""
+        """Takes messages until `pages` pages are cached."""
         while len(self.cached) != pages:
             if kinds := self.take_one():
                 print(f"{', '.join(sorted(set(kinds)))}: {len(self.cached)} pages are cached")
 
 
 def serve(manager: PagedKVCacheManager, prompt: list[int]) -> None:
-    """Run one prompt. A model would run after `fetch`."""
+    """Serves one prompt. A model would run after `fetch`."""
     request = TextContext(prompt, max_length=256)
     with manager.claim(request):
         manager.maybe_reserve(request)
@@ -75,7 +75,7 @@ def serve(manager: PagedKVCacheManager, prompt: list[int]) -> None:
 
 
 def main() -> None:
-    """Publish from a pool of eight pages, follow it, and evict."""
+    """Follows the events of a pool of eight pages, some of which are evicted."""
     params = KVCacheParams(
         torch.float32,
         2,

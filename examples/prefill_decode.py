@@ -1,8 +1,8 @@
 """Prefill and decode in two processes: decode reads the pages of each prompt with NIXL READs and goes on from there.
 
-The prefill process runs the prompts. For each it offers a lease and sends three things through a pipe: where the pages
-can be read (`Source`), which pages (`BlockTable`), and the first new token. The decode process reserves pages, pulls,
-commits the import and decodes. The pipe stands for whatever channel the two sides have.
+The prefill process runs the prompts. For each prompt it offers a lease, and sends three things through a pipe: where
+the pages can be read (`Source`), which pages they are (`BlockTable`), and the first new token. The decode process
+reserves pages, pulls, commits the import and decodes. Any other channel can take the place of the pipe.
 
 The model is that of `serving_loop.py`, beside this file.
 
@@ -33,7 +33,7 @@ MAX_LENGTH = 64
 
 
 def start(name: str) -> tuple[PagedKVCacheManager, PageExchange]:
-    """Make the pages and the exchange of one process. The name of an exchange is unique among its peers."""
+    """Makes the manager and the exchange of one process. The name of an exchange must be unique among its peers."""
     params = KVCacheParams(torch.float32, HEADS, HEAD_DIM, page_size=PAGE_SIZE)
     manager = PagedKVCacheManager(
         params, max_batch_size=8, max_seq_len=MAX_LENGTH, num_layers=1, devices=["cpu"], available_cache_memory=1 << 20
@@ -42,14 +42,14 @@ def start(name: str) -> tuple[PagedKVCacheManager, PageExchange]:
 
 
 def next_events(exchange: PageExchange) -> list[ExchangeEvent]:
-    """Wait for something to happen. `poll` returns each event once, for all requests, so look at every one."""
+    """Waits for events and returns them. `poll` returns each event once, for all requests, so look at every one."""
     while not (events := exchange.poll()):
         exchange.wait(replica=0, timeout_s=1.0)
     return events
 
 
 def prefill(pipe: Connection) -> None:
-    """Run every prompt once and offer its pages. Ends when the decode process has read all of them."""
+    """Runs every prompt once and offers its pages. Ends when the decode process has read all of them."""
     manager, exchange = start("prefill")
     model, tellable = Model(), dict[str, tuple[Source | None, BlockTable, int]]()
     for name, prompt in PROMPTS.items():
@@ -83,7 +83,7 @@ def prefill(pipe: Connection) -> None:
 
 
 def pull(manager: PagedKVCacheManager, exchange: PageExchange, pipe: Connection) -> list[TextContext]:
-    """Pull the pages of every prompt. Returns the requests, which can run then."""
+    """Pulls the pages of every prompt. Returns the requests, which can run then."""
     requests, pending = dict[str, TextContext](), dict[str, PendingImport]()
     for _ in PROMPTS:
         name, source, table, first = pipe.recv()
@@ -106,7 +106,7 @@ def pull(manager: PagedKVCacheManager, exchange: PageExchange, pipe: Connection)
 
 
 def decode(pipe: Connection) -> dict[str, list[int]]:
-    """Decode every prompt that the prefill process has computed. Returns the tokens by request."""
+    """Decodes every prompt that the prefill process has computed. Returns the tokens by request."""
     manager, exchange = start("decode")
     model, requests = Model(), pull(manager, exchange, pipe)
     running = requests
@@ -127,7 +127,7 @@ def decode(pipe: Connection) -> dict[str, list[int]]:
 
 
 def main() -> None:
-    """Run both processes and compare every answer with one computed without a cache."""
+    """Runs both processes and compares every answer with one computed without a cache."""
     ours, theirs = torch.multiprocessing.Pipe()
     process = torch.multiprocessing.get_context("spawn").Process(target=prefill, args=(theirs,), daemon=True)
     process.start()

@@ -1,7 +1,8 @@
 """A hybrid model: one recurrent layer (linear attention) beside one attention layer, with a prefix cache for both.
 
-A recurrent layer keeps one state of all tokens so far and writes over it. The manager gives each request a state page,
-keeps copies of states at the ends of pages, and finds a prefix as far as its pages and a state after them are cached.
+A recurrent layer keeps one state for all tokens so far, and overwrites it with each token. The manager gives each
+request a state page, and keeps copies of states at the ends of pages. A cached prefix ends at the last cached page
+after which a copy of the state is kept.
 
 The model is that of `serving_loop.py`, beside this file.
 
@@ -14,7 +15,7 @@ from serving_loop import HEAD_DIM, HEADS, PAGE_SIZE, VOCABULARY, Model
 from pagewire import KVCacheParams, PagedKVCacheManager, RaggedKVCacheInputs, StatePages, StateShape, TextContext
 
 NEW_TOKENS, DECAY = 8, 0.9
-KIND = ("ssm",)  # the state's matrices; a layer that convolves keeps its last inputs, too
+KIND = ("ssm",)  # the state's matrices; a layer with a convolution also keeps its last inputs
 
 
 class HybridModel(Model):
@@ -28,7 +29,7 @@ class HybridModel(Model):
         self.state = torch.zeros(HEADS, HEAD_DIM, HEAD_DIM)
 
     def run_hybrid(self, context: TextContext, inputs: RaggedKVCacheInputs, states: StatePages) -> int:
-        """Run `tokens[start_idx:active_idx]` of one request. Returns the greedy token after them."""
+        """Runs `tokens[start_idx:active_idx]` of one request. Returns the greedy token after them."""
         # `pages_at` refuses a request whose state does not have exactly the tokens before `start_idx`.
         pages = states.pages_at([context.request_id], [context.start_idx])
         self.state = states.read(0, pages, KIND)[0]  # of recurrent layer 0: [heads, d_state, head_dim]
@@ -38,12 +39,12 @@ class HybridModel(Model):
         return token
 
     def run_without_cache(self, tokens: list[int]) -> int:
-        """The greedy token after all `tokens`, computed from scratch."""
+        """Returns the greedy token after all `tokens`, computed from scratch."""
         self.state = torch.zeros(HEADS, HEAD_DIM, HEAD_DIM)
         return super().run_without_cache(tokens)
 
     def qkv(self, tokens: list[int], start: int) -> torch.Tensor:
-        """Run the recurrent layer, then project its output for the attention layer."""
+        """Runs the recurrent layer, then projects its output for the attention layer."""
         query, key, value = (self.embedding[tokens] @ self.project_recurrent).unflatten(-1, (HEADS, HEAD_DIM))
         outputs: list[torch.Tensor] = []
         for q, k, v in zip(query, key, value, strict=True):  # token by token, each [heads, head_dim]
@@ -54,13 +55,13 @@ class HybridModel(Model):
 
 
 def answer(manager: PagedKVCacheManager, model: HybridModel, prompt: list[int]) -> tuple[list[int], int]:
-    """Decode `NEW_TOKENS` tokens. Returns all tokens, and how many of the prompt's were cached."""
+    """Decodes `NEW_TOKENS` tokens. Returns all tokens, and how many prompt tokens were cached."""
     request = TextContext(prompt, max_length=len(prompt) + NEW_TOKENS)
     with manager.claim(request):
         manager.maybe_reserve(request)
         cached = request.start_idx
         while request.current_length < request.max_length:
-            # A prompt may run in chunks: `maybe_reserve` ends one where a state is to be kept.
+            # A prompt may run in chunks: `maybe_reserve` ends a chunk where a copy of the state is to be kept.
             manager.maybe_reserve(request)
             (inputs,) = manager.fetch([request])
             request.update(model.run_hybrid(request, inputs, manager.states[0]))
@@ -69,7 +70,7 @@ def answer(manager: PagedKVCacheManager, model: HybridModel, prompt: list[int]) 
 
 
 def main() -> None:
-    """Hold a conversation of three turns and compare each answer with one computed without a cache."""
+    """Holds a conversation of three turns and compares each answer with one computed without a cache."""
     shape = StateShape(
         layers=1,
         heads=HEADS,

@@ -1,7 +1,7 @@
-"""A scan-resistant eviction order: pages that were found again are evicted after all that were used once.
+"""A scan-resistant eviction order: pages that were found again are evicted after all pages that were used once.
 
-A system prompt is served twice. Then 99 long one-off prompts follow. The default order evicts the system prompt for
-them, and the order below keeps it.
+A system prompt is served twice. Then 99 long one-off prompts follow. The default order evicts the system prompt to
+make room for them, and the order below keeps it.
 
     python examples/scan_resistant_order.py
 """
@@ -50,7 +50,7 @@ class FoundAgainLast(EvictionOrder):
 
 
 def cached_tokens_after_a_scan(order: type[EvictionOrder]) -> int:
-    """Tokens of the system prompt that are still cached."""
+    """Returns how many tokens of the system prompt are still cached after the scan."""
     params = KVCacheParams(torch.bfloat16, 8, 64, enable_prefix_caching=True, eviction_order=order)
     manager = PagedKVCacheManager(params, 8, 4096, 2, ["cpu"], available_cache_memory=100 << 20, page_size=128)
 
@@ -75,7 +75,7 @@ def cached_tokens_after_a_scan(order: type[EvictionOrder]) -> int:
 
 
 def main() -> None:
-    """Compare the order with the default one."""
+    """Compares the order with the default one."""
     print("least recently used first:", cached_tokens_after_a_scan(LruOrder), "of 1024 tokens are cached")
     print("found again last:", cached_tokens_after_a_scan(FoundAgainLast), "of 1024 tokens are cached")
 

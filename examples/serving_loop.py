@@ -1,9 +1,9 @@
-"""A serving loop over an attention of its own: continuous batching, preemption, two replicas, a prefix cache.
+"""A serving loop with its own attention layer: continuous batching, preemption, two replicas, a prefix cache.
 
-The model is one attention layer with random weights. It reads and writes the pages that `fetch` names, so it shows
-where the keys and values of a token lie. The pages are too few for all requests at once: when a replica runs out of
-them, the loop preempts the request that was admitted last. At the end the program compares every answer with one
-computed without a cache.
+The model is one attention layer with random weights. It reads and writes the pages that `fetch` names, so its code
+shows where the keys and values of a token lie. There are too few pages for all requests at once. When a replica runs
+out of pages, the loop preempts the request that was admitted last. At the end the program compares every answer with
+one computed without a cache.
 
     python examples/serving_loop.py
 """
@@ -29,11 +29,11 @@ class Model:
         self.project = torch.randn(3, width, width, generator=weights) / width**0.5  # to queries, keys, values
 
     def run(self, context: TextContext, inputs: RaggedKVCacheInputs, row: int) -> torch.Tensor:
-        """Run `tokens[start_idx:active_idx]` of one request. Returns the greedy token after each of them."""
+        """Runs `tokens[start_idx:active_idx]` of one request. Returns the greedy token after each of them."""
         return self.logits(context, inputs, row).argmax(-1)
 
     def logits(self, context: TextContext, inputs: RaggedKVCacheInputs, row: int) -> torch.Tensor:
-        """`run` before the choice of tokens: `[tokens, VOCABULARY]`."""
+        """Returns the logits from which `run` takes the greedy tokens: `[tokens, VOCABULARY]`."""
         start, end = context.start_idx, context.active_idx
         query, key, value = self.qkv(context.tokens[start:end].tolist(), start)
 
@@ -48,21 +48,21 @@ class Model:
         return self.attend(query, keys[read].flatten(0, 1)[:end], values[read].flatten(0, 1)[:end], start)
 
     def run_without_cache(self, tokens: list[int]) -> int:
-        """The greedy token after all `tokens`, computed from scratch."""
+        """Returns the greedy token after all `tokens`, computed from scratch."""
         return int(self.logits_without_cache(tokens)[-1].argmax())
 
     def logits_without_cache(self, tokens: list[int]) -> torch.Tensor:
-        """The logits after each of `tokens`, computed from scratch: `[tokens, VOCABULARY]`."""
+        """Returns the logits after each of `tokens`, computed from scratch: `[tokens, VOCABULARY]`."""
         query, key, value = self.qkv(tokens, 0)
         return self.attend(query, key, value, 0)
 
     def qkv(self, tokens: list[int], start: int) -> torch.Tensor:
-        """Queries, keys and values of tokens at positions from `start` on: `[3, tokens, heads, head_dim]`."""
+        """Returns queries, keys and values of tokens at positions from `start` on: `[3, tokens, heads, head_dim]`."""
         hidden = self.embedding[tokens] + self.positions[start : start + len(tokens)]
         return (hidden @ self.project).unflatten(-1, (HEADS, HEAD_DIM))
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int) -> torch.Tensor:
-        """Causal attention of the queries from position `start` on, then the logits after each."""
+        """Computes causal attention of the queries from position `start` on. Returns the logits after each query."""
         mask = torch.arange(len(key)) <= torch.arange(start, start + len(query))[:, None]
         query, key, value = (states.transpose(0, 1) for states in (query, key, value))
         hidden = scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -70,10 +70,10 @@ class Model:
 
 
 def serve(manager: PagedKVCacheManager, model: Model, requests: list[TextContext]) -> int:
-    """Serve all requests to their `max_length`. Returns how often a request was preempted."""
+    """Serves all requests to their `max_length`. Returns how often a request was preempted."""
     waiting, running, preemptions = deque(requests), list[TextContext](), 0
     while waiting or running:
-        # Reserve pages for what each running request computes next. The oldest request comes first.
+        # Reserve pages for the next step of each running request, the oldest first.
         for request in list(running):
             while request in running and not manager.maybe_reserve(request):
                 replica = manager.get_replica(request)
@@ -106,7 +106,7 @@ def serve(manager: PagedKVCacheManager, model: Model, requests: list[TextContext
 
 
 def main() -> None:
-    """Serve eight requests with a common beginning on two replicas of 16 pages each."""
+    """Serves eight requests with a common beginning on two replicas of 16 pages each."""
     params = KVCacheParams(
         torch.float32,
         HEADS,

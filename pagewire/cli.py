@@ -63,7 +63,7 @@ _COMMANDS: dict[str, _Command] = {
         ServeOptions,
         "serve a model by prefill and decode processes, over HTTP",
         "Serve a model by prefill and decode processes behind OpenAI's completions and chat completions. SIGTERM "
-        "drains. Exit status: 2 if a page was left held.",
+        "drains the service. Exit status: 2 if a page was left held.",
         "pagewire serve --model DIR --prefills 2 --watch",
         "[all | front | prefill | decode] [OPTIONS]",
     ),
@@ -71,7 +71,7 @@ _COMMANDS: dict[str, _Command] = {
         ReplayOptions,
         "drive the manager with a request trace",
         "Drive the real manager with a trace in the Mooncake format, one page to a block, one request after another. "
-        "The reference LRU and the optimum that knows the future stand beside it.",
+        "Its hits are compared with those of a reference LRU and of an optimum that knows the future.",
         "pagewire replay TRACE --capacity 50000 --json figures.json",
         "TRACE [OPTIONS]",
     ),
@@ -79,7 +79,7 @@ _COMMANDS: dict[str, _Command] = {
         PlanOptions,
         "say how many requests fit into memory, and how long they may be",
         "Say from a model's config.json how many requests fit, how long they may be, and what they take; then the "
-        "details for every choice of tensor and data parallelism. With a trace, say what more memory would hit.",
+        "details for every choice of tensor and data parallelism. With a trace, say how many hits more memory gives.",
         "pagewire plan --model DIR --memory 40GiB --devices 8 --lengths 8192",
         "--model DIR --memory BYTES [OPTIONS]",
     ),
@@ -92,7 +92,7 @@ _COMMANDS: dict[str, _Command] = {
     ),
     "top": _Command(
         TopOptions,
-        "show every page of running processes, whose it is, and why it went",
+        "show every page of running processes, its owner, and why pages were evicted",
         "Show what every page of watched processes is doing, in the terminal or a browser: a map of the pages, "
         "requests, leases and pulls, the prefix tree, evictions and rates; or play a recording of that.",
         "pagewire top tcp://127.0.0.1:40001 --record incident.pw",

@@ -40,7 +40,7 @@ class Need(NamedTuple):
 
 
 def installed(package: str) -> bool:
-    """Whether a package can be found. Does not import it."""
+    """Returns whether a package is installed. Does not import it."""
     try:
         return find_spec(package) is not None
     except (ImportError, ValueError):

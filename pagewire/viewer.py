@@ -22,7 +22,7 @@ def top_option(told: str) -> Any:
 
 @contextmanager
 def viewer(addresses: Sequence[str], where: str, more: Sequence[str] = ()) -> Generator[Callable[[], bool]]:
-    """Shows these addresses, and waits at the end of the `with` block until the viewer quits.
+    """Shows the processes at these addresses. Waits at the end of the `with` block until the viewer quits.
 
     Yields a function that tells whether the viewer is still open.
     """

@@ -1,4 +1,4 @@
-"""The protocols that a scheduler sees: pages of its own, and pages to fill from elsewhere.
+"""The interfaces that a scheduler has to the cache: pages that it computes, and pages that it reads from a peer.
 
 Each task of a scheduler, and the method that performs it here:
 
@@ -82,7 +82,7 @@ class Pages(Protocol):
 
     @property
     def num_held_blocks(self) -> int:
-        """Pages of all replicas that have a holder or that a transfer writes, without idle cached ones."""
+        """Pages of all replicas that a request or lease holds or a transfer writes. Idle cached pages do not count."""
         ...
 
     @property
@@ -102,7 +102,10 @@ class Pages(Protocol):
         ...
 
     def prefetch(self, context: Context) -> bool:
-        """Loads cached pages of a waiting request. Returns whether some are being fetched. Needs no release."""
+        """Starts to load a waiting request's cached pages from lower tiers. Returns whether any are being fetched.
+
+        The call reserves nothing, so nothing has to be released.
+        """
         ...
 
     def external_claim(self, request_id: RequestID, replica_idx: int | None = None) -> None:
@@ -137,11 +140,10 @@ class Pages(Protocol):
 
 
 class PagesAhead(Pages, Protocol):
-    """Pages of a loop that plans one step while the previous one runs.
+    """Pages, as seen by a loop that plans one step while the model runs the previous one.
 
-    It calls `fetch_ahead` instead of `fetch`, and `end_step`.
-
-    Meanwhile a context holds a future token in place of the one that the model has not returned yet.
+    Such a loop calls `fetch_ahead` instead of `fetch`, and `end_step` when the model has finished a step. Until the
+    model returns a token, the request's context holds a future token in its place.
     """
 
     def fetch_ahead(self, batch: Sequence[Context], num_steps: int = 1) -> StepInFlight:
@@ -161,7 +163,7 @@ class PulledPages(Pages, Protocol):
 
     @property
     def contents(self) -> PageContents:
-        """The pages by content: finds the pages that a prompt needs, and which of them are cached."""
+        """Looks pages up by content: which pages a prompt needs, and which of them are cached."""
         ...
 
     def import_block_table(
@@ -180,7 +182,7 @@ class PulledPages(Pages, Protocol):
         ...
 
     def extend_import(self, context: Context, pending: PendingImport, table: BlockTable, *, last: bool) -> PageCopy:
-        """Returns the further pages to read, after the source of a `partial` import has computed more."""
+        """Extends a `partial` import after its source has computed more. Returns the further pages to read."""
         ...
 
     def commit_import(self, context: Context, pending: PendingImport, proof: ImportProof | None = None) -> None:

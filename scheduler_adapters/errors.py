@@ -52,4 +52,4 @@ class MessageError(ServiceError, ValueError):
 
 
 class IllegalMoveError(ServiceError):
-    """A request was to move to a state that its table does not allow. This is a bug of the service."""
+    """A request was about to enter a phase that may not follow its present one. This is a bug of the service."""

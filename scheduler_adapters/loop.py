@@ -27,7 +27,7 @@ from kvcache.replica.context import TextContext
 from kvcache.types import Admission, RaggedKVCacheInputs
 from scheduler_adapters.base import Pages, RunTokens
 
-_LONGEST_FETCH_S = 5.0  # the longest that a request waits for its own pages
+_LONGEST_FETCH_S = 5.0  # the longest that a request waits for its cached pages to come from files or objects
 
 FinishReason = Literal["eos", "length", "error"]
 # The owner of the loop may need a richer type: `DecodeScheduler` also imports pages.
@@ -136,9 +136,9 @@ class ServingLoop(Generic[PagesT_co]):
         self._waiting[request.request_id] = Entry(request, context or self.context_for(request))
 
     def adopt(self, request: Request, context: TextContext) -> None:
-        """Adds a request that was prefilled elsewhere.
+        """Adds a request that was prefilled by another process.
 
-        Its context is claimed, and only its last token is left to run.
+        The caller has claimed its context and committed its pages. Only its last token is left to run.
         """
         self._check_new(request.request_id)
         self._running[request.request_id] = Entry(request, context, self.manager.get_replica(context))
@@ -197,7 +197,7 @@ class ServingLoop(Generic[PagesT_co]):
         return outputs + (self._run(entries) if entries else [])
 
     def close(self) -> None:
-        """Ends what a step may leave running: nothing, in this loop. Safe to call twice."""
+        """Ends the loop. A no-op here, because no step of this loop runs on after `step`. Safe to call twice."""
 
     def _plan(self, running: list[Entry]) -> list[Entry]:
         """Chooses the requests that run and the tokens that each runs.

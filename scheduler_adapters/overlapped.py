@@ -35,7 +35,7 @@ class _Running:
     """A request as it was when its step was planned. The context moves on meanwhile."""
 
     request_id: RequestID
-    tokens: NDArray[np.int32]  # a view: a context only writes behind its known tokens
+    tokens: NDArray[np.int32]  # a view, which stays right because a context writes only after its known tokens
     start_idx: int
     active_idx: int
 
@@ -71,7 +71,7 @@ class _Launched(NamedTuple):
 
 
 class LaunchingRunner(ModelRunner, Protocol):
-    """A model that can launch a step and return at once, like a device."""
+    """A model that can launch a step and return at once, as a model on a GPU does."""
 
     def launch(self, batches: Sequence[RunBatch]) -> PendingTokens:
         """Launches the work of each replica, with the inputs of its shards, behind everything launched before."""
@@ -95,7 +95,7 @@ class ThreadedRunner:
     def launch(self, batches: Sequence[RunBatch]) -> Future[list[int]]:
         """Runs in the thread, one step at a time."""
         tokens = self._thread.submit(self._run, batches)
-        # Otherwise the thread would get the interpreter only when the caller waits for the tokens.
+        # Wait until the thread has begun. Otherwise it would get the GIL only when the caller waits for the tokens.
         self._started.acquire()
         return tokens
 

@@ -1,6 +1,7 @@
 """FlashAttention 2 over our pages: `flash_attn_with_kvcache`, which also writes the new tokens.
 
-It takes pages of a multiple of 256 tokens, tokens first, of every page order. Needs a GPU.
+The kernel needs a GPU, and a page size that is a multiple of 256 tokens. It takes the view with tokens first, of every
+page order.
 
     python examples/kernels/flash_attention.py
 """
@@ -17,11 +18,11 @@ PAGE_SIZE = 256
 
 
 def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
-    """Write the new tokens of a layer, then attend. Returns `[tokens, heads, head_dim]`."""
+    """Writes the new tokens of a layer, then attends. Returns `[tokens, heads, head_dim]`."""
     keys, values = batch.layer(layer)
     outputs: list[torch.Tensor] = []
     for row, (first, last) in enumerate(zip(batch.first_rows[:-1], batch.first_rows[1:], strict=True)):
-        new = slice(int(first), int(last))  # one by one, as each runs another number of tokens
+        new = slice(int(first), int(last))  # one request at a time, because each runs another number of tokens
         found = flash_attn_with_kvcache(
             batch.query[None, new],
             keys,

@@ -1,7 +1,7 @@
-"""FlashInfer's paged attention over our pages: its kernel for prompts in chunks, and the one that decodes.
+"""FlashInfer's paged attention over our pages: its kernel for prompts in chunks, and its kernel for decoding.
 
-Both take keys and values as a pair of views, tokens first, of every page order. FlashInfer compiles its kernels when
-they are first used. Needs a GPU.
+Both kernels need a GPU. They take keys and values as a pair of views with tokens first, of every page order. FlashInfer
+compiles them when they are first used.
 
     python examples/kernels/flash_infer.py
 """
@@ -18,7 +18,7 @@ SHAPES = ((8, 2, 128), (4, 4, 128))  # heads, kv_heads and head_dim to test
 
 
 def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
-    """Write the new tokens of a layer, then attend. Returns `[tokens, heads, head_dim]`."""
+    """Writes the new tokens of a layer, then attends. Returns `[tokens, heads, head_dim]`."""
     batch.write(layer)
     heads, head_dim = batch.query.shape[1:]
     ends, pages, last = page_lists(batch, range(len(batch.counts)))
@@ -28,7 +28,7 @@ def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
     dtypes = {"q_data_type": batch.query.dtype, "kv_data_type": batch.key.dtype}
     prefill.plan(batch.first_rows, ends, pages, last, *shape, causal=True, **dtypes)
     output = prefill.run(batch.query, batch.layer(layer))
-    # The kernel for decoding takes one token a request. It runs for those that decode.
+    # The kernel for decoding takes one token of each request, so only the decoding requests go to it.
     rows = [row for row, count in enumerate(batch.counts) if count == 1]
     at = batch.first_rows[rows].long()
     decode = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
@@ -41,7 +41,7 @@ def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
 
 
 def page_lists(batch: PagedBatch, rows: range | list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where the pages of each request end, the pages of all of them, and the tokens of each last page: int32."""
+    """Returns where each request's pages end, the pages of all requests, and the tokens in each last page: int32."""
     lengths = batch.lengths[[*rows]]
     counts = -(-lengths // batch.page_size)
     pages = [batch.inputs.lookup_table[row, :count] for row, count in zip(rows, counts.tolist(), strict=True)]

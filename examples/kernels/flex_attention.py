@@ -1,8 +1,8 @@
 """torch's FlexAttention over our pages, by its own `PagedAttention`, which needs a flat buffer of blocks.
 
-`PagedAttention` maps logical blocks to physical ones and allocates these itself. Here the manager allocates: its block
-table is put into `page_table`, and `PagedBatch.flat` gives the buffer. Every page order serves. With
-`--compile` torch makes fused kernels, which takes a minute; without it, it computes all scores at once.
+`PagedAttention` maps logical blocks to physical ones, and would allocate the physical ones itself. Here the manager
+allocates them: its block table is put into `page_table`, and `PagedBatch.flat` gives the buffer. Every page order
+works. With `--compile` torch makes fused kernels, which takes a minute. Without it, torch computes all scores at once.
 
     python examples/kernels/flex_attention.py [--compile]
 """
@@ -22,11 +22,11 @@ Attention = Callable[..., torch.Tensor]
 
 
 def attend(batch: PagedBatch, layer: int, attention: Attention = flex_attention) -> torch.Tensor:
-    """Write the new tokens of a layer, then attend. Returns `[tokens, heads, head_dim]`."""
+    """Writes the new tokens of a layer, then attends. Returns `[tokens, heads, head_dim]`."""
     batch.write(layer)
     keys, values, stride = batch.flat(layer)
     outputs: list[torch.Tensor] = []
-    for row in range(len(batch.counts)):  # one by one, as each runs another number of tokens
+    for row in range(len(batch.counts)):  # one request at a time, because each runs another number of tokens
         query = batch.query[batch.first_rows[row] : batch.first_rows[row + 1]]
         key, value = (states.transpose(0, 1)[None] for states in (keys, values))  # [1, kv_heads, slots, head_dim]
         mask = block_mask(batch, row, stride, slots=key.shape[2])
@@ -36,7 +36,7 @@ def attend(batch: PagedBatch, layer: int, attention: Attention = flex_attention)
 
 
 def block_mask(batch: PagedBatch, row: int, stride: int, slots: int) -> BlockMask:
-    """Which slots the new tokens of a request see, by the pages of its block table."""
+    """Returns the mask of slots that the new tokens of a request see, from the pages of its block table."""
     size, start, end = batch.page_size, int(batch.starts[row]), int(batch.lengths[row])
     count = -(-end // size)
     blocks = -(-slots // size)  # of the flat buffer; a page is one of `stride / size`

@@ -15,7 +15,8 @@ from pagewire import KVCacheParams, PagedKVCacheManager, RaggedKVCacheInputs, Te
 PAGE_ORDERS = ("head,layer,side,token,dim", "layer,side,head,token,dim", "layer,side,token,head,dim")
 LAYERS = 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Tokens that each request has in the cache, and those that run now: two that decode, a chunk and a whole prompt.
+# For each request: its tokens in the cache, and its tokens that run now. Two requests decode, the third runs a chunk of
+# its prompt, and the fourth its whole prompt.
 REQUESTS = ((36, 1), (0, 1), (20, 29), (0, 33))
 
 
@@ -33,7 +34,7 @@ class PagedBatch:
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Number of tokens in a page."""
         return self.inputs.blocks.shape[3]
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,17 +43,17 @@ class PagedBatch:
 
     @property
     def starts(self) -> torch.Tensor:
-        """Tokens of each request that were in the cache before: int32 `[requests]`."""
+        """Number of each request's tokens that were in the cache before this step: int32 `[requests]`."""
         return self.inputs.cache_lengths
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Tokens of each request with the new ones: int32 `[requests]`."""
+        """Number of each request's tokens, including the new ones: int32 `[requests]`."""
         return self.starts + torch.tensor(self.counts, dtype=torch.int32, device=self.starts.device)
 
     @property
     def first_rows(self) -> torch.Tensor:
-        """Where the new tokens of each request begin in the packed row, and the end: int32 `[requests + 1]`."""
+        """Row where each request's new tokens begin in the packed tensors, and the last end: int32 `[requests + 1]`."""
         return torch.tensor([0, *self.counts], device=self.starts.device).cumsum(0).to(torch.int32)
 
     @property
@@ -61,16 +62,19 @@ class PagedBatch:
         return torch.cat([self.slots_of(row, int(start)) for row, start in enumerate(self.starts)])
 
     def slots_of(self, row: int, first: int = 0) -> torch.Tensor:
-        """Where the tokens of a request lie from `first` on: int64 `[tokens]`, `page * page_size` plus its place."""
+        """Returns the slot of each token of a request from `first` on: int64 `[tokens]`.
+
+        A slot is `page * page_size` plus the token's place in the page.
+        """
         at = torch.arange(first, int(self.lengths[row]), device=self.starts.device)
         pages = self.inputs.lookup_table[row].long()[at // self.page_size]
         return pages * self.page_size + at % self.page_size
 
     def flat(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """A layer's keys and values without pages: views `[slots, kv_heads, head_dim]`, and the slots of a page.
+        """Returns a layer's keys and values as flat views `[slots, kv_heads, head_dim]`, and the slots per page.
 
-        The token at place t of page p is in slot `p * stride + t`, where `stride` is the third value. Between the
-        slots of two pages lie those of other layers and sides, which no index names.
+        The token at place t of page p is in slot `p * stride + t`, where `stride` is the third returned value. It may
+        exceed the page size, because a page also has the data of other layers and sides. No index names their slots.
         """
         keys, values = self.layer(layer)
         page, token, head, element = keys.stride()
@@ -80,14 +84,14 @@ class PagedBatch:
         return views[0], views[1], stride
 
     def write(self, layer: int) -> None:
-        """Put the new keys and values into the pages, without a kernel."""
+        """Writes the new keys and values to the pages, in plain torch."""
         keys, values = self.layer(layer)
         page, place = self.slots // self.page_size, self.slots % self.page_size
         keys[page, place] = self.key[layer]
         values[page, place] = self.value[layer]
 
     def expected(self, layer: int) -> torch.Tensor:
-        """Causal attention of the new tokens without pages: `[tokens, heads, head_dim]`."""
+        """Returns the causal attention of the new tokens, computed without pages: `[tokens, heads, head_dim]`."""
         outputs: list[torch.Tensor] = []
         for row, (keys, values) in enumerate(self.known):
             query = self.query[self.first_rows[row] : self.first_rows[row + 1]]
@@ -109,9 +113,9 @@ def make_batch(
     head_dim: int = 64,
     device: str = DEVICE,
 ) -> PagedBatch:
-    """A batch of four requests with random states.
+    """Returns a batch of four requests with random keys and values.
 
-    All other values in the pool are large, so that a wrong read shows.
+    All other values in the pool are large, so that a kernel that reads a wrong place gives a wrong result.
     """
     params = KVCacheParams(dtype, kv_heads, head_dim, page_size=page_size, page_order=page_order)  # pyright: ignore[reportArgumentType] - one of PAGE_ORDERS
     memory = 24 * page_size * params.bytes_per_token(LAYERS)
@@ -119,7 +123,7 @@ def make_batch(
     random = torch.Generator().manual_seed(0)
     manager.device_tensors[0][0].fill_(1e3)
 
-    # A request that comes and goes between the others, so that their pages are no neighbours.
+    # This request is released between the claims of the others, so that their pages are not neighbours.
     passing = TextContext(range(3 * page_size), 4 * page_size, request_id="passing")
     manager.external_claim("passing")
     manager.maybe_reserve(passing)
@@ -164,7 +168,10 @@ def print_errors(
     page_orders: Sequence[str] = PAGE_ORDERS,
     head_dim: int = 64,
 ) -> None:
-    """Run a kernel over each page order. `attend` writes the new tokens of a layer and returns the output."""
+    """Runs a kernel over each page order, and prints its largest error.
+
+    `attend` writes the new tokens of a layer and returns the output.
+    """
     for dtype in dtypes:
         for page_order in page_orders:
             batch = make_batch(page_order, dtype, page_size, head_dim=head_dim)

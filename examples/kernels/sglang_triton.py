@@ -1,7 +1,7 @@
 """SGLang's Triton attention over our pages: decoding, and prompts in chunks.
 
-SGLang's kernels know no pages: they index a flat buffer by token. `PagedBatch.flat` is that view, of every page order.
-Runs in Triton's interpreter where there is no GPU.
+SGLang's kernels know no pages: they index a flat buffer by token. `PagedBatch.flat` makes such a view, for every page
+order. Without a GPU the kernels run in Triton's interpreter.
 
     [TRITON_INTERPRET=1] python examples/kernels/sglang_triton.py
 """
@@ -17,7 +17,7 @@ KV_SPLITS = 2  # parts of a context that decoding attends to at once
 
 
 def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
-    """Write the new tokens of a layer, then attend. Returns `[tokens, heads, head_dim]`."""
+    """Writes the new tokens of a layer, then attends. Returns `[tokens, heads, head_dim]`."""
     batch.write(layer)
     keys, values, stride = batch.flat(layer)
     output = torch.empty_like(batch.query)
@@ -35,7 +35,7 @@ def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
         prefix_lens=batch.starts,
         max_len_extend=int(batch.inputs.max_lengths[0, 0]),
     )
-    # The kernel for decoding takes one token a request. It runs for those that decode, over the same indices.
+    # The kernel for decoding takes one token of each request, so only the decoding requests go to it.
     rows = [row for row, count in enumerate(batch.counts) if count == 1]
     at = batch.first_rows[rows].long()
     decoded = decode(batch, keys, values, rows, stride)
@@ -46,7 +46,7 @@ def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
 
 
 def decode(batch: PagedBatch, keys: torch.Tensor, values: torch.Tensor, rows: list[int], stride: int) -> torch.Tensor:
-    """One token of each request of `rows`: `[rows, heads, head_dim]`."""
+    """Returns the attention of one token of each request in `rows`: `[rows, heads, head_dim]`."""
     query = batch.query[batch.first_rows[rows].long()]
     count, heads, head_dim = query.shape
     ends, indices = kv_indices(batch, stride, rows)
@@ -70,7 +70,7 @@ def decode(batch: PagedBatch, keys: torch.Tensor, values: torch.Tensor, rows: li
 
 
 def kv_indices(batch: PagedBatch, stride: int, rows: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots of every token of the requests, one after another, and where those of each request end."""
+    """Returns the slots of all tokens, request after request, and where the slots of each request end."""
     found: list[torch.Tensor] = []
     for row in range(len(batch.counts)) if rows is None else rows:
         at = torch.arange(int(batch.lengths[row]), device=batch.query.device)

@@ -1,6 +1,6 @@
 """vLLM's Triton attention over our pages: `unified_attention`, and the kernel that writes the new tokens.
 
-Runs in Triton's interpreter where there is no GPU. Both kernels take any strides, so every page order serves.
+Without a GPU the kernels run in Triton's interpreter. Both take any strides, so every page order works.
 
     [TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=] python examples/kernels/vllm_triton.py
 """
@@ -14,7 +14,7 @@ from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
 
 def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
-    """Write the new tokens of a layer, then attend. Returns `[tokens, heads, head_dim]`."""
+    """Writes the new tokens of a layer, then attends. Returns `[tokens, heads, head_dim]`."""
     write(batch, layer)
     keys, values = batch.layer(layer)
     output = torch.empty_like(batch.query)
@@ -40,7 +40,10 @@ def attend(batch: PagedBatch, layer: int) -> torch.Tensor:
 
 
 def write(batch: PagedBatch, layer: int) -> None:
-    """Put the new tokens into the pages, as `triton_reshape_and_cache_flash` does, which first asks for a GPU."""
+    """Writes the new tokens to the pages by vLLM's kernel.
+
+    vLLM's own wrapper of the kernel, `triton_reshape_and_cache_flash`, refuses to run without a GPU.
+    """
     (key, value), (keys, values) = (batch.key[layer], batch.value[layer]), batch.layer(layer)
     tokens, heads, head_dim = key.shape
     reshape_and_cache_kernel_flash[(tokens, 1)](

@@ -165,7 +165,10 @@ def _take(one: Served, message: msg.Tokens) -> bool:
 
 
 def settled_stats(fleet: Fleet) -> dict[str, msg.Stats]:
-    """Returns the counters once nothing is held any more, or after five seconds, because notifications come last."""
+    """Returns the counters once no page is held any more, or after five seconds.
+
+    Pages may be held for a moment after the last token, because the last notifications come after it.
+    """
     deadline = time.monotonic() + _SETTLE_S
     while True:
         stats = fleet.stats()

@@ -21,7 +21,7 @@ class DemoOptions:
     prompts: Path | None = option("FILE", input_path, None, 'one prompt per line, or JSON lines with a "prompt"')
     requests: int | None = option("N", whole(1, 100_000), None, "number of prompts (default: those of the file, or 32)")
     page_size: int = option("P", _PAGE_SIZE, 16, "tokens of a page")
-    group_layers: bool = switch("block tables of their own for layers that see a window or a chunk", rare=True)
+    group_layers: bool = switch("give layers with a window or chunks block tables of their own", rare=True)
     prefill_page_size: int | None = option(
         "P", _PAGE_SIZE, None, "page size of prefill (default: --page-size)", rare=True
     )
@@ -41,7 +41,7 @@ class DemoOptions:
     concurrency: int = option("N", whole(1, 4096), 8, "most requests open at a time", rare=True)
     token_budget: int = option("N", _TOKENS, 512, "most tokens of one step of a process", rare=True)
     chunkwise: bool = switch(
-        "pull a prompt's pages when all of it has run, not while the rest still runs",
+        "pull a prompt's pages after the whole prompt has run, instead of chunk by chunk",
         default=True,
         name="--no-chunkwise",
         rare=True,
@@ -50,7 +50,7 @@ class DemoOptions:
         "SEED",
         _SEED,
         None,
-        "let READs and notifications fail, come late, twice or wrong",
+        "inject faults: READs and notifications that fail, or arrive late, twice or wrong",
         nargs="?",
         const=0,
     )

@@ -1,4 +1,7 @@
-"""Makes a NIXL agent and prints its plugins. A process of its own, because NIXL may kill the process that tries it."""
+"""Makes a NIXL agent and prints its plugins.
+
+It runs as a process of its own, because NIXL may kill the process that makes an agent.
+"""
 
 import json
 import sys

@@ -53,8 +53,8 @@ def run_plan(options: PlanOptions) -> int:
     ):
         print_table(*table)
     console.print(
-        f"A prefill replica that never rests makes {found.made_gbps:,.2f} GB/s of keys and values: what a link or a "
-        "tier cannot bring at that rate, computing brings sooner.",
+        f"A busy prefill replica computes {found.made_gbps:,.2f} GB/s of keys and values. Reading them over a slower "
+        "link, or from a slower tier, takes longer than computing them again.",
         soft_wrap=True,
     )
     if blocks is not None:

@@ -27,7 +27,7 @@ _KEEPS: dict[str, tuple[CacheKind, ...]] = {
     "conv": ("conv",),
     "hybrid": ("full", "state"),
     "hybrid_sliding": ("window", "state"),
-    "dummy": (),  # it has no attention, or reads the cache of another layer
+    "dummy": (),  # such a layer has no attention, or reads the cache of another layer
 }
 _WINDOW_FIELDS = {"window": "sliding_window", "chunked": "attention_chunk_size"}
 # For each family, the fields for: heads, channels of a head, groups of heads that share one B and one C (queries and
@@ -67,7 +67,7 @@ class AlikeLayers:
         return 0 if self.kind == "latent" else self.width // 2
 
     def state_bytes(self, tp: int) -> int:
-        """Returns the bytes of a request's state on each of `tp` ranks. Raises as `state_layouts`."""
+        """Returns the bytes of a request's state on each of `tp` ranks. Raises as `state_layouts` does."""
         return page_bytes(self.state_layouts(tp)) // tp
 
     def state_layouts(self, tp: int) -> list[Mapping[str, PageLayout]]:

@@ -52,7 +52,7 @@ class PlanOptions:
         rare=True,
     )
     first_token: float = option(
-        "SECONDS", number(0, 86_400), 2.0, "most time from the prompt to decode's first step", rare=True
+        "SECONDS", number(0, 86_400), 2.0, "longest allowed time from the prompt to decode's first step", rare=True
     )
     prefill_speed: float = option(
         "TOKENS", number(0, 1_000_000_000), 10_000.0, "tokens that a prefill replica computes in a second", rare=True
@@ -61,7 +61,7 @@ class PlanOptions:
         "BYTES", num_bytes(0, _MOST_BYTES), 0, "memory of a host's tier below its devices", rare=True
     )
     trace: Path | None = option(
-        "FILE", input_path, None, "JSON lines with hash_ids: its hits with less and more memory"
+        "FILE", input_path, None, "replay this trace (JSON lines with hash_ids) with less and with more memory"
     )
     block_tokens: int = option("TOKENS", whole(1, 1 << 20), 512, "tokens of a block of the trace", rare=True)
     json: Path | None = option("FILE", output_file, None, "also write the figures to this file")

@@ -39,7 +39,7 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     chosen: Choice
     prefill_tp: int
     pulls: list[LinkLoad]
-    made_gbps: float  # GB/s of keys and values from a busy prefill replica; computing beats any slower source
+    made_gbps: float  # GB/s of keys and values that a busy prefill replica computes; reading is worth it only if faster
     trace: TracePlan | None = None
 
 

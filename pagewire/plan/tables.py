@@ -112,13 +112,13 @@ def table_of_rooms(found: MemoryPlan) -> PrintedTable:
         for room in found.chosen.rooms
     ]
     columns = (
-        "laid by",
+        "layout",
         "a page",
         "pages",
         "longest",
         *(f"{_of_length(at)}, each" for at in found.chosen.rooms[0].requests),
     )
-    return PrintedTable(f"TP {found.chosen.tp} x DP {found.chosen.dp}: how it can be laid", columns, rows)
+    return PrintedTable(f"TP {found.chosen.tp} x DP {found.chosen.dp}: layouts of the cache", columns, rows)
 
 
 def table_of_parts(found: MemoryPlan) -> PrintedTable:
@@ -137,7 +137,7 @@ def table_of_parts(found: MemoryPlan) -> PrintedTable:
         )
         rows.append(("", "lost", "", "", *lost))
     return PrintedTable(
-        "What a request takes", ("laid by", "of", "layers", "tables", *map(_of_length, lengths)), rows, 2
+        "What a request takes", ("layout", "of", "layers", "tables", *map(_of_length, lengths)), rows, 2
     )
 
 

@@ -161,7 +161,7 @@ def _point(trace: Sequence[Blocks], question: TraceQuestion, memory: int, hosts:
 
 
 def draw(found: TracePlan, title: str, path: Path) -> None:
-    """Draws hits against memory, hosts and tiers, and the optimum. Raises as `plots.pyplot`, and `OSError`."""
+    """Draws hits against memory, hosts and tiers, and the optimum. Raises as `plots.pyplot` does, and `OSError`."""
     every = [found.now, *found.others]
     now = found.now
 

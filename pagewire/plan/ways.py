@@ -82,7 +82,7 @@ class LaidWay:
 
 
 def params_of(model: CachedModel, one: AlikeLayers, tp: int, page_size: int) -> KVCacheParams:
-    """Returns the parameters of a manager of these layers.
+    """Returns the parameters of a manager for these layers.
 
     Raises `PlanError` if the heads cannot be split or shared.
     """
@@ -103,7 +103,7 @@ def params_of(model: CachedModel, one: AlikeLayers, tp: int, page_size: int) -> 
 def laid_ways(model: CachedModel, tp: int, asked: MemoryAsked) -> Iterator[LaidWay]:
     """Yields each layout of the model on `tp` ranks, first the one with one table.
 
-    Raises `PlanError` as `params_of`.
+    Raises `PlanError` as `params_of` does.
     """
     size, every = asked.page_size, [params_of(model, one, tp, asked.page_size) for one in model.paged]
     layers = [one.layers for one in model.paged]
@@ -112,7 +112,7 @@ def laid_ways(model: CachedModel, tp: int, asked: MemoryAsked) -> Iterator[LaidW
         LaidPart(one.kind, one.layers, 0, partial(_any_length, one.state_bytes(tp))) for one in model.each if one.state
     )
     page = sum(of_kinds)
-    own = asked.memory - model.state_bytes(tp)  # page 0 of states has no owner
+    own = asked.memory - model.state_bytes(tp)  # state page 0 is the null page: no request owns it
     kinds = dict.fromkeys(_name(one) for one in model.paged)
     whole = LaidPart(
         kinds.popitem()[0] if len(kinds) == 1 else "all", sum(layers), 1, partial(_pages, size, page, None)
@@ -164,7 +164,7 @@ def _of_vllm(blocks: VllmBlocks, asked: MemoryAsked, whole: LaidPart) -> LaidWay
 
 
 def _groups(paged: Sequence[AlikeLayers]) -> tuple[LayerGroup, ...]:
-    """Returns a group for each set of equal layers, numbered one after another."""
+    """Returns a group for each set of equal layers. The layers are numbered one after another."""
     found: list[LayerGroup] = []
     first = 0
     for one in paged:
@@ -179,9 +179,9 @@ def _name(one: AlikeLayers) -> str:
 
 
 def _pages(size: int, page: int, group: LayerGroup | None, length: int) -> int:
-    """Returns the bytes of the pages, of `size` tokens each, that a group keeps for `length` tokens.
+    """Returns the bytes of the pages that a group keeps for a request of `length` tokens, in pages of `size` tokens.
 
-    None keeps all pages.
+    For None, which is no group, every page is kept.
     """
     return page * (-(-length // size) if group is None else group.most_pages(length, size))
 

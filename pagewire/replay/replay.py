@@ -241,12 +241,12 @@ def _manager(
 
 
 def needed_pages(longest: int, divided: BlockPages) -> int:
-    """Returns the pages of a replica that are needed for requests of so many blocks, one at a time."""
+    """Returns how many pages a replica needs to run requests of at most `longest` blocks, one at a time."""
     return max(longest * divided.block_pages + divided.state_pages, 2 * divided.state_pages)
 
 
 def _state_of(pages: int) -> StateShape:
-    """Returns the shape of a state of so many pages."""
+    """Returns a state shape that fills this many pages."""
     return StateShape(1, 1, pages * _STATE_UNIT, 1, 1, 1, torch.uint8, torch.uint8, "linear")
 
 

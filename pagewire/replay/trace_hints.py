@@ -11,7 +11,7 @@ Blocks = Sequence[int]
 
 
 def continues(trace: Sequence[Blocks]) -> list[bool]:
-    """For each request, whether a later one begins with at least half of its blocks.
+    """Returns, for each request, whether a later request begins with at least half of its blocks.
 
     The limit is a half because the end of a prompt often changes: its last block fills up, or another question follows
     the document. Two requests that share only a system prompt are not one session.

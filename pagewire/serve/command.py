@@ -146,7 +146,7 @@ async def _serve(options: ServeOptions, listening: sockets.socket, made: ExitSta
             tasks.append(asyncio.create_task(_watch(fleet)))
             http = f"http://{options.http_host}:{listening.getsockname()[1]}"
             watch = tuple(filter(None, (member.ready.watch for member in frontend.members.values())))
-            # Before anything says that the service is there: a signal may follow at once.
+            # The handlers are set before the address is published, because a signal may follow at once.
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
             _leave_addresses(options.address_file, _Addresses(http, endpoint, watch))

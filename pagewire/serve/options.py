@@ -30,7 +30,7 @@ class ServeOptions:
         "PROCESS",
         str,
         "all",
-        "all, or one: front, prefill, decode",
+        "which processes to run: all, or only front, prefill or decode",
         name="what",
         nargs="?",
         choices=("all", "front", "prefill", "decode"),
@@ -46,8 +46,8 @@ class ServeOptions:
     served_model_name: str | None = option(
         "NAME", plain, None, "model name for clients (default: the directory's, or pagewire)", rare=True
     )
-    prefills: int = option("N", _PROCESSES, 1, "prefill processes (all)")
-    decodes: int = option("N", _PROCESSES, 1, "decode processes (all)")
+    prefills: int = option("N", _PROCESSES, 1, "number of prefill processes, with all")
+    decodes: int = option("N", _PROCESSES, 1, "number of decode processes, with all")
     http_host: str = option(
         "HOST", plain, "127.0.0.1", "where HTTP listens (no keys: use a trusted network)", rare=True
     )
@@ -58,10 +58,10 @@ class ServeOptions:
         "HOST:PORT",
         plain,
         None,
-        "address for Prometheus of a prefill or decode process, port 0: a free one; the front lists them at /targets",
+        "where a prefill or decode process answers Prometheus (port 0: a free one); the front lists all at /targets",
         rare=True,
     )
-    trace: bool = switch("a span of OpenTelemetry for each hand-over, from decode processes", rare=True)
+    trace: bool = switch("decode processes record an OpenTelemetry span for each hand-over", rare=True)
     address_file: Path | None = option("FILE", output_file, None, "the front writes its endpoints there for the others")
     name: str | None = option(
         "NAME", plain, None, "name of a prefill or decode process, unique in the fleet (default: made up)", rare=True
@@ -75,8 +75,8 @@ class ServeOptions:
     )
     page_size: int = option("P", _TOKENS, 16, "tokens of a page", rare=True)
     group_layers: bool = choice(
-        "layers that see a window or a chunk have their own block tables, and free pages that no query sees; alike "
-        "in all processes",
+        "give layers with a window or chunks their own block tables, which free pages that no query sees; must be the "
+        "same in all processes",
         default=True,
         rare=True,
     )

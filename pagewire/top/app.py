@@ -160,7 +160,7 @@ def _wide_line(area: _Area, line: int, width: int) -> list[Segment]:
 
 
 def _half_line(area: _Area, line: int, width: int) -> list[Segment]:
-    """Neighbours of equal look form one segment, because Textual's work grows with the segments of a line."""
+    """Renders half blocks. Equal neighbours form one segment, because each segment of a line costs Textual time."""
     first = 2 * line * width
     upper = [_rounded(colour) for colour in area.colours[first : first + width]]
     lower = [_rounded(colour) for colour in area.colours[first + width : first + 2 * width]]

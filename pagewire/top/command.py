@@ -63,9 +63,9 @@ def run_top(options: TopOptions) -> int:
 
 
 def is_light(options: TopOptions) -> bool:
-    """Whether the theme is light: as requested, or by the terminal's background.
+    """Returns whether the theme is light: as requested, else as the terminal's background is.
 
-    Dark if the terminal does not tell it.
+    The theme is dark if the terminal does not name its background.
     """
     background = os.environ.get("COLORFGBG", "").rpartition(";")[2]
     return options.theme == "light" or (options.theme == "auto" and background in ("7", "15"))

@@ -124,7 +124,7 @@ def evictions(view: TopView) -> TableRows:
     sums: TableRows = []
     for process, look in _looks(view):
         for reason, (pages, again) in sorted(look.evicted.items()):
-            cost = f"{again * look.page_size:,} tokens anew"
+            cost = f"{again * look.page_size:,} tokens recomputed"
             sums.append(("all", f"{process.name}", reason, f"{pages:,}", f"{again:,}", cost))
         for one in look.evictions:
             if view.filter.replica in ("", one.pool):
@@ -183,8 +183,8 @@ def recount(look: Look) -> str:
     """Returns the result of the last `check`."""
     check = look.check
     if check is None:
-        return "not asked for"
-    return f"{check.error or 'books agree'}, {check.age_s:.0f} s ago, in {check.seconds * 1e3:.0f} ms"
+        return "no recount yet"
+    return f"{check.error or 'all counts agree'}, {check.age_s:.0f} s ago, in {check.seconds * 1e3:.0f} ms"
 
 
 def _bars(values: list[float]) -> str:
@@ -205,7 +205,7 @@ HEADINGS: dict[str, tuple[Callable[[TopView], TableRows], tuple[str, ...]]] = {
     "requests": (requests, ("request", "tenant", "phase", "where", "pages", "tokens")),
     "transfers": (transfers, ("what", "request", "where", "state", "age s", "left s", "bytes")),
     "tree": (tree, ("prefix", "where", "pages", "with below", "tokens", "hits")),
-    "evictions": (evictions, ("when", "where", "reason", "pages", "asked again", "tokens anew")),
+    "evictions": (evictions, ("when", "where", "reason", "pages", "asked again", "recomputed")),
     "rates": (rates, ("process", "rate", "now", "in all", "last looks")),
     "processes": (processes, ("process", "state", "pool", "pages", "by state", "last recount")),
 }

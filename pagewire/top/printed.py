@@ -39,7 +39,7 @@ def print_looks(source: LiveSource | PlayedSource, *, until_interrupted: bool) -
 
 
 def one_look(source: LiveSource | PlayedSource) -> dict[str, object]:
-    """Returns a look at each process by address, or the last look of a recording. Raises as `print_looks`."""
+    """Returns a look at each process by address, or the last look of a recording. Raises as `print_looks` does."""
     view = _looked(source)
     _check_answers(view)
     return {address: msgspec.to_builtins(process.followed.look) for address, process in view.processes.items()}

@@ -78,7 +78,7 @@ class Filter:
     def parse(cls, text: str) -> Filter:
         """Parses `tenant=a replica=0 process=decode chat-1`; a bare word is a request.
 
-        `WatchError` for an unknown name.
+        Raises `WatchError` for an unknown name.
         """
         found: dict[str, str] = {}
         for word in text.split():
@@ -186,7 +186,7 @@ class TopView:
         return span_of(pool.num_pages, places, self.zoom, self.centre)
 
     def lit(self, process: WatchedProcess, pool: str) -> NDArray[np.bool_] | None:
-        """Returns, by owner number, whether its pages are shown; None without a filter by request or tenant."""
+        """Returns for each owner number whether its pages are shown; None if no request or tenant is filtered."""
         look = process.followed.look
         if look is None or not (self.filter.request or self.filter.tenant):
             return None

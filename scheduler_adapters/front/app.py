@@ -153,7 +153,7 @@ def _observed(frontend: Frontend) -> list[Route]:
 
 
 def _where(ready: msg.Ready) -> Json:
-    """Returns where a router hears of a process's pages, and how the router names it as a source of pages."""
+    """Returns the endpoints of a process's KV events, and the `kv_source` by which a request names the process."""
     source = {"address": ready.pulse, "engines": ready.engines}
     return {"kv_events": ready.kv_events, "kv_replay": ready.kv_replay, "kv_source": source}
 
@@ -163,7 +163,7 @@ def _json(content: object, status: int = 200) -> Response:
 
 
 def _told(error: OpenAIError | ServiceError) -> OpenAIError:
-    """Converts an error to the form that a client gets."""
+    """Converts an error of the service to an HTTP error in OpenAI's form."""
     if isinstance(error, OpenAIError):
         return error
     return OpenAIError(str(error), status=503 if isinstance(error, RefusedError) else 500)

@@ -95,7 +95,7 @@ class Placement(Protocol):
     """Chooses the prefill process that computes a prompt."""
 
     async def place(self, request_id: str, prompt: Sequence[int], prefills: Collection[str]) -> str:
-        """Returns the name of one of these processes, and reserves its load. Empty leaves the choice to decode."""
+        """Returns the name of one of these processes, and reserves its load. "" leaves the choice to decode."""
         ...
 
     async def prefilled(self, request_id: str) -> None:
@@ -133,7 +133,7 @@ class Frontend:
         self._holders = PageHolders(self._context)
         self._keyring = keyring
         self._attempts: dict[int, _Attempt] = {}
-        # Starts at the clock, so that serials of an earlier frontend of the same processes do not recur.
+        # Serials start at the clock, so that a restarted frontend does not repeat those of its predecessor.
         self._serials = itertools.count(time.time_ns() // 1000)
         self._changed = asyncio.Event()
         self._is_due = False

@@ -1,8 +1,8 @@
 """The cached pages of each process, learnt from KV events. They name the sources (`kv_sources`) of a request.
 
-Only the low eight bytes of each digest are kept, so a source is a guess that occasionally costs a useless question: the
-source is asked by whole digests and answers which pages it has. Unless every process publishes events, the front names
-no source, and decode guesses from what it has asked for.
+Only the low eight bytes of each digest are kept, so a named source is a guess. A wrong guess costs one useless
+question, because the source is asked by whole digests and answers which pages it has. Unless every process publishes
+events, the front names no source, and decode guesses from the prompts that it has sent to each process.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class PageSet:
         return self._sorted[np.minimum(at, len(self._sorted) - 1)] == hashes
 
     def _settle(self) -> None:
-        """Merges the changes into the array: a number in a set takes about ten times the memory."""
+        """Merges the changes into the array, because a number takes about ten times as much memory in a Python set."""
         if len(self._come) + len(self._gone) > 64 + len(self._sorted) // 32:
             gone = np.fromiter(self._gone, np.uint64, len(self._gone))
             kept = np.delete(self._sorted, np.searchsorted(self._sorted, gone)) if len(gone) else self._sorted
@@ -122,7 +122,7 @@ class _ProcessPages:
                     self._take(event)
 
     def tokens_of(self, hashes: Hashes) -> int:
-        """Returns how many leading tokens of a prompt it has, in any medium."""
+        """Returns how many leading tokens of a prompt the process has cached, in any medium."""
         missing = np.ones(len(hashes) + 1, np.bool_)
         for some in self.media.values():
             missing[:-1] &= ~some.has(hashes)

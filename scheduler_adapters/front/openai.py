@@ -26,7 +26,7 @@ RequestKind = Literal["completion", "chat"]
 
 _DEFAULT_TOKENS = 16  # the default of completions; a chat uses all the room that is left
 _UNFINISHED = "\ufffd"  # a tokenizer's text for bytes that are no whole character yet
-# Values that change nothing, for parameters that the service does not support. None is always accepted.
+# The accepted values of parameters that the service does not support. They change nothing. None is always accepted.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),

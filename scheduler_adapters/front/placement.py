@@ -39,7 +39,9 @@ class InTurns:
 
 
 class Selected:
-    """Placement by `dynamo.llm.SelectionService` in this process: prefixes from KV events, load from reservations.
+    """Chooses by `dynamo.llm.SelectionService`, which runs in this process and weighs cached prefixes against load.
+
+    It learns the prefixes from KV events, and the load from reservations.
 
     A reservation lasts from the choice until the prompt's pages have left the process that computed them, or until
     that process is gone. A refusal by the service fails no request: if it names no process, decode chooses one.

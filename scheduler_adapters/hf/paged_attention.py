@@ -34,7 +34,7 @@ class _EqualCounts:
 
     rows: torch.Tensor  # int64 [requests, queries], the place of each query in the packed row
     pages: torch.Tensor  # int64 [requests, pages], the pages to read; padding names the null page
-    stale: tuple[torch.Tensor, ...]  # request and key index of each key after a request's last token in its last page
+    stale: tuple[torch.Tensor, ...]  # index (request, key) of each key behind a request's last token
     mask: torch.Tensor  # bool [requests, 1, queries, keys], True where a query sees a key
 
 
@@ -134,7 +134,7 @@ class PagedBatch:
         return output
 
     def _read(self, layer: int, side: int, group: _EqualCounts, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        """Keys or values of a group, `[requests, kv_heads, keys, head_dim]`. Dequantised to `dtype` if needed."""
+        """Reads keys or values of a group: `[requests, kv_heads, keys, head_dim]`, as elements of `dtype`."""
         parts, seen = list[torch.Tensor](), 0
         for (pool, heads), scales in zip(self._shards(kv_heads), self._scales, strict=True):
             if heads.stop > seen:  # with more shards than heads, several shards hold the same head
@@ -199,7 +199,7 @@ class PagedBatch:
 
 
 def _tiles(pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """`[requests, heads, pages, tokens, dim]`: the chosen pages of `pool`, which is `[pages, tokens, heads, dim]`."""
+    """Returns the chosen pages of `pool`, `[pages, tokens, heads, dim]`, as `[requests, heads, pages, tokens, dim]`."""
     tiles = pool.transpose(1, 2)
     return tiles[pages[:, None], torch.arange(tiles.shape[1], device=tiles.device)[None, :, None]]
 
@@ -308,7 +308,9 @@ def _grouped_attention(
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """SDPA with the query heads that share a key/value head stacked as further queries, so that no key is repeated.
+    """Computes grouped-query attention by SDPA, without copying keys for the query heads that share them.
+
+    Query heads that share a key/value head are stacked as further queries of one head.
 
     Query and result are `[b, q, heads, dim]`, key and value `[b, kv_heads, k, dim]`, mask `[b, 1, q, k]`, sinks
     `[heads]`.
@@ -352,7 +354,9 @@ def _refuse_unsupported(
 
 
 def quantized(states: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns values of `dtype` and their scales. The largest value of each scale becomes the largest of the type.
+    """Quantises values to `dtype`. Returns them and their scales.
+
+    Each scale maps its largest value to the largest value of the type.
 
     `states` is `[tokens, heads, elements]`. `scales` gives the scales' dtype and their number per head.
     """
@@ -366,6 +370,6 @@ def quantized(states: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor) ->
 
 
 def dequantized(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Quantised values `[..., elements]`, multiplied by their scales, as elements of `dtype`."""
+    """Returns quantised values, `[..., elements]`, multiplied by their scales, in `dtype`."""
     groups = values.float().reshape(*values.shape[:-1], scales.shape[-1], -1)
     return (groups * scales.float()[..., None]).flatten(-2).to(dtype)

@@ -47,7 +47,7 @@ _UNSERVED: dict[str, str] = {
 }
 # Model types whose attention passes its latents to the cache object and expands the returned ones (`expand_kv`).
 LATENT_MODEL_TYPES = {"deepseek_v3", "kimi_linear", "bailing_hybrid"}
-# The mixers mask padding away; without padding the mask is None. A dict keeps `transformers` from building one.
+# Mixers use a mask only for padding, and here nothing is padded. Given this dict, `transformers` builds no masks.
 NO_MASKS = {"full_attention": None, "sliding_attention": None, "linear_attention": None, "conv": None}
 
 
@@ -235,7 +235,7 @@ class PagedStates:
         return key_states, value_states
 
     def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002  (of the interface)
-        """Whether old states are kept for a rollback: never."""
+        """Returns False: old states are not kept for a rollback."""
         return False
 
     def store(self, tokens: Sequence[int]) -> None:

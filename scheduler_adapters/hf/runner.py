@@ -76,7 +76,7 @@ class HFRunner:
     Otherwise one of them would switch the attention during a call of another: such a call raises `ModelInUseError`.
 
     Raises:
-        UnsupportedModelError: neither keys and values nor state pages serve one of its layers, or the model ignores the
+        UnsupportedModelError: a layer keeps data that fits neither KV pages nor state pages, or the model ignores the
             attention interface.
         ModelInUseError: a call of another thread has switched the model's attention.
     """
@@ -118,9 +118,9 @@ class HFRunner:
         return self.logits(batch, inputs).argmax(-1).cpu().numpy().tolist()
 
     def draft(self, request_id: str) -> bool:
-        """Whether the request's next run may end with drafted tokens.
+        """Returns whether the request's next run may end with drafted tokens.
 
-        A recurrent state needs a second page for that.
+        A request with a recurrent state needs a second state page for drafts. False if none is free.
         """
         return not self._states or self._states_of(request_id).draft(request_id)
 

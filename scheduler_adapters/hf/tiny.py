@@ -19,7 +19,7 @@ _INITIALIZER_RANGE = 0.15
 
 
 class ByteTokenizer:
-    """Text as UTF-8 bytes after a start token.
+    """Encodes text as a start token and UTF-8 bytes.
 
     If the model's vocabulary is smaller than ours, bytes wrap around and there is no start token. Any prompt then still
     gives valid tokens.
@@ -43,7 +43,7 @@ class ByteTokenizer:
 
 
 def tiny_llama(seed: int = 0) -> PreTrainedModel:
-    """A random Llama of about a million weights in float32: 4 layers, 4 query and 2 key/value heads of 32.
+    """Returns a random Llama of about a million weights in float32: 4 layers, 4 query and 2 key/value heads of 32.
 
     The same seed gives the same weights in every process of one machine; the global generator is left as it was.
     """

@@ -32,7 +32,7 @@ def model_name(model: PreTrainedModel) -> str:
     Raises:
         ModelLoadError: a weight lies on torch's meta device and has no values.
     """
-    # The pages do not depend on where the model was loaded from, or by which version.
+    # The path that a model was loaded from, and the version that loaded it, do not change what pages contain.
     config = {key: value for key, value in model.config.to_dict().items() if key[0] != "_" and "version" not in key}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     known: dict[tuple[object, ...], bytes] = {}

@@ -111,7 +111,7 @@ class DecodeScheduler:
         self._unasked: dict[str, DecodeRequest] = {}  # requests not yet sent to any prefill process
         # For each replica: the requests that wait for its pages, each with its attempt, in the order of their offers.
         self._arrived: list[deque[tuple[DecodeRequest, int]]] = [deque() for _ in range(self._manager.num_replicas)]
-        # Counts over all requests, so that a request id that is used again can be told from its predecessor.
+        # One counter for all requests, so that a request id that is used again gets other attempt numbers.
         self._attempts = itertools.count(1)
         self._submitted: Recent[int] = Recent()
         self._expire_at = 0.0
@@ -187,7 +187,7 @@ class DecodeScheduler:
         """Connects to the prefill processes at these endpoints. Connections to live processes are kept."""
         self.connections = renewed(self.connections, prefills, self._connect)
 
-    # ---- a round
+    # ---- one round of the main loop
 
     def poll(self) -> bool:
         """Handles messages and events, starts pulls, and runs one step. Returns whether there was work; never waits.
@@ -245,7 +245,7 @@ class DecodeScheduler:
         for prefill in self.connections:
             prefill.close()
 
-    # ---- prefill at another process
+    # ---- messages from prefill processes
 
     def _ask(self) -> None:
         there = any(prefill.takes_requests for prefill in self.connections)
@@ -257,7 +257,7 @@ class DecodeScheduler:
 
     def _on_message(self, prefill: PrefillConnection, message: msg.ToDecode) -> None:
         if not isinstance(message, msg.PagesOffer | msg.Failed):
-            return  # the connection has handled it, or it rejects a message of ours, whose deadline then passes
+            return  # the connection has handled it; after a `Rejected`, the deadline of our message passes
         request = self._requests.get(message.request_id)
         now = (message.attempt, prefill)
         if request is None or (request.attempt, request.prefill) != now or request.phase == "decoding":
@@ -293,7 +293,7 @@ class DecodeScheduler:
             self._extend(request, importing, [offer.table], importing.pending.tokens[1], last=last)
 
     def _take_over(self, request: DecodeRequest, offer: msg.PagesOffer) -> None:
-        """Renews the lease from now on, on the replica that will have the pages, and queues for pages there."""
+        """Chooses a replica for the offered pages. There the lease is renewed, and the request waits for free pages."""
         patience_s = self._times.prefill_s + self._times.room_s
         request.move("offered", self._clock() + patience_s)
         request.replica = recommended(self._manager, request.new_context())

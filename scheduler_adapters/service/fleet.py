@@ -152,7 +152,7 @@ class Fleet:
             raise ServiceError(f"the {name} process cannot be reached: {error}") from error
 
     def expect_end(self, name: str) -> None:
-        """Lets a server end from now on without an error. `restart` starts it again."""
+        """Makes the end of this server no error from now on. `restart` starts it again."""
         self._down.add(name)
 
     def kill(self, name: str) -> None:
@@ -215,7 +215,7 @@ class Fleet:
         return messages
 
     def _make(self) -> None:
-        """Makes the resources of the servers. Signals are held back, so that each one is recorded for its end."""
+        """Makes the folder, sockets and processes. Signals are delayed, so that all of them are recorded and ended."""
         with held():
             self._folder = RunFolder()
             self._made.callback(self._folder.close)

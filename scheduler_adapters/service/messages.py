@@ -181,7 +181,7 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
     kv_replay: OptionalName = ""  # endpoint that replays missed KV events
     metrics: OptionalName = ""  # host:port of its Prometheus metrics
     watch: OptionalName = ""  # endpoint where its pages can be watched
-    pulse: OptionalName = ""  # endpoint for a `Pulse` of the process, and for questions for pages
+    pulse: OptionalName = ""  # endpoint that a `Pulse` connects to, and where peers ask for pages
     engines: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()  # engine ids of its replicas, for such questions
     hash_algorithm: HashAlgorithm = "sha256"  # algorithm of its page hashes
 

@@ -231,7 +231,7 @@ class PeerPrefixes:
     def _on_lent(self, replica: int, lent: Lent) -> Waiting | None:
         question = self._questions.pop(lent.key, None)
         if question is None:
-            return None  # the question of another user of the exchange
+            return None  # another user of the exchange has asked this question
         fetch, place = question
         is_late = lent.key not in fetch.asked
         fetch.asked.discard(lent.key)
@@ -258,7 +258,7 @@ class PeerPrefixes:
         fetch.asked.clear()
         if not fetch.lent:
             return self._go_on(fetch, "unanswered" if is_silent else fetch.outcome)
-        fetch.lent.sort(key=lambda lent: -lent.table.num_tokens)  # an import has the pages of its first table
+        fetch.lent.sort(key=lambda lent: -lent.table.num_tokens)  # the first table of an import must be the longest
         sources, tables = zip(*fetch.lent, strict=True)
         context, places = fetch.waiting.context, [source.place for source in sources]
         try:

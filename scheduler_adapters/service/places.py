@@ -12,7 +12,7 @@ from scheduler_adapters.base import PulledPages
 
 def recommended(manager: PulledPages, context: TextContext) -> int:
     """Returns the replica on which a request should be claimed if its pages are elsewhere."""
-    # With windows, the whole prompt need not be held at once.
+    # Ask for a short chunk, because with windows the pages of the whole prompt need not fit at once.
     context.set_token_indices(active_idx=min(2, context.end_idx))
     return manager.get_or_recommend_replica(context)
 

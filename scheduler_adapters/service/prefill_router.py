@@ -29,7 +29,10 @@ _PAUSE_S, _MAX_PAUSE_S = 0.1, 2.0  # pause before a lost connection is opened ag
 
 
 def chunks_of(tokens: Sequence[int], cache_salt: str | None) -> list[int]:
-    """Names each whole chunk of a prompt, with everything before it, by a number. Collisions only spoil a guess."""
+    """Returns a number for each whole chunk of a prompt, which stands for all tokens up to the chunk's end.
+
+    Two chunks may get the same number by chance. This only makes a guess wrong.
+    """
     chunks: list[int] = []
     before = hash(cache_salt)
     for start in range(0, len(tokens) - CHUNK + 1, CHUNK):

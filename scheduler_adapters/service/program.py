@@ -1,7 +1,7 @@
 """A prefill or decode server: `python -m scheduler_adapters.service.program`, with its settings on standard input.
 
-It ends with its parent from the first moment. This module therefore imports nothing heavy: the imports of
-`scheduler_adapters.service.server` take seconds.
+It ends when its parent ends, even while it starts. This module therefore imports nothing heavy before it watches its
+parent: the imports of `scheduler_adapters.service.server` take seconds.
 """
 
 from __future__ import annotations

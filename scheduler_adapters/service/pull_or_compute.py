@@ -1,12 +1,12 @@
-"""Decides from measured times whether tokens of a prompt are pulled from a peer or computed here. Pure.
+"""Decides from measured times whether tokens of a prompt are pulled from a peer or computed here. Pure computation.
 
-A model of few terms estimates the time of each way. A pull takes a latency, and a time for each token. A computation
-takes a latency, a time for each new token, and one for each pair of tokens that attention compares: it grows faster
-than its tokens, and tokens behind cached ones cost more. The coefficients are fitted to the latest measurements of each
-power of two of tokens, so that frequent lengths do not displace rare ones.
+The time of each of the two ways is estimated as a sum of a few terms. A pull takes a latency, and a time for each
+token. A computation takes a latency, a time for each new token, and one for each pair of tokens that attention
+compares: it grows faster than its tokens, and tokens behind cached ones cost more. The coefficients are fitted to the
+latest measurements of each power of two of tokens, so that frequent lengths do not displace rare ones.
 
-The model gives the usual time. The current speed of each way is one factor, taken from the latest measurements. It
-differs from 1 only as far as these lie further from the usual time than measurements mostly do.
+This sum is the usual time. It is multiplied by a factor for the current speed, which the latest measurements give. The
+factor stays at 1 while they deviate from the usual time no more than measurements normally do.
 
 The time of a pull includes the question, and any delay at a busy source or link. The time of a computation includes the
 batch that the prompt shares.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
     Terms = Callable[[int, int], tuple[float, ...]]
-    """The terms of a time, for tokens that are there and further tokens. The first is 1, the others grow with both."""
+    """Returns the terms for a number of cached tokens and a number of further ones. The first term is always 1."""
 
 _KEPT = 12  # measurements kept for each power of two of tokens
 _LATEST = 5  # the current speed is estimated from this many measurements
@@ -59,7 +59,7 @@ class TimeByTokens:
         # By bit length of the token count: token counts, terms, and the seconds that they usually take.
         self._measured: dict[int, deque[tuple[int, tuple[float, ...], float]]] = {}
         self._fit: list[float] = []  # the coefficients; empty until they are needed
-        # Logarithms of the latest times over their usual times, and how far such logarithms lie from the estimate.
+        # For the latest measurements: log(time / usual time), and |log(time / estimated time)|.
         self._latest = deque([0.0] * _LATEST, _LATEST)
         self._errors = deque([0.1] * 3, _NOISE_OF)
 
@@ -83,9 +83,9 @@ class TimeByTokens:
         return None if usual is None else usual * self._pace()
 
     def _pace(self) -> float:
-        """The current time as a factor of the usual one.
+        """Returns the factor by which times currently differ from the usual ones.
 
-        Chance mostly lengthens times, so a much shorter time counts at once.
+        Disturbances make times longer, not shorter. A single measurement that is much shorter therefore counts at once.
         """
         noise, mostly, last = 1.5 * median(self._errors), median(self._latest), self._latest[-1]
         if last < mostly - max(math.log(2.0), 3.0 * noise):
@@ -106,7 +106,7 @@ class TimeByTokens:
 
 
 def _fitted(terms: Floats, seconds: Floats) -> list[float]:
-    """Returns the non-negative coefficients with the least squares of relative errors, of which large ones count less.
+    """Fits non-negative coefficients by least squares of the relative errors. Outliers get less weight.
 
     `terms` is float64 `[measurements, terms]`, `seconds` is float64 `[measurements]`.
     """
@@ -162,12 +162,12 @@ class PullOrCompute:
         self.pull = TimeByTokens(_pull_terms)
         self.compute = TimeByTokens(_compute_terms)
         self._refused = 0  # prompts computed since the last one that was pulled although computing is quicker
-        self._spare_s = 0.0  # what such a pull may cost
+        self._spare_s = 0.0  # seconds that such a pull may lose
 
     def pays(self, cached: int, tokens: int, rest: int) -> bool:
-        """Whether to pull `tokens` tokens of a prompt, behind `cached` ones. The `rest` is computed in any case.
+        """Returns whether to pull `tokens` tokens of a prompt, behind `cached` ones. The `rest` is always computed.
 
-        Also True while a time is not known yet, in order to measure it.
+        Returns True while one of the two times is unknown, in order to measure it.
         """
         pull, whole = self.pull.seconds(tokens), self.compute.seconds(tokens + rest, cached)
         behind = self.compute.seconds(rest, cached + tokens)

@@ -51,7 +51,7 @@ from transfer.pull.exchange import PageExchange
 from transfer.wire.keys import Keyring, load_keyring
 from transfer.wire.secret import read_secret
 
-# A message on a socket ends a wait. Leases, pulls and deadlines have no socket: they are checked this often.
+# How long the main loop sleeps without a message. Leases, pulls and deadlines have no socket that would wake it.
 _WAIT_MS = 1
 _IDLE_MS = 100  # the interval of a process without requests, for signals and for reconnecting
 # Python code releases the GIL after this long when another thread wants it; the transfer thread polls every
@@ -263,7 +263,10 @@ def served_metrics(
 
 
 class DrainSignal:
-    """Records that a signal has asked for a drain. Not an `Event`: a second signal within its `set` would deadlock."""
+    """Records that a signal has asked for a drain.
+
+    This is no `threading.Event`, because a second signal during `Event.set` would deadlock.
+    """
 
     drain = False
 

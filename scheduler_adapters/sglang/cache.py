@@ -144,7 +144,7 @@ class PagewireCache(BasePrefixCache):
         if params.enable_metrics:
             self.init_metrics_collector()
 
-    # ---- of SGLang's interface: finding
+    # ---- SGLang's interface: lookups
 
     def reset(self) -> None:
         """Forgets everything. SGLang clears its own pools at the same time, and no request is running."""
@@ -178,7 +178,7 @@ class PagewireCache(BasePrefixCache):
         """Returns the token slots of a prefix, int64."""
         return self._slots(node.pages)
 
-    # ---- keeping
+    # ---- SGLang's interface: publishing, locks and eviction
 
     def checkpoint(self, req: Req, *, up_to: int, **_: Any) -> None:
         """Publishes what a request has computed of its first `up_to` tokens, and locks all of it for the request.
@@ -248,7 +248,7 @@ class PagewireCache(BasePrefixCache):
         self.update_eviction_metrics(count * self.page_size, started)
         return EvictResult(num_tokens_evicted=count * self.page_size)
 
-    # ---- counting
+    # ---- SGLang's interface: counts
 
     def evictable_size(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride] - SGLang's is 0 as such
         """Cached tokens that `evict` can take."""
@@ -282,7 +282,7 @@ class PagewireCache(BasePrefixCache):
         if both.size:
             raise InvariantError(f"page {both[0]} is cached here, but free in SGLang's allocator")
 
-    # ---- read by who watches, in another thread
+    # ---- for the watch, which calls these in its own thread
 
     def free_pages(self) -> Pages:
         """Returns the pages that are free in SGLang. Called by the watch."""
@@ -293,7 +293,7 @@ class PagewireCache(BasePrefixCache):
         """Returns the requests that have looked up their prefix and still exist. Called by the watch."""
         return [req for ref in self._hashed.keyrefs() if (req := ref()) is not None]
 
-    # ---- inside
+    # ---- internals
 
     def _find(self, key: RadixKey, req: Req | None) -> Prefix:
         if key.is_bigram:

@@ -127,7 +127,7 @@ class PagewireKVManager(CommonKVManager):
         info.target_tp_ranks = info.target_cp_ranks = info.target_pp_ranks = [0]
         info.required_dst_info_num = info.required_prefill_response_num = 1
 
-    # ---- what becomes of a room
+    # ---- the outcome of a room
 
     def step(self) -> None:
         """Handles what has arrived, without waiting. Called once in each turn of the scheduler's loop."""
@@ -268,7 +268,7 @@ class PagewireKVReceiver(CommonKVReceiver):
     request: Req  # a hook sets it
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Asks the prefill process, which is known now."""
+        """Asks the prefill process for the room. SGLang knows which process that is by now."""
         self.kv_mgr.step()  # drops lost connections first, so that new ones are made
         super().init(prefill_dp_rank)
         if self.conclude_state == STATES.Failed or not self.bootstrap_infos:

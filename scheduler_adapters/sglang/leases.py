@@ -35,7 +35,7 @@ _WAIT_S = 100e-6
 
 
 class LeasesTold(Protocol):
-    """The calls by which SGLang's manager learns of a room, a request under SGLang's name."""
+    """Callbacks that tell SGLang's manager what happens to a room. A room is SGLang's number of a request."""
 
     def room_wanted(self, room: int) -> None:
         """Decode has asked for the room: its prompt may be computed."""

@@ -19,7 +19,7 @@ from transfer.wire.prompt import Prompt
 
 
 class PullsTold(Protocol):
-    """The calls by which SGLang's manager learns of a room."""
+    """Callbacks that tell SGLang's manager what happens to a room at decode."""
 
     def room_loading(self, room: int) -> None:
         """The room's pages are being read."""

@@ -82,7 +82,7 @@ def _attention(where: str, vllm_config: VllmConfig, spec: Any) -> dict[str, Any]
             f"{spec.num_heads} slots; "
             "one token in a state and one slot for each head are expected"
         )
-    # The elements that a head keeps of a token. Two sides of half the size serve any content, not only keys and values.
+    # The elements that a head keeps of a token. They are described as two sides of half the size, whatever they are.
     content = spec.state_content_size_bytes // spec.dtype.itemsize
     if type(spec) is MLAAttentionSpec:
         return {"kind": "mla", "layout": _LATENT_AXES, "head_dim": content, "dtype": _name(spec.dtype)}

@@ -219,7 +219,7 @@ class SchedulerSide:
             try:
                 self._connector.offer(request.request_id, running=True)
             except TransferError:
-                logger.exception("request %r: it is prefilled, but nobody will be able to read it", request.request_id)
+                logger.exception("request %r runs without a lease: no reader can get its pages", request.request_id)
                 return
             self._sources.add(request.request_id)
         if self._saves:  # a preempted request is saved again, because its blocks have changed
@@ -324,7 +324,7 @@ class SchedulerSide:
             prompt = prompt_of(request, tokens)
             params = self._connector.params(request_id, prompt, blocks, tokens, first_blocks=first_blocks)
         except TransferError:
-            logger.exception("request %r: nobody can read it", request_id)
+            logger.exception("request %r: its params cannot be made, so no reader can get its pages", request_id)
             self._connector.abort(request_id, "its params could not be made")
             return True, None
         self._connector.computed(request_id)

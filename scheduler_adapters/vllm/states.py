@@ -24,7 +24,10 @@ _TENSORS = {"MAMBA1": 2, "MAMBA2": 2, "GDN_ATTN": 2, "SHORT_CONV": 1}
 
 
 def is_cut(spec: MambaSpec) -> bool:
-    """Whether a rank's part is known. If not, the state moves as it is, between ranks with equal parallelism."""
+    """Returns whether it is known how vLLM divides this state over ranks.
+
+    A state for which this is unknown is moved whole, and needs equal tensor parallelism on both sides.
+    """
     return not spec.tp_replicated and _TENSORS.get(spec.mamba_type.name) == len(spec.shapes)
 
 

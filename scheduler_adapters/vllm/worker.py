@@ -47,7 +47,7 @@ class WorkerSide:
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Registers the tensors of this rank's layers, and starts to serve and to read."""
         moved = self._kv_cache_config.transfer_group_index_by_layer
-        # Other layers share one of these tensors.
+        # A layer that is not in a transferred group shares the tensor of a layer that is.
         caches = {name: cache for name, cache in kv_caches.items() if name in moved}
         pages = {name: cache.shape[2] for name, cache in caches.items()}
         config = worker_config(self._vllm_config, self._kv_cache_config, pages)

@@ -157,7 +157,7 @@ def test_panels_show_requests_transfers_the_tree_evictions_rates_and_processes(
 
         def recounted() -> bool:
             watch.attend()
-            return "books agree" in rows_of(app, "processes")[0][5]
+            return "all counts agree" in rows_of(app, "processes")[0][5]
 
         await until(pilot, recounted, "a recount")
 
