@@ -63,7 +63,7 @@ _COMMANDS: dict[str, _Command] = {
         ServeOptions,
         "serve a model by prefill and decode processes, over HTTP",
         "Serve a model by prefill and decode processes behind OpenAI's completions and chat completions. SIGTERM "
-        "drains the service. Exit status: 2 if a page was left held.",
+        "drains. Exit status: 2 if a page was left held.",
         "pagewire serve --model DIR --prefills 2 --watch",
         "[all | front | prefill | decode] [OPTIONS]",
     ),

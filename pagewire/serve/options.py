@@ -30,7 +30,7 @@ class ServeOptions:
         "PROCESS",
         str,
         "all",
-        "which processes to run: all, or only front, prefill or decode",
+        "all, or one of front, prefill, decode",
         name="what",
         nargs="?",
         choices=("all", "front", "prefill", "decode"),
@@ -46,8 +46,8 @@ class ServeOptions:
     served_model_name: str | None = option(
         "NAME", plain, None, "model name for clients (default: the directory's, or pagewire)", rare=True
     )
-    prefills: int = option("N", _PROCESSES, 1, "number of prefill processes, with all")
-    decodes: int = option("N", _PROCESSES, 1, "number of decode processes, with all")
+    prefills: int = option("N", _PROCESSES, 1, "number of prefill processes")
+    decodes: int = option("N", _PROCESSES, 1, "number of decode processes")
     http_host: str = option(
         "HOST", plain, "127.0.0.1", "where HTTP listens (no keys: use a trusted network)", rare=True
     )
